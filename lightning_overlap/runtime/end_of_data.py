@@ -12,7 +12,8 @@ from .interfaces import BatchSource
 class EndOfData:
     """Asks all ranks whether they have the next batches too, and hears where the first of them ends.
 
-    A question is an all-reduce on the host (`Consensus.ask`) for which ranks wait, so they ask few:
+    A question is an all-to-all on the host (`Consensus.ask`), whose answer is read a step later. It costs as much as a
+    small model's forward, so the ranks ask few:
 
     - If the length of every rank's epoch is known, the ranks ask now and then (`PollInterval`), and for the last ones.
     - If not, each says with a question how many further batches it is sure to have (`BatchSource.num_certain`). They
