@@ -117,7 +117,7 @@ class FailsTogether(SavesShards):
         raise self._torn_down(first)
 
     def _torn_down(self, first: BaseException) -> BaseException:
-        """Do what Lightning does after the callbacks' `on_exception`; return the run's error, to be raised in one of them."""
+        """Do what Lightning does after the callbacks' `on_exception`; return the run's error, to be raised there."""
         trainer = self._running_trainer
         self.on_exception(first)
         if trainer is not None:
