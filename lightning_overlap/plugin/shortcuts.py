@@ -95,7 +95,7 @@ _TRAINING = cast(property, Trainer.training)
 
 
 def _training(trainer: Trainer) -> bool:
-    """Return `Trainer.training`, asked 16 times a step: Lightning's enums compare lower-case strings, `is` is faster."""
+    """Return `Trainer.training`, asked 16 times a step: Lightning's enums compare lower-case strings, which is slow."""
     return trainer.state.stage is RunningStage.TRAINING or _TRAINING.fget(trainer)  # type: ignore[misc]
 
 
