@@ -1,4 +1,4 @@
-"""Which cut comes next, through lost parts, crashes, resumed trainings and bases; and what nobody needs any more."""
+"""Find the cut that a replica applies next, through lost parts, crashes and resumed trainings; prune old parts."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from .sink import DeltaSink, resolve_sink
 _log = logging.getLogger(__name__)
 _MOST_HEADS = 10_000
 QUICK_S = 2.0
-"""In less no training begins again and comes to the same step: from one listing to the next one of a sink."""
+"""Within so many seconds, from one listing of a sink to the next, no training restarts and comes to the same step."""
 
 
 class Move(NamedTuple):
-    """What brings a replica to a newer state: one cut, or for one that begins, the cuts from its ranks' bases on."""
+    """What brings a replica to a newer state: one cut, or, for a new replica, the cuts from its ranks' bases on."""
 
     chunks: Sequence[tuple[Head, PartName]]
-    """What is to be applied, in order: each with what its cut says."""
+    """The chunks to apply, in order, each with the headers of its cut."""
     is_base: bool
     """Whether a replica needs nothing before it: every rank's parts begin with a base."""
 
@@ -36,17 +36,17 @@ class Chain:
     def __init__(self, sink: DeltaSink) -> None:
         self.sink = sink
         self.run: str | None = None
-        """The training that parts must be of; None takes that of the first cut."""
+        """The training whose parts these are; None accepts that of the first cut."""
         self.fit = ""
-        """Wrote the cut that was applied last; empty where nobody knows."""
+        """The fit that wrote the cut that was applied last; empty if that is not known."""
         self.cuts: list[Cut] = []
-        """As the sink was listed last."""
+        """The cuts of the last listing, whole or not, in order."""
         self._by_generation: dict[int, list[Cut]] = {}
-        self._listed, self._unseen_s = time.monotonic(), 0.0
+        self._listed, self._unseen_s = time.monotonic(), 0.0  # the last listing, and how long before it the one before
         self._heads: dict[Cut, Head] = {}
 
     def list_sink(self) -> None:
-        """Look which cuts the sink has."""
+        """List the sink and sort its parts into cuts."""
         now = time.monotonic()
         self._unseen_s, self._listed = now - self._listed, now
         names = parse_names(set(self.sink.names()))
@@ -54,11 +54,14 @@ class Chain:
         self._by_generation = {number: [*cuts] for number, cuts in groupby(self.cuts, key=lambda cut: cut.at[0])}
 
     def forget(self) -> None:
-        """Read all headers anew."""
+        """Forget the headers that were read, so that they are read anew."""
         self._heads.clear()
 
     def next(self, at: CutId | None) -> Move | None:
-        """Return what follows a cut, or None where the last listing has nothing yet that does.
+        """Return what a replica applies next; None if the last listing has nothing yet.
+
+        Args:
+            at: The cut that the replica has applied last; None for a new replica.
 
         Raises:
             CutError: Parts are missing and no base leads past them; the message names them.
@@ -107,10 +110,10 @@ class Chain:
                 problems.append(_lacks(cut))
             elif cut.at[0] == newest.at[0]:
                 waits = True
-            # else a crash in its first cut, which a newer generation has made good
+            # else its fit crashed in its first cut, and a newer generation replaces it
         if problems and not waits:
             raise CutError("\n".join(problems))
-        if newest.at <= at and newest.is_whole:  # a sink that was emptied, or written again: the header tells for whom
+        if newest.at <= at and newest.is_whole:  # the sink was emptied or written again: the header says by which fit
             if newest.at < at or self._unseen_s > QUICK_S:
                 self._heads.pop(newest, None)
             head = self._head(newest)
@@ -159,7 +162,7 @@ class Chain:
             for index in reversed(range(len(cuts))):
                 cut = cuts[index]
                 if not cut.is_whole or self._head(cut).is_void:
-                    base_of.clear()  # what follows it was not applied to what is before it
+                    base_of.clear()  # cuts after it do not follow those before it
                     continue
                 head = self._head(cut)
                 if base_of and self._head(cuts[index + 1]).after not in (None, cut.at):
@@ -180,10 +183,10 @@ class Chain:
         return None
 
     def _is_broken(self, cut: Cut) -> bool:
-        """Whether a cut will never be whole: it has a conflict, or a rank has written parts after one that it lacks.
+        """Whether a cut will never be whole: it has a conflict, or a rank that lacks a part there wrote later ones.
 
-        Ranks write their parts in order, and one may be ahead of another. (One that a crash has left in parts is not
-        broken; a newer generation makes it good.)
+        Each rank writes its parts in order, and ranks may be ahead of each other. (A cut that a crash has left
+        in parts is not broken; a newer generation replaces it.)
         """
         if cut.conflict is not None:
             return True
@@ -192,7 +195,7 @@ class Chain:
         return bool(cut.missing.keys() & wrote_later)
 
     def _base_is_coming(self) -> bool:
-        """Whether a cut that begins anew is being written: what is wrong before it does not matter then."""
+        """Whether a base is being written, after which it does not matter what is wrong before it."""
         for cut in reversed(self.cuts):
             if cut.is_whole or self._is_broken(cut):
                 return False
@@ -202,6 +205,7 @@ class Chain:
         return False
 
     def _head(self, cut: Cut) -> Head:
+        """Return what the headers of a whole cut say; raise a CutError if it is of another run."""
         head = self._heads.get(cut)
         if head is None:
             if len(self._heads) >= _MOST_HEADS:

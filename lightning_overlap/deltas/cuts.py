@@ -21,12 +21,12 @@ class CutError(ValueError):
 
 
 class LostError(CutError):
-    """What a replica has applied was lost in its sink: nothing there can follow it."""
+    """The sink has lost cuts that a replica has applied: nothing there can follow them."""
 
 
 @dataclass(frozen=True)
 class Cut:
-    """The chunks of one cut that are there, sorted."""
+    """The chunks of one cut that a sink has, sorted; the cut may not be whole."""
 
     at: CutId
     names: tuple[PartName, ...]
@@ -75,7 +75,7 @@ class Head:
     """What the headers of a whole cut say."""
 
     header: Header
-    """Of one of its parts."""
+    """The header of one of its parts."""
     after: CutId | None
     """The cut that it follows; None where every part is a base."""
     bases: frozenset[int]
@@ -107,7 +107,17 @@ def read_head(sink: DeltaSink, cut: Cut) -> Head:
 
 
 def part_of(data: bytes, name: PartName, head: Head) -> Part:
-    """Read a chunk of a cut, whose first chunks say what is in `head`; errors are those of `read_head`."""
+    """Read a chunk, and check that it belongs to its cut.
+
+    Args:
+        data: The chunk.
+        name: Its name in the sink.
+        head: What `read_head` returned for its cut.
+
+    Raises:
+        PartError: It is torn, of another schema, or no part.
+        CutError: It does not belong to the cut.
+    """
     part = decode(data, str(name))
     _check_belongs(part.header, name, head.header)
     if part.header.is_base != (name.rank in head.bases) or part.header.after not in (None, head.after):

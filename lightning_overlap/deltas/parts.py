@@ -1,9 +1,10 @@
 """The parts that carry updated rows to a served model: their names, their header, and their Arrow IPC form (schema 1).
 
 At a *cut* every rank copies the rows that were updated since the cut before, and writes them as its *part*, in one
-chunk or several. A cut is whole once every chunk of every rank's part is there; a replica applies whole cuts only, in
-the order of (generation, step). A *generation* is what one fit writes: one that resumes from a checkpoint begins the
-next, and its first cut corrects whatever earlier generations wrote past that checkpoint.
+*chunk* or several. A cut is *whole* once every chunk of every rank's part is there; a replica applies whole cuts only,
+in the order of (generation, step). A *base* is a part with all rows of its rank. A *generation* is what one fit writes:
+a fit that resumes from a checkpoint begins the next one, and its first cut has all rows that earlier generations wrote
+past that checkpoint.
 """
 
 from __future__ import annotations
@@ -102,28 +103,28 @@ class Header:
 
     Args:
         run: Identifies the training whose tables these are, over all of its resumes.
-        generation: Of the fit that wrote it, from 1 on.
+        generation: Number of the fit that wrote it, from 1 on.
         step: Batches that had been trained at the cut, over the whole training.
         after: The cut (generation, step) that this one follows. Within a generation a replica must have applied that
             very cut. The first cut of a generation names the newest one that was known to be whole when the
             checkpoint was saved: a replica must have applied that one or a later one. None in a base, which needs
             nothing before it.
-        rank: Who wrote it.
+        rank: The rank that wrote it.
         world_size: How many ranks write a part of this cut.
         chunk: Its number in the part, from 0 on.
         num_chunks: Chunks of the part.
         num_pending: Batches among the `step` trained ones whose update of the tables was still to come at the cut
             (modes that defer updates; else 0).
         global_step: Steps of the optimizers at the cut, as `Trainer.global_step`.
-        time: When it was cut, in seconds since the epoch.
+        time: When the cut was made, in seconds since the Unix epoch.
         tables: Name -> (rows, columns) of every table that the run sends, whether or not this chunk has rows of it.
         is_void: Whether the cut must not be applied: somebody wrote tables while a rank copied its rows. A cut that is
             a base of every rank follows it.
-        fit: Identifies the fit that wrote it: a generation that two fits have written is no one timeline. Empty where
-            that is not known.
+        fit: Identifies the fit that wrote it: if two fits have written the same generation, their cuts do not follow
+            each other. Empty if that is not known.
         found: The newest cut of which its fit found a part in the sink. A replica that has applied a later one of an
             earlier generation has rows that this fit did not know of. None: that is not known.
-        schema: Version of all this.
+        schema: Version of this format.
     """
 
     run: str
@@ -150,7 +151,7 @@ class Header:
 
     @property
     def name(self) -> PartName:
-        """What the chunk is called in a sink."""
+        """The chunk's name in a sink."""
         return PartName(self.generation, self.step, self.rank, self.world_size, self.chunk, self.num_chunks)
 
 
@@ -180,7 +181,7 @@ class Dense:
     """A whole tensor of the dense part.
 
     Args:
-        name: In the LightningModule's `state_dict`.
+        name: Its name in the LightningModule's `state_dict`.
         value: Any shape and dtype, on the host.
     """
 
@@ -189,7 +190,7 @@ class Dense:
 
 
 class Part(NamedTuple):
-    """One chunk, read."""
+    """The content of one chunk, as `decode` returns it."""
 
     header: Header
     rows: list[Rows]
@@ -213,7 +214,7 @@ def encode(header: Header, rows: Iterable[Rows] = (), dense: Iterable[Dense] = (
 
 
 def encode_pieces(header: Header, rows: Iterable[Rows] = (), dense: Iterable[Dense] = ()) -> list[Piece]:
-    """Return what `encode` does in pieces: the bytes of rows and values are views of the tensors given."""
+    """Return the bytes of `encode` in pieces; those of rows and values are views of the given tensors, not copies."""
     schema = _COLUMNS.with_metadata({_HEADER: json.dumps(vars(header)).encode()})
     pieces: list[Piece] = [schema.serialize().to_pybytes()]
     for one in rows:
@@ -256,12 +257,12 @@ def decode(data: bytes, name: str = "part") -> Part:
 
 
 def read_header(data: bytes, name: str = "part") -> Header:
-    """Read what a chunk says of itself; the arguments and the errors are those of `decode`."""
+    """Return the header of a chunk; arguments and errors are those of `decode`."""
     return _read(data, name, rows=False)[0]
 
 
 def _read(data: bytes, name: str, *, rows: bool) -> tuple[Header, list[Any]]:
-    # Arrow trusts what it reads: a wrong length in it ends the process. So nothing that is torn gets that far.
+    # Arrow does not check what it reads, and a wrong length in it ends the process: the checksum is checked first.
     trailer = _TRAILER.fullmatch(data[-TRAILER_SIZE:])
     content = memoryview(data)[:-TRAILER_SIZE]
     if trailer is None or crc32(content) != int(trailer[1], 16):

@@ -26,18 +26,18 @@ from .sink import DeltaSink, resolve_sink
 _log = logging.getLogger(__name__)
 _FORMAT = "embedding_deltas.replica"
 _MOST_TIMES = 3
-"""So often an update comes to the same cut, as where parts are written anew meanwhile; then it goes in a circle."""
+"""An update may come to the same cut so often, as when parts are written anew meanwhile; beyond that it is circling."""
 
 
 class Position(NamedTuple):
     """What a replica has applied.
 
     Attributes:
-        generation: Of the fit that wrote it.
-        step: Batches that had been trained.
-        num_pending: How many of them had an update of the tables still to come.
-        global_step: Steps of the optimizers.
-        time: When the training cut it, in seconds since the epoch.
+        generation: Number of the fit that wrote the cut (see `parts.py`).
+        step: Batches that had been trained at the cut.
+        num_pending: How many of these had not yet updated the tables.
+        global_step: Steps of the optimizers at the cut.
+        time: When the training made the cut, in seconds since the Unix epoch.
     """
 
     generation: int
@@ -53,12 +53,12 @@ class Position(NamedTuple):
 
 
 class Lag(NamedTuple):
-    """How far a replica is behind.
+    """How far a replica lags behind its training.
 
     Attributes:
-        steps: From what is applied to the newest whole cut that was seen in the sink.
-        seconds: Since the training cut what is applied.
-        parts: Chunks of whole cuts in the sink that are newer than what is applied.
+        steps: Batches from the cut that is applied to the newest whole one in the last listing of the sink.
+        seconds: Time since the training made the cut that is applied.
+        parts: Chunks of whole cuts in the last listing that are not applied yet.
     """
 
     steps: int
@@ -106,7 +106,7 @@ class Replica:
         self._updating = threading.Lock()
         self._applied = threading.Condition()
         self.position: Position | None = None
-        """What is applied; None for nothing."""
+        """The cut that is applied; None before the first one."""
         self._torn: BaseException | None = None
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
@@ -118,7 +118,7 @@ class Replica:
 
     @property
     def lock(self) -> AbstractContextManager[None]:
-        """`with replica.lock:` nothing is written by the replica, and nobody else reads."""
+        """A lock for `with replica.lock:`: within it the replica writes nothing, and nobody else is in `reading()`."""
         return self._lock.writing()
 
     @contextmanager
@@ -129,11 +129,11 @@ class Replica:
         leaves: the next cut is written on the default stream, which does not wait for others.
 
         Args:
-            after_error: Whether to read on where following has stopped with an error: the state is older then, but it
-                is one of the training's.
+            after_error: Whether to read also after following has stopped with an error. The tables are then those of
+                the last cut that was applied.
 
         Yields:
-            What is applied.
+            The cut that is applied.
 
         Raises:
             ReplicaError: Nothing has been applied yet, or following has stopped with an error.
@@ -162,7 +162,7 @@ class Replica:
 
     @property
     def generation(self) -> int | None:
-        """Of the fit that wrote the cut that is applied; None while nothing is."""
+        """Number of the fit that wrote the cut that is applied; None while nothing is."""
         return None if self.position is None else self.position.generation
 
     @property
@@ -172,7 +172,7 @@ class Replica:
 
     @property
     def lag(self) -> Lag:
-        """How far this is behind the last listing of the sink.
+        """How far this replica lags behind the last listing of the sink.
 
         Raises:
             ReplicaError: Nothing has been applied yet, or following has stopped with an error.
@@ -185,7 +185,7 @@ class Replica:
 
     @property
     def optimizer_state(self) -> dict[str, dict[str, Tensor]]:
-        """Table -> field -> tensor, where `optimizer_state` was asked for.
+        """Table -> field -> tensor; empty without `optimizer_state=True`.
 
         Row-wise state is `(rows, 1)`; where shards of columns have each their own, `(rows, columns)`, alike in the
         columns of a shard.
@@ -199,7 +199,7 @@ class Replica:
     # -- how it follows ------------------------------------------------------------------------------------------------
 
     def update(self) -> int:
-        """Apply every whole cut that the sink has and this has not; return how many.
+        """Apply every whole cut that the sink has and this replica has not; return how many.
 
         Raises:
             CutError: Parts are missing, out of order or of another run.
@@ -224,10 +224,10 @@ class Replica:
             return count
 
     def follow(self, every_s: float = 0.5) -> None:
-        """Apply cuts as they come, in a thread; an error stops it and is raised where this is used next.
+        """Apply cuts as they come, in a thread. An error ends the thread; `reading`, `lag` and `wait` then raise it.
 
         Args:
-            every_s: Seconds from one look at the sink to the next.
+            every_s: Seconds between two listings of the sink.
         """
         if self._thread is not None and self._thread.is_alive():
             return
@@ -237,18 +237,18 @@ class Replica:
         self._thread.start()
 
     def wait(self, step: int = 0, timeout: float | None = None) -> Position:
-        """Wait until a step is applied, or one after it; return what is applied.
+        """Wait until a cut at or after a step is applied; return the cut that is applied.
 
-        Where nothing follows the sink in the background, this looks into it itself.
+        Without `follow()` this calls `update()` until then.
 
         Args:
             step: Batches trained.
             timeout: In seconds; None waits for ever.
 
         Raises:
-            TimeoutError: It did not come.
+            TimeoutError: There was no such cut in time.
             ReplicaError: Following has stopped with an error.
-            CutError, PartError, TablesError, SinkError: As of `update`, where nothing follows.
+            CutError, PartError, TablesError, SinkError: As in `update`, if nothing follows the sink.
         """
         until = time.monotonic() + (float("inf") if timeout is None else timeout)
         while True:
@@ -285,9 +285,9 @@ class Replica:
     # -- from one process to the next ----------------------------------------------------------------------------------
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write what is applied into a file, for `start` of a replica in another process.
+        """Write the tables and their position into a file, for `start` of a replica in another process.
 
-        The file is whole at any time.
+        A crash leaves the file of before, or the new one.
 
         Raises:
             ReplicaError: Nothing has been applied yet.
@@ -377,7 +377,7 @@ class Replica:
         with self._lock.writing():
             try:
                 if move.is_base:
-                    self._tables.optimizer_state.clear()  # of what is not sent any more
+                    self._tables.optimizer_state.clear()  # it may have fields that are not sent any more
                 for head, name in move.chunks:
                     if name in kept:
                         part = kept.pop(name)
@@ -411,7 +411,7 @@ class Replica:
 
 
 def save_whole(content: Any, path: Path) -> None:
-    """Write a file for `torch.load`, which is whole at any time; its folder is made."""
+    """Write a file for `torch.load`, and its folder; a crash leaves the file of before, or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f"{path.name}.{uuid.uuid4().hex}.unfinished")
     try:

@@ -1,4 +1,4 @@
-"""The tables of a replica: what it is given to keep up to date, and how rows are written into it."""
+"""The tables of a replica: a module or tensors of the user's, or its own; checks what fits them, and writes rows."""
 
 from __future__ import annotations
 
@@ -51,7 +51,11 @@ class ServedTables:
             )
 
     def check_header(self, header: Header) -> None:
-        """Raise a `TablesError` that names those that differ unless the tables of a run are these."""
+        """Check that the tables of a run are those of this replica.
+
+        Raises:
+            TablesError: They are not; the message names those that differ.
+        """
         if self._makes:
             return
         if self._module is not None:  # which may have been moved to another device since
@@ -81,7 +85,16 @@ class ServedTables:
             )
 
     def check(self, part: Part, name: str, *, begins: bool) -> None:
-        """Raise a `TablesError` unless a chunk can be written: one that `begins` goes with a base of all ranks."""
+        """Check that a chunk can be written.
+
+        Args:
+            part: The chunk.
+            name: Its name, for messages.
+            begins: Whether it is applied with a base of all ranks, so that optimizer states may change their shape.
+
+        Raises:
+            TablesError: It does not fit the tables.
+        """
         for entry in part.rows:
             self._check_rows(entry, part.header, name, begins=begins)
         for tensor in () if self._makes else part.dense:
@@ -108,13 +121,17 @@ class ServedTables:
                 self.tensors[tensor.name].copy_(tensor.value)
 
     def wait_written(self) -> None:
-        """Wait for what was written: streams of readers do not wait for the current stream of this thread."""
+        """Wait until the device has written everything: readers' streams do not wait for this thread's stream."""
         for device in {tensor.device for tensor in self.tensors.values() if tensor.is_cuda}:
             torch.cuda.current_stream(device).synchronize()
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor], optimizer_state: dict[str, dict[str, Tensor]]) -> None:
-        """Write whole tensors, those of an earlier process; raise a `TablesError` where they are not the same."""
+        """Write whole tensors that a replica of an earlier process has saved.
+
+        Raises:
+            TablesError: A tensor is not there, or has another shape or dtype.
+        """
         if self._makes:
             self.tensors = {name: torch.empty_like(value) for name, value in tensors.items()}
         for name, value in tensors.items():
@@ -168,7 +185,15 @@ class ServedTables:
 
 
 def check_whole(header: Header, num_found: Counter[str]) -> None:
-    """Raise a `TablesError` unless bases, one of which has this header, have all values of each table."""
+    """Check that the bases of all ranks have every value of each table.
+
+    Args:
+        header: The header of one of them.
+        num_found: Values found, by table.
+
+    Raises:
+        TablesError: They have more or fewer.
+    """
     for table, shape in header.tables.items():
         if num_found[table] != prod(shape):
             raise TablesError(
@@ -184,7 +209,7 @@ def _write_rows(table: Tensor, entry: Rows) -> None:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """Return a view of whole numbers of the same size: every bit is kept, and every dtype can be indexed."""
+    """Return a view as integers of the same size: writes keep every bit, and `index_copy_` takes the dtype."""
     size = tensor.element_size()
     return tensor.detach().view(_SAME_SIZE[size]) if size in _SAME_SIZE else tensor.detach()
 

@@ -34,7 +34,7 @@ class DeltaSink(Protocol):
         """
 
     def names(self) -> Iterable[str]:
-        """Return the names of all parts that are kept; other things that lie beside them are left out."""
+        """Return the names of all parts that are kept, without other files or keys at the same place."""
 
     def read(self, name: str) -> bytes:
         """Return a part.
@@ -44,7 +44,7 @@ class DeltaSink(Protocol):
         """
 
     def remove(self, names: Iterable[str]) -> None:
-        """Remove parts, in the given order; those that are not there are passed over."""
+        """Remove parts, in the given order; names that are not there are ignored."""
 
     def close(self) -> None:
         """Let go of connections; the next call opens them anew."""
@@ -93,7 +93,7 @@ def check_sink(sink: DeltaSink) -> None:
 
 
 def takes_pieces(sink: DeltaSink) -> bool:
-    """Return whether a sink has `write_pieces`, and no `write` of its own that a class below has put before it."""
+    """Return whether to call `write_pieces`: a sink has it, and no subclass or instance overrides `write` alone."""
     if "write" in getattr(sink, "__dict__", ()):
         return False
     first = (vars(kind) for kind in type(sink).__mro__ if "write" in vars(kind) or "write_pieces" in vars(kind))
@@ -102,7 +102,13 @@ def takes_pieces(sink: DeltaSink) -> bool:
 
 @contextmanager
 def told(problem: str, advice: str, *kinds: type[Exception]) -> Iterator[None]:
-    """Raise errors of some kinds as a `SinkError` that says what is wrong, without passwords, and what to do."""
+    """Within this context errors of some kinds are raised as a `SinkError`.
+
+    Args:
+        problem: What cannot be done, for the message.
+        advice: What to do about it.
+        *kinds: The exceptions to replace; their reason is in the message, without passwords.
+    """
     try:
         yield
     except SinkError:

@@ -16,10 +16,10 @@ from .arrow_stream import Piece, joined
 from .sink import DeltaSink, SinkError, check_sink, takes_pieces
 
 MOST_WAITING = 2
-"""Cuts that are being written, or wait for it: while there are as many, no other is made."""
+"""Cuts that are being written or wait for that, at most: no further cut is made meanwhile."""
 
 LOOKS_EVERY_S = 0.5
-"""How often whoever waits for the sink looks whether it hangs."""
+"""Seconds between two checks whether the sink hangs, while a caller waits for it."""
 
 Chunks: TypeAlias = Iterable[tuple[str, list[Piece]]]
 """Names and contents of the chunks of a part."""
@@ -28,12 +28,11 @@ T = TypeVar("T")
 
 
 class CutWriter:
-    """Writes the parts of one rank. Its thread alone uses the sink; who waits for it waits for no call without limit.
+    """Writes the parts of one rank. Its thread alone uses the sink, and no caller waits longer than `timeout_s` a call.
 
     Args:
-        sink: Where to.
-        timeout_s: How long one call of the sink may take, in seconds; then it counts as one that hangs, which is an
-            error.
+        sink: Where to write.
+        timeout_s: How long one call of the sink may take, in seconds. A call that takes longer is an error.
     """
 
     def __init__(self, sink: DeltaSink, timeout_s: float = float("inf")) -> None:
@@ -48,9 +47,9 @@ class CutWriter:
         self._thread: threading.Thread | None = None
         self._ends = False
         self.error: BaseException | None = None
-        """What a write has failed with; nothing is written after it."""
+        """The error of the first write that failed; nothing is written after it."""
         self.num_bytes = 0
-        """Written so far."""
+        """Bytes written so far."""
         self.written_step = -1
         """The step of the newest cut that was written."""
 
@@ -60,7 +59,12 @@ class CutWriter:
         return sum(not cut.done() for cut in self._cuts) < MOST_WAITING
 
     def submit(self, step: int, chunks: Callable[[], Chunks]) -> None:
-        """Write the part of a cut at a step after those before it; the thread makes the chunks."""
+        """Have the thread make and write the chunks of a cut's part, after all parts before it.
+
+        Args:
+            step: Batches trained at the cut.
+            chunks: Makes the chunks; called in the thread.
+        """
         self._cuts.append(self._later(partial(self._write, step, chunks, self._timed)))
 
     def write_now(self, step: int, chunks: Chunks) -> None:
@@ -82,7 +86,7 @@ class CutWriter:
             self._wait_for(cut)
 
     def look(self) -> None:
-        """Take a call of the sink that has not returned in time as an error."""
+        """Set `error` if a call of the sink has not returned in time."""
         if self.error is None and (call := self._overdue()) is not None:
             self.error = SinkError(
                 f"{self._sink} hangs: its {call} has not returned for {self._timeout_s:g} s. Find out why, or give it "
@@ -90,9 +94,9 @@ class CutWriter:
             )
 
     def close(self, timeout_s: float) -> None:
-        """End: what is being written is finished within a time, in seconds, what waits is dropped.
+        """End the thread after the write under way, for which this waits `timeout_s` seconds; drop the cuts that wait.
 
-        A sink that hangs does not keep the process: the thread is a daemon's.
+        A sink that hangs does not keep the process from ending, since the thread is a daemon.
         """
         self._ends = True
         if self._thread is not None:
@@ -121,7 +125,7 @@ class CutWriter:
     # -- inside --------------------------------------------------------------------------------------------------------
 
     def _ask(self, what: str, do: Callable[[], T]) -> T:
-        """Return what the thread gets from a call of the sink."""
+        """Have the thread call the sink, and return the result; `what` names the call in errors."""
         answer = self._later(partial(self._timed, what, do))
         self._wait_for(answer)
         if not answer.done():
@@ -172,7 +176,7 @@ class CutWriter:
             for name, pieces in chunks():
                 call(f"write of {name}", partial(self._keep, name, pieces))
                 self.num_bytes += sum(map(len, pieces))
-                if self.error is not None:  # it came back after it had counted as one that hangs
+                if self.error is not None:  # the call returned after `look` had given it up
                     return
             self.written_step = step
         except BaseException as err:

@@ -27,7 +27,7 @@ _ASSIGNING_RANKS = "managed_collision_ranks"
 _CHOICE = "lightning_overlap_auto"
 """Entry of a checkpoint: what `pipeline="auto"` has chosen."""
 _NUM_STASHED = "num_stashed_gradients"
-"""Entry of an optimizer's state: of how many steps it is still to apply the gradients."""
+"""Entry of an optimizer's state: the number of steps whose gradients are stashed in it."""
 
 
 class SavesShards(HasRun):
@@ -77,7 +77,7 @@ class SavesShards(HasRun):
     @property
     @override
     def restore_checkpoint_after_setup(self) -> bool:
-        # Only sharded tables can take their shards; whole tables are cut up by TorchRec as they are loaded.
+        # A checkpoint of shards can be loaded into sharded tables only; TorchRec cuts up whole ones as it loads them.
         return self.model is not None and has_tables(self.model)
 
     @override
@@ -97,12 +97,12 @@ class SavesShards(HasRun):
         if module is None or not sharded_modules(module):
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
-        self._folder_saver.wait()  # it uses the group that all of the following does
+        self._folder_saver.wait()  # its thread uses `checkpoint_group`, as all of the following does
         with self.saving():
             self._save(module, checkpoint, self.broadcast(filepath), storage_options)
 
     def _save(self, module: LightningModule, checkpoint: dict[str, Any], filepath: Any, storage_options: Any) -> None:
-        # Rank 0 alone writes what is not sharded.
+        # Rank 0 alone writes what is not sharded, so it gets the loader states of all ranks.
         states = gather_objects(_fit_loop(checkpoint).get(_LOADER), self.checkpoint_group)
         if any(states):
             checkpoint[_LOADERS] = states
@@ -130,7 +130,10 @@ class SavesShards(HasRun):
         self._take_newest(path, resumable)
 
     def _first_last(self, path: Path) -> Path | None:
-        """Return a second name for what is saved, if "last" would find nothing else until it is saved once more."""
+        """Return a second name under which "last" finds this checkpoint, if there is no last checkpoint yet.
+
+        With `save_last=True` Lightning saves it once more as the last one; until then nothing else is found.
+        """
         for bridge, is_last in checkpoint_links.bridges(self._running_trainer, path):
             found = path.parent.glob(f"{bridge.name.partition('.new')[0]}*{bridge.suffix}")
             if not is_last and not any(other.exists() for other in found):
@@ -138,8 +141,8 @@ class SavesShards(HasRun):
         return None
 
     def _take_newest(self, path: Path, resumable: bool) -> None:
-        """Let "last" find what was saved, as soon as it is whole; on rank 0."""
-        self._newest = path  # whole, as soon as the saver does something
+        """Let "last" find what was saved, as soon as it is complete; on rank 0."""
+        self._newest = path  # complete before `on_commit` calls anything
         for bridge, is_last in checkpoint_links.bridges(self._running_trainer, path) if self.is_global_zero else []:
             if is_last:
                 self._folder_saver.on_commit(partial(checkpoints.discard, bridge))
@@ -156,7 +159,7 @@ class SavesShards(HasRun):
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:
-        # Not before the one that takes its place is whole.
+        # Not before the checkpoint that was saved after it is complete.
         if not _is_plain_file(filepath, None, self.checkpoint_io):
             self._folder_saver.on_commit(partial(super().remove_checkpoint, filepath))
         elif self.is_global_zero:
@@ -231,7 +234,7 @@ def _fit_loop(checkpoint: dict[str, Any]) -> dict[str, Any]:
 
 
 def _remove(path: Path, newest: Path | None, stems: set[str]) -> None:
-    """Remove a checkpoint, and let the "last" links (names by their stems) that lead to it lead to the newest one."""
+    """Remove a checkpoint; links to it whose names begin with one of `stems` then lead to the newest one."""
     if newest is not None and newest != path:
         for link in checkpoints.links_to(path, stems):
             checkpoints.lead(link, newest)
@@ -239,5 +242,5 @@ def _remove(path: Path, newest: Path | None, stems: set[str]) -> None:
 
 
 def _is_plain_file(path: Any, storage_options: Any, checkpoint_io: Any) -> bool:
-    """Whether a file is written and read here: local, and no plugin of the user's has a say."""
+    """Whether a checkpoint is a local file, written without storage options or a CheckpointIO of the user's."""
     return "://" not in str(path) and storage_options is None and type(checkpoint_io) is TorchCheckpointIO

@@ -1,9 +1,9 @@
-"""`ModelCheckpoint(save_last=...)`: what "last" finds is the newest whole checkpoint at any time.
+"""`ModelCheckpoint(save_last=...)`: `ckpt_path="last"` finds the newest complete checkpoint at any time.
 
-With "link", Lightning removes the link and makes a new one, at once, whether or not what it leads to is written
-already; and it removes the checkpoint that the link leads to before it does so. With True, it saves a checkpoint under
-its own name first, and then once more as the last one: until that one is whole, a link `last.new.ckpt` leads to the
-first, which Lightning's search for "last" finds as well.
+With "link", Lightning removes the checkpoint that the link leads to, then the link, and makes a new link at once,
+though the new checkpoint may not be written yet. Here it links when that is complete. With True, Lightning saves a
+checkpoint under its own name first, and then once more as the last one. Until that one is complete, a link
+`last.new.ckpt` (a *bridge*) leads to the first one; Lightning's search for "last" finds it as well.
 """
 
 from __future__ import annotations
@@ -23,13 +23,18 @@ from lightning.pytorch.core import saving
 
 from ..checkpoint import discard, is_folder, lead
 
-WhenWhole = Callable[[Callable[[], None]], None]
-"""Calls what it is given as soon as the save under way has succeeded; at once where there is none."""
+OnCommit = Callable[[Callable[[], None]], None]
+"""Calls a function as soon as the save under way has succeeded; at once if no save is under way."""
 
 
 @contextmanager
-def installed(trainer: Trainer, on_commit: WhenWhole) -> Iterator[None]:
-    """Let callbacks link when what the link leads to is whole; classes of the user's do as they like."""
+def installed(trainer: Trainer, on_commit: OnCommit) -> Iterator[None]:
+    """Within this context callbacks link to complete checkpoints only; a subclass keeps a link method of its own.
+
+    Args:
+        trainer: The trainer with the callbacks.
+        on_commit: Calls a function once the save under way has succeeded.
+    """
     linking = [callback for callback in _keeping_last(trainer) if callback.save_last == "link"]
     for callback in linking:
         if type(callback)._link_checkpoint is ModelCheckpoint._link_checkpoint:
@@ -40,14 +45,19 @@ def installed(trainer: Trainer, on_commit: WhenWhole) -> Iterator[None]:
 
 
 def stems(trainer: Trainer | None) -> set[str]:
-    """Return how the names of last checkpoints begin."""
+    """Return the beginnings of the names of last checkpoints."""
     return {callback.CHECKPOINT_NAME_LAST for callback in _keeping_last(trainer)}
 
 
 def bridges(trainer: Trainer | None, path: Path) -> list[tuple[Path, bool]]:
-    """Return the links that "last" finds in the place of a last checkpoint that is not whole yet.
+    """Return the links that "last" finds in the place of a last checkpoint that is not complete yet.
 
-    For each callback that saves where `path` is being saved, with whether `path` is a last checkpoint itself.
+    Args:
+        trainer: The trainer with the callbacks; None: there are none.
+        path: A checkpoint that is being saved.
+
+    Returns:
+        For each callback that saves into the folder of `path`, the link and whether `path` is a last checkpoint itself.
     """
     found = {}
     for callback in _keeping_last(trainer):
@@ -63,7 +73,7 @@ def _keeping_last(trainer: Trainer | None) -> Iterator[ModelCheckpoint]:
             yield callback
 
 
-def _link(on_commit: WhenWhole, trainer: Trainer, filepath: Any, linkpath: Any) -> None:
+def _link(on_commit: OnCommit, trainer: Trainer, filepath: Any, linkpath: Any) -> None:
     path, link = Path(os.path.abspath(filepath)), Path(os.path.abspath(linkpath))
     if trainer.is_global_zero and path != link:
         on_commit(partial(lead, link, path))
@@ -78,9 +88,8 @@ def _link(on_commit: WhenWhole, trainer: Trainer, filepath: Any, linkpath: Any) 
 def explain_folders() -> None:
     """Let `Module.load_from_checkpoint` say what to do with a folder, which Lightning opens as a file.
 
-    The only thing of Lightning's that stays changed once this package is imported: the error gets a note. A user's
-    class calls into Lightning there with no trainer, strategy or reader of this package's in the way, often in a
-    process that has none of them. Until a folder is given, the function does what Lightning's does.
+    This is the only change of Lightning that stays once the package is imported: the error gets a note. No trainer or
+    strategy takes part in that call, so nothing could make the change for a time only.
     """
     if getattr(lightning_module, "_load_from_checkpoint", None) is saving._load_from_checkpoint:
         lightning_module._load_from_checkpoint = _load  # type: ignore[attr-defined]

@@ -1,6 +1,6 @@
 """Lightning's evaluation loops with a lookahead: `validate`, `test`, `predict`, and validation inside a fit.
 
-As in `fit_loop.py` the live loop objects get a class that mixes in what changes.
+As in `fit_loop.py` the trainer's loop objects get a subclass of their class with a mixin for the time of a run.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class _LookaheadMixin:
             self._data_fetcher = LookaheadFetcher(fetcher, self.trainer, self._step_arguments, trains=False)
 
     def on_run_start(self) -> None:
-        """Let the hooks and steps find the tables up to date."""
+        """Update the tables before the hooks and steps of the evaluation read them."""
         self.trainer.strategy.begin_evaluation(self._step)  # type: ignore[attr-defined]
         super().on_run_start()  # type: ignore[misc]
 
@@ -55,7 +55,7 @@ class _LookaheadMixin:
         return arguments
 
     def _verify_dataloader_idx_requirement(self) -> None:
-        """Show Lightning its own fetcher meanwhile: what it asks of the user depends on the kind."""
+        """Check with Lightning's own fetcher in place: the check depends on the fetcher's class."""
         fetcher = self._data_fetcher
         if isinstance(fetcher, LookaheadFetcher):
             self._data_fetcher = fetcher.inner
@@ -92,7 +92,7 @@ class _PredictionLoopMixin(_LookaheadMixin, _PredictionLoop):
     def _predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int, dataloader_iter: Any) -> None:
         returned = self._return_predictions
         if isinstance(self._data_fetcher, LookaheadFetcher):
-            # The stock loop leaves the prediction writers out where it does not transfer the batch itself.
+            # Lightning's loop passes nothing to prediction writers if it has not transferred the batch itself.
             wanted = self._store_data_for_prediction_writer(batch_idx, dataloader_idx)
             self._return_predictions = returned or wanted
         try:
@@ -104,7 +104,7 @@ class _PredictionLoopMixin(_LookaheadMixin, _PredictionLoop):
 
 @contextmanager
 def installed(trainer: Trainer) -> Iterator[None]:
-    """Give the trainer's live evaluation loops the lookahead meanwhile."""
+    """Within this context the trainer's evaluation loops look ahead."""
     with ExitStack() as stack:
         for loop in (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
             stack.enter_context(mixed_in(loop, _EvaluationLoopMixin))

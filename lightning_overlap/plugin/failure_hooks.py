@@ -1,7 +1,7 @@
-"""The hooks of a strategy when a rank fails: what each rank says, and that none waits for one that is gone.
+"""The hooks of a strategy when a rank fails: each rank reports the first error, and none waits for one that is gone.
 
-Lightning calls the callbacks' `on_exception` first, and some of them save a checkpoint there, which takes all ranks.
-Where not all of them have failed in the same place, the save is given up, and the run's own error raised.
+Lightning calls the callbacks' `on_exception` first, and some of them save a checkpoint there, which takes all ranks. If
+not all ranks have failed in the same place, the save is given up and the run's own error is raised.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ SAVE_TIMEOUT_S = 20
 class FailsTogether(SavesShards):
     """The hooks of a strategy around errors, and around what callbacks do while one is handled.
 
-    Owns the word that the ranks of the last run leave for each other (`_first_cause`), and whether they have found that
-    all of them failed in the same place (`_all_failed`).
+    Owns what the ranks tell each other of the first error, through the store (`_first_cause`), and whether all of them
+    have failed in the same place (`_all_failed`).
     """
 
     @override
@@ -39,7 +39,7 @@ class FailsTogether(SavesShards):
     def setup_environment(self) -> None:
         with remember_sockets():
             super().setup_environment()
-        # Let the ranks of the coming run leave word for each other; all of them come here.
+        # All ranks come here: what they tell each other begins anew with each run.
         store = default_store()
         self._first_cause = FirstCause(store, self.global_rank) if store is not None else None
         self._all_failed = False
@@ -77,21 +77,21 @@ class FailsTogether(SavesShards):
         # `Trainer(max_time=...)` broadcasts for every batch: with NCCL the host would wait for the device each time.
         group = self._consensus
         if self._interrupted and self.checkpoint_group is not None:
-            self.finish_save(sys.exception())  # a thread uses its group until then
-            group = Consensus(self.checkpoint_group)  # in the other one, questions may be under way
+            self.finish_save(sys.exception())  # the saving thread uses `checkpoint_group` until then
+            group = Consensus(self.checkpoint_group)  # in the group of the run's consensus, questions may be under way
         broadcast = super().broadcast if group is None else group.broadcast
         return self._first_error_first("a broadcast that followed it failed", partial(broadcast, obj, src))
 
     def _save_together_or_not(self) -> None:
-        """Let no callback save in `on_exception` unless all ranks do: the others would be waited for, for long.
+        """Let callbacks save in `on_exception` only if all ranks have failed in the same place, and so save too.
 
         Raises:
-            BaseException: This rank's own error: with a note, and in the place of a timeout's.
+            BaseException: They have not: this rank's own error, with a note, in the place of a later timeout.
         """
         first = sys.exception()
         if first is None or self._first_cause is None or self._all_failed or not self._interrupted:
             return
-        # Those that wait for this rank fail when the group's time is up: that is not together.
+        # Shorter than the group's timeout: ranks that fail since they have waited for this one are not meant.
         timeout_s = min(SAVE_TIMEOUT_S, self.timeout_s / 2)
         executor = self._executor
         place = "" if executor is None else f"{executor.place} of {executor.num_fetched}"
@@ -101,7 +101,12 @@ class FailsTogether(SavesShards):
             raise self._torn_down(first)
 
     def _first_error_first(self, what: str, action: Callable[[], T]) -> T:
-        """Do something; while a run's error is handled, turn what that raises into a note of it, and raise that one."""
+        """Return `action()`. While a run's error is handled, raise that error, with a note of what `action` raised.
+
+        Args:
+            what: What it means that `action` fails, for the note.
+            action: What to do.
+        """
         first = sys.exception() if self._interrupted else None
         try:
             return action()
@@ -112,7 +117,7 @@ class FailsTogether(SavesShards):
         raise self._torn_down(first)
 
     def _torn_down(self, first: BaseException) -> BaseException:
-        """Do what Lightning does after the callbacks' `on_exception`, so that one of them may raise the run's error."""
+        """Do what Lightning does after the callbacks' `on_exception`; return the run's error, to be raised there."""
         trainer = self._running_trainer
         self.on_exception(first)
         if trainer is not None:

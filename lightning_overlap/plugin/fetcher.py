@@ -1,8 +1,11 @@
 """The fetcher that gives Lightning's fit loop its batches while it stages coming ones.
 
-It stands in the place of Lightning's own, whose iterator it goes on with: it stages each batch when the executor asks
-for one, skips batches that are None, and keeps the states of the data loaders for checkpoints. `evaluation_loops.py`
-gives one to evaluations.
+It replaces Lightning's own fetcher (`inner`), and takes batches from it: it stages each one when the executor asks for
+it, skips batches that are None, and keeps the states of the data loaders for checkpoints. Evaluations have one too
+(`evaluation_loops.py`).
+
+A *None batch* is one for which the collate function returns None: Lightning skips it. Each rank may skip others. Those
+that all ranks have skipped by then *count* in `batch_idx` and schedulers on all ranks; further ones of a rank do not.
 """
 
 from __future__ import annotations
@@ -23,19 +26,19 @@ from ..tables import has_model_parallel_tables
 from . import sigterm
 
 NUM_AT_HAND = 2
-"""Batches at hand where lengths are not certain and memory is not filled anew: so the ranks ask for every other one."""
+"""Batches taken from a loader of unknown length before they are staged: so ranks ask about every other batch only."""
 
 _Fetched: TypeAlias = "tuple[tuple[Any, int, int], Any]"
-"""A batch with its number and its loader's, and the states of the loaders after it."""
+"""(batch, batch_idx, dataloader_idx) from Lightning's fetcher, and the states of the loaders after this batch."""
 
 StepArguments = Callable[[Any, int, int], tuple[Any, ...]]
-"""Returns the arguments of the user's step for a batch, its number and its loader's."""
+"""Returns the arguments of the user's step for (batch, batch_idx, dataloader_idx)."""
 
 
 class StagedBatch:
     """What a loop passes to the strategy's step in the place of the batch: the arguments of the user's step.
 
-    `check` is called between its forward and its backward, if it is there.
+    `executor` runs the stages around it; `check` is called between its forward and its backward, if it is not None.
     """
 
     def __init__(self, arguments: tuple[Any, ...], executor: Executor, check: Callable[[], None] | None) -> None:
@@ -45,11 +48,11 @@ class StagedBatch:
 class LoaderStates:
     """States of the data loaders after each batch in flight: a checkpoint takes that of the batch being trained.
 
-    Lightning would take the present one, of batches that are fetched but not trained.
+    Lightning would take the present state, which is that after the last batch fetched.
 
     Args:
         inner: The fetcher that takes batches from the loaders.
-        kept: Whether a checkpoint may ask for them; else the loaders are taken for stateless.
+        kept: Whether a checkpoint may ask for them; if not no state is read.
     """
 
     def __init__(self, inner: _DataFetcher, *, kept: bool) -> None:
@@ -63,12 +66,12 @@ class LoaderStates:
     def begin_epoch(self) -> None:
         """Forget the batches of another epoch."""
         self.latest: Any = self._read()
-        """After the last batch fetched; empty where no loader has a state."""
+        """States after the last batch fetched; empty if no loader has a state."""
         self.after: dict[int, Any] = {-1: self.latest}
-        """After each batch in flight; -1 is before the first one."""
+        """States after each batch in flight, by its number; those of -1 are before the first one."""
 
     def read(self) -> Any:
-        """Return the states after the batch that the inner fetcher has given just now; empty where none has a state."""
+        """Return the states after the batch that the inner fetcher has just given; empty if no loader has a state."""
         if not self.latest:
             return self.latest  # no loader has a state: Lightning takes long to look for it
         before, self.latest = self.latest, self._read()
@@ -85,23 +88,22 @@ class LoaderStates:
 
 
 def _of_inner(name: str) -> Any:
-    """Return what the loop reads and writes on its fetcher, and belongs to the inner one."""
+    """Return a property of the fetcher that reads and writes the attribute `name` of the inner one."""
     return property(lambda self: getattr(self.inner, name), lambda self, value: setattr(self.inner, name, value))
 
 
 class LookaheadFetcher(_DataLoaderIterDataFetcher):
     """Gives the loop staged batches, and the executor the batches to stage.
 
-    It takes over a stock fetcher whose iterator is already running. As a subclass of the `dataloader_iter`
-    fetcher it tells the loop to leave the batch transfer to it. It owns the executor of its epochs, the batches that
-    are None until their turn comes, and what it knows of the epoch's end. The executor is made when the first batch is
-    asked for.
+    It is a subclass of the fetcher for `dataloader_iter`, for which Lightning's loop does no batch transfer itself. It
+    owns the executor (made for the first batch), None batches until their turn, and what is known of the epoch's end.
+    `inner` is Lightning's fetcher, whose iterator may be running; `trains` tells a fit from an evaluation.
     """
 
     def __init__(self, inner: _DataFetcher, trainer: Trainer, step_arguments: StepArguments, *, trains: bool) -> None:
         self.inner, self.trains = inner, trains
         kept = {name: getattr(inner, name) for name in ("fetched", "length", "_start_profiler", "_stop_profiler")}
-        super().__init__()  # sets them back, but the inner one is running already
+        super().__init__()  # resets them, by way of the properties below, on the inner one, which is running already
         for name, value in kept.items():
             setattr(inner, name, value)
         self._trainer = trainer
@@ -109,30 +111,28 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
         self.executor: Executor | None = None
         self._peeked = False
         self._skipped: deque[tuple[int, int, int]] = deque()
-        """Batches that are None: how many others come before it in the epoch, its number, its loader's."""
-        self.told: SkippedBatches | None = None  # to the other ranks of a fit
-        self._real: InFlightBatch | None = None  # begun, and to be delivered after those that are None before it
-        self._buffered: deque[_Fetched] = deque()  # the batches after the one that was staged last
+        """None batches to come: how many others come before it in the epoch, its batch_idx, its dataloader_idx."""
+        self.told: SkippedBatches | None = None  # tells other ranks what this one skips; None in evaluations
+        self._real: InFlightBatch | None = None  # the executor's batch, to be delivered after the None ones before it
+        self._buffered: deque[_Fetched] = deque()  # fetched after the batch that was staged last
         is_own = all(map(keeps_its_data, inner.combined_loader.flattened))
         self._memory = BatchMemory(trainer.strategy.root_device.type, is_own=is_own)
         self._own_those_of_inner()
-        self.num_skipped = self._num_delivered = 0  # batches of this epoch that are None, and others
-        self.counts = True
-        """Whether the batch delivered counts on all ranks; of those that are None, as many as all have skipped."""
-        self._num_counted = self._num_counted_before = 0  # that are None; before the last batch that is not
-        self.num_to_catch_up = 0
-        """None that count before the batch delivered, where this rank has skipped them before another one."""
-        self._unchecked = False  # whether the other ranks have skipped as many
-        self._ends_with_none = False  # after it, on all ranks
-        self._has_ended = False  # by the word of the executor, on all ranks
-        self._iterated = False  # since this fetcher took over
+        self.num_skipped = self._num_delivered = 0  # None batches fetched in this epoch; other batches delivered
+        self.counts = True  # whether the batch that was delivered counts on all ranks: all do but some None ones
+        self._num_counted = self._num_counted_before = 0  # None batches that count: so far; before the last other batch
+        self.num_to_catch_up = 0  # None batches that came to count with this batch: their scheduler steps are to come
+        self._unchecked = False  # whether a None batch was delivered since `_check_steps`
+        self._ends_with_none = False  # `InFlightBatch.ends_with_none` of the last batch delivered that is not None
+        self._has_ended = False  # whether the executor said that the epoch is over, as it does on all ranks
+        self._iterated = False  # whether `iter(self.inner)` was called by this fetcher
         self._num_allowed: float = 0  # batches to fetch in this epoch, by `max_steps`
-        self._num_in_window = 0  # batches since the optimizer step before
+        self._num_in_window = 0  # batches since the last optimizer step
         self.window: tuple[int, bool] | None = None
-        """Number of the batch in the count of all ranks, and whether they step with it; None: as Lightning counts."""
-        self.num_batches: float = float("inf")  # of the shortest rank's epoch
-        self.lengths_known = False  # on all ranks
-        self._is_whole = False  # this epoch: not resumed in the middle
+        """With accumulation the `batch_idx` in all ranks' count, and whether they step; None: as Lightning counts."""
+        self.num_batches: float = float("inf")  # length of the shortest rank's epoch
+        self.lengths_known = False  # whether the lengths of all ranks are known
+        self._is_whole = False  # whether this epoch began at its first batch: not if it is resumed in the middle
         self._states = LoaderStates(inner, kept=trains)  # no checkpoint holds the position of an evaluation
         self.done = inner.done
 
@@ -168,7 +168,7 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
         return StagedBatch(arguments, self.executor, check)
 
     def peek(self) -> Any:
-        """Return the batch that `next` is going to deliver.
+        """Return the batch that `next` is going to deliver; begin the executor's iteration for it.
 
         Raises:
             StopIteration: The epoch's data has ended.
@@ -180,7 +180,7 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
         if self.executor.num_fetched == 0:
             self._num_in_window = self._num_ready % self._every
         self._num_allowed = self.executor.num_trained - (self._real is not None) + self._num_batches_left()
-        # Which None count is known with the batch after them, or once there is none.
+        # Which None batches count is known with the batch after them, or once the epoch has ended.
         if not (self._real or self._has_ended or (self._skips and (self.told is None or self._at_end))):
             self._real = self.executor.next_batch()
             self._has_ended = self._real is None
@@ -206,12 +206,12 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
 
     @property
     def _skips(self) -> bool:
-        """Whether a batch that is None comes next; one that lies past the last batch of all ranks never does."""
+        """Whether a None batch comes next; one that lies after the last batch of all ranks never does."""
         return bool(self._skipped) and self._skipped[0][0] <= self._num_delivered
 
     @property
     def _every(self) -> int:
-        """Batches that share an optimizer step."""
+        """How many batches share an optimizer step."""
         return self._trainer.accumulate_grad_batches
 
     @property
@@ -220,14 +220,14 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
 
     @property
     def _at_end(self) -> bool:
-        """Whether the last batch that is not None has been delivered, as all ranks know."""
+        """Whether the last batch that is not None has been delivered; all ranks know that by now."""
         assert self.executor is not None
         return self._real is None and (self._has_ended or self.executor.is_last)
 
     def _count_none(self) -> None:
-        """Decide whether a None counts: where every rank has skipped as many before the next batch, or after the last.
+        """Decide if a None batch counts: if every rank has skipped as many before the next batch, or after the last.
 
-        Where lengths are known each rank goes by its own count up to the last one, and checks it against the others'.
+        If lengths are known each rank goes by its own count up to the last batch; `_check_steps` compares the counts.
         """
         if self.told is None or (self.length_known and not self._at_end):
             self.counts, self._unchecked = True, True
@@ -237,17 +237,17 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
 
     @property
     def _num_at_end(self) -> int:
-        """None that count in the whole epoch, at its end."""
+        """How many None batches count in the whole epoch; known at its end."""
         assert self.executor is not None
         return self._num_counted_before + self.executor.num_none_at_end
 
     @property
     def num_uncounted(self) -> int:
-        """None that this rank has skipped in this epoch, and that do not count."""
+        """How many None batches this rank has skipped in this epoch that do not count."""
         return self._num_delivered_none - self._num_counted
 
     def _place_in_window(self, executor: Executor) -> tuple[int, bool] | None:
-        """Count a batch as all ranks do: after the None that count."""
+        """Return `window` for the batch that is delivered."""
         number = self._batch_idx - self.num_uncounted
         steps = (number + 1) % self._every == 0
         if self._batch is not None:
@@ -258,6 +258,7 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
         return (number, steps) if self._batch is not None or self._at_end else None
 
     def _check_steps(self) -> None:
+        """Raise a RuntimeError if None batches make ranks step their optimizers or schedulers at different batches."""
         assert self.told is not None
         trainer, num, skipped = self._trainer, self._num_delivered, self._num_delivered_none
         waits = not has_model_parallel_tables(trainer.lightning_module)
@@ -272,7 +273,7 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
 
     @property
     def exhausted(self) -> bool:
-        """Whether this rank has no batch left that all ranks have."""
+        """Whether this rank has no further batch, up to the length of the shortest rank's epoch."""
         return not self._buffered and self._inner_is_exhausted
 
     @property
@@ -281,15 +282,15 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
 
     @property
     def length_known(self) -> bool:
-        """Whether every rank is known to have as many batches in this epoch; not where it is resumed in the middle."""
+        """Whether all ranks are known to have equally many batches left; not in an epoch resumed in the middle."""
         return self.lengths_known and self._is_whole
 
     def num_skipped_after(self, index: int) -> int:
-        """Batches that are None after a batch that is not delivered yet, as far as this rank has looked."""
+        """How many None batches come after batch `index`, which is not delivered yet, among those fetched."""
         return sum(num_before > index for num_before, _, _ in self._skipped)
 
     def check_skipped(self, *, over_epochs: bool) -> None:
-        """Check that all ranks come to a validation here; see `SkippedBatches.check`."""
+        """Check that all ranks come to a validation after this batch; see `SkippedBatches.check`."""
         if self.told is not None:
             at_skipped = self._batch is None
             self.told.check(
@@ -305,7 +306,7 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
         """Fetch one batch and stage it: Lightning's batch-transfer hooks run here, once per batch.
 
         Returns:
-            The batch, its number in the epoch and its loader's; None at the end of the epoch.
+            (batch, batch_idx, dataloader_idx); None at the end of the epoch, and while `max_steps` allows no more.
 
         Raises:
             RuntimeError: The data has ended before the length of its loader, on which the other ranks rely.
@@ -321,7 +322,7 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
             return None
         (batch, batch_idx, dataloader_idx), states = fetched
         self._states.note(index, states, self.executor.depth)
-        # Before what comes next, which may fill its memory anew. Lightning names loader 0 in training.
+        # Before the loader makes the next batch, which may overwrite this one. Lightning names loader 0 in training.
         staged = stage_batch(self._trainer, batch, 0 if self.trains else dataloader_idx)
         for ahead in range(index + 1 + len(self._buffered), index + 1 + self._num_to_buffer):
             if ahead < self._num_allowed and (following := self._next_to_train(ahead)) is not None:
@@ -332,14 +333,14 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
     def _num_to_buffer(self) -> int:
         """How many batches to take from the loader before they are staged, so that the ranks know of its end."""
         if self.length_known:
-            # To know which of the last ones that the ranks ask for is the last: some may be None.
+            # Only among the last batches, which the ranks ask about: further ones may all be None.
             return int(self.num_batches - self.inner.fetched <= ASK_FOR_LAST)
         keeps = self._trainer.world_size > 1 and self._memory.is_own
-        return NUM_AT_HAND - (self.inner.length is None) if keeps else 0  # without a length the inner one has one
+        return NUM_AT_HAND - (self.inner.length is None) if keeps else 0  # without a length the inner one holds one
 
     @property
     def num_certain(self) -> int:
-        """How many batches after the one fetched last will be staged in any case."""
+        """How many batches after the one fetched last are sure to be staged."""
         if not self._buffered or self.num_skipped > 0 or self.executor is None:
             return 0
         in_inner: list[Any] = getattr(self.inner, "batches", [])[:1]
@@ -347,7 +348,7 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
         return int(min(num, self._num_allowed - self.executor.num_fetched - 1))
 
     def _next_to_train(self, index: int) -> _Fetched | None:
-        """Fetch the batch `index`, past those that are None: each rank skips its own, as Lightning does."""
+        """Return the batch `index`, past None batches; None at the end. Each rank skips its own, as in Lightning."""
         while (fetched := self._next_of_inner()) is not None and self._is_skipped(fetched[0][0]):
             self._skipped.append((index, fetched[0][1], fetched[0][2]))
             self.num_skipped += 1
@@ -365,15 +366,15 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
                 timer = None if self.executor is None else self.executor.order.timer
                 with suppress(StopIteration), nullcontext() if timer is None else timer.data():
                     fetched = next(self.inner)
-                    if self.inner.length is None:  # it has fetched one more, and had given this one memory before
+                    if self.inner.length is None:  # it holds one batch more; this one was copied when it came
                         self._own_those_of_inner()
                     else:
                         fetched = (self._memory.own(fetched[0]), *fetched[1:])
                     return fetched, self._states.read()
             if self.inner.fetched > 0 or self._iterated or not self._states.latest:
                 break
-            # Resumed after an epoch's last batch: the loader's iterator goes on there, and so is at its end. Lightning
-            # has begun the next epoch, for which it takes a new iterator only where it has not resumed.
+            # Resumed after an epoch's last batch: the loader's iterator goes on there, at its end. Lightning begins the
+            # next epoch with that iterator, as it makes a new one only if it has not resumed.
             self._iterated = True
             iter(self.inner)
             self._own_those_of_inner()
@@ -385,16 +386,16 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
         return None
 
     def _own_those_of_inner(self) -> None:
-        """Give the batches that the inner fetcher holds memory of their own, before the loader is asked for more."""
+        """Copy the batches that the inner fetcher holds, if the loader may overwrite them (`BatchMemory`)."""
         held: list[Any] = getattr(self.inner, "batches", [])
         held[:] = [(self._memory.own(batch), batch_idx, dataloader_idx) for batch, batch_idx, dataloader_idx in held]
 
     @property
     def trained_state(self) -> Any:
-        """State of stateful loaders after the batch being trained, not after the ones looked ahead; else None."""
+        """States of the loaders after the batch being trained, not after those fetched ahead; None if none has one."""
         if self.executor is None or self.executor.current is None:
             return self._states.latest or None
-        # A batch that is only peeked at is not trained, nor is one that waits for the end of others that are None.
+        # A batch that is only peeked at is not trained, nor is one that waits for None batches before it.
         num_waiting = self._real is not None or (self._peeked and self._batch is not None)
         return self._states.after.get(self.executor.current.index - num_waiting) or None
 
@@ -409,7 +410,7 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
         return self._trainer.fit_loop.epoch_loop
 
     def drop(self) -> None:
-        """Drop the batches that were looked ahead, on all ranks alike."""
+        """Drop the batches that were fetched ahead, on all ranks alike."""
         self._batch, self._real, self._peeked, self.window = None, None, False, None
         self._buffered.clear()
         if self.told is not None:
@@ -425,15 +426,15 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
         return self._epoch_loop.batch_progress.current.ready
 
     def _number(self, number: int) -> int:
-        """The `batch_idx` of the batch that is delivered next, whose number among those of its loader this is."""
+        """Return the `batch_idx` of the next batch: the loop's count in training, else its number in its loader."""
         return self._epoch_loop.batch_idx + 1 if self.trains else number
 
     def _num_batches_left(self) -> float:
-        """Batches that `max_steps` leaves to train: fetching more would take data from a later `fit`."""
+        """How many batches `max_steps` leaves to train: fetching more would take data from a later `fit`."""
         loop, trainer = self._epoch_loop, self._trainer
         if not self.trains or loop.max_steps == -1 or not trainer.lightning_module.automatic_optimization:
             return float("inf")
-        # Several ranks may have skipped other batches: they go by what all of them have trained.
+        # Ranks may have skipped different None batches: they go by the batches that all of them have trained.
         done_of_step = (self._num_ready if self.told is None else self._num_in_window) % self._every
         return (loop.max_steps - loop.global_step) * self._every - done_of_step
 

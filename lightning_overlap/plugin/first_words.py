@@ -1,4 +1,4 @@
-"""What the log shows first: a short block at the start of a fit, without what TorchRec and FBGEMM say of themselves."""
+"""Log a short block at the start of a fit; filter out what TorchRec and FBGEMM log and warn of about themselves."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..schedules import Schedule
 from ..tables import rate_setter, table_lines
 
 LOGGER = "lightning.pytorch.lightning_overlap"
-"""Below Lightning's logger, whose handler and level it has."""
+"""A child of Lightning's logger, and so with its handler and level."""
 
 KNOWN_RECORDS: Mapping[str, str] = {
     "torchrec.distributed.planner.types": "The topology was constructed directly",
@@ -23,7 +23,7 @@ KNOWN_RECORDS: Mapping[str, str] = {
     "torch.fx._symbolic_trace": "is_fx_tracing will return true",  # TorchRec's own call of it
     "": "Sharding spec not found",  # of each data-parallel table
 }
-"""Logger -> what is in the records that are kept back: about TorchRec's own calls, nothing that a user can act on."""
+"""Logger -> text in the records that are filtered out: they are about TorchRec's own calls, no user can act on them."""
 
 KNOWN_WARNINGS = (
     r"HeuristicalStorageReservation is known to cause issues",
@@ -31,7 +31,7 @@ KNOWN_WARNINGS = (
     r".broadcast_buffers. is deprecated",
     r".isinstance\(treespec, LeafSpec\). is deprecated",  # Lightning's own call
 )
-"""How the warnings begin that are kept back."""
+"""How the warnings begin that are filtered out."""
 
 
 def _lets_through(text: str, record: logging.LogRecord) -> bool:
@@ -42,7 +42,7 @@ _FILTERS = {name: partial(_lets_through, text) for name, text in KNOWN_RECORDS.i
 
 
 def calm_libraries(wanted: bool = True) -> None:
-    """Keep back `KNOWN_RECORDS` and `KNOWN_WARNINGS` in this process from now on, or let the records through again."""
+    """Filter out `KNOWN_RECORDS` and `KNOWN_WARNINGS` in this process from now on; with False, let records through."""
     for name, kept_back in _FILTERS.items():
         logger = logging.getLogger(name)
         (logger.addFilter if wanted else logger.removeFilter)(kept_back)  # adds it once
@@ -60,7 +60,17 @@ def tell_set_up(
     scheduled: bool,
     unpipelined: Mapping[str, str],
 ) -> None:
-    """Log what a user has to know before the first step; `unpipelined` has modules and the reason of each."""
+    """Log what a user has to know before the first step.
+
+    Args:
+        model: The sharded model.
+        schedule: The mode.
+        stream: The stream policy, as the user has named it.
+        num_ranks: How many ranks there are.
+        optimizers: Those of `configure_optimizers`.
+        scheduled: Whether there are learning-rate schedulers.
+        unpipelined: Modules that run in their own forward, each with the reason.
+    """
     optimizers = list(optimizers)
     moved = rate_setter(optimizers) is not None
     late = f", staleness {schedule.staleness}" if schedule.staleness else ""

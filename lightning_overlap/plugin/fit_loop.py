@@ -1,7 +1,7 @@
 """Lightning's fit loop with a lookahead: the loops keep their class names, states and checkpoints.
 
-The live loop objects get a class that mixes in what changes; no loop method is copied. `fetcher.py` has the fetcher
-that they get.
+For the time of a fit the trainer's loop objects get a subclass of their class, with the mixins below; no loop method is
+copied. `fetcher.py` has the fetcher that they get.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .fetcher import LookaheadFetcher
 
 
 class _NoneFetcher(_DataFetcher):
-    """Hands a None batch through, so that the loop warns and skips as it always does."""
+    """Gives the loop one batch that is None, so that it warns and skips as it always does."""
 
     def __init__(self, fetcher: LookaheadFetcher) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class _AutomaticOptimizationMixin(_AutomaticOptimization):
     @override
     def run(self, *args: Any, **kwargs: Any) -> Any:
         outputs = super().run(*args, **kwargs)
-        # Step or no step (accumulated, or skipped by the user's optimizer_step): what comes next may read tables.
+        # Also without an optimizer step (accumulation, the user's optimizer_step): hooks that follow may read tables.
         self.trainer.strategy.end_optimization()  # type: ignore[attr-defined]
         return outputs
 
@@ -55,6 +55,7 @@ class _AutomaticOptimizationMixin(_AutomaticOptimization):
 
 
 def _window(trainer: Trainer) -> tuple[int, bool] | None:
+    """Return `LookaheadFetcher.window` of the batch that is trained; None without lookahead."""
     fetcher = trainer.fit_loop._data_fetcher
     return fetcher.window if isinstance(fetcher, LookaheadFetcher) else None
 
@@ -63,7 +64,7 @@ class _FitLoopMixin(_FitLoop):
     @override
     def setup_data(self) -> None:
         if self._should_reload_train_dl and isinstance(self._data_fetcher, LookaheadFetcher):
-            self._data_fetcher.drop()  # of an epoch that was cut short
+            self._data_fetcher.drop()  # batches of an epoch that was cut short
         super().setup_data()
         # A module that takes `dataloader_iter` does its own fetching and runs without lookahead.
         if type(self._data_fetcher) is _PrefetchDataFetcher:
@@ -75,7 +76,7 @@ class _FitLoopMixin(_FitLoop):
         return tuple(self.epoch_loop._build_kwargs(OrderedDict(), batch, batch_idx).values())
 
     def _end_together(self, fetcher: LookaheadFetcher) -> None:
-        """Take the length of the shortest rank's epoch, where Lightning takes each rank's own."""
+        """Set the epoch's length to that of the shortest rank; all ranks call this, those with more batches warn."""
         own, strategy = self.max_batches, self.trainer.strategy
         knows = _has_known_length(fetcher.combined_loader)
         lengths, known = zip(*strategy.gather((own, knows)), strict=True)  # type: ignore[attr-defined]
@@ -106,14 +107,14 @@ class _FitLoopMixin(_FitLoop):
     def on_advance_end(self) -> None:
         self.trainer.strategy.end_epoch()  # type: ignore[attr-defined]
         super().on_advance_end()
-        # Told in the last steps of the epoch, too late for the consensus that is asked with the batches.
+        # A SIGTERM in the last steps of the epoch comes too late for the questions that are asked with batches.
         _leave_if_agreed(self.trainer)
 
 
 class _EpochLoopMixin(_TrainingEpochLoop):
     @override
     def reset(self) -> None:
-        # The stock loop sees by the length that a checkpoint is of an epoch's last batch. Not all loaders have one.
+        # Lightning's loop finds by the loader's length that a checkpoint is of an epoch's last batch. Not all have one.
         begins_anew = self.restarted_on_train_batch_end and self.batch_progress.is_last_batch
         super().reset()
         if begins_anew and self.batch_progress.current.ready > 0:
@@ -131,12 +132,17 @@ class _EpochLoopMixin(_TrainingEpochLoop):
         super().advance(data_fetcher)
 
     def _look_at_next(self, fetcher: LookaheadFetcher) -> _DataFetcher:
-        """Return the fetcher for the batch that comes next."""
+        """Look at the next batch, and return the fetcher to take it from: another one for a batch that is None.
+
+        Raises:
+            StopIteration: The epoch's data has ended.
+            SIGTERMException: All ranks have agreed to stop.
+        """
         try:
             batch = fetcher.peek()
         except StopIteration:
             if self.restarting:
-                # Stopped in the validation after an epoch's last batch: the stock loop has that left to run.
+                # Resumed in the validation after an epoch's last batch: Lightning's loop still has to run that.
                 return fetcher
             self._end_late(fetcher)
             raise
@@ -145,7 +151,7 @@ class _EpochLoopMixin(_TrainingEpochLoop):
             sigterm.leave(self.trainer)
         while fetcher.num_to_catch_up > 0:
             fetcher.num_to_catch_up -= 1
-            fetcher.window = None  # that of the batch before
+            fetcher.window = None  # was set for the batch before
             for of_plateau in (False, True):
                 self._step_schedulers(fetcher.num_uncounted + fetcher.num_to_catch_up, of_plateau)
         return _NoneFetcher(fetcher) if batch is None else fetcher
@@ -159,7 +165,7 @@ class _EpochLoopMixin(_TrainingEpochLoop):
             self._step_schedulers(fetcher.num_uncounted, update_plateau_schedulers)
 
     def _step_schedulers(self, num_uncounted: int, update_plateau_schedulers: bool) -> None:
-        """Step the schedulers as if this rank had not skipped the None that do not count: so all ranks do."""
+        """Step the schedulers by the batch count of all ranks, without `num_uncounted` None batches of this rank."""
         current = self.batch_progress.current
         current.ready -= num_uncounted
         try:
@@ -168,9 +174,10 @@ class _EpochLoopMixin(_TrainingEpochLoop):
             current.ready += num_uncounted
 
     def _end_late(self, fetcher: LookaheadFetcher) -> None:
-        """Do what the last batch of an epoch is due for, where no rank knew it was: some had only None left after it.
+        """Do at the end of an epoch what Lightning does with its last batch, if no rank knew which was the last.
 
-        They have counted these, and may have come to the length of their loader.
+        That is so where some ranks had only None batches left after it. Such a rank may have counted these up to the
+        length of its loader, and so have stepped the schedulers of the epoch.
         """
         if self.batch_progress.is_last_batch or fetcher.told is None or not fetcher.told.is_any:
             return
@@ -184,7 +191,7 @@ class _EpochLoopMixin(_TrainingEpochLoop):
             self.trainer.training = True
 
     def _broadcast_sigterm_tensor(self) -> None:
-        """Do nothing: the ranks have agreed on it with the batch, without a broadcast and a read per step."""
+        """Do nothing: the ranks have agreed on a stop with the batch, without a broadcast and a host sync per step."""
 
     @override
     def _should_accumulate(self) -> bool:
@@ -193,18 +200,22 @@ class _EpochLoopMixin(_TrainingEpochLoop):
 
     @override
     def _should_check_val_fx(self, data_fetcher: _DataFetcher) -> bool:
-        # With the `dataloader_iter` fetcher the stock loop validates on every last batch.
+        # With a fetcher of the class for `dataloader_iter` Lightning's loop validates on every last batch.
         inner = data_fetcher.inner if isinstance(data_fetcher, LookaheadFetcher) else data_fetcher
         decision = super()._should_check_val_fx(inner)
         if self.trainer.val_check_batch is None:
-            # It is time to validate by the clock of this rank: one that validates alone waits for the others forever.
+            # With a time interval each rank decides by its own clock, and one that validates alone waits forever.
             decision = self.trainer.strategy.broadcast(decision)
         elif self.trainer.world_size > 1 and isinstance(data_fetcher, LookaheadFetcher) and not self.restarting:
             decision = self._validates_with_all(data_fetcher, decision)
         return decision
 
     def _validates_with_all(self, fetcher: LookaheadFetcher, decision: bool) -> bool:
-        """Return the decision of all ranks, each of which counts the batches that it alone has skipped, too."""
+        """Return whether to validate now, the same on all ranks, though each also counts None batches of its own.
+
+        Raises:
+            RuntimeError: Ranks have skipped different numbers of None batches, so that they would validate apart.
+        """
         trainer = self.trainer
         if not self._should_check_val_epoch() or (trainer.should_stop and trainer.fit_loop._can_stop_early):
             return decision
@@ -217,7 +228,7 @@ class _EpochLoopMixin(_TrainingEpochLoop):
 
 
 def _has_known_length(combined_loader: CombinedLoader) -> bool:
-    """Whether no loader can end before its length, as an iterable dataset, a sampler or a loader of the user's may."""
+    """Whether all loaders are sure to have as many batches as their length, unlike those with classes of the user's."""
     return all(
         type(loader) is data.DataLoader
         and not isinstance(loader.dataset, data.IterableDataset)
@@ -228,14 +239,14 @@ def _has_known_length(combined_loader: CombinedLoader) -> bool:
 
 
 def _leave_if_agreed(trainer: Trainer) -> None:
-    """Ask all ranks, and wait for the answer, whether one of them was told to stop."""
+    """Ask all ranks whether one of them has received SIGTERM, wait for the answer, and stop if so."""
     if trainer.strategy.any_rank(sigterm.heard(trainer)):  # type: ignore[attr-defined]
         sigterm.leave(trainer)
 
 
 @contextmanager
 def installed(trainer: Trainer) -> Iterator[None]:
-    """Give the trainer's live fit loop the lookahead meanwhile."""
+    """Within this context the trainer's fit loop looks ahead."""
     loop = trainer.fit_loop
     epoch_loop = loop.epoch_loop
     with (
@@ -253,7 +264,10 @@ def installed(trainer: Trainer) -> Iterator[None]:
 
 @contextmanager
 def mixed_in(live: Any, mixin: type) -> Iterator[None]:
-    """Give a live object a class that mixes in what changes, of the same name: profiler actions and logs contain it."""
+    """Within this context an object has a subclass of its class that begins with `mixin`.
+
+    The subclass has the same name, which profiler actions and logs contain.
+    """
     cls = type(live)
     live.__class__ = type(cls.__name__, (mixin, cls), {"__module__": cls.__module__})
     yield
@@ -261,5 +275,5 @@ def mixed_in(live: Any, mixin: type) -> Iterator[None]:
 
 
 def logged_step(trainer: Trainer) -> int:
-    """Return the step under which loggers write now."""
+    """Return the step number that Lightning gives to loggers now."""
     return trainer.fit_loop.epoch_loop._batches_that_stepped

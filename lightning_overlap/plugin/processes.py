@@ -1,7 +1,7 @@
-"""A strategy that is copied, pickled, or starts processes by `spawn` or `fork`: what goes along and what comes back.
+"""A strategy that is copied, pickled, or starts processes by `spawn` or `fork`: what is copied and what comes back.
 
-Nothing of a run goes along with a copy. After a fit in started processes the parent gets what Lightning's launcher
-gives back, and whole tables: its own module is not sharded.
+A copy has no state of a run. After a fit in started processes the parent gets what Lightning's launcher returns, with
+whole tables in the place of shards: the parent's own module is not sharded.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ _TABLE_OPTIMIZERS = "table_optimizers"
 class StartsProcesses(HasRun):
     """A strategy that can be copied and pickled, and that gives whole tables back to the process that started it.
 
-    Owns what the started processes have to know of their parent (`_parents_state`), which its `Launcher` sets.
+    Owns `_parents_state`, which the `Launcher` sets in the parent and the started processes read.
     """
 
     _parents_state: frozenset[str] | None = None
-    """Of a fit in started processes: what the state of the parent's module consists of, by name."""
+    """Names in the `state_dict` of the parent's module, during a fit in started processes; else None."""
 
     @override
     def __getstate__(self) -> dict[str, Any]:
@@ -53,7 +53,7 @@ class StartsProcesses(HasRun):
         state = {name: value for name, value in super().__getstate__().items() if name not in vars(new)}
         module = self.lightning_module
         if module is not None and sharded_modules(module):
-            # The shards stay, so that neither module nor optimizers are of use: the copy is a trainer without a module.
+            # Shards cannot be copied, so neither can module and optimizers: the copied trainer has no module.
             return state | {"_lightning_module": None, "_model": None, "_optimizers": [], "lr_scheduler_configs": []}
         return state | {_TABLE_OPTIMIZERS: {} if module is None else table_optimizers(module)}
 
@@ -82,7 +82,7 @@ class StartsProcesses(HasRun):
     def setup_environment(self) -> None:
         super().setup_environment()
         if self._start_method == "fork" and self.lightning_module is not None and has_tables(self.lightning_module):
-            # A forked process waits forever for the threads that OpenMP had made in its parent, but not for itself.
+            # A forked process lacks the OpenMP threads of its parent and would wait for them forever; one thread works.
             torch.set_num_threads(1)
 
     @override
@@ -95,7 +95,7 @@ class StartsProcesses(HasRun):
 
 
 def own_memory(module: nn.Module) -> None:
-    """Give a started process tensors of its own, where it has those of the parent, which all ranks would write.
+    """Copy the tensors that a started process shares with its parent, since all ranks would write the same memory.
 
     Lightning does so for `spawn`, but not for `forkserver`.
     """
@@ -140,7 +140,15 @@ class Launcher(_MultiProcessingLauncher):
 def _make_whole(
     group: dist.ProcessGroup | None, module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]
 ) -> None:
-    """Put whole tensors in the place of shards, on rank 0. All ranks call this."""
+    """Replace the shards in a state dict by whole tensors, on rank 0. All ranks call this.
+
+    Args:
+        group: A gloo group of all ranks; None on one rank.
+        module: Not used; like `prefix` and `metadata` an argument of every `state_dict` hook.
+        state: The module's state dict, changed in place.
+        prefix: Not used.
+        metadata: Not used.
+    """
     tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
     state.update(gather(tensors, group))
 
@@ -149,10 +157,15 @@ _OTHERWISE = "or start a process per rank: run the script itself (start_method='
 
 
 def _check_same_tables(module: nn.Module, of_parent: frozenset[str], start_method: str) -> None:
-    """Check, in a started process, that all of its sharded state has a place in the parent's module.
+    """Check in a started process that its sharded modules have the same state, by name, as the parent's module.
+
+    Args:
+        module: The module that is trained here.
+        of_parent: Names in the `state_dict` of the parent's module.
+        start_method: For the message.
 
     Raises:
-        ValueError: It has not. Lightning would drop it without a word.
+        ValueError: They have other names. Lightning would drop what has no place in the parent, without a word.
     """
     sharded = tuple(f"{name}." for name in sharded_modules(module))
     here, there = ({key for key in keys if key.startswith(sharded)} for keys in (module.state_dict(), of_parent))

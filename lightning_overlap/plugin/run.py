@@ -1,7 +1,7 @@
-"""What the hooks of a strategy share: the run that goes on, and what outlives it.
+"""What the base classes of the strategy share: the run that goes on, and what outlives it.
 
-The strategy makes its `Run` in `setup` and drops it in `stop_run`; the hooks are given it as `_run` and set nothing of
-each other's.
+The strategy makes its `Run` in `setup` and drops it in `stop_run`. The hooks read it as `self._run`; each base class
+sets its own attributes only.
 """
 
 from __future__ import annotations
@@ -46,25 +46,25 @@ class Run:
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
         self.installed = ExitStack()
-        """What puts everything back that was put in place in Lightning's objects."""
+        """Contexts that undo, when they are closed, what was changed in Lightning's objects."""
         self.sparse: SparsePipeline | None = None
         """The pipeline of training, as soon as the tables are sharded."""
         self.executor: Executor | None = None
         """The executor of training, as soon as the fit loop asks for its first batch."""
         self.pipelines: dict[str, SparsePipeline] = {}
-        """Those of evaluations, by their step (`validation_step`, ...)."""
+        """The pipelines of evaluations, by the user's method (`validation_step`, ...)."""
         self.evaluating: SparsePipeline | None = None
-        """The one of the evaluation that goes on."""
+        """The pipeline of the evaluation that goes on; None between evaluations."""
         self.evaluator: Executor | None = None
-        """And its executor, as soon as the loop asks for its first batch."""
+        """The executor of the evaluation that goes on, as soon as its loop asks for the first batch."""
         self.overflow: OverflowWatch | None = None
-        """Watches gradients that are sent in fewer bits; None where none are."""
+        """Watches gradients that are sent in fewer bits; None if they are sent in full precision."""
         self.at_end: list[Callable[[], None]] = []
         """Called once training has written its last weight."""
         self.tuner: Tuner | None = None
-        """Tries modes, until it has chosen one; None where a mode was named."""
+        """Tries modes until it has chosen one; None if the user has named a mode."""
         self.skipped: SkippedBatches | None = None
-        """What the ranks tell each other of batches that are None; None on one rank."""
+        """Tells the other ranks which batches this one has skipped, as they are None; None on one rank."""
 
     def finish(self) -> None:
         """Complete what training has started, on all ranks alike."""
@@ -77,7 +77,7 @@ class Run:
             self.tuner.finish()
 
     def disturbs(self, what: str) -> None:
-        """Say that something else than training takes its time now; all ranks call this."""
+        """Tell the tuner that `what` takes time between two steps, which then do not count; all ranks call this."""
         if self.tuner is not None:
             self.tuner.void(what)
 
@@ -109,7 +109,7 @@ class Run:
 
 
 class HasRun(DDPStrategy):
-    """Base of the strategy's hooks: what several of them need, and what the ranks of a run ask each other.
+    """Base of the strategy's other base classes: what several of them need, and what the ranks of a run ask each other.
 
     Owns the run that goes on (`_run`), and what outlives it: the process groups (`_groups`), the streams (`_streams`),
     the dense gradients that wait for their optimizer step (`_stash`) and the chosen mode (`_tuner`).
@@ -143,7 +143,7 @@ class HasRun(DDPStrategy):
 
     @property
     def _running_trainer(self) -> Trainer | None:
-        """The trainer whose fit or evaluation goes on; at its end somebody waits for a save that is under way."""
+        """The trainer whose fit or evaluation goes on; None outside of runs."""
         return None if self._run is None else self._run.trainer
 
     @property
@@ -172,12 +172,12 @@ class HasRun(DDPStrategy):
         return executor.num_ahead + (executor.current is not None) + executor.num_to_update
 
     def watch(self, timer: StageTimer | None) -> None:
-        """Let a timer see the coming steps of this fit, or none."""
+        """Let a timer record the coming steps of this fit; None: nothing records them."""
         if self._run is not None and self._run.sparse is not None:
             self._run.sparse.order.timer = timer
 
     def call_at_end(self, do: Callable[[], None]) -> None:
-        """Call something at the end of this fit, after all hooks and after the steps of stashed gradients."""
+        """Have a function called at the end of this fit, after all hooks and after the steps of stashed gradients."""
         if self._run is not None:
             self._run.at_end.append(do)
 
@@ -195,7 +195,11 @@ class HasRun(DDPStrategy):
     def tables_changed(self) -> None:
         """Say that a callback or a hook has written tables between two steps; all ranks call this alike.
 
-        What has been looked up for the batches to come is left aside; they are looked up anew in their own step.
+        The early lookups of the batches to come are dropped; these batches are looked up anew in their own step.
+
+        Raises:
+            RuntimeError: An update of tables is still to come (`defer_update`, `frozen_window`), or the ids of the
+                next batches were released (`release_features`).
         """
         if self._executor is not None:
             self._executor.writes.tables_changed()
@@ -204,7 +208,7 @@ class HasRun(DDPStrategy):
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Go around a save: tables and kernels are then as of the last trained batch."""
+        """Within this context tables and the kernels' iteration counts are those of the last trained batch."""
         if self._run is not None:
             self._run.disturbs("save")
         executor = self._executor
@@ -233,7 +237,7 @@ class HasRun(DDPStrategy):
         return None if self._groups is None else self._groups.consensus
 
     def skipped_batches(self) -> SkippedBatches | None:
-        """Return what the ranks of this fit tell each other of skipped batches; None on one. All ranks call this."""
+        """Begin an epoch of `Run.skipped` and return it; None on one rank. All ranks call this."""
         run, store = self._run, default_store()
         if run is None or store is None or self.world_size == 1:
             return None
@@ -242,13 +246,17 @@ class HasRun(DDPStrategy):
         return run.skipped
 
     def gather(self, value: Any) -> list[Any]:
-        """Return every rank's value, by rank, on the host; anything that can be pickled. All ranks call this."""
+        """Return the values of all ranks, by rank, anything that can be pickled. All ranks call this and wait."""
         return [value] if self._consensus is None else self._consensus.gather(value)
 
     def lowest(self, numbers: Sequence[int]) -> Lowest:
-        """Start to look for the lowest of each number over all ranks; all of them call this at the same point."""
+        """Start to find the minimum of each number over all ranks; all of them call this at the same point.
+
+        Returns:
+            A function that waits for the minima and returns them.
+        """
         return partial(list, numbers) if self._consensus is None else self._consensus.lowest(numbers)
 
     def any_rank(self, flag: bool) -> bool:
-        """Whether any rank says so; all of them wait for each other."""
+        """Return whether any rank passes True; all ranks call this and wait for each other."""
         return flag if self._consensus is None else self._consensus.any(flag)

@@ -1,9 +1,11 @@
-"""Leaves out of a step what Lightning does in it without effect; what has an effect stays, wherever it comes from.
+"""Leave out what Lightning does in a step without effect; whatever has an effect stays.
 
-Logged values are kept where they are, which Lightning's `self.log` would move there each time; hooks that nobody has
-are not gone through, nor is a profiler that records nothing; a signature that was looked at is remembered. Each hook
-is looked up anew at each call, so callbacks and methods that come in the middle of a run are seen. `docs/lightning.md`
-has what could be done about it in Lightning itself.
+- Lightning's `self.log` moves a logged value to the device each time: a value that is there already stays.
+- Hooks that nobody has overridden are not called, nor is a profiler that records nothing.
+- What Lightning reads of a hook's signature is cached.
+
+Each hook is looked up anew at each call, so callbacks and methods that are added during a run are seen.
+`docs/lightning.md` says what Lightning itself could do about it.
 """
 
 from __future__ import annotations
@@ -93,7 +95,7 @@ _TRAINING = cast(property, Trainer.training)
 
 
 def _training(trainer: Trainer) -> bool:
-    """Asked sixteen times a step. Lightning's enums compare their words in lower case; each is there once."""
+    """Return `Trainer.training`, asked 16 times a step: Lightning's enums compare lower-case strings, which is slow."""
     return trainer.state.stage is RunningStage.TRAINING or _TRAINING.fget(trainer)  # type: ignore[misc]
 
 
@@ -168,7 +170,7 @@ def _call_strategy_hook(trainer: Trainer, hook_name: str, *args: Any, **kwargs: 
 def _call(module: LightningModule, hook_name: str, hook: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if getattr(hook, "__func__", None) in _empty_hooks() or not callable(hook):
         return None
-    # As the attribute is set, without nn.Module's search for parameters in what it is set to.
+    # Set in the instance's dict: nn.Module.__setattr__ would look whether the value is a parameter or module.
     attributes = vars(module)
     before = attributes["_current_fx_name"]
     attributes["_current_fx_name"] = hook_name

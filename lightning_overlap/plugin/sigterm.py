@@ -1,8 +1,8 @@
 """SIGTERM on any rank ends all ranks after the same step.
 
-Lightning broadcasts inside the signal handler, in between any other collective of the rank, and again for every
-training batch, and each of its loops leaves at once on the rank that was told. Here the handler only remembers; the
-ranks hear of it in the consensus that is asked with every batch.
+Lightning broadcasts inside the signal handler, between any other collectives of the rank, and again for every training
+batch; and the rank that got the signal leaves its loop at once. Here the handler only notes the signal, and the ranks
+hear of it in the consensus that they ask with batches.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 
 class Sigterm:
-    """Stands in the place of Lightning's handler of SIGTERM while several ranks are at work.
+    """Replaces Lightning's handler of SIGTERM while several ranks run.
 
     Owns whether this process has received one (`heard`).
     """
@@ -26,7 +26,7 @@ class Sigterm:
         self.heard = False
 
     def __call__(self, signum: int, frame: Any) -> None:
-        """Tell the processes that this one launched, and remember it for the next consensus."""
+        """Forward the signal to the processes that this one launched, and note it for the next consensus."""
         if not self.heard and self._trainer.strategy.launcher is not None:
             self._trainer.strategy.launcher.kill(signum)
         self.heard = True
@@ -34,10 +34,7 @@ class Sigterm:
 
 @contextmanager
 def installed(trainer: Trainer) -> Iterator[None]:
-    """Take the place of the handler of SIGTERM meanwhile, where there are several ranks.
-
-    One rank alone leaves whenever it likes, as with Lightning.
-    """
+    """Within this context `Sigterm` handles the signal if there are several ranks; one leaves as with Lightning."""
     connector = trainer._signal_connector
     if trainer.world_size > 1:
         connector._sigterm_notifier_fn = Sigterm(trainer)  # type: ignore[method-assign, assignment]
@@ -52,6 +49,6 @@ def heard(trainer: Trainer) -> bool:
 
 
 def leave(trainer: Trainer) -> None:
-    """Leave, as all ranks do now: Lightning ends the run in its usual way."""
+    """Raise a SIGTERMException, as all ranks do now: Lightning then ends the run in its usual way."""
     trainer._signal_connector.received_sigterm = True
     raise SIGTERMException

@@ -27,8 +27,8 @@ from .run import HasRun
 class WalksSteps(HasRun):
     """The hooks of a strategy around the parts of a step; without an executor they are those of DDPStrategy.
 
-    Owns the event after the last transfer hook of the user's (`_transferred`), which the next `training_step` waits
-    for. Drives the executor of the run, and decides which of the gradients that wait an optimizer step applies.
+    Owns the event after the user's last `on_after_batch_transfer` (`_transferred`), which the next `training_step`
+    waits for. Drives the executor of the run, and decides which stashed gradients an optimizer step applies.
     """
 
     _stash_gradients: bool
@@ -55,7 +55,7 @@ class WalksSteps(HasRun):
                 )
             streams = self._streams if _has_own_hook(self.lightning_module, "on_after_batch_transfer") else None
             if streams is not None:
-                # The hook may read what training_step writes; the copies themselves wait for nothing.
+                # The user's hook may read what training_step writes. Without such a hook the copies do not wait.
                 streams.wait(StreamName.MEMCPY, streams.record(StreamName.COMPUTE))
             batch = super().batch_to_device(batch, device, dataloader_idx)
             if torch.is_inference_mode_enabled():
@@ -70,7 +70,7 @@ class WalksSteps(HasRun):
         return batch
 
     def _placing_copies(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
-        """Take the memory of copies from the compute stream's pool, where another stream makes them."""
+        """Within this context copies take memory from the compute stream's pool, if `copy_in_place` says so."""
         streams = self._streams
         if not self._copy_in_place or not isinstance(streams, CudaStreams) or device.type != "cuda":
             return contextlib.nullcontext()
@@ -91,7 +91,7 @@ class WalksSteps(HasRun):
         if staged.check is not None:
             staged.check()
         if not self._automatic:
-            # The user's own backwards and steps lie inside training_step; only now are they known to be over.
+            # The user's own backwards and steps lie inside training_step, and end with it at the latest.
             self.end_optimization()
         return output
 
@@ -145,7 +145,7 @@ class WalksSteps(HasRun):
         return output
 
     def end_optimization(self) -> None:
-        """Say that the optimization of a batch is over, with a step of the optimizer or without."""
+        """Tell the executor that the optimization of a batch is over, with a step of the optimizer or without."""
         self._stage_done(Stage.OPTIMIZER_STEP)
         run = self._run
         if run is not None and run.tuner is not None and run.executor is not None:
@@ -153,15 +153,20 @@ class WalksSteps(HasRun):
 
     @property
     def _gradient_delay(self) -> int:
-        """Steps that the gradients of this one have to wait for."""
+        """How many optimizer steps later the gradients of this step are applied; 0 without `stash_gradients`."""
         executor = self._executor if self._stash_gradients else None
         return 0 if executor is None else executor.lasting_staleness
 
     def _exchanging_gradients(self, optimizer: Optimizer, closure: Callable[[], Any], delay: int) -> Callable[[], Any]:
-        """Return a closure after which an optimizer finds older gradients than its own.
+        """Return a closure that puts the gradients of `delay` steps before into `.grad` and stashes those of this step.
+
+        Args:
+            optimizer: The optimizer that calls the closure.
+            closure: Lightning's closure: forward and backward.
+            delay: How many steps later gradients are applied.
 
         Raises:
-            RuntimeError: As it is called, where the optimizer calls it several times in a step.
+            RuntimeError: When it is called: the optimizer calls it several times in a step, as LBFGS does.
         """
         calls = itertools.count()
 
@@ -178,7 +183,7 @@ class WalksSteps(HasRun):
         return exchange
 
     def _apply_stashed(self, optimizer: Optimizer, step: Callable[..., Any], delay: int = 0) -> None:
-        """Make a step for each of the gradients that have waited longer than that; it clips them as any."""
+        """Make an optimizer step for each of the stashed gradients but the last `delay`; they are clipped as usual."""
         while self._stash.num(optimizer) > delay:
             step(closure=partial(self._stash.show_oldest, optimizer))
 
@@ -194,7 +199,7 @@ class WalksSteps(HasRun):
 
     @property
     def has_stashed_gradients(self) -> bool:
-        """Whether gradients wait for a step of their dense optimizer, which is made at the end of `fit`."""
+        """Whether any gradients are stashed; the end of `fit` applies those that are left."""
         return any(self._stash.num(optimizer) for optimizer in self.optimizers)
 
     @property
@@ -207,7 +212,7 @@ class WalksSteps(HasRun):
 
 
 def _evaluate(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run the user's step of an evaluation, with early embeddings if its batch was looked ahead."""
+    """Run the user's step of an evaluation, with early embeddings if its loop has a `LookaheadFetcher`."""
     if not (args and isinstance(args[0], StagedBatch)):
         return step(*args, **kwargs)
     [staged] = args
@@ -228,7 +233,7 @@ def _has_own_hook(module: LightningModule | None, hook: str) -> bool:
 
 
 def _is_own(owner: Any, hook: str, base: type) -> bool:
-    """Whether a hook is another than that of Lightning's class, in the class of its owner or in the object."""
+    """Whether the user has overridden a hook of Lightning's class `base`, in a class or on the object."""
     return getattr(getattr(owner, hook), "__func__", None) is not getattr(base, hook)
 
 
@@ -236,12 +241,12 @@ _BETWEEN_BACKWARD_AND_STEP = ("on_after_backward", "on_before_optimizer_step")
 
 
 def runs_between_backward_and_step(trainer: Trainer) -> bool:
-    """Whether something of the user's runs there now, which may read tables."""
+    """Whether a hook of the user's, or of a callback, which may read tables, runs between backward and step now."""
     module, callbacks = trainer.lightning_module, trainer.callbacks  # type: ignore[attr-defined]
     hooks = (*_BETWEEN_BACKWARD_AND_STEP, "optimizer_step", "configure_gradient_clipping")
     return any(_is_own(module, hook, LightningModule) for hook in hooks) or any(
         _is_own(callback, hook, Callback)
         for callback in callbacks
-        if getattr(callback, "reads_tables", True)  # what watches a run must not change its order
+        if getattr(callback, "reads_tables", True)  # callbacks of this package that watch a run say False
         for hook in _BETWEEN_BACKWARD_AND_STEP
     )

@@ -1,8 +1,8 @@
 """`OverlapEmbeddingStrategy`: shards a LightningModule's tables and overlaps their lookup with the dense part.
 
 This file takes the user's options and sets a run up: it shards the tables, and makes streams, pipelines and executors.
-What happens within a run is up to the hooks, each with its own state: `step_hooks.py` (the parts of a step),
-`checkpoint_hooks.py`, `failure_hooks.py` and `processes.py` (started ones). `run.py` has what they share.
+The strategy's other hooks are in its base classes, each with its own state: `step_hooks.py` (the parts of a step),
+`checkpoint_hooks.py`, `failure_hooks.py` and `processes.py` (copies, `spawn` and `fork`). `run.py` is the base of all.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ STRATEGY_NAMES = {
     "overlap_embedding_fork": "fork",
     "overlap_embedding_notebook": "fork",
 }
-"""What `Trainer(strategy=...)` takes, as Lightning's `ddp`, `ddp_spawn`, ...: the name, how processes are started."""
+"""Names for `Trainer(strategy=...)`, like Lightning's `ddp`, `ddp_spawn`, ..., with the `start_method` of each."""
 
 _NO_DDP_OPTIONS = frozenset(
     {
@@ -60,7 +60,7 @@ _NO_DDP_OPTIONS = frozenset(
         *("process_group_backend", "timeout", "start_method"),
     }
 )
-"""What `DDPStrategy` takes that is of no concern to DistributedDataParallel."""
+"""Arguments of `DDPStrategy` that it does not pass on to DistributedDataParallel."""
 
 
 class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
@@ -152,9 +152,9 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
         **kwargs: Any,
     ) -> None:
         check_arguments(type(self), kwargs)
-        ahead = {"staleness": staleness, "defer_update": defer_update, "frozen_window": frozen_window}
-        ahead |= {"stash_gradients": stash_gradients, "num_lookup_threads": num_lookup_threads}
-        auto = resolve_auto(pipeline, {**ahead, "start_batch": start_batch, "end_batch": end_batch})
+        of_mode = {"staleness": staleness, "defer_update": defer_update, "frozen_window": frozen_window}
+        of_mode |= {"stash_gradients": stash_gradients, "num_lookup_threads": num_lookup_threads}
+        auto = resolve_auto(pipeline, {**of_mode, "start_batch": start_batch, "end_batch": end_batch})
         self._tuner = None if auto is None else Tuner(auto, stream)
         named = TRIED[0] if auto is not None or isinstance(pipeline, Auto) else pipeline
         self._schedule = resolve_schedule(named, staleness, defer_update, frozen_window)
@@ -199,7 +199,7 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
     @override
     def setup(self, trainer: Trainer) -> None:
         assert self.model is not None
-        self.stop_run()  # where a callback raised in its on_exception, nobody has done so
+        self.stop_run()  # a run whose callback raised in on_exception was not stopped
         overlaps = tables.has_tables(self.model)
         fitting = trainer.state.fn == TrainerFn.FITTING
         if overlaps:
@@ -209,8 +209,8 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
             self.join_groups()
             self._run = Run(trainer)
             check_lightning(trainer)
-            for place in (evaluation_loops, sigterm, shortcuts):
-                self._run.installed.enter_context(place.installed(trainer))
+            for changes in (evaluation_loops, sigterm, shortcuts):
+                self._run.installed.enter_context(changes.installed(trainer))
             if fitting:
                 # Before super().setup(): configure_optimizers may ask for the number of steps, which sets up the data.
                 self._run.installed.enter_context(fit_loop.installed(trainer))
@@ -221,11 +221,11 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
         if self._run is None:
             return
         assert self.lightning_module is not None
-        travels = tables.has_model_parallel_tables(self.lightning_module)
+        sends_embeddings = tables.has_model_parallel_tables(self.lightning_module)
         if self._streams is None:
-            # Data-parallel lookups alone have no all-to-all to hide behind: another stream would only cost.
-            side = self._lookup_stream if travels else StreamName.COMPUTE
-            self._streams = make_streams(self.root_device, side)
+            # If all tables are data-parallel there is no all-to-all to hide, and another stream would only cost.
+            lookup_stream = self._lookup_stream if sends_embeddings else StreamName.COMPUTE
+            self._streams = make_streams(self.root_device, lookup_stream)
         if fitting:
             if self._holds_updates:
                 refuse_held_updates(self.lightning_module)
@@ -237,7 +237,7 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
                 tell = first_words.tell if self.global_rank == 0 else (lambda text: None)
                 every = trainer.accumulate_grad_batches
                 self._tuner.begin(
-                    self.root_device, self._streams, self.gather, tell, per_step=every, moves_lookups=travels
+                    self.root_device, self._streams, self.gather, tell, per_step=every, moves_lookups=sends_embeddings
                 )
             if self.quantized_comms is not None and self._consensus is not None:
                 warns = self.global_rank == 0
@@ -273,7 +273,7 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
     def configure_ddp(self) -> None:
         assert self.model is not None
         if self._groups is not None and self.world_size == 1 and not self._has_ddp_options:
-            return  # nobody to share gradients with: they are what they would be, in less time
+            return  # one rank has nobody to average gradients with
         ignored = tables.sharded_state_names(self.model)
         if not any(p.requires_grad for name, p in self.model.named_parameters() if name not in ignored):
             return
@@ -287,10 +287,11 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
 
     @property
     def _holds_updates(self) -> bool:
-        """Whether the updates of tables wait for the optimizer step."""
+        """Whether the updates of tables wait for the optimizer step (`frozen_window`)."""
         return self.schedule.accumulating is not None
 
     def _make_pipeline(self, schedule: Schedule, step: str) -> SparsePipeline:
+        """Return the sparse stages for a table, of training or of an evaluation; `step` names the user's method."""
         assert self.lightning_module is not None
         assert self._streams is not None
         assert self._groups is not None
@@ -310,7 +311,7 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
             multi_node=self.world_size > self.num_processes,
             any_rank=self.any_rank,
             timeout_s=self.timeout_s,
-            # With manual optimization there may be several backwards, of which nobody says what each of them writes.
+            # With manual optimization there may be several backwards, and it is not known which tables each writes.
             fills_waits=trains and self.lightning_module.automatic_optimization,
         )
         stream = StreamName.COMPUTE if lookup is None else lookup.stream
@@ -319,7 +320,7 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
         return SparsePipeline(tables.sharded_modules(self.lightning_module), self._groups.lookahead, order, options)
 
     def make_executor(self, fetcher: LookaheadFetcher) -> Executor:
-        """Make the executor of training, or of the evaluation that has begun, whose batches a fetcher gives."""
+        """Make the executor of training, or of the evaluation that has begun; the fetcher is its source of batches."""
         run = self._run
         assert run is not None
         make = partial(Executor, consensus=self._consensus, any_rank=self.any_rank)
@@ -343,7 +344,11 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
         return run.executor
 
     def begin_evaluation(self, step: str) -> None:
-        """Serve the calls of an evaluation's step, which finds the tables up to date; all ranks call this."""
+        """Update the tables, and replace the modules' forwards for an evaluation; all ranks call this.
+
+        Args:
+            step: The user's method: `validation_step`, `test_step` or `predict_step`.
+        """
         run = self._run
         assert run is not None
         run.disturbs(step)
@@ -356,7 +361,7 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
     def end_evaluation(self) -> None:
         """Complete what was started for batches that are not evaluated, on all ranks alike.
 
-        The ranks then ask each other whether the evaluation has written tables.
+        Before the next training batch the ranks ask each other whether the evaluation has written tables.
         """
         run = self._run
         assert run is not None
@@ -367,7 +372,7 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
             run.executor.writes.ask()
 
     def stale_rows(self) -> StaleRows | None:
-        """Return what counts the rows that this fit reads stale; None in exact modes, and without fused tables."""
+        """Return a counter of the rows that this fit reads stale; None in exact modes, and without fused tables."""
         run = self._run
         if not self.schedule.staleness or run is None or run.sparse is None:
             return None
@@ -376,13 +381,13 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
         return rows if rows.tables else None
 
     def touched_rows(self, *, states: bool = False) -> TouchedRows | None:
-        """Return what marks the rows that this fit's updates write; None outside of a fit, and without tables.
+        """Return a tracker of the rows that this fit's updates write; None outside of a fit, and without tables.
 
         Args:
-            states: Whether copies have the fused optimizers' states, too.
+            states: Whether copies of rows have the fused optimizers' states, too.
 
         Raises:
-            ValueError: There are tables whose rows cannot be told by their number.
+            ValueError: Rows of some tables have no fixed numbers, as with managed collision modules.
         """
         run, module = self._run, self.lightning_module
         if run is None or run.sparse is None or module is None:
@@ -395,13 +400,13 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
     def teardown(self) -> None:
         self.stop_run()
         module = self.lightning_module
-        # What is on meta cannot be moved to a CPU either: the error would hide the one that came before sharding.
+        # Lightning would move the module to the CPU. Tensors on meta cannot be moved: that error would hide the first.
         if module is None or not (
             tables.sharded_modules(module) or any(weight.is_meta for weight in module.parameters())
         ):
             super().teardown()
             return
-        # As FSDPStrategy: shards stay where they are, for a later fit, validate, test or predict.
+        # As in FSDPStrategy shards stay where they are, for a later fit, validate, test or predict.
         if isinstance(self.model, DistributedDataParallel):
             self.model = self.lightning_module
         if self._layer_sync is not None and self.model is not None:

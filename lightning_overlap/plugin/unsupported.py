@@ -49,7 +49,12 @@ def check_arguments(kind: type[DDPStrategy], given: Iterable[str]) -> None:
 
 
 def refuse(precision: Any, given: Iterable[Callback], model: nn.Module) -> None:
-    """Refuse a precision that fused tables cannot honour, and callbacks that would do something else than they say.
+    """Refuse a precision and callbacks that do not go together with sharded tables.
+
+    Args:
+        precision: The precision plugin's name of it.
+        given: The trainer's callbacks.
+        model: The model, before its tables are sharded.
 
     Raises:
         ValueError: It is one of `PRECISIONS`, or a callback copies, freezes or prunes tables.
@@ -108,7 +113,7 @@ def refuse_held_updates(module: LightningModule) -> None:
 
 
 def warn_of_ignored_options(trainer: Trainer, *, holds_updates: bool) -> None:
-    """Say which of the trainer's options leave the tables out."""
+    """Warn of the trainer's options that have no effect on fused tables: accumulation and clipping of gradients."""
     schedulers = [c for c in trainer.callbacks if isinstance(c, callbacks.GradientAccumulationScheduler)]  # type: ignore[attr-defined]
     accumulates = trainer.accumulate_grad_batches != 1 or any(s.going_to_accumulate_grad_batches() for s in schedulers)
     if accumulates and not holds_updates:

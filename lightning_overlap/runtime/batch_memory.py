@@ -1,4 +1,4 @@
-"""Batches that stay what they are while their loader goes on: copies, of one that may fill its memory anew."""
+"""Copy batches of a data loader that may reuse their memory while they are in flight."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ from torch.utils.data import DataLoader, default_collate, default_convert
 from .batch_tree import with_leaves
 
 NUM_SEEN = 3
-"""After so many batches, one after the other, whose memory a loader has let go of, it is trusted."""
+"""A loader is trusted once it has freed the memory of so many batches in a row."""
 
 NUM_TRIES = 16
-"""A loader that is not trusted after so many batches of an epoch is not looked at any more."""
+"""A loader that is not trusted after so many batches of an epoch is not watched any more: all batches are copied."""
 
 NUM_KEPT = 2
-"""How many batches later a loader has to have let go of one: a generator still has it in a variable at the next one."""
+"""How many batches later the memory of one has to be freed: at the next one a generator still has it in a variable."""
 
 _IsGone = Callable[[], bool]
 
 
 class BatchMemory:
-    """Copies batches as a loader gives them, until the loader is seen to give each one memory of its own.
+    """Copies the batches of a loader until the loader is seen to allocate memory for each one.
 
-    A batch in flight is overwritten by a loader that fills the same buffers anew while it makes a later one. Only a
-    loader that still has the memory can do that: a reader with one or several buffers, one that fills a chunk and gives
-    views of it, one whose arrays belong to NumPy. So of the first batches of each epoch a copy is used and the batch
-    itself let go: where its memory is freed with it, the loader has none to fill anew. Where it is not (a loader that
-    keeps all its data, too) every batch is copied. What is on another device than the one that trains is left alone:
-    its transfer is a copy, but that of pinned memory, which goes on while the loader makes the next batch.
+    A loader that reuses buffers overwrites batches in flight while it makes a later one. Only a loader that keeps the
+    memory can do that: a reader with one or several buffers, one that fills a chunk and returns views of it, one whose
+    arrays belong to NumPy. So for the first batches of each epoch a copy is used and the batch itself is dropped: if
+    its memory is freed then, the loader cannot reuse it. If it is not (also with a loader that keeps all its data),
+    every batch is copied. Tensors on another device than the one that trains are not copied, as their transfer is a
+    copy; pinned ones are, whose transfer goes on while the loader makes the next batch.
 
     Args:
         device_type: Where batches are trained. Tensors that are there already are copied, pinned ones, and arrays.
-        is_own: Whether the loader is known never to fill its memory anew.
+        is_own: Whether the loader is known never to reuse memory.
     """
 
     def __init__(self, device_type: str, *, is_own: bool = False) -> None:
@@ -51,18 +51,18 @@ class BatchMemory:
         self._has_failed = False
 
     def begin_epoch(self) -> None:
-        """Look at the loader again: it may be another one now."""
+        """Trust the loader no longer, unless `is_own`: it may be another one now."""
         self._is_trusted = self._is_known
         self._gone.clear()
         self._num_seen = self._num_tries = 0
 
     @property
     def is_own(self) -> bool:
-        """Whether batches may be kept, before they are transferred, while the loader makes others."""
+        """Whether batches from `own` stay valid before their transfer to the device, while the loader makes others."""
         return self._is_trusted or (self._device_type == "cpu" and not self._has_failed)
 
     def own(self, batch: Any) -> Any:
-        """Return a batch that the loader has just given, or a copy of it."""
+        """Return a batch that the loader has just given, or a copy of it if the loader may reuse its memory."""
         if self._is_trusted:
             return batch
         if len(self._gone) == NUM_KEPT:
@@ -113,7 +113,7 @@ class BatchMemory:
 
 
 def _with_attributes(own: Any, leaf: Any) -> Any:
-    """Give a copy what somebody has set on a tensor or an array; one that is made of others has its own already."""
+    """Copy attributes that somebody has set on a tensor or an array to its copy, except those that the copy has."""
     for name, value in getattr(leaf, "__dict__", {}).items():
         vars(own).setdefault(name, value)
     return own
@@ -124,17 +124,17 @@ def _never() -> bool:
 
 
 def _tensor_gone(tensor: Tensor) -> _IsGone:
-    """Return what says whether the memory of a tensor has been freed."""
+    """Return a function that says whether the memory of a tensor was freed."""
     if tensor.layout is not torch.strided or tensor.is_meta:
         return _never
     storage = tensor.untyped_storage()
-    # Memory that PyTorch has not allocated (an array's) has an owner that nobody can see; what worker processes have
-    # sent belongs to the tensor.
+    # PyTorch cannot see the owner of memory that it did not allocate (an array's). Shared memory, which worker
+    # processes send, belongs to the tensor.
     return StorageWeakRef(storage).expired if storage.resizable() or storage.is_shared() else _never
 
 
 def _array_gone(array: np.ndarray[Any, Any]) -> _IsGone:
-    """Return what says whether the memory of an array has been freed."""
+    """Return a function that says whether the memory of an array was freed."""
     owner: Any = array
     while isinstance(owner, np.ndarray) and owner.base is not None:
         owner = owner.base
@@ -145,7 +145,7 @@ def _array_gone(array: np.ndarray[Any, Any]) -> _IsGone:
 
 
 def keeps_its_data(loader: Any) -> bool:
-    """Whether a loader gives what a list holds, or copies of it: memory that nobody fills anew."""
+    """Whether a loader gives the samples of a list, or copies of them: memory that nobody reuses."""
     holders: tuple[type, ...] = (list, tuple)
     return (
         type(loader) is DataLoader

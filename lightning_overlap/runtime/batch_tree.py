@@ -25,7 +25,10 @@ def leaves(batch: Any, is_leaf: Callable[[Any], bool]) -> list[tuple[Path, Any]]
 
     Args:
         batch: Any nesting of dataclasses, NamedTuples, tuples, lists, mappings and plain objects.
-        is_leaf: Objects that are not descended into (tensors never are).
+        is_leaf: Whether an object is a leaf; tensors, modules, datasets and objects without parts are leaves anyway.
+
+    Returns:
+        (path, leaf) pairs. An object that is in the batch twice is there with both paths.
     """
     found: list[tuple[Path, Any]] = []
     _collect(batch, (), is_leaf, frozenset(), found)
@@ -52,15 +55,16 @@ def path_text(path: Path) -> str:
 
 
 def with_leaves(batch: Any, change: Callable[[Any], Any]) -> Any:
-    """Return a batch with other leaves; what is neither searched nor changed stays the object that it was.
+    """Return a copy of a batch with other leaves, or the batch itself if `change` leaves all of them as they are.
 
     Args:
-        batch: As for `leaves`; nothing of it is changed. Arrays are leaves here, and of an object all attributes count.
-        change: Returns what takes the place of a leaf, or the leaf itself. It is asked once for each object, and not
-            for numbers and strings.
+        batch: As for `leaves`, and not written. NumPy arrays are leaves here, and all attributes of an object are
+            searched.
+        change: Returns what replaces a leaf, or the leaf itself. It is called once for each object, and not for
+            numbers and strings.
 
     Raises:
-        TypeError: An object of it cannot be pickled, as a batch can that comes from a worker process.
+        TypeError: An object in the batch cannot be pickled. Batches that worker processes send always can.
     """
     written = io.BytesIO()
     pickler = _LeavesOut(written, change)
@@ -73,7 +77,7 @@ def with_leaves(batch: Any, change: Callable[[Any], Any]) -> Any:
 
 
 class _LeavesOut(pickle.Pickler):
-    """Writes what holds the leaves of a batch, and their numbers."""
+    """Pickles a batch with numbers in the place of its leaves."""
 
     def __init__(self, file: io.BytesIO, change: Callable[[Any], Any]) -> None:
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
@@ -81,7 +85,7 @@ class _LeavesOut(pickle.Pickler):
         self._searched: dict[int, Any] = {}
         self._numbers: dict[int, int] = {}
         self.found: list[tuple[Any, Any]] = []
-        """The leaves, each with what takes its place."""
+        """The leaves by number, each with what replaces it."""
 
     @override
     def persistent_id(self, node: Any) -> int | None:

@@ -13,7 +13,10 @@ from .profiler_ranges import InStage
 
 
 class DeferredUpdates:
-    """Owns the deferred updates of a run (`order.to_update`): issues each one once, the oldest first."""
+    """Owns the deferred updates of a run (`order.to_update`): issues each one once, the oldest first.
+
+    An update is *held* while it waits for an optimizer step (`frozen_window`), else it is *due* (`LookupOrder.due`).
+    """
 
     def __init__(self, sparse: SparseStages, order: LookupOrder) -> None:
         self._sparse, self._order, self._streams = sparse, order, order.streams
@@ -25,18 +28,18 @@ class DeferredUpdates:
         self._between_steps: Any = None
         """Event on the compute stream, recorded when the last iteration began; None if no update was deferred then."""
         self.num_stepped = 0
-        """Batches whose optimizer step has ended."""
+        """How many batches of the epoch have ended their optimizer step."""
         self.num_updated = 0
-        """Batches whose tables have been updated, or whose update is deferred."""
+        """How many batches of the epoch have ended their backward: their tables are updated, or will be."""
 
     def num_unseen_by(self, index: int) -> int:
-        """Return how many updates, those of the batches right before it, a batch that is looked up now does not see."""
+        """Return the staleness of a lookup of batch `index` that is issued now: updates before it that are to come."""
         return index - min(self._to_update, default=self.num_updated)
 
     # -- updates that wait for an optimizer step ----------------------------------------------------------------
 
     def hold(self, inflight: InFlightBatch) -> None:
-        """Let the updates from this batch on wait for `note_step`; that of a module's own forward, too."""
+        """Let the updates from this batch on wait for `note_step`, those of modules' own forwards too."""
         self._order.num_due = min(self._order.num_due, inflight.index)
         inflight.defers_update = self._sparse.can_defer_updates
 
@@ -52,14 +55,18 @@ class DeferredUpdates:
         return [inflight for index, inflight in self._to_update.items() if index >= self._order.num_due]
 
     def drop_held(self) -> None:
-        """Leave out the updates whose optimizer step will not come, on all ranks alike."""
+        """Drop the updates whose optimizer step will not come, on all ranks alike."""
         for inflight in self.held:
             del self._to_update[inflight.index]
             self._sparse.drop_update(inflight)
         self._sparse.drop_replica_updates()
 
     def make_for_second_forward(self, inflight: InFlightBatch) -> None:
-        """Make all updates: a second forward of a batch sees what the first one's backward did."""
+        """Make all updates: a second forward of a batch, as LBFGS makes, sees what the first one's backward did.
+
+        Raises:
+            RuntimeError: Updates of earlier batches are held for the optimizer step that runs.
+        """
         if any(held.index < inflight.index for held in self.held):
             raise RuntimeError(
                 "the optimizer asks for several forwards in a step, each of which would see the update of the one "
@@ -73,7 +80,7 @@ class DeferredUpdates:
     # -- updates that wait for a place in the schedule ------------------------------------------------------------
 
     def refuse_writes(self) -> None:
-        """Fail where the user wrote tables whose deferred update is still to come."""
+        """Raise a RuntimeError if an update is still to come: the user has written tables, and it would go on top."""
         if self.held:
             raise RuntimeError(
                 "tables were written between two batches of one optimizer step, while updates of theirs wait for that "
@@ -88,15 +95,14 @@ class DeferredUpdates:
             )
 
     def begin_iteration(self) -> None:
-        """Note that evaluations, checkpoints and callbacks between two steps have issued their work."""
+        """Record an event after all that evaluations, checkpoints and callbacks between two steps have issued."""
         for inflight in self._to_update.values():
-            inflight.batch = None  # trained; of what came with it only received ids are read once more
+            inflight.batch = None  # trained: the update reads the received ids only
         self._between_steps = self._streams.record(StreamName.COMPUTE) if self._to_update else None
 
     def start(self, inflight: InFlightBatch) -> None:
         """Start the all-to-all of the embeddings' gradients of a batch whose backward has ended."""
-        # After the all-reduce of dense gradients, which is over by now: the optimizer waits for it, and these would
-        # take their share of the link.
+        # After the all-reduce of dense gradients: the optimizer waits for that, and both would share the link.
         self._order.lookup_waits()
         with self._order.on(Stage.BACKWARD, inflight.index, self._order.lookup):
             self._sparse.start_update(inflight)
@@ -111,23 +117,26 @@ class DeferredUpdates:
         for inflight in self._order.due:
             self._make(step, inflight)
 
-    def make_up_to(self, index: int, step: Step, *, beside_forward: bool) -> None:
-        """Issue the updates of all batches up to one, on the stream of a step.
+    def make_up_to(self, index: int, step: Step, *, overlaps_forward: bool) -> None:
+        """Issue the updates of all batches up to one.
 
-        `beside_forward` says that they may overlap with the forward on the compute stream, which reads no table.
-        Otherwise they wait for all that the compute stream has been given.
+        Args:
+            index: Number of the last batch, this one too.
+            step: The schedule's step, whose stream they run on.
+            overlaps_forward: Whether they may overlap with the forward on the compute stream, as it reads no table.
+                Otherwise they wait for all that was issued on the compute stream.
         """
         for other in sorted(other for other in self._to_update if other <= index):
-            self._make(step, self._to_update[other], beside_forward=beside_forward)
+            self._make(step, self._to_update[other], overlaps_forward=overlaps_forward)
 
-    def _make(self, step: Step, inflight: InFlightBatch, *, beside_forward: bool = False) -> None:
+    def _make(self, step: Step, inflight: InFlightBatch, *, overlaps_forward: bool = False) -> None:
         index = inflight.index
         self._order.observe("issue", step.stage, index)
         del self._to_update[index]
         with InStage(step.stage, index, self._order.rank):
-            # After its gradients, and after what read the tables on the compute stream: between two steps, or in a
-            # module's own forward. Not after any other forward, which it is to overlap with.
-            after = self._between_steps if beside_forward else self._streams.record(StreamName.COMPUTE)
+            # The update waits for whatever reads tables on the compute stream: code between two steps, or a module's
+            # own forward. It does not wait for any other forward, which it is to overlap with.
+            after = self._between_steps if overlaps_forward else self._streams.record(StreamName.COMPUTE)
             self._streams.wait(step.stream, after)
             with self._order.on(step.stage, index, step.stream):
                 self._sparse.embedding_update(inflight)
@@ -138,8 +147,13 @@ class DeferredUpdates:
     def settle(self, timeout_s: float) -> str | None:
         """After an error, make the updates of batches whose optimizer step has ended, and drop the others.
 
-        The tables then match the dense weights: both have had the same batches. Gradients that other ranks have sent
-        are waited for `timeout_s` seconds at most. Returns what is missing in the tables, in words, if not all arrive.
+        The tables then match the dense weights: both have had the same batches.
+
+        Args:
+            timeout_s: How long to wait for gradients of other ranks, in seconds.
+
+        Returns:
+            What is missing in the tables, in words, if not all gradients arrive; else None.
         """
         for index in [index for index in self._to_update if index >= self.num_stepped]:
             inflight = self._to_update.pop(index)  # neither the dense step nor the update

@@ -12,10 +12,19 @@ from .interfaces import BatchSource
 class EndOfData:
     """Asks all ranks whether they have the next batches too, and hears where the first of them ends.
 
-    Nothing is asked that the ranks know from an earlier answer. Where lengths are certain they ask now and then.
-    Elsewhere each says with a batch how many more it is sure to have (`BatchSource.num_certain`): they ask next for
-    the last batch that all of them are sure of, whether more come after it. Where one of them is sure of none they ask
-    for every batch. All decide by what they heard, at the same step of the schedule, and so alike.
+    A question is an all-reduce on the host (`Consensus.ask`), whose answer is read a step later. The ranks ask few:
+
+    - If the length of every rank's epoch is known, the ranks ask now and then (`PollInterval`), and for the last ones.
+    - If not, each says with a question how many further batches it is sure to have (`BatchSource.num_certain`). They
+      ask next about the last batch that all of them are sure of; if one rank is sure of none, about every batch.
+
+    All ranks decide by the same answers, at the same step of the schedule, and so alike.
+
+    Args:
+        source: Gives this rank's batches.
+        consensus: Asks the other ranks; None on one rank.
+        rank: This process's rank, for messages.
+        depth: Batches in flight at once, at most.
     """
 
     def __init__(self, source: BatchSource, consensus: Consensus | None, rank: int, depth: int) -> None:
@@ -25,17 +34,17 @@ class EndOfData:
     def reset(self) -> None:
         """Begin an epoch."""
         self.answers: dict[int, Answer] = {}
-        """What was asked and not yet heard, by batch."""
+        """Questions whose answer was not read yet, by the number of their batch."""
         self.num_batches: int | None = None
-        """Batches that all ranks have, once that is known."""
+        """How many batches all ranks have, without None batches; None until that is known."""
         self.num_none_at_end = 0
-        """Batches that are None after the last one, on the rank that has the fewest; where `num_batches` is known."""
+        """None batches after the last one, on the rank that has the fewest; known with `num_batches`."""
         self.stop_agreed = False
         """Whether a rank was told to stop."""
-        self._poll_interval: PollInterval | None = None  # of asking now and then; None: lengths are not certain
-        self._next_asked = 0  # where they are not: the batches before this one need no question
-        self._ask_all_from: float = 0  # on, the ranks ask each other for every batch
-        self._asked_now_and_then = -1  # the last batch asked for before
+        self._poll_interval: PollInterval | None = None  # between questions; None: lengths are not known
+        self._next_asked = 0  # if lengths are not known: the first batch that needs a question
+        self._ask_all_from: float = 0  # if lengths are known: from this batch on each one needs a question
+        self._asked_now_and_then = -1  # the last batch asked about before `_ask_all_from`
 
     @property
     def asks(self) -> bool:
@@ -49,7 +58,15 @@ class EndOfData:
         return self.num_batches == index + 1
 
     def ask(self, index: int, *, lacks: bool) -> None:
-        """Say whether this rank has a batch, and ask for what the others have to say."""
+        """Ask all ranks whether they have batch `index`, if this batch needs a question. Does not wait.
+
+        Args:
+            index: Number of the batch in the epoch, without None batches.
+            lacks: Whether this rank does not have it.
+
+        Raises:
+            RuntimeError: This rank's data ends before the length of its loader, since its last batches are None.
+        """
         if self._consensus is None:
             return
         if index == 0:
@@ -64,7 +81,7 @@ class EndOfData:
                     "Drop samples in place of whole batches, or give the loader no length."
                 )
             if lacks or not self._poll_interval.due(index):
-                return  # the source holds it back; so does every rank's
+                return  # `max_steps` holds it back, on every rank
             requested_interval = self._poll_interval.ask(index)
             self._asked_now_and_then = index
         elif self._poll_interval is None:
@@ -86,7 +103,7 @@ class EndOfData:
         self.answers.setdefault(index, self._consensus.ask(flags))
 
     def hear(self, index: int, in_flight: dict[int, InFlightBatch]) -> None:
-        """Hear whether all ranks have a batch, before the first collective that is made for it.
+        """Read the answer whether all ranks have a batch, before the first collective that is made for it.
 
         All ranks come here at the same step of the schedule, whether they have the batch or not, and so end after the
         same one. Batches past the end are dropped from `in_flight`.
@@ -99,9 +116,9 @@ class EndOfData:
         if self._poll_interval is not None and index == self._asked_now_and_then:
             self._poll_interval.hear(said.requested_interval, self._source.num_batches)
         if self._poll_interval is None:
-            # One that a rank lacked may have been held back: it is asked for again.
+            # A batch that a rank lacked may only be held back by `max_steps`: ask about it again.
             self._next_asked = index if said.lacks else index + MAX_INTERVAL - said.requested_interval
-        if said.skips:  # lengths do not tell any more: ask for every batch that no rank can have asked for yet
+        if said.skips:  # None batches shorten the epoch: ask about each batch, from the first that no rank has reached
             self._ask_all_from = min(self._ask_all_from, index + self._depth + 1)
         if index in in_flight:
             in_flight[index].fewest_skipped = -said.minus_skipped
@@ -125,6 +142,6 @@ class EndOfData:
             )
 
     def hear_all(self) -> None:
-        """Wait for every answer that is under way."""
+        """Wait for all answers that are under way."""
         for answer in self.answers.values():
             answer.wait()

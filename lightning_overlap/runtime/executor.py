@@ -37,13 +37,13 @@ class Executor:
         schedule: The table to walk, or several that follow one another.
         source: Gives the batches.
         sparse: Does the sparse stages, and serves early embeddings in a forward.
-        order: The device's streams, the order of lookups and who is told, shared with `sparse`.
+        order: The device's streams, the order of lookups, the observer and the timer, shared with `sparse`.
         consensus: Asks all ranks whether they have the next batch too; None on one rank.
         lookup_context: Entered around every early lookup (autocast, as around `training_step`).
-        num_before: Tells how many batches the training has had before the one that comes next.
-        any_rank: Asks all ranks whether one of them says so, on the host; all of them wait for the answer.
-        hooks_read_tables: Whether something of the user's runs between this step's backward and its end.
-        accumulates: Whether the optimizer step of the batch whose forward begins comes with a later one.
+        num_before: Returns how many batches were trained before the next one, over all epochs.
+        any_rank: Returns whether any rank passed True: an all-reduce on the host, for which all ranks wait.
+        hooks_read_tables: Returns whether the user's hooks run between this step's backward and its end.
+        accumulates: Returns whether the batch whose forward begins has no optimizer step of its own.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Executor:
     ) -> None:
         self._schedules, self._source, self._sparse = schedule, source, sparse
         self._num_before, self._accumulates = num_before, accumulates
-        self._first_batch = num_before()  # of this epoch, among all batches of the training
+        self._first_batch = num_before()  # number of this epoch's batch 0 over all epochs
         self.order = self._order = order
         self._streams = order.streams
         self.hooks_read_tables = hooks_read_tables if order.streams.is_async else bool
@@ -86,15 +86,17 @@ class Executor:
         self._reset()
 
     def _use_schedule(self, schedule: Schedule) -> None:
-        """Walk this table from the next iteration on."""
+        """Take a mode's table from the next iteration on; with `frozen_window` it has a second one, `_accumulating`."""
         self._last_of_window, self._accumulating = schedule, schedule.accumulating
         self._walk(schedule)
 
     def _walk(self, schedule: Schedule) -> None:
+        """Walk one of the mode's two tables from the cursor on."""
         self.schedule = self._stages.schedule = schedule
-        self._left = schedule.fills_backward_wait
+        self._left_to_backward = schedule.fills_backward_wait
         self._dense_owned = schedule.dense_owned_lookup
-        self._first_owners = EARLY_OWNERS if self._dense_owned is None else frozenset({WeightOwner.FUSED_BACKWARD})
+        # Whose tables the step EMBEDDING_LOOKUP looks up; `_dense_owned`, if there is one, looks up the others.
+        self._lookup_owners = EARLY_OWNERS if self._dense_owned is None else frozenset({WeightOwner.FUSED_BACKWARD})
 
     def _reset(self) -> None:
         self._trainer_stage.close()
@@ -139,7 +141,7 @@ class Executor:
 
     @property
     def lasting_staleness(self) -> int:
-        """Updates that the lookups of the current batch's table do not see, and the next one's do not either."""
+        """The smaller staleness of the tables of the current batch and the next one, as the mode may change between."""
         batch = self._first_batch + self._iteration
         return min(self._schedules.at(batch).staleness, self._schedules.at(batch + 1).staleness)
 
@@ -172,7 +174,7 @@ class Executor:
         """Return the batches in flight whose forward has not begun."""
         return [batch for batch in self.in_flight.values() if batch.index > self._iteration or not batch.consumed]
 
-    # -- what the trainer tells it ----------------------------------------------------------------------------------
+    # -- what the trainer calls -------------------------------------------------------------------------------------
 
     def next_batch(self) -> InFlightBatch | None:
         """Begin the next iteration; return its batch, or None when the data has ended on any rank."""
@@ -215,7 +217,7 @@ class Executor:
             self.writes.check()
             if self._accumulating is not None:
                 table = self._accumulating if self._accumulates() else self._last_of_window
-                if table is not self.schedule:  # they differ below DENSE_FORWARD only
+                if table is not self.schedule:  # the two differ below DENSE_FORWARD only
                     self._walk(table)
                 self.updates.hold(current)
         current.consumed = True
@@ -231,8 +233,8 @@ class Executor:
     def stage_done(self, stage: Stage) -> None:
         """Say that the trainer has done a stage of the current batch; run the steps up to its next one.
 
-        Steps before `stage` that have not run yet (the trainer skipped a stage) run too. A second backward in one
-        iteration, as LBFGS makes, writes the tables again: early lookups made in between are dropped.
+        Steps above `stage` that have not run yet run too, if the trainer has skipped a stage. A second backward in
+        one iteration, as LBFGS makes, writes the tables again: early lookups made in between are dropped.
         """
         current = self.current
         if current is None:
@@ -247,15 +249,15 @@ class Executor:
         self._trainer_stage.close()
         while self._cursor <= position:
             step = self.schedule.steps[self._cursor]
-            if step.stage not in TRAINING_STAGES:  # left to a backward that has not waited
-                self._run(step, self._first_owners)
+            if step.stage not in TRAINING_STAGES:  # left to a backward that did not wait for other ranks
+                self._run(step, self._lookup_owners)
                 self._cursor += 1
                 continue
             self._after_stage(step.stage, current)
             self._cursor += 1
             self._run_steps()
             if step.stage is Stage.DENSE_FORWARD and current.ran_unpipelined and self.schedule.has_sparse_stages:
-                # The backward to come writes tables on the compute stream: not before early lookups have read them.
+                # The coming backward writes tables on the compute stream, where early lookups must have read them.
                 self.wait_for_lookups()
         if stage is not self.schedule.training_stages[-1]:
             self._begin_trainer_stage(TRAINING_STAGES[TRAINING_STAGES.index(stage) + 1])
@@ -285,7 +287,7 @@ class Executor:
 
     @contextmanager
     def without_lookups_ahead(self) -> Iterator[None]:
-        """Show the kernels' iteration counts without the lookups of batches whose optimizer step is to come."""
+        """Within this context the kernels' iteration counts lack lookups of batches whose optimizer step is to come."""
         self._count_lookups_ahead(-1)
         try:
             yield
@@ -319,49 +321,54 @@ class Executor:
         self._fill(0)
 
     def _fill(self, start: int) -> None:
-        """Issue what the table would have issued by the iteration `start`, as far as no table has done so."""
+        """Issue what the table would have issued before iteration `start`, if a table before it has not done so."""
         for iteration in range(start - self.schedule.max_offset, start):
             self._iteration = iteration
             for step in self.schedule.steps:
                 if step.stage is Stage.OPTIMIZER_STEP:
                     self._run_deferred_lookup()
                 elif step.stage not in TRAINING_STAGES:
-                    self._run(step, self._first_owners)
+                    self._run(step, self._lookup_owners)
         self._iteration = start - 1
 
     def _run_steps(self) -> None:
         """Run the steps from the cursor to the next one of the trainer, but those that the backward is going to run."""
         steps = self.schedule.steps
         while self._cursor < len(steps) and (step := steps[self._cursor]).stage not in TRAINING_STAGES:
-            if self._cursor in self._left and self._leave_to_backward(step.stage, self._run_left):
+            if self._cursor in self._left_to_backward and self._leave_to_backward(step.stage, self._run_in_backward):
                 return
-            self._run(step, self._first_owners)
+            self._run(step, self._lookup_owners)
             self._cursor += 1
         received = self.schedule.received_in_backward
         if received is not None and self._cursor == self.schedule.position(Stage.BACKWARD):
-            self._leave_to_backward(Stage.INPUT_DATA_DIST, partial(self._receive_left, received))
+            self._leave_to_backward(Stage.INPUT_DATA_DIST, partial(self._receive_in_backward, received))
 
     def _leave_to_backward(self, stage: Stage, call: Callable[[int], None]) -> bool:
-        """Leave what begins with a stage to the backward of the current batch; False if that will not call it.
+        """Have the backward of the current batch call a function while it waits for other ranks (on a CPU only).
 
-        On a CPU, where a backward waits for other ranks on the host itself.
+        Args:
+            stage: The first stage that the function issues.
+            call: The function; it is given the number of the batch.
+
+        Returns:
+            False if the backward will not call it.
         """
         current = self.current
-        # A backward of a module's own forward may write tables before it waits.
+        # The backward of a module's own forward may write tables before it waits.
         if current is None or not self._sparse.ready or current.ran_unpipelined:
             return False
         return self._sparse.register_backward_hook(current, stage, partial(call, current.index))
 
-    def _run_left(self, index: int) -> None:
-        """Run the steps that were left to the backward of a batch."""
+    def _run_in_backward(self, index: int) -> None:
+        """Run the steps that were left to the backward of batch `index`."""
         if self._iteration == index:
             with torch.enable_grad():  # a backward has turned it off
-                while self._cursor in self._left:
-                    self._run(self.schedule.steps[self._cursor], self._first_owners)
+                while self._cursor in self._left_to_backward:
+                    self._run(self.schedule.steps[self._cursor], self._lookup_owners)
                     self._cursor += 1
 
-    def _receive_left(self, lookup: Step, index: int) -> None:
-        """Assemble the ids of the next lookup, in the backward of a batch."""
+    def _receive_in_backward(self, lookup: Step, index: int) -> None:
+        """Assemble the ids of the next lookup in the backward of batch `index`."""
         inflight = self.in_flight.get(index + lookup.offset)
         if self._iteration == index and inflight is not None and Stage.INPUT_DATA_DIST in inflight.done:
             with InStage(Stage.INPUT_DATA_DIST, inflight.index, self._order.rank):
@@ -410,7 +417,7 @@ class Executor:
         if step.stage is Stage.EMBEDDING_UPDATE:
             current = self.current
             own_forward = current is not None and current.ran_unpipelined
-            self.updates.make_up_to(index, step, beside_forward=step.offset < 0 and not own_forward)
+            self.updates.make_up_to(index, step, overlaps_forward=step.offset < 0 and not own_forward)
             return
         if step.stage is Stage.COPY_BATCH_TO_DEVICE:
             self._fetch(step, index)
@@ -420,8 +427,8 @@ class Executor:
             self._stages.issue(step, self.in_flight[index], owners)
 
     def _fetch(self, step: Step, index: int) -> None:
-        # A source may hold back a batch that looks like it is not going to be trained: then this catches up, on several
-        # ranks by one batch at a time: as many questions are asked on each, though the data of one may end here.
+        # A source may have held back batches that `max_steps` seemed to leave out; this fetches them later. On several
+        # ranks it fetches one batch a call, so that all ask the same questions though the data of one may end here.
         while self.num_fetched <= index and (self._end.num_batches is None or self.num_fetched < self._end.num_batches):
             with (
                 InStage(step.stage, self.num_fetched, self._order.rank),

@@ -20,30 +20,31 @@ class InFlightBatch:
     batch: Any
     """The staged batch, the very object that `training_step` will get."""
     batch_idx: int = 0
-    """What its data loader counts for it."""
+    """Its number in its data loader, those that are None included."""
     dataloader_idx: int = 0
+    """Number of its data loader."""
     done: dict[Stage, tuple[StreamName, Any]] = field(default_factory=dict)
     """Stages issued so far, each with its stream and the event recorded after it."""
     modules: dict[str, Any] = field(default_factory=dict)
     """State of each pipelined module for this batch, by the module's name; the sparse stages own it."""
     missing: frozenset[str] = frozenset()
-    """Modules whose input the batches of some ranks have and others' lack, once the sizes are known."""
+    """Modules whose input some ranks' batches have and others lack; known once the sizes are read."""
     sizes: Any = None
     """The exchange of split sizes of all modules, while it is under way; the sparse stages own it."""
     defers_update: bool = False
-    """Whether its lookup leaves the update of the tables to a stage of its own."""
+    """Whether its backward leaves the update of the tables for later (`DeferredUpdates`); set at its lookup."""
     ran_unpipelined: bool = False
     """Whether a module ran its own forward for it, on the compute stream, and no backward has followed yet."""
     consumed: bool = False
     """Whether its `training_step` has begun."""
     num_unseen: int = 0
-    """Updates, those of the batches right before it, that the lookup of its fused tables did not see."""
+    """Staleness of the lookup of its fused tables: it did not see the updates of so many batches before this one."""
     fewest_skipped: int = 0
-    """Batches that are None before it in the epoch, on the rank that has the fewest; where the ranks asked for it."""
+    """How many None batches come before it in the epoch, on the rank that has the fewest; 0 if ranks did not ask."""
     ends_with_none: bool = False
-    """Whether it is the last one, and all ranks have nothing but None after it."""
+    """Whether it is the last one of all ranks, and every rank has a None batch after it."""
     counted: Any = None
-    """The count of its stale rows, which may be under way."""
+    """The count of its stale rows (`sparse.StaleCounts`), which may be under way."""
 
 
 _abandoned: list[object] = []

@@ -1,4 +1,4 @@
-"""What an executor is given: where batches come from, what does the sparse stages, who is told."""
+"""What an executor is given: a source of batches, the sparse stages, an observer and a timer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..schedules import Stage, StreamName, WeightOwner
 from .inflight import InFlightBatch
 
 Observer = Callable[[str, Stage, int], None]
-"""Called with ("issue" | "wait", stage, batch) as the executor goes; for tests and timelines."""
+"""Called with ("issue" | "wait", stage, number of the batch) for every stage issued and every result waited for."""
 
 
 def observe_nothing(kind: str, stage: Stage, index: int) -> None:
@@ -20,9 +20,14 @@ def observe_nothing(kind: str, stage: Stage, index: int) -> None:
 class BatchSource(Protocol):
     """Where batches come from; `plugin.LookaheadFetcher` takes them from Lightning's loaders.
 
-    Every rank's epoch has `num_batches`, those that are None among them, `inf` if that is not known. `length_known`
-    says whether all ranks are known to have as many, so that only the last one has to be agreed on. `num_skipped` of
-    this rank's are None so far, `num_skipped_after` of them come after a batch.
+    - `fetch` returns a staged batch, its number in its loader and its loader's number; None if there is none (any more,
+      or as long as `max_steps` does not ask for it). Batches that are None are skipped.
+    - `num_batches` is the length of the shortest rank's epoch, None batches included; `inf` if it is not known.
+    - `length_known` says whether all ranks are known to have as many, so that they ask for the last one only.
+    - `exhausted` says whether this rank has no further batch, `num_certain` how many it is sure to have after the last
+      one fetched.
+    - `num_skipped` None batches were skipped in this epoch, `num_skipped_after` of them after batch `index`.
+    - `stop_requested` says whether this process was told to stop.
     """
 
     @property
@@ -42,7 +47,11 @@ class BatchSource(Protocol):
 
 
 class SparseStages(Protocol):
-    """What each sparse stage does for one batch; `sparse.SparsePipeline` does it with TorchRec."""
+    """What each sparse stage does for one batch.
+
+    `sparse.SparsePipeline` does it with TorchRec; the docstrings of its methods say what each is for. The methods named
+    as a `Stage` issue that stage, on the current stream.
+    """
 
     @property
     def ready(self) -> bool: ...
@@ -77,10 +86,10 @@ class SparseStages(Protocol):
 
 
 class StageTimer(Protocol):
-    """What the executor and the sparse stages tell; `profiling.SpanRecorder` writes it down.
+    """Context managers that time parts of a step; `profiling.SpanRecorder` records their spans.
 
-    `during` goes around a stage, which may lie inside another one; `copy`, `data` and `merge` around the copies of a
-    batch to the device, the wait for the data loader, and that of the compute stream for embeddings.
+    `during` times a stage, which may lie inside another one; `copy` the copies of a batch to the device; `data` the
+    wait for the data loader; `merge` the wait of the compute stream for embeddings.
     """
 
     def during(self, stage: Stage, batch: int, stream: StreamName) -> AbstractContextManager[None]: ...

@@ -13,11 +13,17 @@ from .streams import Streams
 
 
 class LookupOrder:
-    """What an executor shares with the sparse stages it drives: streams, who is told, and the updates still to come.
+    """What an executor shares with the sparse stages: streams, observer, timer, and the updates still to come.
 
     Early lookups and updates of tables run on the lookup stream, in the order in which they are issued. A module's own
-    forward, and what comes between two steps, use the tables on the compute stream: then one of the two streams waits
-    for the other. `observe` is told of every issue and wait; errors name the `rank`.
+    forward, and code between two steps, use the tables on the compute stream: then one of the two streams waits for
+    the other.
+
+    Args:
+        streams: The device's streams.
+        lookup: Name of the lookup stream.
+        observe: Called for every stage issued and every result waited for.
+        rank: This process's rank, for errors.
     """
 
     def __init__(
@@ -34,9 +40,9 @@ class LookupOrder:
         self.to_update: dict[int, InFlightBatch] = {}
         """Batches whose update of the tables is still to come, by their number."""
         self.num_due: float = float("inf")
-        """Updates of batches from this number on wait for an optimizer step."""
+        """Number of the first batch whose update waits for an optimizer step; updates of batches before it are due."""
         self.num_told = 0
-        """How often a user has said that tables were changed."""
+        """How often the user has called `tables_changed()`."""
         self._written: Any = None  # event after the last write of a table on the compute stream
         self._updated: Any = None  # event after the last update of a table on the lookup stream
 
@@ -48,7 +54,7 @@ class LookupOrder:
 
     @property
     def due(self) -> list[InFlightBatch]:
-        """Batches whose update may be made at any time, the oldest first."""
+        """Batches whose deferred update waits for no optimizer step, the oldest first."""
         return [self.to_update[index] for index in sorted(self.to_update) if index < self.num_due]
 
     def on(self, stage: Stage, batch: int, stream: StreamName) -> AbstractContextManager[Any]:
@@ -89,18 +95,22 @@ class LookupOrder:
         self.streams.wait(StreamName.COMPUTE, self._updated)
 
     def hand_to_compute(self, value: Any, stream: StreamName) -> None:
-        """Let the compute stream use a value that a stream has just made."""
+        """Let the compute stream use a value that `stream` has made by now."""
         self.streams.wait(StreamName.COMPUTE, self.streams.record(stream))
         self.streams.record_stream(value, StreamName.COMPUTE)
 
     def hand_to_lookup(self, value: Any) -> None:
-        """Let the lookup stream use memory of another one."""
+        """Let the lookup stream use a value that was allocated on another one; does not order the two."""
         self.streams.record_stream(value, self.lookup)
 
     def hand_to_caller(self, value: Any, event: Any, batch: int, *, is_first: bool) -> None:
-        """Let whoever asks for embeddings use them from an event on.
+        """Let the compute stream and the current one use embeddings after an event.
 
-        Where nobody has asked for those of this batch before, the timer is told of the wait.
+        Args:
+            value: The embeddings, nested or not.
+            event: Recorded on the lookup stream once they are there.
+            batch: Number of their batch.
+            is_first: Whether it is the first time for this batch; the timer is told of the wait then.
         """
         with self.timer.merge(batch) if is_first and self.timer is not None else _NOTHING:
             self.streams.hand_to_caller(value, event)

@@ -1,4 +1,4 @@
-"""Names of stages: for a profiler, for a timer and in errors. They cost next to nothing where nobody asks for them."""
+"""Name the stage and the batch to a profiler and in errors, at next to no cost while no profiler runs."""
 
 from __future__ import annotations
 
@@ -24,16 +24,17 @@ def is_profiled() -> bool:
 
 
 def profiler_range(stage: Stage, index: int) -> AbstractContextManager[Any]:
-    """Name a stage of a batch to the profiler. A range takes 7 us, profiler or not, so there is none without one."""
+    """Return a profiler range around a stage of a batch; none without a profiler, as a range takes 7 us even then."""
     if is_profiled():
         return torch.profiler.record_function(f"## {stage} {index} ##")
     return _NO_RANGE
 
 
 class RangesLeftOut:
-    """Leaves out the ranges of another package while no profiler sees them: it has a dozen in a step.
+    """Skips the profiler ranges of another package, a dozen in a step, while no profiler runs.
 
-    Its `modules` call `record_function` by names of their own.
+    Args:
+        modules: Modules of that package that have imported `record_function` by name.
     """
 
     def __init__(self, modules: Sequence[ModuleType]) -> None:
@@ -42,7 +43,7 @@ class RangesLeftOut:
         self._users: set[int] = set()
 
     def begin(self, user: object) -> None:
-        """Leave them out until this user's `end`."""
+        """Skip the ranges until this user's `end`."""
         if not self._users:
             for module in self._modules:
                 own = vars(module).get("record_function")

@@ -1,4 +1,4 @@
-"""Issue one sparse stage of one batch: on which stream, after what, and not before inputs are known."""
+"""Issue one sparse stage of one batch: on its stream, after all that it reads, once the modules' inputs are known."""
 
 from __future__ import annotations
 
@@ -17,7 +17,12 @@ from .profiler_ranges import InStage
 class StageIssuer:
     """Issues the sparse stages of batches, each after all that it reads.
 
-    `lookup_contexts` are entered around every lookup: grad mode, autocast.
+    Args:
+        sparse: Does what the stages say.
+        order: The device's streams and the order of lookups.
+        updates: Knows which updates a lookup does not see.
+        current: Returns the batch being trained, or None.
+        lookup_contexts: Two contexts that are entered around every lookup: grad mode, autocast.
     """
 
     def __init__(
@@ -31,7 +36,7 @@ class StageIssuer:
         self._sparse, self._order, self._streams, self._updates = sparse, order, order.streams, updates
         self._current = current
         self._grad_mode, self._lookup_context = lookup_contexts
-        self.schedule: Schedule  # as which stages are placed; the executor says it before anything is issued
+        self.schedule: Schedule  # the table that is walked; the executor sets it before anything is issued
         self.reset()
 
     def reset(self) -> None:
@@ -40,14 +45,17 @@ class StageIssuer:
         self._began: Any = None  # event after all that was issued on the compute stream before this iteration
 
     def begin_iteration(self) -> None:
-        """Say that all before an iteration has been issued on the compute stream."""
+        """Record an event after the work of all iterations before, for prefetches."""
         if self.schedule.prefetches:
             self._began = self._streams.record(StreamName.COMPUTE)
 
     def issue(self, step: Step, inflight: InFlightBatch, owners: frozenset[WeightOwner]) -> None:
         """Issue one stage of one batch on its stream; postpone it while `discover` has not found the modules' inputs.
 
-        `owners` are those who write the tables that a lookup reads now; other stages do not use them.
+        Args:
+            step: The stage and its stream.
+            inflight: The batch.
+            owners: Who writes the tables that are to be looked up; other stages do not use it.
         """
         if not self._sparse.ready:
             self._waiting.append((step, inflight, owners))
@@ -55,10 +63,10 @@ class StageIssuer:
         if step.stage is Stage.EMBEDDING_LOOKUP:
             if not self._sparse.has_lookup(inflight, owners):
                 return
-        elif step.stage in inflight.done:  # by the schedule before this one
+        elif step.stage in inflight.done:  # issued under the table before this one
             return
         previous = self.schedule.stage_before(step.stage)
-        if previous not in inflight.done:  # the batch came later than its earlier steps
+        if previous not in inflight.done:  # the batch was fetched later than that step was walked
             self.issue(self.schedule[previous], inflight, owners)
         self._order.observe("issue", step.stage, inflight.index)
         with InStage(step.stage, inflight.index, self._order.rank):
@@ -87,7 +95,7 @@ class StageIssuer:
                 self.issue(step, inflight, owners)
 
     def receive_input(self, step: Step, inflight: InFlightBatch) -> None:
-        """Assemble the received ids on the input dist's stream, and hand them to the stream of a step."""
+        """Assemble the received ids on the input dist's stream, for the stream of `step`, which reads them next."""
         stream, _ = inflight.done[Stage.INPUT_DATA_DIST]
         with self._order.on(Stage.INPUT_DATA_DIST, inflight.index, stream):
             received = self._sparse.receive_input(inflight)
@@ -95,15 +103,15 @@ class StageIssuer:
         self._streams.record_stream(received, step.stream)
 
     def acquire(self, inflight: InFlightBatch, stream: StreamName, stage: Stage) -> None:
-        """Let `stream` wait for a stage of a batch, if that ran on another one."""
+        """Let `stream` wait for a stage of a batch that was issued on another stream."""
         producer, event = inflight.done[stage]
         if producer is not stream:
             self._streams.wait(stream, event)
 
     def _order_prefetch(self, step: Step) -> None:
-        """Let a prefetch wait for what else fills a cache: an evaluation, or the current batch's own forward.
+        """Let a prefetch wait for what else fills a cache: an evaluation, or a module's own forward.
 
-        FBGEMM orders it against the lookups and updates that it overlaps with.
+        FBGEMM itself orders a prefetch with the early lookups and updates that it overlaps with.
         """
         self._streams.wait(step.stream, self._began)
         current = self._current()

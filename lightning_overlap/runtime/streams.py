@@ -13,13 +13,13 @@ from .batch_tree import leaves
 
 
 class Streams:
-    """What the executor asks of a device; here of a CPU, where program order is all the order there is.
+    """Streams and events of a device; this base class is that of a CPU, where program order is the only order.
 
-    Every stream is the calling thread, and an event, which marks all that a stream was given so far, is None.
+    Every stream is the calling thread, and every event is None.
     """
 
     is_async = False
-    """Whether the host only launches work and goes on; else it does all work itself, and waits for every collective."""
+    """Whether the host only launches work; if not it does all work itself and waits for every collective."""
 
     def on(self, name: StreamName) -> AbstractContextManager[Any]:
         """Make a stream current."""
@@ -53,8 +53,12 @@ class CudaStreams(Streams):
     """CUDA streams, made once and kept for the whole run.
 
     One lookup stream serves the run: autograd runs the TBE backward on the stream of its forward, and so the
-    lookup of the next batch, queued on that stream, comes after the update of the tables without an event. It is the
-    one that `StreamName.LOOKUP` stands for: itself (a dedicated stream), the input dist's or the compute stream.
+    lookup of the next batch, queued on that stream, comes after the update of the tables without an event.
+
+    Args:
+        device: The CUDA device.
+        lookup: The stream that `StreamName.LOOKUP` stands for: itself (a dedicated stream), the input dist's or the
+            compute stream.
     """
 
     is_async = True

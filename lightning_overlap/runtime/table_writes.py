@@ -1,4 +1,4 @@
-"""Tables that the user's code writes between two steps, after they were looked up for the batches to come."""
+"""Find tables that the user's code wrote between two steps, after they were looked up for the batches to come."""
 
 from __future__ import annotations
 
@@ -10,18 +10,23 @@ from .interfaces import SparseStages
 from .lookup_order import LookupOrder
 
 NUM_ASKS = 2
-"""Batches of a fit before which ranks ask each other whether tables were written since the last step.
+"""Before so many batches of a fit the ranks ask each other whether tables were written since the last step.
 
-A callback that does so usually does it from the first step on. To ask always would let the ranks wait for each other.
+A callback that writes tables usually does it from the first step on. Asking in every step would make the ranks wait for
+each other.
 """
 
 
 class TableWrites:
-    """Leaves early lookups aside, on all ranks alike, where somebody has written what they read.
+    """Drops early lookups, on all ranks alike, if the tables that they read were written since.
 
-    `sparse` is None where nothing is looked up early. `ahead` returns the batches that may have been looked up and
-    whose step has not begun. `any_rank` asks all ranks whether one of them says so (None on one rank): before the first
-    `num_asks` batches, and where `ask` was called.
+    Args:
+        sparse: The sparse stages; None if nothing is looked up early.
+        order: The device's streams and the order of lookups.
+        updates: The deferred updates, which do not go together with writes of the user's.
+        ahead: Returns the batches that may have been looked up and whose step has not begun.
+        any_rank: Returns whether any rank passed True, a wait for all of them; None on one rank.
+        num_asks: Before so many batches `any_rank` is asked; later on after a call of `ask` only.
     """
 
     def __init__(
@@ -40,23 +45,27 @@ class TableWrites:
 
     def reset(self) -> None:
         """Begin a run."""
-        self._asks = False  # in this iteration
+        self._asks = False  # whether `any_rank` is asked in this iteration
 
     def ask(self) -> None:
-        """Ask all ranks before the next batch: an evaluation or a save has been there."""
+        """Ask all ranks before the next batch: an evaluation or a save, whose hooks may write tables, is over."""
         self._num_asks = max(self._num_asks, 1)
 
     def begin_iteration(self) -> None:
-        """See what was written since the last step."""
+        """Check at the beginning of an iteration what was written since the last step."""
         self._asks = self._num_asks > 0
         self._num_asks = max(0, self._num_asks - 1)
         self.check()
 
     def check(self) -> None:
-        """See whether somebody has written tables after they were looked up for a batch to come."""
+        """Drop the early lookups if somebody has written tables since, on this rank or on one that was asked.
+
+        Raises:
+            RuntimeError: This rank's tables were written, and the others were not asked.
+        """
         if self._sparse is None:
             return
-        written = everyone = self._sparse.is_overwritten(self._ahead())
+        written = everyone = self._sparse.is_overwritten(self._ahead())  # on one rank it decides for everyone
         if self._any_rank is not None:
             everyone = self._asks and self._any_rank(written)
         if everyone:
@@ -70,7 +79,11 @@ class TableWrites:
             )
 
     def tables_changed(self) -> None:
-        """Leave the early lookups of all batches in flight aside; every rank calls this alike."""
+        """Drop the early lookups of all batches in flight; all ranks call this alike.
+
+        Raises:
+            RuntimeError: A deferred update of tables is still to come.
+        """
         if self._sparse is not None:
             self._updates.refuse_writes()
             self._sparse.leave_overwritten(self._ahead())

@@ -15,8 +15,8 @@ _PREFETCH, _LOOKUP, _UPDATE = Stage.PREFETCH, Stage.EMBEDDING_LOOKUP, Stage.EMBE
 _FORWARD, _BACKWARD, _STEP = Stage.DENSE_FORWARD, Stage.BACKWARD, Stage.OPTIMIZER_STEP
 _COMPUTE, _MEMCPY, _DIST, _SIDE = StreamName.COMPUTE, StreamName.MEMCPY, StreamName.DATA_DIST, StreamName.LOOKUP
 
-# Where a step that fetches a batch stands below DENSE_FORWARD, a slow data loader blocks the host while the device has
-# the forward queued. The fused modes fetch above it, while the device has the backward and the step before it queued.
+# The step that fetches a batch blocks the host when the data loader is slow. Below DENSE_FORWARD the device then has
+# the forward left to run; above it, as in the fused modes, the backward and the optimizer step of the batch before.
 
 BASE = Schedule("base", (
     Step(_COPY, 0, _COMPUTE),
@@ -46,7 +46,7 @@ _FUSED = (
 )
 
 FUSED_SPARSE_DIST = Schedule("fused_sparse_dist", (*_FUSED, Step(_LOOKUP, 1, _SIDE), Step(_STEP, 0, _COMPUTE)))
-"""And the lookup of N+1 right after the fused backward of N, while the dense optimizer steps.
+"""As `sparse_dist`, and the lookup of N+1 right after the fused backward of N, while the dense optimizer steps.
 
 Source: TorchRec PR 2916, issued before the step."""
 
@@ -65,8 +65,9 @@ PREFETCH = Schedule("prefetch", (
     Step(_LOOKUP, 1, _SIDE),
     Step(_STEP, 0, _COMPUTE),
 ))  # fmt: skip
-"""And the rows of N+1 from UVM into the cache during the forward of N. Source: PrefetchTrainPipelineSparseDist of
-TorchRec 1.8; the lookup comes earlier than there, as in `fused_sparse_dist`."""
+"""As `fused_sparse_dist`, and the rows of N+1 copied from UVM into the cache during the forward of N.
+
+Source: PrefetchTrainPipelineSparseDist of TorchRec 1.8; the lookup comes earlier than there."""
 
 
 def _looks_up_before_backward(name: str, staleness: int) -> Schedule:
@@ -85,21 +86,20 @@ SEMI_SYNC = _looks_up_before_backward("semi_sync", 1)
 """The lookup of N+1 before the backward of N: staleness 1. Source: TrainPipelineSemiSync, TorchRec 1.8."""
 
 DEFAULT_STALENESS = 2
-"""Of `async_lookup`: with 1 it would be `semi_sync`, and each batch more costs accuracy and memory."""
+"""The staleness of `async_lookup` if none is given: 1 would be `semi_sync`, more costs accuracy and memory."""
 
 
 def async_lookup(staleness: int) -> Schedule:
     """Return the mode that looks up batch N + staleness before the backward of batch N.
 
-    The embeddings of at most `staleness` batches ahead of the trained one are held, each from its lookup until its
-    update.
+    At most the embeddings of `staleness` batches ahead of the trained one are in memory, besides its own.
 
     Args:
         staleness: Updates, in batches, that a lookup of a fused table does not see; from 1 on, 1 is `semi_sync`.
 
     Raises:
-        ValueError: Less than 1.
-        TypeError: Not an integer.
+        ValueError: The staleness is less than 1.
+        TypeError: It is no integer.
 
     Source: DeepRec's asynchronous embedding lookup, in which a queue's capacity bounds what is ahead; here the
     number is exact, every run alike.
@@ -121,7 +121,7 @@ def defer_update(schedule: Schedule) -> Schedule:
         schedule: A mode whose lookup stands above its backward.
 
     Raises:
-        ValueError: A mode whose lookup comes after the backward, so that the update cannot come later.
+        ValueError: The mode's lookup comes after the backward, and so needs the update by then.
     """
     lookup = schedule.step_of(_LOOKUP)
     if lookup is None or schedule.position(_LOOKUP) > schedule.position(_BACKWARD):
@@ -148,7 +148,7 @@ def frozen_window(schedule: Schedule) -> Schedule:
         schedule: A mode of staleness 0.
 
     Raises:
-        ValueError: A mode with a staleness, without sparse stages, or that prefetches.
+        ValueError: The mode has a staleness, has no sparse stages, or prefetches.
     """
     if schedule.staleness or not schedule.has_sparse_stages or schedule.prefetches:
         why = (

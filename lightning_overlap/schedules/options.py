@@ -25,9 +25,9 @@ def resolve_schedule(
         frozen: Whether to make them with the optimizer step, see `frozen_window`.
 
     Raises:
-        ValueError: No mode has this name (the message lists the nearest names), the mode takes no staleness, or it
-            is less than 1, or the mode cannot defer its updates or make them with the optimizer step.
-        TypeError: Neither a name nor a Schedule, or a staleness that is no number.
+        ValueError: No mode has this name (the message lists the nearest names), the mode takes no staleness, the
+            staleness is less than 1, or the mode cannot defer its updates or make them with the optimizer step.
+        TypeError: `pipeline` is neither a name nor a Schedule, or the staleness is no integer.
     """
     schedule = pipeline if isinstance(pipeline, Schedule) else _named("pipeline", pipeline, MODES)
     if staleness is not None:
@@ -43,11 +43,11 @@ def resolve_schedule(
 
 
 def check_lookup_threads(num_threads: int, schedule: Schedule) -> int:
-    """Return the number of threads for lookups.
+    """Return `num_threads`, the number of threads for early lookups, if the schedule can use them.
 
     Raises:
-        TypeError: Not a number.
-        ValueError: Negative, or for a mode that looks up after the backward: no backward is left to overlap with.
+        TypeError: Not an integer.
+        ValueError: Negative, or not 0 for a mode that looks up after the backward, with which nothing would overlap.
     """
     check_number("num_lookup_threads", num_threads, "threads")
     if num_threads and not schedule.staleness:
@@ -59,7 +59,7 @@ def check_lookup_threads(num_threads: int, schedule: Schedule) -> int:
 
 
 def check_stash(stash_gradients: bool, schedule: Schedule) -> bool:
-    """Return whether dense gradients are applied as many steps late as the staleness.
+    """Return `stash_gradients`, whether dense gradients are applied as many steps late as the staleness.
 
     Raises:
         ValueError: The mode has no staleness.

@@ -106,11 +106,11 @@ class Schedule:
 
     @cached_property
     def prefetches(self) -> bool:
-        """Whether the table has a step for the cache of tables in UVM."""
+        """Whether the table has a step that copies rows from UVM into the cache."""
         return self.step_of(Stage.PREFETCH) is not None
 
     def stage_before(self, stage: Stage) -> Stage:
-        """Return the stage whose result a sparse stage takes."""
+        """Return the stage of the same batch whose result a sparse stage needs."""
         return Stage.PREFETCH if self.prefetches and stage is Stage.EMBEDDING_LOOKUP else _BEFORE[stage]
 
     @cached_property
@@ -165,8 +165,11 @@ class Schedule:
 
     @cached_property
     def received_in_backward(self) -> Step | None:
-        """The lookup that comes next after `BACKWARD`: its ids may be assembled while that waits for other ranks."""
-        if not self.has_sparse_stages or self.prefetches:  # which has assembled them
+        """The lookup that comes next after `BACKWARD`, if its ids may be assembled while `BACKWARD` waits (CPU only).
+
+        None if they are not yet sent by then, and in modes with a staleness, which look up in `BACKWARD` itself.
+        """
+        if not self.has_sparse_stages or self.prefetches:  # a prefetch has assembled the ids already
             return None
         lookup, sent = self[Stage.EMBEDDING_LOOKUP], self[Stage.INPUT_DATA_DIST]
         backward = self.position(Stage.BACKWARD)
@@ -226,7 +229,7 @@ class Schedule:
 
 
 class _WithoutUpdates(Schedule):
-    """A derived table during which nobody updates tables of the fused backward: no lookup misses one, none waits."""
+    """A derived table during which nobody updates fused tables: no lookup is stale, and none waits for an update."""
 
     staleness = 0
     fills_backward_wait = range(0)
@@ -234,7 +237,7 @@ class _WithoutUpdates(Schedule):
 
 
 class EvaluationSchedule(_WithoutUpdates):
-    """The table of an evaluation, derived from a mode's by `Schedule.evaluation`: of the trainer, only the forward."""
+    """The table of an evaluation, derived by `Schedule.evaluation`: its only training stage is the forward."""
 
     training_stages: ClassVar[tuple[Stage, ...]] = (Stage.DENSE_FORWARD,)
 
@@ -244,11 +247,23 @@ class EvaluationSchedule(_WithoutUpdates):
 class AccumulatingSchedule(_WithoutUpdates):
     """The table of a batch without an optimizer step, derived by `Schedule.accumulating`: no weight is written."""
 
-    defers_update = True  # until the step of a later batch
+    defers_update = True  # to the optimizer step of a later batch
 
 
 def check_number(name: str, value: object, of: str = "batches", *, least: int = 0, instead: str = "") -> None:
-    """Check a number that a user gives; the message for one that is too small ends with what to do instead."""
+    """Check a number that a user gives.
+
+    Args:
+        name: The argument's name, for messages.
+        value: What the user gave.
+        of: What it is a number of, for messages.
+        least: The smallest number that is possible.
+        instead: What to do instead, at the end of the message for a smaller one.
+
+    Raises:
+        TypeError: Not an integer.
+        ValueError: Less than `least`.
+    """
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"{name} is a number of {of}, got {value!r}.")
     if value < least:

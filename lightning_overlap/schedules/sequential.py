@@ -27,9 +27,9 @@ class SequentialSchedule:
     """Two or more schedules, each from the batch on that it begins with, counted over the whole training.
 
     The executor goes from one to the next between two iterations. Batches in flight stay: what was issued for them is
-    not issued again, and where the next table would have issued more by then, that is made up for at once. So a
-    lookup of a fused table in a part that begins with batch n and has staleness k sees the updates of all batches
-    before max(n, N - k); a part that follows a staler one takes over up to that many batches looked up before.
+    not issued again, and what the next table would have issued by then is issued at once. So a lookup of batch N in a
+    fused table, in a part that begins with batch n and has staleness k, sees the updates of all batches before
+    max(n, N - k). A part that follows a staler one uses the lookups that were made under it.
     """
 
     parts: tuple[tuple[int, Schedule], ...]
@@ -52,12 +52,13 @@ def with_exact_warmup(
 
     Args:
         schedule: A mode with a staleness of 1 or more.
-        start_batch: So many batches are trained first.
+        start_batch: How many batches are trained in `fused_sparse_dist` first.
         end_batch: From this batch on it is `fused_sparse_dist` again; None: never.
 
     Raises:
-        ValueError: Negative or no more than `start_batch`, or a schedule without staleness, or one that cannot follow.
-        TypeError: Not a number of batches.
+        ValueError: A number is negative, or `end_batch` is not larger than `start_batch`, or the schedule is exact, or
+            it looks up on another stream than `fused_sparse_dist`.
+        TypeError: A number of batches is not an integer.
     """
     check_number("start_batch", start_batch)
     if end_batch is not None:

@@ -1,7 +1,9 @@
 """The sparse stages of a step: input dist, lookup, output dist, deferred updates, for all sharded modules of a model.
 
-`pipeline.py` does what the executor asks for; `pipelined_forward.py` stands in for each module's forward, and
-`answers.py` decides what its callers get.
+`pipeline.py` does what the executor asks for; `pipelined_forward.py` replaces each module's forward, and `answers.py`
+decides whether a call gets early embeddings or runs the module's own forward.
+
+A *part* of a module is one sharding of its tables: one entry of TorchRec's `_input_dists`, `_lookups`, `_output_dists`.
 """
 
 from .delayed_gradients import GradientStash as GradientStash

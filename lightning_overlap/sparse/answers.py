@@ -1,7 +1,7 @@
-"""What a call of a sharded module gets in a step: early embeddings, or those of its own forward, on all ranks alike.
+"""Decide what a call of a sharded module returns: early embeddings, or those of its own forward, on all ranks alike.
 
-Callers keep their modes (grad mode, inference mode, autocast, hooks on saved tensors): an answer is what the module's
-own forward would give under them.
+An answer is what the module's own forward would return in the caller's modes: grad mode, inference mode, autocast and
+hooks on saved tensors.
 """
 
 from __future__ import annotations
@@ -26,7 +26,16 @@ from .update_rates import lookup_counts, lookups_since, take_back
 
 
 class Answers:
-    """Answers the calls of all sharded modules of a model."""
+    """Answers the calls of all sharded modules of a model.
+
+    Args:
+        forwards: The pipelined forwards, which pass their calls to `answer`.
+        order: The device's streams and the order of lookups.
+        updates: Makes deferred updates that a module's own forward has to see.
+        options: Options of the pipeline.
+        threads: Lookups in threads, which end before a module's own forward writes tables.
+        receive_input: Waits for the ids of a batch, for modules that are looked up when they are called.
+    """
 
     def __init__(
         self,
@@ -39,12 +48,12 @@ class Answers:
     ) -> None:
         self._forwards, self._order, self._updates, self._options = forwards, order, updates, options
         self._threads, self._receive_input = threads, receive_input
-        self._current: InFlightBatch | None = None  # whose step runs
-        self._in_step: InFlightBatch | None = None  # the same until its backward is over
+        self._current: InFlightBatch | None = None  # the batch whose step runs, until the step returns
+        self._in_step: InFlightBatch | None = None  # the same batch, until its backward is over
 
     @property
     def ran_unpipelined(self) -> bool:
-        """Whether a module ran its own forward in this step, and its backward is not over."""
+        """Whether a module ran its own forward for the batch of this step, whose backward is not over."""
         return self._in_step is not None and self._in_step.ran_unpipelined
 
     def begin(self, inflight: InFlightBatch) -> None:
@@ -69,10 +78,21 @@ class Answers:
             self._in_step = None
 
     def answer(self, pipelined: PipelinedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Answer a call: early embeddings if the module's own forward would give the same, else that forward.
+        """Return early embeddings if the module's own forward would give the same; else run that forward.
 
-        Of the calls in a step the first one is served; `checkpoint()` repeats a forward in the backward, and finds
-        there the embeddings that it found before.
+        Only the first call in a step gets early embeddings. `checkpoint()` repeats a call in the backward, and gets
+        what that call got before.
+
+        Args:
+            pipelined: The pipelined forward that was called.
+            args: Its positional arguments.
+            kwargs: Its keyword arguments.
+
+        Returns:
+            What the module itself returns: an awaitable of embeddings, for some kinds in a tuple with further values.
+
+        Raises:
+            RuntimeError: This rank has to run the module's own forward, and another one was served early embeddings.
         """
         in_backward = torch._C._current_graph_task_id() != -1
         inflight = self._in_step if in_backward else self._current
@@ -106,8 +126,8 @@ class Answers:
                 look_up_now = partial(self._look_up_deferring, state, look_up_now)
         self._threads.finish()
         self._updates.make_before_forward(pipelined.name)
-        # checkpoint() drops what a forward saves and repeats it for that, on each rank for itself: no rank would find
-        # the others in the collectives of a repeated lookup. So a lookup keeps what it saves, and is not repeated.
+        # checkpoint() drops what operators save, and repeats the forward in the backward, at another time on each rank:
+        # collectives of a repeated lookup would not match. So a lookup keeps what it saves, and is not repeated.
         checkpointed = inflight is not None and torch.is_grad_enabled() and _saving_is_hooked()
         with _keeping_saved() if checkpointed else nullcontext():
             found = self._on_compute_stream(pipelined.module, inflight, look_up_now)
@@ -123,7 +143,7 @@ class Answers:
     # -- early or not -----------------------------------------------------------------------------------------------
 
     def _why_not_early(self, pipelined: PipelinedForward, state: ModuleContext, given: Any) -> str | None:
-        """Return what makes early embeddings differ from those of the module's own forward now, or None."""
+        """Return why early embeddings may differ from those of the module's own forward now; None: they do not."""
         assert state.sent is not None
         if given is not state.kjt:
             return "it was called with another input than the one in the batch"
@@ -138,7 +158,16 @@ class Answers:
         return None
 
     def _all_ranks_take_early(self, pipelined: PipelinedForward, inflight: InFlightBatch, reason: str | None) -> bool:
-        """Whether all ranks serve this call early; if not they all run the module's own forward, for good."""
+        """Whether all ranks serve this call early; if not all run the module's own forward from now on.
+
+        Args:
+            pipelined: The module.
+            inflight: The batch of the step.
+            reason: Why this rank cannot serve it; None: it can.
+
+        Raises:
+            RuntimeError: This rank cannot, and others, which nobody has asked, have served theirs.
+        """
         if inflight.modules[pipelined.name].votes:
             if self._options.any_rank(reason is not None):
                 reason = reason or "another rank called it with another input of the batch"
@@ -170,7 +199,7 @@ class Answers:
         return EarlyEmbeddings(lambda: without_graph(self._receive_embeddings(index, state)))
 
     def _receive_embeddings(self, index: int, state: ModuleContext) -> Any:
-        """Wait for the all-to-all of embeddings on the lookup's stream, then hand them to whatever stream asks."""
+        """Wait for the embeddings on the lookup stream; let the compute stream and the current one use them."""
         is_first = state.received is None
         if is_first:
             self._order.observe("wait", Stage.EMBEDDING_LOOKUP, index)
@@ -184,7 +213,7 @@ class Answers:
     # -- the module's own forward -----------------------------------------------------------------------------------
 
     def _on_compute_stream(self, module: Any, inflight: InFlightBatch | None, look_up_now: Callable[[], Any]) -> Any:
-        """Look up where the module is called."""
+        """Run a module's own lookup on the compute stream; without a backward it does not count for the optimizers."""
         self._order.compute_waits()  # the lookup stream may still be writing the tables that this reads
         if self._options.set_rates is not None:
             self._options.set_rates()
@@ -206,12 +235,12 @@ class Answers:
         return found
 
     def _look_up_deferring(self, state: ModuleContext, look_up_now: Callable[[], Any]) -> Any:
-        """Look up in the module's own forward, whose update is made with those of the others."""
+        """Run the module's own forward; its update waits for the optimizer step, as those of early lookups do."""
         with deferring_update(state), state.counting(state.num_own_lookups):
             return look_up_now()
 
     def _look_up_when_called(self, inflight: InFlightBatch, state: ModuleContext) -> Any:
-        """Look up ids that were sent early."""
+        """Look up ids that were sent early, at the module's call (managed collision: the lookup itself writes)."""
         stream, _ = inflight.done[Stage.INPUT_DATA_DIST]
         with self._order.streams.on(stream):
             received = self._receive_input(inflight)
@@ -224,6 +253,7 @@ class Answers:
 
 
 def _waited_for_as_called(found: Any, *, keeps_saved: bool, note: Callable[[Any], None] | None) -> Any:
+    """Return an awaitable that waits in the modes of the call, not in those of the first use, and notes the answer."""
     if not isinstance(found, LazyAwaitable):
         return found
     receive = partial(_keep_saved, found.wait) if keeps_saved else found.wait
@@ -237,13 +267,13 @@ def _noted(receive: Callable[[], Any], note: Callable[[Any], None]) -> Any:
 
 
 def _saving_is_hooked() -> bool:
-    """Whether somebody takes what operators save for their backward: a non-reentrant `checkpoint()` does."""
+    """Whether hooks on saved tensors are active: a non-reentrant `checkpoint()` uses them to drop what is saved."""
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     return top is not None and top(True) is not None
 
 
 def _keeping_saved() -> AbstractContextManager[Any]:
-    """Let operators keep what they save for their backward, whatever hooks there are."""
+    """Within this context operators keep what they save for their backward, whatever hooks are active outside."""
     return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
 
 
@@ -259,7 +289,10 @@ def _outside_inference_mode(*, grad: bool, keeps_saved: bool = False) -> Iterato
 
 
 def _own_graph() -> AbstractContextManager[Any]:
-    """Wait for embeddings with the graph of their lookup, whoever asks first; `checkpoint()` sees nothing of it."""
+    """Within this context a wait connects embeddings to the graph of their lookup, whatever the modes of the caller.
+
+    The hooks of a `checkpoint()` do not see what is saved for it.
+    """
     is_hooked = _saving_is_hooked()
     if torch.is_grad_enabled() and not torch.is_inference_mode_enabled() and not is_hooked:
         return nullcontext()

@@ -23,25 +23,26 @@ OutputDist = Callable[..., Awaitable[Tensor]]
 
 
 class _Cut(NamedTuple):
-    """A place between the halves of a collective where a graph is cut, so that a backward stops there."""
+    """A cut of a graph, between the two autograd functions of a collective: a backward stops there."""
 
     graph: Tensor
-    """Output of the part of the graph between the tables and the cut."""
+    """Output of the first function, with the graph from the tables to the cut; empty, or on one rank the embeddings."""
     leaf: Tensor
-    """What stands in its place: the backward leaves its gradient there."""
+    """The input of the second function in its place: a leaf, whose `.grad` a backward sets."""
     request: Request[Any] | None
     """The collective; None on one rank."""
 
 
 @dataclass(slots=True)
 class _Backward:
-    """What one backward of the dense part has left at the cuts: gradients, with the graphs that they go on through."""
+    """What one backward of the dense part has left at the cuts: pairs of a cut graph and the gradient of its output."""
 
     rates: list[float]
-    """The learning rate of each kernel at that time, where a schedule moves them."""
+    """The learning rate of each kernel at that time, where a scheduler moves them; else empty."""
     to_send: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    """Pairs at received embeddings: their backward starts the all-to-all of gradients."""
     to_apply: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    """Those that travel to no other rank."""
+    """Pairs on one rank: their backward is the TBE's, no gradient is sent."""
 
 
 class DeferredUpdate:
@@ -54,21 +55,29 @@ class DeferredUpdate:
     """
 
     def __init__(self) -> None:
-        self._set_present: SetRates | None = None  # gives the kernels the schedule's rates; None: nothing moves them
+        self._set_present: SetRates | None = None  # gives the kernels the scheduler's rates; None: no scheduler
         self._kernels: Kernels = []
         self._rates: list[float] | None = None  # that the batch was trained at, while its update is made
         self._at_embeddings: list[Tensor] = []  # leaves in the place of embeddings that have arrived
         self._under_way: list[_Cut] = []
-        self._backwards: dict[int, _Backward] = {}
-        self._sent: _Backward | None = None
+        self._backwards: dict[int, _Backward] = {}  # by autograd's id of the backward, those not sent yet
+        self._sent: _Backward | None = None  # the one whose gradients are under way
 
     def __bool__(self) -> bool:
+        """Whether a graph was cut that is still to be applied or dropped."""
         return bool(self._at_embeddings or self._under_way)
 
     def with_rates(self, set_present: SetRates, kernels: Kernels) -> SetRates:
-        """Note the learning rates of each backward; return what gives the kernels those of the batch's update.
+        """Wrap the function that gives kernels their learning rates, so that the deferred update takes older ones.
 
-        These are the rates that the batch was trained at, or, before that, those that the schedule has now.
+        From now on the rates at each backward are noted, and `apply` uses them.
+
+        Args:
+            set_present: Gives the kernels the rates that the scheduler has now.
+            kernels: The TBEs of the module.
+
+        Returns:
+            A function that sets the noted rates while `apply` runs, and otherwise the present ones.
         """
         self._set_present, self._kernels = set_present, kernels
 
@@ -82,7 +91,7 @@ class DeferredUpdate:
 
     @contextmanager
     def _at_rates(self, rates: list[float]) -> Iterator[None]:
-        """Give the kernels the rates of a backward for its update, then their present ones again."""
+        """Within this context the kernels have the rates of a backward; afterwards those that they had before."""
         present, self._rates = kernel_rates(self._kernels), rates
         set_kernel_rates(self._kernels, rates)
         try:
@@ -92,7 +101,11 @@ class DeferredUpdate:
             set_kernel_rates(self._kernels, present)
 
     def deferring(self, output_dist: OutputDist) -> OutputDist:
-        """Return an output dist whose embeddings are cut off."""
+        """Return an output dist that does as this one and cuts the graph of its embeddings.
+
+        Raises:
+            RuntimeError: When it is called: no all-to-all was found in what the output dist has started.
+        """
 
         def start(embeddings: Tensor, *context: Any) -> Awaitable[Tensor]:
             started = output_dist(embeddings, *context)
@@ -109,15 +122,19 @@ class DeferredUpdate:
         return start
 
     def call_after_backward(self, call: Callable[[], None]) -> list[RemovableHandle]:
-        """Have this called when the backward that ends here has run all its nodes; nothing if it does not come here.
+        """Have a function called once the backward of the dense part has run all its nodes.
 
-        What waits for other ranks at its end is called later: DistributedDataParallel, for the gradients it has sent.
+        It is queued when a gradient arrives at received embeddings, and so before DistributedDataParallel queues its
+        wait for the all-reduce. A backward that reaches none of these embeddings does not call it.
+
+        Returns:
+            Handles that remove the hooks; none where no embeddings have been received.
         """
         engine = torch.autograd.Variable._execution_engine
         return [leaf.register_hook(lambda _: engine.queue_callback(call)) for leaf in self._at_embeddings]
 
     def _cut_received(self, received: Tensor) -> Tensor:
-        """Return embeddings that have arrived, of any shape, as a leaf, where the backward of the dense part stops."""
+        """Return received embeddings, of any shape, as a leaf, where the backward of the dense part stops."""
         if not received.requires_grad:
             return received
         leaf: Tensor = received.detach().requires_grad_()
@@ -126,11 +143,14 @@ class DeferredUpdate:
         return leaf
 
     def cut_under_way(self, started: object) -> bool:
-        """Cut the graph of embeddings that are under way; return whether any are.
+        """Cut the graph of embeddings that are under way; return whether any were found.
 
-        The two halves of a TorchRec collective are joined by an empty tensor: in the backward the second half, which is
-        then the first to run, starts the all-to-all of gradients and hands that tensor on to the first half, which
-        waits. Without a collective (one rank) the embeddings themselves are handed on.
+        TorchRec makes a collective of two autograd functions: the first starts it, the second waits for it. An empty
+        tensor joins them. In the backward the second one runs first and starts the all-to-all of gradients, then the
+        first one waits for it. The cut is at the empty tensor, or, on one rank, at the embeddings themselves.
+
+        Args:
+            started: What an output dist returned.
         """
         num_cuts = len(self._under_way)
         for part in _under_way(started):
@@ -147,8 +167,14 @@ class DeferredUpdate:
         return len(self._under_way) > num_cuts
 
     def _arrived(self, graph: Tensor, leaf: Tensor, *, travels: bool) -> None:
-        """Take the gradient that a backward has left at a cut."""
-        if leaf.grad is None:  # of embeddings that nothing depends on
+        """Take the gradient that a backward has left at a cut.
+
+        Args:
+            graph: Where the backward goes on: the output of the cut part of the graph.
+            leaf: The leaf in its place, with the gradient.
+            travels: Whether going on starts an all-to-all of gradients.
+        """
+        if leaf.grad is None:  # the loss does not depend on these embeddings
             return
         task = torch._C._current_graph_task_id()
         if task not in self._backwards:
@@ -160,9 +186,12 @@ class DeferredUpdate:
         leaf.grad = None
 
     def send(self) -> list[Tensor]:
-        """Start the all-to-alls of the gradients that the last backward has left; return these gradients.
+        """Start the all-to-alls of the gradients that the last backward has left.
 
         What earlier backwards of the step have left is sent and applied first.
+
+        Returns:
+            The gradients that are being sent, each of the shape of the received embeddings.
         """
         backwards, self._backwards = list(self._backwards.values()), {}
         for left in backwards:
@@ -215,7 +244,7 @@ class DeferredUpdate:
 
 
 def _under_way(started: Any) -> Iterator[Request[Any] | NoWait[Any]]:
-    """Find what is under way inside an awaitable."""
+    """Yield the collectives that an awaitable consists of; `NoWait` on one rank."""
     kind = _kind_of(started.__class__)
     if kind is Request:
         yield started
@@ -227,7 +256,7 @@ def _under_way(started: Any) -> Iterator[Request[Any] | NoWait[Any]]:
 
 @functools.cache
 def _kind_of(cls: type) -> Any:
-    """Return how to search an object of a class: abstract classes are slow to ask, and a step has thirty objects."""
+    """Return how `_under_way` treats objects of a class; cached, since `isinstance` is slow for abstract classes."""
     if issubclass(cls, Request | NoWait):
         return Request
     if issubclass(cls, Awaitable):
@@ -236,9 +265,15 @@ def _kind_of(cls: type) -> Any:
 
 
 def before_gradients(embeddings: object, num_parts: int) -> list[Tensor] | None:
-    """Return the tensors whose gradients are computed where the backward of embeddings begins to wait for gradients.
+    """Return the tensors on which a hook runs right before the backward of embeddings waits for gradients.
 
-    It returns None where it finds fewer parts than these: then a backward may update tables without waiting.
+    Args:
+        embeddings: What was looked up early: an awaitable of the output dists of all parts.
+        num_parts: How many parts have fused tables, and so an all-to-all of gradients.
+
+    Returns:
+        The empty tensors in the middle of each collective (see `DeferredUpdate.cut_under_way`), in any order. None if
+        fewer than `num_parts` are found: then the backward may update tables without waiting.
     """
     dummies = [part.dummy_tensor for part in _under_way(embeddings) if isinstance(part, Request)]
     found = [dummy for dummy in dummies if isinstance(dummy, Tensor) and dummy.requires_grad]
@@ -246,7 +281,7 @@ def before_gradients(embeddings: object, num_parts: int) -> list[Tensor] | None:
 
 
 def _go_on(cut: list[tuple[Tensor, Tensor]], *, retain_graph: bool) -> None:
-    """Run a backward on from where it was cut."""
+    """Run a backward on from where it was cut: from each graph's output, with its gradient."""
     if cut:
         graphs, gradients = zip(*cut, strict=True)
         torch.autograd.backward(graphs, gradients, retain_graph=retain_graph)

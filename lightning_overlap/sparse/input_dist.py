@@ -1,7 +1,7 @@
 """The input dist of all sharded modules: one exchange of sizes, then lengths, ids and weights in one all-to-all.
 
-Between hosts ids travel in half their bytes. The sizes of the batch after it travel with them, where they are known by
-then.
+Between hosts ids and lengths are sent as int32. The sizes of the next batch are sent with the ids of this one, where
+they are known by then.
 """
 
 from __future__ import annotations
@@ -31,15 +31,19 @@ from .input_sizes import Form, InputSizes, PartSizes, form_of, is_counted_on_dev
 from .module_context import ModuleContext, replaced
 
 MAX_RECATS = 256
-"""Orders of received features kept at most: one for each sharding of each module."""
+"""Index tensors that are cached at most, one for each part of each module; see `_cached_recat`."""
 
 
 @contextmanager
 def splits_only(module: Any, group: dist.ProcessGroup | None, *, narrow: bool = False) -> Iterator[None]:
-    """Make a module's input dist describe its all-to-all of sizes instead of starting it, so it can be fused.
+    """Within this context a module's `input_dist` describes its all-to-alls of sizes instead of starting them.
 
-    With `narrow` ids and lengths travel in 32 bits, if all of the module's ids fit. On one rank, without a group,
-    nothing travels.
+    `InputExchange` then sends those of all modules at once.
+
+    Args:
+        module: A sharded module of a kind in `SUPPORTED_MODULES`.
+        group: Process group of the input dist. None (one rank): nothing is sent, `input_dist` is left as it is.
+        narrow: Whether to send ids and lengths as int32, if all ids of the module fit.
     """
     if group is None:
         yield
@@ -48,7 +52,7 @@ def splits_only(module: Any, group: dist.ProcessGroup | None, *, narrow: bool = 
     all_to_alls = [one for one in found if isinstance(one, KJTAllToAll)]
     narrow = narrow and ids_fit_32_bits(module)
     for all_to_all in all_to_alls:
-        vars(all_to_all)["forward"] = partial(_describe, all_to_all, group, narrow)  # not through nn.Module's search
+        vars(all_to_all)["forward"] = partial(_describe, all_to_all, group, narrow)  # nn.Module.__setattr__ is slow
     try:
         yield
     finally:
@@ -84,7 +88,10 @@ def _describe(
 
 
 def _narrowed(kjt: KeyedJaggedTensor) -> list[Tensor]:
-    """Return what travels, ids and lengths in 32 bits. An id that does not fit is of no row, and stays so."""
+    """Return the tensors to send, ids and lengths as int32. An id that does not fit names no row, and clamped neither.
+
+    Each is `(number of its elements,)`, in the order of `kjt.dist_labels()`.
+    """
     limits = torch.iinfo(torch.int32)
     tensors = dict(zip(kjt.dist_labels(), kjt.dist_tensors(), strict=True))
     for label in ("lengths", "values"):
@@ -94,16 +101,20 @@ def _narrowed(kjt: KeyedJaggedTensor) -> list[Tensor]:
 
 
 class InputExchange:
-    """Exchanges the inputs of all modules, batch by batch: sizes, in forms on which the ranks agree, then the ids."""
+    """Exchanges the inputs of all modules, batch by batch: first the sizes, then lengths, ids and weights.
+
+    All ranks have to send sizes of the same form (`input_sizes.Form`), with an input for a module or without. So they
+    agree on each module's form with the first batch in which any rank has an input for it.
+    """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
         self._forms: dict[str, Form] = {}
         self._waiting: list[InputSizes] = []
-        """Of batches whose ids have not been sent; the same on all ranks."""
+        """Sizes of batches whose ids have not been sent, the oldest first; of the same batches on all ranks."""
 
     def forget(self) -> None:
-        """Let go of sizes that nobody is going to read."""
+        """Forget the sizes of batches that were dropped."""
         self._waiting.clear()
 
     def start_sizes(
@@ -111,16 +122,16 @@ class InputExchange:
     ) -> InputSizes | None:
         """Start the exchange of sizes of these modules, whether or not this rank's batch has their inputs.
 
-        They leave at once, or with the ids of an earlier batch if these have not been sent yet.
+        They are sent at once, or with the ids of an earlier batch if these have not been sent yet.
 
         Args:
-            taking_part: The modules, the same on all ranks.
-            modules: States of those that have an input in this rank's batch; one whose input has another form than
-                the first one had is taken out, its own forward tells why.
-            num_found: How many KeyedJaggedTensors of this rank's batch could be the input of each.
+            taking_part: Names of the modules, the same on all ranks.
+            modules: States of those that have an input in this rank's batch. A module whose input has another form
+                than the agreed one is removed; its own forward then raises TorchRec's error.
+            num_found: How many KeyedJaggedTensors of this rank's batch have the keys of each module's input.
 
         Returns:
-            The sizes of the modules whose form is known; None if there is no such module.
+            The sizes of the modules whose form is agreed on; None if there is no such module.
         """
         described = {name: form_of(state.splits_awaitable) for name, state in modules.items()}
         if any(name not in self._forms for name in taking_part):
@@ -129,7 +140,7 @@ class InputExchange:
             for theirs in everyone:  # a rank may have no input for a module in its first batch
                 self._forms = {**theirs, **self._forms}
         for name, form in described.items():
-            if self._forms.get(name) != form:  # weighted unlike the first one, say
+            if self._forms.get(name) != form:  # with per-id weights where the first one had none, say
                 del modules[name]
         forms = {name: self._forms[name] for name in taking_part if name in self._forms}
         if not forms:
@@ -141,9 +152,10 @@ class InputExchange:
         return sizes
 
     def start_data(self, inflight: InFlightBatch) -> None:
-        """Read the sizes of a batch; start one all-to-all of what TorchRec would send in several, and still assembles.
+        """Read the sizes of a batch; start one all-to-all of what TorchRec would send in several.
 
-        Of an input that some rank's batch lacks nothing is sent: its state is taken out.
+        Afterwards each `state.tensors_awaitable` is TorchRec's own, which assembles what was received. An input that
+        the batch of some rank lacks is not sent: its state is removed, and `inflight.missing` names the module.
 
         Source: `FusedKJTListSplitsAwaitable`, TorchRec 1.8.
         """
@@ -153,7 +165,7 @@ class InputExchange:
             self._waiting.remove(sizes)
         coming: list[_Received] = []
         parts: list[Part] = []
-        with replaced(dist_data, "_get_recat", partial(_kept_recat, dist_data._get_recat)):
+        with replaced(dist_data, "_get_recat", partial(_cached_recat, dist_data._get_recat)):
             for name, (found, of_parts) in sizes.wait().items():
                 if not all(found):
                     inflight.modules.pop(name, None)
@@ -162,7 +174,7 @@ class InputExchange:
                 state, of_each = inflight.modules[name], iter(of_parts)
                 awaitables: list[Any] = []
                 for described in state.splits_awaitable.awaitables:
-                    if not isinstance(described, KJTSplitsAllToAllMeta):  # nothing of it travels
+                    if not isinstance(described, KJTSplitsAllToAllMeta):  # data-parallel tables: nothing is sent
                         awaitables.append(described.wait())
                         continue
                     of_part = next(of_each)
@@ -173,22 +185,28 @@ class InputExchange:
                 state.tensors_awaitable, state.splits_awaitable = KJTListAwaitable(awaitables, state.context), None
                 state.votes = max(found) > 1
         if parts:
-            with_them = [later for later in self._waiting if not later.is_sent]
-            device = parts[0].tensor.device  # the host's group may send what is on a GPU
-            exchange = PackedExchange([*parts, *(later.part(device) for later in with_them)], self._group)
-            for number, later in enumerate(with_them, len(parts)):
+            unsent = [later for later in self._waiting if not later.is_sent]
+            device = parts[0].tensor.device  # a gloo group may send what is on a GPU, too
+            exchange = PackedExchange([*parts, *(later.part(device) for later in unsent)], self._group)
+            for number, later in enumerate(unsent, len(parts)):
                 later.travel_with(exchange, number)
             for received in coming:
                 received.exchange = exchange
 
 
 class _Received(KJTAllToAllTensorsAwaitable):  # type: ignore[misc]
-    """The ids of one all-to-all, whose lengths by feature are known before they are there.
+    """TorchRec's awaitable of the ids that one part of a module receives, as a KeyedJaggedTensor.
 
-    An exchange brings lengths, ids and weights, from the place `first` on.
+    Its tensors come by a `PackedExchange`, and the number of ids of each feature is known before they arrive.
+
+    Args:
+        meta: What this rank sends.
+        sizes: What it receives.
+        first: Number of its first tensor (lengths) among the parts of the exchange; ids and weights follow.
     """
 
     exchange: PackedExchange
+    """Brings the tensors; set once it is started."""
 
     def __init__(self, meta: KJTSplitsAllToAllMeta, sizes: PartSizes, first: int) -> None:
         kept = ("pg", "splits", "input_splits", "labels", "keys", "device", "stagger")
@@ -196,7 +214,7 @@ class _Received(KJTAllToAllTensorsAwaitable):  # type: ignore[misc]
         super().__init__(
             **{name: getattr(meta, name) for name in kept},
             input=meta._input,
-            input_tensors=[],  # it would send them
+            input_tensors=[],  # the base class would send them
             output_splits=sizes.by_tensor if varies else sizes.by_tensor[:-1],
             stride_per_rank=None if varies else sizes.by_tensor[-1],
         )
@@ -213,7 +231,10 @@ class _Received(KJTAllToAllTensorsAwaitable):  # type: ignore[misc]
 
 
 def _lengths_known(lengths: list[int] | None) -> AbstractContextManager[None]:
-    """Have TorchRec take the lengths of the features it assembles from here, where they are of these ids."""
+    """Within this context TorchRec takes the number of ids of each feature from `lengths`: no read of the device.
+
+    It computes them itself for other KeyedJaggedTensors, which have another number of features or ids.
+    """
     own: Callable[..., list[int]] = jagged_tensor._maybe_compute_length_per_key
 
     def length_per_key(*args: Any, **of_kjt: Any) -> list[int]:
@@ -225,10 +246,21 @@ def _lengths_known(lengths: list[int] | None) -> AbstractContextManager[None]:
     return replaced(jagged_tensor, "_maybe_compute_length_per_key", length_per_key)
 
 
-def _kept_recat(
+def _cached_recat(
     own: Callable[..., Tensor | None], *, batch_size_per_rank: list[int] | None, **splits: Any
 ) -> Tensor | None:
-    """Return the order of received features from a memory: TorchRec would copy the same one in every step."""
+    """Return TorchRec's `recat`, the index that orders received features, from a cache.
+
+    TorchRec makes it anew and copies it to the device in every step, though it depends on the sharding alone.
+
+    Args:
+        own: TorchRec's `_get_recat`.
+        batch_size_per_rank: Where these differ the index depends on them too, and is not cached.
+        **splits: The other arguments of `_get_recat`.
+
+    Returns:
+        The index, `(num_splits * local_split,)`, int32, on the device; None where this rank has no features.
+    """
     if batch_size_per_rank and any(size != batch_size_per_rank[0] for size in batch_size_per_rank):
         return own(batch_size_per_rank=batch_size_per_rank, **splits)  # depends on the sizes
     return _recat(own, **splits)

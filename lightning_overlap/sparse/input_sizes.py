@@ -1,9 +1,10 @@
-"""What the ranks tell each other before ids travel: how many there are of each tensor, and of each feature.
+"""The exchange of sizes before ids are sent: how many elements of each tensor, and how many ids of each feature.
 
-TorchRec 1.8 reads what it sends back from the device, for an overflow check, and later the lengths of what it received,
-feature by feature, which makes the host wait until the ids are there. Here the sizes go to the device in one copy from
-pinned memory, and the lengths of the features travel with them: the host knows both from its one read. What a device
-alone knows, how many ids of a row-wise table go to each rank, it adds itself, and the host reads it with the rest.
+TorchRec 1.8 makes the host wait twice more: it reads the sizes that it sends back from the device, for an overflow
+check, and later the number of received ids, feature by feature, once they have arrived. Here the sizes are copied to
+the device once, from pinned memory, and the ids per feature are sent with them: the host knows both from its one read.
+How many ids of a row-wise table go to each rank the device alone knows: a kernel adds these numbers to the sizes on
+the device, and the host reads them with the rest.
 """
 
 from __future__ import annotations
@@ -24,22 +25,23 @@ from .module_context import ModuleContext
 
 
 class PartForm(NamedTuple):
-    """The shape of what one all-to-all of ids adds to the exchange of sizes; the same on all ranks."""
+    """How many columns the sizes of one part of a module take (see `InputSizes`); the same on all ranks."""
 
     num_sizes: int
+    """Tensors whose sizes are sent (lengths, ids, weights), and the batch size."""
     splits: tuple[int, ...]
     """Features that go to each rank."""
     with_lengths: bool
-    """Whether the lengths of these features travel with the sizes."""
+    """Whether the number of ids of each of these features is sent, too; not where batch sizes vary by feature."""
 
     @property
     def width(self) -> int:
-        """Numbers that go to each rank."""
+        """Columns that it takes."""
         return self.num_sizes + (max(self.splits) if self.with_lengths else 0)
 
 
 Form: TypeAlias = tuple[PartForm, ...]
-"""Of a module's input: one for each of its all-to-alls."""
+"""Columns that the input of one module takes: a `PartForm` for each part that sends ids."""
 
 
 def form_of(request: Any) -> Form:
@@ -55,61 +57,68 @@ def _metas_of(request: Any) -> list[KJTSplitsAllToAllMeta]:
 
 
 def is_counted_on_device(kjt: KeyedJaggedTensor) -> bool:
-    """Whether only the device knows the lengths of features: it has cut them up by the ids (row-wise tables)."""
+    """Whether only the device knows the number of ids of each feature: it has bucketized them (row-wise tables)."""
     return is_device(kjt.device()) and kjt._length_per_key is None and not kjt.variable_stride_per_key()
 
 
 def is_device(device: torch.device) -> bool:
-    """Whether the host waits where it reads memory of this device."""
+    """Whether a read of this device's memory makes the host wait."""
     return device.type != "cpu"
 
 
 class _Counted(NamedTuple):
-    """What the device adds to the sizes of one all-to-all: lengths of features, and their sums, the numbers of ids."""
+    """Sizes of one part that the device computes: ids per feature, and their sums, ids per destination."""
 
     column: int
-    """Where the numbers of this all-to-all begin in a row."""
+    """First column of the part."""
     part: PartForm
     meta: KJTSplitsAllToAllMeta
+    """What this rank sends of the part."""
 
     def add_to(self, rows: Tensor) -> None:
-        """Add it to the rows on the device, on the current stream."""
+        """Write them into the rows, `(num_ranks, num_columns)`, int64, on the device and its current stream."""
         kjt, splits = self.meta._input, self.part.splits
         lengths = kjt.lengths().view(len(kjt.keys()), kjt.stride()).sum(1)
         even = len(set(splits)) == 1
         by_rank = lengths.view(len(splits), -1) if even else pad_sequence(lengths.split(splits), batch_first=True)
         first = self.column + self.part.num_sizes
         rows[:, first : first + by_rank.shape[1]] = by_rank
-        # Ids and weights: their sizes stand between that of lengths and the batch size.
+        # Sizes of ids and weights; column 0 has that of lengths, the last one before `first` the batch size.
         rows[:, self.column + 1 : first - 1] = by_rank.sum(1, keepdim=True)
 
     def tell(self, sent: Sequence[Sequence[int]]) -> None:
-        """Tell TorchRec how many ids go to each rank, from the rows that were sent."""
+        """Write the number of ids for each rank into TorchRec's `input_splits`, from the rows, now on the host."""
         for number in range(1, self.part.num_sizes - 1):
             self.meta.input_splits[number] = [row[self.column + number] for row in sent]
 
 
 class PartSizes(NamedTuple):
-    """What this rank receives by one all-to-all of ids."""
+    """What this rank receives of one part."""
 
     by_tensor: list[list[int]]
-    """From every rank; the last one may be of no tensor: batch sizes."""
+    """For lengths, ids and weights the number of elements from each rank; then each rank's batch size, if it has one.
+
+    Where batch sizes vary by feature there is none.
+    """
     lengths: list[int] | None
-    """Of each feature, summed up; None: they do not travel."""
+    """Ids of each feature of this rank, from all ranks together; None where they were not sent."""
 
 
 class InputSizes:
-    """The sizes of what a batch is going to send, and the lengths of its features, for every rank.
+    """The exchange of the sizes of one batch: rows of int64, one row to each rank.
 
-    A row for each destination: of each module how many inputs this rank has for it, then of each of its all-to-alls to
-    come the sizes of what is sent there, then the length of each of the features that it gets, filled up to the largest
-    number of features that a rank has: so rows are of one width, on ranks that lack an input too.
+        module A                                                            module B
+        inputs found | part 0: sizes | ids per feature, 0, ... | part 1 ... | inputs found | part 0 ...
+
+    `sizes` are the numbers of elements of lengths, ids and weights that go to that rank, and the batch size. The ids
+    per feature are those of the features that the rank looks up, filled up with zeros to the largest number of features
+    of any rank. So all rows have one width, on ranks without an input for a module too: these send zeros.
 
     Args:
-        forms: Of the modules' inputs, in an order that is the same on all ranks.
-        states: Of the modules whose input this rank's batch has.
-        num_found: How many KeyedJaggedTensors of this rank's batch could be the input of each.
-        group: Of the input dist.
+        forms: Form of each module's input, in an order that is the same on all ranks.
+        states: States of the modules whose input this rank's batch has.
+        num_found: How many KeyedJaggedTensors of this rank's batch have the keys of each module's input.
+        group: Process group of the input dist.
     """
 
     def __init__(
@@ -122,9 +131,9 @@ class InputSizes:
         self._forms, self._group = forms, group
         self._rows: list[list[int]] = [[] for _ in range(group.size())]
         self._exchange: PackedExchange | None = None
-        self._number = 0
+        self._number = 0  # of the rows among the parts of the exchange
         self._counted: list[_Counted] = []
-        self._sent: Tensor | None = None  # where the device has counted some of it
+        self._sent: Tensor | None = None  # the rows on the device, if it has computed some of them
         for name, form in forms.items():
             state = states.get(name)
             for row in self._rows:
@@ -137,9 +146,9 @@ class InputSizes:
                 else:
                     self._add(part, meta, meta._input.length_per_key() if meta and part.with_lengths else [])
 
-    def _add(self, part: PartForm, meta: KJTSplitsAllToAllMeta | None, of_features: Iterable[int]) -> None:
-        """Add what one all-to-all sends to each rank; nothing where this rank lacks the input."""
-        lengths = iter(of_features)
+    def _add(self, part: PartForm, meta: KJTSplitsAllToAllMeta | None, length_per_key: Iterable[int]) -> None:
+        """Append the columns of one part to the rows: zeros where `meta` is None, as this rank lacks the input."""
+        lengths = iter(length_per_key)
         for destination, (row, num_features) in enumerate(zip(self._rows, part.splits, strict=True)):
             sizes = [] if meta is None else [sizes[destination] for sizes in meta.splits_tensors]
             sizes += islice(lengths, num_features)
@@ -147,11 +156,11 @@ class InputSizes:
 
     @property
     def is_sent(self) -> bool:
-        """Whether they are on their way."""
+        """Whether the all-to-all that has the rows was started."""
         return self._exchange is not None
 
     def part(self, device: torch.device) -> Part:
-        """Return them as they travel: on the device of the ids that they travel with."""
+        """Return the rows as one part of an exchange: `(num_ranks, num_columns)`, int64, on this device."""
         on_host = torch.tensor(self._rows, dtype=torch.int64, pin_memory=device.type == "cuda")
         one_each = [1] * self._group.size()
         rows = on_host.to(device, non_blocking=True)
@@ -161,18 +170,22 @@ class InputSizes:
         return Part(rows, one_each, one_each)
 
     def send(self) -> None:
-        """Send them in an all-to-all of their own."""
+        """Start an all-to-all of the rows alone, where no ids are sent in time that they could go with."""
         nccl = "nccl" in str(dist.get_backend(self._group))
         device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
         self.travel_with(PackedExchange([self.part(device)], self._group, even=True), 0)
 
     def travel_with(self, exchange: PackedExchange, number: int) -> None:
-        """Say which part of which exchange they are."""
+        """Note that the rows are the part `number` of an exchange that was started."""
         self._exchange, self._number = exchange, number
 
     def wait(self) -> dict[str, tuple[tuple[int, ...], list[PartSizes]]]:
-        """Read what was received, the one read of the step: by module how many inputs each rank has, and the sizes."""
-        if self._exchange is None:  # nothing else has been sent since
+        """Wait for the rows of the other ranks and read them on the host: the one host sync of a step.
+
+        Returns:
+            By module: how many inputs each rank has for it, and what this rank receives of each part.
+        """
+        if self._exchange is None:  # no ids were sent since
             self.send()
         assert self._exchange is not None
         [received] = self._exchange.take(slice(self._number, self._number + 1))

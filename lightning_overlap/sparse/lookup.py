@@ -1,4 +1,4 @@
-"""Look up a sharded module's tables in parts: those of each writer after its last update, or kernels in a thread."""
+"""Look up a sharded module's tables: in parts by who writes them, each after its last update; on a CPU in threads."""
 
 from __future__ import annotations
 
@@ -24,11 +24,17 @@ _FUSED = frozenset({WeightOwner.FUSED_BACKWARD})
 def look_up(
     state: ModuleContext, owners: frozenset[WeightOwner], set_rates: SetRates | None, *, defers_update: bool
 ) -> None:
-    """Look up the tables of a module that belong to `owners`; assemble the embeddings once all were looked up.
+    """Look up the tables of a module that belong to `owners` and start their output dists, on the current stream.
 
-    A module of one owner takes TorchRec's own `compute_and_output_dist`. A mixed one is looked up in two parts,
-    each after the last writer of its tables. With `set_rates`, which gives the kernels the present learning rates, the
-    update of this batch takes place at the rate that holds in its backward.
+    A module of one owner takes TorchRec's own `compute_and_output_dist`. In a mixed one each call looks up the parts of
+    the given owners, and the last call assembles the module's output.
+
+    Args:
+        state: The batch in this module, with its received ids; gets the output (`embeddings`) once all parts are there.
+        owners: Who writes the tables that are to be looked up.
+        set_rates: Gives the kernels the present learning rates. The update of this batch then takes the rate that holds
+            in its backward, not at this lookup. None: no scheduler moves the rates.
+        defers_update: Whether to cut the graph of fused tables' embeddings for a deferred update.
     """
     parts = parts_to_look_up(state, owners)
     with (
@@ -43,7 +49,7 @@ def look_up(
 
 
 def deferring_update(state: ModuleContext) -> AbstractContextManager[None]:
-    """Cut the graph of embeddings of fused tables that are looked up meanwhile; `state.deferred` keeps the rest."""
+    """Within this context output dists cut the graph of fused tables' embeddings, for `state.deferred`."""
     owners = owners_of_parts(state.module)
     if WeightOwner.FUSED_BACKWARD not in owners:
         return nullcontext()
@@ -55,7 +61,7 @@ def deferring_update(state: ModuleContext) -> AbstractContextManager[None]:
 
 
 def _compute(state: ModuleContext, parts: list[int]) -> dict[int, Tensor]:
-    """Run the kernels of some parts."""
+    """Run the kernels of some parts; return the embeddings by part, before their output dist."""
     module = state.module
     lookups = [lookup if part in parts else _NOTHING for part, lookup in enumerate(module._lookups)]
     with replaced(module, "_lookups", lookups):
@@ -64,7 +70,7 @@ def _compute(state: ModuleContext, parts: list[int]) -> dict[int, Tensor]:
 
 
 def _start_output_dist(state: ModuleContext, embeddings: Mapping[int, Tensor]) -> None:
-    """Start the all-to-alls of some parts' embeddings; assemble the module's output once all parts were looked up."""
+    """Start the output dists of some parts; once all parts have theirs, assemble the module's output."""
     module = state.module
     num_parts = len(owners_of_parts(module))
     for part, of_part in embeddings.items():
@@ -87,7 +93,7 @@ def parts_to_look_up(state: ModuleContext, owners: frozenset[WeightOwner]) -> li
 
 
 class _Nothing:
-    """In the place of a lookup that is not run now, and of its embeddings."""
+    """Stands for the lookup of a part that is not run now, and for its embeddings."""
 
     def __call__(self, features: KeyedJaggedTensor) -> _Nothing:
         return self
@@ -100,6 +106,7 @@ _NOTHING = _Nothing()
 
 
 def _already_started(output: Awaitable[torch.Tensor], context: Any) -> Awaitable[torch.Tensor]:
+    """Stand for an output dist where the module assembles what `_start_output_dist` has started."""
     return output
 
 
@@ -107,7 +114,9 @@ def _already_started(output: Awaitable[torch.Tensor], context: Any) -> Awaitable
 
 
 class LookupThreads:
-    """Runs the kernels of fused tables in threads, and no collective; whoever writes a table takes the results first.
+    """Runs the kernels of fused tables in threads on a CPU. The thread that trains starts all collectives, in `finish`.
+
+    Whoever is about to write a table calls `finish` first.
 
     Source: `threads_num` of DeepRec's asynchronous embedding lookup; there the threads send the embeddings, too.
     """
@@ -118,7 +127,10 @@ class LookupThreads:
         self._jobs: list[tuple[ModuleContext, InFlightBatch, Future[dict[int, Tensor]]]] = []
 
     def submit(self, state: ModuleContext, inflight: InFlightBatch, set_rates: SetRates | None) -> None:
-        """Begin a module's lookup, in the caller's autograd and autocast modes, which belong to a thread."""
+        """Begin a module's lookup of its fused tables in a thread; arguments as for `look_up`.
+
+        The thread takes over the caller's grad and autocast modes, which are thread-local.
+        """
         grad, cast = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")
         dtype = torch.get_autocast_dtype("cpu")
 
@@ -134,7 +146,11 @@ class LookupThreads:
         self._jobs.append((state, inflight, self._pool.submit(run)))
 
     def finish(self) -> None:
-        """Wait for the lookups under way; start the all-to-alls of their embeddings, in the order of their begin."""
+        """Wait for the lookups under way and start their output dists, in the order in which they were submitted.
+
+        Raises:
+            Exception: What a lookup has raised.
+        """
         jobs, self._jobs = self._jobs, []
         for state, inflight, result in jobs:
             embeddings = result.result()
@@ -146,10 +162,10 @@ class LookupThreads:
             state.note_lookup(_FUSED)
 
     def _wait(self, _: Tensor) -> None:
-        """Wait until no kernel reads a table; a lookup that failed says so when it is finished."""
+        """Wait until no thread reads a table. A lookup that failed raises in `finish`, not here."""
         wait([result for _, _, result in self._jobs])
 
     def abandon(self) -> None:
-        """Wait, and forget what was looked up and what failed."""
+        """Wait until no thread reads a table; forget all results and errors."""
         wait([result for _, _, result in self._jobs])
         self._jobs.clear()

@@ -1,8 +1,8 @@
-"""What ranks tell each other where a call cannot be served from early embeddings, which no collective can ask.
+"""Find out whether all ranks run a module's own forward for the same call, where no collective can ask that.
 
-A rank whose call has to run the module's own forward waits until all ranks say so of the same call. A rank that was
-served goes on, perhaps into a collective, where it hears nothing: so a thread of each rank looks now and then whether
-another one waits for a call that was served here, and says so in its place.
+A rank whose call cannot be served from early embeddings writes so into the store, and waits until all ranks have. A
+rank that was served goes on, perhaps into a collective. So a thread of each rank looks now and then whether another
+rank waits for a call that was served here, and answers it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,11 @@ LOOK_EVERY_S = 1.0
 class Mismatches:
     """The calls of this run's modules that some rank cannot serve from early embeddings.
 
-    Word is left in the store under a key of this run, the same on all ranks.
+    Args:
+        store: Where the ranks leave word for each other.
+        key: Prefix of all keys of this run, the same on all ranks.
+        num_ranks: How many ranks there are.
+        timeout_s: How long `all_ranks` waits, in seconds.
     """
 
     def __init__(self, store: Store, key: str, num_ranks: int, timeout_s: float) -> None:
@@ -31,14 +35,14 @@ class Mismatches:
         self._thread: threading.Thread | None = None
 
     def end(self) -> None:
-        """Stop looking."""
+        """End the thread that looks for waiting ranks."""
         thread, self._thread = self._thread, None
         if thread is not None:
             self._ended.set()
             thread.join()
 
     def served(self, module: str, step: int) -> None:
-        """Note that this rank's call in a step was served early; from then on look who waits in vain."""
+        """Note that this rank's call of a module in a step was served early; start the thread with the first one."""
         self._served[module] = step
         if self._thread is None:
             self._ended.clear()
@@ -46,7 +50,11 @@ class Mismatches:
             self._thread.start()
 
     def all_ranks(self, module: str, step: int) -> bool:
-        """Wait until all ranks come here for the same call; False if one of them was served, or is too late."""
+        """Wait until all ranks call this for the same module and step.
+
+        Returns:
+            False if one of them was served early, or is later than the timeout.
+        """
         call = f"{self._key}/{module}/{step}"
         self._store.add(call, 1)
         deadline = time.monotonic() + self._timeout_s

@@ -1,4 +1,4 @@
-"""One batch on its way through one sharded module: what is under way, and what its early lookup rests on."""
+"""One batch in one sharded module: what is under way, and what has to stay unchanged for its early lookup to hold."""
 
 from __future__ import annotations
 
@@ -31,44 +31,47 @@ class ModuleContext:
     kjt: KeyedJaggedTensor
     """Its input in the batch."""
     context: Any = None
-    """TorchRec's own, of this module and batch."""
+    """TorchRec's own context of this module and batch, from `create_context`."""
     splits_awaitable: Any = None
+    """What `input_dist` returned; None once its sizes have been read."""
     tensors_awaitable: Any = None
+    """The all-to-all of lengths, ids and weights; None before it is started and once it has been waited for."""
     dist_input: KJTList | None = None
-    """The ids that this rank has received."""
+    """The ids that this rank has received, one KeyedJaggedTensor for each part; None once all were looked up."""
     output_dist_awaitables: dict[int, Awaitable[torch.Tensor]] = field(default_factory=dict)
-    """By sharding, those that have been looked up while others have not."""
+    """Output dists by the number of their part, while other parts are still to be looked up."""
     embeddings: LazyAwaitable[Any] | None = None
-    """Awaits what was looked up early."""
+    """The module's output, once all parts were looked up early."""
     deferred: DeferredUpdate = field(default_factory=DeferredUpdate)
     """The deferred part of the backward; empty where the update is not deferred."""
     sent: SentInput | None = None
     """What the input held when its ids were sent."""
     num_writes: dict[WeightOwner, tuple[int, ...]] = field(default_factory=dict)
-    """How often the tables of each owner had been written by somebody else when they were looked up."""
+    """`tables.num_writes` by owner when they were looked up: in-place writes by anybody but the fused backward."""
     autocast: tuple[bool, torch.dtype] | None = None
-    """The autocast that its lookup ran under, where that matters."""
+    """`autocast_of` when it was looked up."""
     votes: bool = False
-    """Whether all ranks are asked when the module is called: another input of the batch might take this one's place."""
+    """Whether all ranks vote when the module is called: on some rank another input of the batch has the same keys."""
     served: bool = False
+    """Whether no further call may get early embeddings: one got them, or they were dropped."""
     served_in: int = -1
-    """The forward that it was served in: an optimizer may ask for several in a step."""
+    """Number of the forward whose call got them (`PipelinedForwards.num_steps`); LBFGS asks for several in a step."""
     without_graph: bool = False
-    """Whether a call without gradients was served."""
+    """Whether a call under `no_grad` got them; a reentrant `checkpoint()` makes such a call, and repeats it later."""
     received: Any = None
     """The embeddings, once waited for, until the backward is over."""
     received_at: Any = None
-    """Event after which they are there, on the lookup's stream."""
+    """Event on the lookup stream after which `received` can be read."""
     num_lookups: list[int] = field(default_factory=list)
-    """What this batch added to the iteration count of each kernel."""
+    """How much the early lookup of this batch added to the iteration count of each kernel (`tables.tbes`)."""
     num_own_lookups: list[int] = field(default_factory=list)
     """The same of the module's own forward, where its update waits for the optimizer step."""
     ids: KJTList | None = None
-    """What was looked up, where somebody asked to keep it."""
+    """The ids that were looked up, where `SparsePipeline.keep_ids` says so."""
 
     @contextmanager
     def counting(self, counted: list[int]) -> Iterator[None]:
-        """Add what the kernels count meanwhile."""
+        """Add to `counted` how much the iteration count of each kernel grows within this context."""
         kernels = tbes(self.module)
         before = lookup_counts(kernels)
         yield
@@ -76,7 +79,7 @@ class ModuleContext:
         counted[:] = [a + b for a, b in zip(counted, done, strict=True)] if counted else done
 
     def note_lookup(self, owners: frozenset[WeightOwner]) -> None:
-        """Note what an early lookup of the tables of these owners rests on."""
+        """Note what has to stay unchanged until the call for an early lookup of these owners' tables to hold."""
         self.num_writes |= {owner: num_writes(self.module, owner) for owner in owners}
         self.autocast = autocast_of(self.module, self.kjt)
 
@@ -87,7 +90,7 @@ class ModuleContext:
 
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Let an object of TorchRec's have another attribute meanwhile."""
+    """Replace an attribute of an object or module of TorchRec's within this context."""
     own = getattr(owner, name)
     setattr(owner, name, value)
     try:
@@ -97,7 +100,7 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def wait_for(awaitable: Awaitable[Any]) -> Any:
-    """Wait as TorchRec does, but name that to the profiler only where there is one: the name alone takes 5 us."""
+    """Return `awaitable.wait()`, without its profiler range where no profiler runs: the range alone takes 5 us."""
     if is_profiled() or type(awaitable).wait is not Awaitable.wait:
         return awaitable.wait()
     found = awaitable._wait_impl()
@@ -107,7 +110,7 @@ def wait_for(awaitable: Awaitable[Any]) -> Any:
 
 
 def autocast_of(module: Any, kjt: KeyedJaggedTensor) -> tuple[bool, torch.dtype] | None:
-    """Return the autocast that a lookup runs under now, where it may compute something that this changes."""
+    """Return whether autocast is on and its dtype; None for modules whose lookup computes nothing that it changes."""
     kind = spec_of(module)
     if kind is None or kind.feature_processors is None:
         return None

@@ -29,10 +29,10 @@ class SparseOptions:
         prefetches: Whether the schedule has a `PREFETCH` step, so that tables in a UVM cache can be looked up early.
         holds_updates: Whether the updates of all batches of an optimizer step come with that step (`frozen_window`),
             those of a module's own forward, too.
-        timeout_s: How long a rank waits for one that is late.
+        timeout_s: How long a rank waits for one that is late, in seconds.
 
     Raises:
-        ValueError: No time to wait.
+        ValueError: `timeout_s` is not positive.
     """
 
     step: str = "training_step"

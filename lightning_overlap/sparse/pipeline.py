@@ -35,17 +35,17 @@ from .table_updates import TableUpdates
 from .update_rates import take_back
 
 MAX_OVERWRITTEN = 3
-"""How often early lookups are left aside because tables were written, before nothing is looked up early any more."""
+"""After tables were written between two steps so often, all modules are looked up in their own forward from then on."""
 
 
 class SparsePipeline:
     """The sparse stages of all sharded modules of a model.
 
     Args:
-        modules: Sharded modules by their name in the model.
-        group: Of the input dist alone, so that it never queues behind other traffic; None on one rank.
+        modules: The outermost sharded modules of a model, by name.
+        group: Process group of the input dist alone, so that it never queues after other traffic; None on one rank.
         order: The device's streams and the order of lookups, shared with the executor.
-        options: Of the run.
+        options: What differs between training and evaluations, and between runs.
     """
 
     def __init__(
@@ -62,12 +62,12 @@ class SparsePipeline:
         self._threads = LookupThreads(options.num_threads)
         self._forwards = PipelinedForwards(modules, group, options)
         self._inputs = None if group is None else InputExchange(group)
-        # Where gradients travel, and the host itself waits for them.
-        waits = options.trains and group is not None and not options.num_threads and not order.streams.is_async
-        self._updates = TableUpdates(self._forwards, order, options, fills_waits=options.fills_waits and waits)
+        # Steps may fill the backward's wait only where the host itself waits: for the gradient all-to-all, on a CPU.
+        host_waits = options.trains and group is not None and not options.num_threads and not order.streams.is_async
+        self._updates = TableUpdates(self._forwards, order, options, fills_waits=options.fills_waits and host_waits)
         self.answers = Answers(self._forwards, order, self._updates, options, self._threads, self.receive_input)
         self.finish_lookups = self._threads.finish
-        # What a backward leaves behind, and what a step asks of it.
+        # The rest of `runtime.SparseStages`, which other objects implement.
         self.register_backward_hook = self._updates.register_hook
         self.start_update, self.embedding_update = self._updates.start, self._updates.make
         self.gradients_are_there = self._updates.gradients_are_there
@@ -89,23 +89,26 @@ class SparsePipeline:
 
     @property
     def unpipelined(self) -> dict[str, str]:
-        """The modules whose lookup does not start early, as far as is known, each with the reason."""
+        """The modules that run in their own forward, as far as is known now, each with the reason."""
         reasons = {name: pipelined.unpipelined_reason for name, pipelined in self._forwards.items()}
         return {name: reason for name, reason in reasons.items() if reason is not None}
 
     @property
     def can_defer_updates(self) -> bool:
-        """Whether an update can come later than its backward; on a CPU with one rank no gradient is waited for."""
-        waits = self._group is not None or self.order.streams.is_async or self._options.holds_updates
-        return self._trains and waits
+        """Whether an update can come later than its backward: not on a CPU with one rank, where nothing is gained."""
+        gains = self._group is not None or self.order.streams.is_async or self._options.holds_updates
+        return self._trains and gains
 
     def attach(self) -> None:
-        """Stand in for the modules' forwards, an evaluation's before those of training."""
+        """Replace the modules' forwards by pipelined ones; those of an evaluation replace those of training for a time.
+
+        `detach` puts back what was replaced.
+        """
         self._forwards.attach(self.answers.answer)
         self._updates.hold_replicas()
 
     def detach(self) -> None:
-        """Give every module the forward back that it had before."""
+        """Give every module the forward back that it had before; forget all state of batches, without a collective."""
         self._forwards.detach()
         self._updates.release_replicas()
         self.answers.abandon()
@@ -134,14 +137,17 @@ class SparsePipeline:
     # -- which input feeds which module -------------------------------------------------------------------------
 
     def discover(self, inflight: InFlightBatch) -> None:
-        """Find the inputs of the modules' calls in the staged batch, by identity: the stages are ready from then on."""
+        """Find the inputs of the modules' calls in the staged batch, by identity: the stages are ready from then on.
+
+        All ranks call this after the forward of the same batch: they agree on what they have found.
+        """
         self._forwards.discover(inflight.batch)
         self.ready = True
         if names := ", ".join(repr(one.name) for one in self._forwards.values() if one.path is None):
             self.keep_features(f"{self._options.step} makes the input of {names} itself, of what may have to stay")
 
     def keep_features(self, reason: str) -> None:
-        """Release no ids from now on."""
+        """Release no ids from now on; warn that `release_features` is without effect, once, of the reason."""
         if self._releases:
             self._releases = False
             if self._options.rank == 0:
@@ -154,16 +160,16 @@ class SparsePipeline:
 
         Source: `_start_data_dist` and `_fuse_input_dist_splits`, TorchRec 1.8.
         """
-        several = inputs_of(inflight.batch) if self._group is not None else []
+        kjts = inputs_of(inflight.batch) if self._group is not None else []
         num_found: dict[str, int] = {}
         for name, pipelined in self._forwards.items():
             kjt = _input_in(inflight.batch, pipelined.path) if pipelined.early else None
             if kjt is None or pipelined.keys != frozenset(kjt.keys()):
                 continue
-            num_found[name] = sum(pipelined.keys == frozenset(other.keys()) for _, other in several)
+            num_found[name] = sum(pipelined.keys == frozenset(other.keys()) for _, other in kjts)
             module = pipelined.module
             state = inflight.modules[name] = ModuleContext(module, kjt, module.create_context())
-            sent = _shared(kjt)  # TorchRec may hand on the very object that it is given, and give it other weights
+            sent = _shared(kjt)  # TorchRec may keep the object that it is given and replace its weights
             with splits_only(module, self._group, narrow=self._options.multi_node):
                 state.splits_awaitable = module.input_dist(state.context, sent)
             state.sent = SentInput(kjt)
@@ -172,7 +178,7 @@ class SparsePipeline:
             inflight.sizes = self._inputs.start_sizes(taking_part, inflight.modules, num_found)
 
     def input_data_dist(self, inflight: InFlightBatch) -> None:
-        """Read the sizes on the host, the one wait of the step; start the all-to-alls of lengths, ids, weights."""
+        """Read the sizes on the host, the one host sync of the step; start the all-to-all of lengths, ids, weights."""
         if self._inputs is None:
             for state in inflight.modules.values():
                 self._observe("wait", Stage.INPUT_SPLITS_DIST, inflight.index)
@@ -184,7 +190,7 @@ class SparsePipeline:
             self._release_sent(inflight)
 
     def _release_sent(self, inflight: InFlightBatch) -> None:
-        """Let go of the ids of a batch that no module is going to read in its own forward."""
+        """Free the ids of a batch, but those that a module is going to read in its own forward."""
         read_later = [_input_in(inflight.batch, one.path) for one in self._forwards.values() if not one.early]
         for state in inflight.modules.values():
             if all(state.kjt is not kjt for kjt in read_later):
@@ -193,7 +199,11 @@ class SparsePipeline:
                 state.sent.forget_ids()
 
     def receive_input(self, inflight: InFlightBatch) -> list[Any]:
-        """Wait for the received ids; return them with the modules' contexts."""
+        """Wait for the ids that this rank receives, and assemble them.
+
+        Returns:
+            Everything that holds received tensors (ids and TorchRec's contexts), for `Streams.record_stream`.
+        """
         received: list[Any] = []
         for state in inflight.modules.values():
             if state.dist_input is None and state.tensors_awaitable is not None:
@@ -205,7 +215,7 @@ class SparsePipeline:
     # -- lookup and output dist ---------------------------------------------------------------------------------
 
     def prefetch(self, inflight: InFlightBatch) -> None:
-        """Bring the rows that the lookup will read into the cache of the tables that have one.
+        """Copy the rows that the lookup will read from UVM into the cache, for the tables that have one.
 
         FBGEMM locks them there until their backward, and the backward of the batch before waits for this.
 
@@ -215,24 +225,24 @@ class SparsePipeline:
             if not caching_tbes(state.module):
                 continue
             assert state.dist_input is not None, f"the prefetch of batch {inflight.index} comes before its input"
-            stream = self.order.streams[self.order.lookup]  # that reads the prefetched rows, both ways
+            stream = self.order.streams[self.order.lookup]  # on which the prefetched rows are read, and updated
             state.module.prefetch(state.dist_input, forward_stream=stream, ctx=state.context)
 
     def forget_prefetched(self) -> None:
-        """Drop what was prefetched and not looked up; a later lookup would be taken for that of these ids."""
+        """Drop what was prefetched and not looked up: FBGEMM matches prefetches to lookups by their order alone."""
         for pipelined in self._forwards.values():
             with self.order.streams.on(StreamName.PREFETCH):
                 forget_prefetched(pipelined.module)
 
     def has_lookup(self, inflight: InFlightBatch, owners: frozenset[WeightOwner]) -> bool:
-        """Whether a module has tables of these owners still to look up."""
+        """Whether a batch has tables of these owners that are still to be looked up."""
         return any(state.embeddings is None and parts_to_look_up(state, owners) for state in inflight.modules.values())
 
     def embedding_lookup(self, inflight: InFlightBatch, owners: frozenset[WeightOwner]) -> None:
         """Look up the tables of these owners and start the all-to-all of their embeddings.
 
-        The fused ones of all modules come first, which are model-parallel: their embeddings travel while the
-        data-parallel tables are read. Two lookups at a time would only share the memory's bandwidth.
+        The fused tables of all modules come first. They are model-parallel: their embeddings travel while the
+        data-parallel tables are read. One lookup runs at a time, since two would only share the memory's bandwidth.
         """
         self.finish_lookups()
         for owner in WeightOwner:
@@ -262,8 +272,8 @@ class SparsePipeline:
     # -- what is not used after all -----------------------------------------------------------------------------
 
     def drop_update(self, inflight: InFlightBatch) -> None:
-        """Wait for the gradients of a batch, leave the tables as they are, and take its lookups back."""
-        with self.order.on_lookup():  # their memory is this stream's
+        """Wait for the gradients of a batch and drop them; take its lookups back from the kernels' iteration counts."""
+        with self.order.on_lookup():  # where the gradients were allocated
             for state in inflight.modules.values():
                 state.deferred.drop()
         self.count_lookups(inflight, -1)
@@ -271,7 +281,7 @@ class SparsePipeline:
     def is_overwritten(self, batches: Iterable[InFlightBatch]) -> bool:
         """Whether somebody has written tables of this rank after they were looked up for one of these batches."""
         self.finish_lookups()
-        # Nobody has written any table since all of these were found as they were looked up: the usual case.
+        # No write since the last check, which left no overwritten lookup: the usual case.
         found = [num_writes(one.module, WeightOwner.FUSED_BACKWARD) for one in self._forwards.values()]
         if found == self._num_writes_seen and not self._has_dense_tables:
             return False
@@ -281,7 +291,11 @@ class SparsePipeline:
         )
 
     def leave_overwritten(self, batches: Iterable[InFlightBatch]) -> None:
-        """Leave the early lookups of these batches aside, on all ranks alike: the tables were written since."""
+        """Drop the early lookups of these batches, on all ranks alike: the tables were written since.
+
+        Raises:
+            RuntimeError: The ids of these batches were released, so that they cannot be looked up anew.
+        """
         if self._releases:
             raise RuntimeError(
                 "tables were written between two steps, after the next batch had been looked up, and its ids are gone "
@@ -295,7 +309,7 @@ class SparsePipeline:
                 self._forwards.run_unpipelined(pipelined, "tables are written between two steps again and again")
 
     def drop_lookups(self, inflight: InFlightBatch) -> None:
-        """Forget early lookups, once their collectives are over; these modules' own forward will run instead."""
+        """Wait for the early lookups of a batch and drop them: its modules will run in their own forward."""
         self.finish_lookups()
         for name, state in list(inflight.modules.items()):
             if state.embeddings is not None or state.output_dist_awaitables:
@@ -303,7 +317,12 @@ class SparsePipeline:
                 del inflight.modules[name]
 
     def count_lookups(self, inflight: InFlightBatch, times: int) -> None:
-        """Count the early lookups of a batch for the fused optimizers so many times more; -1: take them back."""
+        """Change the iteration counts of fused optimizers by the early lookups of a batch.
+
+        Args:
+            inflight: A batch that has been looked up and not yet updated.
+            times: -1 takes its lookups out of the counts, so that a checkpoint has updates only; 1 adds them again.
+        """
         self.finish_lookups()
         for state in inflight.modules.values():
             for num_lookups in (state.num_lookups, state.num_own_lookups):
@@ -313,7 +332,7 @@ class SparsePipeline:
         """Complete every collective that was started for a batch, in the order of its stages."""
         self.finish_lookups()
         if inflight.sizes is not None or any(state.splits_awaitable is not None for state in inflight.modules.values()):
-            streams = self.order.streams  # what is sent from here was made on the input dist's
+            streams = self.order.streams  # the splits were made on the input dist's stream, and are sent from this one
             streams.wait(StreamName.COMPUTE, streams.record(StreamName.DATA_DIST))
             self.input_data_dist(inflight)
         self.receive_input(inflight)
@@ -321,13 +340,13 @@ class SparsePipeline:
             self._leave_aside(state)
 
     def _leave_aside(self, state: ModuleContext) -> None:
-        """Wait for the all-to-alls of embeddings that nobody is going to use, and take their lookup back."""
-        if state.tensors_awaitable is not None:  # ids for a lookup where the module is called, which it was not
+        """Wait for embeddings that nobody is going to use; take their lookup back from the kernels' counts."""
+        if state.tensors_awaitable is not None:  # ids for a lookup at the module's call, which did not come
             state.tensors_awaitable.wait()
             state.tensors_awaitable = None
         if state.served or not (state.output_dist_awaitables or state.embeddings is not None):
             return
-        with self.order.on_lookup():  # their memory is this stream's
+        with self.order.on_lookup():  # where the embeddings were allocated
             for awaitable in [*state.output_dist_awaitables.values(), state.embeddings]:
                 if awaitable is not None:
                     awaitable.wait()
@@ -340,14 +359,14 @@ class SparsePipeline:
 
 
 def keyed_jagged_tensors(batch: Any) -> list[KeyedJaggedTensor]:
-    """Return all of a batch's."""
+    """Return every KeyedJaggedTensor of a batch, in a fixed order."""
     return [kjt for _, kjt in inputs_of(batch)]
 
 
 def note_lengths(kjts: Iterable[KeyedJaggedTensor]) -> None:
-    """Sum up the lengths of each feature while a batch is on the host: the input dist asks for them.
+    """Cache the number of ids of each feature in inputs that are still on the host; the input dist asks for it.
 
-    Asked on the device, each KeyedJaggedTensor is one more read that the host waits for.
+    On the device it would be one more host sync for each KeyedJaggedTensor.
     """
     for kjt in kjts:
         if kjt.device().type == "cpu":

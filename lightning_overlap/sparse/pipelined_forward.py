@@ -1,4 +1,4 @@
-"""What stands in the place of sharded modules' forwards, and which input of the batch feeds which of them."""
+"""Replace the forward of sharded modules by a pipelined one; find which input of the batch feeds which module."""
 
 from __future__ import annotations
 
@@ -28,6 +28,9 @@ class LazyEmbeddings(LazyGetItemMixin[str, Any], LazyAwaitable[Any]):  # type: i
 
     TorchRec's awaitables wait in the mode of the first use: embeddings that a step looks at under `no_grad` first, for
     a statistic say, would have no gradient when it trains on them afterwards.
+
+    Args:
+        receive: Waits for the embeddings and returns them: a KeyedTensor, or a dict of JaggedTensors by feature.
     """
 
     def __init__(self, receive: Callable[[], Any]) -> None:
@@ -35,7 +38,7 @@ class LazyEmbeddings(LazyGetItemMixin[str, Any], LazyAwaitable[Any]):  # type: i
         self._receive = receive
         self._mode = _grad_mode()
 
-    # What a dict of sequences offers; TorchRec's lazy answers lack it.
+    # What the dict of an EmbeddingCollection offers; TorchRec's awaitables lack it.
     def __iter__(self) -> Iterator[str]:
         return iter(self.keys())
 
@@ -46,7 +49,7 @@ class LazyEmbeddings(LazyGetItemMixin[str, Any], LazyAwaitable[Any]):  # type: i
         return len(self.keys())
 
     def wait(self) -> Any:
-        """Return the embeddings; TorchRec names the wait to the profiler, there or not, in 5 us."""
+        """Return the embeddings. Without a profiler it goes past TorchRec's `wait`, whose profiler range takes 5 us."""
         return super().wait() if is_profiled() or self.callbacks else self._wait_impl()
 
     def _wait_impl(self) -> Any:
@@ -60,21 +63,32 @@ class LazyEmbeddings(LazyGetItemMixin[str, Any], LazyAwaitable[Any]):  # type: i
 class EarlyEmbeddings(LazyEmbeddings):
     """Embeddings of an early lookup.
 
-    TorchRec's own pipelined forwards wait where the module is called; waiting later lets a bottom MLP after the
-    call still run beside the all-to-all.
+    TorchRec's own pipelined forwards wait where the module is called. These wait at the first use, so a bottom MLP
+    that runs in between still overlaps with the all-to-all.
     """
 
 
 def _grad_mode() -> tuple[bool, bool]:
+    """Return whether gradients are enabled, and whether inference mode is."""
     return torch.is_grad_enabled(), torch.is_inference_mode_enabled()
 
 
 Answer = Callable[["PipelinedForward", tuple[Any, ...], dict[str, Any]], Any]
-"""Returns the answer to a call with these arguments."""
+"""Returns the embeddings for a call of a module's pipelined forward with these arguments."""
 
 
 class PipelinedForward:
-    """What callers of a sharded module get while the strategy is at work."""
+    """The `forward` of one sharded module while a pipeline is attached.
+
+    Args:
+        name: The module's name in the model, for messages.
+        module: The sharded module.
+        group: The ranks among which early input dists are sent; None on one rank.
+        prefetches: Whether tables in a UVM cache can be looked up early.
+
+    Raises:
+        ImportError: The installed TorchRec lacks a private name that is used of this module.
+    """
 
     def __init__(
         self, name: str, module: ShardedModule[Any, Any, Any, Any], group: dist.ProcessGroup | None, prefetches: bool
@@ -82,33 +96,40 @@ class PipelinedForward:
         check_torchrec(module)
         self.name, self.module = name, module
         self.before: Any = vars(module).get("forward")
-        """What stood in the place of the module's forward: another pipeline's stand-in, or nothing."""
+        """The instance's `forward` that this one replaces: another pipeline's; None where the class's stood there."""
         self.original_forward: Callable[..., Any] = (
             self.before.original_forward if isinstance(self.before, PipelinedForward) else module.forward
         )
         self.path: Path | None = None
+        """Where in the batch its input is; None where it is no object of the batch, and before `discover`."""
         self.keys: frozenset[str] = frozenset()
-        """Of the input, by which another one in the batch is told that might take its place."""
+        """Keys of its input; other KeyedJaggedTensors of the batch with these keys may be passed in its place."""
         self.num_overwritten = 0
-        """How often its early embeddings were left aside because somebody had written its tables."""
+        """How often its early embeddings were dropped because somebody had written its tables."""
         self.takes_part = False
-        """Whether its input is in the exchange of sizes: as all ranks found, whatever this one has found since."""
+        """Whether the exchange of sizes has columns for its input.
+
+        All ranks set this alike in `discover`. A rank on which the module runs unpipelined later on keeps the columns.
+        """
         self.unpipelined_reason: str | None = why_never_early(module, group, prefetches=prefetches)
+        """Why it runs in its own forward; None as long as nothing speaks against early lookups."""
         self.calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+        """Arguments of its calls in the step that runs."""
+        # By the input's id: what was passed to the module in this step, and what it returned, for `checkpoint()`.
         self._answers: dict[int, tuple[SentInput, KeyedJaggedTensor, Any]] = {}
 
     def keep_answer(self, given: Any, answer: Any) -> None:
-        """Keep the answer to an input, until `forget_answers`."""
+        """Keep what a call with this input returned, until `forget_answers`: `checkpoint()` repeats the call."""
         if isinstance(given, KeyedJaggedTensor):
             self._answers[id(given)] = SentInput(given), given, answer
 
     def answer_again(self, given: Any) -> Any:
-        """Return the answer that was kept for an input, if nobody has changed it; else None."""
+        """Return what was kept for an input, if nobody has changed that input since; else None."""
         sent, known, answer = self._answers.get(id(given), (None, None, None))
         return answer if sent is not None and known is given and sent.is_unchanged(given) else None
 
     def forget_answers(self) -> None:
-        """Let go of the answers that were kept."""
+        """Let go of what `keep_answer` has kept."""
         self._answers.clear()
 
     def __str__(self) -> str:
@@ -119,7 +140,7 @@ class PipelinedForward:
         return self._answer(self, args, kwargs)
 
     def attach(self, answer: Answer) -> None:
-        """Take the place of the module's forward; calls get this answer."""
+        """Replace the module's forward; `answer` returns the embeddings of each call."""
         self._answer = answer
         if vars(self.module).get("forward") is not self:
             self.before = vars(self.module).get("forward")
@@ -162,7 +183,7 @@ class PipelinedForwards(dict[str, PipelinedForward]):
         )
 
     def attach(self, answer: Answer) -> None:
-        """Take the place of the modules' forwards; calls get this answer."""
+        """Replace the modules' forwards; `answer` returns the embeddings of each call."""
         for pipelined in self.values():
             pipelined.attach(answer)
         _RANGES.begin(self)
@@ -181,12 +202,12 @@ class PipelinedForwards(dict[str, PipelinedForward]):
             self._mismatches.served(pipelined.name, self.num_steps)
 
     def forget_answers(self) -> None:
-        """Let go of the answers that a `checkpoint()` might have asked for again."""
+        """Let go of what is kept for calls that a `checkpoint()` repeats."""
         for pipelined in self.values():
             pipelined.forget_answers()
 
     def begin_step(self) -> None:
-        """Let go of the calls and the answers of the step before."""
+        """Forget the calls of the step before, and what is kept of them."""
         self.num_steps += 1
         for pipelined in self.values():
             pipelined.calls.clear()
@@ -213,6 +234,7 @@ class PipelinedForwards(dict[str, PipelinedForward]):
             pipelined.calls.clear()
 
     def _agree(self, found: dict[str, tuple[Path | None, str | None]]) -> dict[str, tuple[Path | None, str | None]]:
+        """Return the path of each module's input if all ranks have found it there, else why none looks it up early."""
         if self._group is None:
             return found
         everyone: list[Any] = [None] * self._group.size()
@@ -229,16 +251,24 @@ class PipelinedForwards(dict[str, PipelinedForward]):
     def check_all_ranks(self, pipelined: PipelinedForward, problem: str) -> None:
         """Make sure that all ranks run a module's own forward for the same call, before this one issues a collective.
 
-        They cannot be asked by a collective, since those that take early embeddings, or do not call it, issue none:
-        this rank's forward would wait for them, or mix up with what they send. So the problem is raised.
+        Ranks that take early embeddings, or do not call the module, issue no collective for the call. So no collective
+        can ask them, and those of this rank's forward would wait for them, or be matched with others of theirs.
+
+        Args:
+            pipelined: The module that this rank has to run in its own forward.
+            problem: The message of the error.
+
+        Raises:
+            RuntimeError: Another rank was served early embeddings for this call, or does not make it in time.
         """
         if self._mismatches is not None and not self._mismatches.all_ranks(pipelined.name, self.num_steps):
             raise RuntimeError(problem)
 
     def check_calls(self, begun: Container[str]) -> None:
-        """Give up modules that a step did not call once; let go of its calls.
+        """Run modules unpipelined from now on that the step has not called exactly once; forget its calls.
 
-        `begun` are the modules whose stages began for its batch.
+        Args:
+            begun: Names of the modules whose input dist was started for the step's batch. Others may be left uncalled.
         """
         for pipelined in self.values():
             num_calls = len(pipelined.calls)
@@ -246,14 +276,14 @@ class PipelinedForwards(dict[str, PipelinedForward]):
             if not pipelined.early:
                 continue
             if not num_calls:
-                self.served(pipelined)  # who waits for this rank's call waits in vain
+                self.served(pipelined)  # a rank that waits for this one in `check_all_ranks` waits in vain
             if num_calls > 1:
                 self.run_unpipelined(pipelined, "it was called more than once in a step")
             elif not num_calls and pipelined.name in begun:
                 self.run_unpipelined(pipelined, "it was not called for a batch that has its input")
 
     def run_unpipelined(self, pipelined: PipelinedForward, reason: str) -> None:
-        """Leave a module to its own forward from now on; warn once."""
+        """Let a module run in its own forward from now on; warn once, with the reason."""
         if pipelined.unpipelined_reason is None:
             pipelined.unpipelined_reason = reason
             self._warn_of_own_forward(pipelined, reason)
@@ -268,7 +298,7 @@ class PipelinedForwards(dict[str, PipelinedForward]):
         )
 
     def _warn_of_untrained_sequences(self, pipelined: PipelinedForward) -> None:
-        """Say what TorchRec 1.8 does not: its sequences of variable batch sizes have no gradient on a CPU."""
+        """Warn of sequences with variable batch sizes: TorchRec 1.8 does not train their tables on a CPU."""
         inputs = [only_input(*call) for call in pipelined.calls]
         kjts = [given for given in inputs if isinstance(given, KeyedJaggedTensor)]
         varies = any(kjt.variable_stride_per_key() and kjt.device().type == "cpu" for kjt in kjts)
@@ -288,7 +318,13 @@ class PipelinedForwards(dict[str, PipelinedForward]):
 
 
 def _find(pipelined: PipelinedForward, by_id: Mapping[int, Path], step: str) -> tuple[Path | None, str | None]:
-    """Return where in the batch a module's input stands, or why it cannot start early."""
+    """Return where in the batch a module's input is, or why its lookup cannot start early; the other one is None.
+
+    Args:
+        pipelined: The module, with the calls of the first step.
+        by_id: Path of each KeyedJaggedTensor of the batch by its `id`.
+        step: Name of the user's method, for the reason.
+    """
     if not pipelined.calls:
         return None, "it was not called for the first batch"
     if len(pipelined.calls) > 1:

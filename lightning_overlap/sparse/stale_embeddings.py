@@ -1,4 +1,4 @@
-"""The share of rows that a lookup reads stale: those that an update, which it could not see, was about to write."""
+"""Count the rows that a lookup reads stale: those that an update writes which the lookup could not see yet."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ r"""A row is counted as `table << ROW_BITS \| row`, so that one pass counts all 
 
 @dataclass(frozen=True, slots=True)
 class StaleCounts:
-    """Rows of one batch over all ranks, which may still be under way."""
+    """Stale rows of one batch over all ranks; the counts may still be under way (T tables)."""
 
     tables: tuple[str, ...]
+    """Names of the tables."""
     counts_T2: Tensor
-    """On the host: rows read stale and rows read, each row once, by table."""
+    """On the host, int64: distinct rows read stale, and distinct rows read, by table."""
     work: dist.Work | None = None
-    """The sum over ranks, where the host waits for it."""
+    """The all-reduce over ranks, where the host waits for it: on a CPU with several ranks."""
     event: torch.cuda.Event | None = None
     """Recorded after the copy to the host."""
 
@@ -53,10 +54,14 @@ class StaleCounts:
 
 
 class StaleRows:
-    """Counts the stale rows of single batches, globally: each rank those in its shards, from the ids it received.
+    """Counts the stale rows of single batches: each rank those of its shards, from the ids it received, then the sum.
 
-    Nothing makes the host wait. On CUDA a stream of its own counts, after the lookup. The group is for the sum over
-    ranks, which all make at the same point of their step.
+    The host does not wait. On CUDA the rows are counted on a stream of their own, after the lookup.
+
+    Args:
+        sparse: The pipeline of training.
+        executor: Returns the executor of training; None before its first batch.
+        group: Process group of the sum over ranks, which all start at the same point of a step; None on one rank.
     """
 
     def __init__(
@@ -70,22 +75,23 @@ class StaleRows:
         self._number = {key: number for number, key in enumerate(fused)}
         names = [table for _, table in fused]
         self.tables = tuple(table if names.count(table) == 1 else f"{name}.{table}" for name, table in fused)
-        """Those that are counted, by name."""
+        """Names of the tables that are counted, with the module's name where two tables share one."""
 
     @property
     def staleness(self) -> int:
-        """Of the schedule that is walked now."""
+        """Staleness of the schedule that the executor walks now, in batches; 0 before its first batch."""
         executor = self._executor()
         return 0 if executor is None else executor.schedule.staleness
 
     def keep_ids(self, keep: bool) -> None:
-        """Keep what the coming lookups read: `count` needs that of `staleness` batches and of one more."""
+        """Say whether coming lookups keep their ids; `count` needs those of the last `staleness + 1` lookups."""
         self._sparse.keep_ids = keep
 
     def count(self) -> StaleCounts | None:
         """Start to count the rows of the batch looked up last; all ranks call this after the same step.
 
-        None where it saw every update, where the step looked up no batch, or where the ids it takes were not kept.
+        Returns:
+            The counts; None if that batch saw every update, if the step looked up no batch, or if ids were not kept.
         """
         executor = self._executor()
         batches = [] if executor is None else _looked_up_last(executor.in_flight)
@@ -137,9 +143,9 @@ class StaleRows:
 
 
 def _looked_up_last(in_flight: Mapping[int, InFlightBatch]) -> list[InFlightBatch]:
-    """Return the batch that was looked up last, and those whose updates it did not see, on all ranks alike.
+    """Return the batch that was looked up last and then those whose updates it did not see, the same on all ranks.
 
-    Nothing where it saw all of them, or where one of these batches is over.
+    The list is empty if it saw all updates, or if one of these batches is no longer in flight.
     """
     latest = max((index for index, batch in in_flight.items() if Stage.EMBEDDING_LOOKUP in batch.done), default=None)
     if latest is None or not (num_unseen := in_flight[latest].num_unseen):
@@ -149,9 +155,13 @@ def _looked_up_last(in_flight: Mapping[int, InFlightBatch]) -> list[InFlightBatc
 
 
 def _rows(ids: Any, places: Sequence[tuple[int, int, int]]) -> Tensor:
-    """Return the looked-up rows of several tables as numbers that tell the table too, `(number of ids,)`, int64.
+    """Return the looked-up rows of several tables as `table << ROW_BITS | row`, `(number of ids,)`, int64.
 
-    The lengths of the received features are known on the host: no sync.
+    The lengths of the received features are known on the host: no host sync.
+
+    Args:
+        ids: The received ids of a module, one KeyedJaggedTensor for each part.
+        places: (part, key within the part, number of the table), as `tables.keys_in_backward` gives them.
     """
     rows = []
     for part, key, table in places:
@@ -166,8 +176,8 @@ def add_counts(counts_T2: Tensor, read_N: Tensor, unseen_M: Tensor) -> None:
     Nothing here has a size that depends on the ids, which the host would have to wait for.
 
     Args:
-        counts_T2: Rows read stale and rows read, by table, `(number of tables, 2)`, int64; receives the sums.
-        read_N: Rows that were looked up, `(N,)`, int64, with their tables' numbers above `ROW_BITS`.
+        counts_T2: Rows read stale and rows read, by table, `(number of tables, 2)`, int64; the counts are added to it.
+        read_N: Rows that were looked up, `(N,)`, int64, as `table << ROW_BITS | row`; repetitions count once.
         unseen_M: Rows of the updates that this lookup could not see, `(M,)`, int64, numbered likewise.
     """
     if not read_N.numel():

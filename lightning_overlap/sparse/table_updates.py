@@ -1,4 +1,4 @@
-"""What runs within a backward, or is left over from it: hooks, and updates that come later."""
+"""Steps of the schedule that run inside a backward, and updates of tables that come after it."""
 
 from __future__ import annotations
 
@@ -18,14 +18,21 @@ from .pipelined_forward import PipelinedForwards
 
 
 class TableUpdates:
-    """Updates the tables of batches whose backward stopped where their embeddings were received."""
+    """Updates the tables of batches whose backward stopped where their embeddings were received.
+
+    Args:
+        forwards: The sharded modules with their pipelined forwards.
+        order: The device's streams and the order of lookups and updates.
+        options: Options of the pipeline.
+        fills_waits: Whether steps may run inside a backward: only where the host waits for the gradient all-to-all.
+    """
 
     def __init__(
         self, forwards: PipelinedForwards, order: LookupOrder, options: SparseOptions, *, fills_waits: bool
     ) -> None:
         self._order, self._multi_node, self._fills_waits = order, options.multi_node, fills_waits
         self._hooks: list[RemovableHandle] = []
-        # An evaluation in the middle of a window has the same kernels, and leaves what they hold alone.
+        # Only the pipeline of training holds updates: one of an evaluation has the same kernels and must not drop them.
         holding = [pipelined.module for pipelined in forwards.values()] if options.holds_updates else []
         self._holding_replicas = [kernel for module in holding for kernel in replica_kernels(module)]
 
@@ -34,24 +41,30 @@ class TableUpdates:
     def register_hook(self, inflight: InFlightBatch, stage: Stage, call: Callable[[], None]) -> bool:
         """Have a function called where the backward of a batch first waits for other ranks, before it writes a table.
 
-        It may be called several times in one backward. The answer is False if no backward will call it, or if the first
-        stage that it issues had better be issued before the backward.
+        Args:
+            inflight: The batch being trained.
+            stage: The first stage that the function issues.
+            call: The function. One backward may call it several times.
+
+        Returns:
+            Whether the backward will call it. If not, or if the stage is better issued before the backward, the caller
+            has to issue it.
         """
         for handle in self._hooks:  # some tensors outlive their backward
             handle.remove()
         self._hooks.clear()
         if not self._fills_waits or torch.is_anomaly_enabled():
-            # On a device the lookup overlaps with the dense part; on a CPU it is work of the same thread. Anomaly mode
-            # would keep a backward alive for each graph that is made in it.
+            # On CUDA the lookup overlaps with the dense part anyway. Anomaly mode would keep this backward alive as
+            # long as each graph that is made inside it.
             return False
         if self._multi_node and stage in (Stage.INPUT_DATA_DIST, Stage.PREFETCH):
-            return False  # both wait for ids, which may be on the link still: gradients would queue after them
+            return False  # both wait for ids, which may still be on the link: gradients would queue after them
         if any(state.without_graph for state in inflight.modules.values()):
             return False  # a forward that checkpoint() repeats may write tables before this is called
         if inflight.defers_update:
             if stage is not Stage.INPUT_SPLITS_DIST and not self._multi_node:
-                # What waits is the end of the backward, for whoever is late. Within a host that is less than
-                # embeddings gain by being on their way before the backward.
+                # The backward waits for no gradients here, at its end only for the slowest rank. Within a host the
+                # embeddings gain more if they are sent before the backward.
                 return False
             for state in inflight.modules.values():
                 self._hooks += state.deferred.call_after_backward(call)
@@ -69,12 +82,12 @@ class TableUpdates:
     # -- updates that come later ------------------------------------------------------------------------------------
 
     def start(self, inflight: InFlightBatch) -> None:
-        """Send back the gradients of a batch whose tables are still to be updated."""
+        """Start the gradient all-to-alls of a batch whose tables are still to be updated, on the current stream."""
         for state in inflight.modules.values():
             self._order.hand_to_lookup(state.deferred.send())
 
     def gradients_are_there(self, batches: Iterable[InFlightBatch], timeout_s: float) -> bool:
-        """Whether the gradients of these batches' updates arrive within a time."""
+        """Wait for the gradients of these batches' updates; return whether all arrive within `timeout_s` seconds."""
         deadline = time.monotonic() + timeout_s
         deferred = [state.deferred for inflight in batches for state in inflight.modules.values()]
         while not all(update.has_arrived for update in deferred):
@@ -85,7 +98,7 @@ class TableUpdates:
 
     def make(self, inflight: InFlightBatch) -> None:
         """Wait for the gradients of a batch and update the tables that were looked up for it."""
-        # That of a module's own forward runs where autograd puts it: on the compute stream.
+        # Autograd runs the TBE backward on the stream of its forward: for a module's own forward the compute stream.
         on_compute = any(state.num_own_lookups for state in inflight.modules.values())
         if on_compute:
             self._order.compute_waits()
@@ -95,25 +108,25 @@ class TableUpdates:
             self._order.note_write()
 
     def update_replicas(self) -> None:
-        """Make the updates of replicated tables that have waited for an optimizer step."""
+        """Make the updates of replicated tables that wait for an optimizer step (`frozen_window`)."""
         for kernel in self._holding_replicas:
             kernel.update_held()
 
     def hold_replicas(self) -> None:
-        """Let the updates of replicated tables wait from now on, where others do; those that wait are left out."""
+        """With `frozen_window`, let updates of replicated tables wait from now on; drop those that wait already."""
         for kernel in self._holding_replicas:
             kernel.hold()
 
     def release_replicas(self) -> None:
-        """Let each backward make its own again."""
+        """Let each backward update replicated tables itself again."""
         for kernel in self._holding_replicas:
             kernel.release()
 
     def make_before_forward(self, name: str) -> None:
-        """Make the updates that a module's own forward is to see: all that wait for no optimizer step."""
+        """Make the deferred updates of the module `name`, but those that wait for an optimizer step."""
         waiting = [inflight for inflight in self._order.due if name in inflight.modules]
         if waiting:
-            self._order.lookup_waits()  # for the backward
+            self._order.lookup_waits()  # for the backward, which has left the gradients
             with self._order.on_lookup():
                 for inflight in waiting:
                     self._make(inflight.modules[name], inflight.index)

@@ -37,16 +37,20 @@ def lookup_counts(kernels: Kernels) -> list[int]:
 
 
 def lookups_since(kernels: Kernels, counts: list[int]) -> list[int]:
-    """Return what each kernel has counted since."""
+    """Return how much the iteration count of each kernel has grown since it was one of `counts`."""
     return [now - before for now, before in zip(lookup_counts(kernels), counts, strict=True)]
 
 
 def take_back(kernels: Kernels, num_lookups: list[int], order: LookupOrder) -> None:
-    """Take back what lookups without an update added to the iteration count of each kernel.
+    """Take lookups that no update follows out of the iteration counts of the kernels.
 
-    Some TBE optimizers count lookups, not updates (FBGEMM 1.8), and Adam corrects its bias by that count: an
-    evaluation, or a lookup that is dropped, would change training, and differently so in each mode. The lookup
-    stream, where early lookups count, waits for nothing here.
+    FBGEMM 1.8 counts lookups, not updates, and Adam corrects its bias by that count: an evaluation, or a lookup that
+    is dropped, would change training, and differently so in each mode.
+
+    Args:
+        kernels: The TBEs of a module.
+        num_lookups: What to subtract from the count of each; negative to add.
+        order: Has the lookup stream, on which the counts change. It does not wait for another stream here.
     """
     if any(num_lookups):
         with order.on_lookup():
@@ -55,12 +59,17 @@ def take_back(kernels: Kernels, num_lookups: list[int], order: LookupOrder) -> N
 
 @contextmanager
 def _updates_at_present_rate(module: Any, set_rates: SetRates | None) -> Iterator[None]:
-    """Let lookups of fused tables return embeddings whose backward takes the learning rate of backward time."""
+    """Within this context fused tables return embeddings whose backward takes the learning rate of backward time.
+
+    Args:
+        module: The sharded module that is looked up.
+        set_rates: Gives the kernels the scheduler's present rates; None: no scheduler moves them, nothing changes.
+    """
     if set_rates is None or not torch.is_grad_enabled():
         yield
         return
     set_rates()
-    # Every lookup with a TBE: by owner, one table of a dense kernel makes all of its sharding the dense optimizer's.
+    # Every part with a TBE, whoever owns it: one table with a dense kernel makes a part the dense optimizer's.
     patched = [
         lookup for lookup in tables_of(module)._lookups if isinstance(lookup, nn.Module) and tbes_within([lookup])
     ]
@@ -75,7 +84,7 @@ def _updates_at_present_rate(module: Any, set_rates: SetRates | None) -> Iterato
 
 @dataclass(frozen=True, slots=True)
 class _FusedLookup:
-    """One lookup of fused tables, that can be repeated."""
+    """The lookup of one part with fused tables, which the backward can repeat."""
 
     forward: Callable[[KeyedJaggedTensor], Tensor]
     kernels: Kernels
@@ -89,13 +98,14 @@ class _FusedLookup:
         return embeddings
 
     def run(self, features: KeyedJaggedTensor) -> tuple[Tensor, GradientEdge]:
+        """Return the embeddings, detached, and the edge at which their graph begins."""
         # A copy: TorchRec puts weights that scale gradients into what it is given, and must not do so twice.
         with torch.enable_grad():
             embeddings = self.forward(copy.copy(features))
         return embeddings.detach(), get_gradient_edge(embeddings)
 
     def run_again(self, features: KeyedJaggedTensor, counts: list[int]) -> GradientEdge:
-        """Look up once more as when the iteration counts were `counts`; leave them as they are."""
+        """Look up once more with the iteration counts of the first lookup; put the present ones back afterwards."""
         ahead = lookups_since(self.kernels, counts)  # this lookup, and those of later batches
         _uncount(self.kernels, ahead)
         _, edge = self.run(features)
@@ -105,7 +115,7 @@ class _FusedLookup:
 
 
 def _uncount(kernels: Kernels, num_lookups: list[int]) -> None:
-    """Take lookups back from the iteration count of each kernel, on the current stream."""
+    """Subtract lookups from the iteration count of each kernel, on the current stream."""
     with torch.no_grad():
         for tbe, num in zip(kernels, num_lookups, strict=True):
             if num:

@@ -1,8 +1,8 @@
-"""Let a sharded collection answer in the order of its configs, as the unsharded collection does.
+"""Let a sharded collection return embeddings in the order of its configs, as the unsharded collection does.
 
-TorchRec puts the embeddings of a sharded collection in the order of its sharding plan, so the same columns stand
-elsewhere under another plan or on another number of ranks. A model that was trained on `ebc(kjt).values()` would then
-read other columns after a resume, or where the unsharded module runs.
+TorchRec puts the embeddings of a sharded collection in the order of its sharding plan. Under another plan or on another
+number of ranks the columns have another order, and a model that was trained on `ebc(kjt).values()` would read other
+columns after a resume, or with the unsharded module.
 """
 
 from __future__ import annotations
@@ -23,9 +23,13 @@ from .supported_modules import configs_of, table_modules
 
 
 class ConfigOrderKeyedTensor(KeyedTensor):  # type: ignore[misc]
-    """A KeyedTensor that shows the columns of another one, `(B, sum of dims)`, in an order of its own keys.
+    """A KeyedTensor with the columns of another one, `(B, sum of dims)`, in another order of keys.
 
-    Columns are looked up by name where they are; `values()` moves them, when it is first called.
+    Columns are read by name from the other one; only `values()` copies them into order, when it is first called.
+
+    Args:
+        in_plan_order: The other one.
+        keys: Its keys in the new order.
     """
 
     def __init__(self, in_plan_order: KeyedTensor, keys: list[str]) -> None:
@@ -78,7 +82,7 @@ register_pytree_node(
 
 
 def without_graph(answer: Any) -> Any:
-    """Return a collection's answer, of tensors of any shape, KeyedTensors or JaggedTensors, detached from its graph."""
+    """Return a collection's output, nested tensors, KeyedTensors or JaggedTensors, detached from its graph."""
     return tree_map_only(Tensor, Tensor.detach, answer)
 
 
@@ -92,7 +96,7 @@ def call_in_backward(answer: Any, call: Callable[[], None]) -> None:
 
 
 def answer_in_config_order(model: nn.Module) -> None:
-    """Let every sharded collection of a model answer in the order of its configs, from now on."""
+    """Let every sharded collection of a model return embeddings in the order of its configs, from now on."""
     for module in table_modules(model).values():
         if hasattr(module, "names_in_order"):
             continue
@@ -104,7 +108,7 @@ def answer_in_config_order(model: nn.Module) -> None:
 
 @functools.cache
 def _in_order(cls: Any) -> type:
-    """Return a class of the same name that answers in order; one for all modules of a class."""
+    """Return a subclass of the same name whose output is in the configs' order; cached by class."""
 
     def ordered(method: Callable[..., Any]) -> Callable[..., Any]:
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -26,8 +26,10 @@ class DenseAndFused(Optimizer):
     optimizer's. Learning-rate schedulers, monitors and checkpoints see all of them alike, on all ranks the same.
     Of a fused group's entries only `lr` has an effect.
 
-    `fused` has the fused optimizers of this rank's kernels by the learning rate that their tables began with; every
-    rate of the model has an entry, on a rank without such tables an empty one.
+    Args:
+        dense: The optimizer of the dense part.
+        fused: Fused optimizers of this rank's kernels by the learning rate that their tables began with. Every rate of
+            the model has an entry, an empty one on a rank without such tables.
     """
 
     def __init__(self, dense: Optimizer, fused: dict[float, list[KeyedOptimizer]]) -> None:
@@ -89,7 +91,11 @@ class DenseAndFused(Optimizer):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` gave; a ValueError refuses another number of groups."""
+        """Load what `state_dict` returned.
+
+        Raises:
+            ValueError: It has another number of parameter groups.
+        """
         groups = state_dict["param_groups"]
         if len(groups) != len(self.param_groups):
             raise ValueError(
@@ -120,11 +126,11 @@ def combined_optimizer(module: nn.Module, dense: Optimizer) -> DenseAndFused:
 
     Args:
         module: The module with the tables. Where none is sharded (another strategy) there are only dense groups.
-        dense: Trains everything but the fused tables. One of several optimizers will do.
+        dense: Trains everything but the fused tables. If there are several dense optimizers, any one of them.
 
     Raises:
-        TypeError: `dense` is no optimizer of PyTorch's kind.
-        ValueError: The module was sharded by something else than the strategy.
+        TypeError: `dense` is no `torch.optim.Optimizer`, or a combined or keyed one.
+        ValueError: A module with tables was not sharded by the strategy.
     """
     if not isinstance(dense, Optimizer) or isinstance(dense, (KeyedOptimizer, DenseAndFused)):
         raise TypeError(
@@ -141,7 +147,7 @@ def combined_optimizer(module: nn.Module, dense: Optimizer) -> DenseAndFused:
         for rule in trained.values():
             by_rate.setdefault(rule.rate, [])
         for optimizer in fused_optimizers(sharded):
-            # All tables of one kernel have one rate; frozen ones have none.
+            # All tables of one kernel have one rate; frozen tables are not in `trained`.
             table = next(iter(optimizer.params)).split(".")[-2]
             if table in trained:
                 by_rate[trained[table].rate].append(optimizer)
@@ -149,7 +155,14 @@ def combined_optimizer(module: nn.Module, dense: Optimizer) -> DenseAndFused:
 
 
 def rate_setter(optimizers: Iterable[Optimizer]) -> SetRates | None:
-    """Return what gives the kernels their present rates, None where no optimizer moves them; a ValueError: two do."""
+    """Return a function that gives the kernels the present rates of the combined optimizer; None if there is none.
+
+    Args:
+        optimizers: Those of `configure_optimizers`.
+
+    Raises:
+        ValueError: Several of them are combined optimizers with fused groups.
+    """
     moving = [optimizer for optimizer in optimizers if isinstance(optimizer, DenseAndFused) and optimizer.fused_groups]
     if len(moving) > 1:
         raise ValueError(

@@ -30,10 +30,10 @@ CPU_FUSED_OPTIMIZERS = (EmbOptimType.EXACT_SGD, EmbOptimType.EXACT_ADAGRAD, EmbO
 
 
 def check_fused_optimizer(fused_optimizer: FusedOptimizer | None) -> tuple[Any, dict[str, Any]] | None:
-    """Return `(class, kwargs)` of what the user gave.
+    """Return `(class, kwargs)` of what the user gave, or None for None.
 
     Raises:
-        TypeError: Not a `FusedOptimizer`, a class that does not exist, or arguments that it does not take.
+        TypeError: It is no `FusedOptimizer`, or the class does not exist or does not take the arguments.
     """
     cls: Any
     kwargs: Any
@@ -80,7 +80,11 @@ def _is_optimizer(kind: Any) -> bool:
 
 
 def check_dense_optimizers(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-    """Refuse, with a ValueError, dense optimizers that own the weight of a fused table, and tables nobody trains."""
+    """Check that every table of a sharded model has one optimizer.
+
+    Raises:
+        ValueError: A dense optimizer has the weight of a fused table, or no optimizer has that of a table.
+    """
     optimizers = list(optimizers)
     parameters = [named for name, module in table_modules(model).items() for named in module.named_parameters(name)]
     refuse_dense_owner(dict(in_backward_optimizer_filter(iter(parameters), include=True)), optimizers)
@@ -97,7 +101,15 @@ def check_dense_optimizers(model: nn.Module, optimizers: Iterable[torch.optim.Op
 
 
 def refuse_dense_owner(fused: Mapping[str, nn.Parameter], optimizers: Iterable[torch.optim.Optimizer]) -> None:
-    """Refuse dense optimizers that own weights of fused tables, with a ValueError that shows how to leave them out."""
+    """Check that no dense optimizer has the weight of a fused table.
+
+    Args:
+        fused: Weights of fused tables by name.
+        optimizers: Those of `configure_optimizers`.
+
+    Raises:
+        ValueError: One has; the message shows how to leave the weights out. Also for TorchRec's CombinedOptimizer.
+    """
     optimizers = list(optimizers)
     if any(isinstance(optimizer, CombinedOptimizer) for optimizer in optimizers):
         raise ValueError(
@@ -138,10 +150,16 @@ def _owned(optimizers: Iterable[torch.optim.Optimizer]) -> set[int]:
 def apply_fused_optimizer(
     in_backward: list[Table], fused: tuple[Any, dict[str, Any]] | None, device: torch.device
 ) -> None:
-    """Give tables that the backward is to train their optimizer, where they have none, and freeze those of no gradient.
+    """Apply the fused optimizer to tables that have none; freeze those with `requires_grad=False`.
+
+    Args:
+        in_backward: Tables that the backward is to train.
+        fused: Class and arguments of the fused optimizer; None if the user gave none.
+        device: Where the tables are trained.
 
     Raises:
-        ValueError: There is none, or the device cannot fuse it, or a table has one and no gradient.
+        ValueError: A table has no optimizer and `fused` is None, the device cannot fuse an optimizer, or a table with
+            `requires_grad=False` has one.
     """
     missing = some(t.path for t in in_backward if t.parameter.requires_grad and t.fused_optimizer is None)
     if missing and fused is None:
@@ -169,7 +187,8 @@ def _freeze(table: Table) -> None:
             "Leave one of them out."
         )
     table.parameter.requires_grad_(True)
-    # The weight decay, which changes nothing, keeps it out of the kernel of a table whose rate only begins at zero.
+    # TorchRec puts tables of equal arguments into one kernel. The explicit weight decay of 0 keeps this table apart
+    # from trained ones whose learning rate begins at 0.
     table.apply_fused_optimizer(torch.optim.SGD, {"lr": 0.0, "weight_decay": 0.0})
     table.parameter.requires_grad_(False)
 
@@ -194,7 +213,12 @@ def _check_can_fuse(table: Table, device: torch.device) -> None:
 
 
 def warn_of_dense_tables(dense: list[Table], asked: Mapping[str, str] | None) -> None:
-    """Warn of tables that their fused optimizer does not train, and of those that a planner left whole without one."""
+    """Warn of tables that the dense optimizer has to train, though the user may not expect it.
+
+    Args:
+        dense: Tables with a dense kernel that are not replicas.
+        asked: Sharding types that the user has named, by table; None if the plan or planner is the user's.
+    """
     data_parallel = some(table.path for table in dense if table.fused_optimizer)
     if data_parallel:
         warnings.warn(

@@ -21,33 +21,38 @@ from .quantized_comms import FP16_MAX, Codec
 from .supported_modules import sharding_types_of, table_modules
 
 ASK_EVERY = 64
-"""Steps from one question to the other ranks to the next; at the beginning they ask more often."""
+"""Steps between two all-reduces of the largest gradients; at the beginning there are more."""
 
 LEAST_NORMAL = 2.0**-14
-"""The smallest number that FP16 has all its 11 bits for; below it is a ladder of steps of 2**-24."""
+"""The smallest normal number of FP16, with all its 11 bits; smaller ones are multiples of 2**-24."""
 
 HEADROOM = 4
-"""Doublings of the largest gradient that a proposed loss scale leaves room for."""
+"""A proposed loss scale leaves room for so many doublings of the largest gradient."""
 
 
 class OverflowWatch:
     """Warns, once for each group of tables, that FP16 cuts gradients off, or that all of them are too small for it.
 
-    A rank notes the largest gradient where it is encoded, and reads it once the device is done with it. The ranks put
-    theirs together by an all-reduce on the host, which a later step reads: all know the same, and one of them warns.
+    A rank notes the largest gradient where it is encoded, and reads it once the device has computed it. An all-reduce
+    on the host, which a later step reads, finds the largest of all ranks; one of them warns.
+
+    Args:
+        model: The sharded model.
+        consensus: Makes the all-reduces.
+        warns: Whether this rank is the one that warns.
     """
 
     def __init__(self, model: nn.Module, consensus: Consensus, *, warns: bool) -> None:
         self._consensus, self._warns = consensus, warns
         self._codecs: dict[str, list[Codec]] = {}
-        """By the name of the group of tables, for which all of them have one loss scale."""
+        """Codecs by the name of a group of tables, those of one part of a module, which have one loss scale."""
         for name, module in table_modules(model).items():
             for sharding, dist in zip(sharding_types_of(module), module._output_dists, strict=True):
                 codecs = list(_watch(dist, partial(self._note, len(self._codecs))))
                 if codecs:
                     plan = module.module_sharding_plan.items()
                     self._codecs[f"{name} ({some(t for t, one in plan if one.sharding_type == sharding)})"] = codecs
-        # Group of tables, smallest and largest of its gradients, when they are on the host.
+        # Number of the group, smallest and largest of its gradients, event after which these are on the host.
         self._noted: deque[tuple[int, Tensor, torch.cuda.Event | None]] = deque()
         self._peaks = [0.0] * len(self._codecs)
         self._asked: tuple[int, Tensor, Any] | None = None
@@ -55,7 +60,7 @@ class OverflowWatch:
         self._said: set[str] = set()
 
     def _note(self, part: int, gradients: Tensor) -> None:
-        """Note the ends of gradients that are about to be encoded, float32, on the current stream."""
+        """Note the smallest and largest of gradients that are about to be encoded, float32, on the current stream."""
         if not gradients.numel():
             return
         ends_2 = torch.stack(torch.aminmax(gradients.detach()))
@@ -68,7 +73,7 @@ class OverflowWatch:
         self._noted.append((part, ends_2, event))
 
     def _read(self) -> None:
-        """Read what the device is done with."""
+        """Read the smallest and largest gradients that are on the host by now."""
         while self._noted:
             part, ends_2, event = self._noted[0]
             if event is not None and not event.query():
@@ -79,7 +84,7 @@ class OverflowWatch:
             self._peaks[part] = max(self._peaks[part], peak)
 
     def step(self) -> None:
-        """Go on by a step; all ranks call this at the same point of theirs."""
+        """Begin a step; all ranks call this at the same point of theirs."""
         if not self._codecs:
             return
         self._read()
@@ -91,7 +96,7 @@ class OverflowWatch:
             self._ask()
 
     def finish(self) -> None:
-        """Say what the last steps have shown; all ranks call this, once training is over."""
+        """Wait for the gradients of the last steps and warn of them; all ranks call this once training is over."""
         if not self._codecs:
             return
         for *_, event in self._noted:
@@ -113,7 +118,7 @@ class OverflowWatch:
         self._asked = self._num_steps, peaks, self._consensus.start(peaks, ReduceOp.MAX)
 
     def _hear(self) -> None:
-        """Read what the ranks have put together, and say what is new."""
+        """Wait for the last all-reduce, and warn of what was not warned of before."""
         if self._asked is None:
             return
         (num_steps, peaks, work), self._asked = self._asked, None
@@ -127,7 +132,14 @@ class OverflowWatch:
 
 
 def _what_is_wrong(name: str, peak: float, scale: float, num_steps: int) -> str | None:
-    """Return what to say of the largest gradient so far, if anything."""
+    """Return the warning about a group of tables, or None.
+
+    Args:
+        name: Name of the group.
+        peak: The largest absolute gradient of all ranks so far.
+        scale: The loss scale that gradients are multiplied by.
+        num_steps: Steps so far.
+    """
     if not peak:
         return None
     sent = f"quantized_comms: the gradients of {name}, which are sent in FP16,"
@@ -150,7 +162,10 @@ def _what_is_wrong(name: str, peak: float, scale: float, num_steps: int) -> str 
 
 
 def _watch(dist: nn.Module, note: Any) -> Iterator[Codec]:
-    """Give an output dist codecs of its own that note gradients sent in FP16; codecs that a user gave stay."""
+    """Replace an output dist's codecs by ones that call `note` with gradients sent in FP16; yield those.
+
+    Codecs that the user gave stay.
+    """
     for part in dist.modules():
         for attribute, codecs in list(vars(part).items()):
             if not isinstance(codecs, QuantizedCommCodecs) or not isinstance(codecs.backward, Codec):

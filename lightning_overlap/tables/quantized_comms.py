@@ -1,4 +1,4 @@
-"""What embeddings and their gradients travel in between ranks: TorchRec's codecs, by name or by its own config."""
+"""Choose the precision in which embeddings and their gradients are sent: a name, or TorchRec's own config."""
 
 from __future__ import annotations
 
@@ -22,35 +22,38 @@ QuantizedComms: TypeAlias = str | tuple[str, str] | QCommsConfig | None
 """A precision for embeddings and gradients, one for each, TorchRec's config, or None for full precision."""
 
 Codecs: TypeAlias = Mapping[str, QuantizedCommCodecs]
-"""By the name of TorchRec's `CommOp`: what its sharders take."""
+"""Codecs by the name of TorchRec's `CommOp`, as its sharders take them."""
 
 PRECISIONS = {precision.value: precision for precision in CommType}
 """The precisions by name; `docs/communication.md` has what each takes and where."""
 
 FP16_MAX = torch.finfo(torch.float16).max
-"""The largest number that FP16 has. TorchRec's codec sends it in the place of larger ones, and of infinity."""
+"""The largest finite number of FP16. TorchRec's codec sends it in the place of larger ones, and of infinity."""
 
 _SCALED = (CommType.FP16, CommType.BF16)
 _CUDA_ONLY = (CommType.BF16, CommType.FP8)
 _GROUPED = (CommType.INT8, CommType.MX4)
 _GROUP = 32
-"""Numbers that share a scale; of FP8 by name. TorchRec's other FP8, without groups, ends at 0.9375."""
+"""How many numbers share a scale in "fp8". TorchRec's FP8 without groups cannot represent more than 0.9375."""
 
 _SEQUENCES = (EmbeddingCollection, ManagedCollisionEmbeddingCollection)
 _SUMMED = (ShardingType.ROW_WISE.value, ShardingType.TABLE_ROW_WISE.value, ShardingType.GRID_SHARD.value)
-"""Sharding types whose embeddings are summed on their way: by a reduce-scatter, of numbers as they are sent."""
+"""Sharding types whose embeddings go by a reduce-scatter, which sums encoded numbers."""
 
 
 class Codec(QuantizedCommCodec):  # type: ignore[misc]
-    """TorchRec's codec, whose loss scale is taken off in full precision, and which can be watched.
+    """TorchRec's codec, which divides by the loss scale in full precision, and which can be watched.
 
-    TorchRec 1.8 divides by the scale in the 16 bits that were sent: what the scale has kept within their range
-    leaves it again. Where both stay within it, a power of two gives the same bits either way.
+    TorchRec 1.8 divides by the scale in 16 bits, so that numbers which the scale has kept within their range leave it
+    again. If both stay within it, a power of two gives the same bits either way.
 
-    `plain` is TorchRec's codec, without a loss scale; `note` is called with all that is to be encoded.
+    Args:
+        plain: TorchRec's codec, without a loss scale.
+        loss_scale: Numbers are multiplied by it before they are sent; None: they are not.
     """
 
     note: Callable[[Tensor], None] | None = None
+    """Called with each tensor that is to be encoded, if it is set."""
 
     def __init__(self, plain: QuantizedCommCodec, loss_scale: float | None = None) -> None:
         self.__dict__.update(vars(plain))
@@ -85,10 +88,11 @@ class Codec(QuantizedCommCodec):  # type: ignore[misc]
 
 
 def resolve_quantized_comms(quantized_comms: QuantizedComms) -> QCommsConfig | None:
-    """Return TorchRec's config for what a user gave; None where all is sent in full precision.
+    """Return TorchRec's config for what a user gave; None if all is sent in full precision.
 
-    What is no `QuantizedComms` is a TypeError; a ValueError is an unknown precision, and a loss scale that is not
-    positive, or that the precision does not take.
+    Raises:
+        TypeError: It is no `QuantizedComms`.
+        ValueError: A precision is unknown, or a loss scale is not positive or not possible with its precision.
     """
     match quantized_comms:
         case None:
@@ -124,7 +128,11 @@ def resolve_quantized_comms(quantized_comms: QuantizedComms) -> QCommsConfig | N
 
 
 def check_quantized_comms(config: QCommsConfig | None, tables: Iterable[Table], device: torch.device) -> None:
-    """Refuse, with a ValueError, precisions that a device lacks, or that tables cannot be sent in."""
+    """Check that a device has the precisions, and that the embeddings of all tables can be sent in them.
+
+    Raises:
+        ValueError: The device lacks one, or sequences (EmbeddingCollection) do not divide into its groups.
+    """
     sequences = [table.path for table in tables if issubclass(table.sharder.module_type, _SEQUENCES)]
     for direction, precision, _, fp8_group in _directions(config or QCommsConfig()):
         if device.type == "cpu" and precision in _CUDA_ONLY:
@@ -142,7 +150,11 @@ def check_quantized_comms(config: QCommsConfig | None, tables: Iterable[Table], 
 
 
 def check_plan(config: QCommsConfig | None, plan: ShardingPlan) -> None:
-    """Refuse INT8 for tables whose embeddings are summed on their way."""
+    """Check that a plan does not send the embeddings of row-wise tables in INT8.
+
+    Raises:
+        ValueError: It does; a reduce-scatter would sum encoded numbers.
+    """
     for direction, precision, *_ in _directions(config or QCommsConfig()):
         if precision is not CommType.INT8:
             continue
@@ -165,7 +177,7 @@ def _directions(config: QCommsConfig) -> Iterator[tuple[str, CommType, float | N
 def codecs_of(config: QCommsConfig | None, device: torch.device) -> Codecs | None:
     """Return the codecs for TorchRec's sharders; None for full precision.
 
-    They are TorchRec's own, but for a loss scale: see `Codec`.
+    They are TorchRec's own except for the loss scale, see `Codec`.
     """
     if config is None:
         return None
@@ -178,7 +190,7 @@ def codecs_of(config: QCommsConfig | None, device: torch.device) -> Codecs | Non
 
 
 def compression(config: QCommsConfig | None) -> dict[str, float]:
-    """Return by how much `embeddings` and `gradients` shrink that go by an all-to-all; 1 is not at all."""
+    """Return float32 bytes per sent byte of `embeddings` and `gradients` in an all-to-all; 1 for full precision."""
     codecs, ratios = get_qcomm_codecs(config or QCommsConfig()), {}
     for what, codec in (("embeddings", codecs.forward), ("gradients", codecs.backward)):
         context = codec.create_context()

@@ -1,8 +1,8 @@
 """Replicas: tables that every rank holds whole and trains in the backward, as a sharded table's own optimizer would.
 
-They are TorchRec's data-parallel sharding with another writer: each backward that reaches a lookup sums the gradient
-over the ranks, and then every rank makes the same update. It is that of the fused kernel: a row without a gradient
-stays what it is, under each of the optimizers that are made here. `replicated_tables.py` says which tables have them.
+They are TorchRec's data-parallel tables, updated in the backward: each backward that reaches a lookup sums the gradient
+over the ranks, and then every rank makes the same update. The update is that of the fused kernel: a row without a
+gradient keeps its value, under each of the optimizers that are made here. `replicated_tables.py` chooses the tables.
 """
 
 from __future__ import annotations
@@ -33,8 +33,13 @@ _IN_BACKWARD = "_in_backward_optimizers"
 class ReplicaOptimizer(FusedOptimizer):  # type: ignore[misc]
     """The optimizer of replicas, shaped as TorchRec's fused optimizers are: `step` leaves the tables alone.
 
-    It is its own kernel too: counters and learning rates are read and set here, as in those of FBGEMM. Its tables, by
-    name, have one width, and follow each other in a kernel's flat weights from `start` on.
+    Iteration count and learning rate are read and set here under the names that FBGEMM's kernels have for them.
+
+    Args:
+        rule: The optimizer's kind, learning rate and eps.
+        weights: The tables by name, `(num_embeddings, embedding_dim)` each, all of one width; they follow each other in
+            a kernel's flat weights.
+        start: Index in the flat weights at which the first one begins.
     """
 
     def __init__(self, rule: Rule, weights: Mapping[str, Tensor], start: int) -> None:
@@ -64,17 +69,22 @@ class ReplicaOptimizer(FusedOptimizer):  # type: ignore[misc]
 
     @override
     def step(self, closure: Any = None) -> None:
-        """Take the rate of the parameter group, nothing else: the backward has updated the tables."""
+        """Read the rate of the parameter group, nothing else: the backward has updated the tables."""
         [group] = self.param_groups
         self._rate = float(group["lr"])
 
     @override
     def zero_grad(self, set_to_none: bool = False) -> None:
-        """Take the rate of the parameter group, as TorchRec's fused optimizers do."""
+        """Read the rate of the parameter group, as TorchRec's fused optimizers do here."""
         self.step()
 
     def update(self, weights: Tensor, gradient: Tensor) -> None:
-        """Update the tables in a kernel's flat weights, given the gradient of these, summed over the ranks."""
+        """Update this optimizer's tables in place.
+
+        Args:
+            weights: All weights of the kernel, flat, `(num_weights,)`.
+            gradient: Their gradient, summed over the ranks, of the same shape and dtype.
+        """
         self.iter += 1
         part, of_part = weights[self._part].view(-1, self._dim), gradient[self._part].view(-1, self._dim)
         if self.optimizer is EmbOptimType.EXACT_SGD:
@@ -91,16 +101,18 @@ class ReplicaOptimizer(FusedOptimizer):  # type: ignore[misc]
 class ReplicaKernel(DenseTableBatchedEmbeddingBagsCodegen):  # type: ignore[misc]
     """A dense kernel that updates its tables in the backward, alike on all ranks.
 
-    Every call has a leaf of its own, in the place of the kernel's parameter, so that two calls in a step are two
-    updates, as in a fused kernel. The sum over the ranks starts where the gradient is there, and is waited for at the
-    end of the backward, when all others that travel are under way too; or, where updates wait for an optimizer step,
-    right before these. Nobody counts its writes of the tables, as nobody counts those of FBGEMM's kernels.
+    Every call uses a leaf of its own in the place of the kernel's parameter, so that two calls in a step are two
+    updates, as in a fused kernel. The all-reduce of a gradient starts as soon as it is computed. The update waits for
+    it at the end of the backward, when all other collectives have been started, or, if updates wait for an optimizer
+    step, right before the update. It does not raise `Tensor._version`, as FBGEMM's kernels do not (`write_counts.py`).
     """
 
     optimizers: list[ReplicaOptimizer]
-    """In the order of their tables."""
+    """The optimizers of its tables, in the order of these."""
     group: dist.ProcessGroup
+    """The ranks that gradients are summed over."""
     set_rates: Callable[[], None] | None
+    """Gives the optimizers the scheduler's present rates; None: no scheduler moves them."""
     held: list[tuple[Tensor, Any]] | None
     """Sums whose update waits for an optimizer step, each with its all-reduce; None: no update waits."""
 
@@ -135,7 +147,7 @@ class ReplicaKernel(DenseTableBatchedEmbeddingBagsCodegen):  # type: ignore[misc
         torch.autograd.Variable._execution_engine.queue_callback(partial(self._update, gradient, work))
 
     def hold(self) -> None:
-        """Let updates wait for `update_held` from now on; those that wait already are left out."""
+        """Let updates wait for `update_held` from now on; those that wait already are dropped."""
         self.held = []
 
     def update_held(self) -> None:
@@ -146,15 +158,15 @@ class ReplicaKernel(DenseTableBatchedEmbeddingBagsCodegen):  # type: ignore[misc
                 self._update(gradient, work)
 
     def release(self) -> None:
-        """Let each backward make its update again; those that wait are left out."""
+        """Let each backward make its update again; those that wait are dropped."""
         self.held = None
 
     @torch.no_grad()
     def _update(self, gradient: Tensor, work: Any) -> None:
-        """Update the tables, on the current stream: at the end of a backward on that of its caller."""
+        """Wait for the sum and update the tables, on the current stream: after a backward that of its caller."""
         work.wait()
         if gradient.is_cuda:
-            gradient.record_stream(torch.cuda.current_stream())  # it comes from the pool of the lookup's stream
+            gradient.record_stream(torch.cuda.current_stream())  # it was allocated on the lookup stream
         if self.set_rates is not None:
             self.set_rates()
         weights = self.weights.data
@@ -163,14 +175,20 @@ class ReplicaKernel(DenseTableBatchedEmbeddingBagsCodegen):  # type: ignore[misc
 
 
 def make_replicas(model: nn.Module, modules: Iterable[str], trained: Mapping[str, Mapping[str, Rule]]) -> None:
-    """Let the data-parallel tables of some modules be trained in the backward, by the rules of each module's tables."""
+    """Turn the kernels of data-parallel tables into replica kernels, in place.
+
+    Args:
+        model: The sharded model.
+        modules: Names of the modules whose data-parallel tables are replicas.
+        trained: Rules of the tables that are trained in the backward, by module and table.
+    """
     for name in modules:
         module: Any = model.get_submodule(name)
         rules, weights = trained[name], {key.split(".")[-2]: (key, one) for key, one in module.named_parameters()}
         for number, lookup in enumerate(module._lookups):
             if not isinstance(lookup, DistributedDataParallel):
                 continue
-            module._lookups[number] = lookup.module  # whose gradients nobody else sums now
+            module._lookups[number] = lookup.module  # without DDP, which would sum gradients too
             for group, part in zip(lookup.module.grouped_configs, lookup.module._emb_modules, strict=True):
                 kernel = part.emb_module
                 assert isinstance(kernel, DenseTableBatchedEmbeddingBagsCodegen)
@@ -194,6 +212,6 @@ def replica_kernels(module: Any) -> list[ReplicaKernel]:
 
 
 def follow_rates(model: nn.Module, set_rates: Callable[[], None] | None) -> None:
-    """Have replicas updated at the rates that `set_rates` gives at the time; None: nothing moves them."""
+    """Let replicas call `set_rates` before each update, to get the scheduler's rates; None: no scheduler moves them."""
     for kernel in replica_kernels(model):
         kernel.set_rates = set_rates

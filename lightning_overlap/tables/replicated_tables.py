@@ -1,4 +1,4 @@
-"""Which tables are replicated: those that cost fewer bytes between ranks whole than cut up.
+"""Choose the tables that are replicated: those that send fewer bytes between ranks whole than sharded.
 
 The embeddings of a feature and their gradients are as many rows as a rank's batch, whatever the table has. The gradient
 of a whole table is as many rows as the table. So a table with fewer rows than a rank's batch is replicated.
@@ -23,11 +23,16 @@ ReplicateTables: TypeAlias = int | Sequence[str] | None
 
 _DATA_PARALLEL = ShardingType.DATA_PARALLEL.value
 _KINDS = (EmbOptimType.EXACT_SGD, EmbOptimType.EXACT_ADAGRAD, EmbOptimType.EXACT_ROWWISE_ADAGRAD)
-"""Optimizers that leave a row without a gradient as it is, and whose update is the same made densely."""
+"""Optimizers that do not change a row without a gradient, so that a dense update is the same as a sparse one."""
 
 
 def check_replicate_tables(replicate: ReplicateTables) -> None:
-    """Refuse, with a TypeError, what is no `ReplicateTables`, and a negative number of rows with a ValueError."""
+    """Check the strategy's argument as far as it goes without tables.
+
+    Raises:
+        TypeError: It is no `ReplicateTables`.
+        ValueError: It is a negative number of rows.
+    """
     is_names = isinstance(replicate, Sequence) and not isinstance(replicate, str)
     if is_names and all(isinstance(name, str) for name in replicate):  # type: ignore[union-attr]
         return
@@ -51,13 +56,19 @@ def tables_to_replicate(
 ) -> frozenset[str]:
     """Return the names of the tables to replicate: those that the user has named, else those with few rows.
 
-    For their few rows none are on one rank, where there is nobody to replicate for, or where the plan or planner is the
-    user's. A module with data-parallel tables of the dense optimizer keeps its other tables sharded: TorchRec looks all
-    data-parallel tables of a module up together. A planner knows tables by their names alone: of several modules'
-    tables with one name all are replicated, or none.
+    Tables are chosen by their rows only on several ranks, and not if the plan or planner is the user's. A module with
+    data-parallel tables of the dense optimizer keeps its other tables sharded, since TorchRec looks all data-parallel
+    tables of a module up together. A planner knows tables by their names alone, so of several modules' tables with one
+    name all are replicated, or none.
 
-    `sharding` has the types that the user has named, by table; these tables are left alone; it is None where the plan
-    is the user's. Tables without a fused optimizer are going to get `fused`.
+    Args:
+        replicate: The strategy's argument.
+        tables: All tables of the model.
+        sharding: The sharding types that the user has named, by table; these tables are not chosen by their rows. None
+            if the plan or planner is the user's.
+        batch_size: Samples of a batch on one rank; None if it is not known.
+        fused: Class and arguments of the fused optimizer that tables without one get; None: they get none.
+        world_size: How many ranks there are.
 
     Raises:
         ValueError: A table that the user has named does not exist, is named with another sharding type, or cannot be
@@ -99,7 +110,7 @@ def tables_to_replicate(
 def replicas_in(plan: ShardingPlan, tables: list[Table], names: Collection[str], world_size: int) -> list[Table]:
     """Return the tables of a plan that are trained as replicas: those in `names`, the same on all ranks.
 
-    On one rank the plan may shard these as any.
+    On one rank the plan may shard tables in `names` in any way.
 
     Raises:
         ValueError: The plan does not make such a table data-parallel, or makes others of its module so, which the

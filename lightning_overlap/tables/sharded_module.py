@@ -25,7 +25,7 @@ from .supported_modules import SUPPORTED_MODULES, TABLE_TYPES, owners_of, spec_o
 
 R = TypeVar("R")
 SetRates: TypeAlias = Callable[[], None]
-"""Gives the kernels the learning rates that the schedule has now."""
+"""Gives the kernels the learning rates that the scheduler has now."""
 
 PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
     "ShardedEmbeddingBagCollection": (
@@ -54,7 +54,11 @@ PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
 
 
 def check_torchrec(module: nn.Module) -> None:
-    """Raise an ImportError, with name and versions, if a sharded module lacks a private name that is used of it."""
+    """Check that a sharded module has the private names that this package uses of it.
+
+    Raises:
+        ImportError: It lacks one; the message has the name and the versions.
+    """
     owners = {kind.__name__: module for kind in SUPPORTED_MODULES if isinstance(module, kind)}
     check_names("torchrec", PRIVATE_NAMES, owners)
     if owners:
@@ -64,7 +68,7 @@ def check_torchrec(module: nn.Module) -> None:
 
 
 def read_once(read: Callable[[Any], list[R]]) -> Callable[[Any], list[R]]:
-    """Wrap a function of a module so that each module is read once: its shards do not change, and every step asks."""
+    """Cache the results of a function by module: a module's shards do not change, and every step asks for them."""
     known: WeakKeyDictionary[nn.Module, list[R]] = WeakKeyDictionary()
 
     @functools.wraps(read)
@@ -82,10 +86,13 @@ owners_of_parts = read_once(owners_of)
 
 @read_once
 def keys_in_backward(module: Any) -> list[tuple[int, int, str]]:
-    """Return where each fused table of this rank stands in the received ids: (sharding, key within it, table's name).
+    """Return where the ids of each fused table of this rank are among the received ones.
 
     A table that is cut by columns has the same ids in each of its shards: only the shard with the first columns is
     listed.
+
+    Returns:
+        (part, key within the part's KeyedJaggedTensor, name of the table), one for each feature of a table.
     """
     owners = owners_of_parts(module)
     found = []
@@ -98,18 +105,18 @@ def keys_in_backward(module: Any) -> list[tuple[int, int, str]]:
 
 
 def fused_optimizers(module: ShardedModule[Any, Any, Any, Any]) -> list[KeyedOptimizer]:
-    """Return the fused optimizers of a module's kernels on this rank, one each; none where it has no shard."""
+    """Return the fused optimizers of a module's kernels on this rank, one each; none if the rank has no shard."""
     return [optimizer for _, optimizer in tables_of(module).fused_optimizer.optimizers]
 
 
 @read_once
 def tbes(module: Any) -> list[SplitTableBatchedEmbeddingBagsCodegen]:
-    """Return the table-batched kernels (TBEs) of a module's own shards."""
+    """Return the fused kernels (TBEs) of a module on this rank; none for modules of unknown kinds."""
     return [] if spec_of(module) is None else tbes_within(tables_of(module)._lookups)
 
 
 def tbes_within(lookups: Iterable[nn.Module]) -> list[SplitTableBatchedEmbeddingBagsCodegen]:
-    """Return the table-batched kernels of some lookups, in their order."""
+    """Return the fused kernels (TBEs) within some lookups, in their order."""
     parts = [part for lookup in lookups for part in lookup.modules()]
     return [part for part in parts if isinstance(part, SplitTableBatchedEmbeddingBagsCodegen)]
 
@@ -121,8 +128,8 @@ def caching_tbes(module: Any) -> list[SplitTableBatchedEmbeddingBagsCodegen]:
 
 
 def forget_prefetched(module: Any) -> None:
-    """Unlock and drop what kernels have prefetched and not looked up, on the current stream."""
-    for tbe in tbes(module) if caching_tbes(module) else []:  # a kernel without a cache counts prefetches, too
+    """Unlock and drop the rows that kernels have prefetched and not looked up, on the current stream."""
+    for tbe in tbes(module) if caching_tbes(module) else []:  # a kernel without a cache notes prefetches, too
         for locations in tbe.lxu_cache_locations_list:
             torch.ops.fbgemm.lxu_cache_locking_counter_decrement(tbe.lxu_cache_locking_counter, locations)
         tbe.lxu_cache_locations_list.clear()
@@ -131,14 +138,14 @@ def forget_prefetched(module: Any) -> None:
 
 
 _LAST_LOOKUP = ("lxu_cache_locations", "_indices", "_offsets", "_vbe_B_offsets", "_vbe_max_B")
-"""What a kernel keeps of its last lookup; its next backward takes them for its own (FBGEMM 1.8)."""
+"""Attributes that a kernel sets in each lookup; its next backward uses them, of whichever lookup it is (FBGEMM 1.8)."""
 
 
 @contextmanager
 def without_backward(module: Any) -> Iterator[None]:
-    """Go around a lookup that no backward follows.
+    """Within this context lookups are not followed by a backward.
 
-    It locks no rows of a cache, and the kernels go on with the lookup before it, whose backward is still to come.
+    They leave no rows of a cache locked, and the next backward is that of the lookup before.
     """
     kernels = [tbe for tbe in caching_tbes(module) if tbe.prefetch_pipeline]
     kept = [[getattr(tbe, name) for name in _LAST_LOOKUP] for tbe in kernels]
@@ -152,7 +159,7 @@ def without_backward(module: Any) -> Iterator[None]:
 
 
 def kernel_of(fused_optimizer: Any) -> SplitTableBatchedEmbeddingBagsCodegen | ReplicaOptimizer | None:
-    """Return what keeps the counter and the rate of a fused optimizer: its kernel; None for kernels of other kinds."""
+    """Return the kernel of a fused optimizer, which has its iteration count and learning rate; None for other kinds."""
     if isinstance(fused_optimizer, ReplicaOptimizer):
         return fused_optimizer
     kernel = getattr(fused_optimizer, "_emb_module", None)

@@ -1,4 +1,4 @@
-"""Shard the tables of a model in place: the user's argument, the plan, checks that speak before training starts."""
+"""Shard the tables of a model in place: the user's argument, the plan, and checks before training starts."""
 
 from __future__ import annotations
 
@@ -62,15 +62,23 @@ def shard_tables(
 ) -> None:
     """Replace every TorchRec collection of a model by its sharded form, in place.
 
-    Weights that the tables have keep their values; tables on `meta` come to life as shards only. The group is for the
-    tables' collectives, `local_world_size` of its ranks are on this host. `batch_size` is that of a rank, None where
-    nobody knows. The other arguments are those of the strategy.
+    Weights keep their values; tables on `meta` are allocated as shards only. All ranks of the group call this.
+
+    Args:
+        model: The model, with unsharded collections or with some that the user has sharded, which stay as they are.
+        sharding: The strategy's argument.
+        fused_optimizer: The strategy's argument.
+        group: Process group of the tables' collectives.
+        device: Where the shards are allocated.
+        local_world_size: How many ranks of the group are on this host.
+        quantized_comms: TorchRec's config, from `resolve_quantized_comms`; None for full precision.
+        replicate_tables: The strategy's argument.
+        batch_size: Samples of a batch on one rank; None if it is not known.
 
     Raises:
-        ValueError: A table or sharding type that does not exist here, a table without a fused optimizer, an
-            optimizer that the device cannot fuse, a precision that the device or the tables cannot be sent in, or one
-            for modules that are sharded already, tables that cannot be replicated. Raised on every rank, before any
-            table is sharded.
+        ValueError: A table or sharding type does not exist here, a table has no fused optimizer, the device cannot
+            fuse an optimizer, the device or the tables cannot be sent in a precision, modules that are sharded already
+            send in another one, or tables cannot be replicated. Raised on every rank, before any table is sharded.
     """
     tables = find_tables(model)
     _refuse_other_codecs(model, quantized_comms)
@@ -79,7 +87,7 @@ def shard_tables(
         return
     _refuse_pruning(model)
     fused, named, num_ranks = check_fused_optimizer(fused_optimizer), _named_types(sharding, tables), group.size()
-    whole = tables_to_replicate(
+    to_replicate = tables_to_replicate(
         replicate_tables, tables, named, batch_size=batch_size, fused=fused, world_size=num_ranks
     )
     plan = make_plan(
@@ -90,20 +98,20 @@ def shard_tables(
         device=device,
         local_world_size=local_world_size,
         quantized_comms=quantized_comms,
-        whole=whole if num_ranks > 1 else (),
+        whole=to_replicate if num_ranks > 1 else (),
     )
-    replicas = replicas_in(plan, tables, whole, num_ranks)
+    replicas = replicas_in(plan, tables, to_replicate, num_ranks)
     dense = {table.path for table in tables if (how := table.planned(plan)) and how.compute_kernel == _DENSE_KERNEL}
     in_backward = [table for table in tables if table.path not in dense or table in replicas]
     apply_fused_optimizer(in_backward, fused, device)
     if dist.get_rank() == 0:
         warn_of_dense_tables([table for table in tables if table not in in_backward], named)
     aliases = _aliases(model, tables)
-    # Sharding a module from a CPU would draw new weights. Managed collision modules begin without ids: TorchRec makes
-    # them anew, for the rows of each shard.
+    # TorchRec would initialize the shards of tables on a CPU anew. Managed collision modules begin without ids, as it
+    # makes them anew for the rows of each shard.
     modules = {table.module for table in tables} - {table.module for table in tables if table.parameter.is_meta}
     initial = {name: dict(model.get_submodule(name).named_parameters()) for name in sorted(modules)}
-    # A rank knows the rates of its own shards only, and those move with a schedule.
+    # Every table's rule as of now: kernels know the rates of this rank's shards only, and schedulers move them.
     trained: dict[str, dict[str, Rule]] = {table.module: {} for table in tables}
     for table in in_backward:
         if table.parameter.requires_grad:
@@ -151,16 +159,20 @@ def _refuse_other_codecs(model: nn.Module, comms: QCommsConfig | None) -> None:
 
 
 def _watch(model: nn.Module) -> None:
-    """Let modules go by names as the unsharded ones do, be copied, and have writes to their tables counted."""
+    """Let modules go by names as the unsharded ones do, be copied, and count writes to their tables."""
     answer_in_config_order(model)
     find_features_by_name(model)
     watch_tables(model)
-    for module in sharded_modules(model).values():  # it has process groups and hooks that nobody can copy or pickle
+    for module in sharded_modules(model).values():  # it has process groups and hooks, which cannot be pickled
         copyreg.pickle(type(module), _left_behind)
 
 
 class ShardsLeftBehind(nn.Module):
-    """Takes the place of a sharded module, of a `kind`, in a copy: shards stay with their process and its ranks."""
+    """Replaces a sharded module in a copy of a model: shards belong to a process and its ranks.
+
+    Args:
+        kind: Name of the sharded module's class.
+    """
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -197,10 +209,10 @@ def make_plan(
 ) -> ShardingPlan:
     """Return the plan that `shard_tables` shards a model by; all ranks of the group call this.
 
-    The arguments are those of `shard_tables`, and `whole`, the names of tables that a planner is to replicate.
+    The arguments are those of `shard_tables`, and `whole`: names of tables that a planner is to make data-parallel.
 
     Raises:
-        ValueError: As `shard_tables`, or the planner has no plan.
+        ValueError: As in `shard_tables`, or the planner finds no plan.
     """
     tables = find_tables(model)
     check_sharding(sharding, tables, device)
@@ -231,7 +243,7 @@ def _refuse_pruning(model: nn.Module) -> None:
 
 
 def sharded_state_names(model: nn.Module) -> set[str]:
-    """Return the names of all parameters and buffers that the sharded modules look after themselves."""
+    """Return the names of all sharded parameters and of all buffers of sharded modules, which DDP has to ignore."""
     names: set[str] = set()
     for name, module in sharded_modules(model).items():
         names.update(module.sharded_parameter_names(name))
@@ -240,7 +252,12 @@ def sharded_state_names(model: nn.Module) -> set[str]:
 
 
 def check_sharding_types(sharding: Sharding) -> Sharding:
-    """Return a `Sharding`, whatever the tables and the device; others are a TypeError, unknown types a ValueError."""
+    """Return `sharding`, checked as far as it goes without tables and a device.
+
+    Raises:
+        TypeError: It is no `Sharding`.
+        ValueError: It names an unknown sharding type.
+    """
     kinds = [sharding] if isinstance(sharding, str) else sharding.values() if isinstance(sharding, Mapping) else []
     known = [kind.value for kind in ShardingType]
     for kind in kinds:
@@ -281,7 +298,15 @@ def _named_types(sharding: Sharding, tables: list[Table]) -> dict[str, str] | No
 def _constraints(
     kinds: Mapping[str, str], tables: list[Table], fused_optimizer: bool, num_ranks: int, device: str
 ) -> dict[str, ParameterConstraints]:
-    """Return what holds a planner to the sharding types of some tables, and keeps it from replicating others."""
+    """Return constraints for a planner, by table.
+
+    Args:
+        kinds: Sharding types by table; these tables get no other.
+        tables: All tables of the model. The others stay sharded if they are trained in backward.
+        fused_optimizer: Whether tables without a fused optimizer get one.
+        num_ranks: How many ranks there are.
+        device: The type of the device.
+    """
     constraints = {}
     for table in tables:
         kind = kinds.get(table.name)
@@ -292,7 +317,7 @@ def _constraints(
             width = dim // num_ranks if divides else None
             constraints[table.name] = ParameterConstraints(sharding_types=[kind], min_partition=width)
         elif fused_optimizer or table.fused_optimizer:
-            # The planner reckons with what a batch costs by guess: it must not decide on its own what is replicated.
+            # The planner estimates costs with a default batch size: it must not choose by itself what is replicated.
             sharded = [kind for kind in table.sharder.sharding_types(device) if kind != _DATA_PARALLEL]
             constraints[table.name] = ParameterConstraints(sharding_types=sharded)
     return constraints
@@ -313,7 +338,7 @@ def _plan_on_rank_zero(planner: Any, model: nn.Module, group: dist.ProcessGroup,
 
 
 def _aliases(model: nn.Module, tables: list[Table]) -> dict[str, str]:
-    """Other names of the collections: sharding replaces a module under the first of its names only."""
+    """Return further names of collections, each with the first: sharding replaces a module under the first only."""
     first = {id(model.get_submodule(table.module)): table.module for table in tables}
     named = model.named_modules(remove_duplicate=False)
     return {name: first[id(module)] for name, module in named if first.get(id(module), name) != name}

@@ -28,13 +28,15 @@ class TableShard:
     """A shard of a table."""
 
     name: str
-    """Of the whole table's weight in the `state_dict` of the unsharded model."""
+    """Name of the whole table's weight in the `state_dict` of the unsharded model."""
     shape: tuple[int, int]
     """Rows and columns of the whole table."""
     first_row: int
+    """Row of the whole table at which the shard begins."""
     first_column: int
+    """Column of the whole table at which the shard begins."""
     weight: Tensor
-    """The shard, `(rows, columns)`, in the kernel's own memory."""
+    """The shard, `(rows, columns)`: a view of the kernel's memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,15 +46,15 @@ class KernelShards:
     kernel: Any
     shards: tuple[TableShard, ...]
     table_of_feature: tuple[int, ...]
-    """The number of the table of each of its features."""
+    """For each of the kernel's features the index of its shard."""
     is_replicated: bool
     """Whether every rank has the same shards (data-parallel tables)."""
     receives_ids: bool
-    """Whether ids come from other ranks, in memory that nobody fills again; on one rank it is a batch's."""
+    """Whether ids are received from ranks, and so in memory that nobody reuses; if not they are the batch's own."""
 
     @property
     def is_fused(self) -> bool:
-        """Whether the kernel's backward writes the rows that its lookup read; replicas get those of all ranks."""
+        """Whether the kernel's backward writes the rows that its lookup read, and no others (replicas do)."""
         return isinstance(self.kernel, SplitTableBatchedEmbeddingBagsCodegen)
 
     def states(self) -> list[dict[str, Tensor]]:
@@ -76,8 +78,8 @@ def kernel_shards(model: nn.Module) -> list[KernelShards]:
     """Return the shards that this rank has of all tables of a sharded model, by kernel.
 
     Raises:
-        ValueError: A table is of a kind whose rows cannot be told by their number: rows are assigned to ids as they
-            come, or a kernel keeps them elsewhere than in the memory of a device or host.
+        ValueError: The rows of a table have no fixed numbers (managed collision assigns them to ids), or its kernel
+            keeps them elsewhere than in the memory of a device or host.
     """
     for name, module in sharded_modules(model).items():
         kind = spec_of(module)
@@ -118,9 +120,13 @@ def _shards(name: str, paths: Mapping[str, str], kernel: Any, tables: list[Any])
 
 
 def table_lines(model: nn.Module, optimizers: Iterable[Optimizer], *, scheduled: bool, moved: bool) -> list[str]:
-    """Return a line for all tables of one module that are sharded alike and trained alike.
+    """Return log lines: one for all tables of a module that are sharded alike and trained alike.
 
-    The optimizers are those of `configure_optimizers`. A scheduler may move learning rates, and those of fused tables.
+    Args:
+        model: The sharded model.
+        optimizers: Those of `configure_optimizers`.
+        scheduled: Whether there is a learning-rate scheduler.
+        moved: Whether it moves the rates of fused tables too (`combined_optimizer`).
     """
     owner_of = {id(p): type(one).__name__ for one in optimizers for group in one.param_groups for p in group["params"]}
     lines = []

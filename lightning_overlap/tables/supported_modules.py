@@ -26,7 +26,7 @@ TABLE_TYPES = (ShardedEmbeddingBagCollection, ShardedEmbeddingCollection)
 
 @dataclass(frozen=True, slots=True)
 class ModuleSpec:
-    """What there is to know of a kind of sharded modules whose stages can start early."""
+    """Where a kind of sharded modules keeps what its early stages need, and who writes what its lookup reads."""
 
     tables: str | None = None
     """The attribute that holds the sharded collection with the tables; None: the module is that collection."""
@@ -132,7 +132,7 @@ def owners_of(module: ShardedModule[Any, Any, Any, Any]) -> list[WeightOwner]:
 
 
 def tables_in_backward(module: ShardedModule[Any, Any, Any, Any]) -> list[str]:
-    """Return the names of the tables whose lookups the fused backward owns (`owners_of`), on all ranks alike."""
+    """Return the names of the tables in parts that the fused backward owns (`owners_of`), on all ranks alike."""
     plan = module.module_sharding_plan
     dense = {one.sharding_type for one in plan.values() if one.compute_kernel == EmbeddingComputeKernel.DENSE.value}
     return [name for name, one in plan.items() if one.sharding_type not in dense]
@@ -148,7 +148,7 @@ def sharding_types_of(tables: Any) -> list[str]:
 def ids_fit_32_bits(module: Any) -> bool:
     """Whether every id of a module's tables that are not data-parallel fits 32 bits. The same on all ranks."""
     kind = spec_of(module)
-    if kind is None or kind.owner is WeightOwner.LOOKUP:  # the latter's ids are no rows yet
+    if kind is None or kind.owner is WeightOwner.LOOKUP:  # managed collision: any ids, before rows are assigned to them
         return False
     specs = [parameter.sharding_spec for parameter in tables_of(module).module_sharding_plan.values()]
     shards = [shard for spec in specs if spec is not None for shard in spec.shards]
@@ -156,10 +156,12 @@ def ids_fit_32_bits(module: Any) -> bool:
 
 
 def why_never_early(module: Any, group: dist.ProcessGroup | None = None, *, prefetches: bool = False) -> str | None:
-    """Return why no stage of a sharded module may start early, or None.
+    """Return why no stage of a sharded module may start early; None: it may.
 
-    The early input dist is sent among a group (None: one rank). A mode that `prefetches` copies rows into the tables'
-    caches before their lookup.
+    Args:
+        module: The sharded module.
+        group: The ranks among which early input dists are sent; None: one rank.
+        prefetches: Whether the mode copies rows into the tables' caches before their lookup.
     """
     kind = spec_of(module)
     if kind is None:
@@ -181,7 +183,7 @@ def why_never_early(module: Any, group: dist.ProcessGroup | None = None, *, pref
 
 
 def why_never_held(module: Any) -> str | None:
-    """Return why the updates of a module's tables cannot wait for an optimizer step, or None."""
+    """Return why the updates of a module's tables cannot wait for an optimizer step (`frozen_window`), or None."""
     kind = spec_of(module)
     if kind is None or kind.owner is not None:
         known = ", ".join(cls.__name__ for cls in TABLE_TYPES)

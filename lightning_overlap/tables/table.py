@@ -27,15 +27,16 @@ AppliedOptimizer: TypeAlias = tuple[type[torch.optim.Optimizer], Mapping[str, An
 
 
 class Rule(NamedTuple):
-    """The update of a table in the backward: its kind, learning rate at first, what is added to the root of the state.
-
-    `name` is that of the optimizer's class.
-    """
+    """The fused optimizer of a table."""
 
     name: str
+    """Name of the optimizer's class."""
     kind: EmbOptimType | None
+    """What FBGEMM calls it."""
     rate: float
+    """The learning rate at first."""
     eps: float
+    """What the update adds to the square root of the state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,24 +44,28 @@ class Table:
     """A table of the unsharded model."""
 
     name: str
+    """Its name in the collection's configs."""
     module: str
+    """Name of its collection in the model."""
     parameter: nn.Parameter
+    """Its weight, `(num_embeddings, embedding_dim)`."""
     sharder: ModuleSharder[nn.Module]
+    """TorchRec's sharder of its collection."""
 
     @property
     def path(self) -> str:
-        """Where it is, for messages."""
+        """Its full name in the model."""
         return f"{self.module}.{self.name}" if self.module else self.name
 
     @property
     def fused_optimizer(self) -> AppliedOptimizer | None:
-        """What was applied in backward, if anything; of several, which TorchRec refuses, the first."""
+        """The optimizer that was applied in backward, or None; the first of several, which TorchRec refuses."""
         classes, kwargs = (getattr(self.parameter, f"_optimizer_{what}", ()) for what in ("classes", "kwargs"))
         return next(zip(classes, kwargs, strict=True), None)
 
     @property
     def rule(self) -> Rule:
-        """How its fused optimizer updates it; read before TorchRec shards the table, which renames arguments."""
+        """Its fused optimizer's rule; to be read before TorchRec shards the table and renames the arguments."""
         assert self.fused_optimizer is not None
         optimizer_class, kwargs = self.fused_optimizer
         kind = optimizer_type_to_emb_opt_type(optimizer_class)
@@ -101,15 +106,15 @@ def has_tables(model: nn.Module) -> bool:
 
 
 def table_optimizers(model: nn.Module) -> dict[str, AppliedOptimizer]:
-    """Return what is applied in backward to the tables of an unsharded model, by their paths.
+    """Return the optimizers that are applied in backward to the tables of an unsharded model, by the tables' paths.
 
-    A parameter keeps it in attributes, which neither `copy.deepcopy` nor the pickler of `torch.multiprocessing` copies.
+    A parameter has it in attributes that neither `copy.deepcopy` nor the pickler of `torch.multiprocessing` copies.
     """
     return {table.path: table.fused_optimizer for table in find_tables(model) if table.fused_optimizer}
 
 
 def apply_table_optimizers(model: nn.Module, recorded: Mapping[str, AppliedOptimizer]) -> None:
-    """Apply to the tables of a copy what was applied to those of the original, where the copy has lost it."""
+    """Apply the optimizers of `table_optimizers` in the backward of a copied model's tables that have none."""
     for table in find_tables(model):
         if table.path in recorded:
             table.apply_fused_optimizer(*recorded[table.path])

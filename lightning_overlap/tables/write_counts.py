@@ -1,7 +1,7 @@
-"""Tell whether the input of an early lookup, or the tables that it read, were written since.
+"""Find out whether the input of an early lookup, or the tables that it read, were written since.
 
-Every tensor counts the times it was written in place (`Tensor._version`). FBGEMM's kernels do not count their own
-updates of the tables, so what the count of a table shows is what somebody else has written.
+Every tensor counts its in-place writes (`Tensor._version`). FBGEMM's kernels do not raise that count of the tables when
+they update them, so a higher count means that somebody else has written a table.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ _PARTS = ("_values", "_lengths", "_weights")
 
 
 class SentInput:
-    """What a KeyedJaggedTensor, on any device, held when its ids were sent: values, lengths and weights, if any."""
+    """The tensors of a KeyedJaggedTensor when its ids were sent, with their write counts: values, lengths, weights."""
 
     __slots__ = ("_parts",)
 
     def __init__(self, kjt: KeyedJaggedTensor) -> None:
-        kjt.lengths()  # which may be made of the offsets only now
+        kjt.lengths()  # may only now be computed from the offsets
         parts = [(name, getattr(kjt, name)) for name in _PARTS]
         self._parts = [(name, weakref.ref(part), _version(part)) for name, part in parts if isinstance(part, Tensor)]
 
     def forget_ids(self) -> None:
-        """Compare values and weights no more: their memory has been given back, so nobody can change them."""
+        """Compare lengths only from now on: the memory of values and weights was freed, nobody can change them."""
         self._parts = [part for part in self._parts if part[0] == "_lengths"]
 
     def is_unchanged(self, kjt: KeyedJaggedTensor) -> bool:
@@ -53,7 +53,7 @@ def _version(tensor: Any) -> int:
 
 
 def count_writes(kjts: Iterable[KeyedJaggedTensor]) -> None:
-    """Replace the tensors of inputs made in inference mode, which count no writes, by copies that do, in place."""
+    """Replace tensors of inputs that were made in inference mode, which count no writes, by copies that do."""
     for kjt in kjts:
         for name in _PARTS:
             part = getattr(kjt, name)
@@ -63,7 +63,7 @@ def count_writes(kjts: Iterable[KeyedJaggedTensor]) -> None:
 
 
 class WatchedTable(TableBatchedEmbeddingSlice):  # type: ignore[misc]
-    """A table's weight whose `data` counts writes as the weight does; PyTorch's own `data` hides them."""
+    """A table's weight whose `data` shares its write count; PyTorch's own `data` has a separate count."""
 
     __slots__ = ()
 
@@ -79,7 +79,7 @@ class WatchedTable(TableBatchedEmbeddingSlice):  # type: ignore[misc]
 
 
 def watch_tables(model: nn.Module) -> None:
-    """Let writes into a sharded model's tables by way of `weight.data` be counted, too."""
+    """Let writes to `weight.data` of a sharded model's tables raise the count of the weight, too."""
     for parameter in model.parameters():
         if type(parameter) is TableBatchedEmbeddingSlice:
             parameter.__class__ = WatchedTable
@@ -98,7 +98,7 @@ def _dense_weights(module: Any) -> list[Tensor]:
 
 
 def num_fused_writes(module: Any) -> tuple[int, ...]:
-    """Return how often somebody other than a fused backward has written the weights of a module's fused tables."""
+    """Return the write count of each weight of a module's fused tables: writes by anybody but the fused backward."""
     return tuple(weight._version for weight in _fused_weights(module))
 
 
@@ -125,14 +125,21 @@ _num_backwards: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary(
 
 
 def fused_writes(model: nn.Module) -> int:
-    """Return how often somebody other than a fused backward has written the fused tables of a sharded model."""
+    """Return the sum of the write counts of all fused tables of a sharded model."""
     return sum(write for module in sharded_modules(model).values() for write in num_fused_writes(module))
 
 
 def num_writes(module: Any, owner: WeightOwner) -> tuple[int, ...]:
-    """Return how often somebody other than a step's fused backward has written each weight that a lookup reads.
+    """Return the write count of each weight that a lookup reads.
 
-    The owner is the last writer of the tables that were looked up; the dense optimizer has written its own before that.
+    Args:
+        module: The sharded module.
+        owner: The last writer of the tables that were looked up. For the dense optimizer the counts of its own weights
+            are there too: it has written them before the lookup.
+
+    Returns:
+        The backwards of `count_backwards`, then one count for each weight; nothing for `WeightOwner.LOOKUP`, which
+        looks up where the module is called.
     """
     if owner is WeightOwner.LOOKUP:
         return ()

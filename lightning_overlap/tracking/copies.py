@@ -1,4 +1,4 @@
-"""Copies of rows: of marked ones in a thread on a host or on the lookup stream of a device, of all in windows."""
+"""Copies of rows: marked ones in a thread on a CPU, on the lookup stream on CUDA; whole tables window by window."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from .kept_memory import KeptMemory
 from .row_marks import DeviceMarks
 
 GATHERED_AT_ONCE = 1 << 17
-"""Rows of tables of several widths that are gathered by one operator: its index has 8 bytes for each value."""
+"""Rows that one operator gathers at most, of tables of several widths: its index has 8 bytes for each value."""
 
 WINDOW_BYTES = 64 << 20
-"""Of whole tables so much is read at once, at most, but for rows that are larger."""
+"""Bytes that one window of a whole table has at most, but a window has one row at least."""
 
 WEIGHT = "weight"
 """The field of a table's own values."""
@@ -35,8 +35,8 @@ class CopiedRows(NamedTuple):
     Args:
         shard: The shard.
         field: `WEIGHT`, or a kind of optimizer state.
-        rows_N: Numbers in the shard, int64.
-        values_ND: Their values, row-wise state with one column.
+        rows_N: Row numbers in the shard, int64.
+        values_ND: The values of these rows, in the dtype of the table; row-wise state has one column.
     """
 
     shard: TableShard
@@ -46,7 +46,7 @@ class CopiedRows(NamedTuple):
 
 
 def fields_of(kernel: KernelShards, *, states: bool) -> list[tuple[TableShard, Fields]]:
-    """Return the shards of a kernel with their fields as they are, those of optimizers where asked for."""
+    """Return the shards of a kernel, each with its weight and, with `states`, its optimizer's states: no copies."""
     kinds: list[dict[str, Tensor]] = kernel.states() if states else [{} for _ in kernel.shards]
     return [
         (shard, {field: _two_dim(values.detach()) for field, values in {WEIGHT: shard.weight, **of_shard}.items()})
@@ -55,7 +55,10 @@ def fields_of(kernel: KernelShards, *, states: bool) -> list[tuple[TableShard, F
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """Copy a tensor; from a device to pinned memory, on the current stream, for which the caller waits."""
+    """Return a copy of a tensor on the host.
+
+    From a device it is copied to pinned memory on the current stream; the caller waits for that stream.
+    """
     if not tensor.is_cuda:
         return tensor.clone()
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -68,9 +71,15 @@ def to_host(tensor: Tensor) -> Tensor:
 def copy_on_host(
     shards: Iterable[tuple[TableShard, Fields]], rows: Iterable[Tensor], kept: KeptMemory
 ) -> tuple[list[CopiedRows], Tensor]:
-    """Return copies of rows `(N,)`, int64, of each shard, and the memory of their values, which is lent.
+    """Copy rows on the host. Any thread may call this while nobody writes the tables.
 
-    Any thread may call this while nobody writes the tables.
+    Args:
+        shards: The shards with their fields.
+        rows: Row numbers in each shard, `(N,)`, int64.
+        kept: Lends the memory for the values.
+
+    Returns:
+        The copies, and the memory of their values, for `KeptMemory.give_back`.
     """
     wanted = [
         (shard, field, rows_N, values)
@@ -93,11 +102,11 @@ class HostCopy:
         self._copying, self._kept = copying, kept
 
     def wait_copied(self) -> None:
-        """Let the host wait for it."""
+        """Wait on the host until the rows are copied."""
         self._copying.exception()
 
     def tables(self) -> list[CopiedRows]:
-        """Wait for it on the host, in any thread, and return what was copied."""
+        """Wait until the rows are copied and return them; any thread may call this."""
         return self._copying.result()[0]
 
     def give_back(self) -> None:
@@ -107,13 +116,13 @@ class HostCopy:
 
 
 class DeviceCopy:
-    """A copy that the lookup stream makes; another one then takes it to the host, in the thread that asks for it.
+    """A copy that is gathered on the lookup stream, and taken to the host on another one when `tables` is called.
 
     Args:
-        kernels: Each with its marks.
-        order: Of the lookup stream.
-        copying: Stream that takes copies to the host; None where all memory is the host's.
-        states: Whether to copy the optimizers' state too.
+        kernels: The kernels, each with its marks, which are taken away.
+        order: The device's streams, and the order of lookups and updates on them.
+        copying: The stream that copies to the host; None if all memory is the host's.
+        states: Whether to copy the optimizers' states too.
     """
 
     def __init__(
@@ -135,7 +144,7 @@ class DeviceCopy:
         self._streams.hand_to_caller((), self._event)
 
     def tables(self) -> list[CopiedRows]:
-        """Wait for the gathering, take what is marked to the host, and return it."""
+        """Wait for the gathered rows, copy them to the host and return them; any thread may call this once."""
         if self._copying is None:
             return [table for take in self._gathered for table in take()]
         with torch.cuda.device(self._copying.device), torch.cuda.stream(self._copying):
@@ -153,7 +162,11 @@ RowCopy: TypeAlias = HostCopy | DeviceCopy
 
 
 def _gather(kernel: KernelShards, marks: DeviceMarks, *, states: bool) -> Callable[[], list[CopiedRows]]:
-    """Gather rows of all tables of a kernel, more than are marked; what is returned takes these to the host."""
+    """Gather the marked rows of all tables of a kernel on the current stream, filled up with others.
+
+    Returns:
+        A function that copies the marked ones to the host and waits for them.
+    """
     kernel.write_back_cache()
     rows, num_marked = marks.take()
     shards = fields_of(kernel, states=states)
@@ -178,12 +191,12 @@ def _gather(kernel: KernelShards, marks: DeviceMarks, *, states: bool) -> Callab
 
 
 def _gather_rows(parts: list[Tensor], marks: DeviceMarks, rows: Tensor) -> Tensor:
-    """Return the rows of several tables, `(N, widest)`, each filled up on the right.
+    """Return rows of several tables, `(N, widest)`, rows of narrower tables filled up with zeros on the right.
 
     Args:
         parts: The tables, `(rows, columns)`, one dtype.
-        marks: Tell where each table's rows begin among those of all.
-        rows: Among those of all, `(N,)`.
+        marks: Where each table's rows begin if the rows of all tables are counted one after the other.
+        rows: Row numbers in that count, `(N,)`, int64, ascending, then zeros.
     """
     first_rows, start, widths = marks.first_rows, parts[0], [part.shape[1] for part in parts]
     size = start.element_size()
@@ -213,11 +226,11 @@ def _two_dim(values: Tensor) -> Tensor:
 
 
 Window: TypeAlias = Callable[[], CopiedRows]
-"""Copies some rows of a shard that follow one another to the host; nobody may write them meanwhile."""
+"""Copies consecutive rows of a shard to the host, in the thread that calls it; nobody may write them until then."""
 
 
 def windows_of(shards: Iterable[tuple[TableShard, Fields]]) -> list[list[Window]]:
-    """Divide shards into windows, and put these together, in their order, as long as they take `WINDOW_BYTES`."""
+    """Divide shards into windows; return them in order, in groups of `WINDOW_BYTES` at most."""
     packs: list[list[Window]] = []
     free = 0
     for shard, fields in shards:

@@ -1,4 +1,4 @@
-"""Memory of a host that copies take again and again: to get a page costs more than to write it."""
+"""Host memory that copies use again and again: getting a page from the system costs more than writing it."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ import torch
 from torch import Tensor
 
 ALIGNED_TO = 64
-"""Bytes: where each tensor in lent memory begins."""
+"""Alignment of each tensor in lent memory, in bytes."""
 
 LARGER = 4
-"""Memory that is so many times as large as what is asked for is let go of."""
+"""Kept memory that is more than so many times as large as what is asked for is freed."""
 
 
 class KeptMemory:
-    """Lends memory, and keeps one piece of what comes back for the next time; more is let go of."""
+    """Lends memory, and keeps one piece that was given back for the next time; further ones are freed."""
 
     def __init__(self) -> None:
         self._at_rest: deque[Tensor] = deque(maxlen=1)
 
     def lend(self, wanted: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> tuple[list[Tensor], Tensor]:
-        """Return tensors of these shapes and dtypes, of any values, and the memory of all of them, for `give_back`."""
+        """Return uninitialized tensors of these shapes and dtypes, and the memory of all of them, for `give_back`."""
         sizes = [prod(shape) * dtype.itemsize for shape, dtype in wanted]
         *firsts, num_bytes = accumulate((-(-size // ALIGNED_TO) * ALIGNED_TO for size in sizes), initial=0)
         memory = self._at_rest.pop() if self._at_rest else None

@@ -14,19 +14,19 @@ import torch
 from torch import Tensor
 
 FLAGGED_FROM = 2
-"""Ids for each row from which on it is quicker to flag the rows of a table than to sort the ids."""
+"""From so many ids per row of a table on it is quicker to flag its rows than to sort the ids."""
 
 _Ids: TypeAlias = np.ndarray[tuple[int], np.dtype[np.int64]]
-"""On a host, `(N,)`."""
+"""Ids on the host, `(N,)`."""
 
 
 class HostMarks:
-    """Keeps the ids of lookups, and folds them where they become many: a flag for each row would have to be scanned.
+    """Keeps the ids of lookups, on a host: flags would have to be scanned. Many ids are reduced to distinct ones.
 
     Args:
-        num_rows: Of each table.
+        num_rows: Rows of each table.
         table_of_feature: The number of the table of each feature.
-        copies: Whether to copy the ids, which on one rank may be a batch's that is filled anew.
+        copies: Whether to copy the ids: on one rank they may be in a batch whose memory the loader reuses.
     """
 
     def __init__(self, num_rows: Sequence[int], table_of_feature: Sequence[int], *, copies: bool = True) -> None:
@@ -44,12 +44,12 @@ class HostMarks:
         Args:
             indices_N: Rows, integer, feature by feature.
             offsets: Where each bag begins in them, `(sum of the features' batch sizes + 1,)`, integer.
-            batch_sizes: Of each feature; None: they are alike.
+            batch_sizes: Batch size of each feature; None: all are the same.
         """
         num_ids = indices_N.numel()
-        if not num_ids:  # offsets of no bags at all tell nothing of features
+        if not num_ids:  # there may be no bags at all, and offsets that do not say where features begin
             return
-        if self._copies:  # by one operator: between two steps the code of each more leaves the caches
+        if self._copies:  # by one operator: each further one is slow between two steps, as its code has left the caches
             kept_N = torch.cat((indices_N, offsets))
             self._lookups.append((num_ids, kept_N, None, batch_sizes))
             self._num_kept += kept_N.numel()
@@ -69,14 +69,14 @@ class HostMarks:
 
     @property
     def most(self) -> int:
-        """How many rows may be marked, at most."""
+        """An upper bound of the number of marked rows."""
         return min(self._num_ids, self._num_all_rows)
 
     def rows(self) -> list[Tensor]:
-        """Return the marked rows of each table, `(N,)`, int64, each once, in their order.
+        """Return the marked rows of each table, `(N,)`, int64, each once, ascending.
 
-        NumPy cuts and joins what torch would let go of the interpreter's lock for, each time: a thread that calls this
-        would so disturb the one that trains a few hundred times.
+        NumPy slices and concatenates here: torch would release the interpreter's lock for each operator, and a thread
+        that calls this would disturb the one that trains a few hundred times.
         """
         ids = [[rows_N.numpy() for rows_N in rows] for rows in self._rows]
         num_features = len(self._table_of_feature)
@@ -89,7 +89,7 @@ class HostMarks:
         return [_unique(found, num_rows) for found, num_rows in zip(ids, self._num_rows, strict=True)]
 
     def take(self) -> list[Tensor]:
-        """Return what `rows` does; the marks are gone then."""
+        """Return what `rows` does, and remove the marks."""
         rows = self.rows()
         self._rows = [[] for _ in self._num_rows]
         self._lookups.clear()
@@ -98,7 +98,7 @@ class HostMarks:
 
 
 def _boundaries(num_features: int, num_offsets: int, batch_sizes: tuple[int, ...] | None) -> slice | list[int]:
-    """Return at which offsets the ids of each feature begin, and the last one's end: F + 1 of them."""
+    """Return indices of F + 1 offsets: those at which the ids of each feature begin, and at which the last ones end."""
     if batch_sizes is not None:
         return [0, *accumulate(batch_sizes)]
     batch_size = max(1, (num_offsets - 1) // max(1, num_features))
@@ -106,6 +106,7 @@ def _boundaries(num_features: int, num_offsets: int, batch_sizes: tuple[int, ...
 
 
 def _unique(ids: list[_Ids], num_rows: int) -> Tensor:
+    """Return the distinct ids of one table, `(N,)`, int64, ascending."""
     if not ids:
         return torch.empty(0, dtype=torch.int64)
     ids_N = np.concatenate(ids)
@@ -128,22 +129,27 @@ def _sorted(sorted_N: _Ids) -> _Ids:
 
 
 def _valid(ids_N: Any, num_rows: Any) -> Any:
-    """Return the ids with those of no row as 0: a kernel that checks its bounds updates row 0 for them."""
+    """Return the ids, 0 in the place of those out of bounds: a kernel that checks bounds updates row 0 for these."""
     return ids_N * ((ids_N >= 0) & (ids_N < num_rows))
 
 
 class DeviceMarks:
-    """Keeps a flag of one byte for each row of the tables of `HostMarks`, on a device.
+    """Keeps a flag of one byte for each row of the tables of one kernel, on a device.
 
-    Everything runs on the current stream, and nothing has a size that the host would have to wait for.
+    Everything runs on the current stream, and no tensor has a size that the host would have to wait for.
+
+    Args:
+        num_rows: Rows of each table.
+        table_of_feature: The number of the table of each feature.
+        device: The device of the tables.
     """
 
     def __init__(self, num_rows: Sequence[int], table_of_feature: Sequence[int], device: torch.device) -> None:
         first = [0, *accumulate(num_rows)]
         self.ends_T = torch.tensor(first[1:], device=device)
-        """Where the rows of each table end among those of all tables."""
+        """Where the rows of each table end if those of all tables are counted one after the other; int64."""
         self.first_rows = tuple(first)
-        """Where the rows of each table begin among those of all tables, and where the last one's end."""
+        """Where the rows of each table begin in that count, and where the last one's end."""
         self._first_F = torch.tensor([first[table] for table in table_of_feature], device=device)
         self._num_rows_F = torch.tensor([num_rows[table] for table in table_of_feature], device=device)
         self._flags_R = torch.zeros(first[-1], dtype=torch.bool, device=device)
@@ -155,7 +161,7 @@ class DeviceMarks:
         return [self.ends_T, self._first_F, self._num_rows_F, self._flags_R]
 
     def add(self, indices_N: Tensor, offsets: Tensor, batch_sizes: tuple[int, ...] | None) -> None:
-        """Mark the rows of a lookup, given as to `HostMarks`."""
+        """Mark the rows of a lookup; arguments as for `HostMarks.add`, on the device."""
         num_ids = indices_N.numel()
         if not num_ids:
             return
@@ -180,7 +186,7 @@ class DeviceMarks:
 
     @property
     def most(self) -> int:
-        """How many rows may be marked, at most."""
+        """An upper bound of the number of marked rows, known on the host."""
         return min(self._num_ids, self.first_rows[-1])
 
     def rows(self) -> list[Tensor]:
@@ -190,9 +196,11 @@ class DeviceMarks:
         return [flags_R[first:end].nonzero().squeeze(1) for first, end in tables]
 
     def take(self) -> tuple[Tensor, Tensor]:
-        """Return the marked rows among those of all tables, `(most,)`, filled up with 0, and how many they are, `()`.
+        """Return the marked rows, and remove the marks.
 
-        The marks are gone then.
+        Returns:
+            Their numbers in the count of all tables' rows, `(most,)`, int64, ascending and then filled up with 0; and
+            how many are marked, `()`, int64. Both are on the device.
         """
         rows = torch.nonzero_static(self._flags_R, size=self.most, fill_value=0).squeeze(1)
         num_marked = self._flags_R.sum()

@@ -20,21 +20,22 @@ from .row_marks import DeviceMarks, HostMarks
 class TouchedRows:
     """Marks rows as the fused backward writes them; copies what is marked, overlapped with the next forward.
 
-    A hook of each kernel sees what it looks up, and a hook of what it answers is called right before the backward that
-    updates these rows: whatever the mode, early or in a module's own forward, at once or deferred. A lookup without a
-    backward (an evaluation, a batch that is dropped) marks nothing. Tables of the dense optimizer are not seen here.
+    A forward hook of each kernel gets the ids of a lookup, and a hook of its output's autograd node is called right
+    before the backward that updates these rows: in every mode, for early lookups and a module's own forward, at once or
+    deferred. A lookup without a backward (an evaluation, a batch that is dropped) marks nothing. Tables of the dense
+    optimizer have no marks.
 
     Args:
-        model: The sharded model, whose names of modules begin the names of tables.
-        order: Of the streams on which tables are read and written.
+        model: The sharded model; tables are named as in its `state_dict`.
+        order: The device's streams, and the order of lookups and updates on them.
         states: Whether to copy the fused optimizers' states too.
 
     Attributes:
         dense: Shards of the dense optimizer's tables and of replicas, each with its fields, and whether all ranks have
-            it alike.
+            the same.
 
     Raises:
-        ValueError: The model has tables whose rows cannot be told by their number.
+        ValueError: The rows of some tables have no fixed numbers, as with managed collision modules.
     """
 
     def __init__(self, model: nn.Module, order: LookupOrder, *, states: bool = False) -> None:
@@ -82,7 +83,7 @@ class TouchedRows:
         ]
 
     def detach(self) -> None:
-        """Mark no more; wait for a copy that is under way on the host."""
+        """Remove the hooks; wait for a copy that is under way on the host."""
         for handle in self._handles:
             handle.remove()
         self._copier.shutdown()
@@ -99,7 +100,7 @@ class TouchedRows:
         """Mark the rows that the backward of a lookup is about to write; a copy of their old values comes first."""
         if self._copy is not None or self._is_whole is None:
             self.settle()
-            self.wait_copied()  # on a device also a stream that waits for the first time
+            self.wait_copied()  # on a device each stream that writes tables has to wait, not only the first
         indices = kwargs["indices"] if "indices" in kwargs else args[0]
         offsets = kwargs["offsets"] if "offsets" in kwargs else args[1]
         sizes = kwargs.get("batch_size_per_feature_per_rank")
@@ -107,10 +108,10 @@ class TouchedRows:
         self._marks[kernel].add(indices, offsets, batch_sizes)
 
     def mark(self, name: str, rows: Tensor) -> None:
-        """Mark rows of a table by their numbers in the whole table; those of other ranks are passed over.
+        """Mark rows of a table by their numbers in the whole table; rows in shards of other ranks are ignored.
 
         Args:
-            name: Of the table's weight in the unsharded model.
+            name: Name of the table's weight in the unsharded model.
             rows: `(N,)`, int64, on the host.
         """
         for number, kernel in enumerate(self._kernels):
@@ -136,13 +137,13 @@ class TouchedRows:
 
     @property
     def num_pending(self) -> int:
-        """Batches whose step is over and whose update of the tables is still to come."""
+        """How many batches have ended their step and not yet updated the tables."""
         return len(self._order.to_update)
 
     # -- reading ------------------------------------------------------------------------------------------------
 
     def copy(self) -> RowCopy:
-        """Begin to copy the marked rows as they are now, and take their marks back; `settle` tells how it went."""
+        """Begin to copy the marked rows as they are now, and remove their marks; `settle` says whether it succeeded."""
         self.wait_copied()
         marks = self._marks
         self._writes_before, self._is_whole = self.num_writes, None
@@ -150,16 +151,16 @@ class TouchedRows:
             kernels = zip(self._kernels, marks, strict=True)
             self._copy = DeviceCopy(kernels, self._order, self._to_host, states=self._states)
             return self._copy
-        # the spare ones are of the copy before, which is over
+        # The spare marks are empty: those of the copy before, which is over.
         self._marks, self._spare_marks = self._spare_marks or self._new_marks(), marks
         self._copy = HostCopy(self._copier.submit(self._copy_on_host, marks), self._kept)
         return self._copy
 
     def settle(self) -> bool:
-        """Return whether nobody has written tables while the last copy was made, once it cannot happen any more.
+        """Wait for the last copy; return whether nobody has written tables while it was made.
 
-        Called right before the first update that follows, and by whoever does not wait for that: what is written
-        later finds the rows copied. A copy during which tables were written may hold rows of before and after it.
+        If somebody has, the copy may have some rows of before the write and some of after it. The first update after
+        the copy calls this, as do callers that need the answer before.
         """
         if self._is_whole is None:
             self.wait_copied()
@@ -167,7 +168,7 @@ class TouchedRows:
         return self._is_whole
 
     def wait_copied(self) -> None:
-        """Let what comes next, on the host or on the current stream, wait for the last copy."""
+        """Wait until the rows of the last copy are read: the host itself, or on a device the current stream."""
         if self._copy is not None:
             self._copy.wait_copied()
             if not self._on_device:
@@ -179,12 +180,12 @@ class TouchedRows:
 
     @property
     def fields(self) -> list[tuple[TableShard, Fields]]:
-        """All fused tables' shards with their fields as they are now."""
+        """The shards of all fused tables on this rank, each with its fields: no copies."""
         return [shard for kernel in self._kernels for shard in fields_of(kernel, states=self._states)]
 
     @property
     def num_writes(self) -> int:
-        """How often somebody other than a fused backward has written this rank's fused tables, or said so."""
+        """In-place writes to this rank's fused tables, but those of their backward, and `tables_changed()` calls."""
         return sum(write for module in self._modules for write in num_fused_writes(module)) + self._order.num_told
 
     def begin_base(self) -> list[list[Window]]:
