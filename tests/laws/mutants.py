@@ -239,6 +239,14 @@ MUTANTS = (
         "return columns if True else",
     ),
     Mutant(
+        10,
+        "features are taken from where they stood in the first batch",
+        ("tables/test_feature_names.py::test_trained_as_with_every_feature_in_its_place",),
+        "tables/sharding.py",
+        "    find_features_by_name(model)\n",
+        "",
+    ),
+    Mutant(
         11,
         "nobody notices that a callback has written tables between two steps",
         ("sparse/test_callers.py::test_the_next_lookup_sees_tables_written_at_the_end_of_a_batch",),
