@@ -47,7 +47,7 @@ class Arm:
 
     @property
     def held(self) -> tuple[int, int, int]:
-        """Its memory, to compare: batches in flight, batches of embeddings ahead, the index of its stream in `STREAMS`."""
+        """Its memory, to compare: batches in flight, batches of embeddings ahead, index of its stream in `STREAMS`."""
         return self.schedule.depth, self.ahead, list(STREAMS).index(self.stream) if self.ahead else 0
 
 
