@@ -62,7 +62,7 @@ class Changes(Callback):
 
 
 class Answers(Changes):
-    """Compares each answer (returned embeddings) of a sharded module with the unsharded one's; notes what a fit changes.
+    """Compares each answer (returned embeddings) of sharded modules with the unsharded ones'; notes what a fit changes.
 
     The unsharded module does not train here: it gets the whole weights of all ranks that the lookup should have read.
     Embeddings are compared when the step is over: at the call, that would wait for them too early.
