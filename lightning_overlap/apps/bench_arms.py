@@ -1,7 +1,7 @@
-"""What the benchmark trains: an arm is a name and a function that trains all batches of a job, from its seed.
+"""The arms of the benchmark: each trains all batches of a job, from its seed.
 
-Our modes; Lightning around TorchRec's DistributedModelParallel; TorchRec's own pipelines in a hand-written loop. All
-have the same LightningModule, batches, sharding plan and ranks.
+Arms are our modes, TorchRec's DistributedModelParallel in a Trainer, and TorchRec's own pipelines in a hand-written
+loop. All have the same LightningModule, batches, sharding plan and ranks.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from .config_checks import Config
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What every arm is to train: the batches, each once, with a model for the tables of the data."""
+    """What every arm trains: each batch once, with a model for the tables of the data."""
 
     config: Config
     data: LightningDataModule
     batches: DataLoader[Any]
     device: torch.device
-    after_step: Callable[[Tensor, OverlapEmbeddingStrategy | None], None]  # gets each loss, and a strategy of ours
+    after_step: Callable[[Tensor, OverlapEmbeddingStrategy | None], None]  # gets each loss, and our strategy or None
     log_dir: Path
 
     def make_model(self) -> LightningModule:
@@ -91,7 +91,7 @@ def train(name: str, job: Job) -> None:
 
 
 def _replicating(job: Job) -> Config:
-    """Return what to change so that tables with fewer rows than a batch are replicated, and the others as they were."""
+    """Return changes of the config that replicate tables with fewer rows than a batch, and leave others as they are."""
     tables, sharding = find_tables(job.make_model()), job.config["sharding"]
     small = [table.name for table in tables if table.parameter.shape[0] < getattr(job.data, "batch_size", 0)]
     kinds = {table.name: sharding.get("type") for table in tables if sharding.get("type")}

@@ -1,4 +1,4 @@
-"""What a config chooses by name: modes, stream, precision, arms; and arguments by the signature of what takes them."""
+"""Check what a config chooses by name (modes, stream, arms), and its arguments by the signatures of the callees."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from ..schedules import MODES, STREAMS, Schedule, Stage, resolve_schedule
 from ..text import SCALES_LOSS, unknown_name_message
 
 Config = Mapping[str, Any]
-"""The composed config as plain containers; nothing that the command calls sees OmegaConf's."""
+"""The composed config as plain dicts and lists; OmegaConf's containers stay in the command."""
 
 AUTO = "auto"
-"""In the place of a mode's name: the strategy chooses one while it trains, and begins with `fused_sparse_dist`."""
+"""Used as a mode's name: the strategy chooses a mode while it trains, and begins with `fused_sparse_dist`."""
 
 SWITCHES = ("start_batch", "end_batch", "num_lookup_threads", "stash_gradients")
-"""What `pipeline` may set besides the schedule; `overlap-train --help` says what each does."""
+"""Options of `pipeline` that leave the schedule as it is; `overlap-train --help` says what each does."""
 MODE_OPTIONS = ("staleness", "defer_update", "frozen_window")
+"""Options of `pipeline` that change the schedule."""
 METRICS = ("val", "test")
-"""How the names of metrics begin that a run reports."""
+"""Prefixes of the metrics that a run reports."""
 
 
 def modes(config: Config) -> list[Schedule]:
@@ -45,7 +46,7 @@ def modes(config: Config) -> list[Schedule]:
 
 
 def switches(config: Config, schedule: Schedule) -> dict[str, Any]:
-    """Return what the config says besides the schedule: for the mode asked for, and any other with a staleness."""
+    """Return the strategy's arguments of `SWITCHES`, for the mode asked for and for others with a staleness."""
     if not schedule.staleness and schedule != modes(config)[-1]:
         return {}
     names = MODE_OPTIONS + SWITCHES if schedule.name == AUTO else SWITCHES  # the strategy refuses them with "auto"
@@ -53,7 +54,13 @@ def switches(config: Config, schedule: Schedule) -> dict[str, Any]:
 
 
 def check(config: Config) -> None:
-    """Raise where a choice is none, or does not go with another; `build.check` does so with what all these take."""
+    """Check the choices of a config; `build.check` checks the arguments of what they name.
+
+    Raises:
+        ValueError: A choice is unknown, or does not go together with another one.
+        TypeError: A choice has a wrong type.
+        FileNotFoundError: There is no checkpoint at `ckpt_path`.
+    """
     if not isinstance(config["compare"], list):
         raise ValueError(f"compare is a list of modes: compare=[{config['compare']}], got {config['compare']!r}.")
     metric = str(config.get("metric", ""))
@@ -88,7 +95,7 @@ def _check_bench(config: Config) -> None:
 
 
 def looks_up_early(schedule: Schedule) -> bool:
-    """Whether a mode has a lookup ahead of its batch, so that it matters on which stream."""
+    """Whether a mode looks up batches ahead, so that the stream of these lookups matters."""
     lookup = schedule.step_of(Stage.EMBEDDING_LOOKUP)
     return lookup is not None and lookup.offset > 0
 
@@ -108,7 +115,7 @@ BY_HAND: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 DistributedModelParallel."""
 
 PEER_ARMS = ("lightning_dmp", *BY_HAND)
-"""What the benchmark trains in addition to our modes; the first is DistributedModelParallel in a Trainer."""
+"""Arms of the benchmark other than our modes; the first is DistributedModelParallel in a Trainer."""
 
 
 def per_step(config: Config) -> int:
@@ -132,7 +139,12 @@ def our_arms(config: Config) -> dict[str, tuple[Schedule, str]]:
 
 
 def options_of(arm: str) -> tuple[str | None, bool]:
-    """Return what an arm sends in, None: as the config has it; and if it replicates tables, as TorchRec cannot."""
+    """Return the options of an arm by its name.
+
+    Returns:
+        The precision of communication (None: that of the config), and whether it replicates tables, which TorchRec's
+        own arms cannot.
+    """
     options = arm.split("+")[1:]
     return "+".join(option for option in options if option != "replicated") or None, "replicated" in options
 
@@ -140,8 +152,10 @@ def options_of(arm: str) -> tuple[str | None, bool]:
 def arms(config: Config) -> list[str]:
     """Return the names of the arms to benchmark: `arms` of the config, where `*` stands for anything.
 
-    Behind a `+` they have options: `mode+fp16`, `mode+replicated`, `mode+fp16+replicated`; a precision is checked by
-    `build.check`.
+    Options follow after a `+`: `mode+fp16`, `mode+replicated`, `mode+fp16+replicated`. `build.check` checks precisions.
+
+    Raises:
+        ValueError: A name fits no arm; the message lists the nearest ones.
     """
     known = [*our_arms(config), *PEER_ARMS]
     chosen = {"base": None}  # what all others are compared with
@@ -156,7 +170,11 @@ def arms(config: Config) -> list[str]:
 
 
 def check_known(kind: str, name: str, known: Collection[str]) -> None:
-    """Raise a ValueError with the nearest names where a name is none of those that are known."""
+    """Check that a name is known.
+
+    Raises:
+        ValueError: It is not; the message lists the nearest names.
+    """
     if name not in known:
         raise ValueError(unknown_name_message(kind, str(name), known))
 
@@ -165,7 +183,17 @@ def check_known(kind: str, name: str, known: Collection[str]) -> None:
 
 
 def check_arguments(where: str, node: Config, target: Callable[..., Any]) -> None:
-    """Raise where a group of a config has names that a callee does not take, or a value of another plain type."""
+    """Check the names and types of a config group by the signature of the callee.
+
+    Args:
+        where: The group's name, for messages.
+        node: The group.
+        target: The class or function that takes it.
+
+    Raises:
+        ValueError: The callee has no such argument.
+        TypeError: A value is of another plain type than the argument's annotation.
+    """
     parameters = inspect.signature(target).parameters
     takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
     for name in node:
@@ -192,7 +220,7 @@ def _words(choice: Any) -> str:
 
 
 def _fits(value: Any, choice: Any) -> bool:
-    """Whether a value can be what is annotated; where that is not plain, it can."""
+    """Whether a value fits an annotation; an annotation that is no plain type fits any value."""
     if typing.get_origin(choice) is Literal:
         return value in typing.get_args(choice)
     kind = typing.get_origin(choice) or choice

@@ -1,4 +1,4 @@
-"""What the monitor prices at the end of a run, from what every rank has measured."""
+"""Price other modes at the end of a run, from what the monitors of all ranks have measured."""
 
 from __future__ import annotations
 
@@ -20,23 +20,28 @@ FP16 = 0.5
 
 @dataclass(frozen=True, slots=True)
 class OfRank:
-    """What one rank has measured; no mean and no costs where that is nothing."""
+    """What one rank has measured; `mean` and `costs` are None if it has measured no step."""
 
     mean: Breakdown | None
+    """The mean breakdown of the measured steps."""
     sync_lines: list[str]
-    """About its host syncs."""
+    """Lines for the closing table about its host syncs."""
     costs: Costs | None
     """The mean costs of a step's parts."""
     steps_ms: list[float]
+    """Duration of each measured step."""
     bags: list[Bags]
-    """Its shards of tables whose pooled embeddings travel."""
+    """Its shards of tables whose pooled embeddings are sent between ranks (`travelling_bags`)."""
 
 
 def travelling_bags(model: nn.Module) -> list[Bags]:
-    """Return this rank's shards of the tables whose pooled embeddings travel; empty where something else does, too."""
+    """Return this rank's shards of tables whose pooled embeddings are sent between ranks.
+
+    The list is empty if row-wise shards or sequences (EmbeddingCollection) are sent too: these cannot be priced.
+    """
     try:
         kernels = [kernel for kernel in kernel_shards(model) if not kernel.is_replicated]
-    except ValueError:  # tables whose rows cannot be told
+    except ValueError:  # tables whose rows have no fixed numbers
         return []
     found = []
     for kernel in kernels:
@@ -51,9 +56,15 @@ def travelling_bags(model: nn.Module) -> list[Bags]:
 
 
 def price(strategy: OverlapEmbeddingStrategy, schedule: Schedule, ranks: Sequence[OfRank]) -> list[Price]:
-    """Return what a step would take with something changed, that of the mode itself first.
+    """Return the price of a step in the mode itself, then in other modes and with other options.
 
-    Nothing on one rank, where nothing travels, and in modes that cannot be priced.
+    Args:
+        strategy: The strategy of the run.
+        schedule: The mode that was measured.
+        ranks: What each rank has measured, by rank.
+
+    Returns:
+        The prices; none on one rank, if a rank has measured nothing, and for modes that cannot be priced.
     """
     means = [one.mean for one in ranks if one.mean is not None]
     of_ranks = [one.costs for one in ranks if one.costs is not None]

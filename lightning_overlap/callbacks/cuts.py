@@ -15,17 +15,19 @@ from ..tables import TableShard
 from ..tracking import Fields, RowCopy, Window, to_host
 
 CHUNK_BYTES = 5 << 20
-"""Of a cut's rows in one chunk: more is encoded and written more slowly, out of the reach of a core's cache."""
+"""Bytes of rows in one chunk, at most: more does not fit a core's cache and is encoded and written more slowly."""
 
 
 DenseCopy: TypeAlias = tuple[dict[str, Tensor], torch.cuda.Event | None]
-"""Copies on the host by key, in pinned memory once the event has come."""
+"""Copies on the host by key, and the event after which they are complete; None on a CPU."""
 
 
 class DenseSource:
-    """What may change in any row: the dense part, by names in the unsharded model, and shards of tables.
+    """Tensors that have no marks and may change anywhere: the dense part, and tables that are not fused.
 
-    The tables are those of the dense optimizer, and replicated ones, each with the fields that are sent.
+    Args:
+        tensors: The dense part, by names in the unsharded model.
+        tables: Shards of the dense optimizer's tables and of replicas, each with the fields that are sent.
     """
 
     def __init__(self, tensors: dict[str, Tensor], tables: Sequence[tuple[TableShard, Fields]]) -> None:
@@ -38,7 +40,7 @@ class DenseSource:
         self._sent: dict[str, Tensor] = {}
 
     def copy(self) -> DenseCopy:
-        """Begin to copy all of it as it is now; on a device the current stream does, and the host does not wait."""
+        """Begin to copy all tensors as they are now, on a device on the current stream; the host does not wait."""
         now = {**self._tensors, **{key: values for key, (_, _, values) in self._tables.items()}}
         copies = {key: to_host(tensor.detach()) for key, tensor in now.items()}
         if not any(tensor.is_cuda for tensor in now.values()):
@@ -48,7 +50,7 @@ class DenseSource:
         return copies, copied
 
     def entries(self, copy: DenseCopy) -> tuple[list[Rows], list[Dense]]:
-        """Return the rows of tables that have changed since the copy that was asked for last, and the dense part."""
+        """Return the rows of tables that differ from the copy of the last call, and the whole dense part."""
         values, copied = copy
         if copied is not None:
             copied.synchronize()
@@ -62,7 +64,7 @@ class DenseSource:
         return rows, [Dense(name, values[name]) for name in self._tensors]
 
     def forget(self) -> None:
-        """Take everything as changed."""
+        """Forget the copy of the last call, so that all rows count as changed."""
         self._sent.clear()
 
 
@@ -73,7 +75,13 @@ def _changed_rows(now_RD: Tensor, before_RD: Tensor) -> Tensor:
 
 
 class Cut:
-    """One rank's part of a cut, until all ranks are known to have written theirs; numbers of chunks are set here."""
+    """One rank's part of a cut, until all ranks are known to have written theirs.
+
+    Args:
+        header: Header of the part; the number of each chunk is filled in.
+        rows: The marked rows, whose copy may be under way.
+        source: Everything else that is sent.
+    """
 
     def __init__(self, header: Header, rows: RowCopy, source: DenseSource) -> None:
         self.header = header
@@ -113,9 +121,12 @@ class Cut:
 
 
 def base_chunks(header: Header, plan: Sequence[list[Window]], source: DenseSource) -> Iterator[tuple[str, list[Piece]]]:
-    """Return the chunks of a part with all rows of a rank, each made when it is asked for.
+    """Yield the name and content of each chunk of a base; each is read from the tables when it is asked for.
 
-    The plan has the windows of each chunk; what the dense optimizer writes goes into one more.
+    Args:
+        header: Header of the part.
+        plan: The windows of each chunk, from `TouchedRows.begin_base`.
+        source: Everything else that is sent, in a chunk of its own at the end.
     """
     header = replace(header, num_chunks=len(plan) + 1)
     for windows in plan:
@@ -143,9 +154,13 @@ def packed_rows(entries: Iterable[Rows]) -> list[list[Rows]]:
 
 
 def rows_of(shard: TableShard, field: str, rows_N: Tensor, values_ND: Tensor) -> Rows:
-    """Return rows of a shard, or of a state of its optimizer, under the same name whatever the plan is.
+    """Return rows of a shard, or of a state of its optimizer, as rows of the whole table.
 
-    Row-wise state, of one column, of a shard of columns stands in each of its columns. `rows_N` are those in the shard.
+    Args:
+        shard: The shard.
+        field: `WEIGHT`, or a kind of optimizer state.
+        rows_N: Row numbers in the shard, `(N,)`, int64.
+        values_ND: Their values. Row-wise state, `(N, 1)`, of a column-wise shard is repeated for each of its columns.
     """
     num_rows, num_columns = shard.shape
     width = shard.weight.shape[1]
@@ -158,9 +173,10 @@ def rows_of(shard: TableShard, field: str, rows_N: Tensor, values_ND: Tensor) ->
 
 
 def columns_of_states(shards: Iterable[tuple[TableShard, Fields]]) -> list[tuple[str, str, int, int]]:
-    """Return which columns share a value of row-wise state, where that is not the whole row: it goes with the plan.
+    """Return the column-wise shards that have row-wise state of their own; these depend on the sharding plan.
 
-    Table, kind, first column and number of columns of each shard of a fused table that has part of the columns.
+    Returns:
+        (name of the table, kind of state, first column, number of columns) of each, sorted.
     """
     return sorted(
         (shard.name, field, shard.first_column, shard.weight.shape[1])
@@ -171,7 +187,7 @@ def columns_of_states(shards: Iterable[tuple[TableShard, Fields]]) -> list[tuple
 
 
 def merged_rows(rows: Iterable[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Return the rows of several by table, each once; `(N,)`, int64, on the host."""
+    """Return the union of several sets of rows by table, each `(N,)`, int64, on the host."""
     found: dict[str, list[Tensor]] = {}
     for one in rows:
         for table, numbers in one.items():

@@ -24,10 +24,10 @@ from .cuts import Cut, DenseSource, base_chunks, columns_of_states, merged_rows
 from .resume import rows_to_resend
 
 FAILED, BUSY, READY = range(3)
-"""What a rank says of its writer; the lowest of all ranks counts."""
+"""States of a rank's writer; all ranks act on the lowest one."""
 
 CLOSE_S = 10.0
-"""How long the end of a fit that failed waits for a write that is under way."""
+"""Seconds that the end of a fit that failed waits for a write that is under way."""
 
 
 class EmbeddingDeltas(Callback):
@@ -41,19 +41,19 @@ class EmbeddingDeltas(Callback):
 
     Args:
         sink: A folder (or fsspec URL), `redis://...`, or a `DeltaSink`.
-        every_n_steps: Cut once in so many batches, if the one before has left.
-        max_lag_steps: How many batches replicas may be behind, by what has been written; None: any number.
-        on_lag: Past that, `warn` once, or `stop` the training after the step.
+        every_n_steps: Batches from one cut to the next, if no more than two cuts are still being written by then.
+        max_lag_steps: How many batches the newest cut that is written may lag behind the training; None: any number.
+        on_lag: If it lags more: `warn` once, or `stop` the training after the step.
         dense: Whether rank 0 sends the dense part with each cut: all parameters and buffers that are not sharded. Where
             a run has begun to, a fit that resumes it does too: replicas would keep the old ones.
-        optimizer_state: Whether rows take the state of their fused optimizer with them.
+        optimizer_state: Whether the fused optimizers' states of the rows are sent, too.
         sink_timeout_s: How long one call of the sink may take, in seconds, a write of at most 64 MB for example; then
             the fit ends on all ranks with an error that names the call. At most half of the strategy's `timeout`.
-        name: Of this callback in checkpoints and logs, where a Trainer has several.
+        name: Name of this callback in checkpoints and logs, if a Trainer has several.
 
     Raises:
-        ValueError: A number of steps below 1, a `max_lag_steps` below `every_n_steps`, an unknown `on_lag`, or a time
-            that is not above 0.
+        ValueError: `every_n_steps` is below 1, `max_lag_steps` is below `every_n_steps`, `on_lag` is unknown, or
+            `sink_timeout_s` is not above 0.
     """
 
     reads_tables = False  # between the backward and the step: the order of a step stays as it is
@@ -91,14 +91,14 @@ class EmbeddingDeltas(Callback):
         self._every, self._max_lag_steps, self._on_lag = every_n_steps, max_lag_steps, on_lag
         self._sink_timeout_s, self._name = sink_timeout_s, name
         self._sends_dense, self._states = dense, optimizer_state
-        self._run_sends_dense = False  # so does what replicas have of it
-        self._restored: dict[str, Any] | None = None  # the state in a checkpoint
-        self._columns: list[tuple[str, str, int, int]] | None = None  # that share row-wise state; None: none is sent
-        self._acknowledged: tuple[int, int] | None = None  # what is in no later cut is in the rows of a checkpoint
+        self._run_sends_dense = False  # whether replicas have got a dense part of this run
+        self._restored: dict[str, Any] | None = None  # the state in the checkpoint that the next fit resumes from
+        self._columns: list[tuple[str, str, int, int]] | None = None  # `columns_of_states`; None: no states are sent
+        self._acknowledged: tuple[int, int] | None = None  # the newest cut that is known to be written on all ranks
         self.run: str | None = None
         """Identifies the training, over all of its resumes; None before its first fit."""
         self.generation = 0
-        """Of this fit."""
+        """Number of this fit in the run, see `deltas.Header`."""
         self._forget_fit()
 
     def _forget_fit(self) -> None:
@@ -220,7 +220,7 @@ class EmbeddingDeltas(Callback):
     # -- errors, on all ranks alike ---------------------------------------------------------------------------------
 
     def _together(self, do: Callable[[], Any]) -> Any:
-        """Return what `do` does, which waits for no rank after what may fail on one alone; raise its error on all."""
+        """Return `do()`; if it fails on one rank, raise on all. It must not wait for a rank that may have failed."""
         result, error = None, None
         try:
             result = do()
@@ -230,7 +230,7 @@ class EmbeddingDeltas(Callback):
         return result
 
     def _ask_first(self, ask: Callable[[], Any]) -> Any:
-        """Return what rank 0 finds out, anything that can be pickled."""
+        """Return on all ranks what `ask()` returns on rank 0, anything that can be pickled."""
         return self._strategy.gather(self._together(lambda: None if self._strategy.global_rank else ask()))[0]
 
     def _raise_together(self, error: BaseException | None) -> None:
@@ -268,7 +268,7 @@ class EmbeddingDeltas(Callback):
         self._writer.write_now(self._step, self._make_cut(after).chunks())
 
     def _write_base(self, *, after_all: bool) -> None:
-        """Write all rows of this rank; training waits. After those of all ranks replicas need nothing from before."""
+        """Write a base; training waits. With `after_all` all ranks do: then no replica needs the cuts before."""
         self._writer.wait()
         plan = self._touched.begin_base()
         self._dense.forget()
@@ -299,16 +299,17 @@ class EmbeddingDeltas(Callback):
             self._ask()
 
     def _ask(self) -> None:
-        """Ask all ranks, for the next step's end, whether they can cut, and what they have written."""
+        """Ask all ranks whether they can cut and what they have written; the end of the next step reads the answer."""
         writer = self._writer
         writer.look()
         state = FAILED if writer.error is not None else READY if writer.is_ready else BUSY
         self._answer = self._strategy.lowest((state, writer.written_step, not self._is_void))
 
     def _hear(self, trainer: Trainer, state: int, written: int, is_whole: int) -> None:
+        """Act on the ranks' answers: raise errors, note what is written on all ranks, log and check the lag."""
         if state == FAILED:
             self._raise_together(self._writer.error)
-        # Of a void cut and what follows it nothing is applied before the base that is to come.
+        # Replicas apply neither a void cut nor cuts after it before the coming base.
         if is_whole and written >= 0:
             self._acknowledged = (self.generation, written)
             self._outstanding = [cut for cut in self._outstanding if cut.header.step > written]
@@ -350,7 +351,7 @@ class EmbeddingDeltas(Callback):
         self._last = self._step
 
     def _settle(self) -> None:
-        """Hand the last cut to the writer, once nothing can go wrong with its copy any more."""
+        """Give the last cut to the writer, once it is known whether tables were written while its rows were copied."""
         cut, self._open = self._open, None
         if cut is None:
             return
@@ -421,7 +422,7 @@ class EmbeddingDeltas(Callback):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed training has to know; all ranks call this, as they do to save a checkpoint."""
+        """Return what a resumed training needs to go on sending; all ranks call this when they save a checkpoint."""
         if self.run is None:
             return {}
         state: dict[str, Any] = {"run": self.run, "generation": self.generation, "rows": {}, "whole": []}

@@ -38,17 +38,17 @@ class _Pending(NamedTuple):
 
 
 class OverlapMonitor(Callback):
-    """Measures one step in a while: what was hidden and exposed, by stage; what limits the step; who is slowest.
+    """Measures one step in a while: what was hidden and exposed, by stage; what limits the step; which rank is slowest.
 
-    Hidden is what the mode has overlapped: what goes on beside other work in `base` too is not called so. The steps
-    that an `OverlapTimeline` draws are measured besides, by the same clocks.
+    *Hidden* is time of a stage that the mode has overlapped with other work. Work that overlaps in `base` as well, by
+    autograd's order say, does not count as hidden. The steps that an `OverlapTimeline` draws are measured too.
 
-    Clocks go around stages and collectives: the host's on a CPU, timing events on CUDA, which are read once they are
-    over. Nothing makes the host wait. The bytes that a stage sends to other ranks are counted, and those that
-    `quantized_comms` saves; what DistributedDataParallel sends is out of sight. The values go to every logger and, as
-    `hidden`, to the progress bar; the end of `fit` prints a table, what a step would take in other modes, and a line of
-    advice. In a mode with a staleness it also counts, over all ranks, which share of the rows that a step looks up an
-    update was still to come for (`overlap/stale_rows/<table>`).
+    Stages and collectives are timed by the host's clock on a CPU, by CUDA events on CUDA, which are read once they are
+    over; the host does not wait for them. The bytes that a stage sends to other ranks are counted, and those that
+    `quantized_comms` saves, but not those of DistributedDataParallel. The values go to every logger and, as `hidden`,
+    to the progress bar. The end of `fit` prints a table, what a step would take in other modes, and a line of advice.
+    In a mode with a staleness the monitor also counts, over all ranks, the share of looked-up rows that were stale: an
+    update of them was still to come (`overlap/stale_rows/<table>`).
 
     Args:
         every_n_steps: Measure one step in so many; None: as often as the Trainer logs, or seldom enough for that to
@@ -76,13 +76,13 @@ class OverlapMonitor(Callback):
         self.accounts: list[Breakdown] = []
         """What was measured so far, one breakdown a step; with `pipeline="auto"` of the mode that trains now."""
         self._costs: list[Costs] = []
-        self._schedule: Schedule | None = None  # of these
+        self._schedule: Schedule | None = None  # the mode that these were measured in
         self.syncs: list[HostSync] | None = None
         """The host syncs of the step that was audited; None before it."""
         self.stale_rows: dict[str, tuple[int, int]] = {}
         """Rows read stale and rows read by table, over all ranks, in all steps that were counted so far."""
         self.own_ms = 0.0
-        """What this callback took by itself, in all."""
+        """Time that this callback itself took, in ms."""
         self._stale: _StaleSteps | None = None
         self._num_steps = 0
         self._next = WARM_UP
@@ -95,7 +95,7 @@ class OverlapMonitor(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._forget()  # what a fit before has left, where it could not say how it ended
+        self._forget()  # a measurement of a fit before that was not ended
         self._reset()
         strategy = self._strategy = trainer.strategy if isinstance(trainer.strategy, OverlapEmbeddingStrategy) else None
         if strategy is None or strategy.streams is None:
@@ -151,7 +151,7 @@ class OverlapMonitor(Callback):
             self._recording.step(self._num_steps)
 
     def _stop(self) -> None:
-        """End a recording, and choose the next step to measure: as asked for, else so that all this costs little."""
+        """End a recording; choose the next step to measure: `every_n_steps` later, else so that it costs `MAX_COST`."""
         self._leave()
         cost_ms = self.own_ms / max(1, len(self.accounts))
         step_ms = fmean(one.step_ms for one in self.accounts) if self.accounts else float("inf")
@@ -159,7 +159,7 @@ class OverlapMonitor(Callback):
         self._next = self._num_steps + max(self._every, enough) - NUM_WATCHED
 
     def _harvest(self, trainer: Trainer, pl_module: LightningModule | None) -> None:
-        """Break down the measurements that the device is done with."""
+        """Break down and log the measurements whose events are over; likewise counts of stale rows."""
         while self._pending and self._pending[0].recording.recorder.over:
             pending = self._pending.pop(0)
             recorder, window = pending.recording.recorder, pending.recording.window(pending.number)
@@ -194,7 +194,7 @@ class OverlapMonitor(Callback):
         if self._strategy is None:
             return
         self._end_audit()
-        # Before the first measurement: on a CPU, what that gives the progress bar would look like one more sync.
+        # Before the first measurement: on a CPU what that logs to the progress bar would look like one more sync.
         if self._audit_is_due and self._num_steps >= WARM_UP and self._recording is None:
             recording = join(self._strategy, pl_module, self)
 
@@ -287,7 +287,10 @@ class OverlapMonitor(Callback):
 class _StaleSteps:
     """Chooses the steps whose stale rows are counted, on all ranks the same ones.
 
-    One in `every`; None leaves the choice, but for `at_least` steps from one to the next.
+    Args:
+        rows: Counts the rows.
+        every: Steps from one count to the next; None: `KEPT` times `staleness + 1`.
+        at_least: Without `every`, the fewest steps from one count to the next.
     """
 
     def __init__(self, rows: StaleRows, every: int | None, at_least: int) -> None:
@@ -299,7 +302,10 @@ class _StaleSteps:
     def step(self, num_steps: int, may_count: bool, logged: int) -> None:
         """Count the stale rows of a step that is over, if its turn has come and it may be counted.
 
-        It is number `num_steps` of the fit, and the loggers call it `logged`.
+        Args:
+            num_steps: Number of the step in the fit, from 1 on.
+            may_count: Whether it may be counted now.
+            logged: The step number for loggers.
         """
         if num_steps >= self._next and may_count:
             counts = self._rows.count()
@@ -310,7 +316,7 @@ class _StaleSteps:
         self._rows.keep_ids(staleness > 0 and num_steps >= self._next - staleness - 1)
 
     def take(self) -> Iterator[tuple[dict[str, tuple[int, int]], int]]:
-        """Yield the counts that have become known since, each with its step."""
+        """Yield the counts that can be read by now, each with its step number for loggers."""
         while self._pending and self._pending[0][0].over:
             counts, step = self._pending.pop(0)
             yield counts.read(), step

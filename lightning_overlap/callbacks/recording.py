@@ -14,7 +14,7 @@ from ..profiling import Interval, SpanRecorder
 from ..tables import compression
 
 _UNDER_WAY: WeakKeyDictionary[OverlapEmbeddingStrategy, Recording] = WeakKeyDictionary()
-"""A strategy takes one timer."""
+"""The recording of each strategy, which takes one timer only."""
 
 
 class Recording:
@@ -41,17 +41,17 @@ class Recording:
         strategy.watch(self.recorder)
 
     def step(self, number: int) -> None:
-        """Note that a step, counted from 1 on, ends; of several readers that say so, the first one is heard."""
+        """Note that a step, counted from 1 on, ends; each reader calls this, and only the first call counts."""
         if not self._numbers or self._numbers[-1] != number:
             self._numbers.append(number)
             self.recorder.step()
 
     def window(self, number: int) -> Interval:
-        """Return begin and end of a step that was recorded from its beginning on."""
+        """Return begin and end of a step, in ms; it has to be recorded from its beginning on."""
         return self.recorder.windows()[self._numbers.index(number) - 1]
 
     def leave(self, reader: object) -> None:
-        """Read no more; after the last reader nothing is recorded."""
+        """End a reader's part in the recording; after the last one nothing is recorded."""
         if reader in self._readers:
             self._readers.remove(reader)
             if not self._readers:
@@ -62,7 +62,13 @@ class Recording:
 
 
 def join(strategy: OverlapEmbeddingStrategy, module: LightningModule, reader: object) -> Recording:
-    """Return the recording that is under way, else a new one; the reader calls `leave` in the end."""
+    """Return the recording that is under way, else a new one.
+
+    Args:
+        strategy: The strategy whose steps are recorded.
+        module: The module whose `log` is timed.
+        reader: Any object; it has to be passed to `Recording.leave` in the end.
+    """
     recording = _UNDER_WAY.get(strategy)
     if recording is None:
         recording = _UNDER_WAY[strategy] = Recording(strategy, module)

@@ -1,4 +1,4 @@
-"""What a resumed fit sends first: every row that replicas may have otherwise than the tables are."""
+"""Find the rows that a resumed fit sends first: all that replicas may have with other values than the tables now."""
 
 from __future__ import annotations
 
@@ -22,12 +22,18 @@ def rows_to_resend(
     tables: Mapping[str, tuple[int, int]],
     strategy: OverlapEmbeddingStrategy,
 ) -> dict[str, Tensor] | None:
-    """Return the rows that replicas may have otherwise than the tables are now; all ranks call this.
+    """Return the rows that replicas may have with other values than the tables now; all ranks call this.
 
-    The sink may hold more parts of the run than the checkpoint knows of: `known`, which are alike on all ranks.
+    Args:
+        writer: Reads the sink.
+        run: The training that is resumed.
+        known: The parts in the sink, the same on all ranks. It may have more than the checkpoint knows of.
+        restored: The callback's state in the checkpoint.
+        tables: Rows and columns of each table.
+        strategy: Asks the other ranks.
 
     Returns:
-        By table, `(N,)`, int64; None: any rows.
+        Rows by table, `(N,)`, int64; None if it cannot be known, so that all rows have to be sent.
     """
     acknowledged = restored["acknowledged"] and tuple(restored["acknowledged"])
     if all(name.cut != acknowledged for name in known):

@@ -24,17 +24,17 @@ class OverlapTimeline(Callback):
     """Draws a few steady steps: a lane per stream or thread, batches in colours, exposed waits marked.
 
     Writes `timeline.png`, `timeline.html` and `timeline.json.gz` (for Perfetto, chrome://tracing, `overlap-timeline`),
-    of all ranks together, when the steps are over; the ranks wait for that. On a CPU the spans are the stages' own
-    clocks, on CUDA torch.profiler's, and then each rank's own trace is written too.
+    of all ranks together, when the steps are over; the ranks wait for that. On a CPU the spans are timed by the host's
+    clock around each stage, on CUDA by torch.profiler, and then the trace of each rank is written too.
 
     Args:
-        dirpath: Where to; None: the first logger's folder, else the Trainer's `default_root_dir`.
+        dirpath: Folder for the files; None: the first logger's folder, else the Trainer's `default_root_dir`.
         first_step: Steps of the fit before the first one that is drawn; more than the schedule looks ahead.
         num_steps: Steps to draw.
-        with_stack: On CUDA, note the Python function of everything that blocked the host; slows the steps down.
+        with_stack: On CUDA, record the Python function of everything that blocked the host; slows the steps down.
 
     Raises:
-        ValueError: Numbers that leave nothing to draw.
+        ValueError: `first_step` is below 2, or `num_steps` below 1.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class OverlapTimeline(Callback):
         self._num_drawn = num_steps
         self._with_stack = with_stack
         self.files: list[Path] = []
-        """What was written; on rank 0."""
+        """The files that were written, on rank 0."""
         self._num_steps = 0
         self._recording: Recording | None = None
         self._profiler: torch.profiler.profile | None = None
@@ -79,7 +79,7 @@ class OverlapTimeline(Callback):
 
     @property
     def recorded(self) -> range:
-        """Numbers of the steps, from 1 on, at whose ends it takes the time."""
+        """Numbers of the steps, from 1 on, whose end is recorded."""
         return range(self._first, self._last + 1)
 
     @property

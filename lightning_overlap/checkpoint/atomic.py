@@ -1,10 +1,10 @@
-"""Names that change at one instant: what is called NAME is a whole checkpoint at any time, the old one or the new one.
+"""Replace checkpoints atomically: at any time NAME is a complete checkpoint, the old one or the new one.
 
-`rename` puts a file or a link in the place of another at one instant, but a folder only in the place of nothing. Linux
-can swap two names (`renameat2`, on ext4, XFS, Btrfs, tmpfs and others): that is how a folder replaces a folder, a file
-or a link here. Where the file system cannot (NFS), the old one is called `STEM.old.ckpt` between two renames:
-Lightning's search for "last" and whoever takes the newest `*.ckpt` find it under that name, and `resolve_path` knows
-it. So a crash leaves nothing that would have to be repaired before the next run looks for its checkpoint.
+`rename` atomically replaces a file or link, but a folder only if nothing has its new name. Linux can swap two names
+(`renameat2`, on ext4, XFS, Btrfs, tmpfs and others): so a folder replaces a folder, a file or a link here. If the file
+system cannot (NFS), the old checkpoint is called `STEM.old.ckpt` between two renames. Lightning's search for "last" and
+tools that take the newest `*.ckpt` find it under that name, and `resolve_path` knows it. So after a crash nothing has
+to be repaired before the next run looks for its checkpoint.
 """
 
 from __future__ import annotations
@@ -19,20 +19,25 @@ from typing import Any
 
 
 def sibling(path: Path, what: str) -> Path:
-    """Return a name next to a checkpoint that no search for checkpoints finds: for what is not, or no longer, one."""
+    """Return a name next to a checkpoint that no search for checkpoints finds: for unfinished and for removed ones."""
     return path.with_name(f"{path.name}.{what}")
 
 
 def being_replaced(path: Path) -> Path:
-    """Return the name of a checkpoint in the moment in which another one takes its name: searches find it."""
+    """Return the name that a checkpoint has while another one takes its name; searches for checkpoints find it."""
     return path.with_name(f"{path.stem}.old{path.suffix}")
 
 
 def atomic_replace(unfinished: Path, path: Path, also: Path | None = None) -> None:
-    """Give something whole its name, in the place of what has it, of whatever kind each is.
+    """Rename a complete checkpoint to `path`, and remove what had that name; each is a file, a folder or a link.
 
-    At any moment the new one or the old one is there under `path`, or, where names cannot be swapped, the old one under
-    `being_replaced(path)`. Before that it gets the name `also`, if one is given, where there are hard links.
+    At any moment the new or the old one is there under `path`, or, if names cannot be swapped, the old one under
+    `being_replaced(path)`.
+
+    Args:
+        unfinished: The complete checkpoint under its first name.
+        path: Its new name.
+        also: A second name that it gets before, by hard links; nothing happens if the file system has none.
     """
     if also is not None:
         _twin(unfinished, also)
@@ -51,7 +56,7 @@ def atomic_replace(unfinished: Path, path: Path, also: Path | None = None) -> No
 
 
 def _twin(path: Path, name: Path) -> None:
-    """Give a whole checkpoint a second name, that of a folder or file which shares its files with the first one."""
+    """Give a complete checkpoint a second name, under which hard links share its files."""
     new = sibling(name, "unfinished")
     remove(new)
     try:
@@ -66,7 +71,7 @@ def _twin(path: Path, name: Path) -> None:
 
 
 def lead(link: Path, to: Path) -> None:
-    """Let a link lead to a checkpoint, in the place of what has the link's name; a copy where there are no links."""
+    """Replace what is called `link` by a symbolic link to a checkpoint; by a copy if the file system has no links."""
     new = sibling(link, "unfinished")
     remove(new)
     try:
@@ -77,7 +82,7 @@ def lead(link: Path, to: Path) -> None:
 
 
 def links_to(path: Path, stems: Iterable[str]) -> list[Path]:
-    """Return the links in a checkpoint's folder that lead to it, of those whose name begins in a given way."""
+    """Return the links next to a checkpoint that lead to it and whose names begin with one of `stems`."""
     stems = tuple(stems)
     if not stems or not path.parent.is_dir():
         return []
@@ -86,7 +91,7 @@ def links_to(path: Path, stems: Iterable[str]) -> list[Path]:
 
 
 def discard(path: Path) -> None:
-    """Remove a checkpoint: under its name it is whole or not there, so that nobody loads a part of it."""
+    """Remove a checkpoint; under its name it is complete or not there, so that nobody loads a part of it."""
     if _is_real_folder(path):
         removed = sibling(path, "removed")
         remove(removed)
@@ -123,7 +128,7 @@ def _is_real_folder(path: Path) -> bool:
 
 
 def _sync(folder: Path) -> None:
-    """Make the names in a folder outlive a power cut, where the file system has such a thing."""
+    """Flush the names in a folder to the disk, so that they outlive a power cut."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

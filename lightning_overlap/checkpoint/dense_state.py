@@ -1,7 +1,7 @@
 """State of the optimizers of `configure_optimizers`, by parameter name.
 
-By position, as `torch.optim` numbers parameters, the state would go to the wrong one: which tables an optimizer owns,
-and in which order, depends on the sharding plan and on the rank.
+`torch.optim` numbers parameters by position, and so would load state into the wrong ones: which tables an optimizer
+owns, and in which order, depends on the sharding plan and on the rank.
 """
 
 from __future__ import annotations
@@ -29,9 +29,13 @@ def by_name(
 ) -> State:
     """Return an optimizer's `state_dict()` with the model's parameter names in the place of positions.
 
-    It is empty where another rank has it. There may be `more` kinds of state, by parameter, tensors of any shape.
+    Args:
+        optimizer: The optimizer.
+        state: Its `state_dict()`; empty if another rank has it, and so is the result then.
+        model: The model with its parameters.
+        more: Further kinds of state by parameter, tensors of any shape.
     """
-    if isinstance(optimizer, KeyedOptimizer):  # whose state_dict leaves the groups out
+    if isinstance(optimizer, KeyedOptimizer):  # its state_dict lacks the parameter groups
         state = {"state": optimizer.state, "param_groups": optimizer.param_groups}
     if "param_groups" not in state:
         return dict(state)
@@ -74,7 +78,7 @@ def load_by_name(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], mod
             f"{type(optimizer).__name__} has other parameters than the one that was saved: {sorted(other)[:5]}. Load "
             "with the module and the configure_optimizers that the checkpoint was saved with."
         )
-    if isinstance(optimizer, KeyedOptimizer):  # whose own way of loading wants the state to be there already
+    if isinstance(optimizer, KeyedOptimizer):  # its own load_state_dict wants the state to be there already
         for names, group, saved_group in zip(named, groups, saved["param_groups"], strict=True):
             group.update({**saved_group, "params": group["params"]})
             for name, parameter in zip(names, group["params"], strict=True):
@@ -96,7 +100,7 @@ def load_by_name(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], mod
 
 
 def table_key(index: int, name: str, kind: str) -> str:
-    """Return the name of one kind of state of a parameter of an optimizer, given by number; see `split_table_key`."""
+    """Return the name of a piece: number of the optimizer, name of the parameter, kind of the state."""
     return f"{index}/{name}/{kind.replace('%', '%25').replace('/', '%2F')}"
 
 
@@ -110,7 +114,13 @@ def split_table_key(key: str) -> tuple[int, str, str]:
 def take_table_states(states: list[State], model: nn.Module, *, are_whole: bool = False) -> dict[str, Piece]:
     """Move the state of tables that are sharded with a dense kernel out of each optimizer's `by_name` state, in place.
 
-    The pieces have the names of `table_key`. States of whole tables stay whole; others are of this rank's shards.
+    Args:
+        states: What `by_name` returned, by optimizer.
+        model: The sharded model.
+        are_whole: Whether the states are those of whole tables, which stay whole; if not of this rank's shards.
+
+    Returns:
+        Pieces by `table_key`.
     """
     weights = dense_kernel_tables(model)
     pieces: dict[str, Piece] = {}
@@ -125,7 +135,12 @@ def take_table_states(states: list[State], model: nn.Module, *, are_whole: bool 
 
 
 def empty_table_states(saved: Mapping[str, tuple[torch.Size, torch.dtype]], model: nn.Module) -> dict[str, Piece]:
-    """Return pieces to load saved state of dense-kernel tables into, for the tables that this rank has a part of."""
+    """Return empty pieces for saved state of dense-kernel tables, for those that this rank has a shard of.
+
+    Args:
+        saved: Shape and dtype of each saved piece by `table_key`.
+        model: The sharded model.
+    """
     weights = {name: weight for name, weight in dense_kernel_tables(model).items() if weight.local_shards()}
     pieces: dict[str, Piece] = {}
     for key, (size, dtype) in saved.items():
@@ -137,7 +152,7 @@ def empty_table_states(saved: Mapping[str, tuple[torch.Size, torch.dtype]], mode
 
 
 def put_table_states(pieces: Mapping[str, Piece], states: list[State]) -> None:
-    """Put loaded pieces back into `by_name` states."""
+    """Write loaded pieces into `by_name` states, in place; sharded ones as this rank's shards, concatenated."""
     for key, piece in pieces.items():
         index, name, kind = split_table_key(key)
         parts = [part for _, part in local_parts(piece)]

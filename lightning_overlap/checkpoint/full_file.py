@@ -1,9 +1,9 @@
 """Checkpoints of sharded tables as one file of plain tensors, which the unsharded module loads as well.
 
-Saving gathers table by table on the host: a rank other than 0 holds at most one shard more on its host (none if
-that is on the host already). Rank 0 holds every tensor of the file at once, since `torch.save` takes them together:
-the host of rank 0 needs room for the whole model and its fused state; what is wholly its own and on the host already
-is not copied. No device holds anything more. Loading maps the file into memory, so that a rank reads only its shards.
+Saving gathers table by table on the host: a rank other than 0 holds at most a copy of one shard on its host (none if
+that is on the host already). Rank 0 holds every tensor of the file at once, since `torch.save` takes them together: its
+host needs room for the whole model and its fused state, except for whole tensors that it has on the host already. No
+device needs more memory. Loading maps the file into memory, so that a rank reads only its shards.
 """
 
 from __future__ import annotations
@@ -32,7 +32,13 @@ from .table_state import Loading, fill_from_whole, local_parts, plan_loading
 def gather_checkpoint(
     checkpoint: dict[str, Any], model: nn.Module, group: dist.ProcessGroup | None
 ) -> dict[str, Any] | None:
-    """Return what Lightning gathered, with whole tensors, on rank 0, None on the others. Every rank calls this."""
+    """Return Lightning's checkpoint with whole tensors on rank 0, None on the others. Every rank calls this.
+
+    Args:
+        checkpoint: Lightning's checkpoint, changed in place.
+        model: The sharded model.
+        group: A gloo group of all ranks; None on one rank.
+    """
     state = take_state(checkpoint, model)
     gathered = {part: dict(gather(state.get(part, {}), group)) for part in (MODEL, FUSED, TABLE_OPTIMIZERS)}
     if not is_rank_zero(group):
@@ -44,7 +50,14 @@ def gather_checkpoint(
 
 
 def gather(pieces: Mapping[str, Any], group: dist.ProcessGroup | None) -> Iterator[tuple[str, Tensor]]:
-    """Gather pieces one by one; yield (name, whole tensor on the host) on rank 0, and nothing on the others."""
+    """Gather pieces one by one; yield (name, whole tensor on the host) on rank 0, and nothing on the others.
+
+    All ranks call this and iterate to the end.
+
+    Args:
+        pieces: Tensors and ShardedTensors by name; other values are ignored. Ranks may have different names.
+        group: A gloo group of all ranks; None on one rank.
+    """
     rank = 0 if group is None else group.rank()
     tensors = {key: piece for key, piece in pieces.items() if isinstance(piece, Tensor)}
     mine = {
@@ -76,7 +89,11 @@ def gather(pieces: Mapping[str, Any], group: dist.ProcessGroup | None) -> Iterat
 
 
 def _distinct(windows: list[list[tuple[slice, ...]]]) -> list[tuple[int, tuple[slice, ...]]]:
-    """Return which rank gives which part of a tensor: what several ranks have comes from the first."""
+    """Return (rank, window) for each part of a tensor: the rank that sends it, the first of several that have it.
+
+    Args:
+        windows: The parts that each rank has, by rank: slices of the whole tensor.
+    """
     chunks: list[tuple[int, tuple[slice, ...]]] = []
     for rank, theirs in enumerate(windows):
         for window in theirs:
@@ -89,9 +106,18 @@ def _distinct(windows: list[list[tuple[slice, ...]]]) -> list[tuple[int, tuple[s
 def write_file(
     content: dict[str, Any] | None, path: Path, group: dist.ProcessGroup | None, *, also: Path | None = None
 ) -> None:
-    """Write what `gather_checkpoint` returned to a file, which takes its name only when it is whole and on the disk.
+    """Write what `gather_checkpoint` returned to a file, which gets its name when it is complete and on the disk.
 
-    Before that it takes the name `also`, if one is given. Every rank calls this, and gets rank 0's OSError.
+    Every rank calls this.
+
+    Args:
+        content: The checkpoint, on rank 0.
+        path: Name of the file.
+        group: A gloo group of all ranks; None on one rank.
+        also: A second name that the complete file gets before.
+
+    Raises:
+        OSError: Rank 0 could not write; raised on every rank.
     """
     unfinished = sibling(path, "unfinished")
 
@@ -124,9 +150,16 @@ def load_fused(
     model: nn.Module,
     group: dist.ProcessGroup | None,
 ) -> None:
-    """Copy the state of fused optimizers from whole tensors, where a checkpoint has some, into the kernels.
+    """Copy the state of fused optimizers from the whole tensors of a checkpoint into the kernels; all ranks call this.
 
-    That of a run without this strategy gets the form that runs with it have, see `take_plain_state`.
+    The optimizer state of a run without this strategy is converted in place first, see `take_plain_state`.
+
+    Args:
+        checkpoint: The checkpoint; one that was a folder has no such tensors, its state is loaded already.
+        optimizers: Those of `configure_optimizers`.
+        schedulers: The learning-rate schedulers.
+        model: The sharded model.
+        group: A gloo group of all ranks; None on one rank.
 
     Raises:
         RuntimeError: The state was saved from another model, or with another fused optimizer.
@@ -151,6 +184,12 @@ def load_dense(
     group: dist.ProcessGroup | None,
 ) -> None:
     """Load the state of the optimizers of `configure_optimizers`, with this rank's part of their state of tables.
+
+    Args:
+        checkpoint: The checkpoint, after `load_fused`.
+        optimizers: Those of `configure_optimizers`.
+        model: The sharded model.
+        group: A gloo group of all ranks; None on one rank. Rank 0 warns.
 
     Raises:
         RuntimeError: One has other parameters than the saved one, tables apart, whose state then starts anew.

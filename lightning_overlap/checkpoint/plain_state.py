@@ -1,9 +1,8 @@
-"""Optimizer state of a checkpoint from a run without this strategy, in the form that runs with it have.
+"""Convert optimizer state of a checkpoint from a run without this strategy into the form that runs with it have.
 
-Such a run (`DDPStrategy`, one device) had whole tables, often owned by the optimizer of the dense part, and numbered
-the parameters by position. The names come back from the order of the checkpoint's weights, checked by the states'
-shapes. The state of tables goes to the dense optimizer where that owns them now, else to their fused optimizer where
-that has the same.
+Such a run (`DDPStrategy`, one device) had whole tables, often in the dense optimizer, and numbered the parameters by
+position. Their names are found from the order of the checkpoint's weights, checked by the states' shapes. The state of
+a table goes to the dense optimizer if that trains it now, else to its fused optimizer if that has the same kinds.
 """
 
 from __future__ import annotations
@@ -39,16 +38,23 @@ def take_plain_state(
     model: nn.Module,
     group: dist.ProcessGroup | None,
 ) -> set[str]:
-    """Give the optimizer state of a checkpoint names, and its tables' state the form of fused optimizers, in place.
+    """Convert the optimizer state of a checkpoint in place: parameters by name, tables' state as fused optimizers'.
 
-    Does nothing to checkpoints that runs with the strategy have saved. All ranks call this; rank 0 warns of what has no
-    place in this run, whose optimizers and schedulers are given. These may have more groups than the saved ones.
+    Nothing is done to checkpoints that runs with the strategy have saved. All ranks call this; rank 0 warns of state
+    that has no place in this run.
+
+    Args:
+        checkpoint: Lightning's checkpoint.
+        optimizers: Those of this run's `configure_optimizers`; they may have more groups than the saved ones.
+        schedulers: This run's learning-rate schedulers.
+        model: The sharded model.
+        group: A gloo group of all ranks; None on one rank.
 
     Returns:
         Names of the tables whose state is not used.
 
     Raises:
-        RuntimeError: The parameters that the saved optimizers had cannot be told.
+        RuntimeError: It is not clear which parameters the saved optimizers had.
     """
     states = checkpoint.get("optimizer_states") or []
     if all(map(is_by_name, states)):
@@ -110,9 +116,22 @@ def _match(
     free: list[str],
     tables: set[str],
 ) -> tuple[list[int], dict[str, State]]:
-    """Return which saved groups this run's dense groups are, in their order, and each saved parameter's state by name.
+    """Match saved parameter groups, which number their parameters, to those of this run.
 
-    The tables in `free` were in one of the saved groups, or in none: with others, or in a group of their own.
+    Args:
+        optimizer: This run's optimizer, for messages.
+        mine: Parameter names of its dense groups.
+        state: The saved `state_dict()`.
+        weights: The checkpoint's weights by name, in their order.
+        free: Tables that no dense optimizer of this run trains. All were in one saved group, with other parameters or
+            alone, or in none.
+        tables: Names of all tables.
+
+    Returns:
+        The index of the saved group of each of this run's groups, and each saved parameter's state by name.
+
+    Raises:
+        RuntimeError: No order of parameters fits, or several that differ do.
     """
     saved = [[state["state"].get(key, {}) for key in group["params"]] for group in state["param_groups"]]
     has_own_group = len(saved) == len(mine) + 1
@@ -163,12 +182,19 @@ def _fit(names: Sequence[str], states: Sequence[State], weights: Mapping[str, An
 
 
 def _tensors(state: State) -> dict[str, Tensor]:
-    """Return what of a parameter's state has the parameter's shape."""
+    """Return the kinds of a parameter's state that are tensors with dimensions, and so have the parameter's shape."""
     return {kind: value for kind, value in state.items() if isinstance(value, Tensor) and value.dim()}
 
 
 def _fit_lists(saved: State, current: Mapping[str, Any], kept: Sequence[int], num_saved: int) -> None:
-    """Let a scheduler's lists with an entry for each group have those of this run's groups, in place."""
+    """Give lists in a scheduler's saved state, with an entry for each saved group, the entries of this run's groups.
+
+    Args:
+        saved: The scheduler's saved state, changed in place.
+        current: The state of this run's scheduler, from which groups that were not saved have their entries.
+        kept: The index of the saved group of each of this run's dense groups.
+        num_saved: How many groups were saved.
+    """
     for key, value in saved.items():
         here = current.get(key)
         if isinstance(value, list) and isinstance(here, list) and len(value) == num_saved:
@@ -178,7 +204,11 @@ def _fit_lists(saved: State, current: Mapping[str, Any], kept: Sequence[int], nu
 def _as_fused(
     states: Mapping[str, State], model: nn.Module, group: dist.ProcessGroup | None
 ) -> tuple[dict[str, Tensor], dict[str, list[str]]]:
-    """Return the states of tables as those of the fused optimizers that have them now, and what has no place there."""
+    """Convert the states of whole tables into those of the fused optimizers that train them now; all ranks call this.
+
+    Returns:
+        Whole tensors by name of their piece, and the tables whose state is not used, by the reason.
+    """
     kernels = {name: kernel.optimizer.name for name, _, kernel in fused_kernels(model)}
     keys_of: dict[str, set[StateKey]] = {}
     optimizer_of: dict[str, str] = {}

@@ -1,8 +1,9 @@
-"""Reads what `torch.distributed.checkpoint` writes without executing anything of it.
+"""Read what `torch.distributed.checkpoint` writes without executing anything of it.
 
-The list of a folder's tensors, `.metadata`, is a pickle: reading one calls what it names. Here it can name nothing but
-what such a list consists of, and each of these names means an inert record, made anew for each reading. Of the records
-the list is built. Objects that are no tensors are read by `torch.load`, with its `weights_only`.
+The list of a folder's tensors, `.metadata`, is a pickle: unpickling calls whatever it names. Here it may name only the
+classes that such a list consists of, and each name gives a class without behaviour (`_Record`), made anew for each
+reading. The list is then built from these records. Objects that are no tensors are read by `torch.load`, with its
+`weights_only`.
 """
 
 from __future__ import annotations
@@ -37,14 +38,14 @@ _RECORDS = {
     ("builtins", "getattr"),  # by which some versions of Python write enums
     *((module, name) for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")),
 }
-"""What a list of tensors may name, by module; each name means a record."""
+"""What a list of tensors may name, by module; each name gives a record class."""
 
 _VALUES: Mapping[tuple[str, str], Any] = {
     ("torch", "Size"): torch.Size,
     ("collections", "OrderedDict"): dict,
     **{("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
 }
-"""And what it may name that means something, none of which can be changed."""
+"""What it may name besides: builtin types and dtypes, which a pickle cannot change."""
 
 
 class SafeReader(FileSystemReader):
@@ -67,7 +68,7 @@ class SafeReader(FileSystemReader):
 
 
 class SafePlanner(DefaultLoadPlanner):
-    """Loads objects as `torch.load` does with its `weights_only`, and not, as its parent, whatever they execute."""
+    """Loads objects by `torch.load` with its `weights_only`; the base class would execute whatever they contain."""
 
     def __init__(self, weights_only: bool | None) -> None:
         super().__init__()
@@ -83,7 +84,7 @@ class SafePlanner(DefaultLoadPlanner):
 
 
 class _Record:
-    """Something of the list: its state, and not what it was made with."""
+    """Stands for an object of the list: keeps its state, ignores constructor arguments."""
 
     state: Any = None
 
@@ -96,7 +97,7 @@ class _Record:
 class _Unpickler(pickle.Unpickler):
     def __init__(self, file: Any) -> None:
         super().__init__(file)
-        # A pickle can set attributes of what it names: so it gets classes of its own.
+        # A pickle can set attributes of classes that it names: so each reading gets classes of its own.
         records = {(module, name): type(name, (_Record,), {}) for module, name in _RECORDS}
         self._known: Mapping[tuple[str, str], Any] = {**records, **_VALUES}
 
@@ -117,7 +118,7 @@ def _metadata(record: _Record) -> dcp.Metadata:
 
 
 def _real(value: Any) -> Any:
-    """Return what a record stands for, made of its fields."""
+    """Return the object that a record stands for, built from its known fields."""
     if isinstance(value, list):
         return [_real(one) for one in value]
     if not isinstance(value, _Record):

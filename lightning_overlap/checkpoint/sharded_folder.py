@@ -1,10 +1,10 @@
 """Checkpoints of sharded tables as a folder: every rank writes its own shards, by torch.distributed.checkpoint.
 
 Lightning's default would pickle rank 0's shards alone, without a word about the others. A folder loads on any number
-of ranks and under any sharding plan (`table_state`). It takes its name only when it is whole (`atomic`): until then it
-is called `NAME.unfinished`, and what had the name before stays. It is written shard after shard, each a file; one that
-is on a device or shares a kernel's memory with other tables is copied for it, one at a time. An asynchronous save holds
-a copy of this rank's shards on the host.
+of ranks and under any sharding plan (`table_state`). It gets its name only when it is complete (`atomic`): until then
+it is called `NAME.unfinished`, and what had the name before stays. Shards are written one after the other, each into a
+file. A shard on a device, or one that shares a kernel's memory with other tables, is copied for that, one at a time. An
+asynchronous save holds a copy of this rank's shards on the host.
 """
 
 from __future__ import annotations
@@ -49,7 +49,11 @@ MODEL, FUSED, TABLE_OPTIMIZERS = "model", "fused_optimizer", "table_optimizers"
 
 
 def check_format(checkpoint_format: str | None, async_checkpoint: bool) -> None:
-    """Refuse, with a ValueError, an unknown format, and an asynchronous save of one file."""
+    """Check the strategy's arguments.
+
+    Raises:
+        ValueError: The format is unknown, or `async_checkpoint` is asked for with one file.
+    """
     if checkpoint_format is not None and checkpoint_format not in FORMATS:
         raise ValueError(unknown_name_message("checkpoint_format", str(checkpoint_format), FORMATS))
     if checkpoint_format == FULL and async_checkpoint:
@@ -65,7 +69,11 @@ def is_folder(path: Path) -> bool:
 
 
 def check_folder_path(path: Any, storage_options: Any) -> None:
-    """Refuse, with a ValueError, what cannot be a folder: a remote path, or storage options."""
+    """Check that a checkpoint can be a folder.
+
+    Raises:
+        ValueError: The path is remote, or there are storage options.
+    """
     if "://" in str(path) or storage_options is not None:
         raise ValueError(
             f"a checkpoint of sharded tables is a local folder, got {path!r}"
@@ -75,9 +83,11 @@ def check_folder_path(path: Any, storage_options: Any) -> None:
 
 
 def take_state(checkpoint: dict[str, Any], model: nn.Module) -> dict[str, dict[str, Any]]:
-    """Move what the ranks hold in parts out of Lightning's checkpoint, and add the state of the fused optimizers.
+    """Move what the ranks hold in parts out of Lightning's checkpoint, in place; add the fused optimizers' state.
 
-    Without optimizer states (`save_weights_only=True`), the fused ones are left out too.
+    Returns:
+        Pieces by name, by part: `MODEL`, and with optimizer states (not `save_weights_only=True`) `FUSED` and
+        `TABLE_OPTIMIZERS`. Empty parts are left out.
     """
     state = {MODEL: checkpoint.pop("state_dict")}
     if "optimizer_states" in checkpoint:
@@ -88,15 +98,16 @@ def take_state(checkpoint: dict[str, Any], model: nn.Module) -> dict[str, dict[s
 
 
 class FolderSaver:
-    """Writes checkpoint folders, during training if told so; at most one is then under way.
+    """Writes checkpoint folders, in a thread if told so; one at a time.
 
-    Nothing else uses the group (gloo, of all ranks; None on one) while a save is under way.
+    Args:
+        group: A gloo group of all ranks, which nothing else uses while a save is under way; None on one rank.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._group = group
         self._executor: ThreadPoolExecutor | None = None
-        self._under_way: list[Future[None]] = []  # a save, and what is to be done after it
+        self._under_way: list[Future[None]] = []  # a save, and what `on_commit` was given since
 
     def save(
         self,
@@ -109,11 +120,15 @@ class FolderSaver:
     ) -> None:
         """Write what Lightning gathered, and the model's shards, into a folder; every rank calls this.
 
-        Asynchronously it returns as soon as this rank's part is copied to the host, and the folder takes its name some
-        time later, when it is whole; before that it takes the name `also`.
+        Args:
+            checkpoint: Lightning's checkpoint; what the ranks hold in parts is moved out of it.
+            path: Name of the folder, which it gets when it is complete.
+            model: The sharded model.
+            asynchronous: Whether to return as soon as this rank's part is copied to the host, and write in a thread.
+            also: A second name that the complete folder gets before.
 
         Raises:
-            OSError: A rank could not write; raised on every rank. Also one of the asynchronous save before.
+            OSError: A rank could not write, in this save or in the asynchronous one before; raised on every rank.
         """
         self.wait()
         state = take_state(checkpoint, model)
@@ -123,7 +138,7 @@ class FolderSaver:
         if not asynchronous:
             _write(state, buffer.getbuffer(), path, self._group, also)
             return
-        # torch.distributed.checkpoint.async_save would leave the last step, taking the name, to somebody who waits.
+        # After torch.distributed.checkpoint.async_save somebody would have to wait to give the folder its name.
         state = {
             part: {key: on_host(value) if isinstance(value, Tensor) else value for key, value in values.items()}
             for part, values in state.items()
@@ -132,7 +147,7 @@ class FolderSaver:
         self._under_way = [self._executor.submit(_write, state, buffer.getbuffer(), path, self._group, also)]
 
     def on_commit(self, action: Callable[[], None]) -> None:
-        """Call something now, or as soon as the save under way has succeeded."""
+        """Call a function as soon as the save under way has succeeded; at once if none is under way."""
         if self._executor is None:
             action()
             return
@@ -145,7 +160,11 @@ class FolderSaver:
         self._under_way.append(self._executor.submit(if_succeeded))
 
     def wait(self) -> None:
-        """Wait for the save under way, and for what was to be done after it; raise its OSError on every rank."""
+        """Wait for the save under way and for what `on_commit` was given.
+
+        Raises:
+            OSError: The save has failed; raised on every rank.
+        """
         under_way, self._under_way = self._under_way, []
         executor, self._executor = self._executor, None
         if executor is not None:
@@ -162,7 +181,7 @@ def is_rank_zero(group: dist.ProcessGroup | None) -> bool:
 def _write(
     state: dict[str, Any], rest: memoryview, path: Path, group: dist.ProcessGroup | None, also: Path | None
 ) -> None:
-    """Write a folder next to `path`, then let it take the name; before, a second name, if any."""
+    """Write a folder next to `path`, then give it the name `also`, if there is one, and the name `path`."""
     unfinished = sibling(path, "unfinished")
 
     def begin() -> None:
@@ -182,12 +201,12 @@ def _write(
         writer = FileSystemWriter(unfinished, single_file_per_rank=False, per_thread_copy_ahead=0)
         save(state, storage_writer=writer, planner=_OneCopy(), process_group=group, no_dist=group is None)
         on_rank_zero(finish, path, group)
-    except (CheckpointException, RuntimeError) as err:  # every rank hears of it, or another one does not answer
+    except (CheckpointException, RuntimeError) as err:  # raised on every rank, or another rank does not answer
         raise OSError(f"could not write the checkpoint {path}: {_said(err)}") from err
 
 
 def _said(err: BaseException) -> str:
-    """Return what has failed; where several ranks tell it, each failure with one of them."""
+    """Return what has failed, in words; if several ranks report it, each failure once, with one of its ranks."""
     if not isinstance(err, CheckpointException):
         return str(err)
     ranks = {f"{type(error).__name__}: {error}": rank for rank, (error, _) in err.failures.items()}
@@ -217,7 +236,11 @@ class _OneCopy(DefaultSavePlanner):
 
 
 def on_rank_zero(action: Callable[[], None], path: Path, group: dist.ProcessGroup | None) -> None:
-    """Let rank 0 write a checkpoint, and raise an OSError on all ranks, which all call this, if it fails or is gone."""
+    """Call a function on rank 0. All ranks call this.
+
+    Raises:
+        OSError: It has failed, or rank 0 does not answer; raised on all ranks.
+    """
     try:
         together(action if is_rank_zero(group) else lambda: None, partial(gather_objects, group=group))
     except RuntimeError as err:
@@ -232,14 +255,14 @@ def resolve_path(path: Path) -> Path:
 
     Raises:
         FileNotFoundError: Nothing has this name.
-        ValueError: What has the name is no whole checkpoint.
+        ValueError: It is no complete checkpoint.
     """
     if not path.exists():
-        for other in (being_replaced(path), sibling(path, "old")):  # the latter is what an earlier release left
+        for other in (being_replaced(path), sibling(path, "old")):  # an earlier release left the latter
             if is_folder(other) or other.is_file():
                 warnings.warn(f"{path} was being replaced; {other}, the one before it, is loaded.", stacklevel=2)
                 return other
-    if not path.exists():  # not given its name meanwhile
+    if not path.exists():  # another process has not given it its name since
         left = " (a save that did not finish left NAME.unfinished)" if sibling(path, "unfinished").exists() else ""
         raise FileNotFoundError(f"Checkpoint file not found: {path}{left}")  # in Lightning's words
     if path.suffix == ".unfinished":
@@ -264,16 +287,22 @@ def load_folder(
     strict: bool,
     with_optimizers: bool,
 ) -> dict[str, Any]:
-    """Read a checkpoint folder into a module that is sharded in any way over any number of ranks, in place.
+    """Read a checkpoint folder into a sharded module, in place; all ranks call this.
 
-    Objects that are no tensors are read by `torch.load`, with its `weights_only`. `strict` folders hold exactly the
-    module's weights. The state of fused optimizers, and of dense ones for shards of tables, is read `with_optimizers`.
+    Args:
+        path: The folder, saved on any number of ranks under any plan.
+        model: The module, sharded in any way.
+        group: A gloo group of all ranks; None on one rank.
+        weights_only: As for `torch.load`, for objects that are no tensors.
+        strict: Whether the folder has to hold exactly the module's weights.
+        with_optimizers: Whether to read the state of fused optimizers, and of dense ones for shards of tables.
 
     Returns:
-        The checkpoint as Lightning knows it; `state_dict` is the module's own, its fused state is None: it is loaded.
+        The checkpoint as Lightning knows it. Its `state_dict` is the module's own, and `FUSED` is None, as that state
+        is in the kernels already.
 
     Raises:
-        RuntimeError: The folder is of another model, or of another fused optimizer, or not what was saved.
+        RuntimeError: The folder is of another model or another fused optimizer, or its content is damaged.
     """
     saved = _saved(path)
     state_dict = model.state_dict()  # its tensors are the module's own memory: filling them loads the module
@@ -324,7 +353,16 @@ def _saved(path: Path) -> dict[str, dict[str, tuple[torch.Size, torch.dtype]]]:
 
 
 def read_file(path: Path, *, weights_only: bool | None, mmap: bool = False) -> dict[str, Any]:
-    """Return what `torch.load` reads on the host, or say how a file with objects other than tensors is loaded."""
+    """Return what `torch.load` reads, on the host.
+
+    Args:
+        path: The file.
+        weights_only: As for `torch.load`.
+        mmap: Whether tensors stay in the file until they are used.
+
+    Raises:
+        RuntimeError: It has objects that `weights_only` refuses; the message says how to load it.
+    """
     try:
         content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=weights_only, mmap=mmap)
     except pickle.UnpicklingError as err:

@@ -1,9 +1,9 @@
 """State of sharded tables in a form that does not depend on the sharding plan, so that it loads under another one.
 
-A piece is a plain tensor or a `ShardedTensor`, under a name of its own. State with the shape of its table is one piece,
+A *piece* is a plain tensor or a `ShardedTensor`, with a name. State with the shape of its table is one piece,
 `ebc.embedding_bags.t1.weight.momentum1`. Row-wise state (one value a row) is one piece for each range of columns that
-is a shard, `....momentum1[:, 0:8]`: TorchRec strings the column shards' states together instead, in a tensor whose size
-depends on the plan. The counters and learning rates of the kernels are pieces too.
+is a shard, `....momentum1[:, 0:8]`: TorchRec concatenates the column shards' states instead, in a tensor whose size
+depends on the plan. Iteration counts and learning rates of the kernels are pieces too.
 """
 
 from __future__ import annotations
@@ -35,24 +35,31 @@ Piece: TypeAlias = Tensor | ShardedTensor
 """A tensor that is the same on all ranks that have it, or one of which each rank has some shards."""
 
 Columns: TypeAlias = tuple[int, int]
-"""The first column, and the one behind the last."""
+"""The first column, and the one after the last."""
 
 ITERATION, LR, APPLIED_LR = "iteration", "lr", "applied_lr"
 KERNEL_KINDS = (ITERATION, LR, APPLIED_LR)
 _NAME = re.compile(r"(?P<weight>.*)\.(?P<kind>[^.\[]+)(?:\[:, (?P<start>\d+):(?P<stop>\d+)\])?", re.DOTALL)
-"""Of a piece; that of the weight may hold anything, but ends in `.weight` or the like."""
+"""The name of a piece; the weight's name in it may have any characters, but ends in `.weight` or the like."""
 
 
 class StateKey(NamedTuple):
-    """What the name of a piece of fused state says: of which weight, of what kind, row-wise state of which columns."""
+    """The parts of the name of a piece of fused state; `str` returns the name."""
 
     weight: str
+    """Name of the table's weight."""
     kind: str
+    """Kind of the state: `momentum1`, ..., or one of `KERNEL_KINDS`."""
     columns: Columns | None = None
+    """The columns that row-wise state belongs to; None for other state."""
 
     @classmethod
     def parse(cls, name: str) -> StateKey:
-        """Take a name apart; `str` puts it together again."""
+        """Return the parts of a name.
+
+        Raises:
+            RuntimeError: It is no name of a piece.
+        """
         found = _NAME.fullmatch(name)
         if found is None:
             raise RuntimeError(f"the checkpoint has {name!r} among the states of fused optimizers. Load another one.")
@@ -64,10 +71,12 @@ class StateKey(NamedTuple):
 
 
 class Loading(NamedTuple):
-    """The pieces to fill with saved state, and `finish`, which is called once they are filled."""
+    """How to load fused state: what to fill with saved state, and what to call afterwards."""
 
     pieces: dict[str, Piece]
+    """The pieces to fill, by their saved names."""
     finish: Callable[[], None]
+    """Writes the rest into the kernels, once the pieces are filled."""
 
 
 def fused_state(model: nn.Module) -> dict[StateKey, Piece]:
@@ -96,12 +105,17 @@ def fused_state(model: nn.Module) -> dict[StateKey, Piece]:
 
 
 def plan_loading(model: nn.Module, saved: Iterable[str], told: Collection[str] = ()) -> Loading:
-    """Match the fused state of this run to the names of what was saved; of tables in `told` nothing need be said.
+    """Match the fused state of this run to the names of saved pieces.
 
     Row-wise state saved for other ranges of columns is averaged over the saved ranges that a shard overlaps, each
     weighted by the columns they share. A part of one saved range thus gets that range's state. For RowWiseAdagrad,
     whose state sums up mean squares of gradients, the average over column shards is what the whole row would have
-    summed up from the same gradients; for a part of a range nobody can know.
+    summed up from the same gradients; for a part of a range that cannot be known.
+
+    Args:
+        model: The sharded model.
+        saved: Names of the saved pieces.
+        told: Tables of whose state the user was warned already.
 
     Raises:
         RuntimeError: A table was saved with the state of another fused optimizer.
@@ -154,7 +168,11 @@ def plan_loading(model: nn.Module, saved: Iterable[str], told: Collection[str] =
 
 
 def check_tables(model: nn.Module, weights: Mapping[str, Any]) -> None:
-    """Refuse whole weights of other tables, of which TorchRec would load as many rows and columns as there are here."""
+    """Check that whole weights have the shapes of this model's tables: TorchRec would load a part of larger ones.
+
+    Raises:
+        RuntimeError: A weight has another shape.
+    """
     tables = {name: value for name, value, _ in _tables(model) if isinstance(weights.get(name), Tensor)}
     _check_shapes(tables, weights)
 
@@ -196,13 +214,18 @@ def on_host(piece: Piece) -> Piece:
 
 
 def split_like(weight: ShardedTensor, stacked: Tensor) -> ShardedTensor:
-    """Return a tensor sharded as a weight is, of this rank's shards, one below the other in the weight's order."""
+    """Return a tensor that is sharded as a weight is.
+
+    Args:
+        weight: The weight.
+        stacked: This rank's shards, concatenated along dimension 0 in the weight's order.
+    """
     parts = iter(stacked.detach().split([len(shard.tensor) for shard in weight.local_shards()]))
     return map_shards(weight, lambda _: next(parts))
 
 
 def dense_kernel_tables(model: nn.Module) -> dict[str, ShardedTensor]:
-    """Return the weights of tables of whose shards each rank's dense optimizer trains its own, by name."""
+    """Return by name the weights of sharded tables with a dense kernel, whose shards the dense optimizer trains."""
     return {
         name: value
         for name, value, how in _tables(model)
@@ -293,7 +316,7 @@ def kinds_by_weight(keys: Iterable[StateKey]) -> dict[str, set[str]]:
 
 
 def overlapping(key: StateKey, saved: Iterable[StateKey]) -> dict[str, int]:
-    """Return the saved parts of a row-wise state that have columns in common with a range, and how many."""
+    """Return the names of saved row-wise pieces that overlap with the columns of `key`, with the number of columns."""
     found = {}
     for other in sorted((other for other in saved if other[:2] == key[:2]), key=str):
         if key.columns and other.columns:

@@ -1,8 +1,8 @@
-"""Arrow IPC streams whose large values stay where they are: pieces, the most of which nobody has copied.
+"""Make Arrow IPC streams without copying large values: a stream is a list of pieces, views of the values among them.
 
 Arrow copies every value into the stream that it makes. Here it makes the message of a record batch whose last two
-columns are empty; the sizes of these are set in a copy of that message, and their bytes follow it. Source: Arrow's
-columnar format 1.5, "Encapsulated message format", and Message.fbs, of which all versions since 1.0 read this.
+columns are empty; the sizes of these are set in a copy of that message, and their bytes follow it. Arrow 1.0 and later
+read the result. Source: Arrow's columnar format 1.5, "Encapsulated message format", and Message.fbs.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Any, TypeAlias
 import numpy as np
 
 Piece: TypeAlias = bytes | memoryview
-"""Some bytes of a part; a view is of memory that is written again once the part is kept."""
+"""Some bytes of a part; a view's memory is reused once the part is written."""
 
 END = b"\xff\xff\xff\xff\x00\x00\x00\x00"
-"""What a stream ends with."""
+"""The end-of-stream marker."""
 
 _PREFIX = struct.Struct("<Ii")  # continuation and size of the metadata, before each message
 _OFFSETS = struct.Struct("<qq")  # of a large_binary column of one row
@@ -27,10 +27,10 @@ _ALIGNED_TO = 8
 
 
 class BatchForm:
-    """The message of record batches of one row that are alike but for their last two columns.
+    """A template for record batches of one row that differ in their last two columns only.
 
     Args:
-        batch: One of them, whose last two columns are large_binary and empty.
+        batch: Such a batch, whose last two columns are large_binary and empty.
     """
 
     def __init__(self, batch: Any) -> None:
@@ -40,14 +40,14 @@ class BatchForm:
         self._body_length = _field(message, table, _BODY_LENGTH)
         header = _followed(message, _field(message, table, _HEADER))
         buffers = _followed(message, _field(message, header, _BUFFERS))
-        # of each of the two columns: validity, offsets, bytes; all others come before them
+        # The buffers of the last two columns (validity, offsets, bytes of each) come after all others.
         self._last = buffers + 4 + _OFFSETS.size * (_number(message, buffers) - 6)
         self._first, _ = _OFFSETS.unpack_from(message, self._last + _OFFSETS.size)
         end = _PREFIX.size + size
         self._metadata, self._body = message[:end], message[end : end + self._first]
 
     def pieces(self, one: memoryview, other: memoryview) -> list[Piece]:
-        """Return a batch with the bytes of its last column but one, and of the last one."""
+        """Return a batch as pieces, with the bytes of its last two columns: `one`, then `other`."""
         message = bytearray(self._metadata)
         at, place = self._first, self._last
         for column in (one, other):

@@ -1,4 +1,4 @@
-"""Find the cut that a replica applies next, through lost parts, crashes and resumed trainings; prune old parts."""
+"""Find the cut that a replica applies next, after lost parts, crashes, resumes and bases; remove parts nobody needs."""
 
 from __future__ import annotations
 

@@ -18,23 +18,23 @@ from .parts import PartName
 from .sink import told, without_password
 
 MOST_PIECES = 1000
-"""Written by one call of the system, which takes 1024 on Linux."""
+"""Pieces that one `writev` call writes, at most; Linux takes 1024."""
 
 _WHOLE_PUTS = frozenset(
     {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "ossfs", "r2", "oci", "cos", "obs", "tos", "memory"}
 )
-"""File systems where a file is there when it is whole, because that is what a put does there."""
+"""File systems where a put is atomic, so that a file appears when it is complete."""
 
 
 class FolderSink:
     """Keeps each part as a file of its name.
 
-    A file takes its name when it is whole, and on a local disk when it has reached the disk. Files of other names may
-    lie beside them. The folder is made by the first write.
+    A file gets its name when it is complete, and on a local disk when it is flushed to the disk. The folder may have
+    files of other names. The first write makes the folder.
 
     Args:
         path: A folder: a local path, or an address for fsspec (`s3://bucket/folder`, `memory://folder`).
-        **options: For fsspec's file system.
+        **options: Options of fsspec's file system.
 
     Raises:
         ImportError: The package that fsspec needs for such addresses is not installed.

@@ -27,7 +27,7 @@ class RedisSink:
     Args:
         url: `redis://user:password@host:port/0`, `rediss://`, `unix://`; `?key=name` is the same as `key`.
         key: The stream; parts lie under keys that begin with it, in braces (one slot of a cluster).
-        **options: For `redis.Redis.from_url`. Sockets wait for 10 s unless `socket_timeout` says otherwise.
+        **options: Arguments of `redis.Redis.from_url`. Sockets wait for 10 s unless `socket_timeout` says otherwise.
 
     Raises:
         ImportError: The package redis is not installed.
@@ -51,12 +51,12 @@ class RedisSink:
         return {name: value for name, value in vars(self).items() if name != "_client"}
 
     def check(self) -> None:
-        """Ask the server, and write and remove an entry of a stream beside."""
-        beside = f"{{{self.key}}}:check"
+        """Ask the server for the stream's length; write an entry into another stream and remove it."""
+        other = f"{{{self.key}}}:check"
         with self._told("write to"), self._client.pipeline(transaction=True) as pipe:
             pipe.xlen(self.key)
-            pipe.xadd(beside, {_NAME: b"check"})
-            pipe.delete(beside)
+            pipe.xadd(other, {_NAME: b"check"})
+            pipe.delete(other)
             pipe.execute()
 
     def write(self, name: str, part: bytes) -> None:

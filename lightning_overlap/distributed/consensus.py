@@ -1,4 +1,4 @@
-"""What all ranks have to know of each other at every step, asked without waiting for the answer."""
+"""Let all ranks agree at every step on the end of the data and on stops; the answer is read a step later."""
 
 from __future__ import annotations
 
@@ -14,51 +14,53 @@ T = TypeVar("T")
 
 
 class StepFlags(NamedTuple):
-    """What one rank says of a batch; as an answer, whether any rank said so."""
+    """What one rank says about a batch; as an answer the maximum over all ranks, so for bools whether any said so."""
 
     has: bool
     """It has this batch."""
     lacks: bool
-    """It has no such batch, now or ever."""
+    """It has no such batch, at least not now (`max_steps` may hold it back)."""
     last: bool
     """It has no batch after this one."""
     stop: bool
     """It was told to stop (SIGTERM)."""
     skips: bool = False
-    """It has skipped a batch that is None, so that it has fewer than its loader says."""
+    """It has skipped a None batch, so that it has fewer than its loader says."""
     requested_interval: int = 0
-    """How soon it wants to be asked again, see `PollInterval`; as an answer, the most of any rank."""
+    """`MAX_INTERVAL` minus the batches after which it wants to be asked again; as an answer, for the earliest one."""
 
     minus_skipped: int = 0
-    """`-n` for n batches that are None before this one; as an answer, of the rank that has skipped the fewest."""
+    """`-n` for n None batches before this one; as an answer, that of the rank that has skipped the fewest."""
 
     minus_at_end: int = 0
-    """`-n` for n batches that are None and end its data after this one, or in the place of it where it has no such
-    batch; 0 where another follows. As an answer, of the rank that has the fewest."""
+    """`-n` for n None batches that end its data after this batch, or in its place if it has none; 0 if another batch
+    follows. As an answer, that of the rank that has the fewest."""
 
 
 class Answer(NamedTuple):
-    """An answer that may still be on its way: the flags of all ranks, one after the other."""
+    """An answer that may still be under way."""
 
     flags: Tensor
+    """The flags of all ranks, one after the other, `(num_ranks * 8,)`, int32, on the host."""
     work: dist.Work
+    """The all-to-all that brings them."""
 
     def wait(self) -> StepFlags:
-        """Return what any rank said."""
+        """Wait for the flags of all ranks and return the maximum of each."""
         self.work.wait()
         return StepFlags(*self.flags.view(-1, len(StepFlags._fields)).amax(0).tolist())
 
 
 Lowest = Callable[[], list[int]]
-"""Waits for the lowest of all ranks' numbers, and returns the lowest of each."""
+"""Waits for the numbers of all ranks, and returns the minimum of each."""
 
 
 class PollInterval:
-    """Decides for which batches the ranks ask each other, where all of them know how many batches they have.
+    """Decides about which batches the ranks ask each other, if all of them know how many batches they have.
 
-    They ask for the first batch, for the last ones, and now and then for one in between, so that they hear of a rank
-    that was told to stop or that has skipped a batch; after that they ask for every batch. An ask costs as much as a
-    small model's forward. All decide alike, by batch numbers and by answers. An interval is at most twice the last one.
+    They ask about the first batch, the last ones, and now and then one in between, to hear of a rank that was told to
+    stop or that has skipped a batch; in that case they ask about every batch from then on. A question costs as much as
+    a small model's forward. All decide alike, by batch numbers and by answers. An interval is at most twice the last.
     """
 
     def __init__(self) -> None:
@@ -67,13 +69,14 @@ class PollInterval:
         self._asked: tuple[int, float] | None = None
 
     def due(self, index: int) -> bool:
-        """Whether to ask for a batch."""
+        """Whether to ask about a batch."""
         return index >= self._next
 
     def ask(self, index: int) -> int:
-        """Note that the ranks are asked about a batch; none is due again before `hear`.
+        """Note that the ranks are asked about a batch; no other batch is due before `hear`.
 
-        Returns `MAX_INTERVAL - interval` for the interval that this rank wants, 0 to `MAX_INTERVAL - 1`.
+        Returns:
+            `MAX_INTERVAL - interval` for the interval that this rank wants, 0 to `MAX_INTERVAL - 1`.
         """
         now, asked = time.monotonic(), self._asked
         self._asked = index, now
@@ -85,9 +88,12 @@ class PollInterval:
         return MAX_INTERVAL - interval
 
     def hear(self, requested_interval: int, num_batches: float = float("inf")) -> None:
-        """Set the next batch to ask for, by the largest value that `ask` returned on any rank.
+        """Set the next batch to ask about.
 
-        It comes after half of the epoch's batches that are left, at most: a rank that skips some ends earlier.
+        Args:
+            requested_interval: The largest value that `ask` returned on any rank.
+            num_batches: Length of the epoch. The next batch comes after half of the rest at most, since a rank that
+                skips some ends earlier.
         """
         assert self._asked is not None
         self._interval = MAX_INTERVAL - requested_interval
@@ -95,10 +101,10 @@ class PollInterval:
 
 
 ASK_FOR_LAST = 8
-"""How many of an epoch's last batches the ranks ask for, one by one: some may be None, on some of them."""
+"""How many of an epoch's last batches the ranks ask about one by one: some may be None on some ranks."""
 
 ASK_EVERY_S = 0.5
-"""How long a rank that was told to stop may go on before the others are asked."""
+"""Seconds between two questions, about: so long a rank that was told to stop may go on."""
 
 MAX_INTERVAL = 255
 """Longest polling interval, in batches.
@@ -108,10 +114,13 @@ Ranks send `MAX_INTERVAL - interval`, so that the largest of all ranks' picks th
 
 
 class Consensus:
-    """Asks all ranks by an all-to-all of eight numbers on the host: the host waits for it a step later, no device does.
+    """Asks all ranks by an all-to-all of eight numbers on the host, which the host waits for a step later.
 
-    gloo sends them to each rank at once; its all-reduce passes them on around a ring, twice, which takes half as much
-    of the CPU again on two ranks and longer on more. The group is a gloo group of all ranks, for this alone.
+    gloo's all-to-all sends them to all ranks at once. Its all-reduce passes them around a ring, twice, which takes 1.5
+    times the CPU time on two ranks, and longer on more.
+
+    Args:
+        group: A gloo group of all ranks, for this alone.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -121,11 +130,11 @@ class Consensus:
         """Send this rank's flags and ask for those of all ranks; every rank asks as often and in the same order."""
         sent = torch.tensor(flags * self._group.size(), dtype=torch.int32)
         received = torch.empty_like(sent)
-        # Not by `torch.distributed`: who times or delays the all-to-alls of embeddings there means none of these.
+        # Not by `torch.distributed`, where timers and benchmarks patch the all-to-alls of embeddings.
         return Answer(received, self._group.alltoall_base(received, sent, [], []))
 
     def lowest(self, numbers: Sequence[int]) -> Lowest:
-        """Start to look for the lowest of each of some numbers over all ranks; the host waits for them later."""
+        """Start to find the minimum of each number over all ranks; the function that is returned waits for them."""
         tensor = torch.tensor(numbers, dtype=torch.int64)
         work = self.start(tensor, dist.ReduceOp.MIN)
 
@@ -137,7 +146,7 @@ class Consensus:
         return wait
 
     def broadcast(self, value: Any, src: int) -> Any:
-        """Return the value of rank `src`, anything that can be pickled; it is sent between hosts' memories only."""
+        """Return the value of rank `src`, anything that can be pickled; no device takes part."""
         values = [value]
         dist.broadcast_object_list(values, src, group=self._group)
         return values[0]
@@ -152,7 +161,7 @@ class Consensus:
         return not unset_on_all
 
     def start(self, values: Tensor, op: dist.ReduceOp.RedOpType) -> dist.Work:
-        """Start to give a tensor on the host what `op` makes of all ranks' values, in each place."""
+        """Start an all-reduce of a tensor on the host, in place; return its work."""
         work: dist.Work | None = dist.all_reduce(values, op, group=self._group, async_op=True)
         assert work is not None
         return work
@@ -168,12 +177,14 @@ def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[A
 
 
 def together(action: Callable[[], T], gather: Callable[[Any], list[Any]]) -> T:
-    """Run something on every rank, and raise on all of them what one raises: the others would wait for it.
+    """Call a function on every rank and return its result; if it fails on one, raise on all.
 
-    `action` waits for no rank after what may fail on one alone; `gather` returns the values of all ranks.
+    Args:
+        action: The function. After anything that may fail on one rank alone it must not wait for other ranks.
+        gather: Returns the values of all ranks, by rank.
 
     Raises:
-        RuntimeError: In the words of the first rank that has failed.
+        RuntimeError: It has failed on a rank; the message is that of the first one.
     """
     result, error, cause = None, None, None
     try:

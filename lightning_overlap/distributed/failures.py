@@ -1,7 +1,7 @@
-"""How ranks that fail tell each other why, through the store, as no collective can be trusted then, and who prints it.
+"""Let ranks that fail tell each other why, through the store, as collectives may hang then; choose which one prints it.
 
-Ranks share a terminal: the error that came first is printed once, after all that the other ranks print. One that lost a
-peer would print the longest traceback, and the last one, about a connection.
+Ranks share a terminal: the first error is printed once, after all that the other ranks print. Otherwise a rank that has
+lost a peer would print the longest traceback, and the last one, about a connection.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from .sockets import end_connections
 
 LEAVE_S = 3.0
-"""How long the rank that failed first waits for the others' last words; they wait as long for its own."""
+"""Seconds that the rank that failed first waits until the others have printed; they wait as long for it."""
 
 _MARK = "_lightning_overlap_cause"
 _causes: dict[int, FirstCause] = {}
-"""That of the newest error, by its id, which the error carries; an error may be pickled, a store may not."""
+"""The `FirstCause` of the newest error, by its id. The error has this id only, since a store cannot be pickled."""
 _PLACE = re.compile(r"rank \d+ (was|had failed) |Another rank did not answer")
-"""Notes of where a rank was and what another one said, which the first rank to fail says itself."""
+"""Notes that need not be printed by other ranks, as the rank that failed first prints the same."""
 _PEER_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "/gloo/", "NCCL")
 _num_runs = itertools.count()
 
@@ -46,17 +46,19 @@ def default_store() -> Store | None:
 
 
 class Word(NamedTuple):
-    """What a rank that fails leaves for the others: type and message of its error, and where it was."""
+    """What a rank that fails writes into the store for the others."""
 
     rank: int
     error: str
+    """Type and message of its error."""
     place: str
+    """Where in the training it was."""
     stderr: str
-    """Where its errors go, see `_stderr`."""
+    """Where its errors are printed, see `_stderr`."""
 
 
 def _stderr() -> str:
-    """Return the same for ranks that share a terminal, a pipe or a file."""
+    """Return an identifier of this process's stderr, the same for ranks that share a terminal, a pipe or a file."""
     try:
         file = os.fstat(sys.stderr.fileno())
     except (OSError, ValueError, AttributeError):  # a stream of Python's own, in notebooks
@@ -65,9 +67,9 @@ def _stderr() -> str:
 
 
 class FirstCause:
-    """Lets a rank that fails because it lost another one say why that one failed.
+    """Finds the rank that failed first: one that fails because it lost a peer can then say why that one failed.
 
-    Every rank makes as many of these, in the same order. The first rank that fails leaves word in the store.
+    Every rank makes equally many of these objects, in the same order. The first rank that fails leaves a `Word`.
     """
 
     def __init__(self, store: Store, rank: int) -> None:
@@ -75,7 +77,7 @@ class FirstCause:
         self.rank = rank
         self._key = f"lightning_overlap/first_cause/{next(_num_runs)}"
         self.first: Word | None = None
-        """What the rank that failed first has said, once this one has failed too; None where nobody knows."""
+        """The word of the rank that failed first, once this one has failed too; None if it is not known."""
 
     @property
     def is_first(self) -> bool:
@@ -84,7 +86,7 @@ class FirstCause:
 
     @property
     def store_port(self) -> int | None:
-        """The port of the store that ranks tell each other by; None where it has none, as a file."""
+        """The TCP port of the store; None for stores without one, such as files."""
         store = self._store
         while isinstance(store, PrefixStore):
             store = store.underlying_store
@@ -96,7 +98,7 @@ class FirstCause:
         return self.first is not None and self.first.stderr == _stderr()
 
     def note(self, error: BaseException, place: str) -> None:
-        """Leave word of the error, or, where another rank did so before, add its word to the error. Never raises."""
+        """Leave word of an error; if another rank did before, add its word to the error as a note. Never raises."""
         mine = Word(self.rank, f"{type(error).__name__}: {error}", place, _stderr())
         with contextlib.suppress(Exception):  # the store ends with the rank that keeps it
             self.first = Word(*json.loads(self._store.compare_set(self._key, "", json.dumps(mine))))
@@ -104,25 +106,28 @@ class FirstCause:
                 error.add_note(f"rank {self.first.rank} had failed {self.first.place}: {self.first.error}")
 
     def leave(self, num_ranks: int, timeout_s: float) -> None:
-        """Say that this rank is about to end; the first one to fail then waits for so many. Never raises."""
+        """Count this rank as about to end; wait until `num_ranks` are, if this one failed first. Never raises."""
         with contextlib.suppress(Exception):
             self._all_come(f"{self._key}/gone", num_ranks if self.is_first else 1, timeout_s)
 
     def told(self) -> None:
-        """Say that the first cause has been told. Never raises."""
+        """Say that the first cause was printed. Never raises."""
         with contextlib.suppress(Exception):
             self._store.set(f"{self._key}/told", "")
 
     def wait_until_told(self, timeout_s: float) -> None:
-        """Wait until the first cause has been told, or so many seconds; the store may end after that. Never raises."""
+        """Wait until the first cause was printed, or so many seconds; the store may end after that. Never raises."""
         with contextlib.suppress(Exception):
             self._store.wait([f"{self._key}/told"], timedelta(seconds=timeout_s))
 
     def all_failed(self, num_ranks: int, place: str, timeout_s: float) -> bool:
-        """Whether all ranks come here from the same place within a time: then they may save together. Never raises."""
+        """Return whether all ranks call this from the same place within `timeout_s`: then they may save together.
+
+        Never raises.
+        """
         verdict = "alone"
         with contextlib.suppress(Exception):
-            # The first one to know decides for all: another one's time may be up at this very moment.
+            # The first rank to know decides for all: the time of another one may be up at this very moment.
             mine = "together" if self._all_come(f"{self._key}/here {place}", num_ranks, timeout_s) else "alone"
             verdict = self._store.compare_set(f"{self._key}/verdict", "", mine).decode()
         return verdict == "together"
@@ -149,7 +154,7 @@ def timed_out(error: BaseException) -> bool:
 
 
 def tell_last(error: BaseException, cause: FirstCause) -> None:
-    """Let the process, if it ends with this error, wait for its turn to print it, or leave that to another rank."""
+    """Install an excepthook for this error: the process prints it in its turn, or leaves that to another rank."""
     if dist.is_initialized() and dist.get_world_size() > 1:
         _causes.clear()
         _causes[id(cause)] = cause
@@ -174,7 +179,7 @@ class _Hook:
         if cause is None or cause.first is None:
             self._before(kind, error, trace)
         elif cause.is_first:
-            # Ranks that wait for this one fail now, and have their say, and not when it has ended.
+            # Ranks that wait for this one fail and print now, and not when it has ended.
             others_notice = end_connections(cause.store_port)
             cause.leave(dist.get_world_size() if others_notice and dist.is_initialized() else 1, LEAVE_S)
             if not _torchrun_prints(error):

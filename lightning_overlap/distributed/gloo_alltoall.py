@@ -46,22 +46,27 @@ class ReceivesFirst(dist.ProcessGroup):
         input_split_sizes: Sequence[int],
         opts: Any = None,
     ) -> dist.Work:
-        """Begin an all-to-all of contiguous tensors of the host, in whatever way `opts` asks for it.
+        """Start an all-to-all of contiguous tensors on the host.
 
-        Split sizes are elements of dimension 0 from and to each rank; none for equal parts.
+        Args:
+            output: Receives the data, by rank along dimension 0.
+            input: What is sent, by rank along dimension 0; of the output's dtype.
+            output_split_sizes: Elements of dimension 0 from each rank; empty for equal parts.
+            input_split_sizes: Elements of dimension 0 to each rank; empty for equal parts.
+            opts: Not used.
         """
         me, size = self.rank(), self.size()
         received, sent = (
             tensor.detach().split(list(split_sizes) or [len(tensor) // size] * size)
             for tensor, split_sizes in ((output, output_split_sizes), (input, input_split_sizes))
         )
-        # A tag for each: of two sends of one tag, one that gloo goes on with as the other rank gets ready, and one that
-        # is posted just then, nobody says which is first.
+        # Each all-to-all has a tag of its own: two sends of one tag, one waiting until the other rank is ready and one
+        # posted at that moment, may be received in either order.
         tag, self._num = self._num, (self._num + 1) % (1 << 31)
         others = [(me + shift) % size for shift in range(1, size)]
         works = [self._gloo.recv([received[rank]], rank, tag) for rank in others if received[rank].numel()]
         works += [self._gloo.send([sent[rank]], rank, tag) for rank in others if sent[rank].numel()]
-        if sent[me].numel():  # nothing may have other shapes than nothing
+        if sent[me].numel():  # empty tensors may have different shapes
             with torch.no_grad():
                 received[me].copy_(sent[me])
         return Exchange(works, (output, input))
@@ -76,11 +81,11 @@ _COLLECTIVES = (
     *("send", "recv", "recv_anysource", "gather_single"),
 )
 _OLDER = {"all_gather_single": "_allgather_base", "reduce_scatter_single": "_reduce_scatter_base"}
-"""What a group is asked for by torch 2.13 and 2.14, and gloo's older name of it."""
+"""Method of a process group in torch 2.13 and 2.14 -> gloo's older name of it."""
 
 
 def _hand_on(group: type, gloo: type) -> None:
-    """Let `group` call its `_gloo` for each collective that the class `gloo` has, by the newer name if any."""
+    """Let `group` call its `_gloo` for each collective that the class `gloo` has, by its newer name if it has that."""
 
     def handed_on(name: str) -> Callable[..., Any]:
         return lambda self, *args, **kwargs: getattr(self._gloo, name)(*args, **kwargs)
@@ -108,10 +113,13 @@ class Exchange(dist.Work):
         self._error: RuntimeError | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Let the host wait until all data has come and gone, for each receive and send as long as a timeout says.
+        """Wait on the host until all data was received and sent.
+
+        Args:
+            timeout: For each receive and send; None: that of the group.
 
         Raises:
-            RuntimeError: A rank is gone, or the time is over; raised again for every later wait.
+            RuntimeError: A rank is gone, or the time is over; raised again by every later wait.
         """
         with self._turn:  # a second thread waits for the first one
             if self._error is not None:
@@ -127,7 +135,7 @@ class Exchange(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        """Whether a wait is over; before, gloo does not tell."""
+        """Whether a wait for it is over; before that gloo does not say whether the all-to-all is."""
         return not self._works
 
     def get_future(self) -> torch.futures.Future[None]:

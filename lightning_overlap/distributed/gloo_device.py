@@ -1,7 +1,7 @@
-"""One device of gloo for several process groups: one thread that receives for all of them, and not one for each.
+"""Share one gloo device among several process groups: one thread receives for all of them, and not one for each.
 
-torch makes a device for every group. Where the groups of a step take turns, each message then wakes a thread that has
-nothing else to do; one thread that has them all finds several messages at once.
+torch makes a device for every group. As the groups of a step take turns, each message then wakes an idle thread; one
+thread for all groups finds several messages at once.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 PRIVATE_NAMES = ("_Options", "_devices", "_timeout")
-"""What torch has for this without documenting it; where it lacks one, each group has a device of its own."""
+"""Undocumented names of torch that this needs; if torch lacks one, each group has a device of its own."""
 
 
 @contextmanager
 def shared_with(group: dist.ProcessGroup) -> Iterator[None]:
-    """Let the gloo groups that are made meanwhile use the device of another group, or one of theirs if it has none."""
+    """Within this context new gloo groups share the device of `group`, or, if that has none, of the first new one."""
     own = dist.ProcessGroupGloo
     options: Any = getattr(own, "_Options", None)
     if options is None or not all(hasattr(options, name) for name in PRIVATE_NAMES[1:]):

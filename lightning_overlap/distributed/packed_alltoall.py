@@ -1,6 +1,6 @@
-"""Several tensors in one all-to-all: what goes to a rank is put in a row, and taken apart where it has come.
+"""Several tensors in one all-to-all: what goes to a rank is concatenated, and split again where it is received.
 
-An all-to-all costs the host and the network a share that does not depend on its bytes.
+An all-to-all costs the host and the network some time that does not depend on its bytes.
 """
 
 from __future__ import annotations
@@ -15,18 +15,23 @@ from torch import Tensor
 
 
 class Part(NamedTuple):
-    """One tensor that travels, `(sum(sent), ...)`, of any dtype, and how many rows go to and come from each rank."""
+    """One of the tensors of an all-to-all."""
 
     tensor: Tensor
+    """What this rank sends, `(sum(sent), ...)`, of any dtype: rows in the order of their destinations."""
     sent: list[int]
+    """How many rows go to each rank."""
     received: list[int]
+    """How many rows come from each rank."""
 
 
 class PackedExchange:
-    """The one all-to-all of several tensors, under way from the beginning.
+    """One all-to-all of several tensors, which the constructor starts on the current stream.
 
-    The parts, one at least, are of the same dtypes and in the same order on all ranks, on one device. `even` says, on
-    all ranks alike, that every rank is known to send as many rows to each.
+    Args:
+        parts: The tensors, one at least, of the same dtypes and in the same order on all ranks, on one device.
+        group: The process group.
+        even: Whether every rank sends equally many rows to each rank; the same on all ranks.
     """
 
     def __init__(self, parts: Sequence[Part], group: dist.ProcessGroup, *, even: bool = False) -> None:
@@ -54,13 +59,16 @@ class PackedExchange:
         self._received: list[Tensor | None] = []
 
     def take(self, place: slice) -> list[Tensor]:
-        """Wait, and hand over what has come of the parts at a place, each once: nothing of it is kept.
+        """Wait for the exchange and return some of the received parts, each once: the exchange keeps no reference.
+
+        Args:
+            place: Which parts, by their position.
 
         Returns:
-            Of each `(sum(received), ...)`, contiguous, for the stream that is current.
+            For each part `(sum(received), ...)`, contiguous, ready for the current stream.
 
         Raises:
-            RuntimeError: A rank is gone, or the group's time is over.
+            RuntimeError: A rank is gone, or the group's timeout is over.
         """
         if self._work is not None:
             self._work.wait()
@@ -70,7 +78,7 @@ class PackedExchange:
                 torch.cat(pieces[number :: len(self._parts)]).view(dtype).view(-1, *shape)
                 for number, (dtype, shape) in enumerate(self._parts)
             ]
-            self._work = None  # which keeps what travelled, too
+            self._work = None  # it holds the sent and received tensors, too
             del self._packed, self._came
         taken = [part for part in self._received[place] if part is not None]
         self._received[place] = [None] * len(taken)
@@ -78,7 +86,7 @@ class PackedExchange:
         return taken
 
     def _hand_to_current_stream(self, *tensors: Tensor) -> None:
-        """Let it use what the stream before it has made: ids and sizes of one exchange may be asked for on two."""
+        """Let the current stream use these tensors: ids and sizes of one exchange may be taken on different streams."""
         if self._stream is None:
             return
         current = torch.cuda.current_stream(self._stream.device)

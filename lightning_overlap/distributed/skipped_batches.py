@@ -1,4 +1,4 @@
-"""Which batches each rank has skipped, told through the store: ranks that skip others come to a validation apart."""
+"""Tell all ranks through the store which None batches each has skipped: with others they would validate apart."""
 
 from __future__ import annotations
 
@@ -10,16 +10,21 @@ from collections.abc import Callable
 from .failures import Store
 
 WAIT_S = 60.0
-"""How long a rank waits for another one that may still be about to fetch the same batch that is None."""
+"""How long a rank waits for another one that may be about to skip the same None batch, in seconds."""
 
 _num_runs = itertools.count()
 
 
 class SkippedBatches:
-    """Tells all ranks which batches of a fit this one has skipped, and asks for theirs.
+    """Tells all ranks which None batches of a fit this one has skipped, and compares them with theirs.
 
-    Without such batches that is one look at the store for each validation. No collective is asked: the ranks may not be
-    at the same one. Every rank makes as many of these, in the same order.
+    Without None batches it reads the store once for each validation. No collective is used, as the ranks may be at
+    different ones. Every rank makes equally many of these objects, in the same order.
+
+    Args:
+        store: The store of the process group.
+        rank: This process's rank.
+        num_ranks: How many ranks there are.
     """
 
     def __init__(self, store: Store, rank: int, num_ranks: int) -> None:
@@ -33,12 +38,16 @@ class SkippedBatches:
         self._epoch += 1
 
     def note(self, num_before: int) -> None:
-        """Tell the others of a batch that is skipped after so many others, before this rank takes part in the next."""
+        """Tell the others of a None batch before this rank takes part in the next batch.
+
+        Args:
+            num_before: How many other batches of the epoch come before it.
+        """
         self._mine.append((self._epoch, num_before))
         self._tell()
 
     def forget(self, num: int) -> None:
-        """Take back the last ones, which the epoch does not come to."""
+        """Take back the last `num` None batches, which were fetched ahead and which the epoch does not reach."""
         if num:
             del self._mine[-num:]
             self._tell()
@@ -55,8 +64,11 @@ class SkippedBatches:
     def check(self, num_before: int, num_skipped: int, *, at_skipped: bool, over_epochs: bool) -> None:
         """Check that all ranks come to a validation after the same step, where its interval counts skipped batches.
 
-        This rank has trained `num_before` batches of the epoch, and skipped `num_skipped` among them; `at_skipped`: the
-        last one. `over_epochs`: those of earlier epochs count, too.
+        Args:
+            num_before: Batches of the epoch that this rank has trained.
+            num_skipped: None batches of the epoch that it has skipped so far.
+            at_skipped: Whether the last batch was a None batch.
+            over_epochs: Whether None batches of earlier epochs count too.
 
         Raises:
             RuntimeError: Another rank has skipped fewer, or more, so that it validates after another step.
@@ -87,12 +99,12 @@ class SkippedBatches:
         """Check that a batch begins and ends the window of an optimizer step on all ranks, or on none.
 
         Args:
-            num_batches: Other batches of the epoch up to it.
-            num_skipped: Batches of the epoch that this rank has skipped before it.
+            num_batches: Trained batches of the epoch up to it.
+            num_skipped: None batches of the epoch that this rank has skipped before it.
             number: Number of the batch in this rank's count of both.
-            every: Batches of a window.
+            every: Batches of a window (`accumulate_grad_batches`).
             by_end: Whether all ranks step with it since it is the last one.
-            waits: Whether another rank may still be about to fetch it.
+            waits: Whether to wait for a rank that may be about to fetch it.
 
         Raises:
             RuntimeError: Another rank has skipped fewer, or more, so that its windows are others.
@@ -123,7 +135,18 @@ class SkippedBatches:
     def _compare(
         self, num_batches: int, num_skipped: int, waits: bool, agrees: Callable[[int], bool], otherwise: str
     ) -> None:
-        """Look how many more than this rank each has skipped before a batch, and raise where they do not agree."""
+        """Compare how many None batches each rank has skipped before a batch.
+
+        Args:
+            num_batches: As in `check_window`.
+            num_skipped: As in `check_window`.
+            waits: As in `check_window`.
+            agrees: Whether a rank that has skipped so many more than this one does the same.
+            otherwise: What would happen if it does not, for the message.
+
+        Raises:
+            RuntimeError: A rank does not agree.
+        """
         deadline = time.monotonic() + WAIT_S
         for rank in range(self._num_ranks):
             while True:
@@ -141,7 +164,7 @@ class SkippedBatches:
                 time.sleep(0.01)
 
     def _of(self, rank: int, over_epochs: bool) -> list[int]:
-        """How many others come before each batch that a rank skips: those of this epoch, and before them of earlier."""
+        """Return how many other batches of the epoch come before each None batch of a rank; -1 for earlier epochs."""
         key = f"{self._key}/{rank}"
         told: list[tuple[int, int]] = json.loads(self._store.get(key)) if self._store.check([key]) else []
         earlier = [-1 for epoch, _ in told if over_epochs and epoch < self._epoch]

@@ -1,6 +1,6 @@
-"""The connections that gloo's groups have made: a rank that fails ends them at once, and the others fail with it.
+"""End the connections of gloo's groups when a rank fails, so that the other ranks fail at once and do not wait.
 
-Nothing of torch closes them (2.13: `abort` and `shutdown` of gloo's groups leave them open) before the process ends.
+torch does not close them before the process ends (2.13: `abort` and `shutdown` of gloo's groups leave them open).
 """
 
 from __future__ import annotations
@@ -12,21 +12,22 @@ from contextlib import contextmanager, suppress
 
 _FOLDER = "/proc/self/fd"
 _made: dict[int, str] = {}
-"""Descriptor -> what it was when it was made, as descriptors are used again."""
+"""Descriptor -> the socket that it was then, as descriptors are used again."""
 
 
 @contextmanager
 def remember_sockets() -> Iterator[None]:
-    """Go around what makes a process group; only Linux tells which connections that were."""
+    """Remember the connections that are made within this context, which makes process groups; on Linux only."""
     before = _open_sockets()
     yield
     _made.update({number: name for number, name in _open_sockets().items() if before.get(number) != name})
 
 
 def end_connections(except_port: int | None) -> bool:
-    """End the connections of the groups that were made so, but those of a port; whether there were any.
+    """End the remembered connections, except those of a port; no group can be used after that.
 
-    No group can be used after that.
+    Returns:
+        Whether any connection was ended.
     """
     ended = False
     for number in [number for number, name in _open_sockets().items() if _made.get(number) == name]:

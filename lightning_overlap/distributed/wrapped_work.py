@@ -1,4 +1,4 @@
-"""Collectives under way that are more than PyTorch's own: timed, or late."""
+"""Wrap collectives of `torch.distributed`, to time them or to let them end later."""
 
 from __future__ import annotations
 
@@ -44,10 +44,12 @@ class WrappedWork(dist.Work):
 def wrap_collectives(
     wrap: Callable[[str, dict[str, Any], Issue], dist.Work | None], names: Sequence[str] = COLLECTIVES
 ) -> Iterator[None]:
-    """Have some of `COLLECTIVES`, as this process issues them through `torch.distributed`, wrapped.
+    """Within this context collectives that this process issues through `torch.distributed` are wrapped.
 
-    `wrap` is given the function's name, its arguments by name, and what issues it, asynchronously: it returns what the
-    caller gets, or, where the caller asked for another kind, waits for.
+    Args:
+        wrap: Called with the function's name, its arguments by name, and a function that issues it asynchronously. It
+            returns the work that the caller gets, or that is waited for if the caller has not asked for `async_op`.
+        names: Which of `COLLECTIVES` to wrap.
     """
 
     def call(name: str, real: Callable[..., Any], *args: Any, **kwargs: Any) -> dist.Work | None:

@@ -124,7 +124,7 @@ _LOG: logging.Logger = call.log
 
 
 def _is_silent(trainer: Trainer) -> bool:
-    """Whether nobody watches which hooks are gone through: no profiler, no log of Lightning's at level DEBUG."""
+    """Whether calls of hooks are not recorded: no profiler runs, and Lightning's logger is not at level DEBUG."""
     profiler: Profiler = trainer.profiler  # type: ignore[attr-defined]
     return id(trainer) in _running and _records_nothing(profiler) and not _LOG.isEnabledFor(logging.DEBUG)
 

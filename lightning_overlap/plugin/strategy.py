@@ -74,21 +74,21 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
             modes take turns while training goes on, with the same losses, until the fastest one is chosen.
         stream: Where early lookups run: `current`, `data_dist` or `dedicated`.
         sharding: None for TorchRec's planner; a sharding type for all tables; `{"table": "table_wise", ...}`
-            (the planner decides about tables that are not named); a planner; a `ShardingPlan`. A table with a fused
-            optimizer that is made data-parallel here, and not by `replicate_tables`, loses it.
+            (the planner decides about tables that are not named); a planner; a `ShardingPlan`. A table that is made
+            data-parallel here, and not by `replicate_tables`, loses its fused optimizer.
         fused_optimizer: `(class, kwargs)` or `functools.partial(class, **kwargs)`, in YAML
             `[torch.optim.SGD, {lr: 0.1}]` or `class_path:` and `init_args:`; applied in backward to the tables that
             have no optimizer applied in backward yet. Without it the planner may leave such tables whole on every
             rank (data-parallel), for the optimizer of `configure_optimizers`; it says so.
-        quantized_comms: What embeddings and their gradients travel in between ranks: a precision ("fp16", "bf16",
-            "fp8", "int8", "mx4"), one for each way (`("fp16", "bf16")`), or TorchRec's `QCommsConfig`; None: full
-            precision. Losses are those of a plain loop with the same codecs. Gradients that FP16 does not fit are
-            warned of.
+        quantized_comms: Precision in which embeddings and their gradients are sent between ranks: "fp16", "bf16",
+            "fp8", "int8" or "mx4", one for each direction (`("fp16", "bf16")`), or TorchRec's `QCommsConfig`; None:
+            full precision. Losses are those of a plain loop with the same codecs. The strategy warns of gradients that
+            are too large or too small for FP16.
         replicate_tables: Tables that every rank holds whole, since their gradients are fewer bytes than their
             embeddings; their fused optimizer updates them in the backward, alike on all ranks. None: of the tables
             without a sharding type of the user's those with fewer rows than a rank's batch, where `batch_size` of the
             data module or the module tells it; a number: those with fewer rows; names: these; False: none.
-        staleness: Of `pipeline="async_lookup"`: how many updates, in batches, a lookup does not see; from 1 on.
+        staleness: With `pipeline="async_lookup"`, how many updates, in batches, a lookup does not see; from 1 on.
         defer_update: In a mode with a staleness, overlap the all-to-all of gradients with the optimizer step and
             the next forward, and update the tables then; the staleness stays what it is. An evaluation, a checkpoint
             and the end of an epoch find the tables up to date; a callback at the end of a batch finds them without
@@ -99,25 +99,27 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
         stash_gradients: In a mode of staleness k, let each step of the dense optimizers apply the gradients of k steps
             before, so that they are as old as the embeddings. The first k steps have none to apply; the last k steps'
             gradients are applied at the end of `fit`. A checkpoint holds those that wait.
-        num_lookup_threads: In a mode with a staleness, on a CPU: so many threads run the kernels of early lookups,
-            overlapped with the backward, a module each; the main thread sends what they find. 0: it looks up, too.
-        start_batch: A mode with a staleness begins with this batch, counted over all epochs; the ones before it train
-            exactly, as in `fused_sparse_dist`. No batch is lost or looked up twice, and no device is waited for.
-        end_batch: From this batch on exactly again; the lookups under way are still used.
-        release_features: Give the memory of a batch's ids back as soon as they are sent, steps before the batch is
-            trained. `training_step` can then hand a KeyedJaggedTensor to its module and read its keys and lengths; its
-            values and weights are gone, and reading them is an error that says so.
-        copy_in_place: On CUDA, let batches take their memory on the device from the compute stream's pool, where they
-            take turns with activations, in the place of a pool of their own. Their copy then begins after the forward.
+        num_lookup_threads: In a mode with a staleness, on a CPU, how many threads run the kernels of early lookups,
+            overlapped with the backward, one module each; the main thread sends the embeddings. 0: the main thread
+            runs the kernels, too.
+        start_batch: The mode, one with a staleness, begins with this batch, counted over all epochs. Batches before it
+            train exactly, as in `fused_sparse_dist`. The switch loses no batch, looks up none twice, and does not wait
+            for the device.
+        end_batch: From this batch on training is exact again; lookups that are under way are still used.
+        release_features: Free the memory of a batch's ids as soon as they are sent, steps before the batch is trained.
+            `training_step` can then pass a KeyedJaggedTensor to its module and read its keys and lengths; reading its
+            values or weights raises an error that says why.
+        copy_in_place: On CUDA, allocate batches on the device in the compute stream's memory pool, which activations
+            can use again, and not in a pool of their own. The copy of a batch then begins after the forward.
         observer: Called with ("issue" | "wait", stage, batch) for every stage issued and every result waited for.
         checkpoint_format: `sharded` (a folder, every rank writes its shards), `full` (one file, gathered on the host
             of rank 0, for the unsharded module too), or None: sharded above one rank or with `async_checkpoint`.
             Either loads whatever the format, the number of ranks and the sharding plan of the run.
         async_checkpoint: Write folders while training goes on, from a copy of this rank's shards on the host. The next
             save and the end of `fit` wait for the one under way, and raise its error.
-        calm_libraries: Keep back what TorchRec and FBGEMM are known to log and warn of about themselves.
-        **kwargs: What `DDPStrategy` takes. With a `start_method` of "spawn" or "fork" (in notebooks) the process that
-            starts the others gets whole tables back into its module, which stays unsharded.
+        calm_libraries: Filter out log records and warnings of TorchRec and FBGEMM about their own calls.
+        **kwargs: Arguments of `DDPStrategy`. With a `start_method` of "spawn" or "fork" (in notebooks) the module of
+            the process that starts the others stays unsharded and gets whole tables back.
 
     Raises:
         ValueError: Unknown mode, stream, precision or checkpoint format (the nearest names are listed), a Schedule

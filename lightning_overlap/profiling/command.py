@@ -89,7 +89,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "files", nargs="+", type=Path, metavar="FILE", help="a torch.profiler trace (.json, .json.gz); one per rank"
     )
-    parser.add_argument("--out", type=Path, help="a folder, or a name ending in .png or .html (default: beside FILE)")
+    parser.add_argument("--out", type=Path, help="a folder, or a name ending in .png or .html (default: next to FILE)")
     parser.add_argument("--steps", type=_at_least_one, default=NUM_STEPS, help="steps to draw (default: %(default)s)")
     parser.add_argument("--title", help="over the picture (default: the names of the files)")
     return parser

@@ -34,8 +34,8 @@ def write_html(
         ranks: The spans of each rank.
         num_steps: Steps to show.
         title: Heading of the page.
-        overlapped: The stages that each rank's mode overlaps, where they are known: what goes on beside other work in a
-            mode that overlaps nothing is not called hidden.
+        overlapped: The stages that each rank's mode overlaps (`overlapped_by`); others do not count as hidden. None:
+            all stages that overlap with other work count as hidden.
 
     Raises:
         ValueError: There is nothing to draw, or `num_steps` is below 1.

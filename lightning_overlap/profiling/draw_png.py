@@ -26,7 +26,7 @@ _STYLES: Mapping[Category, dict[str, Any]] = {
     Category.LOOKUP: {"hatch": "....", "edgecolor": "white"},
     Category.WAIT: {"hatch": "/////", "facecolor": LOOKS[Category.WAIT].color, "edgecolor": EXPOSED_COLOR},
 }
-"""What matplotlib draws besides the colour of a bar."""
+"""Arguments of matplotlib for the bars of a category, other than their colour."""
 
 _TEXT: Mapping[str, Any] = {"ha": "center", "va": "center_baseline", "fontsize": 7.2, "clip_on": True, "zorder": 3}
 _WAIT_TEXT = {"color": EXPOSED_COLOR, "bbox": {"facecolor": "white", "alpha": 0.75, "pad": 0.6, "linewidth": 0}}
@@ -47,8 +47,8 @@ def write_png(
         ranks: The spans of each rank.
         num_steps: Steps to draw.
         title: Heading of the picture; "Timeline" if empty.
-        overlapped: The stages that each rank's mode overlaps, where they are known: what goes on beside other work in a
-            mode that overlaps nothing is not called hidden.
+        overlapped: The stages that each rank's mode overlaps (`overlapped_by`); others do not count as hidden. None:
+            all stages that overlap with other work count as hidden.
 
     Raises:
         ValueError: There is nothing to draw, or `num_steps` is below 1.

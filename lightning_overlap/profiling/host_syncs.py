@@ -23,7 +23,7 @@ _OPERATORS = frozenset({"_local_scalar_dense", "nonzero", "masked_select", "_uni
 """ATen operators that read a device tensor on the host, or whose output size depends on its values."""
 
 _METHODS: Mapping[Any, str] = {torch.Tensor.tolist: "tolist", torch.Tensor.numpy: "numpy"}
-"""What PyTorch answers on a CPU without an operator, and by a copy to the host on a device."""
+"""Tensor methods that call no operator on a CPU, and copy to the host on a device."""
 
 NUM_WORST = 3  # host syncs that are named
 
@@ -109,10 +109,13 @@ def _is_masked(args: tuple[Any, ...]) -> bool:
 
 @contextmanager
 def record_host_syncs(stage: Callable[[], str] = str) -> Iterator[list[HostSync]]:
-    """Note every predicted sync of the calling thread, in order; autograd's backward on a CPU is part of it.
+    """Record every predicted sync of the calling thread, in order; autograd's backward on a CPU is part of it.
 
     Args:
-        stage: Asked at each sync in which stage of the step it is.
+        stage: Returns the name of the stage that the step is in; called at each sync.
+
+    Yields:
+        The syncs so far, a list that grows within the context.
     """
     found: list[HostSync] = []
 

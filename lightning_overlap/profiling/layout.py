@@ -111,8 +111,8 @@ class Panel:
         overlapped = self.found.overlapped
         if span.kind is not Category.COMMUNICATION or (overlapped is not None and span.stage not in overlapped):
             return None
-        beside = (min(end, span.end_ms) - max(start, span.start_ms) for start, end in self.exposed)
-        exposed_ms = sum(ms for ms in beside if ms > 0)
+        common = (min(end, span.end_ms) - max(start, span.start_ms) for start, end in self.exposed)
+        exposed_ms = sum(ms for ms in common if ms > 0)
         return max(0.0, 1 - exposed_ms / span.duration_ms) if span.duration_ms else None
 
 

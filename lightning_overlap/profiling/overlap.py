@@ -15,7 +15,7 @@ COVERED_BY: Mapping[Category, frozenset[Category]] = {
     Category.LOOKUP: frozenset({Category.DENSE}),
     Category.COPY: frozenset({Category.DENSE, Category.LOOKUP}),
 }
-"""What hides a kind: time of these on other lanes. Nothing hides dense work: the rest overlaps with it."""
+"""Category -> the categories that hide it when they run on other lanes at the same time. Nothing hides dense work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +25,9 @@ class BusyTime:
     Args:
         busy_ms: How long it was under way.
         hidden_ms: How much of that the mode has overlapped with other work.
-        elsewhere_ms: How much more went on beside other work, but not by the mode's doing: by autograd's order, say.
-        sent: Bytes, where they were counted.
-        saved: Those that it would have sent besides, in full precision.
+        elsewhere_ms: How much more overlapped with other work without the mode: by autograd's order, say.
+        sent: Bytes that it sent, if they were counted.
+        saved: Bytes more that it would have sent in full precision.
     """
 
     busy_ms: float = 0.0
@@ -116,15 +116,15 @@ class Breakdown:
 
     @property
     def to_gain_ms(self) -> float:
-        """What a perfect overlap would still save."""
+        """Time that a perfect overlap would still save, per step."""
         return max(0.0, self.step_ms - self.bound[1])
 
 
 def overlapped_by(schedule: Schedule) -> frozenset[Stage]:
-    """Return the stages that a mode overlaps with others: those of coming batches, and what a deferred update awaits.
+    """Return the stages that a mode overlaps with others: those of coming batches, and with deferred updates gradients.
 
-    Without a deferred update the backward of a batch waits for its gradients. What of their way autograd covers with
-    the rest of the backward, it covers in every mode, `base` too.
+    Without a deferred update the backward of a batch waits for its gradients. Autograd may overlap a part of that
+    all-to-all with the rest of the backward, but does so in every mode, `base` too.
     """
     early = {step.stage for step in schedule.steps if step.offset > 0}
     if schedule.step_of(Stage.EMBEDDING_UPDATE) is not None:
@@ -134,13 +134,13 @@ def overlapped_by(schedule: Schedule) -> frozenset[Stage]:
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """What a step would take with something changed.
+    """The estimated time of a step in another mode, or with another option.
 
     Args:
-        name: A mode, or what would be changed, in words.
-        ms: A step.
-        error_ms: How far that may be off.
-        staleness: Of the mode.
+        name: The mode, or what would be changed, in words.
+        ms: Time of a step.
+        error_ms: How far it may be off.
+        staleness: The staleness of the mode.
     """
 
     name: str
@@ -160,13 +160,13 @@ def break_down(
     num_steps: int = 1,
     host_lane: str = HOST_LANE,
 ) -> Breakdown:
-    """Say where the time of a window of a timeline went.
+    """Break the time of a window of a timeline down by category and stage.
 
     Args:
-        spans: All that was seen, also what began before the window or ended after it.
-        window: Begin and end, milliseconds; for example from one step's beginning to the next one's.
-        overlapped: Stages that the mode overlaps, as `overlapped_by` gives them: time counts as hidden where it, or
-            what goes on beside it, is of such a stage. None: whatever ran, all that goes on beside other work is.
+        spans: All spans, also those that began before the window or ended after it.
+        window: Begin and end, in milliseconds; for example from one step's beginning to the next one's.
+        overlapped: Stages that the mode overlaps, from `overlapped_by`: time counts as hidden if it, or what overlaps
+            with it, belongs to such a stage. None (the mode is not known): all time that overlaps counts as hidden.
         num_steps: Steps in the window; all times are per step.
         host_lane: The lane whose waits block the host.
 
@@ -179,13 +179,13 @@ def break_down(
     host_ms: defaultdict[str | None, float] = defaultdict(float)
     merge_ms, merged = 0.0, (EMBEDDINGS, "rows")  # the latter in files that earlier versions wrote
     dense_lanes = {HOST_LANE, *(span.lane for span in spans if span.kind is Category.DENSE)}
-    for (start_ms, end_ms), under_way, beside in sweep(exclusive(spans, window), window, host_lane):
+    for (start_ms, end_ms), under_way, hidden in sweep(exclusive(spans, window), window, host_lane):
         ms = end_ms - start_ms
         early = {one.kind for one in under_way if one.stage in (overlapped or ()) and one.kind is not Category.WAIT}
         for kind, stage in {(one.kind, stage) for one in under_way for stage in (None, one.stage)}:
             times = found[kind, stage]
             times[0] += ms
-            if kind in beside:
+            if kind in hidden:
                 by_mode = overlapped is None or bool(early if kind is Category.COMMUNICATION else kind in early)
                 times[1 if by_mode else 2] += ms
         of_host = [one for one in under_way if one.lane == host_lane and one.kind is not Category.COMMUNICATION]
@@ -224,10 +224,15 @@ def break_down(
 def sweep(
     own: Sequence[Span], window: Interval, host_lane: str = HOST_LANE
 ) -> Iterator[tuple[Interval, list[Span], set[Category]]]:
-    """Yield the `moments` of a window, each with the categories that something else hides in it, if they go on.
+    """Yield the `moments` of a window, each with the categories that would be hidden in it.
 
-    Where the host does the dense part itself, as on a CPU (its lane has dense spans), all that it does has to be done:
-    communication is hidden while the host does not wait. `own` is what `exclusive` gives of the window.
+    If the host does the dense part itself, as on a CPU (its lane has dense spans), communication is hidden whenever the
+    host does not wait, since all its work has to be done anyway.
+
+    Args:
+        own: The spans of the window, from `exclusive`.
+        window: Begin and end, in milliseconds.
+        host_lane: The lane of the thread that trains.
     """
     host_computes = any(span.kind is Category.DENSE and span.lane == host_lane for span in own)
     for piece, under_way in moments(own, window):

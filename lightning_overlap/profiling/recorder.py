@@ -34,12 +34,12 @@ KINDS = {
     Stage.OPTIMIZER_STEP: Category.DENSE,
     Stage.EMBEDDING_UPDATE: Category.DENSE,
 }
-"""What a stage keeps busy, apart from its collectives."""
+"""The category of a stage's own work, apart from its collectives."""
 
 
 @dataclass(slots=True)
 class _Record:
-    """A span to be, whose begin and end are marks of a clock, read later; without an end it goes on."""
+    """A span whose begin and end are marks of a clock, which are read later; without an end it is still under way."""
 
     kind: Category
     lane: str
@@ -56,18 +56,18 @@ class _Record:
         return isinstance(self.clock, HostTimestamps)
 
     def span(self, otherwise: Any) -> Span:
-        """Return it as a span; the end is another mark where it has none."""
+        """Return the span; `otherwise` is a mark to take for its end if it has none."""
         start_ms = self.clock.ms(self.start)
         end_ms = max(start_ms, self.clock.ms(otherwise if self.end is None else self.end))
         return Span(start_ms, end_ms, self.kind, self.lane, self.name, self.stage, self.batch, "", *self.sent)
 
 
 class SpanRecorder:
-    """Notes what this rank does between `start` and `stop`, by stage, collective and wait.
+    """Records the spans of this rank between `start` and `stop`: stages, collectives and waits.
 
     Args:
         streams: The device's streams.
-        compression: By how much codecs shrink `embeddings` and `gradients`; None where there are none.
+        compression: Float32 bytes per sent byte of `embeddings` and `gradients`; None without codecs.
     """
 
     def __init__(self, streams: Streams, compression: Mapping[str, float] | None = None) -> None:
@@ -81,14 +81,14 @@ class SpanRecorder:
         self._patches = ExitStack()
 
     def start(self) -> None:
-        """Begin to note; collectives are those that this process issues through `torch.distributed`.
+        """Begin to record. Collectives are recorded if this process issues them through `torch.distributed`.
 
-        DistributedDataParallel issues its all-reduce from C++, out of sight: it counts as part of the backward.
+        DistributedDataParallel issues its all-reduce from C++: that is not seen, and counts as part of the backward.
         """
         self._patches.enter_context(wrap_collectives(self._timed))
 
     def stop(self) -> None:
-        """Note no more."""
+        """Stop recording."""
         self._patches.close()
 
     def step(self) -> None:
@@ -97,7 +97,7 @@ class SpanRecorder:
 
     @property
     def over(self) -> bool:
-        """Whether the device has done all that was noted, on every stream; does not wait."""
+        """Whether the device has done all work that was recorded, on every stream; does not wait."""
         if self._device is None:
             return True
         of_records = [mark for one in list(self._records) if not one.is_on_host for mark in (one.start, one.end)]
@@ -140,7 +140,7 @@ class SpanRecorder:
         return self._around(Category.HOST, HOST_LANE, LOG)
 
     def merge(self, batch: int) -> AbstractContextManager[None]:
-        """Go around the compute stream's wait for a batch's embeddings; on a CPU the collective's own is recorded."""
+        """Go around the compute stream's wait for a batch's embeddings; on a CPU `_TimedWork` records the host's."""
         if self._device is None:
             return nullcontext()
         return self._around(Category.WAIT, str(StreamName.COMPUTE), EMBEDDINGS, Stage.EMBEDDING_LOOKUP, batch)
@@ -169,10 +169,10 @@ class SpanRecorder:
         return list(pairwise(host if self._device is None else self._device.ms(device) for host, device in self._steps))
 
     def spans(self) -> list[Span]:
-        """Return what was noted; on CUDA the host's times are shifted so that the first steps begin together.
+        """Return the recorded spans; on CUDA the host's times are shifted so that the first steps begin together.
 
-        A collective that nobody has waited for yet counts until the end of the last step where the host's clock times
-        it; of one on a device nobody knows how long it takes, so that it has a begin alone.
+        A collective that nobody has waited for yet ends with the last step if the host's clock times it. The end of one
+        on a device is not known: its span has no length.
         """
         if self._device is not None and self._steps:
             host, device = self._steps[0]
@@ -219,10 +219,10 @@ class _TimedWork(WrappedWork):
 
     @override
     def wait(self, timeout: Any = None) -> bool:
-        """Wait for it: on a CPU the host stands still, on CUDA the current stream does.
+        """Wait for the collective: on a CPU the host waits, on CUDA the current stream.
 
-        When a collective on CUDA ends nobody is told before its wait. Issued late, that makes the time under way
-        too long; what was waited is right in any case.
+        On CUDA the end of a collective is seen only by the wait for it. If the wait is issued late, the time under way
+        is too long; the time of the wait is right in any case.
         """
         flight = self._flight
         lane = HOST_LANE if self._streams is None else str(self._streams.current())
@@ -236,7 +236,7 @@ class _TimedWork(WrappedWork):
 
 
 def _sent_bytes(name: str, call: Mapping[str, Any]) -> int:
-    """Return how many bytes a collective sends from this rank to others; of a reduction, as by a ring."""
+    """Return how many bytes a collective sends from this rank to others; an all-reduce counts as a ring's."""
     group = call.get("group")
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     if name == "reduce_scatter":
@@ -250,7 +250,7 @@ def _sent_bytes(name: str, call: Mapping[str, Any]) -> int:
 
 
 def _saved_share(name: str, sent: Any, compression: Mapping[str, float]) -> float:
-    """Return how many bytes a codec has saved for each that is sent; the dtype tells whether there was one."""
+    """Return how many bytes a codec has saved for each byte that is sent; the dtype shows whether there was one."""
     if not isinstance(sent, Tensor):
         return 0.0
     if sent.dtype in (torch.float16, torch.bfloat16):

@@ -94,10 +94,16 @@ def closing_table(
     stale_rows: Mapping[str, tuple[int, int]] | None = None,
     prices: Sequence[Price] = (),
 ) -> str:
-    """Return what a run says at its end, by the mean breakdown of each rank.
+    """Return what the monitor prints at the end of a run.
 
-    Besides: lines about host syncs, of each table the rows read stale and the rows read, and what a step would take
-    otherwise, for the advice in the last line.
+    Args:
+        ranks: The mean breakdown of each rank.
+        num_steps: How many steps were measured.
+        title: The head line: mode and stream.
+        schedule: The mode that was measured.
+        syncs: Lines about host syncs.
+        stale_rows: Rows read stale and rows read, by table.
+        prices: Estimated steps in other modes, for the advice in the last line.
     """
     over_ranks, many = mean(ranks), len(ranks) > 1
     parts = [
@@ -115,7 +121,7 @@ def closing_table(
 
 
 def stage_table(breakdown: Breakdown) -> Table:
-    """Return busy, hidden and exposed time by stage, and by kind beneath; busy time alone if nothing overlaps."""
+    """Return busy, hidden and exposed time by stage, then by category; busy time alone if nothing overlaps."""
     kinds = {kind: times for kind, times in breakdown.categories.items() if kind not in _OF_THE_HOST}
     rows = _rows(breakdown.stages, "{:.0%}".format) + _rows(kinds, "{:.0%}".format)
     if breakdown.merge_wait_ms:
@@ -199,7 +205,7 @@ def summarize(spans: Sequence[Span], overlapped: Collection[Stage] | None = None
     """Return the numbers of one rank, over all its complete steps.
 
     Args:
-        spans: Of the rank.
+        spans: The spans of the rank.
         overlapped: Stages that the mode overlaps, see `break_down`; None: those that its step marks name, if they do.
 
     Raises:

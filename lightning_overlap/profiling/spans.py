@@ -60,7 +60,7 @@ class Span:
         batch: The batch it was for, if that is known.
         detail: More, for people: the source line that waited, say.
         sent_bytes: What a collective sends to other ranks, where that was counted.
-        saved_bytes: What it would have sent besides, in full precision.
+        saved_bytes: Bytes more that it would have sent in full precision.
     """
 
     start_ms: float
@@ -81,9 +81,11 @@ class Span:
 
 
 def moments(spans: Iterable[Span], window: Interval = ALWAYS) -> Iterator[tuple[Interval, list[Span]]]:
-    """Cut a window where a span begins or ends; yield each piece with what was under way, what began last at the end.
+    """Cut a window wherever a span begins or ends.
 
-    Of two that began together the shorter one is the later.
+    Yields:
+        Begin and end of each piece, and the spans under way in it, in the order of their beginnings; of two that began
+        together the shorter one is last.
     """
     start, end = window
     seen = [span for span in spans if max(start, span.start_ms) < min(end, span.end_ms)]
@@ -98,9 +100,9 @@ def moments(spans: Iterable[Span], window: Interval = ALWAYS) -> Iterator[tuple[
 
 
 def exclusive(spans: Iterable[Span], window: Interval = ALWAYS) -> list[Span]:
-    """Cut spans to a window so that on each lane every moment belongs to one: to the one that began last.
+    """Cut spans to a window so that on each lane every moment belongs to one span, the one that began last.
 
-    Collectives stay whole: several can be under way on one lane, and none of them takes the others' time.
+    Collectives are cut to the window only: several may be under way on one lane at the same time.
     """
     lanes: defaultdict[str, list[Span]] = defaultdict(list)
     cut: list[Span] = []
@@ -124,7 +126,7 @@ def _part(span: Span, start_ms: float, end_ms: float) -> Span:
 
 
 def rows_of(spans: Iterable[Span], *, nested: bool = False) -> list[list[Span]]:
-    """Spread the spans of a lane over lines of a drawing, so that no two on a line overlap, unless nested ones may."""
+    """Spread the spans of a lane over lines of a drawing, on which none overlap, or with `nested` inner ones only."""
     rows: list[tuple[list[Span], list[Span]]] = []  # what is on it, and what of that is under way
     for span in sorted(spans, key=lambda span: (span.start_ms, -span.end_ms)):
         line = next((line for line in rows if _has_room(line[1], span, nested)), None)

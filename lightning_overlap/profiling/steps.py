@@ -22,7 +22,7 @@ def is_step_mark(name: str) -> bool:
 
 
 def with_mode(spans: Iterable[Span], overlapped: Iterable[Stage]) -> list[Span]:
-    """Return the spans with step marks that name the stages that the mode overlaps, also in a file of them."""
+    """Return the spans with the stages that the mode overlaps noted at the step marks, so that files have them too."""
     note = _NOTE + (", ".join(sorted(map(str, overlapped))) or "nothing")
     return [replace(span, detail=note) if is_step_mark(span.name) else span for span in spans]
 
@@ -55,11 +55,14 @@ def find_steps(spans: Iterable[Span]) -> list[Interval]:
 
 
 def window_of(spans: Sequence[Span]) -> tuple[Interval, int]:
-    """Return what the numbers of a timeline are taken from, and how many steps that is.
+    """Return the window that the numbers of a timeline are taken from, and its number of steps.
 
-    With torch.profiler's step marks that is all that a GPU's streams did, as they run later than the host's marks, and
-    without a GPU from the first mark to the last. Without marks it is from the first step's begin to the last one's
-    end, and without steps everything.
+    With torch.profiler's step marks and a GPU the window has all work of the GPU's streams, since they run later than
+    the host's marks. Otherwise it is from the beginning of the first step to the end of the last one; without steps it
+    is the whole timeline.
+
+    Raises:
+        ValueError: There are no spans.
     """
     if not spans:
         raise ValueError("a timeline without a span has no window: record at least one step.")
@@ -74,12 +77,16 @@ def window_of(spans: Sequence[Span]) -> tuple[Interval, int]:
 
 
 def is_on_stream(span: Span) -> bool:
-    """Whether a GPU's stream did it."""
+    """Whether a span ran on a GPU's stream."""
     return "stream " in span.lane
 
 
 def steady_window(spans: Sequence[Span], num_steps: int) -> Interval:
-    """Return so many consecutive steps to draw: of all such runs the one whose steps are nearest to the median."""
+    """Return the window of `num_steps` consecutive steps to draw: those whose durations are nearest to the median.
+
+    Raises:
+        ValueError: `num_steps` is below 1, or there are no spans.
+    """
     if num_steps < 1:
         raise ValueError(f"the number of steps to draw has to be at least 1, got {num_steps}.")
     steps = find_steps(spans)

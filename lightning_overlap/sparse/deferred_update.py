@@ -139,7 +139,7 @@ class DeferredUpdate:
             return received
         leaf: Tensor = received.detach().requires_grad_()
         self._at_embeddings.append(leaf)
-        leaf.register_post_accumulate_grad_hook(lambda leaf: self._arrived(received, leaf, travels=True))
+        leaf.register_post_accumulate_grad_hook(lambda leaf: self._arrived(received, leaf, sends=True))
         return leaf
 
     def cut_under_way(self, started: object) -> bool:
@@ -163,16 +163,16 @@ class DeferredUpdate:
             setattr(part, name, leaf)
             self._under_way.append(_Cut(graph, leaf, request))
             if request is None:
-                leaf.register_post_accumulate_grad_hook(partial(self._arrived, graph, travels=False))
+                leaf.register_post_accumulate_grad_hook(partial(self._arrived, graph, sends=False))
         return len(self._under_way) > num_cuts
 
-    def _arrived(self, graph: Tensor, leaf: Tensor, *, travels: bool) -> None:
+    def _arrived(self, graph: Tensor, leaf: Tensor, *, sends: bool) -> None:
         """Take the gradient that a backward has left at a cut.
 
         Args:
             graph: Where the backward goes on: the output of the cut part of the graph.
             leaf: The leaf in its place, with the gradient.
-            travels: Whether going on starts an all-to-all of gradients.
+            sends: Whether going on starts an all-to-all of gradients.
         """
         if leaf.grad is None:  # the loss does not depend on these embeddings
             return
@@ -182,7 +182,7 @@ class DeferredUpdate:
                 self._set_present()
             self._backwards[task] = _Backward(kernel_rates(self._kernels))
         left = self._backwards[task]
-        (left.to_send if travels else left.to_apply).append((graph, leaf.grad))
+        (left.to_send if sends else left.to_apply).append((graph, leaf.grad))
         leaf.grad = None
 
     def send(self) -> list[Tensor]:

@@ -225,7 +225,7 @@ class _Received(KJTAllToAllTensorsAwaitable):  # type: ignore[misc]
         self._output_tensors = self.exchange.take(self._place)
         with _lengths_known(self._lengths):
             kjt = super()._wait_impl()
-        kjt._lengths = kjt.lengths().to(self._input.lengths().dtype)  # where they travelled in 32 bits
+        kjt._lengths = kjt.lengths().to(self._input.lengths().dtype)  # sent as int32, perhaps
         kjt._values = kjt.values().to(self._input.values().dtype)
         return kjt
 

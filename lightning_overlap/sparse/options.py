@@ -23,8 +23,8 @@ class SparseOptions:
         warned: Warnings given so far, shared by the pipelines of a run.
         num_threads: Threads that run the kernels of early lookups on a CPU; 0: the calling thread does.
         releases: Whether the memory of a batch's ids is freed once they have been sent.
-        multi_node: Whether there is a link between ranks, where bytes and ranks that are late cost most: ids then
-            travel in 32 bits where all that stand for a row fit, and deferred updates wait for the backward's end.
+        multi_node: Whether ranks are on several hosts, where bytes and ranks that are late cost most: ids then
+            are sent as int32 if the tables' rows fit, and deferred updates wait for the backward's end.
         fills_waits: Whether steps of the schedule may run inside a backward, while it waits for other ranks.
         prefetches: Whether the schedule has a `PREFETCH` step, so that tables in a UVM cache can be looked up early.
         holds_updates: Whether the updates of all batches of an optimizer step come with that step (`frozen_window`),

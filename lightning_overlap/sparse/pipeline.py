@@ -144,7 +144,7 @@ class SparsePipeline:
         self._forwards.discover(inflight.batch)
         self.ready = True
         if names := ", ".join(repr(one.name) for one in self._forwards.values() if one.path is None):
-            self.keep_features(f"{self._options.step} makes the input of {names} itself, of what may have to stay")
+            self.keep_features(f"{self._options.step} makes the input of {names} itself, perhaps of ids to be released")
 
     def keep_features(self, reason: str) -> None:
         """Release no ids from now on; warn that `release_features` is without effect, once, of the reason."""

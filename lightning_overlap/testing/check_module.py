@@ -25,21 +25,21 @@ from .watched_fit import NUM_WATCHED_STEPS, Data, ModuleFactory, Setting, Watche
 
 _SWITCHES = ("start_batch", "end_batch")
 _OF_THE_MODE = ("staleness", "defer_update", "num_lookup_threads", *_SWITCHES)
-"""Options that the reference does without: it has the same losses, or its lookups are delayed as the mode's were."""
+"""Options that the reference is run without: losses stay the same, or its lookups are delayed as the mode's were."""
 _WITHOUT_REFERENCE = ("frozen_window", "stash_gradients")
-"""Options that plain training, which is what the mode is compared with, has no counterpart of."""
+"""Options that are refused: plain training, the reference, has nothing like them."""
 _SIZES = "/lightning_overlap/sparse/input_sizes.py"
-"""Where the one read of a step is: the sizes of what is on its way."""
+"""The file with the one host sync of a step, the read of sizes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What came of one law.
+    """The result of checking one law.
 
     Args:
         law: What has to hold.
-        problem: What does not, or ''.
-        said: What was seen where it holds.
+        problem: What does not hold, or ''.
+        said: What was compared, if it holds.
     """
 
     law: str
@@ -49,7 +49,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class ModuleReport:
-    """What `check_module` saw; `str()` of it is a table.
+    """The result of `check_module`; `str()` of it is a table.
 
     Args:
         schedule: The mode that was checked.
@@ -58,8 +58,7 @@ class ModuleReport:
         verdicts: One for each law.
         early: Share of batches, after the first, whose embeddings came from an early lookup, by module.
         plain: Modules that ran in their own forward, each with the reason.
-        host_syncs: Places that make the host wait for the device, other than the read of sizes, each with how often
-            a step: predicted from the operators on a CPU.
+        host_syncs: Syncs in a step by place in the code, without the read of sizes; on a CPU predicted from operators.
     """
 
     schedule: Schedule
@@ -231,7 +230,7 @@ def _compared(watched: Watched) -> str:
 
 
 def _first_difference(mine: Watched, theirs: Watched) -> str:
-    """Say at which step the losses, or the states that both have, differ first."""
+    """Return at which step the losses, or the states that both have, differ first, in words; '' if they do not."""
     for step, (one, other) in enumerate(itertools.zip_longest(mine.losses, theirs.losses)):
         problems = []
         if one is None or other is None or not torch.allclose(one, other, rtol=0, atol=0, equal_nan=True):
@@ -263,7 +262,7 @@ def _delays(schedule: Schedule, watched: Watched, *, as_seen: bool) -> Delays:
 
 
 def _seen(schedule: Schedule, watched: Watched, at_least: bool) -> tuple[str, str]:
-    """Read off when the lookups were issued."""
+    """Check which updates were over when each lookup was issued; return the problem, or '', and what was seen."""
     for batch, seen in sorted(watched.seen.items()):
         early = watched.modules_early_in(batch)
         expected = _updates_to_see(schedule, watched, batch)

@@ -20,7 +20,7 @@ class DelayedLookups(Callback):
     """Lets lookups of a plain fit read the fused tables as they were some updates ago.
 
     Args:
-        delays: How old the tables are that each lookup sees.
+        delays: How many updates each lookup sees, and in which modules.
     """
 
     def __init__(self, delays: Delays) -> None:
@@ -43,7 +43,7 @@ class DelayedLookups(Callback):
         self._keep(pl_module)
 
     def _keep(self, module: LightningModule) -> None:
-        """Keep the tables of now, as long as a batch to come wants them."""
+        """Keep a copy of the present tables as long as a coming batch reads them."""
         wanted = {num for batch, (num, _) in self._delays.items() if batch >= self._batch}
         self._weights = {num: weights for num, weights in self._weights.items() if num in wanted}
         if self._num_updates in wanted:
@@ -61,7 +61,7 @@ class DelayedLookups(Callback):
             return
         weights = fused_weights(module)
         now = [weight.detach().clone() for weight in weights]
-        # `.data`: the kernel's backward writes today's weights, and autograd is not to mind that they were others.
+        # By `.data` autograd does not see that the backward writes other values than the lookup has read.
         for weight, value in zip(weights, self._weights[num_updates][name], strict=True):
             weight.data.copy_(value)
         try:

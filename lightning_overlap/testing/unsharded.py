@@ -1,4 +1,4 @@
-"""Law 10: what sharded modules answer and what a fit changes, against the unsharded module with the same weights."""
+"""Law 10: compare what sharded modules return and what a fit changes with the unsharded module of the same weights."""
 
 from __future__ import annotations
 
@@ -62,10 +62,10 @@ class Changes(Callback):
 
 
 class Answers(Changes):
-    """Compares every answer of the sharded modules with that of the unsharded ones, and notes what a fit changes.
+    """Compares each answer (returned embeddings) of sharded modules with the unsharded ones'; notes what a fit changes.
 
-    The unsharded module never trains here: it gets the whole weights of all ranks that the lookup should have read.
-    Embeddings are looked at when the step is over: at the call that would be a wait too early.
+    The unsharded module does not train here: it gets the whole weights of all ranks that the lookup should have read.
+    Embeddings are compared when the step is over: at the call, that would wait for them too early.
 
     Args:
         unsharded: A copy of the module from before the fit; it is changed.
@@ -96,7 +96,12 @@ class Answers(Changes):
     def answered(self, name: str, step: str, given: Any, embeddings: Any, *, early: bool) -> None:
         """Keep a sharded module's answer, to compare it with the unsharded module's at the end of the step.
 
-        `given` is a copy of the call's arguments from before the call; None where they cannot be copied.
+        Args:
+            name: The module.
+            step: The user's method that called it.
+            given: A copy of the call's positional and keyword arguments from before the call; None if there is none.
+            embeddings: What the call returned.
+            early: Whether that came from an early lookup.
         """
         if name in self.left_out or name not in self.modules:
             return
@@ -105,7 +110,7 @@ class Answers(Changes):
             return
         trains = step == "training_step"
         if trains and len(self.updates) > self._state:
-            return  # after a backward of the same step: nobody knows what a training step of its own updated since
+            return  # a call after a backward of the same step, which has updated tables in a way that is not known
         sharded, state = self.modules[name], self._states[self._state][name]
         if early and trains and self._batch in self.seen:
             # Tables that the dense optimizer or nobody writes meanwhile are read as they are now.
@@ -229,7 +234,7 @@ def different_weights(sharded: Weights, unsharded: Weights, modules: Iterable[st
 
 
 def waited(answer: Any) -> Any:
-    """Return an answer without anything in it that is still under way."""
+    """Return an answer after waiting for every awaitable in it."""
     if isinstance(answer, LazyAwaitable):  # `wait()` would wait a second time where the step has done so
         return waited(answer.values.__self__)
     if isinstance(answer, Awaitable):
@@ -238,7 +243,7 @@ def waited(answer: Any) -> Any:
 
 
 def parts(answer: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield everything that a caller can read of an answer, each with what it is: tensors, and lists of names."""
+    """Yield everything that a caller can read of an answer, tensors and lists of names, each with how it is read."""
     if isinstance(answer, KeyedTensor):
         yield f"{name}.keys()", list(answer.keys())
         yield f"{name}.length_per_key()", list(answer.length_per_key())

@@ -35,7 +35,7 @@ ModuleFactory = Callable[[], LightningModule]
 Data = LightningDataModule | Sequence[Any]
 
 NUM_WATCHED_STEPS = 3
-"""In how many steps, in the middle of a run, host syncs are counted."""
+"""How many steps, in the middle of a run, are watched for host syncs."""
 
 _NOT_FOR_USERS = (
     "The lookup of .* is not overlapped",  # the report says it
@@ -52,8 +52,8 @@ class Setting:
     Args:
         make_module: Makes the untrained module; called once a fit.
         batches: This rank's batches, as its loader gives them.
-        datamodule: Whose transfer hooks apply, if any.
-        accelerator: As `Trainer` takes it.
+        datamodule: The data module whose transfer hooks apply, if any.
+        accelerator: The `accelerator` of `Trainer`.
         seed: Set before each fit.
         trainer_options: More arguments of `Trainer`.
         strategy_options: More arguments of the strategy, except `pipeline`.
@@ -69,12 +69,12 @@ class Setting:
 
 
 class Watched(Callback):
-    """What one rank sees of a fit, noted as it goes.
+    """Records what one rank does in a fit.
 
     Args:
-        num_steps: Of the fit.
-        every_state: Digest the state after every step, not only after the last.
-        syncs: Count host syncs in the middle.
+        num_steps: Steps of the fit.
+        every_state: Whether to digest the state after every step, not only after the last.
+        syncs: Whether to record host syncs, in `NUM_WATCHED_STEPS` steps in the middle.
     """
 
     reads_tables = False  # in its hook after the backward
@@ -84,7 +84,7 @@ class Watched(Callback):
         self._first = max(1, num_steps // 2) if syncs else num_steps
         self._batch = -1
         self.open = contextlib.ExitStack()
-        """What ends with the training."""
+        """Contexts that end with the training."""
         self.losses: list[Tensor] = []
         self.states: dict[int, dict[str, str]] = {}
         """Step -> name of a weight or of its optimizer's state -> digest of its bits."""
@@ -107,23 +107,29 @@ class Watched(Callback):
         """What was not put back at the end."""
         self.automatic = True
         self.most_in_flight = 0
-        """Batches fetched and not done with, at most."""
+        """The largest number of batches in flight at once."""
         self.depth = 0
-        """Of the schedules that were walked."""
+        """Depth of the schedules that were walked."""
 
     def modules_early_in(self, batch: int) -> frozenset[str]:
         """Return the modules that answered with early embeddings for a batch."""
         return frozenset(name for name, early in self.early.get(batch, {}).items() if early)
 
     def served(self, name: str, early: bool, plain_reason: str | None) -> None:
-        """Take the answer to a call of a sharded module in a training step."""
+        """Note a call of a sharded module in a training step.
+
+        Args:
+            name: The module.
+            early: Whether the call got embeddings of an early lookup.
+            plain_reason: Why the module runs in its own forward, if it does.
+        """
         modules = self.early.setdefault(self._batch, {})
         modules[name] = modules.get(name, True) and early
         if plain_reason is not None:
             self.plain_reasons[name] = plain_reason
 
     def ran(self, func: Any, args: Iterable[Any], result: Any) -> None:
-        """Take a collective of this thread, of which autograd's backward on a CPU is part."""
+        """Note an operator of this thread if it is a collective; on a CPU autograd's backward is part of the thread."""
         if func.namespace == "c10d":
             groups = (dist.ProcessGroup.unbox(arg) for arg in args if isinstance(arg, torch.ScriptObject))
             # Names are alike on all ranks, descriptions may be of several.
@@ -180,14 +186,14 @@ def fit(
     Args:
         setting: What the fits of a check have in common.
         pipeline: A mode's name or a schedule.
-        delays: Of lookups in the modules' own forward: needs a mode in which there are no others.
-        every_state: As of `Watched`.
-        syncs: As of `Watched`.
-        races: Follow every operator's memory over the streams. On one rank.
-        answers: Takes every answer of the sharded modules. Validation is then part of the fit, where there is one.
+        delays: How old the tables are that lookups in the modules' own forward see; only for modes without other ones.
+        every_state: As in `Watched`.
+        syncs: As in `Watched`.
+        races: Whether to follow every operator's memory over simulated streams; on one rank only.
+        answers: Gets every answer of the sharded modules. The fit then validates too, if the module does.
 
     Raises:
-        RaceError: With `races`: an operator uses what nothing ordered.
+        RaceError: With `races`: an operator uses memory that no stream or event orders.
     """
     module = make_seeded(setting)
     watched = Watched(len(setting.batches), every_state=every_state, syncs=syncs)
@@ -374,7 +380,7 @@ def _digests(module: LightningModule, optimizers: Sequence[torch.optim.Optimizer
 
 
 def _patchable(trainer: Trainer, module: LightningModule) -> dict[str, str]:
-    """Return what a run puts something in the place of, each with a text of what stands there."""
+    """Return the objects that a run replaces, by name, each with a text that tells what is there now."""
     loops = {
         "fit loop": trainer.fit_loop,
         "epoch loop": trainer.fit_loop.epoch_loop,

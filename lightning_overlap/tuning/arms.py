@@ -1,4 +1,4 @@
-"""What can be tried in turns: exact modes as tables that can follow one another, and streams for their lookups."""
+"""The arms that `pipeline="auto"` tries in turns: exact modes, each with a stream for its early lookups."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from ..schedules import MODES, SPARSE_STAGES, STREAMS, Schedule, Stage, Step, StreamName
 
 TRIED = ("fused_sparse_dist", "fused_sparse_dist_after_optimizer", "sparse_dist", "base")
-"""The modes that are tried; the first one trains until then. Left out of the exact ones: `prefetch`, which is for
-tables with a cache, and for all of a run."""
+"""The modes that are tried; the first one trains until the trial begins.
+
+Of the exact modes `prefetch` is missing: it is for tables with a cache, and cannot follow another mode in a run."""
 
 
 def following(schedule: Schedule) -> Schedule:
@@ -29,7 +30,7 @@ def following(schedule: Schedule) -> Schedule:
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """One way to train the same numbers: an exact mode, and where its early lookups run (`STREAMS`), by name."""
+    """An exact mode, and a name of `STREAMS` for its early lookups. All arms train the same numbers."""
 
     mode: str
     stream: str
@@ -41,19 +42,19 @@ class Arm:
 
     @property
     def ahead(self) -> int:
-        """How many batches ahead it looks rows up."""
+        """How many batches ahead its lookups are."""
         return self.schedule.steps[self.schedule.position(Stage.EMBEDDING_LOOKUP)].offset
 
     @property
     def held(self) -> tuple[int, int, int]:
-        """What it holds, to compare: batches in flight, embeddings of batches ahead, pools of the allocator."""
+        """Its memory, to compare: batches in flight, batches of embeddings ahead, index of its stream in `STREAMS`."""
         return self.schedule.depth, self.ahead, list(STREAMS).index(self.stream) if self.ahead else 0
 
 
 _TABLES = {name: following(MODES[name]) for name in TRIED}
 
 BRIDGE = _TABLES["sparse_dist"]
-"""Looks up no batch ahead: after one batch of it, lookups may go on on another stream."""
+"""A table without lookups ahead: one batch under it lets lookups move to another stream."""
 
 
 def modes_on(stream: str) -> list[Arm]:
@@ -62,6 +63,6 @@ def modes_on(stream: str) -> list[Arm]:
 
 
 def streams_of(arm: Arm) -> list[Arm]:
-    """Return a mode on every stream, first as it is; alone where it looks nothing up ahead."""
+    """Return a mode on every stream, first the given arm; only that one if the mode looks up nothing ahead."""
     others = [name for name in STREAMS if name != arm.stream] if arm.ahead else []
     return [arm, *(Arm(arm.mode, stream) for stream in others)]

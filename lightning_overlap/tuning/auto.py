@@ -1,4 +1,4 @@
-"""The options of `pipeline="auto"`, and what it takes of the strategy's."""
+"""The options of `pipeline="auto"`, and which of the strategy's options go together with it."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Auto:
-    """How `pipeline="auto"` tries modes: in rounds of blocks, one block for each arm, in an order that moves on by one.
+    """How `pipeline="auto"` tries modes: in rounds of blocks of batches, one block for each arm (mode and stream).
 
     Args:
-        warm_up: Batches before the first block: allocators and caches fill.
-        settle: Batches of a block that are not timed, after the switch.
-        block: Batches that are timed; rounded up to whole optimizer steps.
-        rounds: Rounds after which the arms are compared. A block is void in which somebody evaluates or saves, an epoch
-            ends, or a data loader stalls. Where an arm has fewer than two blocks left, there are more rounds,
-            at most twice as many.
-        tie: Arms that take at most this share more than the fastest one count as equal; of these the one that holds
+        warm_up: Batches before the first block, in which allocators and caches fill.
+        settle: Batches at the beginning of a block, after the switch, that are not timed.
+        block: Batches of a block that are timed; rounded up to whole optimizer steps.
+        rounds: Rounds after which the arms are compared. A block does not count if there was an evaluation or a save,
+            if an epoch ended, or if a data loader stalled in it. If fewer than two blocks of an arm count, there are
+            more rounds, at most twice as many.
+        tie: Arms that take at most this share longer than the fastest one count as equal; of these the one that holds
             the fewest batches is chosen.
 
     Raises:
@@ -39,11 +39,11 @@ class Auto:
 
 
 def resolve_auto(pipeline: Any, refused: Mapping[str, Any]) -> Auto | None:
-    """Return how modes are tried, or None where a mode was named.
+    """Return the options of "auto"; None if a mode was named.
 
     Args:
         pipeline: The strategy's argument: "auto", an `Auto`, or anything else.
-        refused: Options of the strategy that belong to a mode, with what was given; false ones were not.
+        refused: Options of the strategy that belong to a mode, with their values; a false value means not given.
 
     Raises:
         ValueError: One of them was given.

@@ -1,6 +1,6 @@
-"""What the parts of a step cost, whatever the mode: the work of each, and how long each all-to-all takes the link.
+"""Costs of the parts of a step, whatever the mode: the work of each, and the time of each all-to-all on the link.
 
-And what they would cost where less travels: in fewer bits, or where small tables are replicated.
+Also what they would be if fewer bytes were sent: in fewer bits, or with small tables replicated.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ SIZES, IDS, EMBEDDINGS, GRADIENTS = ALL_TO_ALLS
 _SENDS = {Stage.INPUT_SPLITS_DIST: SIZES, Stage.INPUT_DATA_DIST: IDS}
 _SENDS |= {Stage.PREFETCH: EMBEDDINGS, Stage.EMBEDDING_LOOKUP: EMBEDDINGS}
 _WITHIN_FORWARD = {SIZES: IDS, IDS: EMBEDDINGS}
-"""What a module's own forward does, by the all-to-all that it sent last."""
+"""What a module's own forward does after it has sent an all-to-all."""
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """The parts of one step, milliseconds.
+    """Costs of the parts of one step, in milliseconds.
 
     Args:
-        work: Of the host (on CUDA of the streams) by part; a sparse stage has the name of what it sends.
-        wire: Of the link by all-to-all, each alone on it.
-        flight: From the issue of an all-to-all to its end, whatever else was under way.
+        work: Time of the host (on CUDA of the streams) by part; a sparse stage has the name of what it sends.
+        wire: Time of the link by all-to-all, as if each were alone on it.
+        flight: Time from the issue of an all-to-all to its end, whatever else was under way.
         on_device: Whether the dense part runs on a device.
     """
 
@@ -43,14 +43,14 @@ class Costs:
 
 
 def costs_of(spans: Iterable[Span], window: Interval) -> Costs:
-    """Return what the parts of a step cost.
+    """Return the costs of the parts of a step.
 
-    Where several all-to-alls are under way, and the all-reduce of dense gradients, which nobody sees, each looks as
-    slow as all of them: so each has the share of the time that it has of the bytes, where these are known.
+    While several all-to-alls are under way, or the all-reduce of dense gradients, which has no span, each looks as slow
+    as all of them together. So if bytes were counted, the time of the link is divided by them.
 
     Args:
-        spans: All that was seen in that step and the one before.
-        window: The step: begin and end, milliseconds.
+        spans: The spans of that step and of the one before.
+        window: The step: begin and end, in milliseconds.
     """
     spans = list(spans)
     own = exclusive(spans, window)
@@ -78,7 +78,7 @@ def costs_of(spans: Iterable[Span], window: Interval) -> Costs:
 
 
 def _is_the_work(span: Span, own: Sequence[Span]) -> bool:
-    """Whether it is the stage's own part: on a device, what the host does for it is to launch that."""
+    """Whether a span is work of its stage, and not the host's launch of work that a device does."""
     return span.lane != HOST_LANE or not any(
         other.stage is span.stage and other.lane != HOST_LANE and other.kind is not Category.COMMUNICATION
         for other in own
@@ -87,7 +87,7 @@ def _is_the_work(span: Span, own: Sequence[Span]) -> bool:
 
 
 def _cut(spans: Iterable[Span], times: Sequence[float]) -> Iterable[Span]:
-    """Cut spans at the points in time at which something was sent."""
+    """Cut spans at the given times, at which all-to-alls were sent."""
     for span in spans:
         edges = [span.start_ms, *(time for time in times if span.start_ms < time < span.end_ms), span.end_ms]
         for start, end in pairwise(edges):
@@ -105,7 +105,7 @@ def _part(stage: Stage, span: Span, sent: Sequence[Span], merge_ms: float) -> st
 
 
 def _link_times(sent: Sequence[Span], window: Interval) -> tuple[dict[str, float], dict[str, float]]:
-    """Return how long the all-to-alls that ended in a window had the link to themselves, and how long they flew."""
+    """Return `wire` and `flight` of the all-to-alls that ended in a window."""
     wire, flight = dict.fromkeys(ALL_TO_ALLS, 0.0), dict.fromkeys(ALL_TO_ALLS, 0.0)
     free_ms = float("-inf")
     for span in sent:
@@ -114,15 +114,15 @@ def _link_times(sent: Sequence[Span], window: Interval) -> tuple[dict[str, float
         if span.name in wire and window[0] < span.end_ms <= window[1]:
             wire[span.name] += alone_ms
             flight[span.name] = max(flight[span.name], span.duration_ms)
-    if not flight[SIZES]:  # they travelled with ids; alone they take no longer than anything else does
+    if not flight[SIZES]:  # sizes were sent with ids; alone they take no longer than any other all-to-all
         flight[SIZES] = min((ms for ms in flight.values() if ms), default=0.0)
     return wire, flight
 
 
 def over_ranks(ranks: Sequence[Costs], slowest: int) -> Costs:
-    """Return the costs of a step of all ranks: the work of the slowest one, which waits least.
+    """Return the costs of a step of all ranks: the work of rank `slowest`, which waits least.
 
-    An all-to-all ends when every rank has issued it: the last one to do so sees it shortest.
+    An all-to-all ends when every rank has issued it. The rank that issues it last measures its real time, the minimum.
     """
     return replace(ranks[slowest], wire=_each(min, ranks, "wire"), flight=_each(min, ranks, "flight"))
 
@@ -139,7 +139,7 @@ def _each(of: Callable[[list[float]], float], found: Sequence[Costs], kind: str)
 
 
 def shrunk(costs: Costs, share: float) -> Costs:
-    """Return the costs where embeddings and gradients keep a share of their bytes."""
+    """Return the costs if embeddings and gradients had `share` of their bytes."""
 
     def shrink(times: Mapping[str, float]) -> dict[str, float]:
         return {name: ms * share if name in (EMBEDDINGS, GRADIENTS) else ms for name, ms in times.items()}
@@ -154,26 +154,31 @@ NUMBER_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class Bags:
-    """A table whose pooled embeddings travel: columns on all ranks, and features that each send a row for a sample."""
+    """A shard of a table whose pooled embeddings are sent between ranks."""
 
     name: str
+    """Name of the table; column-wise shards of one table share it."""
     num_rows: int
+    """Rows of the table."""
     num_columns: int
+    """Columns of the shard."""
     num_features: int
+    """Features that are looked up in it; each sends one embedding for a sample."""
 
 
 def with_replicas(
     tables: Iterable[Bags], costs: Costs, traffic: Mapping[Stage, BusyTime], num_ranks: int
 ) -> tuple[list[str], Costs] | None:
-    """Return the tables that send more bytes than an all-reduce of their gradients, and what a step then costs.
-
-    None where there is no such table, or where the bytes were not counted stage by stage.
+    """Return the tables that send more bytes than an all-reduce of their gradients, and the costs with them replicated.
 
     Args:
-        tables: All those whose embeddings travel.
-        costs: Of a step's parts, as they are.
-        traffic: What a rank sends in a step, by stage, in full precision.
-        num_ranks: Ranks.
+        tables: All shards whose embeddings are sent.
+        costs: The costs of a step's parts, as measured.
+        traffic: Bytes that a rank sends in a step, by stage, in full precision.
+        num_ranks: How many ranks there are.
+
+    Returns:
+        Names of the tables and the costs; None if there is no such table, or if bytes were not counted by stage.
     """
     tables = list(tables)
     sent = sum(traffic[stage].sent for stage in (Stage.EMBEDDING_LOOKUP, Stage.BACKWARD) if stage in traffic)

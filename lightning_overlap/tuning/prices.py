@@ -1,8 +1,7 @@
 """Price modes from the costs of a step's parts: walk each mode's table with them, and see how long an iteration takes.
 
-The walk has the executor's order: a host that does all work itself on a CPU, or streams that it launches on; a link
-that every all-to-all needs. What is measured anchors it: a price is the measured step plus what the walk says of the
-difference between two modes.
+A walk simulates the executor: a host that does all work itself on a CPU, or launches it on streams on CUDA; a link that
+every all-to-all needs. A price is the measured step plus the difference between the walks of two modes.
 """
 
 from __future__ import annotations
@@ -22,30 +21,33 @@ PRICED = tuple(name for name in MODES if name != "prefetch")
 """The modes that are priced; `prefetch` would need tables with a cache."""
 
 NUM_WALKED = 24
-"""Iterations of a walk; the first half of them is the fill."""
+"""Iterations of a walk; the first half of them fills the pipeline."""
 
 OFF = 0.5
-"""Share by which the difference between two modes may be off: as seen between two hosts with a link of 300 Mbit/s,
-which all-to-alls share with the all-reduce of dense gradients."""
+"""Relative error of the difference between two modes: that between two hosts with a link of 300 Mbit/s, which
+all-to-alls share with the all-reduce of dense gradients."""
 
 TOLD = 0.02
-"""Share of a step by which two links have to differ for it to tell them apart."""
+"""A measured step decides between two models of the link only if these differ by more than this share of it."""
 
 
 class Walk:
-    """The iterations of a mode, on costs of a step's parts in the place of a clock.
+    """Simulates the iterations of a mode from the costs of a step's parts.
 
-    `shared` says whether all-to-alls take turns on the link (few bytes a second), or each has its latency.
+    Args:
+        schedule: The mode.
+        costs: The costs of a step's parts.
+        shared: Whether all-to-alls take turns on the link (bandwidth), or each takes its own time (latency).
     """
 
     def __init__(self, schedule: Schedule, costs: Costs, *, shared: bool) -> None:
         self._schedule = schedule if schedule.has_sparse_stages else following(schedule)
         self._work, self._shared = costs.work, shared
         self._link = costs.wire if shared else costs.flight
-        self._on_device = costs.on_device and schedule.has_sparse_stages  # in a forward all is on its stream
-        self._free: defaultdict[str, float] = defaultdict(float)  # of the lanes
+        self._on_device = costs.on_device and schedule.has_sparse_stages  # without these all is on one stream
+        self._free: defaultdict[str, float] = defaultdict(float)  # when each lane (host, stream) is free again, in ms
         self._link_free = 0.0
-        self._there: defaultdict[tuple[str, int], float] = defaultdict(float)
+        self._there: defaultdict[tuple[str, int], float] = defaultdict(float)  # when each result of a batch is there
         self._updates_later = costs.work.get(str(Stage.EMBEDDING_UPDATE), 0.0) > 0
 
     def step_ms(self) -> float:
@@ -112,18 +114,24 @@ class Walk:
 
 
 def can_be_priced(schedule: Schedule) -> bool:
-    """Whether a walk knows what a mode does: not with a cache, nor where several batches share an optimizer step."""
+    """Whether a walk can simulate a mode: none with a cache, and none with updates at the optimizer step."""
     return schedule.step_of(Stage.PREFETCH) is None and schedule.accumulating is None
 
 
 def prices(
     measured: Schedule, costs: Costs, steps_ms: Sequence[float], changed: Mapping[str, Costs] | None = None
 ) -> list[Price]:
-    """Return what a step would take in each mode, the measured one first, then the cheapest.
+    """Return the time of a step in each mode, the measured one first, then the cheapest.
 
-    Whether all-to-alls take turns on the link is not known: both is tried on the mode that was measured. Where its step
-    does not tell, a price lies between both. A price may be off by the spread of the steps measured, and by what the
-    walk is off in this mode. `changed` has other costs to price in it, by what would change them, in words.
+    It is not known whether all-to-alls take turns on the link: the mode that was measured is walked with both models of
+    it. If the measured step fits both, a price lies between them. The error of a price is the spread of the measured
+    steps, the error of the walk in the measured mode, and `OFF` of the difference.
+
+    Args:
+        measured: The mode that was measured.
+        costs: The costs of its parts.
+        steps_ms: The steps that were measured, in milliseconds.
+        changed: Other costs to price in the same mode, by what would change them, in words.
     """
     step_ms, spread_ms = median(steps_ms), spread(steps_ms)
     walked = {shared: Walk(measured, costs, shared=shared).step_ms() for shared in (True, False)}

@@ -1,4 +1,4 @@
-"""Try arms within a training, in blocks of batches: which arm trains next, and which one the blocks speak for.
+"""Compare arms within a training, in blocks of batches: which arm trains next, and which one is the fastest.
 
 All ranks choose alike, from what all of them measured.
 """
@@ -15,26 +15,32 @@ from .arms import Arm
 from .auto import Auto
 
 STALLED = 0.05
-"""Share of a block's time by which it waits longer for data than blocks mostly do: a stall, no part of a mode."""
+"""A block does not count if it waited for data longer than the median block by more than this share of its time."""
 
 FEWEST = 2
-"""Blocks of an arm that count, at least."""
+"""How many blocks of an arm have to count."""
 
 
 class Block(NamedTuple):
-    """What one rank measured in a block: of a batch, its time and its share of what the data loader was waited for."""
+    """What one rank measured in a block."""
 
     arm: Arm
     ms: float
+    """Time of a batch."""
     data_ms: float
+    """Time of a batch in which the host waited for the data loader."""
     void: str = ""
-    """Why it does not count; empty where it does."""
+    """Why the block does not count; empty if it does."""
 
 
 class Trial:
     """Rounds of blocks, one for each arm; round r begins with arm r, so that no arm always follows the same one.
 
-    A block has whole optimizer steps, of `per_step` batches each. The clock's marks are read when the trial is over.
+    Args:
+        arms: What is tried.
+        auto: The numbers of batches and rounds.
+        clock: Marks points in time, on CUDA by events, which are read when the trial is over.
+        per_step: Batches of an optimizer step; a block has whole steps.
     """
 
     def __init__(self, arms: Sequence[Arm], auto: Auto, clock: Timestamps, per_step: int) -> None:
@@ -43,8 +49,8 @@ class Trial:
         self._num_timed = -(-auto.block // per_step) * per_step
         self._over: list[tuple[Arm, Any, Any, float, str]] = []  # `Block`s with their begin and end, not read yet
         self._num = 0  # batches of this block so far
-        self._void = ""
-        self._begun: tuple[Any, float] | None = None
+        self._void = ""  # why this block does not count
+        self._begun: tuple[Any, float] | None = None  # mark and `data_ms` at the first batch that is timed
 
     @property
     def num_over(self) -> tuple[int, int]:
@@ -57,13 +63,14 @@ class Trial:
         return self.arms[sum(self.num_over) % len(self.arms)]
 
     def void(self, why: str) -> None:
-        """Let the block under way not count."""
+        """Say that the block under way does not count, and why."""
         self._void = self._void or why
 
     def step(self, data_ms: float) -> bool:
-        """Count a batch that has been trained by now; return whether its block is over.
+        """Count a batch that was trained; return whether its block is over.
 
-        The data loader has been waited for `data_ms` in all.
+        Args:
+            data_ms: How long the host has waited for the data loader in the fit so far.
         """
         mark: Any = self.clock.mark()
         self._num += 1
@@ -88,7 +95,7 @@ class Trial:
 
 
 def times_of(ranks: Sequence[Sequence[Block]]) -> dict[Arm, list[float]]:
-    """Return what a batch took in the blocks of each arm that count, milliseconds, each that of the slowest rank.
+    """Return the time of a batch on the slowest rank, in milliseconds, for each block of each arm that counts.
 
     Args:
         ranks: The blocks of every rank, as many on each and of the same arms.
@@ -103,17 +110,20 @@ def times_of(ranks: Sequence[Sequence[Block]]) -> dict[Arm, list[float]]:
 
 
 def spread(times: Sequence[float]) -> float:
-    """Return half the distance between the quartiles; of one time nothing is known, so 0."""
+    """Return half the distance between the quartiles; 0 for a single time."""
     ordered, quarter = sorted(times), len(times) // 4
     return (ordered[-1 - quarter] - ordered[quarter]) / 2
 
 
 def choose(found: Mapping[Arm, Sequence[float]], tie: float) -> Arm | None:
-    """Return the fastest arm by its median, or among those as fast the one that holds least; None: nothing counts.
+    """Return the fastest arm by its median, or of several as fast the one that holds least.
 
     Args:
-        found: What a batch took in the blocks of each arm.
-        tie: Share of the fastest one's time up to which others are as fast.
+        found: Time of a batch in the blocks of each arm, in milliseconds.
+        tie: Arms that take at most this share longer than the fastest one are as fast.
+
+    Returns:
+        The arm; None if no arm has `FEWEST` blocks.
     """
     measured = {arm: median(times) for arm, times in found.items() if len(times) >= FEWEST}
     limit_ms = min(measured.values(), default=0.0) * (1 + tie)

@@ -1,4 +1,4 @@
-"""`Tuner`: tries arms while a run trains, lets all ranks choose alike, and keeps the choice."""
+"""`Tuner`: tries arms while a run trains, makes the same choice on all ranks, and keeps it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .trial import FEWEST, Trial, choose, table, times_of
 
 
 class TimedSource:
-    """Batches of another source, and how long the host was in there: a loader that stalls shows."""
+    """A source of batches that passes those of another one on, and counts in `waited_ms` how long `fetch` took."""
 
     def __init__(self, source: BatchSource) -> None:
         self._source = source
@@ -36,15 +36,15 @@ class TimedSource:
 
 
 class Tuner:
-    """Chooses a mode and a stream while a run trains. An executor walks what `at(batch)` gives, block after block.
+    """Chooses a mode and a stream while a run trains. It is the `Schedules` of the executor: `at` returns its table.
 
-    A switch is that of `SequentialSchedule`: batches in flight stay, so the numbers are those of every exact mode.
-    Modes are tried first, on one stream; on CUDA then the streams of the mode that was chosen. The ranks tell each
-    other what they measured, once a round, and choose from the same numbers.
+    A switch is as in `SequentialSchedule`: batches in flight stay, so the numbers are those of any exact mode. Modes
+    are tried first, on one stream; on CUDA then all streams with the mode that was chosen. All ranks gather what they
+    measured, and choose from the same numbers.
 
     Args:
         auto: How to try.
-        stream: Where early lookups run meanwhile: a name of `STREAMS`.
+        stream: The stream of early lookups while modes are tried: a name of `STREAMS`.
     """
 
     depth = max(arm.schedule.depth for arm in modes_on("current"))
@@ -53,9 +53,9 @@ class Tuner:
     def __init__(self, auto: Auto, stream: str) -> None:
         self._auto = auto
         self.arm = Arm(TRIED[0], stream)
-        """What trains now."""
+        """The arm that trains now."""
         self.schedule = self.arm.schedule
-        """Its table; between two streams, for one batch, `BRIDGE`."""
+        """The table that trains now: that of the arm, or for one batch between two streams `BRIDGE`."""
         self.has_chosen = False
         self._tried: list[str] = []
         self._trial: Trial | None = None
@@ -80,10 +80,15 @@ class Tuner:
         per_step: int = 1,
         moves_lookups: bool = True,
     ) -> None:
-        """Begin a fit on a device: try arms, if nothing has been chosen yet.
+        """Begin a fit: try arms, if nothing has been chosen yet.
 
-        `gather` returns every rank's value by rank, `tell` takes what was found, in words. An optimizer step has
-        `per_step` batches. `moves_lookups` says whether there are lookups that other streams could run.
+        Args:
+            device: Where the fit trains.
+            streams: The streams of the fit.
+            gather: Returns the values of all ranks, by rank.
+            tell: Logs a text.
+            per_step: Batches of an optimizer step.
+            moves_lookups: Whether there are lookups whose stream matters (model-parallel tables).
         """
         self._gather, self._tell, self._per_step = gather, tell, per_step
         self._streams = streams if moves_lookups and isinstance(streams, CudaStreams) else None
@@ -94,7 +99,7 @@ class Tuner:
             self._walk(self._trial.arm)
 
     def finish(self) -> None:
-        """Say so where training has ended before a choice."""
+        """Log that nothing was chosen, if training has ended before that."""
         if self._trial is not None:
             num_rounds, _ = self._trial.num_over
             self._tell(
@@ -103,20 +108,20 @@ class Tuner:
             )
 
     def stop(self) -> None:
-        """End a fit: what was measured of a trial that has not come to its end is dropped."""
+        """End a fit; drop the measurements of a trial that is not over."""
         self._trial = self._source = self._streams = None
         if self._next is not None:
             self._walk(self._next)
 
     def timed(self, source: BatchSource) -> BatchSource:
-        """Return a source of batches that is timed, where arms are tried."""
+        """Return a source of the same batches, timed if arms are tried."""
         if self._trial is None:
             return source
         self._source = TimedSource(source)
         return self._source
 
     def void(self, why: str) -> None:
-        """Let the block under way not count: something else than training takes its time."""
+        """Say that the block under way does not count, as something other than training took time, and why."""
         if self._trial is not None and not self._num_left:
             self._trial.void(why)
 
@@ -126,7 +131,7 @@ class Tuner:
         The last one of a round waits for the other ranks, and on CUDA for the device.
         """
         trial = self._trial
-        if self._next is not None:  # nothing has been looked up ahead meanwhile
+        if self._next is not None:  # the batch under BRIDGE is over, nothing is looked up ahead
             self._walk(self._next)
         elif trial is None:
             return
@@ -142,7 +147,7 @@ class Tuner:
     # -- switches -----------------------------------------------------------------------------------------------------
 
     def _turn_to(self, arm: Arm) -> None:
-        """Let an arm train from the next batch on, or where its lookups run elsewhere from the one after that."""
+        """Let an arm train from the next batch on; if its lookups change streams, after one batch of `BRIDGE`."""
         if arm.stream == self.arm.stream:
             self._walk(arm)
         else:
@@ -160,6 +165,7 @@ class Tuner:
     # -- the choice ---------------------------------------------------------------------------------------------------
 
     def _compare(self, trial: Trial, *, may_go_on: bool) -> None:
+        """Choose an arm, and begin to try its streams or end the trial; with `may_go_on` perhaps one more round."""
         found = times_of(self._gather(trial.blocks()))
         if may_go_on and any(len(times) < FEWEST for times in found.values()):
             return
@@ -185,7 +191,7 @@ class Tuner:
         return {"mode": arm.mode, "stream": arm.stream, "tried": [*self._tried]} if self.has_chosen else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over a choice before the first batch of a fit; one that this version does not know is made anew."""
+        """Take over the choice of a checkpoint before the first batch of a fit; ignore one that is unknown here."""
         mode, stream = state.get("mode"), state.get("stream")
         if mode not in TRIED or stream not in STREAMS:
             return
