@@ -28,6 +28,7 @@ from .sharded_module import forget_prefetched as forget_prefetched
 from .sharded_module import kernel_of as kernel_of
 from .sharded_module import keys_in_backward as keys_in_backward
 from .sharded_module import owners_of_parts as owners_of_parts
+from .sharded_module import rates_of as rates_of
 from .sharded_module import tbes as tbes
 from .sharded_module import tbes_within as tbes_within
 from .sharded_module import without_backward as without_backward
