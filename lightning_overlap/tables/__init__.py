@@ -53,6 +53,7 @@ from .supported_modules import sharded_modules as sharded_modules
 from .supported_modules import spec_of as spec_of
 from .supported_modules import table_modules as table_modules
 from .supported_modules import tables_in_backward as tables_in_backward
+from .supported_modules import tables_in_dense_shards as tables_in_dense_shards
 from .supported_modules import tables_of as tables_of
 from .supported_modules import why_never_early as why_never_early
 from .supported_modules import why_never_held as why_never_held
