@@ -44,7 +44,7 @@ from .private_names import check_lightning
 from .processes import StartsProcesses
 from .run import Run, batch_size_of
 from .step_hooks import WalksSteps, runs_between_backward_and_step
-from .unsupported import check_arguments, refuse, refuse_held_updates, warn_of_ignored_options
+from .unsupported import check_arguments, refuse, refuse_clipping, refuse_held_updates, warn_of_ignored_options
 
 STRATEGY_NAMES = {
     "overlap_embedding": "popen",
@@ -229,6 +229,7 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
             lookup_stream = self._lookup_stream if sends_embeddings else StreamName.COMPUTE
             self._streams = make_streams(self.root_device, lookup_stream)
         if fitting:
+            refuse_clipping(trainer, self.lightning_module)
             if self._holds_updates:
                 refuse_held_updates(self.lightning_module)
             tables.follow_rates(self.lightning_module, tables.rate_setter(self.optimizers))

@@ -9,11 +9,12 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities import GradClipAlgorithmType
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..tables import find_tables, sharded_modules, why_never_held
-from ..text import SCALES_LOSS, unknown_name_message
+from ..tables import find_tables, sharded_modules, tables_in_dense_shards, why_never_held
+from ..text import SCALES_LOSS, some, unknown_name_message
 
 _TRUE = (
     "converts the module's weights, but sharded tables keep the data_type of their configs: rows and dense weights "
@@ -110,6 +111,22 @@ def refuse_held_updates(module: LightningModule) -> None:
             raise ValueError(
                 f"frozen_window=True: the tables of {name!r} cannot wait for the optimizer step: {reason}."
             )
+
+
+def refuse_clipping(trainer: Trainer, module: LightningModule) -> None:
+    """Refuse to clip by a norm of which each rank would know another part.
+
+    Raises:
+        ValueError: The dense optimizers of the ranks train shards of their own, of tables with a dense kernel.
+    """
+    algorithm = trainer.gradient_clip_algorithm or GradClipAlgorithmType.NORM
+    clips = trainer.gradient_clip_val and algorithm == GradClipAlgorithmType.NORM
+    if clips and trainer.world_size > 1 and (names := tables_in_dense_shards(module)):
+        raise ValueError(
+            f"gradient_clip_val={trainer.gradient_clip_val}: {some(names)} have a dense kernel and are sharded, so "
+            "each rank's optimizer has gradients of its own, and the norm would be another one on each rank: dense "
+            "weights would no longer be the same. Use gradient_clip_algorithm='value', or make them data-parallel."
+        )
 
 
 def warn_of_ignored_options(trainer: Trainer, *, holds_updates: bool) -> None:

@@ -75,7 +75,8 @@ class TableWrites:
             raise RuntimeError(
                 f"tables on rank {self._order.rank} were written between two steps, after the next batch had been "
                 "looked up, and other ranks cannot know. Call trainer.strategy.tables_changed() on all ranks after you "
-                "have written them: the next batches are then looked up anew. Or train with pipeline='sparse_dist'."
+                "have written them: the next batches are then looked up anew. Or train with pipeline='sparse_dist'. "
+                "(A fused learning rate that is set by hand counts as written: combined_optimizer moves it.)"
             )
 
     def tables_changed(self) -> None:

@@ -14,7 +14,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from ..runtime import is_profiled
 from ..schedules import WeightOwner
-from ..tables import SentInput, num_writes, spec_of, tbes
+from ..tables import SentInput, num_writes, rates_of, spec_of, tbes
 from .deferred_update import DeferredUpdate
 from .update_rates import lookup_counts, lookups_since
 
@@ -48,6 +48,8 @@ class ModuleContext:
     """What the input held when its ids were sent."""
     num_writes: dict[WeightOwner, tuple[int, ...]] = field(default_factory=dict)
     """`tables.num_writes` by owner when they were looked up: in-place writes by anybody but the fused backward."""
+    rates: list[float] | None = None
+    """The learning rates of its kernels when they were looked up, where nothing else gives its update those of then."""
     autocast: tuple[bool, torch.dtype] | None = None
     """`autocast_of` when it was looked up."""
     votes: bool = False
@@ -84,7 +86,9 @@ class ModuleContext:
         self.autocast = autocast_of(self.module, self.kjt)
 
     def is_overwritten(self) -> bool:
-        """Whether somebody has written tables of this rank since they were looked up."""
+        """Whether somebody has written tables of this rank, or their rates, since they were looked up."""
+        if self.rates is not None and rates_of(self.module) != self.rates:
+            return True
         return any(num_writes(self.module, owner) != before for owner, before in self.num_writes.items())
 
 

@@ -21,6 +21,7 @@ from ..tables import (
     has_dense_weights,
     num_writes,
     owners_of_parts,
+    rates_of,
     spec_of,
     tbes,
 )
@@ -36,6 +37,12 @@ from .update_rates import take_back
 
 MAX_OVERWRITTEN = 3
 """After tables were written between two steps so often, all modules are looked up in their own forward from then on."""
+
+
+_WRITTEN = (
+    "tables are written between two steps again and again (or their learning rates are, which only combined_optimizer "
+    "can move beside early lookups)"
+)
 
 
 class SparsePipeline:
@@ -73,7 +80,9 @@ class SparsePipeline:
         self.gradients_are_there = self._updates.gradients_are_there
         self.update_replicas, self.drop_replica_updates = self._updates.update_replicas, self._updates.hold_replicas
         self.forget_received = self.answers.forget
-        self._num_writes_seen: list[tuple[int, ...]] = []
+        self._num_writes_seen: Any = None
+        # A kernel's update takes the rate that holds at its lookup, unless a setter of rates gives it that of its time.
+        self._holds_rates = options.trains and options.set_rates is None
         self.ready = False
         """Whether it is known which input of a batch feeds which module."""
         self.keep_ids = False
@@ -255,6 +264,8 @@ class SparsePipeline:
                 continue
             if self.keep_ids:
                 state.ids = state.dist_input
+            if self._holds_rates and state.rates is None:
+                state.rates = rates_of(state.module)
             set_rates = self._options.set_rates
             if set_rates is not None:
                 set_rates = state.deferred.with_rates(set_rates, tbes(state.module))
@@ -282,7 +293,9 @@ class SparsePipeline:
         """Whether somebody has written tables of this rank after they were looked up for one of these batches."""
         self.finish_lookups()
         # No write since the last check, which left no overwritten lookup: the usual case.
-        found = [num_writes(one.module, WeightOwner.FUSED_BACKWARD) for one in self._forwards.values()]
+        modules = [pipelined.module for pipelined in self._forwards.values()]
+        rates = [rates_of(module) for module in modules] if self._holds_rates else []
+        found = rates, [num_writes(module, WeightOwner.FUSED_BACKWARD) for module in modules]
         if found == self._num_writes_seen and not self._has_dense_tables:
             return False
         self._num_writes_seen = found
@@ -306,7 +319,7 @@ class SparsePipeline:
         for pipelined in self._forwards.values():
             pipelined.num_overwritten += 1
             if pipelined.early and pipelined.num_overwritten == MAX_OVERWRITTEN:
-                self._forwards.run_unpipelined(pipelined, "tables are written between two steps again and again")
+                self._forwards.run_unpipelined(pipelined, _WRITTEN)
 
     def drop_lookups(self, inflight: InFlightBatch) -> None:
         """Wait for the early lookups of a batch and drop them: its modules will run in their own forward."""

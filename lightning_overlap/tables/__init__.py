@@ -28,6 +28,7 @@ from .sharded_module import forget_prefetched as forget_prefetched
 from .sharded_module import kernel_of as kernel_of
 from .sharded_module import keys_in_backward as keys_in_backward
 from .sharded_module import owners_of_parts as owners_of_parts
+from .sharded_module import rates_of as rates_of
 from .sharded_module import tbes as tbes
 from .sharded_module import tbes_within as tbes_within
 from .sharded_module import without_backward as without_backward
@@ -52,6 +53,7 @@ from .supported_modules import sharded_modules as sharded_modules
 from .supported_modules import spec_of as spec_of
 from .supported_modules import table_modules as table_modules
 from .supported_modules import tables_in_backward as tables_in_backward
+from .supported_modules import tables_in_dense_shards as tables_in_dense_shards
 from .supported_modules import tables_of as tables_of
 from .supported_modules import why_never_early as why_never_early
 from .supported_modules import why_never_held as why_never_held

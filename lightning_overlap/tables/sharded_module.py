@@ -115,6 +115,16 @@ def tbes(module: Any) -> list[SplitTableBatchedEmbeddingBagsCodegen]:
     return [] if spec_of(module) is None else tbes_within(tables_of(module)._lookups)
 
 
+@read_once
+def _rate_memory(module: Any) -> list[Any]:
+    return [tbe.learning_rate_tensor.numpy() for tbe in tbes(module)]
+
+
+def rates_of(module: Any) -> list[float]:
+    """Return the learning rate of each kernel of a module, from the host's memory: no operator, and no sync."""
+    return [float(rate) for rate in _rate_memory(module)]
+
+
 def tbes_within(lookups: Iterable[nn.Module]) -> list[SplitTableBatchedEmbeddingBagsCodegen]:
     """Return the fused kernels (TBEs) within some lookups, in their order."""
     parts = [part for lookup in lookups for part in lookup.modules()]

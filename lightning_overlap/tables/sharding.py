@@ -80,13 +80,15 @@ def shard_tables(
             fuse an optimizer, the device or the tables cannot be sent in a precision, modules that are sharded already
             send in another one, or tables cannot be replicated. Raised on every rank, before any table is sharded.
     """
-    tables = find_tables(model)
+    tables, fused = find_tables(model), check_fused_optimizer(fused_optimizer)
     _refuse_other_codecs(model, quantized_comms)
+    _warn_of_other_options(model, sharding, fused)
     if not tables:
         _watch(model)  # of modules that the user has sharded
         return
     _refuse_pruning(model)
-    fused, named, num_ranks = check_fused_optimizer(fused_optimizer), _named_types(sharding, tables), group.size()
+    _refuse_shared_weights(model, tables)
+    named, num_ranks = _named_types(sharding, tables), group.size()
     to_replicate = tables_to_replicate(
         replicate_tables, tables, named, batch_size=batch_size, fused=fused, world_size=num_ranks
     )
@@ -141,6 +143,7 @@ def shard_tables(
     for name, of_module in trained.items():
         sharded: Any = model.get_submodule(name)
         sharded.trained_in_backward, sharded.quantized_comms = of_module, quantized_comms
+        sharded.asked_for = {"sharding": sharding, "fused_optimizer": fused}
     _watch(model)
 
 
@@ -155,6 +158,23 @@ def _refuse_other_codecs(model: nn.Module, comms: QCommsConfig | None) -> None:
             raise ValueError(
                 f"quantized_comms: {name} is sharded already, and goes on sending what it was sharded with. Give the "
                 f"{to_give}, or make the module anew for this strategy."
+            )
+
+
+def _warn_of_other_options(model: nn.Module, sharding: Sharding, fused: tuple[Any, dict[str, Any]] | None) -> None:
+    """Warn of modules that were sharded for another strategy, which go on as that one has asked."""
+    asked_for: dict[str, Any] = {"fused_optimizer": fused}
+    if isinstance(sharding, (str, Mapping)):  # planners and plans are hard to compare
+        asked_for["sharding"] = sharding
+    for name, module in sharded_modules(model).items():
+        before = getattr(module, "asked_for", asked_for)
+        ignored = [f"{option}=" for option, value in asked_for.items() if value is not None and value != before[option]]
+        if ignored and dist.get_rank() == 0:
+            warnings.warn(
+                f"{some(ignored)} of this strategy has no effect on {name}: it was sharded for another strategy, and "
+                "goes on as that one has asked. Make the module anew for this one, and load a checkpoint.",
+                UserWarning,
+                stacklevel=2,
             )
 
 
@@ -239,6 +259,23 @@ def _refuse_pruning(model: nn.Module) -> None:
                 f"{name} is an {type(module).__name__}: it prunes by what its own shards count, and TorchRec's default "
                 "sharders, which the strategy takes, would shard the tables inside it only. Shard it in "
                 f"configure_model, with the {type(module).__name__}Sharder of torchrec.distributed.itep_embeddingbag."
+            )
+
+
+def _refuse_shared_weights(model: nn.Module, tables: list[Table]) -> None:
+    """Refuse tables whose weight something else in the model has too: of each a copy would be trained."""
+    paths = {id(table.parameter): table.path for table in tables}
+    owners: dict[int, list[str]] = {}
+    for name, module in model.named_modules():
+        for attribute, weight in module.named_parameters(name, recurse=False):
+            if id(weight) in paths:
+                owners.setdefault(id(weight), []).append(attribute)
+    for weight_id, names in owners.items():
+        if len(names) > 1:
+            raise ValueError(
+                f"the weight of table {paths[weight_id]} is that of several parts of the model: {some(names)}. "
+                "Sharded, the table would have a weight of its own, and they would no longer be one. Give one table "
+                "all the features (feature_names), or look up with it what the other part reads."
             )
 
 

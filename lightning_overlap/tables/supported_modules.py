@@ -138,6 +138,17 @@ def tables_in_backward(module: ShardedModule[Any, Any, Any, Any]) -> list[str]:
     return [name for name, one in plan.items() if one.sharding_type not in dense]
 
 
+def tables_in_dense_shards(model: nn.Module) -> list[str]:
+    """Return the tables of whose shards each rank's dense optimizer trains its own."""
+    return [
+        f"{name}.{table}"
+        for name, module in table_modules(model).items()
+        for table, one in module.module_sharding_plan.items()
+        if one.compute_kernel == EmbeddingComputeKernel.DENSE.value
+        and one.sharding_type != ShardingType.DATA_PARALLEL.value
+    ]
+
+
 def sharding_types_of(tables: Any) -> list[str]:
     """Return the sharding types of a sharded collection, one for each of its lookups and output dists."""
     if isinstance(tables, ShardedEmbeddingBagCollection):

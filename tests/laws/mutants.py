@@ -256,6 +256,22 @@ MUTANTS = (
     ),
     Mutant(
         11,
+        "a backward between two steps is no write of the tables",
+        ("sparse/test_callers.py::test_the_next_lookup_sees_tables_written_at_the_end_of_a_batch",),
+        "tables/write_counts.py",
+        "_num_backwards[module] = _num_backwards.get(module, 0) + 1",
+        "_num_backwards[module] = 0",
+    ),
+    Mutant(
+        11,
+        "an early lookup keeps the learning rate that somebody has changed by hand since",
+        ("sparse/test_callers.py::test_a_rate_that_is_set_by_hand_is_that_of_its_batch",),
+        "sparse/module_context.py",
+        "if self.rates is not None and rates_of(self.module) != self.rates:",
+        "if False:",
+    ),
+    Mutant(
+        11,
         "a rank that sees written tables leaves its early lookup aside without the others",
         ("sparse/test_callers.py::test_writes_that_begin_late_are_refused_before_anything_is_wrong",),
         "runtime/table_writes.py",

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
-from torchrec.distributed.types import ShardedModule
+from torchrec.distributed.sharding_plan import construct_module_sharding_plan, table_wise
+from torchrec.distributed.types import ShardedModule, ShardingPlan
 from torchrec.optim import RowWiseAdagrad
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
@@ -45,6 +46,15 @@ class ForgetsDataParallel(Model):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD([*self.bottom.parameters(), *self.top.parameters()], 0.1)
+
+
+class SharesItsWeight(Model):
+    """Multiplies with a table's weight, as an output layer for the next item does."""
+
+    def __init__(self) -> None:
+        super().__init__(TABLE_WISE)
+        self.output = nn.Linear(8, 120, bias=False)
+        self.output.weight = self.ebc.embedding_bags["t0"].weight
 
 
 class Dense(LightningModule):
@@ -182,8 +192,37 @@ REFUSED: dict[str, Any] = {
     "owns_fused_tables": lambda: fit_model(OwnsEverything(TABLE_WISE), sharding="table_wise"),
     "nobody_trains_a_table": lambda: fit_model(ForgetsDataParallel(TABLE_WISE), sharding="data_parallel"),
     "16-mixed": lambda: fit_model(trainer_kwargs={"plugins": [MixedPrecision("16-mixed", "cpu")]}),
+    "shares_a_weight": lambda: fit_model(SharesItsWeight(), sharding="table_wise"),
+    "clips_shards_by_norm": lambda: fit_dense_shards({"gradient_clip_val": 1.0}),
     "planner_fails": lambda: fit_model(sharding=_Fails()),
 }
+
+
+def fit_dense_shards(trainer_kwargs: dict[str, Any]) -> Model:
+    """Train tables whose shards are those of each rank's dense optimizer; return the model."""
+    model = Model(TABLE_WISE, fused_optimizer=False)
+    places = {name: table_wise(rank=rank, compute_kernel="dense") for name, rank in (("t0", 0), ("t1", 1), ("t2", 0))}
+    plan = construct_module_sharding_plan(model.ebc, places, local_size=2, world_size=2, device_type="cpu")
+    fit_model(model, trainer_kwargs=trainer_kwargs, sharding=ShardingPlan({"ebc": plan}))
+    return model
+
+
+def clip_values_of_dense_shards() -> Tensor:
+    """Return what clipping by value leaves of the dense weights."""
+    model = fit_dense_shards({"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"})
+    return model.top[0].weight.detach().clone()
+
+
+def other_options() -> list[list[str]]:
+    """Return what fits of one module warn of, under strategies that ask for what it is, and for something else."""
+    model = Model(TABLE_WISE, fused_optimizer=False)
+    said = []
+    for rate, sharding in ((2.0, "table_wise"), (2.0, "table_wise"), (0.1, "column_wise")):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            fit_model(model, sharding=sharding, fused_optimizer=(torch.optim.SGD, {"lr": rate}))
+        said.append([str(one.message) for one in caught if "no effect" in str(one.message)])
+    return said
 
 
 class _Fails:

@@ -180,12 +180,25 @@ def test_registry_name(two_ranks: Ranks) -> None:
         ("owns_fused_tables", ["ValueError", "ebc.embedding_bags.t0.weight", "in_backward_optimizer_filter"]),
         ("nobody_trains_a_table", ["ValueError", "no optimizer has the weights of ebc.embedding_bags.t0.weight"]),
         ("16-mixed", ["ValueError", "16-mixed", "bf16-mixed"]),
+        ("shares_a_weight", ["ebc.t0", "ebc.embedding_bags.t0.weight, output.weight", "would no longer be one"]),
+        ("clips_shards_by_norm", ["ebc.t0, ebc.t1, ebc.t2", "gradient_clip_algorithm='value'"]),
         ("planner_fails", ["ValueError", "these tables do not fit anywhere"]),
     ],
 )
 def test_refused_on_every_rank(two_ranks: Ranks, name: str, parts: list[str]) -> None:
     for message in two_ranks.run(strategies.refuse, name):
         assert [part for part in parts if part not in message] == [], message
+
+
+def test_shards_of_the_dense_optimizer_are_clipped_by_value(two_ranks: Ranks) -> None:
+    one, other = two_ranks.run(strategies.clip_values_of_dense_shards)
+    assert torch.equal(one, other)
+
+
+def test_options_that_a_sharded_module_does_not_follow_are_named(two_ranks: Ranks) -> None:
+    said, by_the_other = two_ranks.run(strategies.other_options)
+    assert said[:2] == by_the_other[:2] == [[], []]
+    assert "fused_optimizer=, sharding= of this strategy has no effect on ebc" in said[2][0]
 
 
 def test_a_rank_that_is_late_is_not_left_alone_by_one_that_fails_first(two_ranks: Ranks) -> None:

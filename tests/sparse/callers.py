@@ -323,6 +323,15 @@ class TrainsBetween(Clamps):
         torch.stack([found[key].square().mean() for key in ("f0", "f2")]).sum().backward()
 
 
+class RatesByHand(Model):
+    """Gives its fused optimizer another learning rate for every batch, as TorchRec alone has it."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        for group in self.ebc.fused_optimizer.param_groups:
+            group["lr"] = 2.0 / (1 + batch_idx % 3)
+        self.ebc.fused_optimizer.zero_grad()  # hands it to the kernels
+
+
 class ClampsReleased(Clamps):
     """Of a batch of its own copies, whose ids may be released."""
 
@@ -367,6 +376,7 @@ MODELS: dict[str, tuple[type[Model], Case]] = {
     "clamps": (Clamps, TABLE_WISE),
     "clamps_before_the_step": (ClampsBeforeTheStep, ONE_TABLE),
     "trains_between": (TrainsBetween, TABLE_WISE),
+    "rates_by_hand": (RatesByHand, TABLE_WISE),
     "clamps_released": (ClampsReleased, TABLE_WISE),
     "clamps_data": (ClampsData, TABLE_WISE),
     "clamps_state": (ClampsState, TABLE_WISE),

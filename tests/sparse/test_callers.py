@@ -159,6 +159,11 @@ def test_the_next_lookup_sees_tables_written_at_the_end_of_a_batch(two_ranks: Ra
     assert "tables are written between two steps again and again" in message
 
 
+def test_a_rate_that_is_set_by_hand_is_that_of_its_batch(two_ranks: Ranks) -> None:
+    [message] = _same_as_by_hand(two_ranks, "rates_by_hand", "fused_sparse_dist").messages
+    assert "only combined_optimizer can move" in message
+
+
 def test_writes_that_begin_late_are_refused_before_anything_is_wrong(two_ranks: Ranks) -> None:
     for message in two_ranks.run(caller_fits.fails, "clamps_later", "fused_sparse_dist"):
         assert "were written between two steps, after the next batch had been looked up" in message
