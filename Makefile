@@ -23,6 +23,9 @@ UNCOMPILED := --no-compile
 # Each of some sixty interpreters would compile the package and its tests anew.
 unexport PYTHONDONTWRITEBYTECODE
 
+# Of OpenMP: programs with several would look for work all the time, on the CPUs that other runs need.
+THREADS := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive
+
 .DELETE_ON_ERROR:
 .PHONY: help install redis-server train test check quick fuzz mutants lint docs smoke smoke-older smoke-newer smoke-torch-2.14 check-lock wheel clean
 
@@ -54,7 +57,7 @@ test: CHECKS = $(MAKE) --no-print-directory -j2 lint docs
 test:
 	@$(MAKE) --no-print-directory -j3 $(INSTALLED) $(DOCS) redis-server
 	@{ $(CHECKS) >$(SAID) 2>&1; code=$$?; cat $(SAID); exit $$code; } & checks=$$!; \
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.support.side_by_side; tests=$$?; \
+	$(THREADS) $(BIN)/python -m tests.support.side_by_side; tests=$$?; \
 	wait $$checks || { cat $(SAID); echo "lint or docs failed: see above"; exit 1; }; \
 	exit $$tests
 
@@ -62,7 +65,7 @@ check: $(INSTALLED)
 	@$(MAKE) --no-print-directory -j2 lint quick
 
 quick: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.support.side_by_side --quick
+	$(THREADS) $(BIN)/python -m tests.support.side_by_side --quick
 
 fuzz: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.laws.fuzz $(if $(SEED),--seed $(SEED),--num $(or $(NUM),200)) \

@@ -15,9 +15,11 @@ import tempfile
 import time
 from collections import Counter
 from contextlib import ExitStack
+from pathlib import Path
 
 from . import interpreters
 
+TESTS = Path(__file__).resolve().parents[1]
 WIDTH = 80
 RUNS = ("first_run", "second_run", "third_run")
 """Their markers: most tests in rank processes; most that start programs; all others."""
@@ -65,7 +67,14 @@ def main(arguments: list[str]) -> int:
     if "--quick" in arguments:
         quick = ["-m", QUICK, *(argument for argument in arguments if argument != "--quick")]
         return run_at_once([*quick, *LONGEST_OF_QUICK], [*quick, *(f"--ignore={path}" for path in LONGEST_OF_QUICK)])
-    return run_at_once(*([*arguments, "-m", run] for run in RUNS))
+    return run_at_once(*([*arguments, "-m", run, *_ignored(run)] for run in RUNS))
+
+
+def _ignored(run: str) -> list[str]:
+    """Arguments that leave out the folders without tests of a run, which pytest would read to deselect them all."""
+    folders = sorted(path.parent.name for path in TESTS.glob("*/__init__.py"))
+    mine = {folder for folder in folders for ranks in (False, True) if run_of(folder, ranks=ranks) == run}
+    return [f"--ignore=tests/{folder}" for folder in folders if folder not in mine]
 
 
 def run_at_once(*runs: list[str]) -> int:
