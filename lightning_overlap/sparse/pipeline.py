@@ -38,10 +38,9 @@ from .update_rates import take_back
 MAX_OVERWRITTEN = 3
 """After tables were written between two steps so often, all modules are looked up in their own forward from then on."""
 
-
 _WRITTEN = (
-    "tables are written between two steps again and again (or their learning rates are, which only combined_optimizer "
-    "can move beside early lookups)"
+    "tables are written between two steps again and again (or their learning rates are set by hand, which only "
+    "combined_optimizer can move while tables are looked up early)"
 )
 
 

@@ -1,7 +1,7 @@
 """Let a sharded module find the features of its input by name in every batch, as the unsharded module does.
 
 TorchRec notes where they stand in the first input, and takes every later one to be alike: of one with other features
-beside them, or in another order, it would look up the ids of one feature in the table of another.
+next to them, or in another order, it would look up the ids of one feature in the table of another.
 """
 
 from __future__ import annotations
