@@ -21,6 +21,7 @@ from .failures import is_told_last as is_told_last
 from .failures import tell_last as tell_last
 from .failures import timed_out as timed_out
 from .groups import CONSENSUS as CONSENSUS
+from .mismatches import Mismatches as Mismatches
 from .packed_alltoall import PackedExchange as PackedExchange
 from .packed_alltoall import Part as Part
 from .skipped_batches import SkippedBatches as SkippedBatches

@@ -68,7 +68,7 @@ class _LookaheadMixin:
         """Leave after the same step on all ranks when one of them has received SIGTERM."""
         fetcher = self._data_fetcher
         executor = fetcher.executor if isinstance(fetcher, LookaheadFetcher) else None
-        if executor is not None and executor.stop_agreed and not executor.is_last:
+        if executor is not None and executor.end.stop_agreed and not executor.is_last:
             sigterm.leave(self.trainer)
 
 

@@ -94,7 +94,7 @@ class FailsTogether(SavesShards):
         # Shorter than the group's timeout: ranks that fail since they have waited for this one are not meant.
         timeout_s = min(SAVE_TIMEOUT_S, self.timeout_s / 2)
         executor = self._executor
-        place = "" if executor is None else f"{executor.place} of {executor.num_fetched}"
+        place = "" if executor is None else f"{executor.place} of {executor.queue.num_fetched}"
         self._all_failed = self._first_cause.all_failed(self.world_size, place, timeout_s)
         if not self._all_failed:
             first.add_note(f"no checkpoint of it was saved: other ranks did not fail there too, within {timeout_s:g} s")

@@ -177,7 +177,7 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
             return self._batch
         if self.executor is None:
             self.executor = self._trainer.strategy.make_executor(self)  # type: ignore[attr-defined]
-        if self.executor.num_fetched == 0:
+        if self.executor.queue.num_fetched == 0:
             self._num_in_window = self._num_ready % self._every
         self._num_allowed = self.executor.num_trained - (self._real is not None) + self._num_batches_left()
         # Which None batches count is known with the batch after them, or once the epoch has ended.
@@ -239,7 +239,7 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
     def _num_at_end(self) -> int:
         """How many None batches count in the whole epoch; known at its end."""
         assert self.executor is not None
-        return self._num_counted_before + self.executor.num_none_at_end
+        return self._num_counted_before + self.executor.end.num_none_at_end
 
     @property
     def num_uncounted(self) -> int:
@@ -312,11 +312,11 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
             RuntimeError: The data has ended before the length of its loader, on which the other ranks rely.
         """
         assert self.executor is not None
-        if self.executor.num_fetched >= self._num_allowed:
+        if self.executor.queue.num_fetched >= self._num_allowed:
             return None
-        if self.executor.num_fetched == 0:
+        if self.executor.queue.num_fetched == 0:
             self._is_whole = self.inner.fetched == 0
-        index = self.executor.num_fetched
+        index = self.executor.queue.num_fetched
         fetched = self._buffered.popleft() if self._buffered else self._next_to_train(index)
         if fetched is None:
             return None
@@ -345,7 +345,7 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
             return 0
         in_inner: list[Any] = getattr(self.inner, "batches", [])[:1]
         num = len(self._buffered) + sum(not self._is_skipped(batch) for batch, _, _ in in_inner)
-        return int(min(num, self._num_allowed - self.executor.num_fetched - 1))
+        return int(min(num, self._num_allowed - self.executor.queue.num_fetched - 1))
 
     def _next_to_train(self, index: int) -> _Fetched | None:
         """Return the batch `index`, past None batches; None at the end. Each rank skips its own, as in Lightning."""

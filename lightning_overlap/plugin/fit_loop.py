@@ -147,7 +147,7 @@ class _EpochLoopMixin(_TrainingEpochLoop):
             self._end_late(fetcher)
             raise
         assert fetcher.executor is not None
-        if fetcher.executor.stop_agreed:
+        if fetcher.executor.end.stop_agreed:
             sigterm.leave(self.trainer)
         while fetcher.num_to_catch_up > 0:
             fetcher.num_to_catch_up -= 1

@@ -1,6 +1,7 @@
 """Walk a schedule: run its steps around the trainer's own forward, backward and optimizer step.
 
 `stage_issue.py` says what a sparse stage waits for, `lookup_order.py` orders the lookup stream and the compute stream,
+`batch_queue.py` fetches the batches, `backward_fill.py` leaves steps to a backward that would wait, and
 `deferred_updates.py` makes updates that come later than their backward.
 """
 
@@ -8,19 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from functools import partial
 from typing import Any
 
 import torch
 
 from ..distributed import Consensus
 from ..schedules import EARLY_OWNERS, TRAINING_STAGES, Schedule, Schedules, Stage, Step, StreamName, WeightOwner
+from .backward_fill import BackwardFill
+from .batch_queue import BatchQueue
 from .deferred_updates import DeferredUpdates
 from .end_of_data import EndOfData
 from .inflight import InFlightBatch, abandon
 from .interfaces import BatchSource, SparseStages
 from .lookup_order import LookupOrder
-from .profiler_ranges import InStage, is_profiled, profiler_range
+from .profiler_ranges import is_profiled, profiler_range
 from .stage_issue import StageIssuer
 from .streams import CudaStreams
 from .table_writes import NUM_ASKS, TableWrites
@@ -60,14 +62,15 @@ class Executor:
         hooks_read_tables: Callable[[], bool] = bool,
         accumulates: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._schedules, self._source, self._sparse = schedule, source, sparse
+        self._schedules, self._sparse = schedule, sparse
         self._num_before, self._accumulates = num_before, accumulates
         self._first_batch = num_before()  # number of this epoch's batch 0 over all epochs
         self.order = self._order = order
         self._streams = order.streams
         self.hooks_read_tables = hooks_read_tables if order.streams.is_async else bool
         self._trainer_stage = ExitStack()  # what the trainer does now: it begins and ends at places far from each other
-        self._end = EndOfData(source, consensus, order.rank, schedule.depth)
+        self.end = EndOfData(source, consensus, order.rank, schedule.depth)
+        self.queue = BatchQueue(source, self.end, order)
         self.updates = DeferredUpdates(sparse, order)
         first = schedule.at(self._first_batch)
         trains = Stage.BACKWARD in first.training_stages
@@ -82,6 +85,9 @@ class Executor:
         # An evaluation keeps the mode that it runs in: no_grad or inference_mode.
         contexts = (torch.enable_grad if trains else nullcontext, lookup_context)
         self._stages = StageIssuer(sparse, order, self.updates, lambda: self.current, contexts)
+        self._backward_fill = BackwardFill(
+            sparse, self._stages, self.queue, order.rank, lambda: self.current, self._run_left_to_backward
+        )
         self._use_schedule(first)
         self._reset()
 
@@ -93,7 +99,7 @@ class Executor:
     def _walk(self, schedule: Schedule) -> None:
         """Walk one of the mode's two tables from the cursor on."""
         self.schedule = self._stages.schedule = schedule
-        self._left_to_backward = schedule.fills_backward_wait
+        self._backward_fill.left = schedule.fills_backward_wait
         self._dense_owned = schedule.dense_owned_lookup
         # Whose tables the step EMBEDDING_LOOKUP looks up; `_dense_owned`, if there is one, looks up the others.
         self._lookup_owners = EARLY_OWNERS if self._dense_owned is None else frozenset({WeightOwner.FUSED_BACKWARD})
@@ -102,12 +108,9 @@ class Executor:
         self._trainer_stage.close()
         self._iteration = -1
         self._cursor = len(self.schedule.steps)  # the step of the schedule that comes next
-        self.in_flight: dict[int, InFlightBatch] = {}
-        """The batches in flight by number."""
-        self.num_fetched = 0
         self._in_forward = False  # of the user's step, which with manual optimization is all of it
         self._order.reset()
-        self._end.reset()
+        self.queue.reset()
         self._stages.reset()
         self.updates.reset()
         self.writes.reset()
@@ -117,7 +120,7 @@ class Executor:
     @property
     def current(self) -> InFlightBatch | None:
         """The batch being trained."""
-        return self.in_flight.get(self._iteration)
+        return self.queue.in_flight.get(self._iteration)
 
     @property
     def num_trained(self) -> int:
@@ -148,7 +151,7 @@ class Executor:
     @property
     def num_ahead(self) -> int:
         """Batches fetched but not yet handed to the trainer."""
-        return sum(index > self._iteration for index in self.in_flight)
+        return sum(index > self._iteration for index in self.queue.in_flight)
 
     @property
     def num_to_update(self) -> int:
@@ -158,21 +161,11 @@ class Executor:
     @property
     def is_last(self) -> bool:
         """Whether the current batch is known to be the last one, on all ranks."""
-        return self._end.is_last(self._iteration, self.num_ahead)
-
-    @property
-    def num_none_at_end(self) -> int:
-        """Batches that are None after the last one, once that is known, on the rank that has the fewest."""
-        return self._end.num_none_at_end
-
-    @property
-    def stop_agreed(self) -> bool:
-        """Whether a rank was told to stop, as all of them know."""
-        return self._end.stop_agreed
+        return self.end.is_last(self._iteration, self.num_ahead)
 
     def _ahead(self) -> list[InFlightBatch]:
         """Return the batches in flight whose forward has not begun."""
-        return [batch for batch in self.in_flight.values() if batch.index > self._iteration or not batch.consumed]
+        return [batch for batch in self.queue.in_flight.values() if batch.index > self._iteration or not batch.consumed]
 
     # -- what the trainer calls -------------------------------------------------------------------------------------
 
@@ -184,7 +177,7 @@ class Executor:
             self._begin_epoch()
         else:
             self.stage_done(self.schedule.training_stages[-1])
-            self.in_flight.pop(self._iteration, None)
+            self.queue.in_flight.pop(self._iteration, None)
             schedule = self._schedules.at(self._first_batch + self._iteration + 1)
             if schedule is not self._last_of_window:
                 self.updates.make_all()
@@ -196,10 +189,9 @@ class Executor:
         self._cursor = 0
         self.updates.begin_iteration()
         self._run_steps()
-        if self.current is None and self._iteration not in self._end.answers:  # asked once, answered once
-            self._fetch(self.schedule[Stage.COPY_BATCH_TO_DEVICE], self._iteration)
-        self._end.hear(self._iteration, self.in_flight)
-        current = self.current
+        if self.current is None and self._iteration not in self.end.answers:  # asked once, answered once
+            self.queue.fetch(self.schedule[Stage.COPY_BATCH_TO_DEVICE], self._iteration)
+        current = self.queue.hear(self._iteration)
         if current is not None:
             self._stages.acquire(current, StreamName.COMPUTE, Stage.COPY_BATCH_TO_DEVICE)
             self._streams.record_stream(current.batch, StreamName.COMPUTE)
@@ -278,7 +270,7 @@ class Executor:
         """Drop the batches that were fetched ahead; complete their collectives, on all ranks alike."""
         self.updates.make_all()
         self.updates.drop_held()
-        self._end.hear_all()
+        self.end.hear_all()
         ahead = self._ahead()
         self._reset()
         for inflight in ahead:
@@ -305,8 +297,8 @@ class Executor:
             self._sparse.forget_prefetched()
         # NCCL's collectives hold no memory that Python owns, and a device's memory has to come back at once.
         on_host = not isinstance(self._streams, CudaStreams)
-        batches = [*self.in_flight.values(), *self._order.to_update.values()]
-        abandon([*self._end.answers.values(), *(batches if on_host else ())])
+        batches = [*self.queue.in_flight.values(), *self._order.to_update.values()]
+        abandon([*self.end.answers.values(), *(batches if on_host else ())])
         self._reset()
 
     # -- the walk ---------------------------------------------------------------------------------------------------
@@ -335,44 +327,18 @@ class Executor:
         """Run the steps from the cursor to the next one of the trainer, but those that the backward is going to run."""
         steps = self.schedule.steps
         while self._cursor < len(steps) and (step := steps[self._cursor]).stage not in TRAINING_STAGES:
-            if self._cursor in self._left_to_backward and self._leave_to_backward(step.stage, self._run_in_backward):
+            if self._cursor in self._backward_fill.left and self._backward_fill.leave(step.stage):
                 return
             self._run(step, self._lookup_owners)
             self._cursor += 1
-        received = self.schedule.received_in_backward
-        if received is not None and self._cursor == self.schedule.position(Stage.BACKWARD):
-            self._leave_to_backward(Stage.INPUT_DATA_DIST, partial(self._receive_in_backward, received))
+        lookup = self.schedule.received_in_backward
+        if lookup is not None and self._cursor == self.schedule.position(Stage.BACKWARD):
+            self._backward_fill.leave_receiving(lookup)
 
-    def _leave_to_backward(self, stage: Stage, call: Callable[[int], None]) -> bool:
-        """Have the backward of the current batch call a function while it waits for other ranks (on a CPU only).
-
-        Args:
-            stage: The first stage that the function issues.
-            call: The function; it is given the number of the batch.
-
-        Returns:
-            False if the backward will not call it.
-        """
-        current = self.current
-        # The backward of a module's own forward may write tables before it waits.
-        if current is None or not self._sparse.ready or current.ran_unpipelined:
-            return False
-        return self._sparse.register_backward_hook(current, stage, partial(call, current.index))
-
-    def _run_in_backward(self, index: int) -> None:
-        """Run the steps that were left to the backward of batch `index`."""
-        if self._iteration == index:
-            with torch.enable_grad():  # a backward has turned it off
-                while self._cursor in self._left_to_backward:
-                    self._run(self.schedule.steps[self._cursor], self._lookup_owners)
-                    self._cursor += 1
-
-    def _receive_in_backward(self, lookup: Step, index: int) -> None:
-        """Assemble the ids of the next lookup in the backward of batch `index`."""
-        inflight = self.in_flight.get(index + lookup.offset)
-        if self._iteration == index and inflight is not None and Stage.INPUT_DATA_DIST in inflight.done:
-            with InStage(Stage.INPUT_DATA_DIST, inflight.index, self._order.rank):
-                self._stages.receive_input(lookup, inflight)
+    def _run_left_to_backward(self) -> None:
+        while self._cursor in self._backward_fill.left:
+            self._run(self.schedule.steps[self._cursor], self._lookup_owners)
+            self._cursor += 1
 
     def _after_stage(self, stage: Stage, current: InFlightBatch) -> None:
         """The trainer has done `stage` of the current batch."""
@@ -420,28 +386,8 @@ class Executor:
             self.updates.make_up_to(index, step, overlaps_forward=step.offset < 0 and not own_forward)
             return
         if step.stage is Stage.COPY_BATCH_TO_DEVICE:
-            self._fetch(step, index)
+            self.queue.fetch(step, index)
             return
-        self._end.hear(index, self.in_flight)
-        if index in self.in_flight:
-            self._stages.issue(step, self.in_flight[index], owners)
-
-    def _fetch(self, step: Step, index: int) -> None:
-        # A source may have held back batches that `max_steps` seemed to leave out; this fetches them later. On several
-        # ranks it fetches one batch a call, so that all ask the same questions though the data of one may end here.
-        while self.num_fetched <= index and (self._end.num_batches is None or self.num_fetched < self._end.num_batches):
-            with (
-                InStage(step.stage, self.num_fetched, self._order.rank),
-                self._order.on(step.stage, self.num_fetched, step.stream),
-            ):
-                fetched = self._source.fetch()
-            self._end.ask(self.num_fetched, lacks=fetched is None)
-            if fetched is None:
-                return
-            self._order.observe("issue", step.stage, self.num_fetched)
-            inflight = InFlightBatch(self.num_fetched, *fetched)
-            inflight.done[step.stage] = (step.stream, self._streams.record(step.stream))
-            self.in_flight[inflight.index] = inflight
-            self.num_fetched += 1
-            if self._end.asks:
-                return
+        inflight = self.queue.hear(index)
+        if inflight is not None:
+            self._stages.issue(step, inflight, owners)

@@ -55,6 +55,11 @@ class SparseOptions:
             raise ValueError(f"timeout_s is a time to wait for other ranks, got {self.timeout_s}.")
 
     @property
+    def holds_rates(self) -> bool:
+        """Whether a kernel's update takes the rate of its lookup: no setter of rates gives it that of its own time."""
+        return self.trains and self.set_rates is None
+
+    @property
     def looks_up_cached(self) -> bool:
         """Whether tables in a UVM cache can be looked up early.
 

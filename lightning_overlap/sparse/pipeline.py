@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cached_property
 from typing import Any
 
 import torch.distributed as dist
@@ -18,11 +17,7 @@ from ..tables import (
     SentInput,
     caching_tbes,
     forget_prefetched,
-    has_dense_weights,
-    num_writes,
-    owners_of_parts,
     rates_of,
-    spec_of,
     tbes,
 )
 from .answers import Answers
@@ -31,17 +26,10 @@ from .input_dist import InputExchange, splits_only
 from .lookup import LookupThreads, look_up, parts_to_look_up
 from .module_context import ModuleContext, wait_for
 from .options import SparseOptions
+from .overwritten import OverwrittenLookups
 from .pipelined_forward import PipelinedForwards, inputs_of
 from .table_updates import TableUpdates
 from .update_rates import take_back
-
-MAX_OVERWRITTEN = 3
-"""After tables were written between two steps so often, all modules are looked up in their own forward from then on."""
-
-_WRITTEN = (
-    "tables are written between two steps again and again (or their learning rates are set by hand, which only "
-    "combined_optimizer can move while tables are looked up early)"
-)
 
 
 class SparsePipeline:
@@ -79,21 +67,11 @@ class SparsePipeline:
         self.gradients_are_there = self._updates.gradients_are_there
         self.update_replicas, self.drop_replica_updates = self._updates.update_replicas, self._updates.hold_replicas
         self.forget_received = self.answers.forget
-        self._num_writes_seen: Any = None
-        # A kernel's update takes the rate that holds at its lookup, unless a setter of rates gives it that of its time.
-        self._holds_rates = options.trains and options.set_rates is None
+        self._overwritten = OverwrittenLookups(self._forwards, holds_rates=options.holds_rates)
         self.ready = False
         """Whether it is known which input of a batch feeds which module."""
         self.keep_ids = False
         """Whether batches that are looked up from now on keep their ids until their step is over."""
-
-    @cached_property
-    def _has_dense_tables(self) -> bool:
-        return any(
-            WeightOwner.DENSE_OPTIMIZER in owners_of_parts(module) and has_dense_weights(module)
-            for module in self.modules.values()
-            if spec_of(module) is not None
-        )
 
     @property
     def unpipelined(self) -> dict[str, str]:
@@ -263,7 +241,7 @@ class SparsePipeline:
                 continue
             if self.keep_ids:
                 state.ids = state.dist_input
-            if self._holds_rates and state.rates is None:
+            if self._options.holds_rates and state.rates is None:
                 state.rates = rates_of(state.module)
             set_rates = self._options.set_rates
             if set_rates is not None:
@@ -291,16 +269,7 @@ class SparsePipeline:
     def is_overwritten(self, batches: Iterable[InFlightBatch]) -> bool:
         """Whether somebody has written tables of this rank after they were looked up for one of these batches."""
         self.finish_lookups()
-        # No write since the last check, which left no overwritten lookup: the usual case.
-        modules = [pipelined.module for pipelined in self._forwards.values()]
-        rates = [rates_of(module) for module in modules] if self._holds_rates else []
-        found = rates, [num_writes(module, WeightOwner.FUSED_BACKWARD) for module in modules]
-        if found == self._num_writes_seen and not self._has_dense_tables:
-            return False
-        self._num_writes_seen = found
-        return any(
-            state.is_overwritten() for inflight in batches for state in inflight.modules.values() if not state.served
-        )
+        return self._overwritten.found_in(batches)
 
     def leave_overwritten(self, batches: Iterable[InFlightBatch]) -> None:
         """Drop the early lookups of these batches, on all ranks alike: the tables were written since.
@@ -315,10 +284,7 @@ class SparsePipeline:
             )
         for inflight in batches:
             self.drop_lookups(inflight)
-        for pipelined in self._forwards.values():
-            pipelined.num_overwritten += 1
-            if pipelined.early and pipelined.num_overwritten == MAX_OVERWRITTEN:
-                self._forwards.run_unpipelined(pipelined, _WRITTEN)
+        self._overwritten.note_dropped()
 
     def drop_lookups(self, inflight: InFlightBatch) -> None:
         """Wait for the early lookups of a batch and drop them: its modules will run in their own forward."""

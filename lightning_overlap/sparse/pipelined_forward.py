@@ -14,9 +14,9 @@ from torchrec.distributed.types import LazyAwaitable, LazyGetItemMixin, ShardedM
 from torchrec.sparse import jagged_tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from ..distributed import Mismatches
 from ..runtime import Path, RangesLeftOut, is_profiled, leaves, resolve
 from ..tables import SentInput, check_torchrec, holds_sequences, why_never_early
-from .mismatches import Mismatches
 from .options import SparseOptions
 
 _num_made = itertools.count()

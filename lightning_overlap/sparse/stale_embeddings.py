@@ -94,7 +94,7 @@ class StaleRows:
             The counts; None if that batch saw every update, if the step looked up no batch, or if ids were not kept.
         """
         executor = self._executor()
-        batches = [] if executor is None else _looked_up_last(executor.in_flight)
+        batches = [] if executor is None else _looked_up_last(executor.queue.in_flight)
         if not batches:
             return None
         batch = batches[0]

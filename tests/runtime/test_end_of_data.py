@@ -84,7 +84,7 @@ def test_batches_ahead_are_fetched_but_not_trained() -> None:
     with pytest.raises(InjectedError):
         trainer.run(9, fail_at=(Stage.BACKWARD, 1))
     executor = trainer.executor
-    assert (executor.num_trained, executor.num_ahead, executor.num_fetched) == (2, 2, 4)
+    assert (executor.num_trained, executor.num_ahead, executor.queue.num_fetched) == (2, 2, 4)
 
 
 # -- what ranks tell each other, one answer after the other --------------------------------------------------------

@@ -74,8 +74,10 @@ class ForgetsDiscovered(Executor):
 
 
 class FetchesTwiceAsMany(Executor):
-    def _fetch(self, step: Step, index: int) -> None:
-        super()._fetch(step, 2 * index)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        fetch = self.queue.fetch
+        self.queue.fetch = lambda step, index: fetch(step, 2 * index)  # type: ignore[method-assign]
 
 
 class KeepsTrained(Executor):

@@ -70,7 +70,7 @@ class Keeps(OverlapMonitor):
         self.held: list[int] = []
 
     def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-        in_flight = trainer.strategy._executor.in_flight.values()
+        in_flight = trainer.strategy._executor.queue.in_flight.values()
         states = [state for batch in in_flight for state in batch.modules.values()]
         self.held.append(sum(state.ids is not None for state in states))
         super().on_train_batch_end(trainer, *args)

@@ -10,8 +10,7 @@ from unittest import mock
 
 import pytest
 
-from lightning_overlap.sparse import mismatches
-from lightning_overlap.sparse.mismatches import Mismatches
+from lightning_overlap.distributed import Mismatches, mismatches
 
 
 class Memory:

@@ -11,7 +11,7 @@ import contextlib
 import threading
 import time
 
-from ..distributed import Store
+from .failures import Store
 
 LOOK_EVERY_S = 1.0
 """How often a rank looks whether another one waits in vain."""
