@@ -99,16 +99,21 @@ def _end(log: str) -> str:
 def test_a_fault_on_one_rank_ends_the_others(tmp_path: Path, pipeline: str, rank: int) -> None:
     """Each process ends with exit code 1, not with SIGABRT; the others read who failed first, where its store lives."""
     places = ["issue input_splits_dist", "issue input_data_dist", "issue embedding_lookup", "issue backward"]
-    # A busy machine takes seconds to end a process; who lost its peer must not read of a timeout.
-    runs = [{"place": place, "ranks": [rank], "pipeline": pipeline, "timeout_s": 40} for place in places]
+    runs = [{"place": place, "ranks": [rank], "pipeline": pipeline, "timeout_s": 20} for place in places]
+    waited = []
     for place, ends in zip(places, run_all(tmp_path, *runs), strict=True):
         assert [end.code for end in ends] == [1, 1], ends
         raised, lost = ends[rank].log, ends[1 - rank].log
         assert f"InjectedError: {place} of batch 5" in _end(raised)
         assert f"rank {rank} was at" in _end(raised)
-        assert PEER_GONE.search(_end(lost)), lost
+        if not PEER_GONE.search(_end(lost)):
+            assert "Another rank did not answer within 20 s" in _end(lost), lost
+            waited.append(place)
         if rank == 1:  # rank 0 keeps the store
             assert re.search(f"rank 1 had failed at .* InjectedError: {place} of batch 5", _end(lost))
+    # A send that is being written while its connection ends is not told so (gloo's `Pair::signalException`), which
+    # happens in one of some hundred runs: that rank waits for the timeout.
+    assert len(waited) <= 1, waited
 
 
 @pytest.mark.slow
