@@ -140,7 +140,7 @@ class DeferredUpdate:
         leaf: Tensor = received.detach().requires_grad_()
         self._at_embeddings.append(leaf)
         leaf.register_post_accumulate_grad_hook(lambda leaf: self._arrived(received, leaf, sends=True))
-        return leaf
+        return _at_leaf(leaf)
 
     def cut_under_way(self, started: object) -> bool:
         """Cut the graph of embeddings that are under way; return whether any were found.
@@ -160,7 +160,7 @@ class DeferredUpdate:
             if not (isinstance(graph, Tensor) and graph.requires_grad):
                 continue
             leaf = graph.detach().requires_grad_()
-            setattr(part, name, leaf)
+            setattr(part, name, _at_leaf(leaf) if request is None else leaf)
             self._under_way.append(_Cut(graph, leaf, request))
             if request is None:
                 leaf.register_post_accumulate_grad_hook(partial(self._arrived, graph, sends=False))
@@ -278,6 +278,24 @@ def before_gradients(embeddings: object, num_parts: int) -> list[Tensor] | None:
     dummies = [part.dummy_tensor for part in _under_way(embeddings) if isinstance(part, Request)]
     found = [dummy for dummy in dummies if isinstance(dummy, Tensor) and dummy.requires_grad]
     return found if len(found) == len(dummies) >= num_parts else None
+
+
+class _AtLeaf(torch.autograd.Function):
+    """Gives what a leaf holds a graph that ends at it."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor, held: list[Tensor]) -> Tensor:
+        return held[0]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return gradient, None
+
+
+def _at_leaf(leaf: Tensor) -> Tensor:
+    """Return a leaf's values in a tensor that a step may change in place, which autograd forbids of a leaf."""
+    values: Tensor = _AtLeaf.apply(leaf, [leaf.data])  # type: ignore[no-untyped-call]
+    return values
 
 
 def _go_on(cut: list[tuple[Tensor, Tensor]], *, retain_graph: bool) -> None:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torchrec import EmbeddingCollection
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.fbgemm_qcomm_codec import QCommsConfig
 from torchrec.distributed.model_parallel import DistributedModelParallel
@@ -106,6 +107,7 @@ def shard_tables(
     )
     replicas = replicas_in(plan, tables, to_replicate, num_ranks)
     dense = {table.path for table in tables if (how := table.planned(plan)) and how.compute_kernel == _DENSE_KERNEL}
+    _refuse_sequences_as_bags([table for table in tables if table.path in dense], device)
     in_backward = [table for table in tables if table.path not in dense or table in replicas]
     apply_fused_optimizer(in_backward, fused, device)
     if dist.get_rank() == 0:
@@ -251,6 +253,17 @@ def make_plan(
         plan = _plan_on_rank_zero(planner, model, group, codecs_of(quantized_comms, device))
     check_plan(quantized_comms, plan)
     return plan
+
+
+def _refuse_sequences_as_bags(dense: list[Table], device: torch.device) -> None:
+    """Refuse tables of an EmbeddingCollection whose dense kernel FBGEMM lets pool on a CPU, whatever it is told."""
+    found = [table.path for table in dense if table.sharder.module_type is EmbeddingCollection]
+    if found and device.type == "cpu":
+        raise ValueError(
+            f"{some(found)}: data-parallel (or with a dense kernel), and of an EmbeddingCollection, for which TorchRec "
+            "makes bags on a CPU: a row for each sample, and not for each id. Train them in backward, by "
+            "fused_optimizer=(torch.optim.SGD, {'lr': 0.1}), say, and sharding={'<table>': 'table_wise'}."
+        )
 
 
 def _refuse_pruning(model: nn.Module) -> None:

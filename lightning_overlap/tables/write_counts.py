@@ -105,7 +105,10 @@ def _dense_weights(module: Any) -> list[Tensor]:
 
 @read_once
 def _refuse_gradients(module: Any) -> list[Any]:
+    owner = weakref.ref(module)  # a hook that holds it would keep it for good
+
     def check(weight: Tensor) -> None:
+        module: Any = owner()
         trained = getattr(module, "trained_in_backward", None)
         in_backward = in_backward_optimizer_filter(module.named_parameters(), include=True)
         tables = {name.split(".")[-2]: part.grad for name, part in in_backward if part.grad is not None}

@@ -29,7 +29,7 @@ from lightning_overlap import OverlapEmbeddingStrategy, combined_optimizer
 from lightning_overlap.distributed import default_store, groups
 from lightning_overlap.tables.supported_modules import sharded_modules
 
-from ..support.cases import MIXED, TABLE_WISE, Batches, ByHand, Model, make_plan
+from ..support.cases import MIXED, SEQUENCE, TABLE_WISE, Batches, ByHand, Model, make_plan
 from ..support.fits import make_trainer
 from ..support.reference import Result, collect
 
@@ -196,6 +196,7 @@ REFUSED: dict[str, Any] = {
     "16-mixed": lambda: fit_model(trainer_kwargs={"plugins": [MixedPrecision("16-mixed", "cpu")]}),
     "shares_a_weight": lambda: fit_model(SharesItsWeight(), sharding="table_wise"),
     "clips_shards_by_norm": lambda: fit_dense_shards({"gradient_clip_val": 1.0}),
+    "sequences_as_bags": lambda: fit_model(Model(SEQUENCE, fused_optimizer=False), sharding="data_parallel"),
     "planner_fails": lambda: fit_model(sharding=_Fails()),
 }
 

@@ -191,6 +191,7 @@ def test_registry_name(two_ranks: Ranks) -> None:
         ("16-mixed", ["ValueError", "16-mixed", "bf16-mixed"]),
         ("shares_a_weight", ["ebc.t0", "ebc.embedding_bags.t0.weight, output.weight", "would no longer be one"]),
         ("clips_shards_by_norm", ["ebc.t0, ebc.t1, ebc.t2", "gradient_clip_algorithm='value'"]),
+        ("sequences_as_bags", ["ValueError", "ebc.t0, ebc.t1, ebc.t2", "makes bags on a CPU", "'table_wise'"]),
         ("planner_fails", ["ValueError", "these tables do not fit anywhere"]),
     ],
 )

@@ -84,6 +84,15 @@ class LooksFirst(Model):
         return found
 
 
+class ScalesInPlace(Model):
+    """Changes its embeddings in place."""
+
+    def embeddings(self, collection: str, batch: Batch) -> Any:
+        found = getattr(self, collection)(kjt_of(batch))
+        found.values().mul_(0.5)
+        return found
+
+
 class CheckpointedStep(Model):
     """Runs the whole forward under a non-reentrant checkpoint(), tables included."""
 
@@ -401,6 +410,7 @@ MODELS: dict[str, tuple[type[Model], Case]] = {
     "inference_mode": (InferenceModeCall, TABLE_WISE),
     "detached_sometimes": (DetachedSometimes, TABLE_WISE),
     "looks_first": (LooksFirst, TABLE_WISE),
+    "scales_in_place": (ScalesInPlace, ROWWISE_ADAGRAD),
     "checkpointed_step": (CheckpointedStep, ROWWISE_ADAGRAD),
     "checkpointed_lookup": (CheckpointedLookup, ROWWISE_ADAGRAD),
     "reentrant_lookup": (ReentrantLookup, ROWWISE_ADAGRAD),

@@ -35,11 +35,14 @@ def _same_as_in(ranks: Ranks, model: str, pipeline: str, other: str) -> caller_f
 SERVED = NUM_STEPS - 1
 """All but the first batch, which shows what feeds what."""
 
+FROZEN = ("fused_sparse_dist", "sparse_dist")
+
 _CALLS = [
     ("no_grad", "", SERVED),
     ("inference_mode", "no_grad", SERVED),  # which FBGEMM lacks on a CPU
     ("detached_sometimes", "", SERVED),
     ("looks_first", "plain", SERVED),  # a statistic changes nothing, whereas it costs plain TorchRec the gradient
+    ("scales_in_place", "", SERVED),
     ("checkpointed_step", "", SERVED),
     ("checkpointed_lookup", "", SERVED),
     ("reentrant_lookup", "", SERVED),
@@ -85,6 +88,17 @@ def test_a_frozen_teacher_is_not_trained_in_any_mode(two_ranks: Ranks, mode: Sch
     [before, *_] = two_ranks.run(caller_fits.train, "no_grad", "base", limit_train_batches=1)
     [after, *_] = two_ranks.run(caller_fits.train, "no_grad", mode)
     assert all(torch.equal(after.result.tables[name], table) for name, table in before.result.tables.items())
+
+
+def test_deferred_updates_let_embeddings_be_changed_in_place(get_ranks: Callable[..., Ranks]) -> None:
+    """Though the graph is cut there; on one rank only a frozen window cuts it."""
+    frozen = {"options": {"frozen_window": True}, "accumulate_grad_batches": 2}
+    for num_ranks in (1, 2):
+        ranks = get_ranks(num_ranks)
+        _same_as_in(ranks, "scales_in_place", "semi_sync_deferred", "semi_sync")
+        early, late = (ranks.run(caller_fits.train, "scales_in_place", name, **frozen) for name in FROZEN)
+        for mine, theirs in zip(early, late, strict=True):
+            assert mine.result.differences(theirs.result) == []
 
 
 @pytest.mark.parametrize("model", ["called_more_on_one_rank", "recomputes_in_every_closure"])
