@@ -36,7 +36,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 NUM_ROWS = 120
 NUM_DENSE = 6
 BATCH_SIZE = 16
-NUM_STEPS = 14
+NUM_STEPS = 10
 
 
 @dataclass(frozen=True)
