@@ -19,22 +19,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_overlap import deltas
-from lightning_overlap.deltas import CutWriter, Dense, FolderSink, Header, Rows, encode, encode_pieces, parts
+from lightning_overlap.deltas import CutWriter, Dense, FolderSink, Rows, encode, encode_pieces, parts
 
-HEADER = Header(
-    run="run",
-    generation=1,
-    step=2,
-    after=None,
-    rank=0,
-    world_size=1,
-    chunk=0,
-    num_chunks=1,
-    num_pending=0,
-    global_step=2,
-    time=0.5,
-    tables={"table": (100, 3)},
-)
+from .histories import MemorySink, Training
+
+HEADER = Training(MemorySink()).header()
 NAME = str(HEADER.name)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.bool, torch.float64)
 
