@@ -24,8 +24,8 @@ from lightning_overlap.profiling.spans import ALL_TO_ALLS, Category, Interval, S
 from ..plugin.strategies import Dense
 from ..profiling.virtual import VirtualClock
 from ..profiling.virtual import run as run_virtual
-from ..support.cases import Batches, Case, Model, make_plan
-from ..support.fits import make_trainer
+from ..support.cases import Batches, Case, Model, ReadsItsLoss
+from ..support.fits import make_strategy, make_trainer
 
 NUM_STEPS = 16
 
@@ -102,9 +102,8 @@ class Kept(Logger):
 
 
 def _fit(case: Case, pipeline: str, model: Model, monitor: OverlapMonitor | None, **kwargs: Any) -> Any:
-    plan = make_plan(case, model, dist.get_world_size())
-    strategy = OverlapEmbeddingStrategy(pipeline=pipeline, sharding=plan)
-    trainer = make_trainer(strategy, callbacks=[] if monitor is None else [monitor], **kwargs)
+    callbacks = [] if monitor is None else [monitor]
+    trainer = make_trainer(make_strategy(model, pipeline), callbacks=callbacks, **kwargs)
     trainer.fit(model, datamodule=Batches(case, NUM_STEPS))
     return trainer
 
@@ -140,9 +139,8 @@ def slow_loader(case: Case, wait_ms: float) -> tuple[float, float, float, str]:
                 yield batch
 
     model, monitor, printed = Model(case), OverlapMonitor(every_n_steps=4), io.StringIO()
-    strategy = OverlapEmbeddingStrategy(sharding=make_plan(case, model, dist.get_world_size()))
     with contextlib.redirect_stdout(printed):
-        make_trainer(strategy, callbacks=[monitor]).fit(model, datamodule=Slow(case, NUM_STEPS))
+        make_trainer(make_strategy(model), callbacks=[monitor]).fit(model, datamodule=Slow(case, NUM_STEPS))
     found = monitor.accounts[0]  # the last ones may have fetched all
     data, copy = (found.categories[kind].busy_ms for kind in (Category.DATA, Category.COPY))
     return data, copy, found.step_ms, printed.getvalue()
@@ -172,15 +170,6 @@ def stages_seen(pipeline: str) -> list[Stage]:
     return [stage for stage in Stage if mode.step_of(stage) is not None or stage in own]
 
 
-class ReadsItsLoss(Model):
-    """Has the host wait in every step."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = super().training_step(batch, batch_idx)
-        loss.item()
-        return loss
-
-
 def audited(case: Case, pipeline: str) -> dict[str, Any]:
     """Return the syncs of the step that was audited, and the line of the one that the user wrote."""
     monitor, logger = OverlapMonitor(every_n_steps=4, table=False), Kept()
@@ -205,8 +194,7 @@ def without_tables() -> str:
 
 def validates_every_other_step(case: Case) -> tuple[int, int, bool]:
     """Return how often a fit validated, what was measured in between, and whether a clock is left behind."""
-    model, monitor = Model(case), OverlapMonitor(every_n_steps=3, table=False)
-    plan = make_plan(case, model, dist.get_world_size())
+    monitor = OverlapMonitor(every_n_steps=3, table=False)
 
     class Validates(Batches):
         def val_dataloader(self) -> Any:
@@ -222,11 +210,9 @@ def validates_every_other_step(case: Case) -> tuple[int, int, bool]:
             self.num_validations += 1
 
     model = Counts(case)
-    strategy = OverlapEmbeddingStrategy(sharding=plan)
-    trainer = make_trainer(
-        strategy, callbacks=[monitor], val_check_interval=2, limit_val_batches=1, num_sanity_val_steps=0
-    )
-    trainer.fit(model, datamodule=Validates(case, NUM_STEPS))
+    strategy = make_strategy(model)
+    options = {"val_check_interval": 2, "limit_val_batches": 1, "num_sanity_val_steps": 0}
+    make_trainer(strategy, callbacks=[monitor], **options).fit(model, datamodule=Validates(case, NUM_STEPS))
     left = strategy._run is not None  # with a timer
     return model.num_validations, len(monitor.accounts), left
 
@@ -243,7 +229,7 @@ def measured_and_drawn(
         summaries.append(summarize(*args))
         return summaries[-1]
 
-    strategy = OverlapEmbeddingStrategy(pipeline=pipeline, sharding=make_plan(case, model, dist.get_world_size()))
+    strategy = make_strategy(model, pipeline)
     callbacks = [monitor, timeline] if monitor_first else [timeline, monitor]
     functions = dist.all_to_all_single, dist.all_reduce
     with contextlib.redirect_stdout(printed), mock.patch.object(timeline_module.profiling, "summarize", kept):
@@ -259,16 +245,12 @@ def measured_and_drawn(
 def drawn(case: Case, pipeline: str, folder: str, num_steps: int = NUM_STEPS) -> dict[str, Any]:
     """Train under `OverlapTimeline`; return what it wrote, printed and warned of."""
     model, timeline, printed = Model(case), OverlapTimeline(folder, first_step=6, num_steps=2), io.StringIO()
-    plan = make_plan(case, model, dist.get_world_size())
-    strategy = OverlapEmbeddingStrategy(pipeline=pipeline, sharding=plan)
+    data = Batches(case, num_steps)
     with warnings.catch_warnings(record=True) as caught, contextlib.redirect_stdout(printed):
         warnings.simplefilter("always")
-        trainer = make_trainer(strategy, callbacks=[timeline])
-        trainer.fit(model, datamodule=Batches(case, num_steps))
+        make_trainer(make_strategy(model, pipeline), callbacks=[timeline]).fit(model, datamodule=data)
     plain = Model(case)
-    make_trainer(OverlapEmbeddingStrategy(pipeline=pipeline, sharding=plan)).fit(
-        plain, datamodule=Batches(case, num_steps)
-    )
+    make_trainer(make_strategy(plain, pipeline)).fit(plain, datamodule=data)
     return {
         "files": [str(path) for path in timeline.files],
         "printed": printed.getvalue(),

@@ -112,7 +112,7 @@ def test_self_log_is_timed_in_measured_steps_alone(two_ranks: Any) -> None:
 def test_the_audit_names_the_users_own_line(two_ranks: Any) -> None:
     for rank in two_ranks.run(monitors.audited, TABLE_WISE, "fused_sparse_dist"):
         mine = [place for place in rank["places"] if "training_step" in place[1]]
-        assert mine == [("dense_forward", f"training_step, monitors.py:{rank['line']}", "_local_scalar_dense")]
+        assert mine == [("dense_forward", f"training_step, cases.py:{rank['line']}", "_local_scalar_dense")]
         others = [place for place in rank["places"] if place not in mine]
         assert [stage for stage, *_ in others] == ["input_data_dist"], "the read of the sizes, and nothing else"
         assert "host_syncs" in " ".join(rank["logged"])

@@ -16,7 +16,17 @@ from lightning_overlap.models import DLRM
 from lightning_overlap.schedules.modes import FUSED_SPARSE_DIST, SEMI_SYNC
 from lightning_overlap.testing import check_module
 
-from ..support.cases import MIXED, ROWWISE_ADAGRAD, SEQUENCE, TABLE_WISE, TWO_COLLECTIONS, MakesInput, Model, make_batch
+from ..support.cases import (
+    MIXED,
+    ROWWISE_ADAGRAD,
+    SEQUENCE,
+    TABLE_WISE,
+    TWO_COLLECTIONS,
+    MakesInput,
+    Model,
+    ReadsItsLoss,
+    make_batch,
+)
 from ..support.pairs import rotated
 from ..support.ranks import Ranks
 from . import checked
@@ -109,12 +119,12 @@ def test_a_schedule_that_is_fresher_than_it_says(steps: tuple[object, ...]) -> N
 
 
 def test_a_read_of_the_loss_is_reported_or_breaks_the_law() -> None:
-    report = checked.check(TABLE_WISE, "fused_sparse_dist", checked.ReadsItsLoss)
+    report = checked.check(TABLE_WISE, "fused_sparse_dist", ReadsItsLoss)
     [(place, num)] = report.host_syncs.items()
-    assert "training_step, checked.py" in place
+    assert "training_step, cases.py" in place
     assert num == 1
-    with pytest.raises(AssertionError, match=r"law 9: .*training_step, checked.py:\d+ \(1 a step\)"):
-        checked.check(TABLE_WISE, "fused_sparse_dist", checked.ReadsItsLoss, max_host_syncs=0)
+    with pytest.raises(AssertionError, match=r"law 9: .*training_step, cases.py:\d+ \(1 a step\)"):
+        checked.check(TABLE_WISE, "fused_sparse_dist", ReadsItsLoss, max_host_syncs=0)
     assert not checked.check(TABLE_WISE, "fused_sparse_dist", max_host_syncs=0).host_syncs
 
 
