@@ -13,13 +13,14 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback
-from lightning.pytorch.loggers import Logger
+from lightning.pytorch.loggers.logger import DummyLogger
 
 import lightning_overlap.callbacks.timeline as timeline_module
-from lightning_overlap import MODES, OverlapEmbeddingStrategy, OverlapMonitor, OverlapTimeline, Stage
+from lightning_overlap import MODES, OverlapEmbeddingStrategy, OverlapMonitor, OverlapTimeline
 from lightning_overlap.profiling.overlap import Breakdown, break_down, mean, overlapped_by
 from lightning_overlap.profiling.recorder import SpanRecorder
 from lightning_overlap.profiling.spans import ALL_TO_ALLS, Category, Interval, Span
+from lightning_overlap.tuning import Costs, costs_of
 
 from ..plugin.strategies import Dense
 from ..profiling.virtual import VirtualClock
@@ -61,6 +62,12 @@ def steady_step(case: Case, pipeline: str) -> tuple[list[Span], Interval]:
     return spans, recorded.recorder.windows()[-1]
 
 
+def costs_of_a_steady_step(case: Case, pipeline: str) -> tuple[Costs, float]:
+    """Train; return the costs of a step, with the all-to-alls of the tables alone, and what it took."""
+    spans, window = steady_step(case, pipeline)
+    return costs_of(spans, window), window[1] - window[0]
+
+
 def account_of_a_steady_step(case: Case, pipeline: str) -> dict[str, Any]:
     """Account for a step under a virtual clock, with the all-to-alls of the tables alone."""
     spans, window = steady_step(case, pipeline)
@@ -79,23 +86,12 @@ def account_of_a_steady_step(case: Case, pipeline: str) -> dict[str, Any]:
     }
 
 
-class Kept(Logger):
+class Kept(DummyLogger):
     """Keeps what it is given."""
 
     def __init__(self) -> None:
         super().__init__()
         self.logged: list[tuple[dict[str, float], int | None]] = []
-
-    @property
-    def name(self) -> str:
-        return "kept"
-
-    @property
-    def version(self) -> int:
-        return 0
-
-    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
-        pass
 
     def log_metrics(self, metrics: Any, step: int | None = None) -> None:
         self.logged.append((dict(metrics), step))
@@ -162,12 +158,6 @@ def logs_slowly(case: Case, takes_ms: float) -> tuple[float, bool]:
     model, monitor = Logs(case), OverlapMonitor(every_n_steps=4, table=False)
     _fit(case, "fused_sparse_dist", model, monitor)
     return mean(monitor.accounts).log_ms, "log" in vars(model)
-
-
-def stages_seen(pipeline: str) -> list[Stage]:
-    """Return the stages that have a time of their own; in `base` a module's own forward is its lookup."""
-    mode, own = MODES[pipeline], (Stage.EMBEDDING_LOOKUP,)
-    return [stage for stage in Stage if mode.step_of(stage) is not None or stage in own]
 
 
 def audited(case: Case, pipeline: str) -> dict[str, Any]:

@@ -14,9 +14,9 @@ from lightning_overlap.tuning import Bags, Costs, costs_of, over_ranks, prices, 
 from lightning_overlap.tuning import costs as parts
 from lightning_overlap.tuning.prices import OFF, PRICED, TOLD, Walk
 
+from ..callbacks import monitors
 from ..support.cases import TABLE_WISE
 from ..support.ranks import Ranks
-from . import virtual
 
 STEPS_MS = {
     "base": 310,
@@ -59,7 +59,7 @@ def test_a_walk_takes_as_long_as_the_executor(mode: str) -> None:
 @pytest.mark.parametrize("measured", STEPS_MS)
 def test_one_measured_step_prices_all_modes(two_ranks: Ranks, measured: str) -> None:
     """Of real runs under the virtual clock: to the millisecond for who knows the link, else within the error given."""
-    ranks = two_ranks.run(virtual.costs_of_a_steady_step, TABLE_WISE, measured)
+    ranks = two_ranks.run(monitors.costs_of_a_steady_step, TABLE_WISE, measured)
     assert [took for _, took in ranks] == [pytest.approx(STEPS_MS[measured])] * 2
     for found_costs, _ in ranks:
         work = {part: ms for part, ms in found_costs.work.items() if ms}
