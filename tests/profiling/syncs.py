@@ -66,8 +66,6 @@ def broadcasts_on_the_default_group(**kwargs: Any) -> int:
 
 
 def _is_python_of_somebody(file: str) -> bool:
-    parts = file.split("/")
-    return any(part in ("lightning_overlap", "lightning", "torchrec", "tests") for part in parts) and parts[-1] not in (
-        "host_syncs.py" if "lightning_overlap" in parts else "",
-        "types.py",
-    )
+    *folders, name = file.split("/")
+    is_of_somebody = not {"lightning_overlap", "lightning", "torchrec", "tests"}.isdisjoint(folders)
+    return is_of_somebody and name not in ("host_syncs.py", "types.py")

@@ -304,6 +304,7 @@ def test_a_written_trace_is_one_for_perfetto(tmp_path: Path) -> None:
 
 # -- bad input ----------------------------------------------------------------------------------------------------
 
+ONE_EVENT = b'{"traceEvents": [{"ph": "X", "cat": "%s", "name": "f", "ts": %s, "dur": 1}]}'
 EMPTY = {"traceEvents": [{"ph": "M", "name": "process_name", "pid": 1, "args": {"name": "python"}}]}
 
 
@@ -321,12 +322,9 @@ EMPTY = {"traceEvents": [{"ph": "M", "name": "process_name", "pid": 1, "args": {
         (b'{"traceEvents": 3}', "has no list of traceEvents"),
         (json.dumps(EMPTY).encode(), "holds nothing to draw"),
         (b"[" * 200_000, "nested too deeply"),
-        (
-            b'{"traceEvents": [{"ph": "X", "cat": "python_function", "name": "f", "ts": 1, "dur": 1}]}',
-            "no work of a GPU",
-        ),
-        (b'{"traceEvents": [{"ph": "X", "cat": "kernel", "name": "f", "ts": "soon", "dur": 1}]}', "nothing to draw"),
-        (b'{"traceEvents": [{"ph": "X", "cat": "kernel", "name": "f", "ts": NaN, "dur": 1}]}', "nothing to draw"),
+        (ONE_EVENT % (b"python_function", b"1"), "no work of a GPU"),
+        (ONE_EVENT % (b"kernel", b'"soon"'), "nothing to draw"),
+        (ONE_EVENT % (b"kernel", b"NaN"), "nothing to draw"),
     ],
 )
 def test_what_is_no_trace_is_said(tmp_path: Path, content: bytes, message: str) -> None:

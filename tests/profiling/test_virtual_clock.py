@@ -155,17 +155,16 @@ def test_no_batch_outlives_its_step(mode: Schedule, two_ranks: Ranks) -> None:
     assert max(two_ranks.run(virtual.batches_alive, TABLE_WISE, mode.name)) <= mode.depth + 1
 
 
-DATA_PARALLEL_FIRST = Case(
-    "data_parallel_first",
-    (TableSpec("d0", ("f0",), "data_parallel"), TableSpec("t0", ("f1",)), TableSpec("t1", ("f2",))),
-)
-IN_TWO_MODULES = Case(
-    "in_two_modules",
-    (
-        TableSpec("d0", ("f0",), "data_parallel"),
-        TableSpec("u0", ("f1",), collection="second"),
-        TableSpec("u1", ("f2",), collection="second"),
-    ),
+DATA_PARALLEL_FIRST, IN_TWO_MODULES = (
+    Case(
+        name,
+        (
+            TableSpec("d0", ("f0",), "data_parallel"),
+            TableSpec("t0", ("f1",), collection=collection),
+            TableSpec("t1", ("f2",), collection=collection),
+        ),
+    )
+    for name, collection in (("data_parallel_first", "ebc"), ("in_two_modules", "second"))
 )
 
 
