@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import io
-import os
 import sys
 import zlib
 from collections.abc import Callable, Iterable
@@ -82,16 +81,6 @@ def test_values_are_not_copied() -> None:
     values[1, 1] = 7
     after = b"".join(pieces)
     assert sum(one != other for one, other in zip(before, after, strict=True)) == 2
-
-
-@pytest.mark.parametrize("most", [1, 7, 10_000])
-def test_a_disk_that_takes_less_at_once_gets_everything(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int
-) -> None:
-    monkeypatch.setattr(os, "writev", lambda file, pieces: os.write(file, b"".join(pieces)[:most]))
-    pieces = [bytes([number % 251]) * (number % 4) for number in range(2100)]
-    FolderSink(tmp_path).write_pieces(NAME, pieces)
-    assert (tmp_path / NAME).read_bytes() == b"".join(pieces)
 
 
 class Upper(FolderSink):

@@ -26,6 +26,11 @@ class Setup:
         self.training.train(num_steps)
         self.training.cut(bases, crash_after)
 
+    def follow(self) -> None:
+        """Write a first cut, which the replica applies."""
+        self.cut()
+        self.assert_at(1, 1)
+
     def crash(self) -> None:
         with pytest.raises(Crash):
             self.cut(crash_after=1)
@@ -72,8 +77,7 @@ def test_a_cut_that_is_being_written_is_waited_for(setup: Setup) -> None:
 
 
 def test_a_rank_may_be_ahead_of_another(setup: Setup) -> None:
-    setup.cut()
-    setup.assert_at(1, 1)
+    setup.follow()
     setup.cut()
     setup.cut()
     late = setup.lose("s0*[23]-r00001")
@@ -85,8 +89,7 @@ def test_a_rank_may_be_ahead_of_another(setup: Setup) -> None:
 
 
 def test_a_base_that_is_being_written_is_waited_for_where_a_part_never_came(setup: Setup) -> None:
-    setup.cut()
-    setup.assert_at(1, 1)
+    setup.follow()
     setup.cut()
     setup.lose("s0*2-r00001")
     setup.cut(bases=(0, 1))
@@ -127,8 +130,7 @@ def test_a_resumed_training_corrects_what_was_written_past_its_checkpoint(setup:
 
 
 def test_a_replica_first_comes_to_what_a_new_generation_follows(setup: Setup) -> None:
-    setup.cut()
-    setup.assert_at(1, 1)
+    setup.follow()
     for _ in range(2):
         setup.cut()
     setup.training.checkpoint()
@@ -139,8 +141,7 @@ def test_a_replica_first_comes_to_what_a_new_generation_follows(setup: Setup) ->
 
 
 def test_a_new_generation_that_is_being_written_is_waited_for(setup: Setup) -> None:
-    setup.cut()
-    setup.assert_at(1, 1)
+    setup.follow()
     setup.cut()
     setup.training.checkpoint()
     setup.lose("s0*2-r00001")  # the replica cannot come to what generation 2 follows
@@ -153,8 +154,7 @@ def test_a_new_generation_that_is_being_written_is_waited_for(setup: Setup) -> N
 
 
 def test_a_crash_in_a_first_cut_hides_no_loss(setup: Setup) -> None:
-    setup.cut()
-    setup.assert_at(1, 1)
+    setup.follow()
     setup.cut()
     setup.training.checkpoint()
     setup.lose("s0*2-r00001")
@@ -253,8 +253,7 @@ def test_bases_of_two_generations_make_no_start(setup: Setup) -> None:
 
 
 def test_two_trainings_in_one_sink_are_told(setup: Setup) -> None:
-    setup.cut()
-    setup.assert_at(1, 1)
+    setup.follow()
     other = Training(setup.sink, seed=6)
     other.start(3, 0)
     other.train(2)
@@ -274,8 +273,7 @@ def test_a_part_twice_is_told(setup: Setup) -> None:
 
 
 def test_another_run_is_told(setup: Setup) -> None:
-    setup.cut()
-    setup.assert_at(1, 1)
+    setup.follow()
     for generation, step in ((1, 2), (2, 5), (1, 0)):
         setup.sink.parts.clear()
         other = Training(setup.sink, seed=6, run="another")
@@ -297,8 +295,7 @@ def test_parts_of_two_runs_in_one_cut_are_told(setup: Setup) -> None:
 
 
 def test_a_listing_that_missed_a_part_is_made_again(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
-    setup.cut()
-    setup.assert_at(1, 1)
+    setup.follow()
     setup.cut()
     setup.cut()
     listings = [[name for name in setup.sink.names() if "s000000000002-r00001" not in name]]
@@ -333,8 +330,7 @@ def test_a_replica_that_catches_up_lists_its_sink_twice(setup: Setup, monkeypatc
 
 @pytest.mark.parametrize("step", [2, 4], ids=["after_a_listing", "later"])
 def test_parts_that_are_pruned_while_they_are_read(setup: Setup, monkeypatch: pytest.MonkeyPatch, step: int) -> None:
-    setup.cut()
-    setup.assert_at(1, 1)
+    setup.follow()
     for _ in range(3):
         setup.cut()
     read = setup.sink.read
