@@ -48,9 +48,7 @@ def check(*overrides: str) -> None:
 
 
 def test_the_groups_are_these() -> None:
-    assert sorted(path.name for path in CONF.iterdir() if path.is_dir() and path.name != "__pycache__") == sorted(
-        GROUPS
-    )
+    assert {path.name for path in CONF.iterdir() if path.is_dir()} - {"__pycache__"} == set(GROUPS)
 
 
 @pytest.mark.parametrize("choice", [f"{group}={name}" for group in GROUPS for name in names(group)])
@@ -82,11 +80,7 @@ def test_the_default_choices() -> None:
 def test_a_schedule_of_ones_own() -> None:
     text = "mine: copy_batch_to_device+1/memcpy dense_forward+0/compute backward+0/compute optimizer_step+0/compute"
     config = composed(f"pipeline.schedule='{text}'", "compare=[base,semi_sync]")
-    assert [str(schedule).partition(":")[0] for schedule in config_checks.modes(config)] == [
-        "base",
-        "semi_sync",
-        "mine",
-    ]
+    assert [schedule.name for schedule in config_checks.modes(config)] == ["base", "semi_sync", "mine"]
     assert str(config_checks.modes(config)[-1]) == text
 
 

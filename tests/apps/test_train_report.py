@@ -38,10 +38,8 @@ def test_equal_means_each_bit_and_stale_modes_may_differ(
 
 
 def test_nan_equals_the_same_nan() -> None:
-    assert train_report.compare([result("one", [float("nan")]), result("two", [float("nan")])]) == (
-        "losses identical: yes",
-        True,
-    )
+    nans = [result(mode, [float("nan")]) for mode in ("one", "two")]
+    assert train_report.compare(nans) == ("losses identical: yes", True)
 
 
 def test_a_sweep_is_told_the_metric_or_why_not(tmp_path: Path) -> None:

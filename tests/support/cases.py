@@ -201,6 +201,15 @@ class MakesInput(Model):
         return getattr(self, collection)(remade(batch.inputs["sparse"][0]))
 
 
+class ReadsItsLoss(Model):
+    """Makes the host wait in every step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        loss.item()
+        return loss
+
+
 class ByHand:
     """Goes before the class of a model that steps its optimizers itself."""
 
