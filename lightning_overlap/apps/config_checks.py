@@ -101,8 +101,9 @@ def _check_bench(config: Config) -> None:
 def _check_numbers(config: Config, *lowest_of: tuple[str, int]) -> None:
     for name, lowest in lowest_of:
         value = config[name]
-        may_be_null = name in ("seed", "threads_per_rank")
-        if not (isinstance(value, int) and value >= lowest or value is None and may_be_null):
+        if value is None and name in ("seed", "threads_per_rank"):
+            continue
+        if not isinstance(value, int) or value < lowest:
             raise ValueError(f"{name} is a number from {lowest} on, got {value!r}.")
 
 
