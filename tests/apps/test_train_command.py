@@ -111,6 +111,16 @@ def test_two_modes_side_by_side(tmp_path: Path) -> None:
     assert 0 < summary_of(folder)["metrics"]["test_auc"] < 1
 
 
+def test_a_frozen_window_may_differ_from_modes_that_update_in_each_batch(tmp_path: Path) -> None:
+    window = ("pipeline.frozen_window=true", "trainer.accumulate_grad_batches=4", "compare=[base]")
+    done = train(tmp_path, *SMALL, *window)
+    assert done.returncode == 0, done.stderr
+    assert "fused_sparse_dist_frozen_window (frozen window) differs from base from step 1 on" in done.stdout
+    [summary] = tmp_path.glob("outputs/*/*/summary.json")
+    for mode in json.loads(summary.read_text(encoding="utf-8"))["modes"]:
+        assert mode["final_loss"] == pytest.approx(0.69, abs=0.1)  # of a batch, not its share of a step
+
+
 def test_a_sweep_trains_each_and_takes_data_parallel_tables(tmp_path: Path) -> None:
     done = train(tmp_path, "-m", *SMALL, "pipeline=base,semi_sync", "sharding=data_parallel", "trainer.max_steps=6")
     assert done.returncode == 0, done.stderr
