@@ -11,7 +11,7 @@ import inspect
 from functools import partial
 from typing import Any
 
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.nn.parallel import DistributedDataParallel
@@ -44,7 +44,7 @@ from .private_names import check_lightning
 from .processes import StartsProcesses
 from .run import Run, batch_size_of
 from .step_hooks import WalksSteps, runs_between_backward_and_step
-from .unsupported import check_arguments, refuse, refuse_clipping, refuse_held_updates, warn_of_ignored_options
+from .unsupported import check_arguments, refuse, refuse_held_updates, refusing_clipping, warn_of_ignored_options
 
 STRATEGY_NAMES = {
     "overlap_embedding": "popen",
@@ -199,6 +199,14 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
     # -- set-up -------------------------------------------------------------------------------------------------
 
     @override
+    def connect(self, model: LightningModule) -> None:
+        if self.model is not None and model is not self.model:  # Lightning has set `lightning_module` already
+            self._streams = None  # they depend on whether the module has lookups to send
+            if self._tuner is not None:
+                self._tuner.forget()
+        super().connect(model)
+
+    @override
     def setup(self, trainer: Trainer) -> None:
         assert self.model is not None
         self.stop_run()  # a run whose callback raised in on_exception was not stopped
@@ -229,7 +237,7 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
             lookup_stream = self._lookup_stream if sends_embeddings else StreamName.COMPUTE
             self._streams = make_streams(self.root_device, lookup_stream)
         if fitting:
-            refuse_clipping(trainer, self.lightning_module)
+            self._run.installed.enter_context(refusing_clipping(trainer, self.lightning_module))
             if self._holds_updates:
                 refuse_held_updates(self.lightning_module)
             tables.follow_rates(self.lightning_module, tables.rate_setter(self.optimizers))

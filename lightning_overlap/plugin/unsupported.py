@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from inspect import signature
 from typing import Any
 
@@ -12,6 +13,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from ..tables import find_tables, sharded_modules, tables_in_dense_shards, why_never_held
 from ..text import SCALES_LOSS, some, unknown_name_message
@@ -113,20 +115,39 @@ def refuse_held_updates(module: LightningModule) -> None:
             )
 
 
-def refuse_clipping(trainer: Trainer, module: LightningModule) -> None:
-    """Refuse to clip by a norm of which each rank would know another part.
+@contextmanager
+def refusing_clipping(trainer: Trainer, module: LightningModule) -> Iterator[None]:
+    """Within this context nobody clips by a norm of which each rank would know another part.
 
     Raises:
-        ValueError: The dense optimizers of the ranks train shards of their own, of tables with a dense kernel.
+        ValueError: The trainer has that option. `clip_gradients` raises it, too: for an optimizer that trains shards of
+            this rank's own, of tables with a dense kernel.
     """
-    algorithm = trainer.gradient_clip_algorithm or GradClipAlgorithmType.NORM
-    clips = trainer.gradient_clip_val and algorithm == GradClipAlgorithmType.NORM
-    if clips and trainer.world_size > 1 and (names := tables_in_dense_shards(module)):
+    names = tables_in_dense_shards(module) if trainer.world_size > 1 else []
+    paths = {id(weight): path.split(".") for path, weight in module.named_parameters()} if names else {}
+    shards = {key for key, path in paths.items() if ".".join((*path[:-3], *path[-2:-1])) in names}
+    plugin = trainer.precision_plugin
+    clip = plugin.clip_grad_by_norm
+
+    def refuse(value: float) -> None:
         raise ValueError(
-            f"gradient_clip_val={trainer.gradient_clip_val}: {some(names)} have a dense kernel and are sharded, so "
+            f"gradient_clip_val={value}: {some(names)} have a dense kernel and are sharded, so "
             "each rank's optimizer has gradients of its own, and the norm would be another one on each rank: dense "
             "weights would no longer be the same. Use gradient_clip_algorithm='value', or make them data-parallel."
         )
+
+    def clip_or_refuse(optimizer: Optimizer, clip_val: float) -> None:
+        if any(id(weight) in shards for group in optimizer.param_groups for weight in group["params"]):
+            refuse(clip_val)
+        clip(optimizer, clip_val)
+
+    algorithm = trainer.gradient_clip_algorithm or GradClipAlgorithmType.NORM
+    if names and trainer.gradient_clip_val and algorithm == GradClipAlgorithmType.NORM:
+        refuse(trainer.gradient_clip_val)
+    if names:
+        plugin.clip_grad_by_norm = clip_or_refuse  # type: ignore[method-assign]
+    yield
+    vars(plugin).pop("clip_grad_by_norm", None)
 
 
 def warn_of_ignored_options(trainer: Trainer, *, holds_updates: bool) -> None:

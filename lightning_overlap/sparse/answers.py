@@ -98,6 +98,7 @@ class Answers:
         inflight = self._in_step if in_backward else self._current
         given, step = only_input(args, kwargs), self._forwards.num_steps
         look_up_now = partial(pipelined.original_forward, *args, **kwargs)
+        self._forwards.refuse_trained_weights(pipelined, given)
         if inflight is not None:
             if in_backward and (answer := pipelined.answer_again(given)) is not None:
                 return answer

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any, NamedTuple, TypeAlias
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -104,15 +105,48 @@ class PartSizes(NamedTuple):
     """Ids of each feature of this rank, from all ranks together; None where they were not sent."""
 
 
+_MOST_FOUND = 1 << 16
+"""Numbers below are of inputs found, multiples of it checksums of types: both are sent as one number."""
+
+
+def types_in(tensors: Iterable[Tensor]) -> str:
+    """Return the types of the tensors that an input is sent as, for `check_types`."""
+    parts = zip(("lengths", "ids", "weights"), tensors, strict=False)
+    return ", ".join(f"{part} of {str(tensor.dtype).removeprefix('torch.')}" for part, tensor in parts)
+
+
+def check_types(mine: Mapping[str, str], group: dist.ProcessGroup) -> None:
+    """Check that inputs have tensors of the same types on all ranks that have them; all ranks call this.
+
+    Args:
+        mine: For each input, by its name in the message, what `types_in` gives on this rank.
+        group: The ranks.
+
+    Raises:
+        RuntimeError: They differ. gloo would end the process, as what comes has not the size that it should have.
+    """
+    everyone: list[Mapping[str, str]] = [{}] * group.size()
+    dist.all_gather_object(everyone, mine, group=group)
+    for what in dict.fromkeys(what for theirs in everyone for what in theirs):
+        by_rank = {rank: theirs[what] for rank, theirs in enumerate(everyone) if what in theirs}
+        if len(set(by_rank.values())) > 1:
+            has = "; ".join(f"rank {rank} has {types}" for rank, types in by_rank.items())
+            raise RuntimeError(
+                f"{what} has not the same types on all ranks, and cannot be sent: {has}. Make them the same in the "
+                "dataset or the collate function, also those of empty tensors: torch.tensor([]) is of float32."
+            )
+
+
 class InputSizes:
     """The exchange of the sizes of one batch: rows of int64, one row to each rank.
 
         module A                                                            module B
         inputs found | part 0: sizes | ids per feature, 0, ... | part 1 ... | inputs found | part 0 ...
 
-    `sizes` are the numbers of elements of lengths, ids and weights that go to that rank, and the batch size. The ids
-    per feature are those of the features that the rank looks up, filled up with zeros to the largest number of features
-    of any rank. So all rows have one width, on ranks without an input for a module too: these send zeros.
+    Above `inputs found` is a checksum of the tensors' types. `sizes` are the numbers of elements of lengths, ids and
+    weights that go to that rank, and the batch size. The ids per feature are those of the features that the rank looks
+    up, filled up with zeros to the largest number of features of any rank. So all rows have one width, on ranks without
+    an input for a module too: these send zeros.
 
     Args:
         forms: Form of each module's input, in an order that is the same on all ranks.
@@ -133,12 +167,15 @@ class InputSizes:
         self._exchange: PackedExchange | None = None
         self._number = 0  # of the rows among the parts of the exchange
         self._counted: list[_Counted] = []
+        self._types: dict[str, str] = {}
         self._sent: Tensor | None = None  # the rows on the device, if it has computed some of them
         for name, form in forms.items():
             state = states.get(name)
-            for row in self._rows:
-                row.append(0 if state is None else num_found[name])
             metas = [None] * len(form) if state is None else _metas_of(state.splits_awaitable)
+            self._types[name] = types_in(metas[0].input_tensors) if metas and metas[0] else ""
+            found = 0 if state is None else num_found[name] + _MOST_FOUND * crc32(self._types[name].encode())
+            for row in self._rows:
+                row.append(found)
             for part, meta in zip(form, metas, strict=True):
                 if meta is not None and is_counted_on_device(meta._input):
                     self._counted.append(_Counted(len(self._rows[0]), part, meta))
@@ -197,10 +234,13 @@ class InputSizes:
         known = {}
         for name, form in self._forms.items():
             found, parts = next(columns), []
+            if len({number // _MOST_FOUND for number in found if number}) > 1:  # all ranks see it
+                mine = {f"the input of {name!r}": self._types[name]}
+                check_types(mine if self._types[name] else {}, self._group)
             for part in form:
                 by_tensor = [list(column) for column in islice(columns, part.num_sizes)]
                 filled = list(islice(columns, part.width - part.num_sizes))
                 lengths = [sum(column) for column in filled[: part.splits[rank]]]
                 parts.append(PartSizes(by_tensor, lengths if part.with_lengths else None))
-            known[name] = found, parts
+            known[name] = tuple(number % _MOST_FOUND for number in found), parts
         return known

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
+from torch.nn import ModuleList
 from torchrec.distributed.types import ShardedModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -17,12 +18,14 @@ from ..tables import (
     SentInput,
     caching_tbes,
     forget_prefetched,
+    has_model_parallel_tables,
     rates_of,
     tbes,
 )
 from .answers import Answers
 from .freed_features import release
 from .input_dist import InputExchange, splits_only
+from .input_sizes import check_types, types_in
 from .lookup import LookupThreads, look_up, parts_to_look_up
 from .module_context import ModuleContext, wait_for
 from .options import SparseOptions
@@ -68,6 +71,7 @@ class SparsePipeline:
         self.update_replicas, self.drop_replica_updates = self._updates.update_replicas, self._updates.hold_replicas
         self.forget_received = self.answers.forget
         self._overwritten = OverwrittenLookups(self._forwards, holds_rates=options.holds_rates)
+        self._is_first = True
         self.ready = False
         """Whether it is known which input of a batch feeds which module."""
         self.keep_ids = False
@@ -110,6 +114,7 @@ class SparsePipeline:
         Where a module runs its own forward for it instead, `inflight.ran_unpipelined` says so.
         """
         self.finish_lookups()
+        self._check_types(inflight)
         self.answers.begin(inflight)
         try:
             yield
@@ -121,6 +126,14 @@ class SparsePipeline:
             self._leave_aside(state)
 
     # -- which input feeds which module -------------------------------------------------------------------------
+
+    def _check_types(self, inflight: InFlightBatch) -> None:
+        """Check the types of the first batch's inputs, which the modules' own forwards send."""
+        is_first, self._is_first = self._is_first, False
+        if not is_first or self._group is None or not has_model_parallel_tables(ModuleList(self.modules.values())):
+            return
+        names_and_types = ((", ".join(kjt.keys()), kjt.dist_tensors()) for kjt in keyed_jagged_tensors(inflight.batch))
+        check_types({f"the input of features {names}": types_in(sent) for names, sent in names_and_types}, self._group)
 
     def discover(self, inflight: InFlightBatch) -> None:
         """Find the inputs of the modules' calls in the staged batch, by identity: the stages are ready from then on.

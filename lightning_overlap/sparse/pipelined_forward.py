@@ -16,7 +16,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from ..distributed import Mismatches
 from ..runtime import Path, RangesLeftOut, is_profiled, leaves, resolve
-from ..tables import SentInput, check_torchrec, holds_sequences, why_never_early
+from ..tables import SentInput, check_torchrec, has_model_parallel_tables, holds_sequences, why_never_early
 from .options import SparseOptions
 
 _num_made = itertools.count()
@@ -195,6 +195,22 @@ class PipelinedForwards(dict[str, PipelinedForward]):
         _RANGES.end(self)
         if self._mismatches is not None:
             self._mismatches.end()
+
+    def refuse_trained_weights(self, pipelined: PipelinedForward, given: Any) -> None:
+        """Refuse to send weights of ids that the loss is to train: TorchRec sends their gradients back from no rank.
+
+        Raises:
+            RuntimeError: The weights of the module's input have a graph.
+        """
+        weights = given.weights_or_none() if isinstance(given, KeyedJaggedTensor) else None
+        if weights is None or not weights.requires_grad or self._group is None or not torch.is_grad_enabled():
+            return
+        if has_model_parallel_tables(pipelined.module):
+            raise RuntimeError(
+                f"the weights of the ids passed to {pipelined.name!r} are trained, but are sent to other ranks, from "
+                "which no gradients come back to them. Weight the embeddings of an EmbeddingCollection, make the "
+                "tables data-parallel, take a FeatureProcessedEmbeddingBagCollection, or .detach() the weights."
+            )
 
     def served(self, pipelined: PipelinedForward) -> None:
         """Note that a module's call was served from early embeddings."""

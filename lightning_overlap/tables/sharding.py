@@ -88,6 +88,8 @@ def shard_tables(
         return
     _refuse_pruning(model)
     _refuse_shared_weights(model, tables)
+    for table in tables:
+        table.own_arguments()
     named, num_ranks = _named_types(sharding, tables), group.size()
     to_replicate = tables_to_replicate(
         replicate_tables, tables, named, batch_size=batch_size, fused=fused, world_size=num_ranks

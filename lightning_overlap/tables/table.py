@@ -82,6 +82,15 @@ class Table:
         if self.fused_optimizer is None:
             _apply_optimizer_in_backward(optimizer_class, [self.parameter], dict(kwargs))
 
+    def own_arguments(self) -> None:
+        """Give it arguments of its own for its optimizer.
+
+        The user's dict may be that of other tables, or of a module made later: TorchRec writes the kind of optimizer
+        into it, and takes the kind that it finds there in the place of the class.
+        """
+        if self.fused_optimizer is not None:
+            vars(self.parameter)["_optimizer_kwargs"] = list(map(dict, vars(self.parameter)["_optimizer_kwargs"]))
+
 
 def training_sharders(codecs: Mapping[str, QuantizedCommCodecs] | None = None) -> list[ModuleSharder[nn.Module]]:
     """Return TorchRec's default sharders but those of quantized modules, which have nothing to train and stay whole."""

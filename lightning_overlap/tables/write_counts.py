@@ -17,6 +17,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from ..schedules import WeightOwner
+from ..text import some
 from .columns import call_in_backward
 from .replicas import replica_kernels
 from .sharded_module import read_once, tbes
@@ -79,10 +80,15 @@ class WatchedTable(TableBatchedEmbeddingSlice):  # type: ignore[misc]
 
 
 def watch_tables(model: nn.Module) -> None:
-    """Let writes to `weight.data` of a sharded model's tables raise the count of the weight, too."""
+    """Let writes to `weight.data` of a sharded model's tables raise the count of the weight, too.
+
+    A gradient of a fused table's weight itself is an error from now on: nobody would apply it.
+    """
     for parameter in model.parameters():
         if type(parameter) is TableBatchedEmbeddingSlice:
             parameter.__class__ = WatchedTable
+    for module in sharded_modules(model).values():
+        _refuse_gradients(module)
 
 
 @read_once
@@ -95,6 +101,30 @@ def _fused_weights(module: Any) -> list[Tensor]:
 @read_once
 def _dense_weights(module: Any) -> list[Tensor]:
     return [weight for _, weight in in_backward_optimizer_filter(module.named_parameters())]
+
+
+@read_once
+def _refuse_gradients(module: Any) -> list[Any]:
+    def check(weight: Tensor) -> None:
+        trained = getattr(module, "trained_in_backward", None)
+        in_backward = in_backward_optimizer_filter(module.named_parameters(), include=True)
+        tables = {name.split(".")[-2]: part.grad for name, part in in_backward if part.grad is not None}
+        lost = [name for name, grad in tables.items() if (trained is None or name in trained) and grad.any()]
+        weight.grad = None
+        if lost:
+            raise RuntimeError(
+                f"the loss has a gradient for the weight of {some(lost)} itself, not by lookups: by a penalty on all "
+                "parameters, say, or a product with the whole table. A sharded table is trained by its lookups alone, "
+                "and a rank may have a part of it only: this gradient would be lost. Leave tables out (of all "
+                "parameters torchrec.optim.optimizers.in_backward_optimizer_filter gives the others), penalize the "
+                "embeddings that were looked up, or look up the rows to multiply with."
+            )
+        for handle in handles:  # zeros, which show DistributedDataParallel that a parameter is used: looked at once
+            handle.remove()
+
+    weights = [weight for weight in _fused_weights(module) if weight.requires_grad]
+    handles = [weight.register_post_accumulate_grad_hook(check) for weight in weights]
+    return handles
 
 
 def num_fused_writes(module: Any) -> tuple[int, ...]:

@@ -51,8 +51,12 @@ class Tuner:
     """Batches in flight at once, at most."""
 
     def __init__(self, auto: Auto, stream: str) -> None:
-        self._auto = auto
-        self.arm = Arm(TRIED[0], stream)
+        self._auto, self._first_stream = auto, stream
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget what was chosen, for another module: its fastest arm may be another one."""
+        self.arm = Arm(TRIED[0], self._first_stream)
         """The arm that trains now."""
         self.schedule = self.arm.schedule
         """The table that trains now: that of the arm, or for one batch between two streams `BRIDGE`."""

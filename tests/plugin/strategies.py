@@ -16,6 +16,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
+from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
@@ -28,8 +29,9 @@ from lightning_overlap import OverlapEmbeddingStrategy, combined_optimizer
 from lightning_overlap.distributed import default_store, groups
 from lightning_overlap.tables.supported_modules import sharded_modules
 
-from ..support.cases import MIXED, TABLE_WISE, Batches, Model, make_plan
+from ..support.cases import MIXED, TABLE_WISE, Batches, ByHand, Model, make_plan
 from ..support.fits import make_trainer
+from ..support.reference import Result, collect
 
 SGD = (torch.optim.SGD, {"lr": 2.0})
 
@@ -207,9 +209,9 @@ REFUSED: dict[str, Any] = {
 }
 
 
-def fit_dense_shards(trainer_kwargs: dict[str, Any]) -> Model:
+def fit_dense_shards(trainer_kwargs: dict[str, Any], cls: type[Model] = Model) -> Model:
     """Train tables whose shards are those of each rank's dense optimizer; return the model."""
-    model = Model(TABLE_WISE, fused_optimizer=False)
+    model = cls(TABLE_WISE, fused_optimizer=False)
     places = {name: table_wise(rank=rank, compute_kernel="dense") for name, rank in (("t0", 0), ("t1", 1), ("t2", 0))}
     plan = construct_module_sharding_plan(model.ebc, places, local_size=2, world_size=2, device_type="cpu")
     fit_model(model, trainer_kwargs=trainer_kwargs, sharding=ShardingPlan({"ebc": plan}))
@@ -220,6 +222,48 @@ def clip_values_of_dense_shards() -> Tensor:
     """Return what clipping by value leaves of the dense weights."""
     model = fit_dense_shards({"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"})
     return model.top[0].weight.detach().clone()
+
+
+class TwoClasses(Model):
+    """Trains one table with SGD, the others with RowWiseAdagrad, by arguments in one dict or in one for each."""
+
+    def __init__(self, arguments: list[dict[str, Any]]) -> None:
+        super().__init__(TABLE_WISE, fused_optimizer=False)
+        classes = [torch.optim.SGD, RowWiseAdagrad, RowWiseAdagrad]
+        for cls, own, weight in zip(classes, arguments, self.ebc.parameters(), strict=True):
+            _apply_optimizer_in_backward(cls, [weight], own)
+
+
+def train_two_classes(*, shared: bool) -> tuple[Result, dict[str, Any]]:
+    """Return the end, and the arguments as they are then."""
+    arguments = [{"lr": 1.0}] * 3 if shared else [{"lr": 1.0} for _ in range(3)]
+    model = TwoClasses(arguments)
+    plan = make_plan(TABLE_WISE, model, dist.get_world_size())
+    trainer = fit_model(model, sharding=plan)
+    return collect(model, trainer.optimizers[0], model.losses), arguments[0]
+
+
+class ClipsByHand(ByHand, Model):
+    """Clips the gradients of the dense part by norm, and then those of the tables."""
+
+    num_clipped = 0
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(part.parameters(), 0.2) for part in (nn.ModuleList([self.bottom, self.top]), self.ebc)]
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.manual_backward(super().training_step(batch, batch_idx))
+        for optimizer in self.optimizers():
+            self.clip_gradients(optimizer, gradient_clip_val=0.01)
+            ClipsByHand.num_clipped += 1
+
+
+def clip_by_hand() -> tuple[str, int]:
+    """Return the error of clipping shards by hand, and how often gradients were clipped before."""
+    ClipsByHand.num_clipped = 0
+    with pytest.raises(ValueError, match="norm") as error:
+        fit_dense_shards({}, ClipsByHand)
+    return str(error.value), ClipsByHand.num_clipped
 
 
 def other_options() -> list[list[str]]:

@@ -148,6 +148,15 @@ def test_fused_optimizer_argument(two_ranks: Ranks) -> None:
     assert all(two_ranks.run(strategies.rowwise_adagrad_given_to_the_strategy))
 
 
+def test_optimizers_of_two_classes_with_one_dict_of_arguments(two_ranks: Ranks) -> None:
+    """TorchRec alone takes the class of the table that it shards first for all of them."""
+    separate, shared = (two_ranks.run(strategies.train_two_classes, shared=shared) for shared in (False, True))
+    for (mine, arguments), (theirs, _) in zip(shared, separate, strict=True):
+        assert mine.differences(theirs) == []
+        assert any("momentum" in key or "sum" in key for key in theirs.fused_state)
+        assert arguments == {"lr": 1.0}
+
+
 def test_a_table_without_gradient_is_not_trained(ranks: Ranks) -> None:
     assert all(ranks.run(strategies.frozen_table))
 
@@ -196,6 +205,13 @@ def test_refused_on_every_rank(two_ranks: Ranks, name: str, parts: list[str]) ->
 def test_shards_of_the_dense_optimizer_are_clipped_by_value(two_ranks: Ranks) -> None:
     one, other = two_ranks.run(strategies.clip_values_of_dense_shards)
     assert torch.equal(one, other)
+
+
+def test_shards_of_the_dense_optimizer_are_not_clipped_by_hand_either(two_ranks: Ranks) -> None:
+    """The dense part alone is."""
+    for message, num_clipped in two_ranks.run(strategies.clip_by_hand):
+        assert "ebc.t0, ebc.t1, ebc.t2 have a dense kernel" in message
+        assert num_clipped == 1
 
 
 def test_options_that_a_sharded_module_does_not_follow_are_named(two_ranks: Ranks) -> None:

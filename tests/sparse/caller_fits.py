@@ -32,7 +32,15 @@ from ..support.cases import (
 from ..support.cases import dense_optimizer as dense_optimizer_of
 from ..support.fits import make_trainer
 from ..support.reference import Result, collect
-from .callers import MODELS, NUM_STEPS, fresh, one_of_two_tasks, two_tasks_at_once
+from .callers import (
+    MODELS,
+    NUM_STEPS,
+    fresh,
+    one_of_two_tasks,
+    two_tasks_at_once,
+    types_differ,
+    types_differ_later,
+)
 
 
 class Streamed(IterableDataset):
@@ -73,6 +81,8 @@ def skipping(
 LAYOUTS: dict[str, Callable[[Case, int, int], Any]] = {
     "one_of_two_tasks": one_of_two_tasks,
     "two_tasks_at_once": two_tasks_at_once,
+    "types_differ": types_differ,
+    "types_differ_later": types_differ_later,
 }
 
 

@@ -176,6 +176,19 @@ def two_tasks_at_once(case: Case, index: int, rank: int) -> dict[str, Any]:
     return {use: kjt_of(batch), "b" if use == "a" else "a": kjt_of(other), **rest}
 
 
+def types_differ(case: Case, index: int, rank: int) -> Batch:
+    """Return a batch whose ids are of int32 on rank 1."""
+    batch = fresh(case, index, rank)
+    kjt, number = batch.inputs["sparse"]
+    values = kjt.values().int() if rank == 1 else kjt.values()
+    own = KeyedJaggedTensor(kjt.keys(), values, lengths=kjt.lengths())
+    return Batch(batch.dense, {"sparse": (own, number)}, batch.labels)
+
+
+def types_differ_later(case: Case, index: int, rank: int) -> Batch:
+    return types_differ(case, index, rank if index >= 4 else 0)
+
+
 class CalledMoreOnOneRank(Model):
     """Rank 0 looks up its data-parallel collection twice in batch 4, which has no collective for others to miss."""
 
@@ -203,6 +216,37 @@ class RecomputesInEveryClosure(ReentrantLookup):
 
 
 # -- updates ----------------------------------------------------------------------------------------------------------
+
+
+class PenalizesAll(Model):
+    """Adds a penalty on all parameters, tables too."""
+
+    weight = 0.1
+
+    def forward(self, batch: Batch, embeddings: Any = None) -> Tensor:
+        penalty = torch.stack([parameter.square().sum() for parameter in self.parameters()]).sum()
+        return super().forward(batch, embeddings) + self.weight * penalty
+
+
+class NamesAll(PenalizesAll):
+    """Lets DistributedDataParallel see that all parameters are used."""
+
+    weight = 0.0
+
+
+class TrainsWeights(Model):
+    """Learns how much the ids of a batch count."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        self.scale = torch.nn.Parameter(torch.ones(()))
+
+    def embeddings(self, collection: str, batch: Batch) -> Any:
+        kjt = kjt_of(batch)
+        weights = kjt.weights() * self.scale
+        return getattr(self, collection)(
+            KeyedJaggedTensor(kjt.keys(), kjt.values(), weights=weights, lengths=kjt.lengths())
+        )
 
 
 class TwoBackwards(ByHand, Model):
@@ -366,6 +410,11 @@ MODELS: dict[str, tuple[type[Model], Case]] = {
     "one_rank_looks_first": (OneRankLooksFirst, TABLE_WISE),
     "one_of_two_tasks": (OneOfTwoTasks, TABLE_WISE),
     "two_tasks_at_once": (OneOfTwoTasks, TABLE_WISE),
+    "penalizes_all": (PenalizesAll, TABLE_WISE),
+    "names_all": (NamesAll, TABLE_WISE),
+    "trains_weights": (TrainsWeights, WEIGHTED),
+    "types_differ": (Model, TABLE_WISE),
+    "types_differ_later": (Model, TABLE_WISE),
     "two_backwards": (TwoBackwards, ROWWISE_ADAGRAD),
     "schedules_by_hand": (SchedulesByHand, TABLE_WISE),
     "second_phase": (SecondPhase, TWO_COLLECTIONS),

@@ -43,6 +43,7 @@ _CALLS = [
     ("checkpointed_step", "", SERVED),
     ("checkpointed_lookup", "", SERVED),
     ("reentrant_lookup", "", SERVED),
+    ("names_all", "", SERVED),
     ("hashes_in_place", "", 0),
     ("weighs_in_place", "", 0),
     ("hashes_sometimes", "", 3),
@@ -187,3 +188,36 @@ def test_writes_where_the_ids_are_gone_are_refused(get_ranks: Callable[..., Rank
 def test_writes_under_an_update_that_is_still_to_come_are_refused(two_ranks: Ranks) -> None:
     for message in two_ranks.run(caller_fits.fails, "clamps", "semi_sync_deferred"):
         assert "while an update of theirs is still to come" in message
+
+
+@pytest.mark.parametrize(
+    ("model", "pipeline", "what"),
+    [
+        ("types_differ", "base", "features f0, f1, f2"),
+        ("types_differ", "semi_sync", "features f0, f1, f2"),
+        ("types_differ_later", "sparse_dist", "'ebc'"),
+        ("types_differ_later", "fused_sparse_dist", "'ebc'"),
+    ],
+)
+def test_ids_of_another_type_on_another_rank_are_an_error(
+    two_ranks: Ranks, model: str, pipeline: str, what: str
+) -> None:
+    """gloo alone ends the process, without a word of which input."""
+    for message in two_ranks.run(caller_fits.fails, model, pipeline):
+        assert f"the input of {what} has not the same types on all ranks" in message
+        assert "rank 0 has lengths of int64, ids of int64; rank 1 has lengths of int64, ids of int32" in message
+
+
+@pytest.mark.parametrize("pipeline", ["base", "fused_sparse_dist"])
+def test_gradients_of_tables_but_by_their_lookups_are_refused(ranks: Ranks, pipeline: str) -> None:
+    """TorchRec alone lets them go."""
+    for message in ranks.run(caller_fits.fails, "penalizes_all", pipeline):
+        assert "the loss has a gradient for the weight of t" in message
+        assert "in_backward_optimizer_filter" in message
+
+
+def test_weights_of_ids_are_trained_on_one_rank_alone(ranks: Ranks) -> None:
+    """Gradients do not come back from other ranks."""
+    for message in ranks.run(caller_fits.fails, "trains_weights", "fused_sparse_dist"):
+        is_refused = "the weights of the ids passed to 'ebc' are trained" in message
+        assert message == "no error" if ranks.world_size == 1 else is_refused

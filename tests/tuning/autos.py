@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from lightning_overlap import Stage, StreamName
 from lightning_overlap.profiling import HostTimestamps
 from lightning_overlap.runtime import Streams
-from lightning_overlap.tuning import Auto, tuner
+from lightning_overlap.tuning import Arm, Auto, tuner
 
 from ..checkpoint.resumes import SaveSteps, StatefulSized
 from ..laws.windows import MODELS
@@ -181,3 +181,19 @@ def train_twice(case: Case, ms: Mapping[str, tuple[float, ...]], first: int) -> 
     trainer.fit_loop.max_epochs = 2
     trainer.fit(module, datamodule=Data(case, 4))
     return seen.modes
+
+
+def train_another(case: Case) -> list[list[str]]:
+    """Return the modes of two fits with one Trainer that has chosen `base`: of its module, and of another one."""
+    module: Model = MODELS["plain"](case)
+    strategy, seen, modes = make_strategy(module, QUICK), Seen(), []
+    assert strategy._tuner is not None
+    strategy._tuner.has_chosen = True
+    strategy._tuner._walk(Arm("base", "data_dist"))
+    trainer = make_trainer(strategy, callbacks=[seen])
+    for epochs, fitted in ((1, module), (2, module), (3, MODELS["plain"](case))):
+        trainer.fit_loop.max_epochs = epochs
+        seen.modes.clear()
+        trainer.fit(fitted, datamodule=Data(case, 4))
+        modes.append([*seen.modes])
+    return modes[1:]

@@ -149,6 +149,10 @@ def test_a_fit_after_one_that_ended_in_the_trial_begins_with_the_first_mode(two_
     assert two_ranks.run(autos.train_twice, TABLE_WISE, MS, 8) == [["fused_sparse_dist"] * 4] * 2
 
 
+def test_a_choice_is_not_kept_for_another_module(two_ranks: Ranks) -> None:
+    assert two_ranks.run(autos.train_another, TABLE_WISE) == [[["base"] * 4, ["fused_sparse_dist"] * 4]] * 2
+
+
 def test_where_every_block_is_disturbed_nothing_is_chosen(two_ranks: Ranks) -> None:
     fits = two_ranks.run(autos.train, TABLE_WISE, MS, auto=ONE_ROUND, val_check_interval=1)
     _check(two_ranks, fits, _trained(two_ranks, TABLE_WISE), FIRST)
