@@ -28,14 +28,12 @@ if TYPE_CHECKING:
     from .deltas import Replica as Replica
 
 
-_NEED_EXTRA = {"EmbeddingDeltas": ".callbacks", "Replica": ".deltas"}
-"""Name -> the folder that has it. They need packages of the extra `deltas`, which an install may lack."""
-
-
 def __getattr__(name: str) -> object:
-    if name not in _NEED_EXTRA:
+    # These need packages of the extra `deltas`, which an install may lack.
+    folder = {"EmbeddingDeltas": ".callbacks", "Replica": ".deltas"}.get(name)
+    if folder is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_NEED_EXTRA[name], __name__), name)
+    return getattr(import_module(folder, __name__), name)
 
 
 __version__ = "0.1.0"
