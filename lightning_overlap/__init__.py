@@ -1,7 +1,5 @@
 """Overlap sharded embedding lookups with the dense part of a step, under PyTorch Lightning and TorchRec."""
 
-from importlib import import_module
-
 from . import versions as versions
 from .schedules import MODES as MODES
 from .schedules import STREAMS as STREAMS
@@ -30,10 +28,15 @@ if TYPE_CHECKING:
 
 def __getattr__(name: str) -> object:
     # These need packages of the extra `deltas`, which an install may lack.
-    folder = {"EmbeddingDeltas": ".callbacks", "Replica": ".deltas"}.get(name)
-    if folder is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(folder, __name__), name)
+    if name == "EmbeddingDeltas":
+        from .callbacks import EmbeddingDeltas as EmbeddingDeltas
+
+        return EmbeddingDeltas
+    if name == "Replica":
+        from .deltas import Replica as Replica
+
+        return Replica
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 __version__ = "0.1.0"
