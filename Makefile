@@ -19,6 +19,8 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input -qq
 # Locked packages only: no dependency is resolved, and what must be built is built with the locked setuptools.
 AS_LOCKED := --no-deps --no-build-isolation
 UNCOMPILED := --no-compile
+# Of the packages: what no program here imports, or one alone, which then compiles it. A third of all.
+SELDOM := /tests/|/torch/testing/_internal/|-packages/(aiohttp|backrefs|debugpy|fontTools|google|IPython|jedi|mypyc?|networkx|pip|prompt_toolkit|pyarrow|pygments|pymdownx|pytorch_lightning|redis|torchgen|tornado|wcwidth)/
 
 # Each of some sixty interpreters would compile the package and its tests anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -103,7 +105,7 @@ clean:
 
 # The locked packages, from nothing, so that neither an older lock nor the other variant is left behind. torch keeps its
 # dependencies (a CUDA build brings its own), held to the lock where the lock names them. Two pips at once, as no package
-# is in two locks; then all CPUs compile what has not been, but for tests. A file in the syntax of a newer Python stays.
+# is in two locks; then all CPUs compile what has not been, but for what is seldom imported. A file in the syntax of a newer Python stays.
 $(LOCKED): $(LOCKS) $(OVERLAY) requirements/check_lock.py
 	@[ -n "$(PYTHON)" ] && "$(PYTHON)" -c 'import ensurepip, sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
 		echo "lightning_overlap needs Python 3.11 or newer with its venv module; '$(or $(PYTHON),python3)' is not one."; \
@@ -118,7 +120,7 @@ $(LOCKED): $(LOCKS) $(OVERLAY) requirements/check_lock.py
 		&& $(PIP) install $(UNCOMPILED) $(AS_LOCKED) -r requirements/$(VARIANT).lock; } & variant=$$!; \
 	$(PIP) install $(UNCOMPILED) $(AS_LOCKED) -r requirements/dev.lock; dev=$$?; \
 	wait $$variant && exit $$dev
-	@$(BIN)/python -m compileall -qq -j 0 -x '/tests/|/torch/testing/_internal/' $(VENV)/lib || true
+	@$(BIN)/python -m compileall -qq -j 0 -x '$(SELDOM)' $(VENV)/lib || true
 	@$(if $(OVERLAY),$(PIP) install $(AS_LOCKED) -r $(OVERLAY))
 	@$(BIN)/python requirements/check_lock.py $(LOCKS) $(OVERLAY)
 	@touch $@

@@ -69,6 +69,13 @@ def check(config: Config) -> None:
             "metric is what the model logs in its validation or test, under a name that begins with val or test, got "
             f"{metric!r}. Did you mean 'test_{metric}' or 'val_{metric}'?"
         )
+    _check_numbers(config, ("seed", 0), ("threads_per_rank", 1))
+    deltas = config["callbacks"].get("deltas")
+    if deltas is not None and deltas.get("sink") is None:
+        raise ValueError(
+            "callbacks=deltas needs a place for what it sends: deltas.path=... (a folder, an fsspec address, "
+            "redis://host:6379/0?key=name)."
+        )
     task, path = config.get("task", "train"), config.get("ckpt_path")
     check_known("task", task, ("train", "test", "validate"))
     if task != "train" and path is None:
@@ -84,14 +91,20 @@ def check(config: Config) -> None:
 
 def _check_bench(config: Config) -> None:
     arms(config)
-    for name, lowest in (("rounds", 1), ("steps", 2), ("warm_up", 1), ("measured_steps", 0), ("num_batches", 1)):
-        value = config[name]
-        if not isinstance(value, int) or value < lowest:
-            raise ValueError(f"{name} is a number from {lowest} on, got {value!r}.")
+    _check_numbers(config, ("rounds", 1), ("steps", 2), ("warm_up", 1), ("measured_steps", 0), ("num_batches", 1))
     for name, value in (config["latency"] or {}).items():
         check_known("latency", name, ("all_to_all_ms", "forward_ms", "backward_ms", "step_ms"))
         if not isinstance(value, int | float) or value < 0:
             raise ValueError(f"latency.{name} is in milliseconds, got {value!r}.")
+
+
+def _check_numbers(config: Config, *lowest_of: tuple[str, int]) -> None:
+    for name, lowest in lowest_of:
+        value = config[name]
+        if value is None and name in ("seed", "threads_per_rank"):
+            continue
+        if not isinstance(value, int) or value < lowest:
+            raise ValueError(f"{name} is a number from {lowest} on, got {value!r}.")
 
 
 def looks_up_early(schedule: Schedule) -> bool:

@@ -61,7 +61,10 @@ class StepTimer(Callback):
         self.step_ms.append((now - self._last) * 1e3)
         self._last = now
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
-        self._losses.append(loss.detach() if isinstance(loss, Tensor) else torch.tensor(float("nan")))
+        loss = loss.detach() if isinstance(loss, Tensor) else torch.tensor(float("nan"))
+        if pl_module.automatic_optimization:  # Lightning has divided it
+            loss = loss * trainer.accumulate_grad_batches
+        self._losses.append(loss)
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
-from itertools import islice
 from typing import Any
 
 import fsspec
@@ -16,9 +14,6 @@ from fsspec.implementations.local import LocalFileSystem
 from .arrow_stream import Piece, joined
 from .parts import PartName
 from .sink import told, without_password
-
-MOST_PIECES = 1000
-"""Pieces that one `writev` call writes, at most; Linux takes 1024."""
 
 _WHOLE_PUTS = frozenset(
     {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "ossfs", "r2", "oci", "cos", "obs", "tos", "memory"}
@@ -124,14 +119,9 @@ class FolderSink:
 
 
 def _write_to_disk(path: str, pieces: Sequence[Piece]) -> None:
-    with open(path, "xb", buffering=0) as file:
-        left = deque(memoryview(piece) for piece in pieces)
-        while left:
-            written = os.writev(file.fileno(), list(islice(left, MOST_PIECES)))
-            while left and written >= len(left[0]):
-                written -= len(left.popleft())
-            if written:
-                left[0] = left[0][written:]
+    with open(path, "xb") as file:
+        file.writelines(pieces)
+        file.flush()
         os.fsync(file.fileno())
 
 

@@ -33,8 +33,6 @@ class ReplicaServer(ThreadingHTTPServer):
         OSError: The port cannot be had.
     """
 
-    daemon_threads = True
-
     def __init__(self, replica: Replica, host: str = "127.0.0.1", port: int = 0) -> None:
         super().__init__((host, port), _Handler)
         self.replica, self.host, self.port = replica, host, self.server_port

@@ -16,22 +16,16 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+import pyarrow as pa
 import torch
 from torch import Tensor
-
-try:
-    import pyarrow as pa
-except ImportError as err:
-    raise ImportError(
-        f"embedding deltas need pyarrow, which cannot be imported ({err}): pip install 'lightning_overlap[deltas]'"
-    ) from err
 
 try:
     from isal.isal_zlib import crc32  # zlib's, at the speed of memory
 except ImportError:
     from zlib import crc32
 
-from .arrow_stream import END, BatchForm, Piece, joined
+from .arrow_stream import Piece, binary, joined, stream
 
 SCHEMA = 1
 """Version of what is written; a reader refuses any other."""
@@ -216,13 +210,12 @@ def encode(header: Header, rows: Iterable[Rows] = (), dense: Iterable[Dense] = (
 def encode_pieces(header: Header, rows: Iterable[Rows] = (), dense: Iterable[Dense] = ()) -> list[Piece]:
     """Return the bytes of `encode` in pieces; those of rows and values are views of the given tensors, not copies."""
     schema = _COLUMNS.with_metadata({_HEADER: json.dumps(vars(header)).encode()})
-    pieces: list[Piece] = [schema.serialize().to_pybytes()]
-    for one in rows:
-        columns = (one.first_column, one.values.shape[1])
-        pieces += _entry(one.rows, one.values, "rows", one.table, one.field, one.shape, *columns)
-    for tensor in dense:
-        pieces += _entry(torch.empty(0), tensor.value, "dense", tensor.name, WEIGHT, tensor.value.shape, 0, 0)
-    pieces.append(END)
+    entries = [
+        _entry(one.rows, one.values, "rows", one.table, one.field, one.shape, one.first_column, one.values.shape[1])
+        for one in rows
+    ]
+    entries += [_entry(torch.empty(0), one.value, "dense", one.name, WEIGHT, one.value.shape, 0, 0) for one in dense]
+    pieces = stream(schema, entries)
     checksum = 0
     for piece in pieces:
         checksum = crc32(piece, checksum)
@@ -290,16 +283,14 @@ def _header(written: dict[str, Any]) -> Header:
     return Header(**kept)
 
 
-def _entry(rows: Tensor, values: Tensor, kind: str, name: str, field: str, shape: Any, *columns: int) -> list[Piece]:
-    form = _form(kind, name, field, str(values.dtype).removeprefix("torch."), tuple(shape), *columns)
-    return form.pieces(_bytes(rows), _bytes(values))
+def _entry(rows: Tensor, values: Tensor, kind: str, name: str, field: str, shape: Any, *columns: int) -> pa.RecordBatch:
+    described = _described(kind, name, field, str(values.dtype).removeprefix("torch."), tuple(shape), *columns)
+    return pa.RecordBatch.from_arrays([*described, binary(_bytes(rows)), binary(_bytes(values))], schema=_COLUMNS)
 
 
-@lru_cache(maxsize=1024)  # alike in every cut; Arrow takes longer to make one than the values take to be written
-def _form(*description: Any) -> BatchForm:
-    columns = [pa.array([value], column.type) for value, column in zip(description, _COLUMNS, strict=False)]
-    nothing = pa.array([b""], pa.large_binary())
-    return BatchForm(pa.RecordBatch.from_arrays([*columns, nothing, nothing], schema=_COLUMNS))
+@lru_cache(maxsize=1024)  # alike in every cut; Arrow takes longer to make them than small values take to be written
+def _described(*description: Any) -> list[pa.Array]:
+    return [pa.array([value], column.type) for value, column in zip(description, _COLUMNS, strict=False)]
 
 
 def _bytes(tensor: Tensor) -> memoryview:

@@ -92,11 +92,6 @@ class FirstCause:
             store = store.underlying_store
         return store.port if isinstance(store, TCPStore) else None
 
-    @property
-    def shares_stderr(self) -> bool:
-        """Whether the rank that failed first prints where this one does."""
-        return self.first is not None and self.first.stderr == _stderr()
-
     def note(self, error: BaseException, place: str) -> None:
         """Leave word of an error; if another rank did before, add its word to the error as a note. Never raises."""
         mine = Word(self.rank, f"{type(error).__name__}: {error}", place, _stderr())
@@ -189,7 +184,7 @@ class _Hook:
         else:
             if f"{kind.__name__}: {error}" != cause.first.error and not _is_of_a_lost_peer(error):
                 self._before(kind, error, trace)
-            elif cause.shares_stderr:  # where the first rank says all but what only this one knows
+            elif cause.first.stderr == _stderr():  # where the first rank says all but what only this one knows
                 own = [note for note in getattr(error, "__notes__", []) if not _PLACE.match(note)]
                 sys.stderr.write("".join(f"rank {cause.rank}: {note}\n" for note in own))
             else:

@@ -27,19 +27,7 @@ def write_html(
     title: str = "",
     overlapped: Mapping[int | str, Collection[Stage]] | None = None,
 ) -> None:
-    """Write the page.
-
-    Args:
-        path: The file; all that it needs is inside.
-        ranks: The spans of each rank.
-        num_steps: Steps to show.
-        title: Heading of the page.
-        overlapped: The stages that each rank's mode overlaps (`overlapped_by`); others do not count as hidden. None:
-            all stages that overlap with other work count as hidden.
-
-    Raises:
-        ValueError: There is nothing to draw, or `num_steps` is below 1.
-    """
+    """Write the page, a file with all that it needs inside; arguments and errors are those of `write_png`."""
     picture = Picture(ranks, num_steps=num_steps, resolution=_RESOLUTION, overlapped=overlapped)
     data = json.dumps([_data(picture, panel) for panel in picture.panels], separators=(",", ":"))
     template = resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8")

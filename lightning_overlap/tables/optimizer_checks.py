@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -17,7 +18,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from ..text import some, unknown_name_message
 from .supported_modules import table_modules
-from .table import Table
+from .table import KERNEL_ARGUMENTS, Table
 
 FusedOptimizer: TypeAlias = (
     tuple[type[torch.optim.Optimizer], Mapping[str, Any]] | functools.partial[Any] | Sequence[Any] | Mapping[str, Any]
@@ -27,6 +28,8 @@ FusedOptimizer: TypeAlias = (
 
 CPU_FUSED_OPTIMIZERS = (EmbOptimType.EXACT_SGD, EmbOptimType.EXACT_ADAGRAD, EmbOptimType.EXACT_ROWWISE_ADAGRAD)
 """What FBGEMM 1.8 fuses on a CPU (`split_table_batched_embeddings_ops_training`); the others run on CUDA only."""
+_UNUSED = {EmbOptimType.EXACT_SGD: ("momentum", "weight_decay"), EmbOptimType.EXACT_ADAGRAD: ("weight_decay",)}
+"""Arguments that FBGEMM 1.8 takes for every optimizer and that the kernels of these do not read (`lookup_sgd.py`)."""
 
 
 def check_fused_optimizer(fused_optimizer: FusedOptimizer | None) -> tuple[Any, dict[str, Any]] | None:
@@ -158,8 +161,8 @@ def apply_fused_optimizer(
         device: Where the tables are trained.
 
     Raises:
-        ValueError: A table has no optimizer and `fused` is None, the device cannot fuse an optimizer, or a table with
-            `requires_grad=False` has one.
+        ValueError: A table has no optimizer and `fused` is None, the device cannot fuse an optimizer or one of its
+            arguments, or a table with `requires_grad=False` has one.
     """
     missing = some(t.path for t in in_backward if t.parameter.requires_grad and t.fused_optimizer is None)
     if missing and fused is None:
@@ -195,7 +198,7 @@ def _freeze(table: Table) -> None:
 
 def _check_can_fuse(table: Table, device: torch.device) -> None:
     assert table.fused_optimizer is not None
-    optimizer_class, _ = table.fused_optimizer
+    optimizer_class, kwargs = table.fused_optimizer
     try:
         kind = optimizer_type_to_emb_opt_type(optimizer_class)
     except ValueError as err:
@@ -209,6 +212,18 @@ def _check_can_fuse(table: Table, device: torch.device) -> None:
             f"table {table.path}: {optimizer_class.__name__} is fused on CUDA only. On a CPU FBGEMM fuses "
             "torch.optim.SGD, torch.optim.Adagrad and torchrec.optim.RowWiseAdagrad: take one of these (in the "
             "place of Adam: RowWiseAdagrad, whose state is one number a row)."
+        )
+    unused = list(_UNUSED.get(kind, ()))
+    if kind is EmbOptimType.EXACT_ROWWISE_ADAGRAD and (device.type == "cpu" or not kwargs.get("weight_decay_mode")):
+        unused.append("weight_decay")
+    refused = inspect.signature(optimizer_class).parameters.keys() - KERNEL_ARGUMENTS.keys() - {"lr"}
+    lost = [f"{name}={value!r}" for name, value in kwargs.items() if name in refused or (value and name in unused)]
+    if lost:
+        raise ValueError(
+            f"table {table.path}: FBGEMM's fused {optimizer_class.__name__} has no {', '.join(lost)} on this device; "
+            "the table would be trained without. Leave it out, or take another optimizer. To keep this one for tables "
+            "that are whole on every rank: in configure_optimizers, with sharding='data_parallel' and no "
+            "fused_optimizer."
         )
 
 

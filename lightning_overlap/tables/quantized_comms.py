@@ -121,7 +121,7 @@ def resolve_quantized_comms(quantized_comms: QuantizedComms) -> QCommsConfig | N
                 f"quantized_comms: {direction}_loss_scale={scale} does nothing, as TorchRec scales fp16 and bf16 only, "
                 f"and {direction}_precision is {precision}. Leave it out."
             )
-        if not 0 < scale < float("inf"):
+        if not (isinstance(scale, int | float) and 0 < scale < float("inf")):
             raise ValueError(f"quantized_comms: {direction}_loss_scale is a positive number, got {scale!r}.")
     full = config.forward_precision is config.backward_precision is CommType.FP32
     return None if full else config

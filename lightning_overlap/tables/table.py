@@ -19,8 +19,8 @@ from torchrec.distributed.utils import optimizer_type_to_emb_opt_type
 
 from .supported_modules import outermost, sharded_modules
 
-_KERNEL_ARGUMENTS = inspect.signature(SplitTableBatchedEmbeddingBagsCodegen.__init__).parameters
-KERNEL_RATE, KERNEL_EPS = (float(_KERNEL_ARGUMENTS[name].default) for name in ("learning_rate", "eps"))
+KERNEL_ARGUMENTS = inspect.signature(SplitTableBatchedEmbeddingBagsCodegen.__init__).parameters
+KERNEL_RATE, KERNEL_EPS = (float(KERNEL_ARGUMENTS[name].default) for name in ("learning_rate", "eps"))
 
 AppliedOptimizer: TypeAlias = tuple[type[torch.optim.Optimizer], Mapping[str, Any]]
 """An optimizer that is applied in backward: class and arguments."""

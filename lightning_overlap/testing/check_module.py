@@ -165,10 +165,11 @@ def check_module(
         reference = f"plain training with updates delayed by {schedule.staleness}" if schedule.staleness else "base"
         syncs, num_sizes = _host_syncs(again)
         num, most = len(setting.batches), first.most_in_flight
+        compared = f"{len(first.losses)} losses, {len(first.states[max(first.states)])} weights and states"
         too_many = f"{most} batches in flight, the depth is {first.depth}" if most > first.depth else ""
         others = f"trained {first.batches} of {num}" if first.batches != list(range(num)) else ""
         verdicts = (
-            Verdict(f"law 1: equal to {reference}, bit for bit", _first_difference(first, plain), _compared(first)),
+            Verdict(f"law 1: equal to {reference}, bit for bit", _first_difference(first, plain), compared),
             Verdict(f"law 2: lookups see updates {schedule.staleness} batches late", *_seen(schedule, first, at_least)),
             Verdict("law 2: every run alike", _first_difference(again, first), "two fits are the same to the bit"),
             Verdict("law 2: no row is read while it is written", *_race(setting, pipeline, overlaps)),
@@ -223,10 +224,6 @@ def _together(verdicts: tuple[Verdict, ...]) -> tuple[Verdict, ...]:
 
 
 # -- the laws: each returns what is wrong, or '', and what was seen where it holds ----------------------------------
-
-
-def _compared(watched: Watched) -> str:
-    return f"{len(watched.losses)} losses, {len(watched.states[max(watched.states)])} weights and states"
 
 
 def _first_difference(mine: Watched, theirs: Watched) -> str:

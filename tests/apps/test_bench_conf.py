@@ -96,17 +96,6 @@ def test_bad_words_are_answered_before_a_rank_starts(override: str, message: str
         config_checks.check(bench_config("bench=virtual_latency", override))
 
 
-def run_two_hosts(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        ["bash", str(TWO_HOSTS), *arguments],
-        env={"PATH": "/usr/bin:/bin", **variables},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=30,
-    )
-
-
 def test_two_hosts_is_a_script() -> None:
     assert subprocess.run(["bash", "-n", str(TWO_HOSTS)], check=False).returncode == 0
     assert TWO_HOSTS.stat().st_mode & 0o100
@@ -121,6 +110,7 @@ def test_two_hosts_is_a_script() -> None:
     ],
 )
 def test_two_hosts_says_what_it_wants(arguments: tuple[str, ...], variables: dict[str, str], message: str) -> None:
-    done = run_two_hosts(*arguments, **variables)
+    command, environment = ["bash", str(TWO_HOSTS), *arguments], {"PATH": "/usr/bin:/bin", **variables}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=30)
     assert done.returncode == 2
     assert message in done.stderr

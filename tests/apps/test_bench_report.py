@@ -26,13 +26,7 @@ MIB = 2**20
 
 
 def turn(*step_ms: float, losses: bytes = b"ab", memory_mib: int = 100, **more: object) -> Turn:
-    made = Turn(
-        step_ms=list(step_ms),
-        losses=losses,
-        final_loss=0.5,
-        peak_memory={"resident": memory_mib * MIB},
-    )
-    return replace(made, **more)  # type: ignore[arg-type]
+    return Turn(list(step_ms), losses, 0.5, {"resident": memory_mib * MIB}, **more)  # type: ignore[arg-type]
 
 
 def base() -> ArmTurns:

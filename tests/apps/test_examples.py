@@ -21,26 +21,24 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.parametrize(
-    ("story", "number"),
-    [
-        ("existing_module", r"loss after 200 steps: (?P<loss>0\.\d+)"),
-        (
-            "serve_beside_training",
-            r"step 150: validation AUC trained (?P<auc>0\.\d+), served (?P=auc): equal\nage of the served tables",
-        ),
-        ("sequence_model", r"next items found after 400 steps: (?P<hits>0\.\d+)"),
-    ],
-    ids=["existing_module", "serve_beside_training", "sequence_model"],
-)
-def test_an_example_learns(story: str, number: str, tmp_path: Path) -> None:
+NUMBERS = {
+    "existing_module": (r"loss after 200 steps: (0\.\d+)", 0, 0.6),
+    "serve_beside_training": (
+        r"step 150: validation AUC trained (0\.\d+), served \1: equal\nage of the served tables",
+        *(0.6, 1),
+    ),
+    "sequence_model": (r"next items found after 400 steps: (0\.\d+)", 0.35, 0.5),
+}
+"""What an example prints in the end, and the least and the most that the number in it may be."""
+
+
+@pytest.mark.parametrize("story", NUMBERS)
+def test_an_example_learns(story: str, tmp_path: Path) -> None:
+    number, least, most = NUMBERS[story]
     said = _run(story, "train.py", tmp_path)
     found = re.search(number, said)
     assert found, said
-    values = {name: float(value) for name, value in found.groupdict().items()}
-    assert values.get("loss", 0) < 0.6
-    assert values.get("auc", 1) > 0.6
-    assert values.get("hits", 1) > 0.35  # of at most 0.5
+    assert least < float(found[1]) <= most
 
 
 def _run(story: str, name: str, folder: Path, *arguments: str) -> str:

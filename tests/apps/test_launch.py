@@ -5,45 +5,34 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from lightning_overlap.apps import launch
 
-
-def _failures(**exit_codes: int) -> SimpleNamespace:
-    return SimpleNamespace(
-        failures={
-            int(rank.removeprefix("rank")): SimpleNamespace(
-                exitcode=code, signal_name=lambda code=code: signal.Signals(-code).name
-            )
-            for rank, code in exit_codes.items()
-        }
-    )
+LOST = RuntimeError("connection closed by peer")
 
 
-def _write(folder: Path, monkeypatch: pytest.MonkeyPatch, rank: int, error: BaseException) -> None:
-    monkeypatch.setenv("RANK", str(rank))
-    launch.write_failure(folder, error)
-
-
-def test_an_error_beats_the_sigterm_that_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _write(tmp_path, monkeypatch, 1, OSError("the disk is gone"))
-    told = launch._first_failure(tmp_path, _failures(rank0=-signal.SIGTERM, rank1=1))
-    assert told.startswith("rank 1: OSError: the disk is gone\n")
-
-
-def test_a_kill_beats_the_errors_that_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _write(tmp_path, monkeypatch, 0, RuntimeError("connection closed by peer"))
-    told = launch._first_failure(tmp_path, _failures(rank0=1, rank1=-signal.SIGKILL))
-    assert told == "rank 1: killed by SIGKILL"
-
-
-def test_the_earlier_error_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _write(tmp_path, monkeypatch, 1, ValueError("mine"))
-    _write(tmp_path, monkeypatch, 0, RuntimeError("connection closed by peer"))
-    assert launch._first_failure(tmp_path, _failures(rank0=1, rank1=1)).startswith("rank 1: ValueError: mine")
-
-
-def test_a_run_that_was_only_terminated_says_so(tmp_path: Path) -> None:
-    assert launch._first_failure(tmp_path, _failures(rank0=-signal.SIGTERM)) == "rank 0: killed by SIGTERM"
+@pytest.mark.parametrize(
+    ("written", "exit_codes", "first"),
+    [
+        ({1: OSError("the disk is gone")}, (-signal.SIGTERM, 1), "rank 1: OSError: the disk is gone\n"),
+        ({0: LOST}, (1, -signal.SIGKILL), "rank 1: killed by SIGKILL"),
+        ({1: ValueError("mine"), 0: LOST}, (1, 1), "rank 1: ValueError: mine\n"),
+        ({}, (-signal.SIGTERM,), "rank 0: killed by SIGTERM"),
+    ],
+    ids=["error_beats_sigterm", "kill_beats_errors", "earlier_error", "only_terminated"],
+)
+def test_the_first_cause_is_told(
+    written: dict[int, Exception], exit_codes: tuple[int, ...], first: str, tmp_path: Path, monkeypatch: Any
+) -> None:
+    for rank, error in written.items():
+        monkeypatch.setenv("RANK", str(rank))
+        launch.write_failure(tmp_path, error)
+    failures = {
+        rank: SimpleNamespace(exitcode=code, signal_name=lambda code=code: signal.Signals(-code).name)
+        for rank, code in enumerate(exit_codes)
+    }
+    told = launch._first_failure(tmp_path, SimpleNamespace(failures=failures))
+    assert told.startswith(first) if first.endswith("\n") else told == first

@@ -25,6 +25,7 @@ from lightning_overlap.deltas.command import _parser as replica_parser
 from lightning_overlap.profiling.command import main as timeline
 
 from ..profiling.test_command import steps, write
+from ..support.ranks import free_port
 from .pages import PAGES, ROOT, Block, blocks, commands
 from .pages import run_python as run_python_of
 from .test_conf import composed
@@ -165,7 +166,7 @@ def test_a_batch_script_trains_on_two_hosts(block: Block, tmp_path: Path) -> Non
     for name, text in STUBS.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n", encoding="utf-8")
         (tmp_path / name).chmod(0o755)
-    (tmp_path / "job.sh").write_text(block.text.replace("29500", str(_free_port())), encoding="utf-8")
+    (tmp_path / "job.sh").write_text(block.text.replace("29500", str(free_port())), encoding="utf-8")
     launchers = re.compile(r"RANK|LOCAL_|WORLD_SIZE|MASTER_|GROUP_|TORCHELASTIC")
     environment = {name: value for name, value in os.environ.items() if not launchers.match(name)} | {
         "PATH": f"{tmp_path}:{os.environ['PATH']}",
@@ -181,11 +182,3 @@ def test_a_batch_script_trains_on_two_hosts(block: Block, tmp_path: Path) -> Non
     assert float(auc) > 0.6
     for page in (block.page, "examples/torchrun/README.md"):
         assert "examples/torchrun/train.py" in (ROOT / page).read_text(encoding="utf-8")
-
-
-def _free_port() -> int:
-    import socket
-
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return int(server.getsockname()[1])

@@ -15,7 +15,5 @@ def test_code_runs(two_ranks: Ranks) -> None:
 
 def test_table_of_modes_is_generated() -> None:
     """After a change of the modes: paste what `python docs/modes_table.py` prints."""
-    assert (
-        runpy.run_path(str(readme.README.parent / "docs" / "modes_table.py"))["modes_table"]()
-        in readme.README.read_text()
-    )
+    script = runpy.run_path(str(readme.README.parent / "docs" / "modes_table.py"))
+    assert script["modes_table"]() in readme.README.read_text()

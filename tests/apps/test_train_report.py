@@ -27,6 +27,7 @@ def result(mode: str, losses: list[float], staleness: int = 0) -> train_report.M
         (result("two", [0.5, 0.125]), "no; two (staleness 0) differs from one from step 1 on", False),
         (result("two", [0.5]), "no; two (staleness 0) differs from one from step 1 on", False),
         (result("two", [0.0, 0.25], staleness=1), "no; two (staleness 1) differs from one from step 0 on", True),
+        (result("two_frozen_window", [0.5]), "two_frozen_window (frozen window) differs from one from step 1 on", True),
     ],
 )
 def test_equal_means_each_bit_and_stale_modes_may_differ(
@@ -38,10 +39,8 @@ def test_equal_means_each_bit_and_stale_modes_may_differ(
 
 
 def test_nan_equals_the_same_nan() -> None:
-    assert train_report.compare([result("one", [float("nan")]), result("two", [float("nan")])]) == (
-        "losses identical: yes",
-        True,
-    )
+    nans = [result(mode, [float("nan")]) for mode in ("one", "two")]
+    assert train_report.compare(nans) == ("losses identical: yes", True)
 
 
 def test_a_sweep_is_told_the_metric_or_why_not(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import os
 import signal
 import time
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,8 +24,9 @@ from lightning_overlap.callbacks import EmbeddingDeltas, cuts
 from lightning_overlap.deltas import PartName, decode
 from lightning_overlap.tracking import TouchedRows, touched_rows
 from lightning_overlap.tracking.copies import copy_on_host
-from tests.support.cases import Batches, Case, Model, make_batch, make_plan
-from tests.support.fits import make_trainer
+
+from ..support.cases import Batches, Case, Model, make_batch
+from ..support.fits import make_strategy, make_trainer
 
 Windows = dict[tuple[str, int, int], Tensor]
 """A rank's shards: name of the table, first row, first column -> values."""
@@ -88,41 +89,38 @@ class TablesByStep(Callback):
 
     def __init__(self) -> None:
         self.tables: dict[int, Windows] = {}
-        self.dense: dict[int, dict[str, Tensor]] = {}
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.keep(trainer.fit_loop.epoch_loop.total_batch_idx + 1, pl_module)
-
-    def keep(self, step: int, module: LightningModule) -> None:
-        self.tables[step] = shards_of(module)
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *_: Any) -> None:
+        self.tables[trainer.fit_loop.epoch_loop.total_batch_idx + 1] = shards_of(pl_module)
 
 
-class KillAt(Callback):
-    """Ends the process after a step, as the system does that runs out of memory."""
+class At(Callback):
+    """Does something with the trainer, the module and more, in a hook at a step or several; on one rank if told so."""
 
-    def __init__(self, step: int) -> None:
-        self.step = step
+    def __init__(
+        self, hook: str, steps: int | range, do: Callable[..., object], *args: Any, rank: int | None = None
+    ) -> None:
+        setattr(self, hook, self._do)
+        self.steps = range(steps, steps + 1) if isinstance(steps, int) else steps
+        self.do, self.args, self.rank = do, args, rank
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.fit_loop.epoch_loop.total_batch_idx + 1 == self.step:
-            os.kill(os.getpid(), signal.SIGKILL)
+    def _do(self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any) -> None:
+        if trainer.fit_loop.epoch_loop.total_batch_idx + 1 in self.steps and self.rank in (None, trainer.global_rank):
+            self.do(trainer, pl_module, *self.args)
 
 
-class WritesTables(Callback):
-    """Halves all tables in a hook, as regularizers by hand do."""
+def kill(*_: object) -> None:
+    """End the process, as the system does that runs out of memory."""
+    os.kill(os.getpid(), signal.SIGKILL)
 
-    def __init__(self, hook: str, every: int) -> None:
-        setattr(self, hook, self._write)
-        self.every = every
 
-    def _write(self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any) -> None:
-        if (trainer.fit_loop.epoch_loop.total_batch_idx + 1) % self.every:
-            return
-        with torch.no_grad():
-            for name, weight in pl_module.named_parameters():
-                if "embedding" in name:
-                    weight.mul_(0.5)
-        trainer.strategy.tables_changed()
+def halve(trainer: Trainer, module: LightningModule) -> None:
+    """Halve all tables, as regularizers by hand do."""
+    with torch.no_grad():
+        for name, weight in module.named_parameters():
+            if "embedding" in name:
+                weight.mul_(0.5)
+    trainer.strategy.tables_changed()
 
 
 class LoadsTables(Callback):
@@ -168,10 +166,9 @@ def fit_with_deltas(
 ) -> tuple[dict[int, Windows], Windows]:
     """Train a case; return the tables of this rank by step, and in the end."""
     model = Model(case)
-    plan = make_plan(case, model, torch.distributed.get_world_size(), device_type)
     if pipeline == "async_lookup":
         options = {"staleness": 2, **(options or {})}
-    strategy = OverlapEmbeddingStrategy(pipeline=pipeline, sharding=plan, **(options or {}))
+    strategy = make_strategy(model, pipeline, device_type, **(options or {}))
     seen = TablesByStep()
     sender = EmbeddingDeltas(Files(folder, **(sink or {})), every_n_steps, **(deltas or {}))
     found = [*callbacks, sender, seen]

@@ -13,19 +13,20 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback
-from lightning.pytorch.loggers import Logger
+from lightning.pytorch.loggers.logger import DummyLogger
 
 import lightning_overlap.callbacks.timeline as timeline_module
-from lightning_overlap import MODES, OverlapEmbeddingStrategy, OverlapMonitor, OverlapTimeline, Stage
+from lightning_overlap import MODES, OverlapEmbeddingStrategy, OverlapMonitor, OverlapTimeline
 from lightning_overlap.profiling.overlap import Breakdown, break_down, mean, overlapped_by
 from lightning_overlap.profiling.recorder import SpanRecorder
 from lightning_overlap.profiling.spans import ALL_TO_ALLS, Category, Interval, Span
+from lightning_overlap.tuning import Costs, costs_of
 
 from ..plugin.strategies import Dense
 from ..profiling.virtual import VirtualClock
 from ..profiling.virtual import run as run_virtual
-from ..support.cases import Batches, Case, Model, make_plan
-from ..support.fits import make_trainer
+from ..support.cases import Batches, Case, Model, ReadsItsLoss
+from ..support.fits import make_strategy, make_trainer
 
 NUM_STEPS = 16
 
@@ -61,6 +62,12 @@ def steady_step(case: Case, pipeline: str) -> tuple[list[Span], Interval]:
     return spans, recorded.recorder.windows()[-1]
 
 
+def costs_of_a_steady_step(case: Case, pipeline: str) -> tuple[Costs, float]:
+    """Train; return the costs of a step, with the all-to-alls of the tables alone, and what it took."""
+    spans, window = steady_step(case, pipeline)
+    return costs_of(spans, window), window[1] - window[0]
+
+
 def account_of_a_steady_step(case: Case, pipeline: str) -> dict[str, Any]:
     """Account for a step under a virtual clock, with the all-to-alls of the tables alone."""
     spans, window = steady_step(case, pipeline)
@@ -79,32 +86,20 @@ def account_of_a_steady_step(case: Case, pipeline: str) -> dict[str, Any]:
     }
 
 
-class Kept(Logger):
+class Kept(DummyLogger):
     """Keeps what it is given."""
 
     def __init__(self) -> None:
         super().__init__()
         self.logged: list[tuple[dict[str, float], int | None]] = []
 
-    @property
-    def name(self) -> str:
-        return "kept"
-
-    @property
-    def version(self) -> int:
-        return 0
-
-    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
     def log_metrics(self, metrics: Any, step: int | None = None) -> None:
         self.logged.append((dict(metrics), step))
 
 
 def _fit(case: Case, pipeline: str, model: Model, monitor: OverlapMonitor | None, **kwargs: Any) -> Any:
-    plan = make_plan(case, model, dist.get_world_size())
-    strategy = OverlapEmbeddingStrategy(pipeline=pipeline, sharding=plan)
-    trainer = make_trainer(strategy, callbacks=[] if monitor is None else [monitor], **kwargs)
+    callbacks = [] if monitor is None else [monitor]
+    trainer = make_trainer(make_strategy(model, pipeline), callbacks=callbacks, **kwargs)
     trainer.fit(model, datamodule=Batches(case, NUM_STEPS))
     return trainer
 
@@ -140,9 +135,8 @@ def slow_loader(case: Case, wait_ms: float) -> tuple[float, float, float, str]:
                 yield batch
 
     model, monitor, printed = Model(case), OverlapMonitor(every_n_steps=4), io.StringIO()
-    strategy = OverlapEmbeddingStrategy(sharding=make_plan(case, model, dist.get_world_size()))
     with contextlib.redirect_stdout(printed):
-        make_trainer(strategy, callbacks=[monitor]).fit(model, datamodule=Slow(case, NUM_STEPS))
+        make_trainer(make_strategy(model), callbacks=[monitor]).fit(model, datamodule=Slow(case, NUM_STEPS))
     found = monitor.accounts[0]  # the last ones may have fetched all
     data, copy = (found.categories[kind].busy_ms for kind in (Category.DATA, Category.COPY))
     return data, copy, found.step_ms, printed.getvalue()
@@ -164,21 +158,6 @@ def logs_slowly(case: Case, takes_ms: float) -> tuple[float, bool]:
     model, monitor = Logs(case), OverlapMonitor(every_n_steps=4, table=False)
     _fit(case, "fused_sparse_dist", model, monitor)
     return mean(monitor.accounts).log_ms, "log" in vars(model)
-
-
-def stages_seen(pipeline: str) -> list[Stage]:
-    """Return the stages that have a time of their own; in `base` a module's own forward is its lookup."""
-    mode, own = MODES[pipeline], (Stage.EMBEDDING_LOOKUP,)
-    return [stage for stage in Stage if mode.step_of(stage) is not None or stage in own]
-
-
-class ReadsItsLoss(Model):
-    """Has the host wait in every step."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = super().training_step(batch, batch_idx)
-        loss.item()
-        return loss
 
 
 def audited(case: Case, pipeline: str) -> dict[str, Any]:
@@ -205,8 +184,7 @@ def without_tables() -> str:
 
 def validates_every_other_step(case: Case) -> tuple[int, int, bool]:
     """Return how often a fit validated, what was measured in between, and whether a clock is left behind."""
-    model, monitor = Model(case), OverlapMonitor(every_n_steps=3, table=False)
-    plan = make_plan(case, model, dist.get_world_size())
+    monitor = OverlapMonitor(every_n_steps=3, table=False)
 
     class Validates(Batches):
         def val_dataloader(self) -> Any:
@@ -222,11 +200,9 @@ def validates_every_other_step(case: Case) -> tuple[int, int, bool]:
             self.num_validations += 1
 
     model = Counts(case)
-    strategy = OverlapEmbeddingStrategy(sharding=plan)
-    trainer = make_trainer(
-        strategy, callbacks=[monitor], val_check_interval=2, limit_val_batches=1, num_sanity_val_steps=0
-    )
-    trainer.fit(model, datamodule=Validates(case, NUM_STEPS))
+    strategy = make_strategy(model)
+    options = {"val_check_interval": 2, "limit_val_batches": 1, "num_sanity_val_steps": 0}
+    make_trainer(strategy, callbacks=[monitor], **options).fit(model, datamodule=Validates(case, NUM_STEPS))
     left = strategy._run is not None  # with a timer
     return model.num_validations, len(monitor.accounts), left
 
@@ -243,7 +219,7 @@ def measured_and_drawn(
         summaries.append(summarize(*args))
         return summaries[-1]
 
-    strategy = OverlapEmbeddingStrategy(pipeline=pipeline, sharding=make_plan(case, model, dist.get_world_size()))
+    strategy = make_strategy(model, pipeline)
     callbacks = [monitor, timeline] if monitor_first else [timeline, monitor]
     functions = dist.all_to_all_single, dist.all_reduce
     with contextlib.redirect_stdout(printed), mock.patch.object(timeline_module.profiling, "summarize", kept):
@@ -259,16 +235,12 @@ def measured_and_drawn(
 def drawn(case: Case, pipeline: str, folder: str, num_steps: int = NUM_STEPS) -> dict[str, Any]:
     """Train under `OverlapTimeline`; return what it wrote, printed and warned of."""
     model, timeline, printed = Model(case), OverlapTimeline(folder, first_step=6, num_steps=2), io.StringIO()
-    plan = make_plan(case, model, dist.get_world_size())
-    strategy = OverlapEmbeddingStrategy(pipeline=pipeline, sharding=plan)
+    data = Batches(case, num_steps)
     with warnings.catch_warnings(record=True) as caught, contextlib.redirect_stdout(printed):
         warnings.simplefilter("always")
-        trainer = make_trainer(strategy, callbacks=[timeline])
-        trainer.fit(model, datamodule=Batches(case, num_steps))
+        make_trainer(make_strategy(model, pipeline), callbacks=[timeline]).fit(model, datamodule=data)
     plain = Model(case)
-    make_trainer(OverlapEmbeddingStrategy(pipeline=pipeline, sharding=plan)).fit(
-        plain, datamodule=Batches(case, num_steps)
-    )
+    make_trainer(make_strategy(plain, pipeline)).fit(plain, datamodule=data)
     return {
         "files": [str(path) for path in timeline.files],
         "printed": printed.getvalue(),

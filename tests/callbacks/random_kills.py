@@ -13,14 +13,14 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 
 from lightning_overlap import MODES
 from lightning_overlap.deltas import Replica
 
 from ..support.cases import Case, TableSpec
 from ..support.ranks import RankError, Ranks
-from .delta_fits import KillAt, differences, fit_with_deltas
+from .delta_fits import At, differences, fit_with_deltas, kill
 
 CASE = Case(
     "kills",
@@ -31,17 +31,10 @@ CASE = Case(
 )
 
 
-class KillOne(KillAt):
-    """Ends one rank's process, and leaves a file that says so."""
-
-    def __init__(self, step: int, rank: int, mark: Path) -> None:
-        super().__init__(step)
-        self.rank, self.mark = rank, mark
-
-    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
-        if (trainer.global_rank, trainer.fit_loop.epoch_loop.total_batch_idx + 1) == (self.rank, self.step):
-            self.mark.touch()
-            super().on_train_batch_end(trainer, *args)
+def mark_and_kill(trainer: Trainer, module: LightningModule, mark: Path) -> None:
+    """End the process, and leave a file that says so."""
+    mark.touch()
+    kill()
 
 
 def play(folder: Path, seed: int) -> dict[str, object]:
@@ -53,15 +46,16 @@ def play(folder: Path, seed: int) -> dict[str, object]:
     at_step = 4
     for fit in range(choose.randint(1, 2)):
         world_size, kill_at = choose.randint(1, 2), choose.randint(at_step + 1, 14)
-        kill = KillOne(kill_at, choose.randrange(world_size), folder / f"killed {fit}")
+        mark = folder / f"killed {fit}"
+        kills = At("on_train_batch_end", kill_at, mark_and_kill, mark, rank=choose.randrange(world_size))
         ranks = Ranks(world_size)
         try:
             ranks.run(
                 fit_with_deltas, CASE, pipeline, str(folder / "sent"), saves_in=str(folder / str(fit)),
-                callbacks=(kill,), sink={"delay_s": choose.choice([0, 0.02])}, **kwargs,
+                callbacks=(kills,), sink={"delay_s": choose.choice([0, 0.02])}, **kwargs,
             )  # fmt: skip
         except RankError:
-            if not kill.mark.exists():
+            if not mark.exists():
                 raise
         else:
             return {"nobody was killed": kill_at}

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from torch.utils.data import DataLoader
 from torchrec import KeyedJaggedTensor
 from torchrec.distributed.sharding_plan import (
@@ -28,9 +28,9 @@ from lightning_overlap.deltas import Replica, parse_names
 from lightning_overlap.tables import kernel_shards
 
 from ..support.cases import NUM_ROWS, ROWWISE_ADAGRAD, Batches, Case, Model, TableSpec, make_batch, make_plan
-from ..support.fits import make_trainer
+from ..support.fits import make_strategy, make_trainer
 from ..support.ranks import RankError, Ranks
-from .delta_fits import Files, KillAt, Windows, differences, fit_with_deltas, shards_of
+from .delta_fits import At, Files, Windows, differences, fit_with_deltas, halve, kill, shards_of
 from .random_kills import play
 
 
@@ -50,18 +50,6 @@ class Small(Batches):
         return DataLoader([make_batch(self.case, i, rank, 4) for i in range(self.num_batches)], batch_size=None)
 
 
-class At(Callback):
-    """Does something in a hook, at a step."""
-
-    def __init__(self, hook: str, step: int, do: Callable[..., None], *args: Any) -> None:
-        setattr(self, hook, self._do)
-        self.step, self.do, self.args = step, do, args
-
-    def _do(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
-        if trainer.fit_loop.epoch_loop.total_batch_idx + 1 == self.step:
-            self.do(trainer, pl_module, *self.args)
-
-
 def save(trainer: Trainer, module: LightningModule, path: str) -> None:
     trainer.save_checkpoint(path)
 
@@ -72,14 +60,6 @@ def fail(trainer: Trainer, module: LightningModule) -> None:
 
 def interrupt(trainer: Trainer, module: LightningModule) -> None:
     raise KeyboardInterrupt
-
-
-def halve(trainer: Trainer, module: LightningModule) -> None:
-    with torch.no_grad():
-        for name, weight in module.named_parameters():
-            if "embedding" in name:
-                weight.mul_(0.5)
-    trainer.strategy.tables_changed()
 
 
 def halve_by_numpy(trainer: Trainer, module: LightningModule) -> None:
@@ -102,8 +82,7 @@ def fits(folder: str, *of_fits: dict[str, Any]) -> Windows:
     for options in of_fits:
         case = options.get("case", MIXED)
         model = Retrained(case)
-        plan = make_plan(case, model, torch.distributed.get_world_size(), "cpu")
-        strategy = OverlapEmbeddingStrategy(pipeline=options.get("pipeline", "fused_sparse_dist"), sharding=plan)
+        strategy = make_strategy(model, options.get("pipeline", "fused_sparse_dist"))
         sender = EmbeddingDeltas(Files(folder), options.get("every", 2))
         callbacks = [*options.get("before", ()), sender, *options.get("after", ())]
         trainer = make_trainer(strategy, callbacks=callbacks)
@@ -162,11 +141,7 @@ CRASHES: dict[str, Callable[[str, str], list[dict[str, Any]]]] = {
         {"steps": 8, "pipeline": "base", "ckpt_path": a},
     ],
     "a_resume_that_crashes_before_it_has_heard_of_its_first_cut": lambda a, b: [
-        {
-            "steps": 20,
-            "every": 4,
-            "after": [At("on_train_batch_end", 6, save, a), At("on_train_batch_end", 15, fail)],
-        },
+        {"steps": 20, "every": 4, "after": [At("on_train_batch_end", 6, save, a), At("on_train_batch_end", 15, fail)]},
         {
             "steps": 20,
             "every": 8,
@@ -194,12 +169,7 @@ CRASHES: dict[str, Callable[[str, str], list[dict[str, Any]]]] = {
             "pipeline": "base",
             "after": [At("on_train_batch_end", 10, save, a), At("on_train_batch_end", 11, fail)],
         },
-        {
-            "steps": 11,
-            "pipeline": "base",
-            "ckpt_path": a,
-            "case": _case("table_wise", "row_wise", "row_wise"),
-        },
+        {"steps": 11, "pipeline": "base", "ckpt_path": a, "case": _case("table_wise", "row_wise", "row_wise")},
     ],
     "tables_that_the_user_writes_after_they_were_loaded": lambda a, b: [
         {"steps": 12, "every": 3, "after": [At("on_train_batch_end", 7, save, a)]},
@@ -323,8 +293,9 @@ def test_four_ranks_are_resumed_by_two(get_ranks: Callable[..., Ranks], tmp_path
     sent, kwargs = tmp_path / "sent", {"saves_in": str(tmp_path / "saved"), "every_n_steps": 2}
     kwargs["options"] = {"checkpoint_format": "sharded"}
     four = get_ranks(4)
+    kills = At("on_train_batch_end", 7, kill)
     with pytest.raises(RankError):
-        four.run(fit_with_deltas, MIXED, "semi_sync", str(sent), callbacks=(KillAt(7),), num_steps=12, **kwargs)
+        four.run(fit_with_deltas, MIXED, "semi_sync", str(sent), callbacks=(kills,), num_steps=12, **kwargs)
     live = Replica(None, sent)
     live.update()
     assert live.step is not None
@@ -362,8 +333,7 @@ class Recycled(Batches):
 def fit_recycled(folder: str) -> Windows:
     case = _case("table_wise")
     model = Model(case)
-    strategy = OverlapEmbeddingStrategy(pipeline="base", sharding=make_plan(case, model, 1, "cpu"))
-    trainer = make_trainer(strategy, callbacks=[EmbeddingDeltas(Files(folder), 3)])
+    trainer = make_trainer(make_strategy(model, "base"), callbacks=[EmbeddingDeltas(Files(folder), 3)])
     trainer.fit(model, datamodule=Recycled(case, 10))
     return shards_of(model)
 

@@ -13,7 +13,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_overlap import MODES
 from lightning_overlap.callbacks import EmbeddingDeltas
-from lightning_overlap.deltas import WEIGHT, Replica, decode, parse_names, read_header
+from lightning_overlap.deltas import WEIGHT, Part, Replica, decode, parse_names
 from lightning_overlap.tracking import copies
 from lightning_overlap.tuning import Auto
 
@@ -22,11 +22,10 @@ from ..support.fits import QUIET
 from ..support.pairs import in_turn
 from ..support.ranks import RankError, Ranks
 from .delta_fits import (
+    At,
     Files,
-    KillAt,
     LoadsTables,
     Windows,
-    WritesTables,
     apply_in_order,
     differences,
     fit_copying_slowly,
@@ -36,6 +35,8 @@ from .delta_fits import (
     fit_marking_lookups,
     fit_warning,
     fit_with_deltas,
+    halve,
+    kill,
 )
 
 SHARDINGS = ("table_wise", "column_wise", "row_wise", "data_parallel")
@@ -60,6 +61,11 @@ OTHERS = {
 
 Fit = tuple[dict[int, Windows], Windows]
 """A rank's tables after each step of a fit, and in the end."""
+
+
+def parts_in(folder: Path) -> list[Part]:
+    """All chunks of a folder, in the order of their names."""
+    return [decode(path.read_bytes()) for path in sorted(folder.glob("g*.arrow"))]
 
 
 def wrong(folder: Path, of_ranks: list[Fit], generation: int = 1) -> dict[object, object]:
@@ -139,10 +145,8 @@ def test_options_that_change_when_tables_are_written(two_ranks: Ranks, tmp_path:
     pipeline, options, kwargs = OPTIONS[name]
     of_ranks = two_ranks.run(fit_with_deltas, ALL, pipeline, str(tmp_path), options=options, num_steps=14, **kwargs)
     assert wrong(tmp_path, of_ranks) == {}
-    after = apply_in_order(tmp_path)
-    assert len(after) > 2
-    parts = [decode(path.read_bytes()) for path in sorted(tmp_path.glob("g*.arrow"))]
-    senders = {part.header.rank for part in parts for entry in part.rows if ".t3." in entry.table}
+    assert len(apply_in_order(tmp_path)) > 2
+    senders = {part.header.rank for part in parts_in(tmp_path) for entry in part.rows if ".t3." in entry.table}
     assert senders == {0}  # data-parallel, or replicated: once
 
 
@@ -167,7 +171,7 @@ def test_rows_marked_at_their_lookup_are_missed(ranks: Ranks, tmp_path: Path) ->
 @pytest.mark.parametrize("hook", ["on_train_batch_start", "on_train_batch_end"])
 def test_tables_that_the_user_writes_are_sent_whole(ranks: Ranks, tmp_path: Path, hook: str) -> None:
     """Between two steps a copy may be under way: rows of it may be of before and after the write."""
-    writes = WritesTables(hook, every=3)
+    writes = At(hook, range(0, 20, 3), halve)
     of_ranks = ranks.run(fit_with_deltas, ALL, "fused_sparse_dist", str(tmp_path), callbacks=(writes,), num_steps=20)
     assert wrong(tmp_path, of_ranks) == {}
     assert len(apply_in_order(tmp_path)) >= 4
@@ -175,11 +179,10 @@ def test_tables_that_the_user_writes_are_sent_whole(ranks: Ranks, tmp_path: Path
 
 def test_a_copy_that_a_write_has_torn_is_void(ranks: Ranks, tmp_path: Path) -> None:
     """All ranks send all rows with the next cut, and a replica waits for it."""
-    writes = WritesTables("on_train_batch_start", every=4)
+    writes = At("on_train_batch_start", range(0, 20, 4), halve)
     of_ranks = ranks.run(fit_copying_slowly, ALL, "semi_sync", str(tmp_path), callbacks=(writes,), num_steps=20)
     assert wrong(tmp_path, of_ranks) == {}
-    headers = [read_header(path.read_bytes()) for path in tmp_path.glob("g*.arrow")]
-    assert {header.step for header in headers if header.is_void} >= {3, 7, 11}
+    assert {part.header.step for part in parts_in(tmp_path) if part.header.is_void} >= {3, 7, 11}
 
 
 def test_tables_loaded_in_mid_run_are_sent_whole(ranks: Ranks, tmp_path: Path) -> None:
@@ -194,8 +197,7 @@ def test_evaluations_send_nothing(ranks: Ranks, tmp_path: Path) -> None:
 
 def test_optimizer_states_go_with_their_rows(ranks: Ranks, tmp_path: Path) -> None:
     ranks.run(fit_with_deltas, OTHERS["adagrad"], "fused_sparse_dist", str(tmp_path), deltas={"optimizer_state": True})
-    parts = [decode(path.read_bytes()) for path in sorted(tmp_path.glob("g*.arrow"))]
-    rows = {(entry.table, entry.field): entry for part in parts for entry in part.rows}
+    rows = {(entry.table, entry.field): entry for part in parts_in(tmp_path) for entry in part.rows}
     assert {field for _, field in rows} == {"weight", "momentum1"}
     for (table, field), entry in rows.items():
         assert torch.equal(entry.rows, rows[table, "weight"].rows), field
@@ -215,8 +217,7 @@ def test_replicas_and_their_states_are_sent(ranks: Ranks, tmp_path: Path, pipeli
         fit_with_deltas, ALL, pipeline, str(tmp_path), options=options, deltas={"optimizer_state": True}
     )
     assert wrong(tmp_path, of_ranks) == {}
-    parts = [decode(path.read_bytes()) for path in sorted(tmp_path.glob("g*.arrow"))]
-    fields = {entry.field for part in parts for entry in part.rows if ".t3." in entry.table}
+    fields = {entry.field for part in parts_in(tmp_path) for entry in part.rows if ".t3." in entry.table}
     assert fields == {"weight", "momentum1"}
 
 
@@ -233,16 +234,17 @@ def test_a_live_replica_ends_equal_after_a_crash(
     """Two ranks are killed; others, as many or not, resume from a checkpoint of before that."""
     sent, saved = tmp_path / "sent", tmp_path / "saved"
     kwargs = {"saves_in": str(saved), "num_steps": 14, "every_n_steps": 2, "options": {"checkpoint_format": "sharded"}}
+    kills = At("on_train_batch_end", killed_at, kill)
     with pytest.raises(RankError):
-        get_ranks(2).run(fit_with_deltas, ALL, pipeline, str(sent), callbacks=(KillAt(killed_at),), **kwargs)
+        get_ranks(2).run(fit_with_deltas, ALL, pipeline, str(sent), callbacks=(kills,), **kwargs)
     before = apply_in_order(sent)
     assert max(before)[1] >= killed_at - 3
     kwargs["ckpt_path"] = str(saved / f"step={resumed_at}.ckpt")
     of_ranks = get_ranks(then).run(fit_with_deltas, ALL, pipeline, str(sent), **kwargs)
     assert wrong(sent, of_ranks, generation=2) == {}
     assert (2, resumed_at) in apply_in_order(sent)
-    first = [decode(path.read_bytes()) for path in sent.glob(f"g000002-s{resumed_at:012d}-*.arrow")]
-    assert all(not part.header.is_base for part in first), "what the sink holds tells which rows to send again"
+    first = [part.header for part in parts_in(sent) if part.header.name.cut == (2, resumed_at)]
+    assert not any(header.is_base for header in first), "what the sink holds tells which rows to send again"
 
 
 def test_a_timeline_that_was_left_is_corrected(ranks: Ranks, tmp_path: Path) -> None:
@@ -252,8 +254,7 @@ def test_a_timeline_that_was_left_is_corrected(ranks: Ranks, tmp_path: Path) -> 
     ranks.run(fit_with_deltas, ALL, "semi_sync", str(sent), saves_in=str(saved), **kwargs)
     ranks.run(fit_with_deltas, ALL, "semi_sync", str(sent), ckpt_path=str(saved / "step=4.ckpt"), max_steps=6, **kwargs)
     of_ranks = ranks.run(fit_with_deltas, ALL, "semi_sync", str(sent), ckpt_path=str(saved / "step=8.ckpt"), **kwargs)
-    generation = max(apply_in_order(sent))[0]
-    assert wrong(sent, of_ranks, generation) == {}
+    assert wrong(sent, of_ranks, max(apply_in_order(sent))[0]) == {}
 
 
 def test_a_sink_without_memory_gets_a_base(ranks: Ranks, tmp_path: Path) -> None:
@@ -272,15 +273,12 @@ def test_a_sink_without_memory_gets_a_base(ranks: Ranks, tmp_path: Path) -> None
 # -- bad input, bad sinks -------------------------------------------------------------------------------------------
 
 
-def test_a_sink_that_fails_raises_on_all_ranks(ranks: Ranks, tmp_path: Path) -> None:
-    said = ranks.run(fit_expecting, RuntimeError, ALL, "fused_sparse_dist", str(tmp_path), sink={"fails_at": 5})
+@pytest.mark.parametrize("step", [0, 5], ids=["at_once", "later"])
+def test_a_sink_that_fails_raises_on_all_ranks(ranks: Ranks, tmp_path: Path, step: int) -> None:
+    """At once: before the first step."""
+    said = ranks.run(fit_expecting, RuntimeError, ALL, "fused_sparse_dist", str(tmp_path), sink={"fails_at": step})
     assert all("OSError: no space left" in one for one in said)
-
-
-def test_a_sink_that_fails_at_once_is_told_before_the_first_step(ranks: Ranks, tmp_path: Path) -> None:
-    said = ranks.run(fit_expecting, RuntimeError, ALL, "fused_sparse_dist", str(tmp_path), sink={"fails_at": 0})
-    assert all("OSError: no space left" in one for one in said)
-    assert all("steps: 0" in one for one in said)
+    assert step or all("steps: 0" in one for one in said)
 
 
 def test_the_parts_of_another_training_are_not_mixed_with_this_ones(ranks: Ranks, tmp_path: Path) -> None:

@@ -20,10 +20,9 @@ from . import monitors
 
 def test_the_steps_of_all_ranks_are_drawn(two_ranks: Ranks, mode: Schedule, tmp_path: Path) -> None:
     first, second = two_ranks.run(monitors.drawn, TABLE_WISE, mode.name, str(tmp_path))
-    assert first["same_losses"], "drawing must not change a bit"
-    assert second["same_losses"]
-    assert not first["patched"]
-    assert not second["patched"]
+    for rank in (first, second):
+        assert rank["same_losses"], "drawing must not change a bit"
+        assert not rank["patched"]
     assert first["warned"] == []
     assert [Path(file).name for file in first["files"]] == ["timeline.png", "timeline.html", "timeline.json.gz"]
     assert second["files"] == []
@@ -60,16 +59,13 @@ def test_timeline_and_monitor_agree_on_the_steps_drawn(mode_name: str, two_ranks
         for measured, drawn, steps, said in ranks:
             assert {6, 7, 8} <= set(steps), "the monitor measures what the timeline draws"
             assert len(steps) > 3, "and more, as it was asked to"
-            assert measured.step_ms == pytest.approx(drawn.step_ms)
-            assert measured.blocked_ms == pytest.approx(drawn.blocked_ms)
-            assert measured.merge_wait_ms == pytest.approx(drawn.merge_wait_ms)
-            assert measured.log_ms == pytest.approx(drawn.log_ms)
+            for name in ("step_ms", "blocked_ms", "merge_wait_ms", "log_ms"):
+                assert getattr(measured, name) == pytest.approx(getattr(drawn, name)), name
             for one, other in ((measured.categories, drawn.categories), (measured.stages, drawn.stages)):
                 assert set(one) == set(other)
                 for what, times in one.items():
-                    assert times.busy_ms == pytest.approx(other[what].busy_ms), what
-                    assert times.hidden_ms == pytest.approx(other[what].hidden_ms), what
-                    assert times.exposed_ms == pytest.approx(other[what].exposed_ms), what
+                    for name in ("busy_ms", "hidden_ms", "exposed_ms"):
+                        assert getattr(times, name) == pytest.approx(getattr(other[what], name)), (what, name)
             if mode_name == "base":
                 assert "hidden" not in said
                 written = read_trace(tmp_path / str(monitor_first) / "timeline.json.gz")

@@ -93,9 +93,7 @@ def before_each_change(action: Callable[[], None]) -> Iterator[None]:
     def watched_open(path: Path, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
         return _Watched(io.FileIO(path, "w")) if mode == "wb" else open_path(path, mode, *args, **kwargs)
 
-    if _hook not in _installed:
-        sys.addaudithook(_hook)
-        _installed.append(_hook)
+    _install()
     _before.append(once)
     try:
         with (
@@ -108,7 +106,9 @@ def before_each_change(action: Callable[[], None]) -> Iterator[None]:
         _before.pop()
 
 
-_installed: list[Any] = []
+@functools.cache
+def _install() -> None:
+    sys.addaudithook(_hook)
 
 
 @dataclass
@@ -179,10 +179,8 @@ def fit_and_crash(
             left[key] = Left(*steps, max(every, default=0), sorted(path.name for path in copied.iterdir()))
             kind = "" if last is None else f"{last.name} {last.is_symlink()} {len(every)}"
             if last is not None and kind not in began and len(began) < num_resumed:
-                began[kind] = _fit(copied, how, options, num_steps=steps[0] + 1, resume=True) == (
-                    steps[0],
-                    steps[0] + 1,
-                )
+                next_step = steps[0] + 1
+                began[kind] = _fit(copied, how, options, num_steps=next_step, resume=True) == (steps[0], next_step)
     assert all(len(of_step) == 1 for of_step in sums.values()), "parts of two checkpoints in one"
     return list(left.values()), sorted(path.name for path in place.iterdir()), began
 
@@ -230,7 +228,6 @@ def _fit(
     place: Path, how: str, options: dict[str, Any], *, num_steps: int = NUM_STEPS, resume: bool = False
 ) -> tuple[int, int]:
     """Fit, from "last" if told so; return the first step and the last one."""
-
     strategy = OverlapEmbeddingStrategy(
         sharding="table_wise",
         fused_optimizer=(torch.optim.SGD, {"lr": 0.5}),
@@ -238,13 +235,8 @@ def _fit(
         async_checkpoint=how == "async",
     )
     saver = ModelCheckpoint(place, filename="{step}", every_n_train_steps=1, enable_version_counter=False, **options)
-    more: dict[str, Any] = {
-        "enable_checkpointing": True,
-        "callbacks": [saver],
-        "max_steps": num_steps,
-        "max_epochs": -1,
-    }
-    trainer = make_trainer(strategy, **more)
+    more: dict[str, Any] = {"callbacks": [saver], "max_steps": num_steps, "max_epochs": -1}
+    trainer = make_trainer(strategy, enable_checkpointing=True, **more)
     model = Small()
     trainer.fit(model, datamodule=Batches(ONE_TABLE, NUM_STEPS), ckpt_path="last" if resume else None)
     return model.began, trainer.global_step

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from lightning_overlap import OverlapEmbeddingStrategy, combined_optimizer
 
 from ..support.cases import ADAGRAD, Batches, Case, Model, make_batch
-from ..support.fits import QUIET, make_trainer
-from .checkpoints import parts_of
+from ..support.fits import make_trainer
+from .checkpoints import parts_of, zeroed
 
 EPOCH = 6
 CASE: Case = ADAGRAD
@@ -39,12 +38,11 @@ class GoneOn:
 class Plain(Model):
     """Trains its tables with the optimizer of the dense part, but for those that a strategy trains in backward."""
 
-    groups = "one"
-    schedules = False
-
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(
+        self, optimizer: Optimizer = ("SGD", {"lr": 0.1}), groups: str = "one", schedules: bool = False
+    ) -> None:
         super().__init__(CASE, fused_optimizer=False)
-        self.optimizer = optimizer
+        self.optimizer, self.groups, self.schedules = optimizer, groups, schedules
 
     def configure_optimizers(self) -> Any:
         name, kwargs = self.optimizer
@@ -64,23 +62,11 @@ class Plain(Model):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
 
 
-def _model(optimizer: Optimizer, groups: str, schedules: bool) -> Plain:
-    model = Plain(optimizer)
-    model.groups, model.schedules = groups, schedules
-    return model
-
-
 def train_plain(path: str, optimizer: Optimizer, groups: str = "one", schedules: bool = False) -> Any:
     """Train two epochs under DDPStrategy; save after the first. Return losses, weights and states of the second."""
-    model = _model(optimizer, groups, schedules)
+    model = Plain(optimizer, groups, schedules)
     for epochs in (1, 2):
-        trainer = Trainer(
-            strategy="ddp",
-            accelerator="cpu",
-            devices=int(os.environ["LOCAL_WORLD_SIZE"]),
-            max_epochs=epochs,
-            **QUIET,
-        )
+        trainer = make_trainer(DDPStrategy(), max_epochs=epochs)
         trainer.fit(model, datamodule=Batches(CASE, EPOCH), ckpt_path=path if epochs == 2 else None)
         if epochs == 1:
             trainer.save_checkpoint(path)
@@ -99,10 +85,7 @@ def go_on(
     replicated: Any = False,
 ) -> Any:
     """Go on under the strategy; return losses, this rank's parts of tables and states, what was said, the rates."""
-    model = _model(optimizer, groups, schedules)
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.zero_()
+    model: Any = zeroed(Plain(optimizer, groups, schedules))
     strategy = OverlapEmbeddingStrategy(sharding=sharding, fused_optimizer=fused, replicate_tables=replicated)
     trainer = make_trainer(strategy, max_epochs=epochs)
     with warnings.catch_warnings(record=True) as said:
@@ -119,18 +102,16 @@ def go_on(
 
 def evaluate(path: str) -> list[tuple[Tensor, Tensor]]:
     """Validate and test the weights of a file; return what each answers, and the unsharded module."""
-    plain = _model(("SGD", {"lr": 0.1}), "one", False)
+    plain = Plain()
     plain.load_state_dict(torch.load(path, weights_only=True)["state_dict"])
     expected = plain(make_batch(CASE, 0, dist.get_rank())).detach()
     answers = []
     for function in ("validate", "test"):
-        model = _model(("SGD", {"lr": 0.1}), "one", False)
+        model = Plain()
         model.test_step = model.validation_step  # type: ignore[attr-defined]
         data = Batches(CASE, 1)
         data.val_dataloader = data.test_dataloader = data.train_dataloader  # type: ignore[method-assign]
-        trainer = make_trainer(
-            OverlapEmbeddingStrategy(sharding="table_wise", fused_optimizer=(torch.optim.SGD, {"lr": 1}))
-        )
-        getattr(trainer, function)(model, datamodule=data, ckpt_path=path, verbose=False)
+        strategy = OverlapEmbeddingStrategy(sharding="table_wise", fused_optimizer=(torch.optim.SGD, {"lr": 1}))
+        getattr(make_trainer(strategy), function)(model, datamodule=data, ckpt_path=path, verbose=False)
         answers.append((model.validated, expected))
     return answers

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.callbacks import Callback
 from torch.utils.data import Dataset, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from lightning_overlap import OverlapEmbeddingStrategy
 from lightning_overlap.tables.sharded_module import tbes
 
-from ..support.cases import ROWWISE_ADAGRAD, Case, Model, make_batch, make_plan
+from ..support.cases import ROWWISE_ADAGRAD, Case, Model, make_batch
 from ..support.fits import make_strategy, make_trainer
 from ..support.reference import Result, collect
 from .checkpoints import zeroed
@@ -25,13 +24,18 @@ EPOCH = 8
 EPOCHS = 2
 
 
-class Stateful:
+@dataclass
+class _Source:
+    case: Case
+    num: int
+    rank: int
+
+
+class Stateful(_Source):
     """A loader that knows where it is, with a length or without; at its end it knows that too."""
 
-    def __init__(self, case: Case, num: int, rank: int) -> None:
-        self.case, self.num, self.rank = case, num, rank
-        self.position = 0
-        self.resumed = False
+    position = 0
+    resumed = False
 
     def __iter__(self) -> Iterator[Any]:
         start = self.position if self.resumed else 0
@@ -53,11 +57,8 @@ class StatefulSized(Stateful):
         return self.num
 
 
-class Rows(Dataset):
+class Rows(_Source, Dataset):
     """Batches by index."""
-
-    def __init__(self, case: Case, num: int, rank: int) -> None:
-        self.case, self.num, self.rank = case, num, rank
 
     def __len__(self) -> int:
         return self.num
@@ -66,11 +67,8 @@ class Rows(Dataset):
         return make_batch(self.case, index, self.rank)
 
 
-class Stream(IterableDataset):
+class Stream(_Source, IterableDataset):
     """Batches in order, dealt out to the workers."""
-
-    def __init__(self, case: Case, num: int, rank: int) -> None:
-        self.case, self.num, self.rank = case, num, rank
 
     def __iter__(self) -> Iterator[Any]:
         worker = torch.utils.data.get_worker_info()
@@ -165,10 +163,7 @@ class _Counts(Callback):
 def counts_after_resuming(pipeline: str, folder: str, step: int) -> list[tuple[int, int]]:
     """Save behind a step in the middle of an epoch, go on in a new run; return what its kernels begin to count at."""
     for path in (None, f"{folder}/step={step}.ckpt"):
-        model = Model(ROWWISE_ADAGRAD)
-        plan = make_plan(ROWWISE_ADAGRAD, model, dist.get_world_size())
-        counts = _Counts()
-        strategy = OverlapEmbeddingStrategy(pipeline=pipeline, sharding=plan)
-        trainer = make_trainer(strategy, callbacks=[SaveSteps(folder, (step,)), counts])
+        model, counts = Model(ROWWISE_ADAGRAD), _Counts()
+        trainer = make_trainer(make_strategy(model, pipeline), callbacks=[SaveSteps(folder, (step,)), counts])
         trainer.fit(model, datamodule=StatefulBatches("own-sized"), ckpt_path=path)
     return counts.counts

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import signal
+import threading
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,6 +16,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback
 
 from lightning_overlap import OverlapEmbeddingStrategy
+from lightning_overlap.checkpoint import full_file, sharded_folder
 
 from ..support import cases
 from ..support.cases import TABLE_WISE, Batches, Case, Model, make_plan
@@ -39,12 +43,8 @@ class SaveAt(Callback):
 
 def save_while_training(case: Case, path: str) -> tuple[Trained, bool]:
     """Save beside training, writing held back until the fit has gone on for some steps."""
-    import threading
-
-    from lightning_overlap.checkpoint import sharded_folder as checkpoint
-
     trained_on = threading.Event()
-    write = checkpoint._write
+    write = sharded_folder._write
 
     def late(*args: Any) -> None:
         trained_on.wait(30)
@@ -56,23 +56,21 @@ def save_while_training(case: Case, path: str) -> tuple[Trained, bool]:
                 trained_on.set()
 
     saver = SaveAt(path, 2)
-    with mock.patch.object(checkpoint, "_write", late):
+    with mock.patch.object(sharded_folder, "_write", late):
         trained = train(case, f"{path}.others", callbacks=(saver, GoOn()), async_checkpoint=True)
     return dataclasses.replace(trained, whole=saver.parts), saver.whole_at_once
 
 
 def fail_while_training(path: str) -> list[str]:
     """A background save that cannot write on one rank; return what every rank reads, and when."""
-    from lightning_overlap.checkpoint import sharded_folder as checkpoint
-
-    save = checkpoint.save
+    save = sharded_folder.save
 
     def failing(*args: Any, **kwargs: Any) -> Any:
         if dist.get_rank() == dist.get_world_size() - 1:
             kwargs["storage_writer"] = _FullDisk(kwargs["storage_writer"].path)
         return save(*args, **kwargs)
 
-    with mock.patch.object(checkpoint, "save", failing):
+    with mock.patch.object(sharded_folder, "save", failing):
         try:
             train(TABLE_WISE, f"{path}.others", callbacks=(SaveAt(path, 2),), async_checkpoint=True)
         except OSError as err:
@@ -91,12 +89,8 @@ class Broadcasts(Callback):
 
 def fail_beside_a_save(path: str, *, disk_is_full: bool) -> tuple[str, list[str], Any, Any]:
     """All ranks fail alike while a slow save goes on beside training; return the error, its notes, what was heard."""
-    import threading
-
-    from lightning_overlap.checkpoint import sharded_folder as checkpoint
-
     failing = threading.Event()
-    write = checkpoint._write
+    write = sharded_folder._write
 
     def late(*args: Any) -> None:
         if dist.get_rank() == 0:
@@ -117,7 +111,7 @@ def fail_beside_a_save(path: str, *, disk_is_full: bool) -> tuple[str, list[str]
     model = Model(TABLE_WISE)
     strategy = OverlapEmbeddingStrategy(sharding="table_wise", async_checkpoint=True)
     trainer = make_trainer(strategy, callbacks=[SaveAt(path, 2), Fails(), told])
-    with mock.patch.object(checkpoint, "_write", late):
+    with mock.patch.object(sharded_folder, "_write", late):
         try:
             trainer.fit(model, datamodule=Batches(TABLE_WISE, EPOCH))
         except ValueError as err:
@@ -155,34 +149,19 @@ def _memory_bytes(name: str) -> int:
 
 def save_and_fail(path: str, checkpoint_format: str) -> str:
     """Save over a checkpoint; rank 0 fails when all but the name is done."""
-    from lightning_overlap.checkpoint import full_file
-    from lightning_overlap.checkpoint import sharded_folder as checkpoint
-
-    def broken(*args: Any) -> None:
-        raise OSError("no space left")
-
-    where = full_file if checkpoint_format == "full" else checkpoint
-    with mock.patch.object(where, "atomic_replace", broken):
+    where = full_file if checkpoint_format == "full" else sharded_folder
+    with mock.patch.object(where, "atomic_replace", side_effect=OSError("no space left")):
         return save_to(path, checkpoint_format=checkpoint_format)
 
 
 def kill_while_saving(path: str, checkpoint_format: str) -> None:
     """Save over a checkpoint; rank 1 is killed in the middle."""
-    import os
-    import signal
-
-    from lightning_overlap.checkpoint import full_file
-    from lightning_overlap.checkpoint import sharded_folder as checkpoint
-
-    def die(*args: Any, **kwargs: Any) -> None:
-        if dist.get_rank() == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    where, name = (full_file, "gather") if checkpoint_format == "full" else (checkpoint, "save")
+    where, name = (full_file, "gather") if checkpoint_format == "full" else (sharded_folder, "save")
     real = getattr(where, name)
 
     def dying(*args: Any, **kwargs: Any) -> Any:
-        die()
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
         return real(*args, **kwargs)
 
     with mock.patch.object(where, name, dying):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,22 @@ from . import checkpoints, saves
 from .checkpoints import EPOCH, DenseAdam, Trained, train, whole
 
 FORMATS = ("sharded", "full")
+
+
+def assert_same_tables(loaded: list[Trained], saved: list[Trained]) -> None:
+    """They and their state are the same as a whole, bit for bit."""
+    before, after = whole(saved), whole(loaded)
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[name], before[name]) for name in before)
+
+
+def goes_on(ranks: Ranks, case: Case, folder: Path, **kwargs: Any) -> list[Trained]:
+    """Train two epochs at once and, from the checkpoint of the first, again: with the same end. Return the latter."""
+    all_at_once = ranks.run(train, case, str(folder / "a"), epochs=2, **kwargs)
+    path = str(folder / "a" / "epoch=0.ckpt")
+    resumed = ranks.run(train, case, str(folder / "b"), epochs=2, resume=path, **kwargs)
+    assert_goes_on(all_at_once, resumed)
+    return resumed
 
 
 def assert_goes_on(expected: list[Trained], resumed: list[Trained], epochs: int = 1) -> None:
@@ -125,9 +142,7 @@ def test_another_number_of_ranks(
         folder = str(tmp_path / case.name)
         saved = get_ranks(save_on).run(train, case, folder, checkpoint_format=checkpoint_format)
         loaded = get_ranks(load_on).run(train, case, str(tmp_path / "_"), resume=saved[0].checkpoint)
-        before, after = whole(saved), whole(loaded)
-        assert after.keys() == before.keys()
-        assert all(torch.equal(after[name], before[name]) for name in before)
+        assert_same_tables(loaded, saved)
         for name, value in saved[0].result.dense_state.items():
             assert torch.equal(loaded[0].result.dense_state[name], value)
         assert torch.equal(loaded[0].whole["kernels"][0][1], saved[0].whole["kernels"][0][1])
@@ -137,15 +152,10 @@ def test_another_number_of_ranks(
 @pytest.mark.parametrize("checkpoint_format", FORMATS)
 def test_a_table_that_changes_its_trainer(two_ranks: Ranks, checkpoint_format: str, tmp_path: Path) -> None:
     """Its weights move, its optimizer state starts anew, which is said by name."""
+    run = partial(two_ranks.run, train, ROWWISE_ADAGRAD, model_class=DenseAdam)
     for first, second in (("0 1", "0 dp"), ("0 dp", "0 1")):
-        folder = str(tmp_path / first)
-        saved = two_ranks.run(
-            train, ROWWISE_ADAGRAD, folder, plan=first, checkpoint_format=checkpoint_format, model_class=DenseAdam
-        )
-        path = saved[0].checkpoint
-        loaded = two_ranks.run(
-            train, ROWWISE_ADAGRAD, str(tmp_path / "_"), plan=second, resume=path, model_class=DenseAdam
-        )
+        saved = run(str(tmp_path / first), plan=first, checkpoint_format=checkpoint_format)
+        loaded = run(str(tmp_path / "_"), plan=second, resume=saved[0].checkpoint)
         before, after = whole(saved), whole(loaded)
         assert torch.equal(after["t1"], before["t1"])
         assert torch.equal(after["t0 momentum1"], before["t0 momentum1"])
@@ -163,12 +173,9 @@ def test_tables_may_be_called_anything(get_ranks: Any, checkpoint_format: str, t
     tables = tuple(TableSpec(name, (f"f{index}",)) for index, name in enumerate(names))
     case = Case("names", tables, optimizer=ROWWISE_ADAGRAD.optimizer)
     kwargs: dict[str, Any] = {"plan": "dense dense cw cw cw", "model_class": DenseAdam}
-    ranks = get_ranks(1)
-    all_at_once = ranks.run(train, case, str(tmp_path / "a"), epochs=2, checkpoint_format=checkpoint_format, **kwargs)
-    path = str(tmp_path / "a" / "epoch=0.ckpt")
-    resumed = ranks.run(train, case, str(tmp_path / "b"), epochs=2, resume=path, **kwargs)
+    ranks, path = get_ranks(1), str(tmp_path / "a" / "epoch=0.ckpt")
+    resumed = goes_on(ranks, case, tmp_path, checkpoint_format=checkpoint_format, **kwargs)
     assert "a/b/c d exp_avg" in resumed[0].result.dense_state
-    assert_goes_on(all_at_once, resumed)
     before = whole(ranks.run(train, case, str(tmp_path / "_"), resume=path, **kwargs))
     after = whole(ranks.run(train, case, str(tmp_path / "_"), resume=path, **kwargs | {"plan": "dense dense 0 0 0"}))
     for name in names[2:]:
@@ -182,31 +189,19 @@ def test_tables_may_be_called_anything(get_ranks: Any, checkpoint_format: str, t
 @pytest.mark.parametrize("checkpoint_format", FORMATS)
 def test_dense_kernels_of_table_wise_tables(two_ranks: Ranks, checkpoint_format: str, tmp_path: Path) -> None:
     """Each rank's Adam has state of its own tables only."""
-    kwargs: dict[str, Any] = {"plan": "dense dense", "model_class": DenseAdam}
-    all_at_once = two_ranks.run(
-        train, ROWWISE_ADAGRAD, str(tmp_path / "a"), epochs=2, checkpoint_format=checkpoint_format, **kwargs
-    )
-    path = str(tmp_path / "a" / "epoch=0.ckpt")
-    resumed = two_ranks.run(train, ROWWISE_ADAGRAD, str(tmp_path / "b"), epochs=2, resume=path, **kwargs)
+    kwargs = {"plan": "dense dense", "model_class": DenseAdam, "checkpoint_format": checkpoint_format}
+    resumed = goes_on(two_ranks, ROWWISE_ADAGRAD, tmp_path, **kwargs)
     assert "t1 exp_avg" in resumed[1].result.dense_state
-    assert_goes_on(all_at_once, resumed)
 
 
 @pytest.mark.parametrize("checkpoint_format", FORMATS)
 def test_torchrecs_keyed_optimizer(ranks: Ranks, checkpoint_format: str, tmp_path: Path) -> None:
-    kwargs: dict[str, Any] = {"model_class": checkpoints.Keyed, "checkpoint_format": checkpoint_format}
-    all_at_once = ranks.run(train, ROWWISE_ADAGRAD, str(tmp_path / "a"), epochs=2, **kwargs)
-    path = str(tmp_path / "a" / "epoch=0.ckpt")
-    assert_goes_on(all_at_once, ranks.run(train, ROWWISE_ADAGRAD, str(tmp_path / "b"), epochs=2, resume=path, **kwargs))
+    goes_on(ranks, ROWWISE_ADAGRAD, tmp_path, model_class=checkpoints.Keyed, checkpoint_format=checkpoint_format)
 
 
 def test_counters_and_learning_rates_of_the_kernels(ranks: Ranks, tmp_path: Path) -> None:
-    kwargs: dict[str, Any] = {"model_class": checkpoints.Scheduled}
-    all_at_once = ranks.run(train, ROWWISE_ADAGRAD, str(tmp_path / "a"), epochs=2, **kwargs)
-    for rank in all_at_once:
+    for rank in goes_on(ranks, ROWWISE_ADAGRAD, tmp_path, model_class=checkpoints.Scheduled):
         assert rank.whole["kernels"][0][1].tolist() == [[2 * EPOCH, 2 * EPOCH, 0.125]]
-    path = str(tmp_path / "a" / ("epoch=0.ckpt"))
-    assert_goes_on(all_at_once, ranks.run(train, ROWWISE_ADAGRAD, str(tmp_path / "b"), epochs=2, resume=path, **kwargs))
 
 
 # -- evaluation, other tools ------------------------------------------------------------------------------------
@@ -242,12 +237,8 @@ def test_model_checkpoint(two_ranks: Ranks, how: str, save_last: Any, tmp_path: 
     checkpoint_format = None if how == "async" else how
     reports = two_ranks.run(checkpoints.train_with_savers, str(tmp_path), save_last, checkpoint_format, how == "async")
     # Rank 0 removes old ones.
-    assert reports[0]["there"] == [
-        "epochs/epoch=1.ckpt",
-        "epochs/epoch=2.ckpt",
-        "steps/last.ckpt",
-        "steps/step=16.ckpt",
-    ]
+    kept = ["epochs/epoch=1", "epochs/epoch=2", "steps/last", "steps/step=16"]
+    assert reports[0]["there"] == [f"{name}.ckpt" for name in kept]
     for report in reports:
         assert report["best"] == "epoch=2.ckpt"
         assert report["steps"] == 4 * EPOCH
@@ -263,13 +254,10 @@ def test_an_asynchronous_save_holds_the_state_of_its_step(ranks: Ranks, case: Ca
     path = tmp_path / "a.ckpt"
     saved = ranks.run(saves.save_while_training, case, str(path))
     assert not any(whole_at_once for _, whole_at_once in saved)
-    before = whole([trained for trained, _ in saved])
     trained = [rank for rank, _ in saved]
-    loaded = ranks.run(train, case, str(tmp_path / "_"), resume=str(path), max_steps=2)
-    after = whole(loaded)
-    assert after.keys() == before.keys()
-    assert all(torch.equal(after[name], before[name]) for name in before)
-    assert not torch.equal(trained[0].result.tables["t0 [0, 0]"], before["t0"]), "nothing was trained meanwhile"
+    assert_same_tables(ranks.run(train, case, str(tmp_path / "_"), resume=str(path), max_steps=2), trained)
+    now = trained[0].result.tables["t0 [0, 0]"]
+    assert not torch.equal(now, whole(trained)["t0"]), "nothing was trained meanwhile"
 
 
 def test_an_asynchronous_save_that_fails_is_an_error_on_every_rank(two_ranks: Ranks, tmp_path: Path) -> None:

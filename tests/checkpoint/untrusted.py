@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import io
 import os
 import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +33,12 @@ class Evil:
         return os.mkdir, (self.mark,)
 
 
-def _saved(folder: Path, checkpoint_format: str) -> Path:
-    path = folder / "a.ckpt"
-    assert save_to(str(path), checkpoint_format=checkpoint_format) == "saved"
-    return path
+@contextmanager
+def _list_of(path: Path) -> Iterator[Any]:
+    """The list of a folder's tensors, to be changed."""
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    yield metadata
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
 def _evil_list(path: Path, mark: Path) -> None:
@@ -43,9 +46,8 @@ def _evil_list(path: Path, mark: Path) -> None:
 
 
 def _evil_inside_list(path: Path, mark: Path) -> None:
-    metadata = pickle.loads((path / ".metadata").read_bytes())
-    metadata.planner_data = Evil(mark)
-    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with _list_of(path) as metadata:
+        metadata.planner_data = Evil(mark)
 
 
 def _evil_tensor(path: Path, mark: Path) -> None:
@@ -59,10 +61,9 @@ def _evil_state(path: Path, mark: Path) -> None:
 
 
 def _elsewhere(path: Path, mark: Path) -> None:
-    metadata = pickle.loads((path / ".metadata").read_bytes())
-    for place in metadata.storage_data.values():
-        place.relative_path = f"../{place.relative_path}"
-    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with _list_of(path) as metadata:
+        for place in metadata.storage_data.values():
+            place.relative_path = f"../{place.relative_path}"
 
 
 def _evil_rest(path: Path, mark: Path) -> None:
@@ -75,13 +76,11 @@ def _evil_file(path: Path, mark: Path) -> None:
 
 
 def _put(path: Path, name: str, value: Any) -> None:
-    metadata = pickle.loads((path / ".metadata").read_bytes())
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    (path / "evil.distcp").write_bytes(buffer.getvalue())
-    metadata.state_dict_metadata[name] = BytesStorageMetadata()
-    metadata.storage_data[MetadataIndex(name)] = _StorageInfo("evil.distcp", 0, len(buffer.getvalue()))
-    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    torch.save(value, path / "evil.distcp")
+    with _list_of(path) as metadata:
+        metadata.state_dict_metadata[name] = BytesStorageMetadata()
+        size = (path / "evil.distcp").stat().st_size
+        metadata.storage_data[MetadataIndex(name)] = _StorageInfo("evil.distcp", 0, size)
 
 
 CHANGES = {
@@ -126,7 +125,8 @@ def save_and_load_state(folder: str, *, trust: bool) -> tuple[str, Any]:
 def load_changed(folder: str, what: str, fn: str, weights_only: bool | None) -> str:
     """Save, change what was saved, load; return what the user reads."""
     checkpoint_format, change = CHANGES[what]
-    path = _saved(Path(folder), checkpoint_format)
+    path = Path(folder) / "a.ckpt"
+    assert save_to(str(path), checkpoint_format=checkpoint_format) == "saved"
     change(path, Path(folder) / MARK)
     model_class: type[nn.Module] = WithState if what == "extra_state" else Evaluated
     return load_from(TABLE_WISE, str(path), fn, weights_only=weights_only, model_class=model_class)

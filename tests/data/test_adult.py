@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import logging
 from pathlib import Path
 
@@ -14,6 +13,8 @@ from hypothesis import strategies as st
 from lightning_overlap.data import AdultDataModule, BadRowRateError, RecBatch
 from lightning_overlap.data.adult import BUCKETS, CATEGORY_IDS, COLUMNS, MISSING_ID, NUMERICAL, TABLE_SIZES, parse_row
 from lightning_overlap.models import DLRM
+
+from .files import FakeTrainer, write
 
 ADULT = Path(__file__).parents[2].parent / "shared" / "data" / "adult.data.gz"
 needs_adult = pytest.mark.skipif(not ADULT.is_file(), reason=f"{ADULT} is absent (UCI Adult is not in the repository)")
@@ -36,17 +37,6 @@ def line_of(row: dict[str, object]) -> bytes:
 def numbered(number: int) -> bytes:
     """A good row that says its number, in age and fnlwgt."""
     return FIRST_ROW.replace(b"77516", str(number).encode())
-
-
-def write(path: Path, lines: list[bytes]) -> Path:
-    content = b"".join(line + b"\n" for line in lines)
-    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
-    return path
-
-
-class FakeTrainer:
-    def __init__(self, rank: int, world_size: int) -> None:
-        self.global_rank, self.world_size, self.current_epoch = rank, world_size, 0
 
 
 def module_of(path: Path, rank: int = 0, world_size: int = 1, **kwargs) -> AdultDataModule:
@@ -204,9 +194,8 @@ def test_check_names_what_cannot_be_read(tmp_path, content, error, message):
 
 def test_too_few_rows_for_the_ranks_say_what_batch_size_would_do(tmp_path):
     path = write(tmp_path / "adult.data", [FIRST_ROW] * 40)
-    with pytest.raises(
-        ValueError, match=r"train set is too small .* 2 ranks.\n  got: 30 rows, batch_size=16\n .* 15 or"
-    ):
+    said = r"train set is too small .* 2 ranks.\n  got: 30 rows, batch_size=16\n .* 15 or"
+    with pytest.raises(ValueError, match=said):
         module_of(path, 0, 2, batch_size=16)
 
 
@@ -224,10 +213,8 @@ def test_the_real_file_has_no_bad_row_and_standardised_numbers(caplog):
     data.check()
     data.setup("fit")
     assert caplog.text == ""
-    sizes = {
-        split: sum(len(batch) for batch in getattr(data, f"{split}_dataloader")()) for split in ("train", "val", "test")
-    }
-    assert sizes == {"train": 24_000, "val": 1_628, "test": 6_512}
+    for split, size in {"train": 24_000, "val": 1_628, "test": 6_512}.items():
+        assert sum(map(len, getattr(data, f"{split}_dataloader")())) == size
     dense = torch.cat([batch.dense for batch in data.train_dataloader()])
     assert torch.allclose(dense.mean(0), torch.zeros(6), atol=0.02)
     assert torch.allclose(dense.std(0), torch.ones(6), atol=0.05)

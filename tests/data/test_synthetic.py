@@ -15,6 +15,9 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning_overlap.data import BatchLoader, RecBatch, SyntheticDataModule, collate_batch
 from lightning_overlap.models.dlrm import BinnedAUC
 
+from ..support.fits import QUIET
+from .files import FakeTrainer
+
 SMALL = {"num_tables": 3, "rows_per_table": 50, "num_dense": 4, "batch_size": 8, "num_batches": 6}
 
 
@@ -30,11 +33,6 @@ def same(left: RecBatch, right: RecBatch) -> bool:
 
 def all_same(left: list[RecBatch], right: list[RecBatch]) -> bool:
     return len(left) == len(right) and all(map(same, left, right))
-
-
-class FakeTrainer:
-    def __init__(self, rank: int, world_size: int, epoch: int = 0) -> None:
-        self.global_rank, self.world_size, self.current_epoch = rank, world_size, epoch
 
 
 def epoch_of(data: SyntheticDataModule, epoch: int) -> list[RecBatch]:
@@ -60,9 +58,7 @@ def test_a_batch_has_the_promised_shapes_and_dtypes_and_is_synced_on_the_host():
 def test_a_moved_batch_is_a_batch_and_keeps_the_lengths_per_key():
     batch = next(iter(SyntheticDataModule(**SMALL).train_dataloader()))
     moved = batch.to(torch.device("meta"), non_blocking=True)  # a device from which nothing can be read back
-    assert moved.dense.is_meta
-    assert moved.labels.is_meta
-    assert moved.sparse.values().is_meta
+    assert all(part.is_meta for part in (moved.dense, moved.labels, moved.sparse.values()))
     assert moved.sparse.length_per_key() == batch.sparse.length_per_key()
 
 
@@ -249,20 +245,14 @@ class Recorder(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.0)
 
 
-def trainer(tmp_path, **kwargs) -> Trainer:
-    quiet = {
-        "limit_val_batches": 0,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "logger": False,
-        "accelerator": "cpu",
-    }
-    return Trainer(default_root_dir=tmp_path, **quiet, **kwargs)
+def trainer(tmp_path) -> Trainer:
+    quiet = {**QUIET, "use_distributed_sampler": True}
+    return Trainer(default_root_dir=tmp_path, limit_val_batches=0, accelerator="cpu", max_epochs=2, **quiet)
 
 
 def test_lightning_neither_wraps_the_loader_nor_changes_its_batches(tmp_path):
     data = SyntheticDataModule(**SMALL)
-    module, run = Recorder(), trainer(tmp_path, max_epochs=2, enable_checkpointing=False)
+    module, run = Recorder(), trainer(tmp_path)
     run.fit(module, datamodule=data)
     assert type(run.train_dataloader) is BatchLoader
     plain = SyntheticDataModule(**SMALL)
@@ -272,11 +262,10 @@ def test_lightning_neither_wraps_the_loader_nor_changes_its_batches(tmp_path):
 def test_a_fit_resumed_in_the_middle_of_an_epoch_sees_what_was_left(tmp_path):
     data = SyntheticDataModule(**SMALL)
     straight = Recorder(save_after=8, save_to=tmp_path / "middle.ckpt")
-    trainer(tmp_path, max_epochs=2, enable_checkpointing=False).fit(straight, datamodule=data)
+    trainer(tmp_path).fit(straight, datamodule=data)
 
     resumed = Recorder()
-    again = trainer(tmp_path, max_epochs=2, enable_checkpointing=False)
-    again.fit(resumed, datamodule=SyntheticDataModule(**SMALL), ckpt_path=tmp_path / "middle.ckpt")
+    trainer(tmp_path).fit(resumed, datamodule=SyntheticDataModule(**SMALL), ckpt_path=tmp_path / "middle.ckpt")
     assert len(resumed.seen) == 4
     assert all_same(resumed.seen, straight.seen[8:])
 

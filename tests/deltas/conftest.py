@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from .histories import MemorySink, Training
+from .histories import MemorySink, Training, begun
 
 
 @pytest.fixture
 def training() -> Training:
-    made = Training(MemorySink(), seed=2)
-    made.start(2, 1)
-    made.train(2)
-    made.cut()
-    return made
+    return begun(MemorySink())

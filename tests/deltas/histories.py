@@ -211,6 +211,15 @@ class Training:
         return self.number
 
 
+def begun(sink: MemorySink) -> Training:
+    """A training on two ranks that has written a cut."""
+    made = Training(sink, seed=2)
+    made.start(2, 1)
+    made.train(2)
+    made.cut()
+    return made
+
+
 def encoded(header: Header, rows: Iterable[Rows] = (), dense: Iterable[Dense] = ()) -> tuple[str, bytes]:
     return str(header.name), encode(header, rows, dense)
 

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from ..support.ranks import free_port
+
 
 @contextmanager
 def redis_server(folder: Path) -> Iterator[str]:
@@ -19,9 +21,7 @@ def redis_server(folder: Path) -> Iterator[str]:
     program = shutil.which("redis-server")
     if program is None:
         pytest.skip("there is no redis-server: `requirements/redis_server.sh` installs it for root on Debian")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     options = {"port": port, "bind": "127.0.0.1", "save": "", "appendonly": "no", "dir": folder}
     command = [program, *(word for name, value in options.items() for word in (f"--{name}", str(value)))]
     server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

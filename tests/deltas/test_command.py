@@ -22,18 +22,14 @@ import torch
 from lightning_overlap.deltas import FolderSink, Replica, ReplicaServer
 from lightning_overlap.deltas.command import main
 
-from .histories import SHAPES, TOP, A, B, MemorySink, Training, assert_equal, empty_tables
+from .histories import SHAPES, TOP, A, B, MemorySink, Training, assert_equal, begun, empty_tables
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
 def training(tmp_path: Path) -> Training:
-    made = Training(FolderSink(tmp_path / "deltas"), seed=2)  # type: ignore[arg-type]
-    made.start(2, 1)
-    made.train(2)
-    made.cut()
-    return made
+    return begun(FolderSink(tmp_path / "deltas"))  # type: ignore[arg-type]
 
 
 def test_once_writes_the_tables_and_a_state_to_go_on_from(
@@ -69,16 +65,10 @@ def test_it_follows_until_a_step(training: Training, tmp_path: Path, capsys: pyt
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["nowhere", "--once"], "overlap-replica: nothing has been applied yet from FolderSink('nowhere'): call"),
-        (
-            ["redis://127.0.0.1:1/0", "--once"],
-            "overlap-replica: cannot read the stream 'embedding_deltas' of ",
-        ),
-        (
-            ["redis://127.0.0.1:1/0"],
-            "overlap-replica: this replica stopped following RedisSink('redis://127.0.0.1:1/0'",
-        ),
-        (["deltas", "--state", "text"], "overlap-replica: text is no state of a replica"),
+        (["nowhere", "--once"], "nothing has been applied yet from FolderSink('nowhere'): call"),
+        (["redis://127.0.0.1:1/0", "--once"], "cannot read the stream 'embedding_deltas' of "),
+        (["redis://127.0.0.1:1/0"], "this replica stopped following RedisSink('redis://127.0.0.1:1/0'"),
+        (["deltas", "--state", "text"], "text is no state of a replica"),
     ],
 )
 def test_what_is_wrong_is_one_message(
@@ -87,7 +77,7 @@ def test_what_is_wrong_is_one_message(
     monkeypatch.chdir(tmp_path)
     Path("text").write_text("x")
     assert main(options) == 2
-    assert capsys.readouterr().err.startswith(said)
+    assert capsys.readouterr().err.startswith(f"overlap-replica: {said}")
 
 
 @pytest.mark.parametrize("option", ["--serve=x", "--serve=70000", "--every=0", "--every=soon"])

@@ -11,14 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_overlap.deltas import (
-    CutError,
-    PartError,
-    PartName,
-    Replica,
-    TablesError,
-    prune,
-)
+from lightning_overlap.deltas import CutError, PartError, PartName, Replica, TablesError, prune
 
 from .histories import Crash, MemorySink, Training, assert_equal, empty_tables
 

@@ -73,10 +73,7 @@ def test_what_is_no_tensor_is_refused(training: Training) -> None:
 BAD_ROWS: dict[str, tuple[Rows, str]] = {
     "row": (Rows(A, "weight", (7, 4), 0, torch.tensor([7]), torch.ones(1, 4)), "do not lie within its shape"),
     "negative_row": (Rows(A, "weight", (7, 4), 0, torch.tensor([-1]), torch.ones(1, 4)), "do not lie within"),
-    "column": (
-        Rows(A, "weight", (7, 4), 2, torch.tensor([0]), torch.ones(1, 3)),
-        "(1, 3) values from column 2",
-    ),
+    "column": (Rows(A, "weight", (7, 4), 2, torch.tensor([0]), torch.ones(1, 3)), "(1, 3) values from column 2"),
     "shape": (Rows(A, "weight", (6, 4), 0, torch.tensor([0]), torch.ones(1, 4)), "of a tensor (6, 4)"),
     "table": (Rows("c", "weight", (7, 4), 0, torch.tensor([0]), torch.ones(1, 4)), "has rows of c, which its header"),
     "state_columns": (Rows(A, "momentum", (7, 1), 2, torch.tensor([0]), torch.ones(1, 1)), "values from column 2 on"),

@@ -7,7 +7,7 @@ import pickle
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -126,10 +126,9 @@ def test_a_crash_in_a_write_leaves_no_part(tmp_path: Path, monkeypatch: pytest.M
 def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a folder")
     sink = FolderSink(tmp_path / "file" / "deltas")
+    said = r"cannot write to the folder of embedding deltas '.*file/deltas': .*Give a"
     for use in (lambda: check_sink(sink), lambda: sink.write(NAMES[0], b"")):
-        with pytest.raises(
-            SinkError, match=r"cannot write to the folder of embedding deltas '.*file/deltas': .*Give a"
-        ):
+        with pytest.raises(SinkError, match=said):
             use()
 
 
@@ -191,27 +190,19 @@ def test_a_sink_of_ones_own() -> None:
     sink = MemorySink()
     assert resolve_sink(sink) is sink
     check_sink(sink)
-    with pytest.raises(
-        TypeError, match=r"a sink is a path, .*\n  got: 3, which lacks write, names, read, remove, close"
-    ):
+    lacks = r"a sink is a path, .*\n  got: 3, which lacks write, names, read, remove, close"
+    with pytest.raises(TypeError, match=lacks):
         resolve_sink(3)
 
 
 # -- what is not installed ---------------------------------------------------------------------------------------------
 
 
-def _without(package: str) -> Callable[[str], subprocess.CompletedProcess[str]]:
-    def run(code: str) -> subprocess.CompletedProcess[str]:
-        code = f"import sys; sys.modules[{package!r}] = None\n{code}"
-        command = [sys.executable, "-W", "ignore", "-c", code]
-        return subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=ROOT, check=False)
-
-    return run
-
-
 @pytest.mark.slow
 def test_the_package_does_without_pyarrow_and_says_how_to_get_it() -> None:
-    done = _without("pyarrow")("import lightning_overlap; print('imported')\nimport lightning_overlap.deltas")
+    code = "import sys; sys.modules['pyarrow'] = None\nimport lightning_overlap; print('imported')\n"
+    command = [sys.executable, "-W", "ignore", "-c", f"{code}import lightning_overlap.deltas"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=ROOT, check=False)
     assert done.stdout == "imported\n"
     assert re.search(r"need pyarrow, which .*: pip install 'lightning_overlap\[deltas\]'", done.stderr), done.stderr
 
@@ -224,11 +215,10 @@ def test_redis_that_is_not_installed_is_told(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_relative_path_stays_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`close()` lets go of the file system, and a job may have its own folder then."""
-    name = "g000001-s000000000001-r00000of00001-c00000of00001.arrow"
     monkeypatch.chdir(tmp_path)
     sink = FolderSink("sent")
     sink.close()
     (tmp_path / "job").mkdir()
     monkeypatch.chdir(tmp_path / "job")
-    sink.write(name, b"part")
-    assert [path.name for path in (tmp_path / "sent").iterdir()] == [name]
+    sink.write(NAMES[0], b"part")
+    assert [path.name for path in (tmp_path / "sent").iterdir()] == NAMES[:1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from datetime import timedelta
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -76,11 +77,6 @@ def made_where_the_default_is_another() -> tuple[int, float]:
         def _get_backend(self, device: torch.device) -> None:
             raise RuntimeError(f"no backend for {device}")
 
-    def num_receivers() -> int:
-        return [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()].count(
-            "gloo_tcp_loop"
-        )
-
     before = num_receivers()
     with gloo_device.shared_with(Nccl()):  # type: ignore[arg-type]
         groups_made = [dist.new_group(backend="gloo", timeout=timedelta(seconds=30)) for _ in range(3)]
@@ -101,10 +97,9 @@ def made_without_options() -> float:
     """A torch that has no options for gloo's groups: the groups have devices of their own."""
     world = dist.group.WORLD
     assert world is not None
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gloo_device, "PRIVATE_NAMES", ("_Options", "_no_such_option"))
-        with gloo_device.shared_with(world):
-            group = dist.new_group(backend="gloo", timeout=timedelta(seconds=30))
+    without = mock.patch.object(gloo_device, "PRIVATE_NAMES", ("_Options", "_no_such_option"))
+    with without, gloo_device.shared_with(world):
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=30))
     ones = torch.ones(1)
     dist.all_reduce(ones, group=group)
     dist.destroy_process_group(group)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import time
 from collections import Counter
 from typing import Any
@@ -19,6 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from lightning_overlap.distributed import PackedExchange, Part
 
 from ..support.cases import TWO_COLLECTIONS, WEIGHTED, Batches, Case, Model
+from ..support.exchanges import of_input_dist
 from ..support.fits import make_strategy, make_trainer
 from ..support.ranks import Ranks
 
@@ -97,20 +97,10 @@ def test_ids_do_not_stay_in_memory_for_the_sizes_that_came_with_them(two_ranks: 
 
 def all_to_alls_of_a_run(case: Case) -> Counter[str]:
     """Train; return how many all-to-alls of sizes and of ids were begun."""
-    begun: Counter[str] = Counter()
-    real = dist.all_to_all_single
-
-    def all_to_all_single(*args: Any, **kwargs: Any) -> Any:
-        given_now = inspect.signature(real).bind(*args, **kwargs).arguments
-        if given_now["group"].group_desc == "lookahead":
-            begun["sizes" if given_now.get("input_split_sizes") is None else "ids"] += 1
-        return real(*args, **kwargs)
-
     model = Model(case)
-    strategy = make_strategy(model)
-    with mock.patch.object(dist, "all_to_all_single", all_to_all_single):
-        make_trainer(strategy).fit(model, datamodule=Batches(case, 6))
-    return begun
+    with of_input_dist() as calls:
+        make_trainer(make_strategy(model)).fit(model, datamodule=Batches(case, 6))
+    return Counter("sizes" if call.get("input_split_sizes") is None else "ids" for call in calls)
 
 
 @pytest.mark.parametrize("case", [TWO_COLLECTIONS, WEIGHTED], ids=lambda case: case.name)

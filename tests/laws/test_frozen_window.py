@@ -67,7 +67,7 @@ def test_a_window_of_every_epochs_own(two_ranks: Ranks) -> None:
 
 
 def test_max_steps(two_ranks: Ranks) -> None:
-    _check(two_ranks, two_ranks.run(windows.train, TABLE_WISE, 4, max_steps=4), TABLE_WISE, windows_of(16, 4))
+    _check(two_ranks, two_ranks.run(windows.train, TABLE_WISE, 3, max_steps=3), TABLE_WISE, windows_of(9, 3))
 
 
 @pytest.mark.parametrize("lengths", [(11, 7), (6, 11)])

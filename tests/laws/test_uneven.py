@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from ..support.pairs import pairwise
 from ..support.ranks import RankError, Ranks
+from ..support.reference import differences
 from . import uneven
 
 PIPELINES = ["base", "sparse_dist", "fused_sparse_dist", "semi_sync"]
@@ -237,26 +239,29 @@ DECAYED = {
 def test_the_rates_of_ranks_that_skip_other_batches_move_alike(two_ranks: Ranks, name: str) -> None:
     lengths, nones, k, frequency = DECAYED[name]
     steps = _decayed(lengths, nones, k, frequency, 2)
-    for pipeline in ("base", "fused_sparse_dist"):
-        for swap in (1, -1):
-            swapped = [(num, batches[::swap]) for num, batches in steps]
-            args = (pipeline, lengths[::swap], nones[::swap], swapped, k, frequency)
-            assert two_ranks.run(uneven.decay_past_nones, *args, max_epochs=2, timeout_s=30) == [[], []], pipeline
+    for swap in (1, -1):
+        expected = two_ranks.run(uneven.decay_by_hand, [(num, batches[::swap]) for num, batches in steps], k)
+        for pipeline in ("base", "fused_sparse_dist"):
+            args = (pipeline, lengths[::swap], nones[::swap], k, frequency)
+            actual = two_ranks.run(uneven.decay_past_nones, *args, max_epochs=2, timeout_s=30)
+            assert differences(actual, expected) == [[], []], pipeline
 
 
-@pytest.mark.parametrize(("pipeline", "k_of_error"), [("base", 1), ("base", 8), ("fused_sparse_dist", 1)])
+@pytest.mark.parametrize(("pipeline", "ks_of_error"), [("base", (1, 8)), ("fused_sparse_dist", (1,))])
 def test_ranks_with_lengths_whose_rates_would_differ_are_told_before_a_step(
-    two_ranks: Ranks, pipeline: str, k_of_error: int
+    two_ranks: Ranks, get_ranks: Callable[..., Ranks], pipeline: str, ks_of_error: tuple[int, ...]
 ) -> None:
     """What they skip alike, or after the last batch of all, moves the rates of all."""
     for nones, k in [(((2, 3, 7), (2, 3, 7)), 1), (((5,), (5,)), 4), (((19,), ()), 1), (((2, 18, 19), (2, 19)), 1)]:
-        args = (pipeline, (20, 20), nones, _decayed((20, 20), nones, k, 1, 2), k, 1)
-        run = two_ranks.run(uneven.decay_past_nones, *args, sized=True, max_epochs=2, timeout_s=30)
-        assert run == [[], []], nones
+        expected = two_ranks.run_once(uneven.decay_by_hand, _decayed((20, 20), nones, k, 1, 2), k)
+        args = (pipeline, (20, 20), nones, k, 1)
+        actual = two_ranks.run(uneven.decay_past_nones, *args, sized=True, max_epochs=2, timeout_s=30)
+        assert differences(actual, expected) == [[], []], nones
     said = "rank 1 has taken 4 batches of an epoch and skipped 1 that are None, rank 0 has skipped 0 by then: "
-    args = (pipeline, (20, 20), ((), (3,)), [], k_of_error, 1)
-    with pytest.raises(RankError, match=f"{said}.*learning rates"):
-        two_ranks.run(uneven.decay_past_nones, *args, sized=True, timeout_s=30)
+    for k in ks_of_error:
+        args = (pipeline, (20, 20), ((), (3,)), k, 1)
+        with pytest.raises(RankError, match=f"{said}.*learning rates"):
+            get_ranks(2).run(uneven.decay_past_nones, *args, sized=True, timeout_s=30)
 
 
 @pytest.mark.parametrize("sized", [True, False], ids=["sized", "unsized"])

@@ -10,6 +10,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -18,7 +19,7 @@ from lightning_overlap.distributed import Consensus, skipped_batches
 
 from ..support.cases import TABLE_WISE, Batch, Batches, Model, dense_optimizer, make_batch
 from ..support.fits import make_strategy, make_trainer
-from ..support.reference import collect
+from ..support.reference import Result, collect
 from ..support.windows import Window, train_windows
 
 
@@ -120,25 +121,28 @@ def decay_past_nones(
     pipeline: str,
     lengths: tuple[int, ...],
     nones: tuple[tuple[int, ...], ...],
-    steps: list[tuple[int, tuple[list[int], ...]]],
     k: int,
     frequency: int,
     *,
     sized: bool = False,
     **kwargs: Any,
-) -> list[str]:
-    """Train with rates that a scheduler moves; return what differs from the loop by hand.
-
-    `steps` has each optimizer step: how often the scheduler has stepped before it, and each rank's batches.
-    """
+) -> Result:
+    """Train with rates that a scheduler moves."""
     model = Decays(frequency)
     trainer = make_trainer(make_strategy(model, pipeline), limit_val_batches=0, accumulate_grad_batches=k, **kwargs)
     with mock.patch.object(skipped_batches, "WAIT_S", 1), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer.fit(model, datamodule=Uneven(lengths, sized, nones))
-    mine = [Window(tuple(window[trainer.global_rank]), k) for _, window in steps]
-    by_hand = train_windows(TABLE_WISE, mine, updates_in_backward=True, factor=lambda step: 0.5 ** steps[step][0])
-    return collect(model, trainer.optimizers[0], model.losses).differences(by_hand)
+    return collect(model, trainer.optimizers[0], model.losses)
+
+
+def decay_by_hand(steps: list[tuple[int, tuple[list[int], ...]]], k: int) -> Result:
+    """The same in a loop by hand; `steps` has how often the scheduler has stepped before each, and each rank's batches.
+
+    With k batches for a step.
+    """
+    mine = [Window(tuple(window[dist.get_rank()]), k) for _, window in steps]
+    return train_windows(TABLE_WISE, mine, updates_in_backward=True, factor=lambda step: 0.5 ** steps[step][0])
 
 
 def accumulate_past_nones(

@@ -99,10 +99,8 @@ def test_a_layer_to_the_embedding_dim_is_added_only_where_it_is_missing():
 
 
 def test_tables_are_on_meta_by_default_and_the_dense_layers_are_not():
-    model = DLRM({"a": 10**9}, num_dense=2)
-    assert {name for name, parameter in model.named_parameters() if parameter.is_meta} == {
-        "ebc.embedding_bags.a.weight"
-    }
+    on_meta = [name for name, parameter in DLRM({"a": 10**9}, num_dense=2).named_parameters() if parameter.is_meta]
+    assert on_meta == ["ebc.embedding_bags.a.weight"]
 
 
 def test_the_initial_scale_is_the_whole_tables_also_for_a_shard_of_it():
@@ -120,19 +118,18 @@ def owned(model: DLRM) -> set[str]:
     return {names[id(p)] for group in model.configure_optimizers().param_groups for p in group["params"]}
 
 
-def test_the_dense_optimizer_leaves_tables_of_the_fused_optimizer_alone():
-    model = model_of(table_learning_rate=0.1)
-    assert owned(model) == {name for name, _ in model.named_parameters() if not name.startswith("ebc")}
+@pytest.mark.parametrize("rate", [0.1, None])
+def test_the_dense_optimizer_takes_tables_that_nothing_else_updates(rate):
+    model = model_of(table_learning_rate=rate)
+    assert owned(model) == {name for name, _ in model.named_parameters() if not (rate and name.startswith("ebc"))}
 
 
-def test_the_dense_optimizer_takes_tables_that_nothing_else_updates():
-    model = model_of()
-    assert owned(model) == {name for name, _ in model.named_parameters()}
-
-
-@pytest.mark.parametrize("name", ["rowwise_adagrad", "adagrad", "sgd"])
-def test_the_fused_optimizer_updates_the_rows_looked_up_inside_backward(name):
+@pytest.mark.parametrize(
+    ("name", "kind"), [("rowwise_adagrad", "RowWiseAdagrad"), ("adagrad", "Adagrad"), ("sgd", "SGD")]
+)
+def test_the_fused_optimizer_updates_the_rows_looked_up_inside_backward(name, kind):
     model, batch = model_of(fused_optimizer=name, table_learning_rate=0.1), batch_of()
+    assert {type(weight._in_backward_optimizers[0]).__name__ for weight in model.ebc.parameters()} == {kind}
     before = {key: value.clone() for key, value in model.ebc.state_dict().items()}
     model.log = lambda *args, **kwargs: None  # no trainer here
     model.training_step(batch, 0).backward()
@@ -140,15 +137,6 @@ def test_the_fused_optimizer_updates_the_rows_looked_up_inside_backward(name):
         key = f"embedding_bags.{feature}.weight"
         changed = (model.ebc.state_dict()[key] != before[key]).any(1).nonzero().flatten().tolist()
         assert changed == sorted(set(batch.sparse[feature].values().tolist()))
-
-
-def test_every_fused_optimizer_is_the_one_it_is_called():
-    weights = {
-        name: next(model_of(fused_optimizer=name, table_learning_rate=0.1).ebc.parameters())
-        for name in ("rowwise_adagrad", "adagrad", "sgd")
-    }
-    kinds = {name: type(weight._in_backward_optimizers[0]).__name__ for name, weight in weights.items()}
-    assert kinds == {"rowwise_adagrad": "RowWiseAdagrad", "adagrad": "Adagrad", "sgd": "SGD"}
 
 
 # --- metrics ---

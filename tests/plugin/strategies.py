@@ -191,6 +191,15 @@ REFUSED: dict[str, Any] = {
     "adam_on_cpu": lambda: fit_model(
         Model(TABLE_WISE, fused_optimizer=False), sharding="table_wise", fused_optimizer=(torch.optim.Adam, {"lr": 1.0})
     ),
+    "momentum": lambda: fit_model(
+        Model(TABLE_WISE, fused_optimizer=False), fused_optimizer=(torch.optim.SGD, {"lr": 1.0, "momentum": 0.9})
+    ),
+    "lr_decay": lambda: fit_model(
+        Model(TABLE_WISE, fused_optimizer=False), fused_optimizer=(torch.optim.Adagrad, {"lr": 1.0, "lr_decay": 0.1})
+    ),
+    "weight_decay": lambda: fit_model(
+        Model(TABLE_WISE, fused_optimizer=False), fused_optimizer=(RowWiseAdagrad, {"lr": 1.0, "weight_decay": 0.1})
+    ),
     "owns_fused_tables": lambda: fit_model(OwnsEverything(TABLE_WISE), sharding="table_wise"),
     "nobody_trains_a_table": lambda: fit_model(ForgetsDataParallel(TABLE_WISE), sharding="data_parallel"),
     "16-mixed": lambda: fit_model(trainer_kwargs={"plugins": [MixedPrecision("16-mixed", "cpu")]}),

@@ -9,10 +9,9 @@ import torch.distributed as dist
 from lightning.pytorch import Callback
 from lightning.pytorch.strategies import DDPStrategy
 
-from lightning_overlap import OverlapEmbeddingStrategy
 from lightning_overlap.profiling.host_syncs import HostSync, record_host_syncs
 
-from ..support.cases import TABLE_WISE, Batches, Case, Model, make_plan
+from ..support.cases import TABLE_WISE, Batches, Case, Model, ReadsItsLoss
 from ..support.fits import make_strategy, make_trainer
 
 FIRST, NUM = 7, 3
@@ -30,22 +29,13 @@ class _Watch(Callback):
             self.watched.__exit__(None, None, None)
 
 
-class _ReadsItsLoss(Model):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = super().training_step(batch, batch_idx)
-        loss.item()
-        return loss
-
-
 def of_steps(case: Case, pipeline: str | None, reads_its_loss: bool = False, **kwargs: Any) -> list[str]:
     """Return `operator: innermost call, in this package or Lightning's or TorchRec's` of every sync.
 
     Reads of what is kept on the host in any case are left out.
     """
-    model = (_ReadsItsLoss if reads_its_loss else Model)(case, fused_optimizer=pipeline is not None)
-    strategy: Any = DDPStrategy()
-    if pipeline is not None:
-        strategy = make_strategy(model, pipeline)
+    model = (ReadsItsLoss if reads_its_loss else Model)(case, fused_optimizer=pipeline is not None)
+    strategy: Any = DDPStrategy() if pipeline is None else make_strategy(model, pipeline)
     watch = _Watch()
     trainer = make_trainer(strategy, callbacks=[watch], **kwargs)
     trainer.fit(model, datamodule=Batches(case, FIRST + NUM + 4))
@@ -61,8 +51,7 @@ def _innermost(sync: HostSync) -> str:
 def broadcasts_on_the_default_group(**kwargs: Any) -> int:
     """Return how many objects were broadcast among all ranks by the group of the gradients, in a fit."""
     model = Model(TABLE_WISE)
-    plan = make_plan(TABLE_WISE, model, dist.get_world_size())
-    trainer = make_trainer(OverlapEmbeddingStrategy(sharding=plan), callbacks=[_Watch()], **kwargs)
+    trainer = make_trainer(make_strategy(model), callbacks=[_Watch()], **kwargs)
     original, groups = dist.broadcast_object_list, []
 
     def broadcast(objects: Any, src: int = 0, group: Any = None, **options: Any) -> None:
@@ -77,8 +66,6 @@ def broadcasts_on_the_default_group(**kwargs: Any) -> int:
 
 
 def _is_python_of_somebody(file: str) -> bool:
-    parts = file.split("/")
-    return any(part in ("lightning_overlap", "lightning", "torchrec", "tests") for part in parts) and parts[-1] not in (
-        "host_syncs.py" if "lightning_overlap" in parts else "",
-        "types.py",
-    )
+    *folders, name = file.split("/")
+    is_of_somebody = not {"lightning_overlap", "lightning", "torchrec", "tests"}.isdisjoint(folders)
+    return is_of_somebody and name not in ("host_syncs.py", "types.py")

@@ -36,17 +36,15 @@ def one(
 
 def test_metrics_are_by_stage_and_kind() -> None:
     values = report.metrics(one())
-    assert values["step_ms"] == 100
-    assert values["merge_wait_ms"] == 7
-    assert values["bound_ms"] == 80
-    assert values["to_gain_ms"] == 20
-    assert values["communication/hidden_ms"] == 30
-    assert values["communication/exposed_ms"] == 10
-    assert values["communication/hidden_fraction"] == 0.75
-    assert values["embedding_lookup/exposed_ms"] == 15
-    assert values["dense/busy_ms"] == 60
+    assert (
+        values.items()
+        >= {
+            **{"step_ms": 100, "merge_wait_ms": 7, "bound_ms": 80, "to_gain_ms": 20, "dense/busy_ms": 60},
+            **{"communication/hidden_ms": 30, "communication/exposed_ms": 10, "communication/hidden_fraction": 0.75},
+            **{"embedding_lookup/exposed_ms": 15, "hidden_fraction": (30 + 5 + 2) / (40 + 10 + 2)},
+        }.items()
+    )
     assert "dense/hidden_ms" not in values
-    assert values["hidden_fraction"] == (30 + 5 + 2) / (40 + 10 + 2)
 
 
 def test_what_limits_the_step_in_a_sentence() -> None:
@@ -99,17 +97,15 @@ def test_the_last_line_is_the_advice_that_gains_most() -> None:
     def last(found: Breakdown, mode: str = "fused_sparse_dist") -> str:
         return report.closing_table([found], 4, mode, MODES[mode]).splitlines()[-1]
 
-    expected = (
-        "waiting for data 54 of 55 ms: raise num_workers of the DataLoader. That gains at most 54 ms a step (98%)."
+    assert last(with_host(data=54)) == (
+        "Advice: waiting for data 54 of 55 ms: raise num_workers of the DataLoader. That gains at most 54 ms a step "
+        "(98%)."
     )
-    assert last(with_host(data=54)) == f"Advice: {expected}"
     assert last(with_host(loop=20, data=1)).startswith("Advice: Lightning's loop, callbacks and loggers 20 of 55 ms")
     assert last(with_host(log=9, loop=5)).startswith("Advice: self.log 9 of 55 ms: log fewer values")
     assert last(with_host()).startswith("Advice: nothing to change here")
     waits = replace(with_host(), categories={**with_host().categories, Category.COMMUNICATION: BusyTime(40, 10)})
-    assert "waiting for other ranks 30 of 55 ms: take pipeline='fused_sparse_dist', which gives the" in last(
-        waits, "base"
-    )
+    assert "for other ranks 30 of 55 ms: take pipeline='fused_sparse_dist', which gives the" in last(waits, "base")
     assert "take pipeline='semi_sync'" in last(waits)
     assert "take defer_update=True" in last(waits, "semi_sync")
     assert "shard so that less travels" in last(waits, "semi_sync_deferred")

@@ -85,16 +85,11 @@ def test_a_kernel_belongs_to_the_annotation_of_its_launch(tmp_path: Path) -> Non
     kernels = {
         (s.name, s.lane, s.kind, s.stage, s.batch) for s in spans if "stream" in s.lane and s.kind is not Category.WAIT
     }
+    lookup = "split_embedding_codegen_forward_unweighted_kernel<float>"
     assert kernels == {
         ("cutlass::gemm", "stream 7", Category.DENSE, Stage.DENSE_FORWARD, 3),
         ("ncclKernel_SendRecv", "stream 9", Category.COMMUNICATION, Stage.INPUT_SPLITS_DIST, 4),
-        (
-            "split_embedding_codegen_forward_unweighted_kernel<float>",
-            "stream 7",
-            Category.LOOKUP,
-            Stage.DENSE_FORWARD,
-            3,
-        ),
+        (lookup, "stream 7", Category.LOOKUP, Stage.DENSE_FORWARD, 3),
         ("Memcpy DtoH (Device -> Pageable)", "stream 9", Category.COPY, Stage.INPUT_SPLITS_DIST, 4),
         # launched by another thread, which has no annotation; the update of the tables is part of backward
         ("split_embedding_backward_codegen_sgd<float>", "stream 7", Category.DENSE, Stage.BACKWARD, 3),
@@ -117,35 +112,36 @@ def test_a_queued_kernel_waits_for_what_ended_last(tmp_path: Path) -> None:
     assert wait.duration_ms == pytest.approx((262 - 95) / 1e3)  # from the end of its launch
 
 
-def test_the_source_line_is_the_innermost_and_the_users(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("around", "place"),
+    [
+        (
+            (
+                event("python_function", "train.py(7): training_step", 0, 500),
+                event("python_function", "torchrec/distributed/types.py(375): wait", 10, 400),
+                event("python_function", "torch/_tensor.py(12): item", 20, 390),
+                event("python_function", "<built-in method item>", 21, 389),
+            ),
+            "at torchrec/distributed/types.py(375): wait, called from train.py(7): training_step",
+        ),
+        (
+            (
+                event("python_function", "train.py(7): main", 0, 500),
+                event("python_function", "train.py(90): begin", 5, 20),
+                event("user_annotation", "## backward 3 ##", 10, 400),
+            ),
+            "under ## backward ## at train.py(7): main",
+        ),
+    ],
+    ids=["the_innermost_line_and_the_users", "an_annotation_that_outlives_the_function_that_began_it"],
+)
+def test_a_wait_names_its_place(tmp_path: Path, around: tuple[dict[str, Any], ...], place: str) -> None:
+    synchronize = event("cuda_runtime", "cudaStreamSynchronize", 40, 370, correlation=1)
     spans = read(
-        tmp_path,
-        event("python_function", "train.py(7): training_step", 0, 500),
-        event("python_function", "torchrec/distributed/types.py(375): wait", 10, 400),
-        event("python_function", "torch/_tensor.py(12): item", 20, 390),
-        event("python_function", "<built-in method item>", 21, 389),
-        event("cpu_op", "aten::_local_scalar_dense", 30, 380),
-        event("cuda_runtime", "cudaStreamSynchronize", 40, 370, correlation=1),
-        event("kernel", "gemm", 0, 5, 7),
+        tmp_path, *around, event("cpu_op", "aten::item", 30, 380), synchronize, event("kernel", "gemm", 0, 5, 7)
     )
     (blocked,) = [span for span in spans if span.kind is Category.WAIT]
-    assert blocked.detail == (
-        "cudaStreamSynchronize at torchrec/distributed/types.py(375): wait, called from train.py(7): training_step"
-    )
-
-
-def test_an_annotation_outlives_the_function_that_began_it(tmp_path: Path) -> None:
-    spans = read(
-        tmp_path,
-        event("python_function", "train.py(7): main", 0, 500),
-        event("python_function", "train.py(90): begin", 5, 20),
-        event("user_annotation", "## backward 3 ##", 10, 400),
-        event("cpu_op", "aten::item", 30, 380),
-        event("cuda_runtime", "cudaStreamSynchronize", 40, 370, correlation=1),
-        event("kernel", "gemm", 0, 5, 7),
-    )
-    (blocked,) = [span for span in spans if span.kind is Category.WAIT]
-    assert blocked.detail == "cudaStreamSynchronize under ## backward ## at train.py(7): main"
+    assert blocked.detail == f"cudaStreamSynchronize {place}"
 
 
 def test_an_optimizer_step_around_a_forward_is_lightnings_closure(tmp_path: Path) -> None:
@@ -308,6 +304,7 @@ def test_a_written_trace_is_one_for_perfetto(tmp_path: Path) -> None:
 
 # -- bad input ----------------------------------------------------------------------------------------------------
 
+ONE_EVENT = b'{"traceEvents": [{"ph": "X", "cat": "%s", "name": "f", "ts": %s, "dur": 1}]}'
 EMPTY = {"traceEvents": [{"ph": "M", "name": "process_name", "pid": 1, "args": {"name": "python"}}]}
 
 
@@ -325,12 +322,9 @@ EMPTY = {"traceEvents": [{"ph": "M", "name": "process_name", "pid": 1, "args": {
         (b'{"traceEvents": 3}', "has no list of traceEvents"),
         (json.dumps(EMPTY).encode(), "holds nothing to draw"),
         (b"[" * 200_000, "nested too deeply"),
-        (
-            b'{"traceEvents": [{"ph": "X", "cat": "python_function", "name": "f", "ts": 1, "dur": 1}]}',
-            "no work of a GPU",
-        ),
-        (b'{"traceEvents": [{"ph": "X", "cat": "kernel", "name": "f", "ts": "soon", "dur": 1}]}', "nothing to draw"),
-        (b'{"traceEvents": [{"ph": "X", "cat": "kernel", "name": "f", "ts": NaN, "dur": 1}]}', "nothing to draw"),
+        (ONE_EVENT % (b"python_function", b"1"), "no work of a GPU"),
+        (ONE_EVENT % (b"kernel", b'"soon"'), "nothing to draw"),
+        (ONE_EVENT % (b"kernel", b"NaN"), "nothing to draw"),
     ],
 )
 def test_what_is_no_trace_is_said(tmp_path: Path, content: bytes, message: str) -> None:

@@ -75,38 +75,27 @@ PREFETCH_BETWEEN_HOSTS = (
 
 
 @pytest.mark.parametrize(
-    ("pipeline", "log", "step_ms"),
+    ("pipeline", "num_nodes", "log", "step_ms"),
     [
-        ("base", BASE, 310),
-        ("sparse_dist", SPARSE_DIST, 230),
-        ("fused_sparse_dist", FUSED_SPARSE_DIST, 190),
-        ("fused_sparse_dist_after_optimizer", FUSED_AFTER_OPTIMIZER, 230),
-        ("semi_sync", SEMI_SYNC, 190),
-        ("semi_sync_deferred", SEMI_SYNC_DEFERRED, 150),
-        ("prefetch", PREFETCH, 190),
+        ("base", 1, BASE, 310),
+        ("sparse_dist", 1, SPARSE_DIST, 230),
+        ("fused_sparse_dist", 1, FUSED_SPARSE_DIST, 190),
+        ("fused_sparse_dist_after_optimizer", 1, FUSED_AFTER_OPTIMIZER, 230),
+        ("semi_sync", 1, SEMI_SYNC, 190),
+        ("semi_sync_deferred", 1, SEMI_SYNC_DEFERRED, 150),
+        ("prefetch", 1, PREFETCH, 190),
+        ("fused_sparse_dist", 2, FUSED_SPARSE_DIST_BETWEEN_HOSTS, 190),
+        ("prefetch", 2, PREFETCH_BETWEEN_HOSTS, 190),
+        ("semi_sync", 2, SEMI_SYNC, 190),
+        ("semi_sync_deferred", 2, SEMI_SYNC_DEFERRED_BETWEEN_HOSTS, 150),
     ],
 )
-def test_order_of_issues_and_waits(two_ranks: Ranks, pipeline: str, log: str, step_ms: int) -> None:
-    for actual, steps_ms in two_ranks.run(virtual.run, TABLE_WISE, pipeline):
+def test_order_of_issues_and_waits(
+    get_ranks: Callable[..., Ranks], pipeline: str, num_nodes: int, log: str, step_ms: int
+) -> None:
+    for actual, steps_ms in get_ranks(2, num_nodes=num_nodes).run(virtual.run, TABLE_WISE, pipeline):
         assert actual == log.split(",")
         assert set(steps_ms[1:]) == {step_ms}  # the first step finds out which input feeds which module
-
-
-@pytest.mark.parametrize(
-    ("pipeline", "log", "step_ms"),
-    [
-        ("fused_sparse_dist", FUSED_SPARSE_DIST_BETWEEN_HOSTS, 190),
-        ("prefetch", PREFETCH_BETWEEN_HOSTS, 190),
-        ("semi_sync", SEMI_SYNC, 190),
-        ("semi_sync_deferred", SEMI_SYNC_DEFERRED_BETWEEN_HOSTS, 150),
-    ],
-)
-def test_order_of_issues_and_waits_between_hosts(
-    get_ranks: Callable[..., Ranks], pipeline: str, log: str, step_ms: int
-) -> None:
-    for actual, steps_ms in get_ranks(2, num_nodes=2).run(virtual.run, TABLE_WISE, pipeline):
-        assert actual == log.split(",")
-        assert set(steps_ms[1:]) == {step_ms}
 
 
 def test_splits_and_ids_of_all_modules_travel_together(two_ranks: Ranks) -> None:
@@ -166,17 +155,16 @@ def test_no_batch_outlives_its_step(mode: Schedule, two_ranks: Ranks) -> None:
     assert max(two_ranks.run(virtual.batches_alive, TABLE_WISE, mode.name)) <= mode.depth + 1
 
 
-DATA_PARALLEL_FIRST = Case(
-    "data_parallel_first",
-    (TableSpec("d0", ("f0",), "data_parallel"), TableSpec("t0", ("f1",)), TableSpec("t1", ("f2",))),
-)
-IN_TWO_MODULES = Case(
-    "in_two_modules",
-    (
-        TableSpec("d0", ("f0",), "data_parallel"),
-        TableSpec("u0", ("f1",), collection="second"),
-        TableSpec("u1", ("f2",), collection="second"),
-    ),
+DATA_PARALLEL_FIRST, IN_TWO_MODULES = (
+    Case(
+        name,
+        (
+            TableSpec("d0", ("f0",), "data_parallel"),
+            TableSpec("t0", ("f1",), collection=collection),
+            TableSpec("t1", ("f2",), collection=collection),
+        ),
+    )
+    for name, collection in (("data_parallel_first", "ebc"), ("in_two_modules", "second"))
 )
 
 

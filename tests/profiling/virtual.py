@@ -10,6 +10,7 @@ import copy
 import gc
 import weakref
 from contextlib import AbstractContextManager
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -166,7 +167,7 @@ def run(
         make_trainer(strategy, **kwargs).fit(model, datamodule=Batches(case, num_steps))
     steady = num_steps // 2
     log = clock.log[clock.log.index(f"-- {steady} --") + 1 : clock.log.index(f"-- {steady + 1} --")]
-    return log, [late - early for early, late in zip(clock.steps_ms, clock.steps_ms[1:], strict=False)]
+    return log, [late - early for early, late in pairwise(clock.steps_ms)]
 
 
 def stages_in_backward(case: Case, pipeline: str, num_steps: int = 12, **options: Any) -> set[str]:
@@ -182,12 +183,11 @@ def stages_in_backward(case: Case, pipeline: str, num_steps: int = 12, **options
         def on_after_backward(self) -> None:
             self.runs = False
 
-    model = Looks(case)
-
     def observe(kind: str, stage: Stage, batch: int) -> None:
         if model.runs and kind == "issue":
             seen.add(str(stage))
 
+    model = Looks(case)
     strategy = make_strategy(model, pipeline, observer=observe)
     make_trainer(strategy, **options).fit(model, datamodule=Batches(case, num_steps))
     return seen
@@ -209,10 +209,9 @@ def batches_alive(case: Case, pipeline: str, num_steps: int = 12) -> int:
             most = max(most, sum(one() is not None for one in alive))
 
     model = Counts(case)
-    strategy = make_strategy(model, pipeline)
     gc.disable()
     try:
-        make_trainer(strategy).fit(model, datamodule=Batches(case, num_steps))
+        make_trainer(make_strategy(model, pipeline)).fit(model, datamodule=Batches(case, num_steps))
     finally:
         gc.enable()
     return most

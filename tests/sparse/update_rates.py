@@ -37,7 +37,7 @@ from ..support.fits import make_strategy, make_trainer
 from ..support.reference import Result, collect
 from .variants import Variant
 
-NUM_STEPS = 14
+NUM_STEPS = 10
 TWO_RATES = Case(
     "two_rates",
     (

@@ -36,7 +36,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 NUM_ROWS = 120
 NUM_DENSE = 6
 BATCH_SIZE = 16
-NUM_STEPS = 18
+NUM_STEPS = 10
 
 
 @dataclass(frozen=True)
@@ -199,6 +199,15 @@ class MakesInput(Model):
 
     def embeddings(self, collection: str, batch: Batch) -> Any:
         return getattr(self, collection)(remade(batch.inputs["sparse"][0]))
+
+
+class ReadsItsLoss(Model):
+    """Makes the host wait in every step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        loss.item()
+        return loss
 
 
 class ByHand:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -10,7 +11,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from lightning_overlap.distributed import gloo_alltoall
+from lightning_overlap.distributed import Issue, gloo_alltoall, wrap_collectives
 from lightning_overlap.distributed.gloo_alltoall import BACKEND, Exchange, ReceivesFirst
 from lightning_overlap.tables.supported_modules import sharded_modules
 
@@ -110,17 +111,23 @@ def groups_of_a_run() -> list[bool]:
     return [isinstance(group, ReceivesFirst) for group in (joined.tables, joined.lookahead, joined.checkpoints)]
 
 
+@contextmanager
+def of_input_dist() -> Iterator[list[dict[str, Any]]]:
+    """Within this context keep the arguments of each all-to-all of the input dist."""
+    calls: list[dict[str, Any]] = []
+
+    def keep(name: str, call: dict[str, Any], issue: Issue) -> dist.Work | None:
+        if call["group"].group_desc == "lookahead":
+            calls.append(call)
+        return issue()
+
+    with wrap_collectives(keep, ["all_to_all_single"]):
+        yield calls
+
+
 def dtypes_of_a_run(num_batches: int) -> tuple[list[torch.dtype], set[torch.dtype]]:
     """Train; return the dtype of each all-to-all of the input dist, and those of the ids and lengths looked up."""
-    sent: list[torch.dtype] = []
     looked_up: set[torch.dtype] = set()
-    real = dist.all_to_all_single
-
-    def all_to_all_single(*args: Any, **kwargs: Any) -> Any:
-        given = inspect.signature(real).bind(*args, **kwargs).arguments
-        if given["group"].group_desc == "lookahead":
-            sent.append(given["input"].dtype)
-        return real(*args, **kwargs)
 
     class Looks(Model):
         def on_train_start(self) -> None:
@@ -132,9 +139,9 @@ def dtypes_of_a_run(num_batches: int) -> tuple[list[torch.dtype], set[torch.dtyp
         looked_up.update((args[0].values().dtype, args[0].lengths().dtype))
 
     model = Looks(TABLE_WISE)
-    with mock.patch.object(dist, "all_to_all_single", all_to_all_single):
+    with of_input_dist() as calls:
         make_trainer(make_strategy(model)).fit(model, datamodule=Batches(TABLE_WISE, num_batches))
-    return sent, looked_up
+    return [call["input"].dtype for call in calls], looked_up
 
 
 def waits_in_vain() -> str:

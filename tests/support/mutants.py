@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ast
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
+
+from lightning_overlap.testing import RaceError
 
 ORDERING = {
     *("wait", "record_stream", "hand_to_caller", "acquire", "wait_for_lookups", "note_write", "note_update"),
@@ -43,6 +45,24 @@ def without(module: ModuleType, line: int) -> Iterator[None]:
     finally:
         for name, function in functions.items():
             function.__code__ = before[name]
+
+
+@contextmanager
+def unchanged(modules: Iterable[ModuleType]) -> Iterator[None]:
+    """Let the functions of files run as mutants do that leave nothing out."""
+    with ExitStack() as stack:
+        for module in modules:
+            stack.enter_context(without(module, 0))
+        yield
+
+
+def races(run: Callable[[], object]) -> bool:
+    """Whether a run ends with a race."""
+    try:
+        run()
+    except RaceError:
+        return True
+    return False
 
 
 def _codes(code: CodeType) -> dict[str, CodeType]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from lightning.pytorch import LightningDataModule
@@ -20,9 +21,11 @@ from .fits import make_trainer
 NUM_TRAIN, NUM_VAL = 9, 3
 
 
+@dataclass
 class _Sized(Dataset):
-    def __init__(self, first: int, num: int, rank: int) -> None:
-        self.first, self.num, self.rank = first, num, rank
+    first: int
+    num: int
+    rank: int
 
     def __len__(self) -> int:
         return self.num
@@ -33,9 +36,9 @@ class _Sized(Dataset):
         return make_batch(TABLE_WISE, self.first + index, self.rank, batch_size=4)
 
 
+@dataclass
 class _Unsized(IterableDataset):
-    def __init__(self, first: int, num: int, rank: int) -> None:
-        self.sized = _Sized(first, num, rank)
+    sized: _Sized
 
     def __iter__(self) -> Iterator[Batch]:
         return (self.sized[index] for index in range(self.sized.num))
@@ -48,7 +51,7 @@ class _WithNone(_Sized):
 
 LOADERS: dict[str, Any] = {
     "sized": lambda *args: DataLoader(_Sized(*args), batch_size=None),
-    "unsized": lambda *args: DataLoader(_Unsized(*args), batch_size=None),
+    "unsized": lambda *args: DataLoader(_Unsized(_Sized(*args)), batch_size=None),
     "workers": lambda *args: DataLoader(
         _Sized(*args), batch_size=None, num_workers=1, persistent_workers=True, multiprocessing_context="fork"
     ),

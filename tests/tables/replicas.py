@@ -18,7 +18,8 @@ from torch.distributed.optim import _apply_optimizer_in_backward
 from torchrec.optim import RowWiseAdagrad
 
 from lightning_overlap import MODES, OverlapEmbeddingStrategy, combined_optimizer
-from lightning_overlap.sparse import pipeline
+from lightning_overlap.sparse import overwritten
+from lightning_overlap.sparse.module_context import ModuleContext
 from lightning_overlap.tables import sharded_modules, table_lines
 from lightning_overlap.testing.local_group import process_group
 from lightning_overlap.testing.unsharded_law import compare_with_unsharded
@@ -103,14 +104,14 @@ def fit(
 def num_compared(case: Case, model_class: str) -> tuple[Result, int]:
     """Fit, and count how often the state of a batch ahead is compared with the tables between two steps."""
     compared = 0
-    own = pipeline.ModuleContext.is_overwritten
+    own = ModuleContext.is_overwritten
 
     def is_overwritten(state: Any) -> bool:
         nonlocal compared
-        compared += sys._getframe(1).f_code.co_filename == pipeline.__file__
+        compared += sys._getframe(1).f_code.co_filename == overwritten.__file__
         return own(state)
 
-    with mock.patch.object(pipeline.ModuleContext, "is_overwritten", is_overwritten):
+    with mock.patch.object(ModuleContext, "is_overwritten", is_overwritten):
         return fit(case, "fused_sparse_dist", model_class), compared
 
 

@@ -56,7 +56,7 @@ from ..support.modules import (
 from ..support.reference import set_fused_rates, set_rates
 
 NUM_DENSE = 6
-NUM_STEPS = 14
+NUM_STEPS = 10
 
 
 @contextmanager

@@ -45,15 +45,6 @@ class ClaimsMore(Schedule):
     staleness = 2  # type: ignore[assignment]
 
 
-class ReadsItsLoss(Model):
-    """Makes the host wait in every step."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss: Tensor = super().training_step(batch, batch_idx)
-        loss.item()
-        return loss
-
-
 _count = itertools.count()
 
 

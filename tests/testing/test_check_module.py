@@ -16,7 +16,17 @@ from lightning_overlap.models import DLRM
 from lightning_overlap.schedules.modes import FUSED_SPARSE_DIST, SEMI_SYNC
 from lightning_overlap.testing import check_module
 
-from ..support.cases import MIXED, ROWWISE_ADAGRAD, SEQUENCE, TABLE_WISE, TWO_COLLECTIONS, MakesInput, Model, make_batch
+from ..support.cases import (
+    MIXED,
+    ROWWISE_ADAGRAD,
+    SEQUENCE,
+    TABLE_WISE,
+    TWO_COLLECTIONS,
+    MakesInput,
+    Model,
+    ReadsItsLoss,
+    make_batch,
+)
 from ..support.pairs import rotated
 from ..support.ranks import Ranks
 from . import checked
@@ -109,12 +119,12 @@ def test_a_schedule_that_is_fresher_than_it_says(steps: tuple[object, ...]) -> N
 
 
 def test_a_read_of_the_loss_is_reported_or_breaks_the_law() -> None:
-    report = checked.check(TABLE_WISE, "fused_sparse_dist", checked.ReadsItsLoss)
+    report = checked.check(TABLE_WISE, "fused_sparse_dist", ReadsItsLoss)
     [(place, num)] = report.host_syncs.items()
-    assert "training_step, checked.py" in place
+    assert "training_step, cases.py" in place
     assert num == 1
-    with pytest.raises(AssertionError, match=r"law 9: .*training_step, checked.py:\d+ \(1 a step\)"):
-        checked.check(TABLE_WISE, "fused_sparse_dist", checked.ReadsItsLoss, max_host_syncs=0)
+    with pytest.raises(AssertionError, match=r"law 9: .*training_step, cases.py:\d+ \(1 a step\)"):
+        checked.check(TABLE_WISE, "fused_sparse_dist", ReadsItsLoss, max_host_syncs=0)
     assert not checked.check(TABLE_WISE, "fused_sparse_dist", max_host_syncs=0).host_syncs
 
 
@@ -128,14 +138,16 @@ def test_a_module_in_its_own_forward_is_named_with_the_reason() -> None:
     assert report.early == {"ebc": 0.0}
 
 
-def test_a_module_that_no_seed_makes_the_same() -> None:
-    with pytest.raises(AssertionError, match=r"law 2: every run alike: at step 0: the loss is"):
-        checked.check(TABLE_WISE, "fused_sparse_dist", checked.NeverTwiceAlike)
-
-
-def test_a_forward_that_stays_patched() -> None:
-    with pytest.raises(AssertionError, match="nothing left patched or in flight: the forward of 'ebc'"):
-        checked.check(TABLE_WISE, "fused_sparse_dist", checked.LeavesAForward)
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        (checked.NeverTwiceAlike, "law 2: every run alike: at step 0: the loss is"),
+        (checked.LeavesAForward, "nothing left patched or in flight: the forward of 'ebc'"),
+    ],
+)
+def test_a_module_that_breaks_a_law(module: type[Model], message: str) -> None:
+    with pytest.raises(AssertionError, match=message):
+        checked.check(TABLE_WISE, "fused_sparse_dist", module)
 
 
 def test_ranks_that_send_in_another_order(two_ranks: Ranks) -> None:

@@ -14,14 +14,14 @@ import torch.distributed as dist
 from lightning.pytorch import Callback
 from torch.utils.data import DataLoader
 
-from lightning_overlap import OverlapEmbeddingStrategy, Stage, StreamName
+from lightning_overlap import Stage, StreamName
 from lightning_overlap.profiling import HostTimestamps
 from lightning_overlap.runtime import Streams
 from lightning_overlap.tuning import Arm, Auto, tuner
 
 from ..checkpoint.resumes import SaveSteps, StatefulSized
 from ..laws.windows import MODELS
-from ..support.cases import Batches, Case, Model, make_batch, make_plan
+from ..support.cases import Batches, Case, Model, make_batch
 from ..support.fits import make_strategy, make_trainer
 from ..support.reference import Result, collect
 
@@ -92,8 +92,7 @@ def train(
     """Train; `ms` is what a batch takes in each mode, by rank; `stalls` what the data of a batch is waited for."""
     rank = dist.get_rank()
     module: Model = MODELS[model](case)
-    plan = make_plan(case, module, dist.get_world_size())
-    strategy = OverlapEmbeddingStrategy(auto, sharding=plan, **(options or {}))
+    strategy = make_strategy(module, auto, **(options or {}))
     tuned = strategy._tuner
     assert tuned is not None
 

@@ -26,11 +26,13 @@ MS: dict[str, tuple[float, ...]] = {
     "base": (10.0,),
 }
 """What a batch takes in each mode, as the clock says."""
-ROUND = ["fused_sparse_dist", "fused_sparse_dist_after_optimizer", "sparse_dist", "base"]
+ROUND = list(MS)
 ONE_ROUND = Auto(warm_up=1, settle=1, block=2, rounds=1)
 """Too few blocks to compare: there is another round, and with its blocks no more."""
 WARM_UP = ["fused_sparse_dist"]
 TWO_ROUNDS = [*WARM_UP, *[mode for mode in [*ROUND, *ROUND[1:], *ROUND[:1]] for _ in range(3)]]
+CHOSEN, FIRST = ([*TWO_ROUNDS, *[mode] * 5] for mode in ("sparse_dist", "fused_sparse_dist"))
+"""The modes of a fit that chooses the fastest one, or goes on with the first one."""
 
 
 def _trained(ranks: Ranks, case: Case) -> list[Result]:
@@ -49,13 +51,13 @@ def _check(ranks: Ranks, fits: list[autos.Fit], expected: list[Result], modes: l
 @pytest.mark.parametrize("case", [ALL_KINDS, SEQUENCE, ROWWISE_ADAGRAD], ids=lambda case: case.name)
 def test_equals_the_plain_loop_across_its_switches(ranks: Ranks, case: Case) -> None:
     fits = ranks.run(autos.train, case, MS)
-    _check(ranks, fits, _trained(ranks, case), [*TWO_ROUNDS, *["sparse_dist"] * 5])
+    _check(ranks, fits, _trained(ranks, case), CHOSEN)
 
 
 @pytest.mark.parametrize("model", ["manual", "makes_input"])
 def test_manual_optimization_and_modules_that_run_their_own_forward(two_ranks: Ranks, model: str) -> None:
     fits = two_ranks.run(autos.train, MIXED, MS, model=model)
-    assert fits[0].modes == [*TWO_ROUNDS, *["sparse_dist"] * 5]
+    assert fits[0].modes == CHOSEN
     if model == "makes_input":
         _check(two_ranks, fits, _trained(two_ranks, MIXED))
 
@@ -75,7 +77,7 @@ def test_evaluations_and_ends_of_epochs_void_blocks_and_change_nothing(ranks: Ra
     kwargs: dict[str, Any] = {"num_steps": 10, "max_epochs": 3, "reload_dataloaders_every_n_epochs": 1}
     ms = {**MS, "base": (1.0,)}
     fits = ranks.run(autos.train, ALL_KINDS, ms, auto=ONE_ROUND, val_check_interval=5, **kwargs)
-    _check(ranks, fits, _trained(ranks, ALL_KINDS), [*TWO_ROUNDS, *["sparse_dist"] * 5])
+    _check(ranks, fits, _trained(ranks, ALL_KINDS), CHOSEN)
     counted = [line.split()[4] for line in fits[0].log.splitlines()[3:]]
     assert counted == ["2", "0", "2", "0"]
 
@@ -85,24 +87,14 @@ def test_a_stalled_loader_voids_the_block_on_all_ranks(two_ranks: Ranks) -> None
     batches later ones are fetched meanwhile."""
     stalls = {10: 30.0, 20: 30.0}
     fits = two_ranks.run(autos.train, TABLE_WISE, MS, auto=ONE_ROUND, stalls=stalls)
-    _check(
-        two_ranks,
-        fits,
-        _trained(two_ranks, TABLE_WISE),
-        [*TWO_ROUNDS, *["fused_sparse_dist"] * 5],
-    )
+    _check(two_ranks, fits, _trained(two_ranks, TABLE_WISE), FIRST)
 
 
 def test_all_ranks_choose_alike_though_they_measure_different_times(two_ranks: Ranks) -> None:
     """Each rank alone would take another mode; the slowest rank's time counts."""
-    ms = {
-        "fused_sparse_dist": (8.0, 8.0),
-        "fused_sparse_dist_after_optimizer": (3.0, 10.0),
-        "sparse_dist": (7.0, 7.0),
-        "base": (10.0, 3.0),
-    }
+    ms = dict(zip(ROUND, [(8.0, 8.0), (3.0, 10.0), (7.0, 7.0), (10.0, 3.0)], strict=True))
     fits = two_ranks.run(autos.train, TABLE_WISE, ms)
-    _check(two_ranks, fits, _trained(two_ranks, TABLE_WISE), [*TWO_ROUNDS, *["sparse_dist"] * 5])
+    _check(two_ranks, fits, _trained(two_ranks, TABLE_WISE), CHOSEN)
     assert [bool(fit.log) for fit in fits] == [True, False]
     words, _, _, *rows = fits[0].log.splitlines()
     assert words.startswith("pipeline='auto': sparse_dist, stream data_dist: none is more than 5% faster")
@@ -163,12 +155,7 @@ def test_a_choice_is_not_kept_for_another_module(two_ranks: Ranks) -> None:
 
 def test_where_every_block_is_disturbed_nothing_is_chosen(two_ranks: Ranks) -> None:
     fits = two_ranks.run(autos.train, TABLE_WISE, MS, auto=ONE_ROUND, val_check_interval=1)
-    _check(
-        two_ranks,
-        fits,
-        _trained(two_ranks, TABLE_WISE),
-        [*TWO_ROUNDS, *["fused_sparse_dist"] * 5],
-    )
+    _check(two_ranks, fits, _trained(two_ranks, TABLE_WISE), FIRST)
     assert fits[0].state == {}
     assert "nothing was chosen, as every block was disturbed" in fits[0].log
 

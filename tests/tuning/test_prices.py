@@ -14,9 +14,9 @@ from lightning_overlap.tuning import Bags, Costs, costs_of, over_ranks, prices, 
 from lightning_overlap.tuning import costs as parts
 from lightning_overlap.tuning.prices import OFF, PRICED, TOLD, Walk
 
+from ..callbacks import monitors
 from ..support.cases import TABLE_WISE
 from ..support.ranks import Ranks
-from . import virtual
 
 STEPS_MS = {
     "base": 310,
@@ -59,7 +59,7 @@ def test_a_walk_takes_as_long_as_the_executor(mode: str) -> None:
 @pytest.mark.parametrize("measured", STEPS_MS)
 def test_one_measured_step_prices_all_modes(two_ranks: Ranks, measured: str) -> None:
     """Of real runs under the virtual clock: to the millisecond for who knows the link, else within the error given."""
-    ranks = two_ranks.run(virtual.costs_of_a_steady_step, TABLE_WISE, measured)
+    ranks = two_ranks.run(monitors.costs_of_a_steady_step, TABLE_WISE, measured)
     assert [took for _, took in ranks] == [pytest.approx(STEPS_MS[measured])] * 2
     for found_costs, _ in ranks:
         work = {part: ms for part, ms in found_costs.work.items() if ms}
@@ -109,31 +109,23 @@ def test_the_error_has_the_spread_and_what_the_walk_is_off() -> None:
     assert (fused.ms, fused.error_ms) == (190, OFF * 80)
 
 
-MS = st.floats(0, 100)
+ANY_COSTS: dict[str, st.SearchStrategy[float]] = dict.fromkeys(
+    ("forward", "backward", "step", "lookup", "update", "all_to_all"), st.floats(0, 100)
+)
 
 
-@given(MS, MS, MS, MS, MS, MS, st.booleans(), st.sampled_from(PRICED), st.booleans())
+@given(st.fixed_dictionaries(ANY_COSTS), st.booleans(), st.sampled_from(PRICED), st.booleans())
 def test_more_overlap_is_never_priced_above_none(
-    forward: float,
-    backward: float,
-    step: float,
-    lookup: float,
-    update: float,
-    wire: float,
-    shared: bool,
-    mode: str,
-    on_device: bool,
+    given_costs: dict[str, float], shared: bool, mode: str, on_device: bool
 ) -> None:
-    of_parts = costs(forward, backward, step, lookup=lookup, update=update, all_to_all=wire, on_device=on_device)
+    of_parts = costs(**given_costs, on_device=on_device)
     base = Walk(MODES["base"], of_parts, shared=shared).step_ms()
     assert Walk(MODES[mode], of_parts, shared=shared).step_ms() <= base + 1e-6
 
 
-@given(MS, MS, MS, MS, MS, MS, st.sampled_from(PRICED))
-def test_the_measured_mode_is_priced_as_measured(
-    forward: float, backward: float, step: float, lookup: float, update: float, wire: float, mode: str
-) -> None:
-    of_parts = costs(forward, backward, step, lookup=lookup, update=update, all_to_all=wire)
+@given(st.fixed_dictionaries(ANY_COSTS), st.sampled_from(PRICED))
+def test_the_measured_mode_is_priced_as_measured(given_costs: dict[str, float], mode: str) -> None:
+    of_parts = costs(**given_costs)
     took = Walk(MODES[mode], of_parts, shared=True).step_ms()
     [first, *_] = prices(MODES[mode], of_parts, [took])
     assert (first.name, first.ms) == (mode, pytest.approx(took))
@@ -159,9 +151,8 @@ def test_the_link_is_shared_by_bytes() -> None:
     found = costs_of(spans, (0, 40))
     assert {name: ms for name, ms in found.wire.items() if ms} == {parts.IDS: 10, parts.GRADIENTS: 20}
     assert (found.flight[parts.IDS], found.flight[parts.GRADIENTS]) == (25, 15)
-    assert {part: ms for part, ms in found.work.items() if ms} == {
-        **{parts.AFTER_MERGE: 10, parts.BEFORE_SENDING: 10, parts.AFTER_SENDING: 10, "optimizer_step": 10}
-    }
+    worked = (parts.AFTER_MERGE, parts.BEFORE_SENDING, parts.AFTER_SENDING, "optimizer_step")
+    assert {part: ms for part, ms in found.work.items() if ms} == dict.fromkeys(worked, 10)
     uncounted = [replace(span, sent_bytes=0) for span in spans]
     assert costs_of(uncounted, (0, 40)).wire[parts.IDS] == 25
 

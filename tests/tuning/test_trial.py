@@ -10,10 +10,7 @@ from lightning_overlap.tuning import Arm
 from lightning_overlap.tuning.arms import modes_on, streams_of
 from lightning_overlap.tuning.trial import Block, choose, table, times_of
 
-FUSED, AFTER, SPARSE, BASE = modes_on("data_dist")
-
-
-ARMS = (FUSED, AFTER, SPARSE, BASE)
+FUSED, AFTER, SPARSE, BASE = ARMS = modes_on("data_dist")
 
 
 def blocks(
