@@ -26,6 +26,7 @@ from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import ShardedTensor, ShardingEnv, ShardingPlan
 
 from lightning_overlap import OverlapEmbeddingStrategy, combined_optimizer
+from lightning_overlap.tables import sharding
 
 from ..support.fits import make_trainer
 from ..support.modules import (
@@ -77,7 +78,7 @@ def dense_kernels_without_pooling() -> Iterator[None]:
             start += num_rows * dim
         return torch.cat(rows)
 
-    with mock.patch.object(kernel, "forward", look_up):
+    with mock.patch.object(kernel, "forward", look_up), mock.patch.object(sharding, "_refuse_sequences_as_bags"):
         yield
 
 
