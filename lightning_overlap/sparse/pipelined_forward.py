@@ -203,9 +203,8 @@ class PipelinedForwards(dict[str, PipelinedForward]):
             RuntimeError: The weights of the module's input have a graph.
         """
         weights = given.weights_or_none() if isinstance(given, KeyedJaggedTensor) else None
-        if weights is None or not weights.requires_grad or self._group is None or not torch.is_grad_enabled():
-            return
-        if has_model_parallel_tables(pipelined.module):
+        trained = isinstance(weights, torch.Tensor) and weights.requires_grad and torch.is_grad_enabled()
+        if trained and self._group is not None and has_model_parallel_tables(pipelined.module):
             raise RuntimeError(
                 f"the weights of the ids passed to {pipelined.name!r} are trained, but are sent to other ranks, from "
                 "which no gradients come back to them. Weight the embeddings of an EmbeddingCollection, make the "
