@@ -1,7 +1,5 @@
 """Overlap sharded embedding lookups with the dense part of a step, under PyTorch Lightning and TorchRec."""
 
-from importlib import import_module
-
 from . import versions as versions
 from .schedules import MODES as MODES
 from .schedules import STREAMS as STREAMS
@@ -28,14 +26,17 @@ if TYPE_CHECKING:
     from .deltas import Replica as Replica
 
 
-_NEED_EXTRA = {"EmbeddingDeltas": ".callbacks", "Replica": ".deltas"}
-"""Name -> the folder that has it. They need packages of the extra `deltas`, which an install may lack."""
-
-
 def __getattr__(name: str) -> object:
-    if name not in _NEED_EXTRA:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_NEED_EXTRA[name], __name__), name)
+    # These need packages of the extra `deltas`, which an install may lack.
+    if name == "EmbeddingDeltas":
+        from .callbacks import EmbeddingDeltas as EmbeddingDeltas
+
+        return EmbeddingDeltas
+    if name == "Replica":
+        from .deltas import Replica as Replica
+
+        return Replica
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 __version__ = "0.1.0"
