@@ -47,7 +47,6 @@ class OverlapTimeline(Callback):
         self.dirpath = dirpath
         self._first = first_step - AHEAD
         self._last = first_step + num_steps
-        self._num_drawn = num_steps
         self._with_stack = with_stack
         self.files: list[Path] = []
         """The files that were written, on rank 0."""
@@ -139,8 +138,8 @@ class OverlapTimeline(Callback):
         folder.mkdir(parents=True, exist_ok=True)
         title = f"{strategy.schedule.name}, stream {strategy.stream}, {len(ranks)} ranks"
         picture, page, trace = (folder / f"timeline.{suffix}" for suffix in ("png", "html", "json.gz"))
-        profiling.write_png(picture, ranks, num_steps=self._num_drawn, title=title)
-        profiling.write_html(page, ranks, num_steps=self._num_drawn, title=title)
+        profiling.write_png(picture, ranks, num_steps=len(self.drawn), title=title)
+        profiling.write_html(page, ranks, num_steps=len(self.drawn), title=title)
         profiling.write_trace(trace, ranks)
         self.files = [picture, page, trace]
         print(profiling.as_report({rank: profiling.summarize(spans) for rank, spans in ranks.items()}))

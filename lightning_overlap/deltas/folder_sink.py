@@ -68,7 +68,10 @@ class FolderSink:
                 return
             try:
                 if isinstance(files, LocalFileSystem):
-                    _write_to_disk(unfinished, pieces)
+                    with open(unfinished, "xb") as file:
+                        file.writelines(pieces)
+                        file.flush()
+                        os.fsync(file.fileno())
                     os.replace(unfinished, path)
                     _sync_folder(self._root)
                 else:
@@ -116,13 +119,6 @@ class FolderSink:
             "Give a folder that exists or can be made, with the right to write in it.",
             *(OSError, ValueError),
         )
-
-
-def _write_to_disk(path: str, pieces: Sequence[Piece]) -> None:
-    with open(path, "xb") as file:
-        file.writelines(pieces)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _sync_folder(path: str) -> None:

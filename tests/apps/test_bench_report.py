@@ -89,13 +89,9 @@ def test_one_other_bit_on_any_rank_in_any_round_is_not_the_same() -> None:
 def test_the_table_has_a_row_for_each_arm_that_ran() -> None:
     arms = [base(), ArmTurns("peer", 0, failure="RuntimeError: no such stream")]
     results = evaluate(arms, 10)
-    lines = [line.split("  ") for line in table(results).splitlines()]
-    assert [line[0].strip() for line in lines if line[0][0] != "-"] == ["arm", "base"]
-    cells = [cell.strip() for cell in lines[2] if cell.strip()]
-    assert cells == [
-        *("base", "100.00 ms", "110.00 ms", "9.00 ms", "1.000", "1.000-1.000"),
-        *("194", "50.00 ms", "100 MiB", "0.5", "yes"),
-    ]  # fmt: skip
+    head, _, row = table(results).splitlines()
+    assert head.startswith("arm ")
+    assert " ".join(row.split()) == ("base 100.00 ms 110.00 ms 9.00 ms 1.000 1.000-1.000 194 50.00 ms 100 MiB 0.5 yes")
     assert notes(arms, results) == ["peer: does not run here: RuntimeError: no such stream"]
 
 

@@ -102,11 +102,8 @@ def test_sharding_reaches_the_strategy(override: str, sharding: object) -> None:
 def test_comms_reach_the_strategy(name: str) -> None:
     config = composed(f"comms={name}")
     strategy = build.build_strategy(config, MODES["base"], build.build_model(config, build.build_data(config)))
-    if name == "none":
-        assert strategy.quantized_comms is None
-        return
-    assert strategy.quantized_comms is not None
-    sent = [str(getattr(strategy.quantized_comms, f"{way}_precision")) for way in ("forward", "backward")]
+    comms = strategy.quantized_comms
+    sent = ["none"] if comms is None else [str(comms.forward_precision), str(comms.backward_precision)]
     assert "_".join(dict.fromkeys(sent)) == name
 
 

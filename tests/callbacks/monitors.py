@@ -72,13 +72,9 @@ def account_of_a_steady_step(case: Case, pipeline: str) -> dict[str, Any]:
     """Account for a step under a virtual clock, with the all-to-alls of the tables alone."""
     spans, window = steady_step(case, pipeline)
     result = break_down(spans, window, overlapped=overlapped_by(MODES[pipeline]))
-    kinds = {
-        str(kind): {"busy": round(times.busy_ms, 6), "hidden": round(times.hidden_ms, 6)}
-        for kind, times in result.categories.items()
-    }
+    kinds = {kind: (round(one.busy_ms, 6), round(one.hidden_ms, 6)) for kind, one in result.categories.items()}
     return {
         **kinds,
-        "host": round(result.categories[Category.HOST].busy_ms, 6),
         "step": round(result.step_ms, 6),
         "blocked": round(result.blocked_ms, 6),
         "merge": round(result.merge_wait_ms, 6),
@@ -97,10 +93,9 @@ class Kept(DummyLogger):
         self.logged.append((dict(metrics), step))
 
 
-def _fit(case: Case, pipeline: str, model: Model, monitor: OverlapMonitor | None, **kwargs: Any) -> Any:
-    callbacks = [] if monitor is None else [monitor]
-    trainer = make_trainer(make_strategy(model, pipeline), callbacks=callbacks, **kwargs)
-    trainer.fit(model, datamodule=Batches(case, NUM_STEPS))
+def _fit(model: Model, pipeline: str, *callbacks: Callback, data: Any = None, **kwargs: Any) -> Any:
+    trainer = make_trainer(make_strategy(model, pipeline), callbacks=list(callbacks), **kwargs)
+    trainer.fit(model, datamodule=data or Batches(model.case, NUM_STEPS))
     return trainer
 
 
@@ -108,10 +103,10 @@ def told_by_a_run(case: Case, pipeline: str) -> dict[str, Any]:
     """Train with and without a monitor; return all that the one with it told."""
     originals = dist.all_to_all_single, dist.all_reduce
     plain = Model(case)
-    _fit(case, pipeline, plain, None)
+    _fit(plain, pipeline)
     model, monitor, logger, printed = Model(case), OverlapMonitor(every_n_steps=4), Kept(), io.StringIO()
     with contextlib.redirect_stdout(printed):
-        trainer = _fit(case, pipeline, model, monitor, logger=logger)
+        trainer = _fit(model, pipeline, monitor, logger=logger)
     return {
         "losses": torch.stack(model.losses).tolist(),
         "losses_without": torch.stack(plain.losses).tolist(),
@@ -119,7 +114,6 @@ def told_by_a_run(case: Case, pipeline: str) -> dict[str, Any]:
         "num_accounts": len(monitor.accounts),
         "stages": list(monitor.accounts[0].stages),
         "logged": [values for values, _ in logger.logged if "overlap/step_ms" in values],
-        "steps": [step for values, step in logger.logged if "overlap/step_ms" in values],
         "progress_bar": list(trainer.progress_bar_metrics),
         "printed": printed.getvalue(),
     }
@@ -134,9 +128,9 @@ def slow_loader(case: Case, wait_ms: float) -> tuple[float, float, float, str]:
                 time.sleep(wait_ms / 1e3)
                 yield batch
 
-    model, monitor, printed = Model(case), OverlapMonitor(every_n_steps=4), io.StringIO()
+    monitor, printed = OverlapMonitor(every_n_steps=4), io.StringIO()
     with contextlib.redirect_stdout(printed):
-        make_trainer(make_strategy(model), callbacks=[monitor]).fit(model, datamodule=Slow(case, NUM_STEPS))
+        _fit(Model(case), "fused_sparse_dist", monitor, data=Slow(case, NUM_STEPS))
     found = monitor.accounts[0]  # the last ones may have fetched all
     data, copy = (found.categories[kind].busy_ms for kind in (Category.DATA, Category.COPY))
     return data, copy, found.step_ms, printed.getvalue()
@@ -156,14 +150,14 @@ def logs_slowly(case: Case, takes_ms: float) -> tuple[float, bool]:
             return loss
 
     model, monitor = Logs(case), OverlapMonitor(every_n_steps=4, table=False)
-    _fit(case, "fused_sparse_dist", model, monitor)
+    _fit(model, "fused_sparse_dist", monitor)
     return mean(monitor.accounts).log_ms, "log" in vars(model)
 
 
 def audited(case: Case, pipeline: str) -> dict[str, Any]:
     """Return the syncs of the step that was audited, and the line of the one that the user wrote."""
     monitor, logger = OverlapMonitor(every_n_steps=4, table=False), Kept()
-    _fit(case, pipeline, ReadsItsLoss(case), monitor, logger=logger)
+    _fit(ReadsItsLoss(case), pipeline, monitor, logger=logger)
     source, first = inspect.getsourcelines(ReadsItsLoss)
     assert monitor.syncs is not None
     return {
@@ -200,10 +194,9 @@ def validates_every_other_step(case: Case) -> tuple[int, int, bool]:
             self.num_validations += 1
 
     model = Counts(case)
-    strategy = make_strategy(model)
     options = {"val_check_interval": 2, "limit_val_batches": 1, "num_sanity_val_steps": 0}
-    make_trainer(strategy, callbacks=[monitor], **options).fit(model, datamodule=Validates(case, NUM_STEPS))
-    left = strategy._run is not None  # with a timer
+    trainer = _fit(model, "fused_sparse_dist", monitor, data=Validates(case, NUM_STEPS), **options)
+    left = trainer.strategy._run is not None  # with a timer
     return model.num_validations, len(monitor.accounts), left
 
 
@@ -219,12 +212,10 @@ def measured_and_drawn(
         summaries.append(summarize(*args))
         return summaries[-1]
 
-    strategy = make_strategy(model, pipeline)
     callbacks = [monitor, timeline] if monitor_first else [timeline, monitor]
     functions = dist.all_to_all_single, dist.all_reduce
     with contextlib.redirect_stdout(printed), mock.patch.object(timeline_module.profiling, "summarize", kept):
-        trainer = make_trainer(strategy, callbacks=callbacks, logger=logger)
-        trainer.fit(model, datamodule=Batches(case, NUM_STEPS))
+        _fit(model, pipeline, *callbacks, logger=logger)
     assert functions == (dist.all_to_all_single, dist.all_reduce), "left in place"
     assert "log" not in vars(model)
     steps = [step for values, step in logger.logged if "overlap/step_ms" in values]
@@ -238,9 +229,9 @@ def drawn(case: Case, pipeline: str, folder: str, num_steps: int = NUM_STEPS) ->
     data = Batches(case, num_steps)
     with warnings.catch_warnings(record=True) as caught, contextlib.redirect_stdout(printed):
         warnings.simplefilter("always")
-        make_trainer(make_strategy(model, pipeline), callbacks=[timeline]).fit(model, datamodule=data)
+        _fit(model, pipeline, timeline, data=data)
     plain = Model(case)
-    make_trainer(make_strategy(plain, pipeline)).fit(plain, datamodule=data)
+    _fit(plain, pipeline, data=data)
     return {
         "files": [str(path) for path in timeline.files],
         "printed": printed.getvalue(),

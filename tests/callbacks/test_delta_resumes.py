@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -107,72 +109,43 @@ def stragglers(folder: Path, of_ranks: list[Windows], elsewhere: Path) -> dict[o
     return {cut: names for cut, names in wrong.items() if names}
 
 
+at_end = partial(At, "on_train_batch_end")
+
+
 def saves_after(stops: Callable[..., None]) -> Callable[[str, str], list[dict[str, Any]]]:
     """A fit that is stopped at step 10 and saved then, and one that goes on."""
     return lambda a, b: [
-        {
-            "steps": 12,
-            "every": 6,
-            "before": [At("on_train_batch_end", 10, stops)],
-            "after": [At("on_exception", 10, save, a)],
-        },
+        {"steps": 12, "every": 6, "before": [at_end(10, stops)], "after": [At("on_exception", 10, save, a)]},
         {"steps": 12, "ckpt_path": a},
     ]
 
 
 CRASHES: dict[str, Callable[[str, str], list[dict[str, Any]]]] = {
     "tables_that_the_user_wrote_before_the_save": lambda a, b: [
-        {
-            "steps": 12,
-            "every": 3,
-            "before": [At("on_train_batch_end", step, do) for step, do in ((7, halve), (8, fail))],
-            "after": [At("on_train_batch_end", 7, save, a)],
-        },
+        {"steps": 12, "every": 3, "before": [at_end(7, halve), at_end(8, fail)], "after": [at_end(7, save, a)]},
         {"steps": 10, "ckpt_path": a},
     ],
     "a_save_after_an_exception": saves_after(fail),
     "a_save_after_an_interrupt": saves_after(interrupt),
     "a_save_in_the_middle_of_a_step": lambda a, b: [
-        {
-            "steps": 12,
-            "pipeline": "base",
-            "after": [At("on_train_batch_start", 6, save, a), At("on_train_batch_end", 10, fail)],
-        },
+        {"steps": 12, "pipeline": "base", "after": [At("on_train_batch_start", 6, save, a), at_end(10, fail)]},
         {"steps": 8, "pipeline": "base", "ckpt_path": a},
     ],
     "a_resume_that_crashes_before_it_has_heard_of_its_first_cut": lambda a, b: [
-        {"steps": 20, "every": 4, "after": [At("on_train_batch_end", 6, save, a), At("on_train_batch_end", 15, fail)]},
-        {
-            "steps": 20,
-            "every": 8,
-            "ckpt_path": a,
-            "after": [At("on_train_batch_end", 7, save, b), At("on_train_batch_end", 8, fail)],
-        },
+        {"steps": 20, "every": 4, "after": [at_end(6, save, a), at_end(15, fail)]},
+        {"steps": 20, "every": 8, "ckpt_path": a, "after": [at_end(7, save, b), at_end(8, fail)]},
         {"steps": 9, "ckpt_path": b},
     ],
     "a_base_that_was_not_known_to_be_whole": lambda a, b: [
-        {
-            "steps": 20,
-            "every": 4,
-            "after": [
-                At("on_train_batch_start", 5, halve),
-                At("on_train_batch_end", 8, save, a),
-                At("on_train_batch_end", 9, fail),
-            ],
-        },
+        {"steps": 20, "every": 4, "after": [At("on_train_batch_start", 5, halve), at_end(8, save, a), at_end(9, fail)]},
         {"steps": 10, "ckpt_path": a},
     ],
     "a_table_that_the_dense_optimizer_had": lambda a, b: [
-        {
-            "steps": 20,
-            "every": 6,
-            "pipeline": "base",
-            "after": [At("on_train_batch_end", 10, save, a), At("on_train_batch_end", 11, fail)],
-        },
+        {"steps": 20, "every": 6, "pipeline": "base", "after": [at_end(10, save, a), at_end(11, fail)]},
         {"steps": 11, "pipeline": "base", "ckpt_path": a, "case": _case("table_wise", "row_wise", "row_wise")},
     ],
     "tables_that_the_user_writes_after_they_were_loaded": lambda a, b: [
-        {"steps": 12, "every": 3, "after": [At("on_train_batch_end", 7, save, a)]},
+        {"steps": 12, "every": 3, "after": [at_end(7, save, a)]},
         {"steps": 9, "ckpt_path": a, "before": [At("on_train_start", 7, halve)]},
     ],
 }
@@ -186,7 +159,7 @@ def test_replicas_end_equal_wherever_they_stopped(ranks: Ranks, tmp_path: Path, 
 
 
 def test_a_write_that_no_tensor_counts_is_sent_where_the_user_tells(ranks: Ranks, tmp_path: Path) -> None:
-    writes = (At("on_train_batch_end", 7, halve_by_numpy),)
+    writes = (at_end(7, halve_by_numpy),)
     of_ranks = ranks.run(fit_with_deltas, MIXED, "base", str(tmp_path / "sent"), every_n_steps=3, callbacks=writes)
     assert stragglers(tmp_path / "sent", [last for _, last in of_ranks], tmp_path / "replicas") == {}
 
@@ -194,8 +167,8 @@ def test_a_write_that_no_tensor_counts_is_sent_where_the_user_tells(ranks: Ranks
 def test_a_sink_that_was_wiped_goes_on_from_an_old_checkpoint(two_ranks: Ranks, tmp_path: Path) -> None:
     """A replica has applied the same steps of a generation that the checkpoint does not know of."""
     sent, old = tmp_path / "sent", str(tmp_path / "old.ckpt")
-    two_ranks.run(fits, str(sent), {"steps": 8, "after": [At("on_train_batch_end", 4, save, old)]})
-    two_ranks.run(fits, str(sent), {"steps": 12, "ckpt_path": old, "before": [At("on_train_batch_end", 6, halve)]})
+    two_ranks.run(fits, str(sent), {"steps": 8, "after": [at_end(4, save, old)]})
+    two_ranks.run(fits, str(sent), {"steps": 12, "ckpt_path": old, "before": [at_end(6, halve)]})
     live = Replica(None, sent)
     live.update()
     assert live.position is not None
@@ -259,20 +232,14 @@ def states_of(replica: Replica) -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.parametrize(
-    ("before", "then"),
-    [
-        ("table_wise", "column_wise"),
-        ("column_wise", "row_wise"),
-        ("row_wise", "table_row_wise"),
-        ("table_row_wise", "table_column_wise"),
-        ("table_column_wise", "grid_shard"),
-    ],
-)
+IN_ORDER = ("table_wise", "column_wise", "row_wise", "table_row_wise", "table_column_wise", "grid_shard")
+
+
+@pytest.mark.parametrize(("before", "then"), list(itertools.pairwise(IN_ORDER)))
 def test_states_have_their_names_under_every_plan(two_ranks: Ranks, tmp_path: Path, before: str, then: str) -> None:
     """A live replica, and one that begins then, have the states of a training that resumes under another plan."""
     sent, saved = tmp_path / "sent", str(tmp_path / "saved.ckpt")
-    first = two_ranks.run(fit_with_states, str(sent), before, 7, after=[At("on_train_batch_end", 4, save, saved)])
+    first = two_ranks.run(fit_with_states, str(sent), before, 7, after=[at_end(4, save, saved)])
     live = Replica(None, sent, optimizer_state=True)
     live.update()
     second = two_ranks.run(fit_with_states, str(sent), then, 9, ckpt_path=saved)
@@ -293,7 +260,7 @@ def test_four_ranks_are_resumed_by_two(get_ranks: Callable[..., Ranks], tmp_path
     sent, kwargs = tmp_path / "sent", {"saves_in": str(tmp_path / "saved"), "every_n_steps": 2}
     kwargs["options"] = {"checkpoint_format": "sharded"}
     four = get_ranks(4)
-    kills = At("on_train_batch_end", 7, kill)
+    kills = at_end(7, kill)
     with pytest.raises(RankError):
         four.run(fit_with_deltas, MIXED, "semi_sync", str(sent), callbacks=(kills,), num_steps=12, **kwargs)
     live = Replica(None, sent)

@@ -11,7 +11,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torchrec import KeyedJaggedTensor
 
 from lightning_overlap import MODES
 from lightning_overlap.callbacks import EmbeddingDeltas
@@ -20,7 +19,7 @@ from lightning_overlap.testing import CheckedStreams, RaceError
 from lightning_overlap.tracking.copies import DeviceCopy, _gather_rows
 from lightning_overlap.tracking.row_marks import DeviceMarks, HostMarks
 
-from ..support.cases import ROWWISE_ADAGRAD, SEQUENCE, TWO_COLLECTIONS, Batch, Model
+from ..support.cases import ROWWISE_ADAGRAD, SEQUENCE, TWO_COLLECTIONS, Batch, Model, remade
 from ..support.pairs import pairwise
 from ..testing.test_checked_streams import train
 from .delta_fits import Files, apply_in_order
@@ -47,8 +46,7 @@ class MakesAnInput(Model):
 
     def embeddings(self, collection: str, batch: Batch) -> Any:
         kjt = batch.inputs["sparse"][0]
-        made = KeyedJaggedTensor(kjt.keys(), kjt.values(), lengths=kjt.lengths())
-        return getattr(self, collection)(kjt if collection == self.early else made)
+        return getattr(self, collection)(kjt if collection == self.early else remade(kjt))
 
 
 class MakesAllInputs(MakesAnInput):

@@ -114,9 +114,8 @@ def test_other_kinds_of_tables(ranks: Ranks, tmp_path: Path, name: str, pipeline
 
 @pytest.mark.parametrize("pipeline", ["fused_sparse_dist", "semi_sync_deferred"])
 def test_a_slow_sink_gets_fewer_cuts_each_with_the_last_values(ranks: Ranks, tmp_path: Path, pipeline: str) -> None:
-    of_ranks = ranks.run(
-        fit_with_deltas, ALL, pipeline, str(tmp_path), num_steps=40, sink={"delay_s": 0.1}, deltas={"dense": False}
-    )
+    kwargs = {"num_steps": 40, "sink": {"delay_s": 0.1}, "deltas": {"dense": False}}
+    of_ranks = ranks.run(fit_with_deltas, ALL, pipeline, str(tmp_path), **kwargs)
     assert wrong(tmp_path, of_ranks) == {}
     assert len({name.step for name in parse_names(path.name for path in tmp_path.iterdir())}) < 30
 
@@ -151,9 +150,8 @@ def test_options_that_change_when_tables_are_written(two_ranks: Ranks, tmp_path:
 
 
 def test_a_cut_in_many_chunks(two_ranks: Ranks, tmp_path: Path) -> None:
-    of_ranks = two_ranks.run(
-        fit_in_small_chunks, OTHERS["adagrad"], "semi_sync", str(tmp_path), deltas={"optimizer_state": True}
-    )
+    args = (fit_in_small_chunks, OTHERS["adagrad"], "semi_sync", str(tmp_path))
+    of_ranks = two_ranks.run(*args, deltas={"optimizer_state": True})
     assert wrong(tmp_path, of_ranks) == {}
     names = parse_names(path.name for path in tmp_path.iterdir())
     assert max(name.num_chunks for name in names if name.step) > 5
@@ -262,9 +260,8 @@ def test_a_sink_without_memory_gets_a_base(ranks: Ranks, tmp_path: Path) -> None
     ranks.run(fit_with_deltas, ALL, "semi_sync", str(sent), saves_in=str(saved), num_steps=8)
     for path in sent.iterdir():
         path.unlink()
-    of_ranks = ranks.run(
-        fit_with_deltas, ALL, "semi_sync", str(sent), ckpt_path=str(saved / "step=4.ckpt"), num_steps=12
-    )
+    kwargs = {"ckpt_path": str(saved / "step=4.ckpt"), "num_steps": 12}
+    of_ranks = ranks.run(fit_with_deltas, ALL, "semi_sync", str(sent), **kwargs)
     generation = max(apply_in_order(sent))[0]
     assert generation > 2  # whatever a replica has applied that saw the parts: it follows
     assert wrong(sent, of_ranks, generation) == {}

@@ -41,11 +41,11 @@ BUSY_AND_HIDDEN_MS = {
 def test_hidden_and_exposed_time_under_a_virtual_clock(mode: Schedule, two_ranks: Any) -> None:
     for result in two_ranks.run(monitors.account_of_a_steady_step, TABLE_WISE, mode.name):
         busy, hidden = BUSY_AND_HIDDEN_MS[mode.name]
-        assert result["communication"] == {"busy": busy, "hidden": hidden}
-        assert result["dense"] == {"busy": 150, "hidden": 0}
+        assert result["communication"] == (busy, hidden)
+        assert result["dense"] == (150, 0)
         assert result["blocked"] == busy - hidden
         assert result["step"] == 150 + busy - hidden
-        assert result["host"] == 150
+        assert result["host"] == (150, 0)
         assert result["bound"] == (("communication", 160) if busy == 160 else ("dense", 150))
 
 

@@ -29,13 +29,12 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 
 from lightning_overlap import OverlapEmbeddingStrategy
 from lightning_overlap.checkpoint import atomic, sharded_folder
 from lightning_overlap.checkpoint.safe_metadata import SafeReader
 
-from ..support.cases import NUM_ROWS, Batch, Batches, Case, TableSpec
+from ..support.cases import NUM_ROWS, Batch, Batches, Case, TableSpec, make_collection
 from ..support.fits import make_trainer
 
 ONE_TABLE = Case("one_table", (TableSpec("t0", ("f0",)),))
@@ -204,12 +203,8 @@ class Small(LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
-        [table] = ONE_TABLE.tables
-        config = EmbeddingBagConfig(
-            name=table.name, num_embeddings=NUM_ROWS, embedding_dim=table.dim, feature_names=list(table.features)
-        )
-        self.ebc = EmbeddingBagCollection(tables=[config])
-        self.top = nn.Linear(table.dim, 1, bias=False)
+        self.ebc = make_collection(ONE_TABLE.tables, NUM_ROWS)
+        self.top = nn.Linear(ONE_TABLE.tables[0].dim, 1, bias=False)
         self.began = 0
 
     def on_train_start(self) -> None:

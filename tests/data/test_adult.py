@@ -123,9 +123,8 @@ def test_training_deals_every_row_out_once_and_evaluation_covers_every_row(tmp_p
         loaders = [getattr(data, f"{split}_dataloader")() for data in modules]
         got = [[numbers_of(batch, train) for batch in loader] for loader in loaders]
         assert len({len(batches) for batches in got}) == 1
-        sizes = [len(batch) for batches in got for batch in batches]
-        assert max(sizes) - min(sizes) <= 1
-        assert min(sizes) >= 1
+        sizes = {len(batch) for batches in got for batch in batches}
+        assert 1 <= min(sizes) <= max(sizes) <= min(sizes) + 1
         assert max(sizes) <= batch_size or min(sizes) == 1
         assert sorted(n for batches in got for batch in batches for n in batch) == sorted(held_out)
     seen = [n for data in modules for batch in data.train_dataloader() for n in numbers_of(batch, train)]

@@ -217,9 +217,7 @@ def test_command_tells_files_of_one_rank_apart(tmp_path: Path, capsys: pytest.Ca
     ("content", "message"),
     [
         (None, "does not exist"),
-        (b"not JSON", "its JSON is broken"),
-        (b"\x1f\x8b\x08", "damaged gzip"),
-        (b"[]", "holds nothing to draw"),
+        (b"not JSON", "its JSON is broken"),  # what else may be wrong: test_torch_trace.py
     ],
 )
 def test_bad_files_are_said_without_a_traceback(

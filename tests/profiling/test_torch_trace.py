@@ -187,16 +187,13 @@ def test_an_optimizer_step_around_a_forward_is_lightnings_closure(tmp_path: Path
         ("## KJTListAwaitable wait() ##", Stage.INPUT_DATA_DIST, None),
         ("## GetItemLazyAwaitable wait() ##", Stage.EMBEDDING_LOOKUP, None),
         *((f"## {stage} 41 ##", stage, 41) for stage in Stage),
+        ("## NEMetric:update ##", None, None),  # a user's own
+        ("my forward pass", None, None),
     ],
 )
-def test_names_of_stages(name: str, stage: Stage, batch: int | None) -> None:
+def test_names_of_stages(name: str, stage: Stage | None, batch: int | None) -> None:
     assert trace_names.of_annotation(name) is stage
     assert trace_names.split_batch(name)[0] == batch
-
-
-def test_a_users_annotation_has_no_stage() -> None:
-    assert trace_names.of_annotation("## NEMetric:update ##") is None
-    assert trace_names.of_annotation("my forward pass") is None
 
 
 def test_torchrecs_own_ranges_have_their_stages(two_ranks: Ranks, tmp_path: Path) -> None:

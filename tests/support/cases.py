@@ -31,6 +31,7 @@ from torchrec.distributed.sharding_plan import (
     table_wise,
 )
 from torchrec.distributed.types import ShardingPlan
+from torchrec.optim import RowWiseAdagrad
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 NUM_ROWS = 120
@@ -271,12 +272,6 @@ def _tables(num: int, **kwargs: Any) -> tuple[TableSpec, ...]:
     return tuple(TableSpec(f"t{index}", (f"f{index}",), **kwargs) for index in range(num))
 
 
-def _rowwise_adagrad() -> type[torch.optim.Optimizer]:
-    from torchrec.optim import RowWiseAdagrad
-
-    return RowWiseAdagrad
-
-
 TABLE_WISE = Case("table_wise", _tables(3))
 COLUMN_WISE = Case("column_wise", (*_tables(1), TableSpec("wide", ("w",), "column_wise", dim=16)))
 MIXED = Case(
@@ -302,7 +297,7 @@ SEQUENCE = Case("embedding_collection", _tables(3), sequence=True)
 WEIGHTED = Case("weighted", _tables(3), weighted=True)
 EMPTY_FEATURE = Case("empty_feature", _tables(3), empty_feature="f1")
 ADAGRAD = Case("adagrad", _tables(2), optimizer=(torch.optim.Adagrad, {"lr": 1.0, "eps": 1e-8}))
-ROWWISE_ADAGRAD = Case("rowwise_adagrad", _tables(2), optimizer=(_rowwise_adagrad(), {"lr": 1.0, "eps": 1e-8}))
+ROWWISE_ADAGRAD = Case("rowwise_adagrad", _tables(2), optimizer=(RowWiseAdagrad, {"lr": 1.0, "eps": 1e-8}))
 
 SHARED_FEATURE = Case("shared_feature", (TableSpec("t0", ("f0",)), TableSpec("t1", ("f1", "f0"))))
 

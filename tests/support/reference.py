@@ -33,13 +33,15 @@ class Result:
 
     def differences(self, other: Result) -> list[str]:
         """Name everything that is not equal bit for bit."""
-        found = [] if _same(self.losses, other.losses) else [f"losses from step {_first(self.losses, other.losses)}"]
+        found = []
+        if not torch.equal(self.losses, other.losses):
+            found.append(f"losses from step {_first(self.losses, other.losses)}")
         for part in ("tables", "dense", "fused_state", "dense_state"):
             mine, theirs = getattr(self, part), getattr(other, part)
             if mine.keys() != theirs.keys():
                 found.append(f"{part}: {sorted(mine)} against {sorted(theirs)}")
                 continue
-            found += [f"{part} {key}" for key in mine if not _same(mine[key], theirs[key])]
+            found += [f"{part} {key}" for key in mine if not torch.equal(mine[key], theirs[key])]
         return found
 
 
@@ -205,13 +207,11 @@ def train_delayed(
 
 def split_data_parallel(case: Case) -> Case:
     """Return a case whose data-parallel tables, which the dense optimizer writes, are in collections of their own."""
-    return dataclasses.replace(
-        case,
-        tables=tuple(
-            dataclasses.replace(table, collection=f"{table.collection}_dp") if _is_dp(table) else table
-            for table in case.tables
-        ),
+    tables = (
+        dataclasses.replace(table, collection=f"{table.collection}_dp") if table.sharding == "data_parallel" else table
+        for table in case.tables
     )
+    return dataclasses.replace(case, tables=tuple(tables))
 
 
 def set_rates(optimizer: torch.optim.Optimizer, factor: float) -> None:
@@ -280,10 +280,6 @@ def _sharders(case: Case, device: torch.device) -> list[Any] | None:
     ]
 
 
-def _is_dp(table: Any) -> bool:
-    return table.sharding == "data_parallel"
-
-
 def _local(name: str, value: Any) -> dict[str, Tensor]:
     if isinstance(value, ShardedTensor):
         return {
@@ -299,10 +295,6 @@ def to_device(batch: Any, device: torch.device) -> Any:
     kjt, index = batch.inputs["sparse"]
     inputs = {"sparse": (kjt.to(device), index)}
     return dataclasses.replace(batch, dense=batch.dense.to(device), inputs=inputs, labels=batch.labels.to(device))
-
-
-def _same(mine: Tensor, theirs: Tensor) -> bool:
-    return torch.equal(mine, theirs)
 
 
 def _first(mine: Tensor, theirs: Tensor) -> int:
