@@ -69,7 +69,7 @@ def test_it_follows_until_a_step(training: Training, tmp_path: Path, capsys: pyt
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["nowhere", "--once"], "overlap-replica: nothing has been applied yet from FolderSink('nowhere'): call"),
+        (["nowhere", "--once"], "overlap-replica: FolderSink('nowhere') has no whole cut: is it where the training"),
         (
             ["redis://127.0.0.1:1/0", "--once"],
             "overlap-replica: cannot read the stream 'embedding_deltas' of ",
