@@ -115,7 +115,7 @@ class _AfterStep(Callback):
 
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_: Any) -> None:
-        loss = outputs["loss"] if isinstance(outputs, Mapping) else outputs
+        loss = (outputs["loss"] if isinstance(outputs, Mapping) else outputs) * trainer.accumulate_grad_batches
         strategy = trainer.strategy
         self._job.after_step(loss, strategy if isinstance(strategy, OverlapEmbeddingStrategy) else None)
 
@@ -187,6 +187,8 @@ class _Rest(nn.Module):
 
 def _train_by_hand(job: Job, pipeline_class: str, options: Mapping[str, Any]) -> None:
     """Train by one of TorchRec's pipelines, or without any."""
+    if (num := config_checks.per_step(job.config)) > 1:
+        raise ValueError(f"a hand-written loop steps after every batch, not after accumulate_grad_batches={num}.")
     model = job.make_model()
     dmp = job.make_dmp(Network(model), model).train()
     made = build.optimizers_in(model.configure_optimizers())

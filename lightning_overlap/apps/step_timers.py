@@ -62,9 +62,7 @@ class StepTimer(Callback):
         self._last = now
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         loss = loss.detach() if isinstance(loss, Tensor) else torch.tensor(float("nan"))
-        if pl_module.automatic_optimization:  # Lightning has divided it
-            loss = loss * trainer.accumulate_grad_batches
-        self._losses.append(loss)
+        self._losses.append(loss * trainer.accumulate_grad_batches)  # Lightning has divided it
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,7 +77,12 @@ def _first_difference(one_RS: NDArray[np.float32], other_RS: NDArray[np.float32]
 
 
 def write(folder: Path, results: Sequence[ModeResult], metric: str) -> None:
-    """Write `steps.csv` (a line per mode and step) and `summary.json`, which names the metric that a sweep is told."""
+    """Write `steps.csv` (a line per mode and step) and `summary.json`, which names the metric that a sweep is told.
+
+    Where nothing was tested (`task=validate`), it is that of the validation.
+    """
+    if not any(name.startswith("test") for name in results[-1].summary["metrics"]):
+        metric = re.sub("^test", "val", metric)
     with open(folder / "steps.csv", "w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(["mode", "step", "loss", "step_ms"])

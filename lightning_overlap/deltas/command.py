@@ -28,8 +28,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             try:
                 if options.once:
                     replica.update()
-                    with replica.reading():
-                        pass  # an error where there was nothing
+                    if replica.position is None:
+                        raise ReplicaError(f"{replica.sink!r} has no whole cut: is it where the training writes?")
                 else:
                     _follow(replica, options, stopped)
             finally:

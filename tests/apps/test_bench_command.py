@@ -64,6 +64,14 @@ def test_ours_beside_plain_lightning_and_torchrec(tmp_path: Path) -> None:
     assert "14/14" in done.stderr  # the progress bar: seven arms, two rounds
 
 
+def test_accumulated_gradients_are_none_of_a_hand_written_loop(tmp_path: Path) -> None:
+    done = bench(tmp_path, *SMALL, "rounds=1", "arms=[loop_dmp]", "trainer.accumulate_grad_batches=2")
+    assert done.returncode == 0, done.stderr
+    _, arms = results(tmp_path)
+    assert "steps after every batch, not after accumulate_grad_batches=2" in arms["loop_dmp"]["failure"]
+    assert arms["base"]["final_loss"] == pytest.approx(0.69, abs=0.1)  # of a batch, not its share of a step
+
+
 def test_latencies_are_put_on_top(tmp_path: Path) -> None:
     shorter = [f"latency.{part}_ms=5" for part in ("forward", "backward", "step")]
     arguments = ("bench=virtual_latency", *SMALL, *shorter, "rounds=1", "arms=[torchrec/base]")

@@ -54,6 +54,14 @@ def test_a_sweep_is_told_the_metric_or_why_not(tmp_path: Path) -> None:
         train_report.read_metric(tmp_path)
 
 
+def test_a_run_that_tests_nothing_tells_the_metric_of_its_validation(tmp_path: Path) -> None:
+    validated = result("one", [0.5])
+    validated = replace(validated, summary={**validated.summary, "metrics": {"val_auc": 0.5}})
+    train_report.write(tmp_path, [validated], "test_auc")
+    assert train_report.read_metric(tmp_path) == 0.5
+    assert train_report.compare_runs([("", tmp_path)]).splitlines()[2].endswith("val_auc 0.500000")
+
+
 def test_another_rank_or_the_sign_of_a_zero_is_another_loss() -> None:
     one, other = result("one", [0.0, 0.5]), result("two", [-0.0, 0.5])
     assert not train_report.compare([one, other])[1]

@@ -65,7 +65,7 @@ def test_it_follows_until_a_step(training: Training, tmp_path: Path, capsys: pyt
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["nowhere", "--once"], "nothing has been applied yet from FolderSink('nowhere'): call"),
+        (["nowhere", "--once"], "FolderSink('nowhere') has no whole cut: is it where the training"),
         (["redis://127.0.0.1:1/0", "--once"], "cannot read the stream 'embedding_deltas' of "),
         (["redis://127.0.0.1:1/0"], "this replica stopped following RedisSink('redis://127.0.0.1:1/0'"),
         (["deltas", "--state", "text"], "text is no state of a replica"),
