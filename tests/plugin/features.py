@@ -25,7 +25,7 @@ from lightning_overlap import OverlapEmbeddingStrategy
 from ..support.cases import TABLE_WISE, Batch, Model, make_batch
 from ..support.fits import make_trainer
 
-NUM_TRAIN, NUM_EVAL = 9, 3
+NUM_TRAIN, NUM_EVAL = 7, 3
 OWNED_BY_TESTS = {"on_before_batch_transfer", "on_after_batch_transfer"}
 """Hooks that a lookahead calls earlier, by its nature; test_fit_loop.py counts them."""
 

@@ -13,6 +13,7 @@ from packaging.version import Version
 
 from ..support.ranks import Ranks
 from . import tools
+from .features import NUM_TRAIN
 
 EARLY = "fused_sparse_dist"
 
@@ -38,7 +39,7 @@ def test_csv_logger_writes_the_same_rows(ranks: Ranks, tmp_path: Path) -> None:
     expected, base, early = (ranks.run(tools.csv_rows, p, str(tmp_path)) for p in (None, "base", EARLY))
     assert early == base
     for mine, theirs in zip(early, expected, strict=True):
-        assert [row["step"] for row in mine][-1] == "17"
+        assert [row["step"] for row in mine][-1] == str(2 * NUM_TRAIN - 1)
         for row, other in zip(mine, theirs, strict=True):
             assert {k: v for k, v in row.items() if "loss" not in k} == {
                 k: v for k, v in other.items() if "loss" not in k
@@ -86,7 +87,13 @@ def test_compiled_module(two_ranks: Ranks) -> None:
 
 @pytest.mark.parametrize(
     ("train", "num"),
-    [("train", 8), ("one_min_size", 4), ("one_max_size_cycle", 6), ("one_max_size", 4), ("both_min_size", 0)],
+    [
+        ("train", NUM_TRAIN - 1),
+        ("one_min_size", 4),
+        ("one_max_size_cycle", 6),
+        ("one_max_size", 4),
+        ("both_min_size", 0),
+    ],
 )
 def test_early_embeddings_with_several_loaders(two_ranks: Ranks, train: str, num: int) -> None:
     """All batches with ids but the first, which shows which input feeds which module."""
@@ -99,7 +106,7 @@ def test_dataloader_iter_runs_plain(ranks: Ranks) -> None:
         ranks.run(tools.fetches_for_itself, EARLY, True), expected, strict=True
     ):
         assert mine == theirs
-        assert (steps, early) == (18, 0)
+        assert (steps, early) == (2 * NUM_TRAIN, 0)
 
 
 def test_sequential_train_loader_is_refused_by_lightning(ranks: Ranks) -> None:

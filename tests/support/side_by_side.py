@@ -23,7 +23,7 @@ TESTS = Path(__file__).resolve().parents[1]
 WIDTH = 80
 RUNS = ("first_run", "second_run", "third_run")
 """Their markers: most tests in rank processes; most that start programs; all others."""
-RANKS_IN_OTHERS = {"plugin": RUNS[1]} | dict.fromkeys(
+RANKS_IN_OTHERS = {"sparse": RUNS[1]} | dict.fromkeys(
     ("callbacks", "checkpoint", "profiling", "tables", "testing", "tuning"), RUNS[2]
 )
 """Folders of `tests/` whose tests in rank processes are in another run, so that all end at about the same time."""

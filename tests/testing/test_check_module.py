@@ -27,7 +27,7 @@ from ..support.cases import (
     ReadsItsLoss,
     make_batch,
 )
-from ..support.pairs import rotated
+from ..support.pairs import in_turn
 from ..support.ranks import Ranks
 from . import checked
 
@@ -64,9 +64,7 @@ def test_a_module_whose_embeddings_are_sent_in_fewer_bits(two_ranks: Ranks) -> N
         assert report.holds
 
 
-@pytest.mark.parametrize(
-    ("name", "pipeline"), [(name, pipeline) for name, pipeline, num_ranks in rotated(KEPT) if num_ranks == 2]
-)
+@pytest.mark.parametrize(("pipeline", "name"), in_turn(MODES, KEPT))
 def test_modules_of_the_law_tests(two_ranks: Ranks, name: str, pipeline: str) -> None:
     mode = MODES[pipeline]
     for report in two_ranks.run(checked.check, KEPT[name], pipeline):
