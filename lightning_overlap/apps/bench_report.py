@@ -48,6 +48,7 @@ class ArmTurns:
     staleness: int  # updates that its lookups do not see, in batches
     rounds: list[list[Turn]] = field(default_factory=list)  # for each round, one turn per rank
     failure: str | None = None
+    frozen_window: bool = False  # whether its tables are updated with the optimizer step, and not for each batch
 
     @property
     def by_rank(self) -> list[tuple[Turn, ...]]:
@@ -61,6 +62,7 @@ class ArmResult:
 
     name: str
     staleness: int
+    frozen_window: bool
     step_ms_median: float
     step_ms_p90: float
     cpu_ms: float | None  # median; other programs on the machine disturb it less
@@ -101,6 +103,7 @@ def evaluate(arms: Sequence[ArmTurns], batch_size: int | None) -> list[ArmResult
             ArmResult(
                 name=arm.name,
                 staleness=arm.staleness,
+                frozen_window=arm.frozen_window,
                 step_ms_median=max(_by_rank(arm, "step_ms")),
                 step_ms_p90=max(_by_rank(arm, "step_ms", 90)),
                 cpu_ms=max(_by_rank(arm, "cpu_ms"), default=None),
@@ -164,12 +167,11 @@ def table(results: Sequence[ArmResult]) -> str:
     rows = [["arm", *(title for title, _ in _FORMS.values()), *(f"peak {name}" for name in memories)]]
     rows[0] += ["final loss", "same as base"]
     for result in results:
-        plain, _, options = result.name.partition("+")
         reference = f" ({result.compared_with})" if "+" in result.compared_with else ""
-        why = "" if reference else options
+        why = "" if reference else result.name.partition("+")[2]
         if result.staleness:
             why = f"staleness {result.staleness}"
-        elif plain.partition("/")[0].endswith("_frozen_window"):
+        elif result.frozen_window:
             why = "frozen window"
         cells = [or_dash(getattr(result, name), form) for name, (_, form) in _FORMS.items()]
         cells += [f"{result.peak_memory[name] / 2**20:,.0f} MiB" for name in memories]

@@ -87,7 +87,9 @@ class _Bench:
 
     def all_rounds(self) -> list[ArmTurns]:
         stale = {name: schedule.staleness for name, (schedule, _) in self.ours.items()} | {"torchrec/semi_sync": 1}
-        arms = [ArmTurns(name, stale.get(_plain(name), 0)) for name in config_checks.arms(self.config)]
+        frozen = {name for name, (schedule, _) in self.ours.items() if schedule.holds_updates}
+        plain = {name: _plain(name) for name in config_checks.arms(self.config)}
+        arms = [ArmTurns(name, stale.get(of, 0), frozen_window=of in frozen) for name, of in plain.items()]
         shifts = [number % len(arms) for number in range(self.config["rounds"])]
         in_turn = [arm for shift in shifts for arm in arms[shift:] + arms[:shift]]
         bar = tqdm(in_turn, disable=dist.get_rank() != 0, desc="overlap-bench", unit="turn")

@@ -61,7 +61,7 @@ def compare(results: Sequence[ModeResult]) -> tuple[str, bool]:
         step = _first_difference(reference.losses_RS, result.losses_RS)
         if step is not None:
             mode, staleness = result.summary["mode"], result.summary["staleness"]
-            frozen = mode.endswith("_frozen_window")  # its tables change with the step, those of others in each batch
+            frozen = result.summary["frozen_window"]  # its tables change with the step, those of others in each batch
             kept = kept and bool(frozen or staleness or reference.summary["staleness"])
             why = "frozen window" if frozen else f"staleness {staleness}"
             differing.append(f"{mode} ({why}) differs from {reference.summary['mode']} from step {step} on")

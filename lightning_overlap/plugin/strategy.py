@@ -226,7 +226,7 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
                 self._run.installed.enter_context(fit_loop.installed(trainer))
                 self._run.installed.enter_context(checkpoint_links.installed(trainer, self._folder_saver.on_commit))
                 if self.global_rank == 0:
-                    warn_of_ignored_options(trainer, holds_updates=self._holds_updates)
+                    warn_of_ignored_options(trainer, holds_updates=self.schedule.holds_updates)
         super().setup(trainer)
         if self._run is None:
             return
@@ -238,7 +238,7 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
             self._streams = make_streams(self.root_device, lookup_stream)
         if fitting:
             self._run.installed.enter_context(refusing_clipping(trainer, self.lightning_module))
-            if self._holds_updates:
+            if self.schedule.holds_updates:
                 refuse_held_updates(self.lightning_module)
             tables.follow_rates(self.lightning_module, tables.rate_setter(self.optimizers))
             self._run.sparse = sparse = self._make_pipeline(self.schedule, "training_step")
@@ -296,11 +296,6 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
         assert self.lightning_module is not None
         tables.check_dense_optimizers(self.lightning_module, self.optimizers)
 
-    @property
-    def _holds_updates(self) -> bool:
-        """Whether the updates of tables wait for the optimizer step (`frozen_window`)."""
-        return self.schedule.accumulating is not None
-
     def _make_pipeline(self, schedule: Schedule, step: str) -> SparsePipeline:
         """Return the sparse stages for a table, of training or of an evaluation; `step` names the user's method."""
         assert self.lightning_module is not None
@@ -318,7 +313,7 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
             num_threads=self._num_lookup_threads if trains and self.root_device.type == "cpu" else 0,
             prefetches=schedule.step_of(Stage.PREFETCH) is not None,
             releases=self._release_features and trains,
-            holds_updates=self._holds_updates and trains,
+            holds_updates=self.schedule.holds_updates and trains,
             multi_node=self.world_size > self.num_processes,
             any_rank=self.any_rank,
             timeout_s=self.timeout_s,

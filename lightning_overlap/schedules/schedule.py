@@ -128,6 +128,11 @@ class Schedule:
         """Whether `BACKWARD` leaves the update of the tables to a later step."""
         return self.step_of(Stage.EMBEDDING_UPDATE) is not None
 
+    @property
+    def holds_updates(self) -> bool:
+        """Whether the updates of all batches of an optimizer step come with that step (`frozen_window`)."""
+        return self.accumulating is not None
+
     @cached_property
     def accumulating(self) -> AccumulatingSchedule | None:
         """The table to walk for a batch whose gradients wait for the optimizer step of a later one; None: this one.

@@ -115,7 +115,7 @@ class Walk:
 
 def can_be_priced(schedule: Schedule) -> bool:
     """Whether a walk can simulate a mode: none with a cache, and none with updates at the optimizer step."""
-    return schedule.step_of(Stage.PREFETCH) is None and schedule.accumulating is None
+    return schedule.step_of(Stage.PREFETCH) is None and not schedule.holds_updates
 
 
 def prices(

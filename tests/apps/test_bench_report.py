@@ -78,12 +78,13 @@ def test_a_precision_has_a_reference_of_its_own() -> None:
 def test_one_other_bit_on_any_rank_in_any_round_is_not_the_same() -> None:
     other = base().rounds
     other[1][1] = replace(other[1][1], losses=b"ac")
-    exact, stale = evaluate([base(), ArmTurns("x", 0, other), ArmTurns("y", 1, other)], None)[1:]
-    assert not exact.same_as_base
-    assert not stale.same_as_base
-    lines = table([exact, stale]).splitlines()
+    arms = [base(), ArmTurns("x", 0, other), ArmTurns("y", 1, other), ArmTurns("z", 0, other, frozen_window=True)]
+    results = evaluate(arms, None)[1:]
+    assert not any(result.same_as_base for result in results)
+    lines = table(results).splitlines()
     assert lines[2].endswith(" NO")
     assert lines[3].endswith("no (staleness 1)")
+    assert lines[4].endswith("no (frozen window)")
 
 
 def test_the_table_has_a_row_for_each_arm_that_ran() -> None:

@@ -52,7 +52,7 @@ def test_both_tables_begin_alike(name: str) -> None:
 
 
 def test_no_other_mode_has_windows() -> None:
-    assert [name for name, mode in MODES.items() if mode.accumulating is not None] == []
+    assert [name for name, mode in MODES.items() if mode.holds_updates] == []
 
 
 def test_a_lookup_whose_ids_come_late_stays_below_the_backward() -> None:
@@ -60,5 +60,6 @@ def test_a_lookup_whose_ids_come_late_stays_below_the_backward() -> None:
     steps = "copy_batch_to_device+1/memcpy dense_forward+0/compute input_splits_dist+1/data_dist"
     rest = "input_data_dist+1/data_dist backward+0/compute optimizer_step+0/compute"
     own = Schedule.parse(f"own: {steps} {rest} embedding_update+0/lookup embedding_lookup+1/lookup")
+    assert own.holds_updates
     assert own.accumulating is not None
     assert " ".join(map(str, own.accumulating)) == f"{steps} {rest} embedding_lookup+1/lookup"
