@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from statistics import fmean
@@ -15,13 +14,13 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from .. import profiling
-from ..plugin import OverlapEmbeddingStrategy, logged_step
+from ..plugin import logged_step
 from ..profiling import Breakdown, HostSync, report
 from ..schedules import Schedule
 from ..sparse import StaleCounts, StaleRows
 from ..tuning import Costs, costs_of, mean_costs, price_table
 from .advice import OfRank, price, travelling_bags
-from .recording import Recording, join
+from .recording import Recording, join, watched_strategy
 from .timeline import OverlapTimeline
 
 NUM_WATCHED = 2  # steps of a measurement: what the second one uses was issued in the first
@@ -97,15 +96,8 @@ class OverlapMonitor(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._forget()  # a measurement of a fit before that was not ended
         self._reset()
-        strategy = self._strategy = trainer.strategy if isinstance(trainer.strategy, OverlapEmbeddingStrategy) else None
-        if strategy is None or strategy.streams is None:
-            self._strategy = None
-            warnings.warn(
-                f"OverlapMonitor has nothing to measure: {type(trainer.strategy).__name__} runs no sparse pipeline "
-                "here. It takes OverlapEmbeddingStrategy and a module with TorchRec tables.",
-                UserWarning,
-                stacklevel=2,
-            )
+        strategy = self._strategy = watched_strategy(trainer, self)
+        if strategy is None:
             return
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         self._timelines = [one for one in callbacks if isinstance(one, OverlapTimeline)]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from contextlib import ExitStack
 from typing import Any
 from unittest import mock
 from weakref import WeakKeyDictionary
 
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule, Trainer
 
 from ..plugin import OverlapEmbeddingStrategy
 from ..profiling import Interval, SpanRecorder
@@ -74,3 +75,17 @@ def join(strategy: OverlapEmbeddingStrategy, module: LightningModule, reader: ob
         recording = _UNDER_WAY[strategy] = Recording(strategy, module)
     recording._readers.append(reader)
     return recording
+
+
+def watched_strategy(trainer: Trainer, callback: Callback) -> OverlapEmbeddingStrategy | None:
+    """Return the strategy whose steps a callback watches; warn, and return None, if there is no sparse pipeline."""
+    strategy = trainer.strategy
+    if isinstance(strategy, OverlapEmbeddingStrategy) and strategy.streams is not None:
+        return strategy
+    warnings.warn(
+        f"{type(callback).__name__} has nothing to watch: {type(strategy).__name__} runs no sparse pipeline here. It "
+        "takes OverlapEmbeddingStrategy and a module with TorchRec tables.",
+        UserWarning,
+        stacklevel=2,
+    )
+    return None

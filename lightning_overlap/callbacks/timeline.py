@@ -14,7 +14,7 @@ from typing_extensions import override
 from .. import profiling
 from ..plugin import OverlapEmbeddingStrategy
 from ..profiling import Category, Span
-from .recording import Recording, join
+from .recording import Recording, join, watched_strategy
 
 STEPS_LANE = "steps"  # where steps are marked; not drawn
 AHEAD = 1  # steps recorded before the first one drawn: what that one uses was sent off then
@@ -51,6 +51,7 @@ class OverlapTimeline(Callback):
         self.files: list[Path] = []
         """The files that were written, on rank 0."""
         self._num_steps = 0
+        self._strategy: OverlapEmbeddingStrategy | None = None
         self._recording: Recording | None = None
         self._profiler: torch.profiler.profile | None = None
 
@@ -58,13 +59,14 @@ class OverlapTimeline(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._forget()
         self._num_steps = 0
+        self._strategy = watched_strategy(trainer, self)
 
     @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        strategy = trainer.strategy
-        if not isinstance(strategy, OverlapEmbeddingStrategy) or strategy.streams is None:
+        strategy = self._strategy
+        if strategy is None:
             return
         self._num_steps += 1
         if self._profiler is not None:
@@ -147,7 +149,7 @@ class OverlapTimeline(Callback):
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._num_steps < self._last:
+        if self._strategy is not None and self._num_steps < self._last:
             warnings.warn(
                 f"OverlapTimeline drew nothing: it takes {self._last} steps, training had {self._num_steps}. "
                 "Lower first_step or num_steps.",

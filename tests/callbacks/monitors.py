@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback
 from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.strategies import DDPStrategy
 
 import lightning_overlap.callbacks.timeline as timeline_module
-from lightning_overlap import MODES, OverlapEmbeddingStrategy, OverlapMonitor, OverlapTimeline
+from lightning_overlap import MODES, OverlapMonitor, OverlapTimeline
 from lightning_overlap.profiling.overlap import Breakdown, break_down, mean, overlapped_by
 from lightning_overlap.profiling.recorder import SpanRecorder
 from lightning_overlap.profiling.spans import ALL_TO_ALLS, Category, Interval, Span
@@ -167,13 +168,13 @@ def audited(case: Case, pipeline: str) -> dict[str, Any]:
     }
 
 
-def without_tables() -> str:
-    """Return what a monitor says of a module that has no tables."""
+def without_pipeline(strategy: type[DDPStrategy]) -> list[str]:
+    """Return what monitor and timeline say of a module without tables, and of the strategies that they cannot watch."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer = make_trainer(OverlapEmbeddingStrategy(), callbacks=[OverlapMonitor()])
+        trainer = make_trainer(strategy(), callbacks=[OverlapMonitor(), OverlapTimeline()])
         trainer.fit(Dense())
-    return next(str(one.message) for one in caught if "OverlapMonitor" in str(one.message))
+    return [str(one.message) for one in caught if "Overlap" in str(one.message)]
 
 
 def validates_every_other_step(case: Case) -> tuple[int, int, bool]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from lightning.pytorch.strategies import DDPStrategy
 
-from lightning_overlap import MODES, Schedule, Stage
+from lightning_overlap import MODES, OverlapEmbeddingStrategy, Schedule, Stage
 
 from ..support.cases import TABLE_WISE
 from . import monitors
@@ -117,9 +118,14 @@ def test_the_audit_names_the_users_own_line(two_ranks: Any) -> None:
         assert "host_syncs" in " ".join(rank["logged"])
 
 
-def test_a_module_without_tables_is_told_so(get_ranks: Any) -> None:
-    [message] = get_ranks(1).run(monitors.without_tables)
-    assert "nothing to measure" in message
+@pytest.mark.parametrize("strategy", [OverlapEmbeddingStrategy, DDPStrategy])
+def test_why_there_is_nothing_to_watch(get_ranks: Any, strategy: type[DDPStrategy]) -> None:
+    """A module without tables, or another strategy; the number of steps is not the reason."""
+    [messages] = get_ranks(1).run(monitors.without_pipeline, strategy)
+    assert [message.split(":")[0] for message in messages] == [
+        f"{callback} has nothing to watch" for callback in ("OverlapMonitor", "OverlapTimeline")
+    ]
+    assert all(f": {strategy.__name__} runs no sparse pipeline here" in message for message in messages)
 
 
 def test_a_validation_inside_a_measured_step_is_not_measured(two_ranks: Any) -> None:
