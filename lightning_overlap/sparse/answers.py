@@ -20,7 +20,17 @@ from ..tables import count_backwards, tbes, without_backward, without_graph
 from .lookup import LookupThreads, deferring_update
 from .module_context import ModuleContext, autocast_of, wait_for
 from .options import SparseOptions
-from .pipelined_forward import EarlyEmbeddings, LazyEmbeddings, PipelinedForward, PipelinedForwards, only_input
+from .pipelined_forward import (
+    CHANGED_IN_PLACE,
+    OTHER_AUTOCAST,
+    WITH_GRADIENTS,
+    WRITTEN_IN_STEP,
+    EarlyEmbeddings,
+    LazyEmbeddings,
+    PipelinedForward,
+    PipelinedForwards,
+    only_input,
+)
 from .table_updates import TableUpdates
 from .update_rates import lookup_counts, lookups_since, take_back
 
@@ -149,13 +159,13 @@ class Answers:
         if given is not state.kjt:
             return "it was called with another input than the one in the batch"
         if not state.sent.is_unchanged(state.kjt):
-            return "its input was changed in place after its ids had been sent"
+            return CHANGED_IN_PLACE
         if not self._options.trains and torch.is_grad_enabled():
-            return f"{self._options.step} called it with gradients enabled"
+            return WITH_GRADIENTS
         if state.embeddings is not None and state.autocast != autocast_of(pipelined.module, state.kjt):
-            return f"it was called under another autocast than that of {self._options.step}"
+            return OTHER_AUTOCAST
         if state.is_overwritten():
-            return "its tables were written after it had been looked up"
+            return WRITTEN_IN_STEP
         return None
 
     def _all_ranks_take_early(self, pipelined: PipelinedForward, inflight: InFlightBatch, reason: str | None) -> bool:

@@ -70,7 +70,9 @@ class SparsePipeline:
         self.gradients_are_there = self._updates.gradients_are_there
         self.update_replicas, self.drop_replica_updates = self._updates.update_replicas, self._updates.hold_replicas
         self.forget_received = self.answers.forget
-        self._overwritten = OverwrittenLookups(self._forwards, holds_rates=options.holds_rates)
+        self._overwritten = OverwrittenLookups(
+            self._forwards, holds_rates=options.holds_rates, any_rank=options.any_rank
+        )
         self._is_first = True
         self.ready = False
         """Whether it is known which input of a batch feeds which module."""
@@ -295,9 +297,11 @@ class SparsePipeline:
                 "tables were written between two steps, after the next batch had been looked up, and its ids are gone "
                 "(release_features=True): it cannot be looked up anew. Train with release_features=False."
             )
-        for inflight in batches:
+        self.finish_lookups()
+        dropped = list(batches)
+        self._overwritten.note_drop(dropped)
+        for inflight in dropped:
             self.drop_lookups(inflight)
-        self._overwritten.note_dropped()
 
     def drop_lookups(self, inflight: InFlightBatch) -> None:
         """Wait for the early lookups of a batch and drop them: its modules will run in their own forward."""

@@ -22,6 +22,33 @@ from .options import SparseOptions
 _num_made = itertools.count()
 _RANGES = RangesLeftOut([comm_ops, types, utils, jagged_tensor])
 
+# Why a module runs in its own forward, and what its user can do about it.
+WRITTEN = (
+    "its tables are written between two steps again and again (or their learning rates are set by hand, which only "
+    "combined_optimizer can move while tables are looked up early)"
+)
+WRITTEN_IN_STEP = "its tables were written after it had been looked up"
+CHANGED_IN_PLACE = "its input was changed in place after its ids had been sent"
+WITH_GRADIENTS = "it was called with gradients enabled in an evaluation"
+OTHER_AUTOCAST = "it was called under another autocast than that of its early lookup"
+
+_CALL = (
+    "To overlap it, call it once per {step} with a KeyedJaggedTensor that is part of the batch (made in the dataset, "
+    "the collate function, on_before_batch_transfer or on_after_batch_transfer)."
+)
+_WRITE_SELDOM = (
+    "To overlap it, write its tables seldom, once in an epoch say: each time one lookup is repeated. Or train with "
+    "pipeline='sparse_dist', which sends the ids early and looks up nothing early."
+)
+_ADVICE: Mapping[str, str] = {
+    WRITTEN: _WRITE_SELDOM,
+    WRITTEN_IN_STEP: _WRITE_SELDOM,
+    CHANGED_IN_PLACE: "To overlap it, change its input in on_after_batch_transfer, or change a copy.",
+    WITH_GRADIENTS: "To overlap it, call it without gradients (inference_mode of the Trainer, torch.no_grad).",
+    OTHER_AUTOCAST: "To overlap it, leave autocast to Trainer(precision=...).",
+}
+"""By the reason; all others are about calls, and have `_CALL`."""
+
 
 class LazyEmbeddings(LazyGetItemMixin[str, Any], LazyAwaitable[Any]):  # type: ignore[misc]
     """Embeddings that are waited for where they are first used, in the grad mode in which the module was called.
@@ -104,8 +131,6 @@ class PipelinedForward:
         """Where in the batch its input is; None where it is no object of the batch, and before `discover`."""
         self.keys: frozenset[str] = frozenset()
         """Keys of its input; other KeyedJaggedTensors of the batch with these keys may be passed in its place."""
-        self.num_overwritten = 0
-        """How often its early embeddings were dropped because somebody had written its tables."""
         self.takes_part = False
         """Whether the exchange of sizes has columns for its input.
 
@@ -241,7 +266,7 @@ class PipelinedForwards(dict[str, PipelinedForward]):
             if path is not None:
                 pipelined.keys = frozenset(resolve(batch, path).keys())
             if pipelined.unpipelined_reason is not None:
-                self._warn_of_own_forward(pipelined, pipelined.unpipelined_reason)
+                self._warn_of_own_forward(pipelined, pipelined.unpipelined_reason, "")
             elif reason is not None:
                 self.run_unpipelined(pipelined, reason)
             self._warn_of_untrained_sequences(pipelined)
@@ -301,16 +326,11 @@ class PipelinedForwards(dict[str, PipelinedForward]):
         """Let a module run in its own forward from now on; warn once, with the reason."""
         if pipelined.unpipelined_reason is None:
             pipelined.unpipelined_reason = reason
-            self._warn_of_own_forward(pipelined, reason)
+            self._warn_of_own_forward(pipelined, reason, _ADVICE.get(reason, _CALL).format(step=self._step))
 
-    def _warn_of_own_forward(self, pipelined: PipelinedForward, reason: str) -> None:
-        self._warn(
-            pipelined,
-            reason,
-            f"The lookup of {pipelined} is not overlapped: {reason}. It runs in its own forward, on current weights. "
-            f"To overlap it, call it once per {self._step} with a KeyedJaggedTensor that is part of the batch (made in "
-            "the dataset, the collate function, on_before_batch_transfer or on_after_batch_transfer).",
-        )
+    def _warn_of_own_forward(self, pipelined: PipelinedForward, reason: str, advice: str) -> None:
+        own = f"The lookup of {pipelined} is not overlapped: {reason}. It runs in its own forward, on current weights."
+        self._warn(pipelined, reason, f"{own} {advice}".strip())
 
     def _warn_of_untrained_sequences(self, pipelined: PipelinedForward) -> None:
         """Warn of sequences with variable batch sizes: TorchRec 1.8 does not train their tables on a CPU."""

@@ -433,6 +433,7 @@ MODELS: dict[str, tuple[type[Model], Case]] = {
     "called_more_on_one_rank": (CalledMoreOnOneRank, REPLICATED_SECOND),
     "recomputes_in_every_closure": (RecomputesInEveryClosure, TABLE_WISE),
     "clamps": (Clamps, TABLE_WISE),
+    "clamps_one_of_two": (Clamps, TWO_COLLECTIONS),
     "clamps_before_the_step": (ClampsBeforeTheStep, ONE_TABLE),
     "trains_between": (TrainsBetween, TABLE_WISE),
     "rates_by_hand": (RatesByHand, TABLE_WISE),

@@ -174,6 +174,16 @@ def test_the_next_lookup_sees_tables_written_at_the_end_of_a_batch(two_ranks: Ra
     assert "tables are written between two steps again and again" in message
 
 
+def test_tables_that_nobody_writes_stay_early(two_ranks: Ranks) -> None:
+    outcome = _same_as_by_hand(two_ranks, "clamps_one_of_two", "fused_sparse_dist")
+    [message] = outcome.messages
+    assert message.startswith("The lookup of 'ebc' ")
+    assert "write its tables seldom" in message  # it is called as it should be
+    assert "call it once" not in message
+    # Of the other collection: all but the first batch, three drops, and the batch whose ids were sent by then.
+    assert outcome.early == NUM_STEPS - 5
+
+
 def test_a_rate_that_is_set_by_hand_is_that_of_its_batch(two_ranks: Ranks) -> None:
     [message] = _same_as_by_hand(two_ranks, "rates_by_hand", "fused_sparse_dist").messages
     assert "only combined_optimizer can move" in message
