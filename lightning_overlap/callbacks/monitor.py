@@ -18,8 +18,6 @@ from ..plugin import logged_step
 from ..profiling import Breakdown, HostSync, report
 from ..schedules import Schedule
 from ..sparse import StaleCounts, StaleRows
-from ..tuning import Costs, costs_of, mean_costs, price_table
-from .advice import OfRank, price, travelling_bags
 from .recording import Recording, join, watched_strategy
 from .timeline import OverlapTimeline
 
@@ -45,7 +43,7 @@ class OverlapMonitor(Callback):
     Stages and collectives are timed by the host's clock on a CPU, by CUDA events on CUDA, which are read once they are
     over; the host does not wait for them. The bytes that a stage sends to other ranks are counted, and those that
     `quantized_comms` saves, but not those of DistributedDataParallel. The values go to every logger and, as `hidden`,
-    to the progress bar. The end of `fit` prints a table, what a step would take in other modes, and a line of advice.
+    to the progress bar. The end of `fit` prints a table and a line of advice.
     In a mode with a staleness the monitor also counts, over all ranks, the share of looked-up rows that were stale: an
     update of them was still to come (`overlap/stale_rows/<table>`).
 
@@ -74,7 +72,6 @@ class OverlapMonitor(Callback):
     def _reset(self) -> None:
         self.accounts: list[Breakdown] = []
         """What was measured so far, one breakdown a step; with `pipeline="auto"` of the mode that trains now."""
-        self._costs: list[Costs] = []
         self._schedule: Schedule | None = None  # the mode that these were measured in
         self.syncs: list[HostSync] | None = None
         """The host syncs of the step that was audited; None before it."""
@@ -155,12 +152,11 @@ class OverlapMonitor(Callback):
         while self._pending and self._pending[0].recording.recorder.over:
             pending = self._pending.pop(0)
             recorder, window = pending.recording.recorder, pending.recording.window(pending.number)
-            schedule, spans = pending.recording.schedule, recorder.spans()
-            result = profiling.break_down(spans, window, overlapped=profiling.overlapped_by(schedule))
+            schedule = pending.recording.schedule
+            result = profiling.break_down(recorder.spans(), window, overlapped=profiling.overlapped_by(schedule))
             if schedule is not self._schedule:
-                self.accounts, self._costs, self._schedule = [], [], schedule
+                self.accounts, self._schedule = [], schedule
             self.accounts.append(result)
-            self._costs.append(costs_of(spans, window))
             values = {f"overlap/{name}": value for name, value in report.metrics(result).items()}
             values["overlap/batches_in_flight"] = float(pending.num_in_flight)
             if self.syncs is not None:
@@ -250,13 +246,9 @@ class OverlapMonitor(Callback):
         if self._stale is not None:
             self._stale.wait()
         self._harvest(trainer, None)
-        users = [sync for sync in self.syncs or () if not sync.is_the_librarys]  # the others nobody can act on
         mine = profiling.mean(self.accounts) if self.accounts else None
-        lines = profiling.sync_lines(users, strategy.root_device.type == "cuda")
-        steps_ms = [one.step_ms for one in self.accounts]
-        costs = mean_costs(self._costs) if self._costs else None
-        ranks = strategy.gather(OfRank(mine, lines, costs, steps_ms, travelling_bags(pl_module)))
-        measured = [one.mean for one in ranks if one.mean is not None]
+        ranks = strategy.gather(mine)
+        measured = [one for one in ranks if one is not None]
         if not (trainer.is_global_zero and self._table):
             return
         if len(measured) < len(ranks):
@@ -265,15 +257,11 @@ class OverlapMonitor(Callback):
                 f"more without a validation in between; training had {self._num_steps} in all."
             )
             return
+        users = [sync for sync in self.syncs or () if not sync.is_the_librarys]  # the others nobody can act on
         schedule = self._schedule or strategy.schedule
         title = f"{schedule.name}, stream {strategy.stream}"
-        lines = ranks[0].sync_lines if self.syncs is not None else []
-        priced = price(strategy, schedule, ranks)
-        lines += [price_table(priced)] if priced else []
-        table = report.closing_table(
-            measured, len(self.accounts), title, schedule, lines, self.stale_rows, prices=priced
-        )
-        print(table, flush=True)
+        lines = profiling.sync_lines(users, strategy.root_device.type == "cuda") if self.syncs is not None else []
+        print(report.closing_table(measured, len(self.accounts), title, schedule, lines, self.stale_rows), flush=True)
 
 
 class _StaleSteps:

@@ -11,7 +11,6 @@ from .host_syncs import record_host_syncs as record_host_syncs
 from .host_syncs import sync_lines as sync_lines
 from .overlap import Breakdown as Breakdown
 from .overlap import BusyTime as BusyTime
-from .overlap import Price as Price
 from .overlap import break_down as break_down
 from .overlap import mean as mean
 from .overlap import overlapped_by as overlapped_by

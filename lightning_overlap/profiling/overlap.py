@@ -132,26 +132,6 @@ def overlapped_by(schedule: Schedule) -> frozenset[Stage]:
     return frozenset(early)
 
 
-@dataclass(frozen=True, slots=True)
-class Price:
-    """The estimated time of a step in another mode, or with another option.
-
-    Args:
-        name: The mode, or what would be changed, in words.
-        ms: Time of a step.
-        error_ms: How far it may be off.
-        staleness: The staleness of the mode.
-    """
-
-    name: str
-    ms: float
-    error_ms: float
-    staleness: int = 0
-
-    def __str__(self) -> str:
-        return f"{self.ms:.3g} +- {self.error_ms:.2g} ms"
-
-
 def break_down(
     spans: Iterable[Span],
     window: Interval,

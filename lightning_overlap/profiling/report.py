@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from ..schedules import Schedule, Stage
 from ..text import aligned
-from .overlap import Block, Breakdown, BusyTime, Price, break_down, mean
+from .overlap import Block, Breakdown, BusyTime, break_down, mean
 from .spans import HOST_LANE, Category, Interval, Span, exclusive
 from .steps import is_on_stream, noted_stages, window_of
 
@@ -92,7 +92,6 @@ def closing_table(
     schedule: Schedule,
     syncs: Sequence[str] = (),
     stale_rows: Mapping[str, tuple[int, int]] | None = None,
-    prices: Sequence[Price] = (),
 ) -> str:
     """Return what the monitor prints at the end of a run.
 
@@ -103,7 +102,6 @@ def closing_table(
         schedule: The mode that was measured.
         syncs: Lines about host syncs.
         stale_rows: Rows read stale and rows read, by table.
-        prices: Estimated steps in other modes, for the advice in the last line.
     """
     over_ranks, many = mean(ranks), len(ranks) > 1
     parts = [
@@ -115,7 +113,7 @@ def closing_table(
         traffic_table(over_ranks.traffic).text() if over_ranks.traffic else "",
         stale_table(stale_rows).text() if stale_rows else "",
         *syncs,
-        advice(min(ranks, key=lambda one: one.blocked_ms), schedule, prices),
+        advice(min(ranks, key=lambda one: one.blocked_ms), schedule),
     ]
     return "\n".join(filter(None, parts))
 
@@ -297,14 +295,14 @@ def _percent(fraction: float) -> str:
     return f"{percent:.2f} %" if percent < 10 else f"{percent:.1f} %"
 
 
-def advice(found: Breakdown, schedule: Schedule, prices: Sequence[Price] = ()) -> str:
+def advice(found: Breakdown, schedule: Schedule) -> str:
     """Return what to change first, by the mean step of the rank that the others wait for."""
     gain_ms, what, change = max(
         (found.categories[Category.DATA].busy_ms, "waiting for data", "raise num_workers of the DataLoader"),
         (
             found.categories[Category.COMMUNICATION].exposed_ms,
             "waiting for other ranks",
-            _another_mode(schedule, prices),
+            _another_mode(schedule),
         ),
         (found.log_ms, "self.log", "log fewer values, or with on_step=False"),
         (
@@ -323,20 +321,13 @@ def advice(found: Breakdown, schedule: Schedule, prices: Sequence[Price] = ()) -
     )
 
 
-def _another_mode(schedule: Schedule, prices: Sequence[Price]) -> str:
-    """Return a mode that hides more than this one, and its price."""
+def _another_mode(schedule: Schedule) -> str:
+    """Return a mode that hides more than this one."""
     lookup = schedule.step_of(Stage.EMBEDDING_LOOKUP)
     if schedule.step_of(Stage.EMBEDDING_UPDATE) is not None:
         return "raise the batch size, or shard so that less travels"
     if schedule.staleness:
-        return f"take defer_update=True, which keeps the staleness{_price(prices, f'{schedule.name}_deferred')}"
+        return "take defer_update=True, which keeps the staleness"
     if lookup is None or lookup.offset < 1:
-        name = "fused_sparse_dist"
-        return f"take pipeline={name!r}, which gives the same losses{_price(prices, name)}"
-    name = "semi_sync"
-    return f"take pipeline={name!r} if a staleness of 1 will do{_price(prices, name)}; {schedule.name} is exact"
-
-
-def _price(prices: Sequence[Price], name: str) -> str:
-    found = next((one for one in prices if one.name == name), None)
-    return "" if found is None else f" (a step would take about {found})"
+        return "take pipeline='fused_sparse_dist', which gives the same losses"
+    return f"take pipeline='semi_sync' if a staleness of 1 will do; {schedule.name} is exact"

@@ -20,8 +20,7 @@ import lightning_overlap.callbacks.timeline as timeline_module
 from lightning_overlap import MODES, OverlapMonitor, OverlapTimeline
 from lightning_overlap.profiling.overlap import Breakdown, break_down, mean, overlapped_by
 from lightning_overlap.profiling.recorder import SpanRecorder
-from lightning_overlap.profiling.spans import ALL_TO_ALLS, Category, Interval, Span
-from lightning_overlap.tuning import Costs, costs_of
+from lightning_overlap.profiling.spans import ALL_TO_ALLS, Category
 
 from ..plugin.strategies import Dense
 from ..profiling.virtual import VirtualClock
@@ -50,8 +49,8 @@ class _Recorded(Callback):
             trainer.strategy.watch(None)
 
 
-def steady_step(case: Case, pipeline: str) -> tuple[list[Span], Interval]:
-    """Train under a virtual clock; return the spans, of all-to-alls the tables' alone, and the window of one step."""
+def account_of_a_steady_step(case: Case, pipeline: str) -> dict[str, Any]:
+    """Account for a step under a virtual clock, with the all-to-alls of the tables alone."""
     clock, recorded = VirtualClock(), _Recorded(4)
     with mock.patch.object(time, "perf_counter", clock.now_s):
         run_virtual(case, pipeline, 10, clock, callbacks=[recorded])
@@ -60,19 +59,7 @@ def steady_step(case: Case, pipeline: str) -> tuple[list[Span], Interval]:
         for span in recorded.recorder.spans()
         if span.kind not in (Category.COMMUNICATION, Category.WAIT) or span.name in ALL_TO_ALLS
     ]
-    return spans, recorded.recorder.windows()[-1]
-
-
-def costs_of_a_steady_step(case: Case, pipeline: str) -> tuple[Costs, float]:
-    """Train; return the costs of a step, with the all-to-alls of the tables alone, and what it took."""
-    spans, window = steady_step(case, pipeline)
-    return costs_of(spans, window), window[1] - window[0]
-
-
-def account_of_a_steady_step(case: Case, pipeline: str) -> dict[str, Any]:
-    """Account for a step under a virtual clock, with the all-to-alls of the tables alone."""
-    spans, window = steady_step(case, pipeline)
-    result = break_down(spans, window, overlapped=overlapped_by(MODES[pipeline]))
+    result = break_down(spans, recorded.recorder.windows()[-1], overlapped=overlapped_by(MODES[pipeline]))
     kinds = {kind: (round(one.busy_ms, 6), round(one.hidden_ms, 6)) for kind, one in result.categories.items()}
     return {
         **kinds,
