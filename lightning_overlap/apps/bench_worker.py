@@ -19,7 +19,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 from .. import versions
 from ..distributed import gather_objects
-from ..profiling import Span, overlapped_by, timestamps_of, write_html, write_png
+from ..profiling import Span, overlapped_by, timestamps_of, write_png
 from ..tables import find_tables
 from . import bench_report, build, config_checks, train_worker
 from .bench_arms import Job, train
@@ -157,7 +157,6 @@ class _Bench:
             overlapped: Any = {name: overlapped_by(schedule) for name, schedule in schedules.items()}
             title = "Some steps of rank 0"
             write_png(self.folder / "timeline.png", shown, num_steps=2, title=title, overlapped=overlapped)
-            write_html(self.folder / "timeline.html", shown, num_steps=3, title=title, overlapped=overlapped)
 
 
 def _plain(name: str) -> str:

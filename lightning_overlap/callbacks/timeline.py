@@ -1,4 +1,4 @@
-"""`OverlapTimeline`: a few steady steps of every rank as a picture, a page that opens offline, and a trace."""
+"""`OverlapTimeline`: a few steady steps of every rank as a picture, and as a trace for Perfetto."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ AHEAD = 1  # steps recorded before the first one drawn: what that one uses was s
 class OverlapTimeline(Callback):
     """Draws a few steady steps: a lane per stream or thread, batches in colours, exposed waits marked.
 
-    Writes `timeline.png`, `timeline.html` and `timeline.json.gz` (for Perfetto, chrome://tracing, `overlap-timeline`),
-    of all ranks together, when the steps are over; the ranks wait for that. On a CPU the spans are timed by the host's
+    Writes `timeline.png` and `timeline.json.gz` (for Perfetto, chrome://tracing, `overlap-timeline`), of all ranks
+    together, when the steps are over; the ranks wait for that. On a CPU the spans are timed by the host's
     clock around each stage, on CUDA by torch.profiler, and then the trace of each rank is written too.
 
     Args:
@@ -139,13 +139,12 @@ class OverlapTimeline(Callback):
     def _write(self, folder: Path, strategy: OverlapEmbeddingStrategy, ranks: dict[Any, list[Span]]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         title = f"{strategy.schedule.name}, stream {strategy.stream}, {len(ranks)} ranks"
-        picture, page, trace = (folder / f"timeline.{suffix}" for suffix in ("png", "html", "json.gz"))
+        picture, trace = (folder / f"timeline.{suffix}" for suffix in ("png", "json.gz"))
         profiling.write_png(picture, ranks, num_steps=len(self.drawn), title=title)
-        profiling.write_html(page, ranks, num_steps=len(self.drawn), title=title)
         profiling.write_trace(trace, ranks)
-        self.files = [picture, page, trace]
+        self.files = [picture, trace]
         print(profiling.as_report({rank: profiling.summarize(spans) for rank, spans in ranks.items()}))
-        print(f"Timeline: {picture}, {page}, {trace}", flush=True)
+        print(f"Timeline: {picture}, {trace}", flush=True)
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -4,7 +4,6 @@ Spans (`spans.py`) come from `recorder.py` or `torch_trace.py`; `overlap.py` say
 """
 
 from . import report as report
-from .draw_html import write_html as write_html
 from .draw_png import write_png as write_png
 from .host_syncs import HostSync as HostSync
 from .host_syncs import record_host_syncs as record_host_syncs

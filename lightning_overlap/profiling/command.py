@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from operator import itemgetter
 from pathlib import Path
 
-from .draw_html import write_html
 from .draw_png import write_png
 from .layout import NUM_STEPS
 from .report import as_report, summarize
@@ -33,11 +32,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         ranks = read_all(options.files)
-        base = _target(options.files[0], options.out)
-        png, page = (base.with_name(f"{base.name}.{kind}") for kind in ("png", "html"))
+        png = _target(options.files[0], options.out)
         title = options.title or ", ".join(path.name for path in options.files)
         write_png(png, ranks, num_steps=options.steps, title=title)
-        write_html(page, ranks, num_steps=options.steps, title=title)
     except TraceError as err:
         print(f"overlap-timeline: {err}", file=sys.stderr)
         return BAD_INPUT
@@ -47,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return BAD_INPUT
     report = as_report({rank: summarize(spans) for rank, spans in ranks.items()})
     try:
-        print(f"{report}\n\n{png}\n{page}", flush=True)
+        print(f"{report}\n\n{png}", flush=True)
     except BrokenPipeError:  # of `| head`; without this Python complains once more when it flushes at its end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
@@ -63,15 +60,15 @@ def read_all(paths: Sequence[Path]) -> dict[int | str, list[Span]]:
 
 
 def _target(first: Path, out: Path | None) -> Path:
-    """Return the path of the picture and the page, without a suffix: next to the first trace, or as `--out` says."""
+    """Return the path of the picture: next to the first trace, or as `--out` says."""
     stem = first.name.removesuffix(".gz").removesuffix(".json") or first.name
     if out is None:
-        return first.with_name(stem)
-    if out.suffix in (".png", ".html"):
+        return first.with_name(f"{stem}.png")
+    if out.suffix == ".png":
         out.parent.mkdir(parents=True, exist_ok=True)
-        return out.with_suffix("")
+        return out
     out.mkdir(parents=True, exist_ok=True)
-    return out / stem
+    return out / f"{stem}.png"
 
 
 def _at_least_one(text: str) -> int:
@@ -83,13 +80,13 @@ def _at_least_one(text: str) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="overlap-timeline",
-        description="Draw traces as a PNG and a page, and print how much of communication and lookup was hidden, and "
-        "what the host waited for.",
+        description="Draw traces as a PNG, and print how much of communication and lookup was hidden, and what the "
+        "host waited for.",
     )
     parser.add_argument(
         "files", nargs="+", type=Path, metavar="FILE", help="a torch.profiler trace (.json, .json.gz); one per rank"
     )
-    parser.add_argument("--out", type=Path, help="a folder, or a name ending in .png or .html (default: next to FILE)")
+    parser.add_argument("--out", type=Path, help="a folder, or a name ending in .png (default: next to FILE)")
     parser.add_argument("--steps", type=_at_least_one, default=NUM_STEPS, help="steps to draw (default: %(default)s)")
     parser.add_argument("--title", help="over the picture (default: the names of the files)")
     return parser

@@ -1,4 +1,4 @@
-"""Draw timelines as a PNG, with matplotlib; `draw_html.py` writes the same picture as a page to zoom into."""
+"""Draw timelines as a PNG, with matplotlib."""
 
 from __future__ import annotations
 

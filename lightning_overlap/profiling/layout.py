@@ -1,4 +1,4 @@
-"""What a picture of timelines shows and where: lanes and bars, the same for the PNG and the page."""
+"""What a picture of timelines shows and where: lanes and bars."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DATA_COLOR = "#f2e2b8"  # of waits for the data loader, which belong to no batch
 
 
 class Look(NamedTuple):
-    """How a category is drawn, in the PNG and on the page; a bar's height is a share of its line."""
+    """How a category is drawn, in the PNG; a bar's height is a share of its line."""
 
     color: str  # in the legend: each category's grey is far from the next one's
     words: str
@@ -106,18 +106,9 @@ class Panel:
         most = "".join(kind for kind, _ in busy.most_common(1))
         return most if most != lane else ""
 
-    def hidden(self, span: Span) -> float | None:
-        """Return which share of a collective was hidden, None for all else and for what the mode does not overlap."""
-        overlapped = self.found.overlapped
-        if span.kind is not Category.COMMUNICATION or (overlapped is not None and span.stage not in overlapped):
-            return None
-        common = (min(end, span.end_ms) - max(start, span.start_ms) for start, end in self.exposed)
-        exposed_ms = sum(ms for ms in common if ms > 0)
-        return max(0.0, 1 - exposed_ms / span.duration_ms) if span.duration_ms else None
-
 
 class Picture:
-    """Timelines as they are drawn, on a PNG as on a page.
+    """Timelines as they are drawn.
 
     Ranks whose clocks agree (they are on one host) show the same moments; the others begin with their own step. The
     colours are those of batches where most of what has a stage says its batch, else of stages.
@@ -222,9 +213,7 @@ def _bars(row: Sequence[Span], least_ms: float) -> Iterator[Span]:
             runs.append([span])
     for run in runs:
         longest = max(run, key=lambda span: span.duration_ms)
-        more = [f"and {len(run) - 1} more"] if len(run) > 1 else []
-        detail = "\n".join(filter(None, (*more, longest.detail)))
-        yield replace(longest, start_ms=run[0].start_ms, end_ms=run[-1].end_ms, detail=detail)
+        yield replace(longest, start_ms=run[0].start_ms, end_ms=run[-1].end_ms)
 
 
 def _lane_order(name: str) -> tuple[int, list[tuple[int, int | str]]]:

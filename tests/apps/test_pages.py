@@ -53,7 +53,7 @@ def test_python_runs(page: str, get_ranks: Any, tmp_path: Path) -> None:
         assert {"has_served", "scores", "KafkaSink"} <= set(names)
         assert list((tmp_path / "deltas").glob("g000001-s000000000003-*"))
     if page == "docs/timeline.md":
-        assert {"rank0.png", "rank0.html", "spans.json.gz"} <= {path.name for path in tmp_path.iterdir()}
+        assert {"rank0.png", "spans.json.gz"} <= {path.name for path in tmp_path.iterdir()}
 
 
 # -- shell --------------------------------------------------------------------------------------------------------

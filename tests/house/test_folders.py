@@ -9,7 +9,6 @@ import re
 import sys
 from collections.abc import Iterator
 from functools import cache
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -178,19 +177,19 @@ def test_a_face_gives_public_names_only(folder: str) -> None:
 
 # -- source paths spelled in code: they break without an error when a file moves ---------------------------------------
 
-SPELLED = re.compile(r"/?lightning_overlap/([a-z_]+/)*[a-z_]+\.(py|html)|lightning_overlap(\.[a-z_]+)+")
+SPELLED = re.compile(r"/?lightning_overlap/([a-z_]+/)*[a-z_]+\.py|lightning_overlap(\.[a-z_]+)+")
 PLACES = [
     path
     for folder in ("lightning_overlap", "tests", "benchmarks", "conf", "docs", "examples")
     for path in sorted((ROOT / folder).rglob("*"))
-    if path.suffix in (".py", ".md", ".yaml", ".sh", ".html")
+    if path.suffix in (".py", ".md", ".yaml", ".sh")
     and path.name not in (Path(__file__).name, "test_package.py")  # they spell what is not there
 ] + [ROOT / name for name in ("pyproject.toml", "README.md", "CONTRIBUTING.md", "Makefile")]
 
 
 def resolves(spelled: str) -> bool:
     """Whether a path or a dotted name leads to a file, a folder, or a name that one of them has."""
-    if spelled.endswith((".py", ".html")):
+    if spelled.endswith(".py"):
         return (ROOT / spelled.lstrip("/")).is_file()
     prefix, _, last = spelled.rpartition(".")
     if importlib.util.find_spec(prefix) is not None and hasattr(importlib.import_module(prefix), last):
@@ -247,7 +246,3 @@ def test_the_law_checker_knows_the_read_of_sizes() -> None:
     file = sys.modules[checker.__module__]._SIZES
     assert (ROOT / file.lstrip("/")).is_file()
     assert "tolist()" in (ROOT / file.lstrip("/")).read_text(encoding="utf-8")
-
-
-def test_the_html_page_stands_by_its_writer() -> None:
-    assert resources.files("lightning_overlap.profiling").joinpath("page.html").is_file()
