@@ -9,7 +9,7 @@ from functools import partial
 
 import torch.distributed as dist
 
-from . import gloo_alltoall, gloo_device
+from . import gloo_alltoall
 from .consensus import Consensus
 from .failures import default_store
 from .sockets import remember_sockets
@@ -64,10 +64,7 @@ def join(timeout: timedelta, *, multi_node: bool = False) -> Groups:
         if backend == "gloo" and multi_node:
             gloo_alltoall.register()
             of_tables = gloo_alltoall.BACKEND
-        # Between hosts, what arrives for several groups at once is copied by as many threads; within one, waking them
-        # costs more than that saves.
-        within_host = contextlib.nullcontext() if multi_node else gloo_device.shared_with(world)
-        with remember_sockets(), within_host:
+        with remember_sockets():
             make = partial(dist.new_group, timeout=timeout)
             consensus = make(backend="gloo", group_desc=CONSENSUS)
             checkpoints = make(backend="gloo", group_desc="checkpoints")
