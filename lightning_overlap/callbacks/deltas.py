@@ -18,7 +18,7 @@ from typing_extensions import override
 from ..deltas import CutWriter, DeltaSink, Header, PartName, encode_pieces, parse_names, read_header, resolve_sink
 from ..distributed import Lowest
 from ..plugin import OverlapEmbeddingStrategy, logged_step
-from ..tables import fused_writes, sharded_state_names
+from ..tables import ShardedStateNames, fused_writes
 from ..tracking import TouchedRows
 from .cuts import Cut, DenseSource, base_chunks, columns_of_states, merged_rows
 from .resume import rows_to_resend
@@ -172,7 +172,7 @@ class EmbeddingDeltas(Callback):
         tables = [(shard, fields) for shard, fields, is_replicated in touched.dense if is_first or not is_replicated]
         tensors: dict[str, Tensor] = {}
         if is_first and self._sends_dense:
-            sharded = sharded_state_names(module)
+            sharded = ShardedStateNames(module)
             tensors = {
                 name: value
                 for name, value in module.state_dict(keep_vars=True).items()

@@ -276,7 +276,7 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
                 replicate_tables=self.replicate_tables,
                 batch_size=batch_size_of(self.lightning_module),
             )
-            ignored = tables.sharded_state_names(self.model)
+            ignored = tables.ShardedStateNames(self.model)
             DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self.model, ignored)
         super().model_to_device()
 
@@ -285,10 +285,12 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
         assert self.model is not None
         if self._groups is not None and self.world_size == 1 and not self._has_ddp_options:
             return  # one rank has nobody to average gradients with
-        ignored = tables.sharded_state_names(self.model)
+        ignored = tables.ShardedStateNames(self.model)
         if not any(p.requires_grad for name, p in self.model.named_parameters() if name not in ignored):
             return
         super().configure_ddp()
+        if isinstance(self.model, DistributedDataParallel):
+            self.model.parameters_to_ignore = ignored  # it has made a plain set of the names
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:

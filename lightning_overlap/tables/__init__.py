@@ -32,12 +32,12 @@ from .sharded_module import rates_of as rates_of
 from .sharded_module import tbes as tbes
 from .sharded_module import tbes_within as tbes_within
 from .sharded_module import without_backward as without_backward
+from .sharding import ShardedStateNames as ShardedStateNames
 from .sharding import Sharding as Sharding
 from .sharding import check_sharding as check_sharding
 from .sharding import check_sharding_types as check_sharding_types
 from .sharding import make_plan as make_plan
 from .sharding import shard_tables as shard_tables
-from .sharding import sharded_state_names as sharded_state_names
 from .shards import KernelShards as KernelShards
 from .shards import TableShard as TableShard
 from .shards import kernel_shards as kernel_shards

@@ -294,13 +294,26 @@ def _refuse_shared_weights(model: nn.Module, tables: list[Table]) -> None:
             )
 
 
-def sharded_state_names(model: nn.Module) -> set[str]:
-    """Return the names of all sharded parameters and of all buffers of sharded modules, which DDP has to ignore."""
-    names: set[str] = set()
-    for name, module in sharded_modules(model).items():
-        names.update(module.sharded_parameter_names(name))
-        names.update(buffer for buffer, _ in module.named_buffers(name))
-    return names
+class ShardedStateNames(set[str]):
+    """Names of a model's sharded parameters and of all buffers of its sharded modules, for DDP to leave alone.
+
+    Buffers that these modules register later are in it: managed collision modules do so in their first lookup. They
+    differ by rank, and DDP would send those of rank 0 to all ranks before each forward.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        for name, module in sharded_modules(model).items():
+            self.update(module.sharded_parameter_names(name))
+            self.update(buffer for buffer, _ in module.named_buffers(name))
+        self._within = tuple(f"{name}." for name in sharded_modules(model))
+        self._averaged = {name for name, _ in model.named_parameters() if name not in self}
+
+    @override
+    def __contains__(self, name: object) -> bool:
+        if super().__contains__(name):
+            return True
+        return isinstance(name, str) and name.startswith(self._within) and name not in self._averaged
 
 
 def check_sharding_types(sharding: Sharding) -> Sharding:

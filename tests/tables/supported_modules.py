@@ -231,6 +231,7 @@ class KindModel(LightningModule):
             self.add_module(part_name, part.build())
         self.bottom = nn.Sequential(nn.Linear(NUM_DENSE, 8), nn.ReLU())
         self.top = nn.Sequential(nn.Linear(self._width(), 16), nn.ReLU(), nn.Linear(16, 1))
+        self.register_buffer("scale", torch.ones(()))  # DistributedDataParallel sends it before each forward
         draw_weights(self, 17, 0.4)
         if self.case.fused_lr is not None:
             for module in self.modules():

@@ -12,7 +12,7 @@ from lightning_overlap import MODES, Schedule
 
 from ..support.pairs import rotated
 from ..support.ranks import RankError, Ranks
-from . import foreign, supported_modules
+from . import foreign, supported_modules, torchrec_models
 from .supported_modules import CASES, NUM_STEPS, Outcome
 
 PIPELINED = [name for name, mode in MODES.items() if mode.has_sparse_stages]
@@ -87,6 +87,15 @@ def test_a_rate_that_moves(ranks: Ranks, name: str) -> None:
     assert all(_differences(expected, _expected(ranks, name)))
     actual = ranks.run(supported_modules.fit, name, "fused_sparse_dist", rates_move=True)
     assert _differences(actual, expected) == [[]] * ranks.world_size
+
+
+@pytest.mark.parametrize("pipeline", MODES)
+def test_two_managed_collections_beside_buffers_of_the_dense_part(two_ranks: Ranks, pipeline: str) -> None:
+    """Buffers that a managed collision module registers in its first lookup are no other rank's."""
+    expected = two_ranks.run_once(torchrec_models.train)
+    for mine, theirs in zip(two_ranks.run(torchrec_models.fit, pipeline), expected, strict=True):
+        assert len({loss.item() for loss in theirs}) == torchrec_models.NUM_STEPS
+        assert mine == theirs
 
 
 @pytest.mark.parametrize("name", ["feature_processors", "managed_bags", "managed_sequences", "variable_batch"])
