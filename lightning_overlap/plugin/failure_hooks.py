@@ -11,9 +11,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
 
+from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from ..distributed import Consensus, FirstCause, default_store, groups, remember_sockets, tell_last, timed_out
+from ..text import some
 from .checkpoint_hooks import SavesShards
 
 T = TypeVar("T")
@@ -46,6 +48,7 @@ class FailsTogether(SavesShards):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
+        _name_unused_parameters(exception, self.model, type(self).__name__)
         super().on_exception(exception)
         executor = self._executor
         place = "outside of training" if executor is None else executor.place
@@ -127,3 +130,29 @@ class FailsTogether(SavesShards):
     @property
     def _interrupted(self) -> bool:
         return self._run is not None and self._run.trainer.interrupted
+
+
+def _name_unused_parameters(exception: BaseException, model: Any, strategy: str) -> None:
+    """Put this package's words into DistributedDataParallel's error about parameters without a gradient.
+
+    Lightning's own words would tell the user to take DDPStrategy.
+
+    Args:
+        exception: Any error; others stay as they are.
+        model: The model; the parameters are named if it is wrapped and the gradients of the step are still there.
+        strategy: Name of the strategy's class.
+    """
+    if not any("Expected to have finished reduction in the prior iteration" in str(arg) for arg in exception.args):
+        return
+    without = []
+    if isinstance(model, DistributedDataParallel):
+        named = [(name, p) for name, p in model.module.named_parameters() if name not in model.parameters_to_ignore]
+        trained = [name for name, p in named if p.grad is not None]
+        without = [name for name, p in named if p.requires_grad and p.grad is None] if trained else []
+    which = f": {some(without)}" if without else ", here or on another rank"
+    exception.args = (
+        f"some dense parameters got no gradient from the loss of training_step{which}. If this is intended, give the "
+        f"strategy one of DistributedDataParallel's arguments: {strategy}(static_graph=True) if every batch of every "
+        f"rank uses the same parameters (DistributedModelParallel's default), else {strategy}"
+        "(find_unused_parameters=True), which looks for them in every step. Or set requires_grad=False.",
+    )

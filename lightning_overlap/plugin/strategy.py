@@ -44,7 +44,14 @@ from .private_names import check_lightning
 from .processes import StartsProcesses
 from .run import Run, batch_size_of
 from .step_hooks import WalksSteps, runs_between_backward_and_step
-from .unsupported import check_arguments, refuse, refuse_held_updates, refusing_clipping, warn_of_ignored_options
+from .unsupported import (
+    check_arguments,
+    refuse,
+    refuse_held_updates,
+    refuse_static_graph,
+    refusing_clipping,
+    warn_of_ignored_options,
+)
 
 STRATEGY_NAMES = {
     "overlap_embedding": "popen",
@@ -171,6 +178,7 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
         self.checkpoint_format, self.async_checkpoint = checkpoint_format, async_checkpoint
         super().__init__(**kwargs)
         self._has_ddp_options = not kwargs.keys() <= _NO_DDP_OPTIONS
+        self._static_graph = bool(kwargs.get("static_graph"))
         self.sharding = tables.check_sharding_types(sharding)
         self.fused_optimizer = fused_optimizer
         self.quantized_comms = tables.resolve_quantized_comms(quantized_comms)
@@ -223,6 +231,8 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
                 self._run.installed.enter_context(changes.installed(trainer))
             if fitting:
                 # Before super().setup(): configure_optimizers may ask for the number of steps, which sets up the data.
+                if self._static_graph:
+                    refuse_static_graph(trainer)
                 self._run.installed.enter_context(fit_loop.installed(trainer))
                 self._run.installed.enter_context(checkpoint_links.installed(trainer, self._folder_saver.on_commit))
                 if self.global_rank == 0:

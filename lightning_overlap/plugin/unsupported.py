@@ -96,6 +96,20 @@ def _why_refused(callback: Callback, model: nn.Module) -> str | None:
     return None
 
 
+def refuse_static_graph(trainer: Trainer) -> None:
+    """Refuse accumulated gradients under `static_graph=True`, which DistributedDataParallel aborts in the first batch.
+
+    Raises:
+        ValueError: The trainer accumulates gradients, at some time or always.
+    """
+    accumulates = _accumulates(trainer)
+    if accumulates:
+        raise ValueError(
+            f"static_graph=True and {accumulates}: DistributedDataParallel fails if its first batch with static_graph "
+            "does not end in an optimizer step. Use find_unused_parameters=True, or do not accumulate gradients."
+        )
+
+
 def refuse_held_updates(module: LightningModule) -> None:
     """Refuse a module whose tables cannot be updated with the optimizer step.
 
@@ -152,12 +166,10 @@ def refusing_clipping(trainer: Trainer, module: LightningModule) -> Iterator[Non
 
 def warn_of_ignored_options(trainer: Trainer, *, holds_updates: bool) -> None:
     """Warn of the trainer's options that have no effect on fused tables: accumulation and clipping of gradients."""
-    schedulers = [c for c in trainer.callbacks if isinstance(c, callbacks.GradientAccumulationScheduler)]  # type: ignore[attr-defined]
-    accumulates = trainer.accumulate_grad_batches != 1 or any(s.going_to_accumulate_grad_batches() for s in schedulers)
+    accumulates = _accumulates(trainer)
     if accumulates and not holds_updates:
-        number = f"accumulate_grad_batches={trainer.accumulate_grad_batches}"
         warnings.warn(
-            f"{type(schedulers[0]).__name__ if schedulers else number} accumulates dense gradients only: "
+            f"{accumulates} accumulates dense gradients only: "
             "fused tables are updated inside the backward of every batch. With frozen_window=True they are updated "
             "with the optimizer step.",
             UserWarning,
@@ -170,3 +182,13 @@ def warn_of_ignored_options(trainer: Trainer, *, holds_updates: bool) -> None:
             UserWarning,
             stacklevel=2,
         )
+
+
+def _accumulates(trainer: Trainer) -> str | None:
+    """Return what makes a trainer accumulate gradients, now or later; None if nothing does."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        kind = callbacks.GradientAccumulationScheduler
+        if isinstance(callback, kind) and callback.going_to_accumulate_grad_batches():
+            return type(callback).__name__
+    number = trainer.accumulate_grad_batches
+    return f"accumulate_grad_batches={number}" if number != 1 else None

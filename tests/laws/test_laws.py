@@ -11,7 +11,7 @@ import torch
 from lightning_overlap import MODES, Schedule, Stage, Step
 
 from ..support import reference
-from ..support.cases import CASES, MIXED, NUM_STEPS, TABLE_WISE, Case
+from ..support.cases import CASES, MIXED, NUM_STEPS, TABLE_WISE, UNUSED, Case
 from ..support.fits import fit
 from ..support.pairs import in_turn, rotated
 from ..support.ranks import RankError, Ranks
@@ -42,6 +42,15 @@ def test_stale_mode_between_hosts_equals_the_plain_loop_with_delayed_updates(
     """There a deferred update and the lookup behind it are made at the end of the backward."""
     staleness = MODES[pipeline].staleness
     assert _differences(get_ranks(2, num_nodes=2), BY_NAME[name], pipeline, staleness) == [[], []]
+
+
+@pytest.mark.parametrize("option", ["find_unused_parameters", "static_graph"])
+def test_dense_weights_without_a_gradient_train_as_in_the_plain_loop(
+    two_ranks: Ranks, mode: Schedule, option: str
+) -> None:
+    """DistributedModelParallel alone has `static_graph=True`."""
+    actual = two_ranks.run(fit, UNUSED, mode.name, options={option: True})
+    assert reference.differences(actual, reference.on_ranks(two_ranks, UNUSED, mode.staleness)) == [[], []]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

@@ -29,7 +29,7 @@ from lightning_overlap import OverlapEmbeddingStrategy, combined_optimizer
 from lightning_overlap.distributed import default_store, groups
 from lightning_overlap.tables.supported_modules import sharded_modules
 
-from ..support.cases import MIXED, SEQUENCE, TABLE_WISE, Batches, ByHand, Model, make_plan
+from ..support.cases import MIXED, SEQUENCE, TABLE_WISE, UNUSED, Batches, ByHand, Model, make_plan
 from ..support.fits import make_trainer
 from ..support.reference import Result, collect
 
@@ -206,6 +206,7 @@ REFUSED: dict[str, Any] = {
     "shares_a_weight": lambda: fit_model(SharesItsWeight(), sharding="table_wise"),
     "clips_shards_by_norm": lambda: fit_dense_shards({"gradient_clip_val": 1.0}),
     "sequences_as_bags": lambda: fit_model(Model(SEQUENCE, fused_optimizer=False), sharding="data_parallel"),
+    "accumulates_static_graph": lambda: fit_model(static_graph=True, trainer_kwargs={"accumulate_grad_batches": 2}),
     "planner_fails": lambda: fit_model(sharding=_Fails()),
 }
 
@@ -217,6 +218,14 @@ def fit_dense_shards(trainer_kwargs: dict[str, Any], cls: type[Model] = Model) -
     plan = construct_module_sharding_plan(model.ebc, places, local_size=2, world_size=2, device_type="cpu")
     fit_model(model, trainer_kwargs=trainer_kwargs, sharding=ShardingPlan({"ebc": plan}))
     return model
+
+
+def train_without_a_gradient() -> str:
+    """Return the error about dense weights that no loss depends on."""
+    sharding = {table.name: table.sharding for table in UNUSED.tables}
+    with pytest.raises(RuntimeError) as caught:
+        fit_model(Model(UNUSED), sharding=sharding)
+    return str(caught.value)
 
 
 def clip_values_of_dense_shards() -> Tensor:

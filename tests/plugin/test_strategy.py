@@ -195,12 +195,21 @@ def test_registry_name(two_ranks: Ranks) -> None:
         ("shares_a_weight", ["ebc.t0", "ebc.embedding_bags.t0.weight, output.weight", "would no longer be one"]),
         ("clips_shards_by_norm", ["ebc.t0, ebc.t1, ebc.t2", "gradient_clip_algorithm='value'"]),
         ("sequences_as_bags", ["ValueError", "ebc.t0, ebc.t1, ebc.t2", "makes bags on a CPU", "'table_wise'"]),
+        ("accumulates_static_graph", ["static_graph=True and accumulate_grad_batches=2", "find_unused_parameters"]),
         ("planner_fails", ["ValueError", "these tables do not fit anywhere"]),
     ],
 )
 def test_refused_on_every_rank(two_ranks: Ranks, name: str, parts: list[str]) -> None:
     for message in two_ranks.run(strategies.refuse, name):
         assert [part for part in parts if part not in message] == [], message
+
+
+def test_dense_weights_without_a_gradient_are_named(two_ranks: Ranks) -> None:
+    for message in two_ranks.run(strategies.train_without_a_gradient):
+        assert "got no gradient from the loss of training_step: unused.weight, unused.bias." in message
+        for argument in ("static_graph=True", "find_unused_parameters=True"):
+            assert f"OverlapEmbeddingStrategy({argument})" in message
+        assert "DDPStrategy" not in message
 
 
 def test_shards_of_the_dense_optimizer_are_clipped_by_value(two_ranks: Ranks) -> None:

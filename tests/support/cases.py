@@ -5,6 +5,7 @@ Nothing here comes from the package under test.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -65,6 +66,7 @@ class Case:
         empty_feature: This feature has no ids in every third batch.
         optimizer: Fused optimizer class and arguments.
         comms: Precision that embeddings and gradients are sent in, by TorchRec's codecs; None: as they are.
+        unused: The model has dense weights that no loss depends on.
     """
 
     name: str
@@ -74,6 +76,7 @@ class Case:
     empty_feature: str | None = None
     optimizer: tuple[type[torch.optim.Optimizer], Mapping[str, Any]] = (torch.optim.SGD, {"lr": 2.0})
     comms: tuple[str, str] | None = None
+    unused: bool = False
 
     @property
     def all_features(self) -> tuple[str, ...]:
@@ -140,6 +143,8 @@ class Model(LightningModule):
         self.bottom = nn.Sequential(nn.Linear(NUM_DENSE, 8), nn.ReLU())
         width = 8 + sum(table.dim * len(table.features) for table in case.tables)
         self.top = nn.Sequential(nn.Linear(width, 16), nn.ReLU(), nn.Linear(16, 1))
+        if case.unused:
+            self.unused = nn.Linear(3, 3)
         with torch.no_grad():
             for _, parameter in sorted(self.named_parameters(), key=lambda item: item[0].split(".")[-2:]):
                 if not parameter.is_meta:
@@ -299,6 +304,7 @@ EMPTY_FEATURE = Case("empty_feature", _tables(3), empty_feature="f1")
 ADAGRAD = Case("adagrad", _tables(2), optimizer=(torch.optim.Adagrad, {"lr": 1.0, "eps": 1e-8}))
 ROWWISE_ADAGRAD = Case("rowwise_adagrad", _tables(2), optimizer=(RowWiseAdagrad, {"lr": 1.0, "eps": 1e-8}))
 
+UNUSED = dataclasses.replace(MIXED, name="unused", unused=True)
 SHARED_FEATURE = Case("shared_feature", (TableSpec("t0", ("f0",)), TableSpec("t1", ("f1", "f0"))))
 
 CASES = (
