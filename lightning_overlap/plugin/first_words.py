@@ -10,7 +10,6 @@ from functools import partial
 from torch import nn
 from torch.optim import Optimizer
 
-from ..schedules import Schedule
 from ..tables import rate_setter, table_lines
 
 LOGGER = "lightning.pytorch.lightning_overlap"
@@ -52,7 +51,7 @@ def calm_libraries(wanted: bool = True) -> None:
 
 def tell_set_up(
     model: nn.Module,
-    schedule: Schedule,
+    mode: str,
     stream: str,
     num_ranks: int,
     optimizers: Iterable[Optimizer],
@@ -64,7 +63,7 @@ def tell_set_up(
 
     Args:
         model: The sharded model.
-        schedule: The mode.
+        mode: The mode, and its staleness if it has one.
         stream: The stream policy, as the user has named it.
         num_ranks: How many ranks there are.
         optimizers: Those of `configure_optimizers`.
@@ -73,9 +72,8 @@ def tell_set_up(
     """
     optimizers = list(optimizers)
     moved = rate_setter(optimizers) is not None
-    late = f", staleness {schedule.staleness}" if schedule.staleness else ""
     ranks = f"{num_ranks} rank{'s' * (num_ranks != 1)}"
-    lines = [f"lightning_overlap: {schedule.name}{late}, stream {stream}, {ranks}"]
+    lines = [f"lightning_overlap: {mode}, stream {stream}, {ranks}"]
     lines += table_lines(model, optimizers, scheduled=scheduled, moved=moved)
     lines += [f"{name} runs unpipelined: {reason}" for name, reason in unpipelined.items()]
     tell("\n  ".join(lines))

@@ -265,7 +265,9 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
                 self._run.overflow = OverflowWatch(self.lightning_module, self._consensus, warns=warns)
             if self.global_rank == 0:
                 schedulers = bool(self.lr_scheduler_configs)
-                words = (self.schedule, self.stream, self.world_size, self.optimizers)
+                mode = self.schedule.name + f", staleness {self.schedule.staleness}" * bool(self.schedule.staleness)
+                mode = mode if self._tuner is None else self._tuner.first_words
+                words = (mode, self.stream, self.world_size, self.optimizers)
                 first_words.tell_set_up(
                     self.lightning_module, *words, scheduled=schedulers, unpipelined=sparse.unpipelined
                 )

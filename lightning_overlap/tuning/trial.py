@@ -45,12 +45,27 @@ class Trial:
 
     def __init__(self, arms: Sequence[Arm], auto: Auto, clock: Timestamps, per_step: int) -> None:
         self.arms, self.clock = tuple(arms), clock
-        self._settle = auto.settle
+        self._settle, self._rounds = auto.settle, auto.rounds
         self._num_timed = -(-auto.block // per_step) * per_step
         self._over: list[tuple[Arm, Any, Any, float, str]] = []  # `Block`s with their begin and end, not read yet
         self._num = 0  # batches of this block so far
         self._void = ""  # why this block does not count
         self._begun: tuple[Any, float] | None = None  # mark and `data_ms` at the first batch that is timed
+
+    @property
+    def block(self) -> int:
+        """Batches of a block, with those that are not timed."""
+        return self._settle + self._num_timed
+
+    @property
+    def num_batches(self) -> int:
+        """Batches of all rounds, without those that are added where blocks do not count."""
+        return self._rounds * len(self.arms) * self.block
+
+    @property
+    def num_void(self) -> int:
+        """Blocks that are over and do not count; those in which a data loader stalled are not known yet."""
+        return sum(bool(void) for *_, void in self._over)
 
     @property
     def num_over(self) -> tuple[int, int]:
@@ -76,7 +91,7 @@ class Trial:
         self._num += 1
         if self._num == self._settle:
             self._begun = mark, data_ms
-        if self._num < self._settle + self._num_timed:
+        if self._num < self.block:
             return False
         assert self._begun is not None
         begin, waited_ms = self._begun

@@ -67,6 +67,7 @@ class Tuner:
         self._streams: CudaStreams | None = None
         self._next: Arm | None = None
         self._num_left = 0
+        self._num_before = 0  # batches before this trial
 
     def at(self, batch: int) -> Schedule:
         """The table to walk while the next batch is trained; all ranks switch after the same batch."""
@@ -98,18 +99,37 @@ class Tuner:
         self._streams = streams if moves_lookups and isinstance(streams, CudaStreams) else None
         self._move_lookups(self.arm.stream)  # the streams may be of a fit before
         if not self.has_chosen:
-            self._num_left = self._auto.warm_up
+            self._num_left = self._num_before = self._auto.warm_up
             self._trial = Trial(modes_on(self.arm.stream), self._auto, timestamps_of(device), per_step)
             self._walk(self._trial.arm)
 
     def finish(self) -> None:
         """Log that nothing was chosen, if training has ended before that."""
         if self._trial is not None:
-            num_rounds, _ = self._trial.num_over
-            self._tell(
-                f"pipeline='auto': nothing was chosen, training ended in round {num_rounds + 1} of "
-                f"{self._auto.rounds} or more. Auto(block=..., rounds=...) makes them shorter or fewer."
+            trial, (num_rounds, num_blocks) = self._trial, self._trial.num_over
+            what = "a mode" if self._tries_modes else f"a stream for {trial.arm.mode}"
+            num_over = num_rounds * len(trial.arms) + num_blocks
+            least = self._num_before + trial.num_batches
+            text = (
+                f"pipeline='auto': training ended before {what} was chosen. That takes {least} batches of a fit, and "
+                f"up to {least + trial.num_batches} if evaluations, saves, ends of epochs or data disturb some. "
+                f"{num_over} blocks of {trial.block} batches were over, and {trial.num_void} of them disturbed. "
+                "pipeline=Auto(block=..., rounds=...) needs fewer. The losses are those of any exact mode."
             )
+            self._tell("\n".join([text, *self._tried]))
+
+    @property
+    def first_words(self) -> str:
+        """What the first line of a fit says in the place of a mode's name."""
+        if self.has_chosen:
+            return f"auto (has chosen {self.arm.mode})"
+        assert self._trial is not None
+        num_batches = self._num_before + self._trial.num_batches
+        return f"auto (tries {len(TRIED)} exact modes and chooses one after {num_batches} batches or more)"
+
+    @property
+    def _tries_modes(self) -> bool:
+        return self._trial is not None and len({arm.mode for arm in self._trial.arms}) > 1
 
     def stop(self) -> None:
         """End a fit; drop the measurements of a trial that is not over."""
@@ -176,7 +196,8 @@ class Tuner:
         chosen = choose(found, self._auto.tie)
         self._tried.append(table(found, chosen))
         streams = [] if chosen is None or self._streams is None else streams_of(chosen)
-        if len(streams) > 1 and len({arm.mode for arm in trial.arms}) > 1:
+        if len(streams) > 1 and self._tries_modes:
+            self._num_before += trial.num_over[0] * trial.num_batches // self._auto.rounds
             self._trial = Trial(streams, self._auto, trial.clock, self._per_step)
             return
         why = f"none is more than {self._auto.tie:.0%} faster, and of those as fast it holds the least"

@@ -60,6 +60,7 @@ class Fit:
     state: dict[str, Any] = field(default_factory=dict)
     """What would be in a checkpoint at the end."""
     log: str = ""
+    """What was said of it, the first line of a fit first."""
 
 
 class Seen(Callback):
@@ -137,7 +138,7 @@ def train(
     finally:
         logger.removeHandler(handler)
     result = collect(module, trainer.optimizers[0], module.losses or [torch.zeros(())])
-    said = [text for text in records if text.startswith("pipeline='auto'")]
+    said = [text if text.startswith("pipeline") else text.splitlines()[0] for text in records if "auto" in text]
     return Fit(result, seen.modes, tuned.state_dict(), "\n".join(said))
 
 

@@ -69,7 +69,16 @@ def test_accumulated_gradients(ranks: Ranks) -> None:
     blocks = [mode for mode in [*ROUND, *ROUND[1:], *ROUND[:1]] for _ in range(5)]
     _check(ranks, fits, expected, [*WARM_UP, *blocks][:NUM_STEPS])
     assert fits[0].state == {}
-    assert "nothing was chosen, training ended in round 2 of 2" in fits[0].log
+    assert "training ended before a mode was chosen. That takes 41 batches of a fit, and up to 81 if" in fits[0].log
+    assert "5 blocks of 5 batches were over, and 0 of them disturbed" in fits[0].log
+
+
+def test_a_training_that_ends_early_says_what_was_disturbed(two_ranks: Ranks) -> None:
+    """Of four blocks of three batches three have an evaluation in them. The first line names `auto`, not a mode."""
+    log = two_ranks.run(autos.train, TABLE_WISE, MS, num_steps=14, val_check_interval=4)[0].log
+    begin, end = log.splitlines()
+    assert begin.startswith("lightning_overlap: auto (tries 4 exact modes and chooses one after 25 batches or more), ")
+    assert "4 blocks of 3 batches were over, and 3 of them disturbed" in end
 
 
 def test_evaluations_and_ends_of_epochs_void_blocks_and_change_nothing(ranks: Ranks) -> None:
@@ -78,7 +87,7 @@ def test_evaluations_and_ends_of_epochs_void_blocks_and_change_nothing(ranks: Ra
     ms = {**MS, "base": (1.0,)}
     fits = ranks.run(autos.train, ALL_KINDS, ms, auto=ONE_ROUND, val_check_interval=5, **kwargs)
     _check(ranks, fits, _trained(ranks, ALL_KINDS), CHOSEN)
-    counted = [line.split()[4] for line in fits[0].log.splitlines()[3:]]
+    counted = [line.split()[4] for line in fits[0].log.splitlines()[4:]]
     assert counted == ["2", "0", "2", "0"]
 
 
@@ -96,7 +105,7 @@ def test_all_ranks_choose_alike_though_they_measure_different_times(two_ranks: R
     fits = two_ranks.run(autos.train, TABLE_WISE, ms)
     _check(two_ranks, fits, _trained(two_ranks, TABLE_WISE), CHOSEN)
     assert [bool(fit.log) for fit in fits] == [True, False]
-    words, _, _, *rows = fits[0].log.splitlines()
+    _, words, _, _, *rows = fits[0].log.splitlines()
     assert words.startswith("pipeline='auto': sparse_dist, stream data_dist: none is more than 5% faster")
     assert [row.split() for row in rows] == [
         ["fused_sparse_dist", "data_dist", "8.00", "0.00", "2", "3"],
@@ -127,8 +136,8 @@ def test_a_resumed_run_goes_on_with_the_choice(ranks: Ranks, stop: int, tmp_path
             assert rest.modes == TWO_ROUNDS[:22], "tried anew"
     if stop == 27:
         told = runs[0][1].log.splitlines()
-        assert told[0] == "pipeline='auto': sparse_dist, stream data_dist, chosen before the checkpoint."
-        assert told[1:] == runs[0][0].log.splitlines()[1:]
+        assert told[1] == "pipeline='auto': sparse_dist, stream data_dist, chosen before the checkpoint."
+        assert told[2:] == runs[0][0].log.splitlines()[2:]
 
 
 def test_streams_are_tried_after_the_modes(two_ranks: Ranks) -> None:
