@@ -132,7 +132,8 @@ class _AtPresentRate(torch.autograd.Function):
     that repetition are thrown away (in a stale mode they may be newer); the gradient of a row does not depend on them.
 
     On CUDA autograd runs a backward on the stream of its forward, this one too: on the lookup stream, where the
-    repeated forward and the inner backward then run in turn, after the last update and before the next lookup.
+    repeated forward and the inner backward then run in turn, after the last update and before the next lookup: nodes
+    that are made within a backward are of the stream that it runs on.
     The inner graph has the kernels' weights for its only leaves, which accumulate nothing, so no stream is joined
     but this one. DistributedDataParallel ignores these weights, its hooks see nothing of the inner backward.
     """

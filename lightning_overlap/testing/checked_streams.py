@@ -24,34 +24,65 @@ from .race_detector import RacingStreams
 
 
 class FollowedStreams(RacingStreams):
-    """Each operator counts as work of the stream that would be current; autograd runs a node on that of its forward."""
+    """Each operator counts as work of the stream that would be current on a device.
+
+    On a device autograd makes a node's stream current while it runs the node: the stream that was current when the node
+    was made. Whatever the node does is work of that stream, and so are the nodes of a graph that the node makes, whose
+    backward may run within it.
+
+    Source: `InputMetadata` (a node's stream) and `Engine::evaluate_function` (its guard) of PyTorch 2.11 to 2.14.
+    """
 
     def __init__(self, lookup: StreamName = StreamName.LOOKUP) -> None:
         super().__init__(lookup)
-        self._since: list[tuple[int, StreamName]] = [(0, StreamName.COMPUTE)]  # autograd's numbering -> stream
+        self._within: Any = None
+        """The node that runs where `_current` was made current; None outside a backward."""
+        self._since: list[tuple[int, StreamName]] = [(0, StreamName.COMPUTE)]
+        """Autograd's numbers of nodes from which on they are of a stream."""
+        self._num_noted = 0
 
-    def _switch(self, stream: StreamName) -> None:
-        super()._switch(stream)
-        self._since.append((_sequence_number(), stream))
+    @contextmanager
+    def on(self, name: StreamName) -> Iterator[None]:
+        """Make a stream current, also within a node that autograd runs on another stream."""
+        self._note_nodes()
+        before = self._current, self._within
+        self._current, self._within = self[name], torch._C._current_autograd_node()
+        try:
+            yield
+        finally:
+            self._note_nodes()
+            self._current, self._within = before
 
     def following(self) -> Operators:
         """Follow all operators of the calling thread."""
-        return Operators(self.ran)
+        return Operators(self._ran)
 
     def ran(self, func: Any, args: Iterable[Any], result: Any) -> None:
-        """Take note of an operator, as `Operators` tells it; subclasses say how."""
+        """Take note of an operator that is no view, as `Operators` tells it; subclasses say how."""
         raise NotImplementedError
 
     def stream_of_operator(self) -> tuple[StreamName, bool]:
-        """Return the stream of the operator that has just run, and whether a backward ran it."""
+        """Return the stream of the operator that has just run, and whether autograd chose it."""
         node: Any = torch._C._current_autograd_node()
-        if node is None:
+        if node is None or node is self._within:
             return self._current, False
         number = node._sequence_nr()
         if number >= _sequence_number():  # an accumulation of a gradient
             return StreamName.COMPUTE, True
         at = bisect.bisect_right(self._since, number, key=lambda entry: entry[0]) - 1
         return self._since[at][1], True
+
+    def _ran(self, func: Any, args: Iterable[Any], result: Any) -> None:
+        self._note_nodes()
+        if not func.is_view:
+            self.ran(func, args, result)
+
+    def _note_nodes(self) -> None:
+        """Note the stream of the nodes made since the last note: it was current all the time."""
+        stream, _ = self.stream_of_operator()
+        if stream is not self._since[-1][1]:
+            self._since.append((self._num_noted, stream))
+        self._num_noted = _sequence_number()
 
 
 def _sequence_number() -> int:
@@ -118,7 +149,7 @@ class CheckedStreams(FollowedStreams):
                 self._races.wait(stream, self._races.event(other))
             self._ran_in_backward.add(stream)
             self._races.record_stream(used, stream)
-        else:
+        elif torch._C._current_autograd_node() is None:
             self._ran_in_backward.clear()
         by = f"{func} after the {self.doing}"
         self._races.do(by, stream, reads=reads, writes=writes, makes=[name for name in made if name not in used])
@@ -144,7 +175,7 @@ def tensors_of(value: Any) -> list[Tensor]:
 
 
 class Operators(TorchDispatchMode):
-    """Tells of every operator of the calling thread that has run and is no view.
+    """Tells of every operator of the calling thread that has run, views too.
 
     Args:
         ran: Called with the ATen operator, its arguments in the order of its schema, and its result.
@@ -157,7 +188,6 @@ class Operators(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if not func.is_view:
-            named = [argument.name for argument in func._schema.arguments]
-            self._ran(func, [*args, *(kwargs.get(name) for name in named[len(args) :])], result)
+        named = [argument.name for argument in func._schema.arguments]
+        self._ran(func, [*args, *(kwargs.get(name) for name in named[len(args) :])], result)
         return result

@@ -174,14 +174,11 @@ class RacingStreams(Streams):
     def on(self, name: StreamName) -> Iterator[None]:
         """Make a stream current."""
         previous = self._current
-        self._switch(self[name])
+        self._current = self[name]
         try:
             yield
         finally:
-            self._switch(previous)
-
-    def _switch(self, stream: StreamName) -> None:
-        self._current = stream
+            self._current = previous
 
     def memory_of(self, value: Any) -> Iterable[str]:
         """Return the resources of a value, nested or not; subclasses say how."""

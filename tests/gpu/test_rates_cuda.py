@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from lightning_overlap import MODES, STREAMS
 
@@ -41,3 +43,39 @@ def test_the_update_of_a_batch_takes_the_rate_of_its_step(
     expected = gpus.run(_reference, case, pipeline)
     actual = gpus.run(_fit, case, pipeline, stream)
     assert [mine.differences(theirs) for mine, theirs in zip(actual, expected, strict=True)] == [[]] * gpus.world_size
+
+
+class _TellsItsStream(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seen: list[torch.cuda.Stream]) -> Tensor:
+        ctx.seen = seen
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:
+        ctx.seen.append(torch.cuda.current_stream())
+        return None, None
+
+
+class _RepeatsInBackward(_TellsItsStream):
+    """As `sparse/update_rates.py`: makes a graph in its backward, and runs it there."""
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:
+        with torch.enable_grad():
+            again = _TellsItsStream.apply(torch.ones(4, device="cuda", requires_grad=True), ctx.seen)
+        torch.autograd.backward(again, grads[0])
+        return _TellsItsStream.backward(ctx)
+
+
+def test_a_graph_made_in_a_backward_runs_on_the_stream_of_that_backward() -> None:
+    """What `testing/checked_streams.py` takes for granted."""
+    side, seen = torch.cuda.Stream(), list[torch.cuda.Stream]()
+    x = torch.ones(4, device="cuda", requires_grad=True)
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        rows = _RepeatsInBackward.apply(x, seen)
+    torch.cuda.current_stream().wait_stream(side)
+    (rows * 2).sum().backward()
+    torch.cuda.synchronize()
+    assert seen == [side, side]

@@ -22,6 +22,7 @@ from lightning_overlap.testing import CheckedStreams, RaceError
 from lightning_overlap.testing.local_group import process_group
 from lightning_overlap.testing.watched_fit import Setting, fit
 
+from ..sparse.update_rates import Scheduled
 from ..support import mutants
 from ..support.cases import (
     MIXED,
@@ -167,6 +168,10 @@ class StepsByHand(ByHand, ReadsTables):
         self.read()
 
 
+class MovesItsRates(ReadsTables, Scheduled):
+    """Has each early lookup repeated within its backward."""
+
+
 class RecomputesItsLookup(ReadsTables):
     """Looks up again inside the backward."""
 
@@ -199,6 +204,7 @@ USERS: dict[str, tuple[type[Model], dict[str, Any]]] = {
     "reads_later": (ReadsTablesLater, {}),
     "skips_steps": (SkipsSteps, {}),
     "steps_by_hand": (StepsByHand, {}),
+    "moves_its_rates": (MovesItsRates, {}),
     "recomputes_its_lookup": (RecomputesItsLookup, {}),
     "recomputes_another_lookup": (RecomputesAnotherLookup, {}),
 }
@@ -326,24 +332,41 @@ def test_a_view_reads_nothing_and_shares_its_memory(streams: CheckedStreams) -> 
             part + 1
 
 
-def test_backward_runs_where_the_forward_ran_and_nobody_waits_for_its_end(streams: CheckedStreams) -> None:
+class WritesInBackward(torch.autograd.Function):
+    """Writes its weight as a fused table is written, which gets no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.weight = weight
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:
+        ctx.weight.sub_(grads[0])
+        return None, None
+
+
+class RepeatsInBackward(WritesInBackward):
+    """Makes a graph in its backward, and runs it there."""
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:
+        with torch.enable_grad():
+            again = WritesInBackward.apply(torch.ones(4, requires_grad=True), ctx.weight)
+        torch.autograd.backward(again, grads[0])
+        return None, None
+
+
+@pytest.mark.parametrize("function", [WritesInBackward, RepeatsInBackward])
+def test_backward_runs_where_the_forward_ran_and_nobody_waits_for_its_end(
+    streams: CheckedStreams, function: type[WritesInBackward]
+) -> None:
     weight = torch.ones(4)
-
-    class WritesInBackward(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x * weight
-
-        @staticmethod
-        def backward(ctx: Any, *grads: Tensor) -> Tensor:
-            weight.sub_(grads[0])
-            return grads[0]
-
     x = torch.ones(4, requires_grad=True)
     with streams.watching({"table": weight, "x": x.detach()}):
         streams.wait(StreamName.LOOKUP, streams.record(StreamName.COMPUTE))
         with streams.on(StreamName.LOOKUP):
-            rows = WritesInBackward.apply(x)
+            rows = function.apply(x, weight)
         streams.wait(StreamName.COMPUTE, streams.record(StreamName.LOOKUP))
         streams.record_stream(rows, StreamName.COMPUTE)
         (rows * 2).sum().backward()
@@ -351,3 +374,20 @@ def test_backward_runs_where_the_forward_ran_and_nobody_waits_for_its_end(stream
             weight + 1
         streams.wait(StreamName.COMPUTE, streams.record(StreamName.LOOKUP))
         weight + 1
+
+
+class UsesAnotherStreamInBackward(WritesInBackward):
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:
+        with UsesAnotherStreamInBackward.streams.on(StreamName.PREFETCH):  # type: ignore[attr-defined]
+            ctx.weight + 1
+        return None, None
+
+
+def test_a_stream_that_a_node_takes_waits_for_nothing_by_itself(streams: CheckedStreams) -> None:
+    x, weight = torch.ones(4, requires_grad=True), torch.ones(4)
+    UsesAnotherStreamInBackward.streams = streams  # type: ignore[attr-defined]
+    with streams.watching({"table": weight, "x": x.detach()}):
+        rows = UsesAnotherStreamInBackward.apply(x, weight)
+        with pytest.raises(RaceError, match=r"aten.add.Tensor .*\(reads on prefetch\) after the load"):
+            rows.sum().backward()
