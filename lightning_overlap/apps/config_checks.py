@@ -20,7 +20,7 @@ Config = Mapping[str, Any]
 AUTO = "auto"
 """Used as a mode's name: the strategy chooses a mode while it trains, and begins with `fused_sparse_dist`."""
 
-SWITCHES = ("start_batch", "end_batch", "num_lookup_threads", "stash_gradients")
+SWITCHES = ("start_batch", "end_batch", "stash_gradients")
 """Options of `pipeline` that leave the schedule as it is; `overlap-train --help` says what each does."""
 MODE_OPTIONS = ("staleness", "defer_update", "frozen_window")
 """Options of `pipeline` that change the schedule."""

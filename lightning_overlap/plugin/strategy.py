@@ -27,7 +27,6 @@ from ..schedules import (
     Stage,
     StreamName,
     StreamPolicy,
-    check_lookup_threads,
     check_stash,
     resolve_schedule,
     resolve_stream,
@@ -106,9 +105,6 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
         stash_gradients: In a mode of staleness k, let each step of the dense optimizers apply the gradients of k steps
             before, so that they are as old as the embeddings. The first k steps have none to apply; the last k steps'
             gradients are applied at the end of `fit`. A checkpoint holds those that wait.
-        num_lookup_threads: In a mode with a staleness, on a CPU, how many threads run the kernels of early lookups,
-            overlapped with the backward, one module each; the main thread sends the embeddings. 0: the main thread
-            runs the kernels, too.
         start_batch: The mode, one with a staleness, begins with this batch, counted over all epochs. Batches before it
             train exactly, as in `fused_sparse_dist`. The switch loses no batch, looks up none twice, and does not wait
             for the device.
@@ -149,7 +145,6 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
         defer_update: bool = False,
         frozen_window: bool = False,
         stash_gradients: bool = False,
-        num_lookup_threads: int = 0,
         start_batch: int = 0,
         end_batch: int | None = None,
         release_features: bool = False,
@@ -162,13 +157,12 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
     ) -> None:
         check_arguments(type(self), kwargs)
         of_mode = {"staleness": staleness, "defer_update": defer_update, "frozen_window": frozen_window}
-        of_mode |= {"stash_gradients": stash_gradients, "num_lookup_threads": num_lookup_threads}
-        auto = resolve_auto(pipeline, {**of_mode, "start_batch": start_batch, "end_batch": end_batch})
+        of_mode |= {"stash_gradients": stash_gradients, "start_batch": start_batch, "end_batch": end_batch}
+        auto = resolve_auto(pipeline, of_mode)
         self._tuner = None if auto is None else Tuner(auto, stream)
         named = TRIED[0] if auto is not None or isinstance(pipeline, Auto) else pipeline
         self._schedule = resolve_schedule(named, staleness, defer_update, frozen_window)
         self._schedules = self._tuner or with_exact_warmup(self.schedule, start_batch, end_batch)
-        self._num_lookup_threads = check_lookup_threads(num_lookup_threads, self.schedule)
         self.stream = stream
         self._lookup_stream = resolve_stream(stream)
         tables.check_fused_optimizer(fused_optimizer)
@@ -324,7 +318,6 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
             store=default_store(),
             set_rates=tables.rate_setter(self.optimizers) if trains else None,
             warned=self._warned,
-            num_threads=self._num_lookup_threads if trains and self.root_device.type == "cpu" else 0,
             prefetches=schedule.step_of(Stage.PREFETCH) is not None,
             releases=self._release_features and trains,
             holds_updates=self.schedule.holds_updates and trains,

@@ -359,7 +359,6 @@ class Executor:
             self._run_deferred_lookup()
 
     def _after_backward(self, current: InFlightBatch) -> None:
-        self._sparse.finish_lookups()
         if current.ran_unpipelined:
             # The TBE backward of that module ran on the compute stream: the next lookup has to wait for it.
             self._order.note_write()

@@ -8,7 +8,6 @@ from .modes import MODES as MODES
 from .modes import STREAMS as STREAMS
 from .modes import ModeName as ModeName
 from .modes import StreamPolicy as StreamPolicy
-from .options import check_lookup_threads as check_lookup_threads
 from .options import check_stash as check_stash
 from .options import resolve_schedule as resolve_schedule
 from .options import resolve_stream as resolve_stream

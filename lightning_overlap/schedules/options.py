@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from ..text import unknown_name_message
 from .modes import ASYNC_LOOKUP, MODES, STREAMS, async_lookup, defer_update, frozen_window
-from .schedule import Schedule, check_number
+from .schedule import Schedule
 from .stages import StreamName
 
 _T = TypeVar("_T")
@@ -40,22 +40,6 @@ def resolve_schedule(
     if deferred:
         schedule = defer_update(schedule)
     return frozen_window(schedule) if frozen else schedule
-
-
-def check_lookup_threads(num_threads: int, schedule: Schedule) -> int:
-    """Return `num_threads`, the number of threads for early lookups, if the schedule can use them.
-
-    Raises:
-        TypeError: Not an integer.
-        ValueError: Negative, or not 0 for a mode that looks up after the backward, with which nothing would overlap.
-    """
-    check_number("num_lookup_threads", num_threads, "threads")
-    if num_threads and not schedule.staleness:
-        raise ValueError(
-            f"num_lookup_threads={num_threads}: {schedule.name!r} looks up after the backward, so threads have none to "
-            "overlap with. They are for semi_sync and async_lookup."
-        )
-    return num_threads
 
 
 def check_stash(stash_gradients: bool, schedule: Schedule) -> bool:

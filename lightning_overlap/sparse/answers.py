@@ -17,7 +17,7 @@ from torchrec.distributed.types import LazyAwaitable
 from ..runtime import InFlightBatch, LookupOrder
 from ..schedules import Stage, StreamName
 from ..tables import count_backwards, tbes, without_backward, without_graph
-from .lookup import LookupThreads, deferring_update
+from .lookup import deferring_update
 from .module_context import ModuleContext, autocast_of, wait_for
 from .options import SparseOptions
 from .pipelined_forward import (
@@ -43,7 +43,6 @@ class Answers:
         order: The device's streams and the order of lookups.
         updates: Makes deferred updates that a module's own forward has to see.
         options: Options of the pipeline.
-        threads: Lookups in threads, which end before a module's own forward writes tables.
         receive_input: Waits for the ids of a batch, for modules that are looked up when they are called.
     """
 
@@ -53,18 +52,12 @@ class Answers:
         order: LookupOrder,
         updates: TableUpdates,
         options: SparseOptions,
-        threads: LookupThreads,
         receive_input: Callable[[InFlightBatch], Any],
     ) -> None:
         self._forwards, self._order, self._updates, self._options = forwards, order, updates, options
-        self._threads, self._receive_input = threads, receive_input
+        self._receive_input = receive_input
         self._current: InFlightBatch | None = None  # the batch whose step runs, until the step returns
         self._in_step: InFlightBatch | None = None  # the same batch, until its backward is over
-
-    @property
-    def ran_unpipelined(self) -> bool:
-        """Whether a module ran its own forward for the batch of this step, whose backward is not over."""
-        return self._in_step is not None and self._in_step.ran_unpipelined
 
     def begin(self, inflight: InFlightBatch) -> None:
         """Begin the step of a batch."""
@@ -135,7 +128,6 @@ class Answers:
                 own = ModuleContext(pipelined.module, given, served=True)
                 state = inflight.modules.setdefault(pipelined.name, own)
                 look_up_now = partial(self._look_up_deferring, state, look_up_now)
-        self._threads.finish()
         self._updates.make_before_forward(pipelined.name)
         # checkpoint() drops what operators save, and repeats the forward in the backward, at another time on each rank:
         # collectives of a repeated lookup would not match. So a lookup keeps what it saves, and is not repeated.

@@ -1,9 +1,8 @@
-"""Look up a sharded module's tables: in parts by who writes them, each after its last update; on a CPU in threads."""
+"""Look up a sharded module's tables: in parts by who writes them, each after its last update."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -12,13 +11,10 @@ from torch import Tensor
 from torchrec.distributed.types import Awaitable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from ..runtime import InFlightBatch
 from ..schedules import WeightOwner
 from ..tables import SetRates, owners_of_parts
 from .module_context import ModuleContext, replaced
 from .update_rates import _updates_at_present_rate
-
-_FUSED = frozenset({WeightOwner.FUSED_BACKWARD})
 
 
 def look_up(
@@ -108,64 +104,3 @@ _NOTHING = _Nothing()
 def _already_started(output: Awaitable[torch.Tensor], context: Any) -> Awaitable[torch.Tensor]:
     """Stand for an output dist where the module assembles what `_start_output_dist` has started."""
     return output
-
-
-# -- in threads -------------------------------------------------------------------------------------------------
-
-
-class LookupThreads:
-    """Runs the kernels of fused tables in threads on a CPU. The thread that trains starts all collectives, in `finish`.
-
-    Whoever is about to write a table calls `finish` first.
-
-    Source: `threads_num` of DeepRec's asynchronous embedding lookup; there the threads send the embeddings, too.
-    """
-
-    def __init__(self, num_threads: int) -> None:
-        self.num_threads = num_threads
-        self._pool = ThreadPoolExecutor(num_threads or 1, thread_name_prefix="embedding_lookup")  # begins none yet
-        self._jobs: list[tuple[ModuleContext, InFlightBatch, Future[dict[int, Tensor]]]] = []
-
-    def submit(self, state: ModuleContext, inflight: InFlightBatch, set_rates: SetRates | None) -> None:
-        """Begin a module's lookup of its fused tables in a thread; arguments as for `look_up`.
-
-        The thread takes over the caller's grad and autocast modes, which are thread-local.
-        """
-        grad, cast = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")
-        dtype = torch.get_autocast_dtype("cpu")
-
-        def run() -> dict[int, Tensor]:
-            with (
-                torch.set_grad_enabled(grad),
-                torch.autocast("cpu", dtype=dtype, enabled=cast),
-                _updates_at_present_rate(state.module, set_rates),
-                state.counting(state.num_lookups),
-            ):
-                return _compute(state, parts_to_look_up(state, _FUSED))
-
-        self._jobs.append((state, inflight, self._pool.submit(run)))
-
-    def finish(self) -> None:
-        """Wait for the lookups under way and start their output dists, in the order in which they were submitted.
-
-        Raises:
-            Exception: What a lookup has raised.
-        """
-        jobs, self._jobs = self._jobs, []
-        for state, inflight, result in jobs:
-            embeddings = result.result()
-            for of_part in embeddings.values():
-                if of_part.requires_grad:
-                    of_part.register_hook(self._wait)  # before the update of these tables
-            with deferring_update(state) if inflight.defers_update else nullcontext():
-                _start_output_dist(state, embeddings)
-            state.note_lookup(_FUSED)
-
-    def _wait(self, _: Tensor) -> None:
-        """Wait until no thread reads a table. A lookup that failed raises in `finish`, not here."""
-        wait([result for _, _, result in self._jobs])
-
-    def abandon(self) -> None:
-        """Wait until no thread reads a table; forget all results and errors."""
-        wait([result for _, _, result in self._jobs])
-        self._jobs.clear()

@@ -21,7 +21,6 @@ class SparseOptions:
         set_rates: Copies the scheduler's learning rates to the TBE kernels; None where no scheduler moves them.
         any_rank: Returns whether any rank passed True: an all-reduce on the host, which all ranks call.
         warned: Warnings given so far, shared by the pipelines of a run.
-        num_threads: Threads that run the kernels of early lookups on a CPU; 0: the calling thread does.
         releases: Whether the memory of a batch's ids is freed once they have been sent.
         multi_node: Whether ranks are on several hosts, where bytes and ranks that are late cost most: ids then
             are sent as int32 if the tables' rows fit, and deferred updates wait for the backward's end.
@@ -42,7 +41,6 @@ class SparseOptions:
     set_rates: SetRates | None = None
     any_rank: Callable[[bool], bool] = bool
     warned: set[tuple[str, str | None]] = field(default_factory=set)
-    num_threads: int = 0
     releases: bool = False
     multi_node: bool = False
     fills_waits: bool = True

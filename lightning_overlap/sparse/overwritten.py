@@ -42,10 +42,7 @@ class OverwrittenLookups:
         )
 
     def found_in(self, batches: Iterable[InFlightBatch]) -> bool:
-        """Whether tables of this rank, or their rates, were written after they were looked up for one of these batches.
-
-        All lookups that were handed to threads have to be finished.
-        """
+        """Whether tables of this rank, or their rates, were written since one of these batches was looked up."""
         # No write since the last search, which left no overwritten lookup: the usual case.
         modules = [pipelined.module for pipelined in self._forwards.values()]
         rates = [rates_of(module) for module in modules] if self._holds_rates else []

@@ -26,7 +26,7 @@ from .answers import Answers
 from .freed_features import release
 from .input_dist import InputExchange, splits_only
 from .input_sizes import check_types, types_in
-from .lookup import LookupThreads, look_up, parts_to_look_up
+from .lookup import look_up, parts_to_look_up
 from .module_context import ModuleContext, wait_for
 from .options import SparseOptions
 from .overwritten import OverwrittenLookups
@@ -56,14 +56,12 @@ class SparsePipeline:
         self.order, self._observe = order, order.observe
         self._group, self._options = group, options
         self._trains, self._releases = options.trains, options.releases
-        self._threads = LookupThreads(options.num_threads)
         self._forwards = PipelinedForwards(modules, group, options)
         self._inputs = None if group is None else InputExchange(group)
         # Steps may fill the backward's wait only where the host itself waits: for the gradient all-to-all, on a CPU.
-        host_waits = options.trains and group is not None and not options.num_threads and not order.streams.is_async
+        host_waits = options.trains and group is not None and not order.streams.is_async
         self._updates = TableUpdates(self._forwards, order, options, fills_waits=options.fills_waits and host_waits)
-        self.answers = Answers(self._forwards, order, self._updates, options, self._threads, self.receive_input)
-        self.finish_lookups = self._threads.finish
+        self.answers = Answers(self._forwards, order, self._updates, options, self.receive_input)
         # The rest of `runtime.SparseStages`, which other objects implement.
         self.register_backward_hook = self._updates.register_hook
         self.start_update, self.embedding_update = self._updates.start, self._updates.make
@@ -107,7 +105,6 @@ class SparsePipeline:
         if self._inputs is not None:
             self._inputs.forget()
         self.order.reset()
-        self._threads.abandon()
 
     @contextmanager
     def forward(self, inflight: InFlightBatch) -> Iterator[None]:
@@ -115,7 +112,6 @@ class SparsePipeline:
 
         Where a module runs its own forward for it instead, `inflight.ran_unpipelined` says so.
         """
-        self.finish_lookups()
         self._check_types(inflight)
         self.answers.begin(inflight)
         try:
@@ -245,7 +241,6 @@ class SparsePipeline:
         The fused tables of all modules come first. They are model-parallel: their embeddings travel while the
         data-parallel tables are read. One lookup runs at a time, since two would only share the memory's bandwidth.
         """
-        self.finish_lookups()
         for owner in WeightOwner:
             if owner in owners:
                 self._look_up(inflight, frozenset({owner}))
@@ -261,11 +256,6 @@ class SparsePipeline:
             set_rates = self._options.set_rates
             if set_rates is not None:
                 set_rates = state.deferred.with_rates(set_rates, tbes(state.module))
-            if self._threads.num_threads and WeightOwner.FUSED_BACKWARD in owners:
-                self._threads.submit(state, inflight, set_rates)
-                if self.answers.ran_unpipelined:  # that backward writes tables without asking for lookups first
-                    self.finish_lookups()
-                continue
             with state.counting(state.num_lookups):
                 look_up(state, owners, set_rates, defers_update=inflight.defers_update)
             state.note_lookup(owners)
@@ -283,7 +273,6 @@ class SparsePipeline:
 
     def is_overwritten(self, batches: Iterable[InFlightBatch]) -> bool:
         """Whether somebody has written tables of this rank after they were looked up for one of these batches."""
-        self.finish_lookups()
         return self._overwritten.found_in(batches)
 
     def leave_overwritten(self, batches: Iterable[InFlightBatch]) -> None:
@@ -297,7 +286,6 @@ class SparsePipeline:
                 "tables were written between two steps, after the next batch had been looked up, and its ids are gone "
                 "(release_features=True): it cannot be looked up anew. Train with release_features=False."
             )
-        self.finish_lookups()
         dropped = list(batches)
         self._overwritten.note_drop(dropped)
         for inflight in dropped:
@@ -305,7 +293,6 @@ class SparsePipeline:
 
     def drop_lookups(self, inflight: InFlightBatch) -> None:
         """Wait for the early lookups of a batch and drop them: its modules will run in their own forward."""
-        self.finish_lookups()
         for name, state in list(inflight.modules.items()):
             if state.embeddings is not None or state.output_dist_awaitables:
                 self._leave_aside(state)
@@ -318,14 +305,12 @@ class SparsePipeline:
             inflight: A batch that has been looked up and not yet updated.
             times: -1 takes its lookups out of the counts, so that a checkpoint has updates only; 1 adds them again.
         """
-        self.finish_lookups()
         for state in inflight.modules.values():
             for num_lookups in (state.num_lookups, state.num_own_lookups):
                 take_back(tbes(state.module), [-times * num for num in num_lookups], self.order)
 
     def drain(self, inflight: InFlightBatch) -> None:
         """Complete every collective that was started for a batch, in the order of its stages."""
-        self.finish_lookups()
         if inflight.sizes is not None or any(state.splits_awaitable is not None for state in inflight.modules.values()):
             streams = self.order.streams  # the splits were made on the input dist's stream, and are sent from this one
             streams.wait(StreamName.COMPUTE, streams.record(StreamName.DATA_DIST))

@@ -24,7 +24,7 @@ from .unsharded_law import compare_with_unsharded
 from .watched_fit import NUM_WATCHED_STEPS, Data, ModuleFactory, Setting, Watched, fit, make_trainer
 
 _SWITCHES = ("start_batch", "end_batch")
-_OF_THE_MODE = ("staleness", "defer_update", "num_lookup_threads", *_SWITCHES)
+_OF_THE_MODE = ("staleness", "defer_update", *_SWITCHES)
 """Options that the reference is run without: losses stay the same, or its lookups are delayed as the mode's were."""
 _WITHOUT_REFERENCE = ("frozen_window", "stash_gradients")
 """Options that are refused: plain training, the reference, has nothing like them."""

@@ -178,15 +178,6 @@ MUTANTS = (
     ),
     Mutant(
         5,
-        "lookups in threads start their all-to-alls from there",
-        ("sparse/test_async_lookup.py::test_kernels_run_in_threads_and_collectives_do_not",),
-        "sparse/lookup.py",
-        "                return _compute(state, parts_to_look_up(state, _FUSED))\n",
-        "                _start_output_dist(state, _compute(state, parts_to_look_up(state, _FUSED)))\n"
-        "                return {}\n",
-    ),
-    Mutant(
-        5,
         "a rank makes a collective alone",
         ("testing/test_check_module.py::test_ranks_that_send_in_another_order",),
     ),

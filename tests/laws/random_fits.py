@@ -206,8 +206,6 @@ def _draw_options(choose: Choose, pipeline: str) -> tuple[tuple[str, Any], ...]:
         options.append(("staleness", choose([1, 2, 3])))
     if choose([False, False, True]):
         options += [("start_batch", 2), ("end_batch", 5)]
-    if pipeline != "semi_sync_deferred" and choose([False, False, True]):
-        options.append(("num_lookup_threads", 1))
     return tuple(options)
 
 

@@ -19,7 +19,7 @@ from lightning_overlap.schedules.modes import (
     async_lookup,
     defer_update,
 )
-from lightning_overlap.schedules.options import check_lookup_threads, resolve_schedule
+from lightning_overlap.schedules.options import resolve_schedule
 from lightning_overlap.schedules.schedule import Schedule, Step
 from lightning_overlap.schedules.sequential import with_exact_warmup
 from lightning_overlap.schedules.stages import Stage, StreamName
@@ -117,21 +117,6 @@ def test_schedules_with_lookups_on_two_streams_cannot_follow_one_another() -> No
     message = "one stream orders all lookups and updates of a run, got 'fused_sparse_dist' on lookup, 'mine' on compute"
     with pytest.raises(ValueError, match=message):
         with_exact_warmup(Schedule("mine", tuple(steps)), 4)
-
-
-@pytest.mark.parametrize(
-    ("num_threads", "schedule", "error", "message"),
-    [
-        (2, FUSED_SPARSE_DIST, ValueError, "'fused_sparse_dist' looks up after the backward"),
-        (-1, SEMI_SYNC, ValueError, "from 0 on, got -1"),
-        (True, SEMI_SYNC, TypeError, "a number of threads, got True"),
-    ],
-)
-def test_threads_that_have_nothing_to_run_beside(
-    num_threads: Any, schedule: Schedule, error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error, match=re.escape(message)):
-        check_lookup_threads(num_threads, schedule)
 
 
 @pytest.mark.parametrize("mode", [SEMI_SYNC, async_lookup(3)], ids=lambda mode: mode.name)

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 import warnings
 from typing import Any
-from unittest import mock
 
 import torch
-import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from lightning_overlap import OverlapEmbeddingStrategy, Stage
-from lightning_overlap.sparse import lookup
 
 from ..checkpoint.resumes import SaveSteps, Stateful
 from ..laws.uneven import Counts, Uneven
@@ -23,7 +19,7 @@ from ..support.reference import Result, collect
 NUM_STEPS = 14
 """More than elsewhere: they are exact, stale and exact again."""
 OPTIONS = (
-    *("staleness", "defer_update", "stash_gradients", "num_lookup_threads", "start_batch", "end_batch"),
+    *("staleness", "defer_update", "stash_gradients", "start_batch", "end_batch"),
     *("observer", "gradient_as_bucket_view"),
 )
 
@@ -118,44 +114,6 @@ def fit_uneven(lengths: tuple[int, int], **options: Any) -> list[tuple[int, int]
         trainer.fit(model, datamodule=Uneven(lengths, True))
     assert torch.stack(model.losses).isfinite().all()
     return [entry[:2] for entry in model.seen if entry != "validation"]
-
-
-def threads_of(case: Case, **options: Any) -> tuple[list[str], set[str]]:
-    """Train; return the threads that ran the kernels of early lookups, in order, and those that sent something."""
-    kernels: list[str] = []
-    collectives: set[str] = set()
-    compute, all_to_all = lookup._compute, dist.all_to_all_single
-
-    def computed(*args: Any) -> Any:
-        kernels.append(threading.current_thread().name)
-        return compute(*args)
-
-    def sent(*args: Any, **kwargs: Any) -> Any:
-        collectives.add(threading.current_thread().name)
-        return all_to_all(*args, **kwargs)
-
-    with mock.patch.object(lookup, "_compute", computed), mock.patch.object(dist, "all_to_all_single", sent):
-        fit(case, **options)
-    return kernels, collectives
-
-
-def fails_in_a_thread(case: Case, **options: Any) -> str:
-    """Let the lookup of a batch in the middle fail; return what the training raises."""
-    compute, num = lookup._compute, 0
-
-    def computed(*args: Any) -> Any:
-        nonlocal num
-        num += 1
-        if num == 5:
-            raise IndexError("no such row")
-        return compute(*args)
-
-    with mock.patch.object(lookup, "_compute", computed):
-        try:
-            fit(case, **options)
-        except IndexError as error:
-            return str(error)
-    return "nothing"
 
 
 class WithLBFGS(Model):

@@ -43,28 +43,6 @@ def test_equals_the_plain_loop_with_updates_delayed_by_as_much(
             assert any(text.startswith("losses from step") for text in found)
 
 
-@pytest.mark.parametrize(
-    ("name", "staleness", "defer_update", "num_ranks"), pairwise(BY_NAME, [1, 3], [False, True], [1, 2])
-)
-def test_lookups_in_threads_are_the_same(
-    get_ranks: Callable[..., Ranks], name: str, staleness: int, defer_update: bool, num_ranks: int
-) -> None:
-    case, ranks = BY_NAME[name], get_ranks(num_ranks)
-    actual = ranks.run(asyncs.fit, case, staleness=staleness, num_lookup_threads=2, defer_update=defer_update)
-    assert differences(actual, _expected(ranks, case, Delayed(staleness))) == [[]] * ranks.world_size
-
-
-def test_kernels_run_in_threads_and_collectives_do_not(two_ranks: Ranks) -> None:
-    for kernels, collectives in two_ranks.run(asyncs.threads_of, TWO_COLLECTIONS, staleness=2, num_lookup_threads=2):
-        assert all(name.startswith("embedding_lookup") for name in kernels[2:])  # the first forward is the module's own
-        assert collectives == {"MainThread"}
-
-
-def test_a_lookup_that_fails_in_a_thread_fails_the_step(ranks: Ranks) -> None:
-    for text in ranks.run(asyncs.fails_in_a_thread, TABLE_WISE, staleness=2, num_lookup_threads=1):
-        assert "no such row" in text
-
-
 def test_the_delayed_loop_without_a_delay_is_the_plain_loop(ranks: Ranks) -> None:
     """Guards the reference itself."""
     for case in CASES:

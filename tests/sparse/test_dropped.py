@@ -34,7 +34,7 @@ def test_sizes_and_ids_are_sent_after_what_the_input_dists_stream_has_made() -> 
     log: list[str] = []
     pipeline: Any = object.__new__(SparsePipeline)
     streams = SimpleNamespace(record=lambda name: name, wait=lambda name, event: log.append(f"{name} after {event}"))
-    pipeline.order, pipeline.finish_lookups = SimpleNamespace(streams=streams), lambda: None
+    pipeline.order = SimpleNamespace(streams=streams)
     pipeline.input_data_dist = lambda inflight: log.append("sent")
     pipeline.receive_input = lambda inflight: log.append("received")
     pipeline.drain(SimpleNamespace(modules={}, sizes="under way"))

@@ -176,7 +176,6 @@ def test_where_every_block_is_disturbed_nothing_is_chosen(two_ranks: Ranks) -> N
         ("defer_update", True),
         ("frozen_window", True),
         ("stash_gradients", True),
-        ("num_lookup_threads", 1),
         ("start_batch", 5),
         ("end_batch", 5),
     ],

@@ -256,7 +256,7 @@ class FakeSparse:
     def _nothing(self, *args: Any) -> None:
         """Fake tables have no cache, no replicas and no counts; lookups are over at once, and nothing is held."""
 
-    forget_prefetched = finish_lookups = count_lookups = _nothing
+    forget_prefetched = count_lookups = _nothing
     update_replicas = drop_replica_updates = forget_received = _nothing
 
     def _update(self, index: int) -> None:
