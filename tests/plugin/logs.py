@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import MethodType
-from typing import Any, cast
+from typing import Any
 from unittest import mock
 
 import torch
@@ -15,9 +15,6 @@ import torchmetrics
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.core import module as core_module
-from lightning.pytorch.loops import evaluation_loop, prediction_loop, training_epoch_loop
-from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.connectors.logger_connector import result
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection, _ResultMetric
@@ -267,12 +264,7 @@ def hooks_that_come_late(pipeline: str | None) -> Calls:
 
 def _lightning() -> list[Any]:
     names = ("_call_callback_hooks", "_call_lightning_module_hook", "_call_strategy_hook")
-    asking = (core_module, training_epoch_loop, evaluation_loop, prediction_loop)
-    return [
-        *(getattr(call, name) for name in names),
-        *(place.is_param_in_hook_signature for place in asking),  # type: ignore[attr-defined]
-        *(_ResultMetric.to, PassThroughProfiler.profile, cast(property, Trainer.training).fget),
-    ]
+    return [*(getattr(call, name) for name in names), _ResultMetric.to]
 
 
 def left_behind(fails: bool) -> list[str]:
@@ -292,31 +284,7 @@ def left_behind(fails: bool) -> list[str]:
         warnings.simplefilter("ignore")
         trainer.fit(Logs(fused=True), datamodule=Batches(TABLE_WISE, NUM_BATCHES))
     assert not set(before) & set(ends.within)
-    assert "profile" not in vars(PassThroughProfiler)
     return [one.__name__ for one in _lightning() if one not in before]
-
-
-class Asked(Trainer):
-    """A trainer of the user's that counts who asks it whether it trains."""
-
-    num_asked = 0
-
-    @property
-    def training(self) -> bool:  # type: ignore[override]
-        self.num_asked += 1
-        return bool(cast(property, Trainer.training).fget(self))  # type: ignore[misc]
-
-    @training.setter
-    def training(self, value: bool) -> None:
-        cast(property, Trainer.training).fset(self, value)  # type: ignore[misc]
-
-
-def asked_of_a_subclass() -> bool:
-    """Whether a trainer's own `training` is asked in each step."""
-    trainer = make_trainer(make_strategy("fused_sparse_dist"))
-    trainer.__class__ = Asked
-    trainer.fit(Logs(fused=True), datamodule=Batches(TABLE_WISE, NUM_BATCHES))
-    return bool(trainer.num_asked >= NUM_BATCHES)  # type: ignore[attr-defined]
 
 
 def folder_of(path: Path) -> str:
