@@ -128,7 +128,7 @@ def _given() -> dict[str, Any]:
         "rank": 0,
         "module": Model(TABLE_WISE),
         "datamodule": Batches(TABLE_WISE, 3),
-        "MyModule": lambda num_rows: Model(TABLE_WISE),
+        "MyModule": lambda num_rows: Model(TABLE_WISE, fused_optimizer=False),
         "MyLightningModule": lambda table_device: Model(TABLE_WISE, fused_optimizer=False),
         "MyDataModule": lambda batch_size: Batches(TABLE_WISE, 12),
         "next_request": next_request,
