@@ -31,15 +31,12 @@ class OverlapTimeline(Callback):
         dirpath: Folder for the files; None: the first logger's folder, else the Trainer's `default_root_dir`.
         first_step: Steps of the fit before the first one that is drawn; more than the schedule looks ahead.
         num_steps: Steps to draw.
-        with_stack: On CUDA, record the Python function of everything that blocked the host; slows the steps down.
 
     Raises:
         ValueError: `first_step` is below 2, or `num_steps` below 1.
     """
 
-    def __init__(
-        self, dirpath: str | Path | None = None, first_step: int = 8, num_steps: int = 3, *, with_stack: bool = False
-    ) -> None:
+    def __init__(self, dirpath: str | Path | None = None, first_step: int = 8, num_steps: int = 3) -> None:
         if first_step <= AHEAD or num_steps < 1:
             raise ValueError(
                 f"first_step must be at least {AHEAD + 1} and num_steps at least 1, got {first_step} and {num_steps}."
@@ -47,7 +44,6 @@ class OverlapTimeline(Callback):
         self.dirpath = dirpath
         self._first = first_step - AHEAD
         self._last = first_step + num_steps
-        self._with_stack = with_stack
         self.files: list[Path] = []
         """The files that were written, on rank 0."""
         self._num_steps = 0
@@ -91,7 +87,7 @@ class OverlapTimeline(Callback):
     def _start(self, strategy: OverlapEmbeddingStrategy, module: LightningModule) -> None:
         if strategy.root_device.type == "cuda":
             kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-            self._profiler = torch.profiler.profile(activities=kinds, with_stack=self._with_stack)
+            self._profiler = torch.profiler.profile(activities=kinds)
             self._profiler.start()
             return
         self._recording = join(strategy, module, self)

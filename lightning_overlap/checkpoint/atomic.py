@@ -52,7 +52,6 @@ def atomic_replace(unfinished: Path, path: Path, also: Path | None = None) -> No
     _sync(path.parent)
     remove(unfinished)  # after a swap, the old one
     discard(being_replaced(path))
-    remove(sibling(path, "old"))  # what an earlier release left where it was interrupted
 
 
 def _twin(path: Path, name: Path) -> None:

@@ -258,7 +258,7 @@ def resolve_path(path: Path) -> Path:
         ValueError: It is no complete checkpoint.
     """
     if not path.exists():
-        for other in (being_replaced(path), sibling(path, "old")):  # an earlier release left the latter
+        for other in (being_replaced(path),):
             if is_folder(other) or other.is_file():
                 warnings.warn(f"{path} was being replaced; {other}, the one before it, is loaded.", stacklevel=2)
                 return other

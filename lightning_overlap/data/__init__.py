@@ -5,6 +5,5 @@ from .batch import BatchLoader as BatchLoader
 from .batch import RecBatch as RecBatch
 from .batch import RecDataModule as RecDataModule
 from .batch import collate_batch as collate_batch
-from .criteo import BadRowRateError as BadRowRateError
 from .criteo import CriteoDataModule as CriteoDataModule
 from .synthetic import SyntheticDataModule as SyntheticDataModule

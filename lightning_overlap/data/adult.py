@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .batch import Batches, RecBatch, RecDataModule, check_at_least, collate_batch
-from .criteo import BadRows, check_files, read_lines, resolve_paths
+from .criteo import check_files, parse_lines, read_lines, resolve_paths
 
 COLUMNS = (
     *("age", "workclass", "fnlwgt", "education", "education-num", "marital-status", "occupation", "relationship"),
@@ -119,14 +119,13 @@ class AdultDataModule(RecDataModule):
     id of its own, `MISSING_ID`. Training drops the rows after the last batch that all ranks share; evaluation covers
     each row exactly once (see `dealt_out`).
 
-    A bad row (another number of fields, a value that is not known, a number that does not parse) is left out, counted
-    and logged as in `CriteoDataModule`.
+    A row with another number of fields, a value that is not known, or a number that does not parse, is an error with
+    its file and line.
 
     Args:
         path: `adult.data`, plain or `.gz`.
         batch_size: Rows per batch and rank.
         seed: Non-negative; of the shuffle, which is another one in each epoch.
-        max_bad_row_rate: Share of bad rows above which reading raises `BadRowRateError`.
         num_workers: Loader processes per rank.
         persistent_workers: Keep the loader processes between epochs.
     """
@@ -136,17 +135,15 @@ class AdultDataModule(RecDataModule):
         path: str | Path,
         batch_size: int = 256,
         seed: int = 0,
-        max_bad_row_rate: float = 0.01,
         num_workers: int = 0,
         persistent_workers: bool = True,
     ) -> None:
         super().__init__(batch_size, num_workers, persistent_workers)
-        check_at_least(0, seed=seed, max_bad_row_rate=max_bad_row_rate)
+        check_at_least(0, seed=seed)
         self.table_sizes = dict(TABLE_SIZES)
         self.num_dense = len(NUMERICAL)
         self.path = path
         self.seed = seed
-        self.max_bad_row_rate = max_bad_row_rate
         self._splits: dict[str, AdultRows] = {}
 
     def check(self) -> None:
@@ -157,8 +154,7 @@ class AdultDataModule(RecDataModule):
         """Read the file, once, on every rank; a loader does so where nobody has.
 
         Raises:
-            BadRowRateError: Too many rows are bad.
-            ValueError: There are too few rows for one batch on each rank.
+            ValueError: A row does not parse, or there are too few rows for one batch on each rank.
         """
         if not self._splits:
             self.check()
@@ -173,10 +169,8 @@ class AdultDataModule(RecDataModule):
                 )
 
     def _read(self) -> dict[str, AdultRows]:
-        bad_rows = BadRows(self.max_bad_row_rate)
-        good = bad_rows.good(list(read_lines(resolve_paths(self.path))), parse_row)
-        bad_rows.judge(at_end=True)
-        number_N, rows_NC = np.array([number for number, _ in good]), np.array([row for _, row in good])
+        rows_NC = np.array(list(parse_lines(read_lines(resolve_paths(self.path)), parse_row)))
+        number_N = np.arange(len(rows_NC))
         labels_N, numbers_ND, ids_NF = np.split(rows_NC, [1, 1 + len(NUMERICAL)], axis=1)
         dense_ND = numbers_ND.astype(np.float64)
         capital = [NUMERICAL.index("capital-gain"), NUMERICAL.index("capital-loss")]  # 0 or large

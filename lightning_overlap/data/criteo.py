@@ -8,10 +8,9 @@ from __future__ import annotations
 import glob
 import gzip
 import itertools
-import logging
 import re
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -25,10 +24,6 @@ from .batch import RecBatch, RecDataModule, check_at_least, collate_batch, stabl
 DENSE_NAMES = tuple(f"I{index}" for index in range(1, 14))
 CATEGORY_NAMES = tuple(f"C{index}" for index in range(1, 27))
 NUM_FIELDS = 1 + len(DENSE_NAMES) + len(CATEGORY_NAMES)
-MIN_ROWS_JUDGED = 1000
-"""Rows that one reader has seen before it judges the rate of bad rows; the end of the data is judged anyway."""
-
-_NUM_BAD_ROWS_LOGGED = 5
 _FORMS = (
     (r"[01]", "0 or 1"),
     *[(r"(-?[0-9]{1,18})?", "an integer of at most 18 digits or empty")] * len(DENSE_NAMES),
@@ -38,54 +33,10 @@ _FORMS = (
 _ROW = re.compile(rb"[01](?:\t-?[0-9]{1,18}+|\t){13}+(?:\t[0-9a-fA-F]{0,16}+){26}+")  # possessive: twice as fast
 _SALTS_F = np.arange(len(CATEGORY_NAMES), dtype=np.uint64)
 
-_log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 Line = tuple[Path, int, bytes]
 """File, line number from 1 on, and the line without its end."""
-
-
-class BadRowRateError(ValueError):
-    """More rows of a file are bad than `max_bad_row_rate` allows."""
-
-
-class BadRows:
-    """Counts the bad rows that one reader leaves out, logs the first few, and stops at too many."""
-
-    def __init__(self, max_rate: float) -> None:
-        self.max_rate, self.num_rows, self.num_bad = max_rate, 0, 0
-        self._first = ""
-
-    def good(self, lines: Sequence[Line], parse: Callable[[bytes], _T]) -> list[tuple[int, _T]]:
-        """Place among some lines, and what `parse` returns, of each for which it raises no ValueError."""
-        self.num_rows += len(lines)
-        good = []
-        for place, (path, number, line) in enumerate(lines):
-            try:
-                good.append((place, parse(line)))
-            except ValueError as err:
-                self.num_bad += 1
-                self._first = self._first or f"{path}:{number}: {err}"
-                if self.num_bad <= _NUM_BAD_ROWS_LOGGED:
-                    _log.warning("bad row left out: %s:%d: %s", path, number, err)
-                if self.num_bad == _NUM_BAD_ROWS_LOGGED:
-                    _log.warning("further bad rows are counted, not logged")
-        self.judge()
-        return good
-
-    def judge(self, at_end: bool = False) -> None:
-        """Raise if the rate is too high, once `MIN_ROWS_JUDGED` rows were read or at the end, which logs a total."""
-        if (at_end or self.num_rows >= MIN_ROWS_JUDGED) and self.num_bad > self.max_rate * self.num_rows:
-            raise self.error(f"more than max_bad_row_rate={self.max_rate:g} allows")
-        if at_end and self.num_bad:
-            _log.warning("%d of %d rows were bad and left out", self.num_bad, self.num_rows)
-
-    def error(self, what: str) -> BadRowRateError:
-        """The error to raise, with the counts so far and the first bad row."""
-        return BadRowRateError(
-            f"{self.num_bad} of {self.num_rows} rows are bad, {what}.\n  first: {self._first}\n"
-            "  Mend the file, check that it has the format this data module reads, or raise max_bad_row_rate."
-        )
 
 
 def check_row(line: bytes) -> bytes:
@@ -163,16 +114,27 @@ def read_lines(paths: Sequence[Path]) -> Iterator[Line]:
                 ) from err
 
 
-def check_files(paths: str | Path | Sequence[str | Path], check_row: Callable[[bytes], object], expected: str) -> None:
-    """Raise if a file cannot be read, is empty, or begins with a row for which `check_row` raises a ValueError."""
-    for file in resolve_paths(paths):
-        _, number, line = next(read_lines([file]), (file, 1, None))
+def parse_lines(lines: Iterable[Line], parse: Callable[[bytes], _T]) -> Iterator[_T]:
+    """Yield what `parse` returns for each line; its ValueError gets the file and the number of the line.
+
+    Raises:
+        ValueError: A line is no row of this data.
+    """
+    for path, number, line in lines:
         try:
-            if line is None:
-                raise ValueError("the file has no rows")
-            check_row(line)
+            yield parse(line)
         except ValueError as err:
-            raise ValueError(f"{file}:{number}: {err}\n  Pass {expected}.") from err
+            raise ValueError(f"{path}:{number}: {err}") from err
+
+
+def check_files(paths: str | Path | Sequence[str | Path], parse: Callable[[bytes], object], expected: str) -> None:
+    """Raise if a file cannot be read, is empty, or begins with a row for which `parse` raises a ValueError."""
+    for file in resolve_paths(paths):
+        try:
+            if next(parse_lines(read_lines([file]), parse), None) is None:
+                raise ValueError(f"{file}:1: the file has no rows")
+        except ValueError as err:
+            raise ValueError(f"{err}\n  Pass {expected}.") from err
 
 
 @dataclass(eq=False)
@@ -182,8 +144,7 @@ class CriteoStream(IterableDataset[RecBatch]):
     All readers count the same lines. Of each batch-group of `world_size * batch_size` rows, rank r takes the r-th
     `batch_size` rows; the groups of a split go to the loader processes in turn, which is the order in which a
     DataLoader asks them, so the number of processes does not change the batches. The last incomplete group is dropped,
-    so that all ranks have equally many batches. A bad row keeps its place in the count and leaves its batch one row
-    shorter; a batch without any good row is an error.
+    so that all ranks have equally many batches. The first row of this reader that does not parse is an error.
     """
 
     paths: Sequence[Path]  # read one after the other
@@ -192,7 +153,6 @@ class CriteoStream(IterableDataset[RecBatch]):
     rank: int = 0
     world_size: int = 1
     kept: Sequence[bool] = (True,)  # whether group i belongs to this split, at place i modulo its length
-    max_bad_row_rate: float = 0.01
 
     def __post_init__(self) -> None:
         # Of the next iteration; in shared memory, as loader processes that outlive an epoch hold a copy of this object.
@@ -204,7 +164,6 @@ class CriteoStream(IterableDataset[RecBatch]):
         return self._batches(int(self.first_batch), worker_id, num_workers)
 
     def _batches(self, start: int, worker_id: int, num_workers: int) -> Iterator[RecBatch]:
-        bad_rows = BadRows(self.max_bad_row_rate)
         lines = read_lines(self.paths)
         group_size = self.world_size * self.batch_size
         num_rows, num_seen = 0, 0  # complete groups of this split so far
@@ -219,12 +178,7 @@ class CriteoStream(IterableDataset[RecBatch]):
                 break
             num_seen += is_kept
             if taken:
-                good = [line for _, line in bad_rows.good(taken, check_row)]
-                if not good:
-                    path, number, _ = taken[-1]
-                    raise bad_rows.error(f"and of the batch that ends at {path}:{number} not one row is good")
-                yield parse_rows(good, self.table_sizes)
-        bad_rows.judge(at_end=True)
+                yield parse_rows(list(parse_lines(taken, check_row)), self.table_sizes)
         if num_seen == 0:
             raise ValueError(
                 f"The data has no complete batch-group for this split: {self.world_size} ranks x {self.batch_size} "
@@ -244,8 +198,8 @@ class CriteoDataModule(RecDataModule):
     `holdout_every` equal to `holdout_every - 1`); without `test_path`, the group before it is held out for test. To
     read them the whole file is read again. Which rows these are depends on the batch size and the number of ranks.
 
-    A bad row (another number of fields, a label other than 0 and 1, an integer or a category that does not parse) is
-    left out and counted; each reader logs its first few with file and line, and a total at the end.
+    A row with another number of fields, a label other than 0 and 1, or an integer or a category that does not parse, is
+    an error with its file and line.
 
     Args:
         path: Training data: a file, plain or `.gz`, a glob, a folder, or a list of those. Read in sorted order.
@@ -254,8 +208,6 @@ class CriteoDataModule(RecDataModule):
         val_path: Validation data of its own.
         test_path: Test data of its own.
         holdout_every: See above; 0 holds nothing out, and then a split without a path has no batches.
-        max_bad_row_rate: Share of bad rows above which a reader raises `BadRowRateError`; judged from
-            `MIN_ROWS_JUDGED` rows on and at the end of the data.
         num_workers: Loader processes per rank. Each reads through the whole data and parses its share.
         persistent_workers: Keep the loader processes between epochs.
     """
@@ -268,7 +220,6 @@ class CriteoDataModule(RecDataModule):
         val_path: str | Path | Sequence[str | Path] | None = None,
         test_path: str | Path | Sequence[str | Path] | None = None,
         holdout_every: int = 10,
-        max_bad_row_rate: float = 0.01,
         num_workers: int = 0,
         persistent_workers: bool = True,
     ) -> None:
@@ -277,11 +228,10 @@ class CriteoDataModule(RecDataModule):
         self.paths = {split: paths for split, paths in given.items() if paths is not None}
         if holdout_every != 0 and len(self.paths) < 3:
             check_at_least(4 - len(self.paths), holdout_every=holdout_every)
-        check_at_least(0, holdout_every=holdout_every, max_bad_row_rate=max_bad_row_rate)
+        check_at_least(0, holdout_every=holdout_every)
         self.table_sizes = table_rows(rows_per_table, CATEGORY_NAMES)
         self.num_dense = len(DENSE_NAMES)
         self.holdout_every = holdout_every
-        self.max_bad_row_rate = max_bad_row_rate
 
     def check(self) -> None:
         """Raise now if a file cannot be read or begins with a bad row: before any process is launched."""
@@ -302,4 +252,4 @@ class CriteoDataModule(RecDataModule):
         kept = [whole or held.get(group, "train") == split for group in range(every or 1)]
         place = self.batch_size, self.rank, self.world_size
         paths = resolve_paths(self.paths.get(split, self.paths["train"]))
-        return CriteoStream(paths, self.table_sizes, *place, kept, self.max_bad_row_rate)
+        return CriteoStream(paths, self.table_sizes, *place, kept)

@@ -157,7 +157,7 @@ def break_down(
     # The numbers of a `BusyTime` by kind (of a stage, or of all), and what the host did, `LOG` and None among that.
     found: defaultdict[tuple[Category, Stage | None], list[float]] = defaultdict(lambda: [0.0] * 5)
     host_ms: defaultdict[str | None, float] = defaultdict(float)
-    merge_ms, merged = 0.0, (EMBEDDINGS, "rows")  # the latter in files that earlier versions wrote
+    merge_ms = 0.0
     dense_lanes = {HOST_LANE, *(span.lane for span in spans if span.kind is Category.DENSE)}
     for (start_ms, end_ms), under_way, hidden in sweep(exclusive(spans, window), window, host_lane):
         ms = end_ms - start_ms
@@ -171,7 +171,7 @@ def break_down(
         of_host = [one for one in under_way if one.lane == host_lane and one.kind is not Category.COMMUNICATION]
         host_ms[next((LOG if one.name == LOG else one.kind for one in of_host), None)] += ms
         waits = [one.name for one in under_way if one.kind is Category.WAIT and one.lane in dense_lanes]
-        merge_ms += ms * any(name.partition(":")[0] in merged for name in waits)
+        merge_ms += ms * any(name.partition(":")[0] == EMBEDDINGS for name in waits)
     for span in spans:
         if span.stage is not None and span.sent_bytes and window[0] <= span.start_ms < window[1]:
             found[span.kind, span.stage][3] += span.sent_bytes

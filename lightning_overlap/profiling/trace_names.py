@@ -14,7 +14,7 @@ _ANNOTATIONS: tuple[tuple[str, Stage], ...] = (
     # The awaitables: TorchRec names its wait() after the class.
     (r"(splitsalltoall|(fused)?kjt\w*splits)awaitable wait\(\)", Stage.INPUT_SPLITS_DIST),
     (r"(fused)?kjt\w*awaitable wait\(\)|all2all_tw_data:wait|all2all_data:\w*_wait", Stage.INPUT_DATA_DIST),
-    (r"(\w+awaitable|request|earlyrows|(early|lazy)embeddings) wait\(\)", Stage.EMBEDDING_LOOKUP),
+    (r"(\w+awaitable|request|(early|lazy)embeddings) wait\(\)", Stage.EMBEDDING_LOOKUP),
     (r"forward:wait_all2all", Stage.EMBEDDING_LOOKUP),
     # Copies.
     (r"(inplace_)?copy_(batch_)?to_(gpu|device)|copy_batch", Stage.COPY_BATCH_TO_DEVICE),

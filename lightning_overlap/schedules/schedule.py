@@ -255,13 +255,12 @@ class AccumulatingSchedule(_WithoutUpdates):
     defers_update = True  # to the optimizer step of a later batch
 
 
-def check_number(name: str, value: object, of: str = "batches", *, least: int = 0, instead: str = "") -> None:
-    """Check a number that a user gives.
+def check_number(name: str, value: object, *, least: int = 0, instead: str = "") -> None:
+    """Check a number of batches that a user gives.
 
     Args:
         name: The argument's name, for messages.
         value: What the user gave.
-        of: What it is a number of, for messages.
         least: The smallest number that is possible.
         instead: What to do instead, at the end of the message for a smaller one.
 
@@ -270,9 +269,9 @@ def check_number(name: str, value: object, of: str = "batches", *, least: int = 
         ValueError: Less than `least`.
     """
     if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{name} is a number of {of}, got {value!r}.")
+        raise TypeError(f"{name} is a number of batches, got {value!r}.")
     if value < least:
-        raise ValueError(f"{name} is a number of {of} from {least} on, got {value}.{instead}")
+        raise ValueError(f"{name} is a number of batches from {least} on, got {value}.{instead}")
 
 
 def _parse_step(name: str, text: str) -> Step:

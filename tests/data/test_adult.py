@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lightning_overlap.data import AdultDataModule, BadRowRateError, RecBatch
+from lightning_overlap.data import AdultDataModule, RecBatch
 from lightning_overlap.data.adult import BUCKETS, CATEGORY_IDS, COLUMNS, MISSING_ID, NUMERICAL, TABLE_SIZES, parse_row
 from lightning_overlap.models import DLRM
 
@@ -156,23 +155,12 @@ def test_a_loader_resumes_in_the_middle_of_an_epoch(tmp_path):
 # --- bad rows and files ---
 
 
-def test_a_bad_row_is_reported_and_moves_no_other_row_to_another_split(tmp_path, caplog):
+def test_a_bad_row_is_an_error_with_its_place(tmp_path):
     lines = [numbered(n) for n in range(100)]
     lines[7] = b"what?"
     path = write(tmp_path / "adult.data.gz", lines)
-    with caplog.at_level(logging.WARNING):
-        data = module_of(path, batch_size=4, max_bad_row_rate=0.01)
-    assert f"bad row left out: {path}:8: expected 15 comma-separated fields, got 1" in caplog.text
-    assert "1 of 100 rows were bad and left out" in caplog.text
-    train = [n for n in train_rows(100) if n != 7]
-    got = [n for batch in data.test_dataloader() for n in numbers_of(batch, train)]
-    assert got == [n for n in range(100) if n % 5 == 4]
-
-
-def test_too_many_bad_rows_are_an_error(tmp_path):
-    path = write(tmp_path / "adult.data", [FIRST_ROW] * 98 + [b"what?", b"so?"])
-    with pytest.raises(BadRowRateError, match=r"2 of 100 rows are bad.*\n  first: .*adult\.data:99: expected 15"):
-        module_of(path)
+    with pytest.raises(ValueError, match=r"adult\.data\.gz:8: expected 15 comma-separated fields, got 1"):
+        module_of(path, batch_size=4)
 
 
 @pytest.mark.parametrize(
@@ -207,11 +195,10 @@ def test_a_loader_before_setup_reads_the_file(tmp_path):
 
 
 @needs_adult
-def test_the_real_file_has_no_bad_row_and_standardised_numbers(caplog):
-    data = AdultDataModule(ADULT, batch_size=1000, max_bad_row_rate=0.0)
+def test_the_real_file_has_no_bad_row_and_standardised_numbers():
+    data = AdultDataModule(ADULT, batch_size=1000)
     data.check()
     data.setup("fit")
-    assert caplog.text == ""
     for split, size in {"train": 24_000, "val": 1_628, "test": 6_512}.items():
         assert sum(map(len, getattr(data, f"{split}_dataloader")())) == size
     dense = torch.cat([batch.dense for batch in data.train_dataloader()])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import logging
 import math
 import re
 import traceback
@@ -14,7 +13,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lightning_overlap.data import BadRowRateError, CriteoDataModule, RecBatch
+from lightning_overlap.data import CriteoDataModule, RecBatch
 from lightning_overlap.data.criteo import CATEGORY_NAMES, CriteoStream, check_row, parse_rows, read_lines, resolve_paths
 
 from .files import FakeTrainer, write
@@ -229,53 +228,15 @@ def test_streaming_reads_no_further_than_it_must(tmp_path):
 BAD = b"\t".join([b"7", *GOOD[1:]])
 
 
-def test_a_bad_row_is_reported_with_its_place_and_leaves_its_batch_shorter(tmp_path, caplog):
-    path = write(tmp_path / "rows.tsv", [numbered(0), BAD, numbered(2), numbered(3), numbered(4), numbered(5)])
-    with caplog.at_level(logging.WARNING):
-        got = batches(CriteoStream([path], BIG, batch_size=3, max_bad_row_rate=0.5))
-    assert got == [[0, 2], [3, 4, 5]]
-    assert f"bad row left out: {path}:2: the label must be 0 or 1, got '7'" in caplog.text
-    assert "1 of 6 rows were bad and left out" in caplog.text
-
-
-def test_only_the_first_few_bad_rows_are_logged(tmp_path, caplog):
-    path = write(tmp_path / "rows.tsv", [numbered(0), BAD] * 20)
-    with caplog.at_level(logging.WARNING):
-        batches(CriteoStream([path], BIG, batch_size=4, max_bad_row_rate=0.5))
-    assert caplog.text.count("bad row left out") == 5
-    assert "20 of 40 rows were bad and left out" in caplog.text
-
-
-def test_too_many_bad_rows_stop_the_reading_at_the_end_of_a_short_file(tmp_path):
-    path = write(tmp_path / "rows.tsv", [numbered(0), BAD, numbered(2), numbered(3)])
-    reader = iter(CriteoStream([path], BIG, batch_size=4, max_bad_row_rate=0.01))
-    next(reader)
-    with pytest.raises(BadRowRateError, match=r"1 of 4 rows are bad.*\n  first: .*rows\.tsv:2: the label .* got '7'"):
-        next(reader)
-
-
-def test_too_many_bad_rows_stop_the_reading_early_in_a_long_file(tmp_path):
-    path = write(tmp_path / "rows.tsv", [numbered(0), BAD] * 1000)
-    reader = iter(CriteoStream([path], BIG, batch_size=10, max_bad_row_rate=0.01))
-    assert len(list(islice(reader, 99))) == 99
-    with pytest.raises(BadRowRateError, match="500 of 1000 rows are bad"):
-        next(reader)
-    let_pass = CriteoStream([path], BIG, batch_size=10, max_bad_row_rate=0.5)
-    assert sum(map(len, let_pass)) == 1000
-
-
-def test_a_batch_without_a_good_row_is_an_error_at_any_rate(tmp_path):
-    path = write(tmp_path / "rows.tsv", [BAD, BAD, numbered(0), numbered(1)])
-    with pytest.raises(BadRowRateError, match=r"batch that ends at .*rows\.tsv:2 not one row is good"):
-        list(CriteoStream([path], BIG, batch_size=2, max_bad_row_rate=1.0))
-
-
-def test_a_loader_process_passes_the_error_on(tmp_path):
-    path = write(tmp_path / "rows.tsv", [numbered(0), BAD] * 4)
-    data = CriteoDataModule(path, batch_size=2, num_workers=1, holdout_every=0, persistent_workers=False)
-    with pytest.raises(BadRowRateError, match="4 of 8 rows are bad") as caught:
-        list(data.train_dataloader())
-    traceback.clear_frames(caught.tb)  # ends the process now; the garbage collector would wait for it
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_bad_row_is_an_error_with_its_place(tmp_path, num_workers):
+    path = write(tmp_path / "rows.tsv", [numbered(0), numbered(1), numbered(2), BAD])
+    data = CriteoDataModule(path, 2, num_workers=num_workers, holdout_every=0, persistent_workers=False)
+    loader = iter(data.train_dataloader())
+    assert numbers_of(next(loader)) == [0, 1]
+    with pytest.raises(ValueError, match=r"rows\.tsv:4: the label must be 0 or 1, got '7'") as caught:
+        next(loader)
+    traceback.clear_frames(caught.tb)  # ends a loader process now; the garbage collector would wait for it
 
 
 # --- files ---
@@ -356,7 +317,6 @@ def test_a_file_smaller_than_one_group_says_how_many_rows_it_has(tmp_path):
         ({"rows_per_table": 0}, r"rows_per_table\[C1\] must be at least 1"),
         ({"holdout_every": 2}, "holdout_every must be at least 3"),
         ({"holdout_every": -1, "val_path": "a", "test_path": "b"}, "holdout_every must be at least 0"),
-        ({"max_bad_row_rate": -0.1}, "max_bad_row_rate must be at least 0"),
     ],
 )
 def test_wrong_arguments_are_named(arguments, message):
