@@ -215,32 +215,10 @@ def notes(arms: Sequence[ArmTurns], results: Sequence[ArmResult]) -> list[str]:
 def write(
     folder: Path, arms: Sequence[ArmTurns], results: Sequence[ArmResult], bound: float | None, about: Mapping[str, Any]
 ) -> None:
-    """Write `bench.json`, with what is said about the run, and `bench.png` into the run folder."""
+    """Write `bench.json`, with what is said about the run, into the run folder."""
     ran = {result.name: asdict(result) for result in results}
     every = [
         {"name": arm.name, "staleness": arm.staleness, "failure": arm.failure} | ran.get(arm.name, {}) for arm in arms
     ]
     content = {**about, "bound_ms": bound, "arms": every}
     (folder / "bench.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    draw(folder / "bench.png", results, bound)
-
-
-def draw(path: Path, results: Sequence[ArmResult], bound: float | None) -> None:
-    """Draw the median step of every arm that ran, to its P90, what of it is exposed, and the bound."""
-    from matplotlib.figure import Figure
-
-    drawn = results[::-1]  # the first arm is on top
-    names = [result.name + ("" if result.same_as_base else " *") for result in drawn]
-    medians = [result.step_ms_median for result in drawn]
-    exposed = [result.exposed_ms or 0.0 for result in drawn]
-    late = [max(0.0, result.step_ms_p90 - result.step_ms_median) for result in drawn]
-    figure = Figure(figsize=(9, 1.2 + 0.34 * len(drawn)), layout="constrained")
-    axes = figure.subplots()
-    axes.barh(names, medians, color="#9db8d2", xerr=[[0.0] * len(drawn), late], ecolor="#555555", label="step, to P90")
-    begins = [whole - part for whole, part in zip(medians, exposed, strict=True)]
-    axes.barh(names, exposed, left=begins, color="#c8553d", label="of it, waiting for collectives")
-    if bound is not None:
-        axes.axvline(bound, color="black", linestyle=":", label="bound")
-    axes.set_xlabel("milliseconds per step, slowest rank (*: other losses than base)")
-    axes.legend(loc="lower right", fontsize="small")
-    figure.savefig(path, dpi=120)

@@ -27,7 +27,6 @@ bench = partial(train, module="lightning_overlap.benchmark")
 def results(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """The record of a run, and its arms by name."""
     [path] = folder.glob("outputs/*/*/bench.json")
-    assert (path.parent / "bench.png").exists()
     assert (path.parent / "timeline.png").exists()
     content = json.loads(path.read_text(encoding="utf-8"))
     return content, {arm["name"]: arm for arm in content["arms"]}

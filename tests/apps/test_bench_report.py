@@ -125,7 +125,6 @@ def test_files(tmp_path: Path) -> None:
     assert (content["ranks"], content["bound_ms"]) == (2, 60.0)
     assert [(arm["name"], arm["failure"]) for arm in content["arms"]] == [("base", None), ("peer", "TypeError: why")]
     assert content["arms"][0]["collectives"] == {"embeddings": [60, 50]}
-    assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_rounds_that_disagree_give_no_verdict() -> None:
