@@ -102,7 +102,7 @@ def discard_with_leftovers(path: Path) -> None:
     """Remove a checkpoint and what an interrupted save of it may have left."""
     discard(path)
     discard(being_replaced(path))
-    for what in ("unfinished", "old", "removed"):
+    for what in ("unfinished", "removed"):
         remove(sibling(path, what))
 
 

@@ -257,11 +257,9 @@ def resolve_path(path: Path) -> Path:
         FileNotFoundError: Nothing has this name.
         ValueError: It is no complete checkpoint.
     """
-    if not path.exists():
-        for other in (being_replaced(path),):
-            if is_folder(other) or other.is_file():
-                warnings.warn(f"{path} was being replaced; {other}, the one before it, is loaded.", stacklevel=2)
-                return other
+    if not path.exists() and (is_folder(before := being_replaced(path)) or before.is_file()):
+        warnings.warn(f"{path} was being replaced; {before}, the one before it, is loaded.", stacklevel=2)
+        return before
     if not path.exists():  # another process has not given it its name since
         left = " (a save that did not finish left NAME.unfinished)" if sibling(path, "unfinished").exists() else ""
         raise FileNotFoundError(f"Checkpoint file not found: {path}{left}")  # in Lightning's words

@@ -357,7 +357,7 @@ def test_loading_what_is_something_else(two_ranks: Ranks, tmp_path: Path) -> Non
 def test_a_crash_between_the_two_renames(two_ranks: Ranks, tmp_path: Path) -> None:
     path = tmp_path / "last.ckpt"
     two_ranks.run(checkpoints.save_to, str(path))
-    path.rename(tmp_path / "last.ckpt.old")
+    path.rename(tmp_path / "last.old.ckpt")
     assert two_ranks.run(checkpoints.load_from, TABLE_WISE, str(path)) == ["loaded"] * 2
 
 
