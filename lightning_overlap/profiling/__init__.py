@@ -9,7 +9,6 @@ from .host_syncs import HostSync as HostSync
 from .host_syncs import record_host_syncs as record_host_syncs
 from .host_syncs import sync_lines as sync_lines
 from .overlap import Breakdown as Breakdown
-from .overlap import BusyTime as BusyTime
 from .overlap import break_down as break_down
 from .overlap import mean as mean
 from .overlap import overlapped_by as overlapped_by
@@ -21,7 +20,6 @@ from .spans import HOST_LANE as HOST_LANE
 from .spans import Category as Category
 from .spans import Interval as Interval
 from .spans import Span as Span
-from .spans import exclusive as exclusive
 from .steps import with_mode as with_mode
 from .timestamps import HostTimestamps as HostTimestamps
 from .timestamps import Timestamps as Timestamps
