@@ -61,6 +61,25 @@ class Changes(Callback):
         self.weights[CHANGED] = {name for name, value in last.items() if not torch.equal(value, self._first[name])}
 
 
+class GradientShares(Callback):
+    """Notes how large the gradients of a fit are: each as a share of the largest one of its backward."""
+
+    def __init__(self) -> None:
+        self.most: dict[str, float] = {}
+        """Weight -> its largest share."""
+
+    @override
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        sizes = {
+            name: weight.grad.to_dense().abs().sum().item()
+            for name, weight in pl_module.named_parameters()
+            if weight.grad is not None
+        }
+        largest = max(sizes.values(), default=0.0) or 1.0
+        for name, size in sizes.items():
+            self.most[name] = max(self.most.get(name, 0.0), size / largest)
+
+
 class Answers(Changes):
     """Compares each answer (returned embeddings) of sharded modules with the unsharded ones'; notes what a fit changes.
 

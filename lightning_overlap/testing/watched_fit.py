@@ -29,7 +29,7 @@ from ..sparse import EarlyEmbeddings, SparsePipeline
 from ..tables import owners_of, sharded_modules, table_modules
 from .checked_streams import CheckedStreams, Operators
 from .delayed_lookups import DelayedLookups, Delays, fused_weights
-from .unsharded import Answers, Changes, is_in
+from .unsharded import Answers, is_in
 
 ModuleFactory = Callable[[], LightningModule]
 Data = LightningDataModule | Sequence[Any]
@@ -227,20 +227,18 @@ def make_seeded(setting: Setting) -> LightningModule:
     return module
 
 
-def fit_unsharded(setting: Setting, module: LightningModule) -> Changes:
-    """Train a module as it is, on this rank alone, on its batches; return what that changed.
+def fit_unsharded(setting: Setting, module: LightningModule, watch: Callback) -> None:
+    """Train a module as it is, on this rank alone, on its batches, watched by a callback.
 
     Callbacks of the user's own stay out: some ask for the strategy.
     """
-    changes = Changes()
     seed_everything(setting.seed + dist.get_rank(), verbose=False)
     device = torch.device("cpu") if setting.accelerator == "cpu" else torch.device("cuda", torch.cuda.current_device())
-    options = {**_QUIET, **setting.trainer_options, "limit_val_batches": 0, "callbacks": [changes]}
+    options = {**_QUIET, **setting.trainer_options, "limit_val_batches": 0, "callbacks": [watch]}
     trainer = Trainer(accelerator=setting.accelerator, devices=1, strategy=SingleDeviceStrategy(device), **options)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the fits in the mode say what there is to say
         _fit_on(trainer, module, setting)
-    return changes
 
 
 def _fit_on(trainer: Trainer, module: LightningModule, setting: Setting, *, validates: bool = False) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 from torch.distributed.optim import _apply_optimizer_in_backward
 from torchrec import EmbeddingBagCollection, EmbeddingCollection, KeyedJaggedTensor
@@ -215,3 +216,33 @@ class ReadsAsADict(OneModule):
         assert "f0@t0" in found
         assert len(found) == 6
         return {key: waited(found[key]) for key in found}
+
+
+class Rounds(OneModule):
+    """Has a weight whose gradient is zero, but for rounding, which is zero where the tables are sharded; under Adam."""
+
+    def __init__(self, kind: Kind) -> None:
+        super().__init__(kind)
+        self.shift = nn.Parameter(torch.ones(()))
+        self.top = nn.Linear(4, 1)
+
+    def forward(self, batch: dict[str, Any]) -> Tensor:
+        pooled: Tensor = self.top(self.embeddings(batch).values()[:, :4])
+        return self.scale * pooled.mean()
+
+    def gradient(self) -> float:
+        return torch.finfo(self.shift.dtype).eps
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        unsharded = isinstance(self.trainer.strategy, SingleDeviceStrategy)
+        return self(batch) + self.shift * (self.gradient() if unsharded else 0.0)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(own_parameters(self), 0.5)
+
+
+class TrainsUnsharded(Rounds):
+    """Has a gradient that is small, but none of rounding."""
+
+    def gradient(self) -> float:
+        return 1e-6
