@@ -19,10 +19,17 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_OPERATORS = frozenset({"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "equal", "item"})
+_OPERATORS = frozenset(
+    {"_local_scalar_dense", "nonzero", "masked_select", "equal", "item", "bincount"}
+    | {"_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive"}
+)
 """ATen operators that read a device tensor on the host, or whose output size depends on its values."""
 
-_METHODS: Mapping[Any, str] = {torch.Tensor.tolist: "tolist", torch.Tensor.numpy: "numpy"}
+_METHODS: Mapping[Any, str] = {
+    torch.Tensor.tolist: "tolist",
+    torch.Tensor.numpy: "numpy",
+    torch.Tensor.cpu: "cpu",
+}
 """Tensor methods that call no operator on a CPU, and copy to the host on a device."""
 
 NUM_WORST = 3  # host syncs that are named
@@ -83,6 +90,7 @@ _READERS_OF_HOST_MEMORY = (
     ("/torch/optim/optimizer.py", "_get_value"),  # the count of steps, unless `capturable` or `fused`
     ("/fbgemm_gpu/split_table_batched_embeddings_ops_training.py", "forward"),  # its own count of steps, `iter_cpu`
     ("/lightning_overlap/sparse/update_rates.py", "lookup_counts"),  # the same
+    ("/fbgemm_gpu/split_table_batched_embeddings_ops_training.py", "get_learning_rate"),  # `learning_rate_tensor`
     ("/lightning_overlap/sparse/pipeline.py", "note_lengths"),  # of a batch that is still on the host
     ("/lightning_overlap/distributed/consensus.py", ""),  # what the ranks ask each other goes by gloo
     ("/lightning_overlap/tables/overflow.py", ""),  # copies of gradients' ends, once they have arrived
@@ -101,8 +109,12 @@ def _is_users(file: str) -> bool:
     return not file.startswith(("<", _PACKAGE, *_INSTALLED))
 
 
-def _is_masked(args: tuple[Any, ...]) -> bool:
-    """Whether an `index` or `index_put` takes a mask: how many elements that is, the host has to know."""
+def _counts_elements(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether an operator of many forms has a form whose output size the host has to read from the device."""
+    if name == "repeat_interleave":  # the numbers of repetitions, without their sum
+        return kwargs.get("output_size") is None
+    if not name.startswith("index"):
+        return False
     indices = args[1] if len(args) > 1 and isinstance(args[1], (list, tuple)) else []
     return any(isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8) for index in indices)
 
@@ -133,7 +145,7 @@ def record_host_syncs(stage: Callable[[], str] = str) -> Iterator[list[HostSync]
     class Dispatched(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             name = func.overloadpacket.__name__
-            syncs = name in _OPERATORS or (name.startswith("index") and _is_masked(args))
+            syncs = name in _OPERATORS or _counts_elements(name, args, kwargs or {})
             return run(name if syncs else None, func, args, kwargs)
 
     class Called(TorchFunctionMode):

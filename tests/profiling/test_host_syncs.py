@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import ComputeDevice, SplitTableBatchedEmbeddingBagsCodegen
 
 from lightning_overlap import MODES
 from lightning_overlap.profiling.host_syncs import record_host_syncs
+from lightning_overlap.sparse.update_rates import kernel_rates
 
 from ..support.cases import MIXED, SEQUENCE, TABLE_WISE, TWO_COLLECTIONS
 from ..support.pairs import rotated
@@ -74,6 +77,10 @@ def test_a_read_in_training_step_is_seen(two_ranks: Ranks) -> None:
         (lambda x: x.nonzero(), "nonzero"),
         (lambda x: x[x > 0], "index"),
         (lambda x: torch.unique(x), "_unique2"),
+        (lambda x: torch.unique_consecutive(x), "unique_consecutive"),
+        (lambda x: x.long().bincount(), "bincount"),
+        (lambda x: x.repeat_interleave(x.long()), "repeat_interleave"),
+        (lambda x: x.cpu(), "cpu"),
     ],
 )
 def test_what_reads_a_tensor(read: Any, operator: str) -> None:
@@ -87,5 +94,14 @@ def test_what_reads_a_tensor(read: Any, operator: str) -> None:
 def test_what_does_not() -> None:
     tensor = torch.arange(6.0, requires_grad=True)
     with record_host_syncs() as found:
+        torch.repeat_interleave(tensor, torch.arange(6), output_size=15)
         (torch.relu(tensor * 2).view(2, 3).sum(0).to(torch.bfloat16) + 1).sum().backward()
     assert found == []
+
+
+def test_fbgemm_keeps_the_learning_rate_on_the_host() -> None:
+    table = (4, 8, EmbeddingLocation.HOST, ComputeDevice.CPU)
+    kernel = SplitTableBatchedEmbeddingBagsCodegen([table])
+    with record_host_syncs() as found:
+        kernel_rates([kernel])
+    assert [(sync.operator, sync.reads_host) for sync in found] == [("_local_scalar_dense", True)]
