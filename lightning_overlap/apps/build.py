@@ -20,6 +20,7 @@ from torchrec.distributed.fbgemm_qcomm_codec import QCommsConfig
 from ..plugin import OverlapEmbeddingStrategy
 from ..schedules import Schedule
 from ..tables import check_quantized_comms, check_sharding, find_tables, refuse_dense_owner, resolve_quantized_comms
+from ..text import some
 from .config_checks import AUTO, Config, check_arguments, check_known, modes, options_of, switches
 
 _T = TypeVar("_T")
@@ -143,9 +144,23 @@ def check(config: Config) -> None:
     tables, device = find_tables(model), torch.device("cuda" if on_cuda(config) else "cpu")
     check_sharding(strategy.sharding, tables, device)
     check_quantized_comms(strategy.quantized_comms, tables, device)
+    if strategy.fused_optimizer is None:
+        _refuse_untrained(tables, strategy.sharding)
     for arm in config.get("arms", ()):  # of overlap-bench
         check_quantized_comms(resolve_quantized_comms(options_of(arm)[0]), tables, device)
     _check_optimizers(model, tables, strategy.sharding)
+
+
+def _refuse_untrained(tables: Any, sharding: Any) -> None:
+    kinds = sharding if isinstance(sharding, Mapping) else {table.name: sharding for table in tables}
+    whole = {name for name, kind in kinds.items() if kind == "data_parallel"}
+    trained = [table for table in tables if table.parameter.requires_grad and table.name not in whole]
+    if missing := some(table.path for table in trained if table.fused_optimizer is None):
+        raise ValueError(
+            f"no fused optimizer for {missing}: the model applies no optimizer to these tables in its backward. Give "
+            "one: 'strategy.fused_optimizer=[torch.optim.SGD,{lr: 0.1}]'. Or keep the tables whole on every rank, for "
+            "the optimizer of configure_optimizers: sharding=data_parallel."
+        )
 
 
 def _check_optimizers(model: LightningModule, tables: Any, sharding: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,15 +113,16 @@ def compare_runs(runs: Sequence[tuple[str, Path]]) -> str:
 
 
 def read_metric(folder: Path) -> float | None:
-    """Return the metric that `summary.json` names, of the mode asked for; None if the run had no metrics at all.
+    """Return the metric that `summary.json` names, of the mode asked for; None if it was not logged, with a warning.
 
     Raises:
-        ValueError: An exact mode had other losses than the first mode, or there are metrics, but not this one.
+        ValueError: An exact mode had other losses than the first mode.
     """
     summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     if not summary["exact"]:
         raise ValueError(f"an exact mode has to have the losses of every other: {summary['verdict']}.")
     name, metrics = summary["metric"], summary["modes"][-1]["metrics"]
     if metrics and name not in metrics:
-        raise ValueError(unknown_name_message("metric", name, metrics))
-    return float(metrics[name]) if metrics else None
+        said = unknown_name_message("metric", name, metrics)
+        print(f"warning: {said} metric=... names what a sweep is told; this one is told nothing.", file=sys.stderr)
+    return float(metrics[name]) if name in metrics else None

@@ -28,6 +28,7 @@ KNOWN_WARNINGS = (
     r"HeuristicalStorageReservation is known to cause issues",
     r"fbgemm\S+ an autograd kernel was not registered",
     r".broadcast_buffers. is deprecated",
+    r"Please use DTensor instead and we are deprecating ShardedTensor",  # at each save and load
     r".isinstance\(treespec, LeafSpec\). is deprecated",  # Lightning's own call
 )
 """How the warnings begin that are filtered out."""

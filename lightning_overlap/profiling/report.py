@@ -105,7 +105,7 @@ def closing_table(
     """
     over_ranks, many = mean(ranks), len(ranks) > 1
     parts = [
-        f"Overlap: {title}; {num_steps} steps measured, {len(ranks)} ranks, ms per step",
+        f"Overlap: {title}; {num_steps} step{'s' * (num_steps != 1)} measured, {len(ranks)} ranks, ms per step",
         stage_table(over_ranks).text(),
         rank_table(ranks).text() if many else "",
         limit_sentence(over_ranks),
@@ -113,7 +113,9 @@ def closing_table(
         traffic_table(over_ranks.traffic).text() if over_ranks.traffic else "",
         stale_table(stale_rows).text() if stale_rows else "",
         *syncs,
-        advice(min(ranks, key=lambda one: one.blocked_ms), schedule),
+        advice(min(ranks, key=lambda one: one.blocked_ms), schedule)
+        if num_steps > 1
+        else "No advice from a single step: train longer, or measure more steps (OverlapMonitor(every_n_steps=...)).",
     ]
     return "\n".join(filter(None, parts))
 

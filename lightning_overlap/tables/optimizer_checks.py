@@ -75,7 +75,9 @@ def _imported(path: str) -> Any:
         known = {name: None for name, kind in vars(found).items() if _is_optimizer(kind)}
         raise TypeError(f"fused_optimizer: {unknown_name_message(f'optimizer in {module}', name, known)}") from None
     except (ImportError, ValueError) as err:
-        raise TypeError(f"fused_optimizer: {path!r} names no class that can be imported: {err}.") from err
+        near = next((name for name in vars(torch.optim) if name.lower() == path.lower()), None)
+        hint = f"Did you mean 'torch.optim.{near}'?" if near else "Give its whole path: 'torch.optim.SGD', say."
+        raise TypeError(f"fused_optimizer: {path!r} names no class that can be imported ({err}). {hint}") from err
 
 
 def _is_optimizer(kind: Any) -> bool:

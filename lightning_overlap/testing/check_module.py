@@ -15,6 +15,7 @@ from lightning.pytorch import LightningDataModule
 from torch import nn
 
 from ..distributed import gather_objects
+from ..plugin import first_words
 from ..schedules import Schedule, resolve_schedule
 from ..text import some
 from .delayed_lookups import Delays
@@ -152,6 +153,7 @@ def check_module(
             )
     schedule = resolve_schedule(pipeline, strategy_options.get("staleness"))
     overlaps = schedule.has_sparse_stages
+    first_words.calm_libraries(strategy_options.get("calm_libraries", True))  # before data and modules are made
     with process_group(accelerator):
         datamodule = data if isinstance(data, LightningDataModule) else None
         setting = Setting(make_module, (), datamodule, accelerator, seed, trainer_options or {}, strategy_options)

@@ -10,7 +10,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from ..profiling import Timestamps
-from ..text import aligned
+from ..text import aligned, or_dash
 from .arms import Arm
 from .auto import Auto
 
@@ -124,8 +124,10 @@ def times_of(ranks: Sequence[Sequence[Block]]) -> dict[Arm, list[float]]:
     return found
 
 
-def spread(times: Sequence[float]) -> float:
-    """Return half the distance between the quartiles; 0 for a single time."""
+def spread(times: Sequence[float]) -> float | None:
+    """Return half the distance between the quartiles; None for a single time, which has none."""
+    if len(times) < 2:
+        return None
     ordered, quarter = sorted(times), len(times) // 4
     return (ordered[-1 - quarter] - ordered[quarter]) / 2
 
@@ -150,7 +152,7 @@ def table(found: Mapping[Arm, Sequence[float]], chosen: Arm | None) -> str:
     """Return what each arm took, for the log."""
     rows = [("mode", "stream", "ms per batch", "+-", "blocks", "batches in flight", "")]
     for arm, times in found.items():
-        took = (f"{median(times):.2f}", f"{spread(times):.2f}") if times else ("-", "-")
+        took = or_dash(median(times) if times else None, "{:.2f}"), or_dash(spread(times), "{:.2f}")
         is_chosen = "chosen" if arm == chosen else ""
         rows.append((arm.mode, arm.stream, *took, str(len(times)), str(arm.schedule.depth), is_chosen))
     return aligned(rows, words=(0, 1, 6))

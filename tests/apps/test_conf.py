@@ -13,7 +13,9 @@ import pytest
 import torch
 from hydra import compose, initialize_config_module
 from hydra.utils import get_object
+from lightning.pytorch import LightningModule
 from omegaconf import OmegaConf
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 
 from lightning_overlap import MODES, STREAMS
 from lightning_overlap.apps import build, config_checks
@@ -178,6 +180,26 @@ def test_a_fused_optimizer_in_yaml_reaches_the_strategy() -> None:
     model = build.build_model(config, build.build_data(config))
     made = build.build_strategy(config, MODES["base"], model)
     assert check_fused_optimizer(made.fused_optimizer) == (torch.optim.SGD, {"lr": 0.25})
+
+
+class WithoutFusedOptimizer(LightningModule):
+    """A user's own, as it trains under DDPStrategy."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        config = EmbeddingBagConfig(name="t0", feature_names=["t0"], num_embeddings=1000, embedding_dim=16)
+        self.ebc = EmbeddingBagCollection(tables=[config])
+
+
+def test_a_table_that_nothing_trains_is_answered_in_the_commands_words() -> None:
+    own = f"model._target_={__name__}.WithoutFusedOptimizer"
+    for sharding in ("sharding=planner", "sharding=table_wise"):
+        with pytest.raises(
+            ValueError, match=r"for ebc\.t0: .* Give one: 'strategy\.fused_optimizer=\[torch\.optim\.SGD"
+        ):
+            check(own, sharding)
+    check(own, "sharding=data_parallel")
+    check(own, "strategy.fused_optimizer=[torch.optim.SGD,{lr: 0.1}]")
 
 
 class OwnsEverything(DLRM):

@@ -286,6 +286,7 @@ KNOWN = (
         ({"fused_optimizer": (dict, {})}, TypeError, "fused_optimizer is \\(class, kwargs\\)"),
         ({"fused_optimizer": ["torch.optim.SDG", {"lr": 1}]}, TypeError, "'SDG'. Did you mean 'SGD'"),
         ({"fused_optimizer": {"class_path": "torch.nowhere.SGD"}}, TypeError, "'torch.nowhere.SGD' names no class"),
+        ({"fused_optimizer": ["sgd", {"lr": 0.3}]}, TypeError, "'sgd' names .* Did you mean 'torch.optim.SGD'"),
         ({"piepline": "base"}, TypeError, "unknown argument 'piepline'. Did you mean 'pipeline'"),
         ({"stalenes": 3}, TypeError, "unknown argument 'stalenes'. Did you mean 'staleness'"),
         ({"find_unused_parameter": True}, TypeError, "Did you mean 'find_unused_parameters'"),  # DDP's

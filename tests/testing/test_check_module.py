@@ -8,10 +8,12 @@ import signal
 import pytest
 import torch
 import torch.distributed as dist
+from torch.fx import _symbolic_trace
 
 from lightning_overlap import MODES, Schedule
 from lightning_overlap.data import SyntheticDataModule
 from lightning_overlap.models import DLRM
+from lightning_overlap.plugin import first_words
 from lightning_overlap.schedules.modes import FUSED_SPARSE_DIST, SEMI_SYNC
 from lightning_overlap.testing import check_module
 
@@ -48,10 +50,15 @@ def test_the_dlrm_in_one_process(mode: Schedule) -> None:
     assert set(report.early.values()) == ({1.0} if mode.has_sparse_stages else {0.0})
 
 
-def test_nothing_of_the_check_is_left() -> None:
+def test_nothing_of_the_check_is_left(caplog: pytest.LogCaptureFixture) -> None:
+    """Nor does torch.fx speak about a call of TorchRec's, which it does once in a process."""
     batches = [make_batch(TABLE_WISE, index, 0) for index in range(4)]
+    caplog.clear()
+    first_words.calm_libraries(False)
+    _symbolic_trace.is_fx_tracing_warning.cache_clear()
     state, handler, environment = torch.get_rng_state(), signal.getsignal(signal.SIGTERM), dict(os.environ)
     check_module(lambda: Model(TABLE_WISE), batches, "semi_sync", fused_optimizer=(torch.optim.SGD, {"lr": 1.0}))
+    assert "is_fx_tracing" not in caplog.text
     assert not dist.is_initialized()
     assert torch.equal(torch.get_rng_state(), state)
     assert signal.getsignal(signal.SIGTERM) == handler
