@@ -324,6 +324,7 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
             multi_node=self.world_size > self.num_processes,
             any_rank=self.any_rank,
             timeout_s=self.timeout_s,
+            model=self.lightning_module,
             # With manual optimization there may be several backwards, and it is not known which tables each writes.
             fills_waits=trains and self.lightning_module.automatic_optimization,
         )

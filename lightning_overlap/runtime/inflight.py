@@ -27,6 +27,8 @@ class InFlightBatch:
     """Stages issued so far, each with its stream and the event recorded after it."""
     modules: dict[str, Any] = field(default_factory=dict)
     """State of each pipelined module for this batch, by the module's name; the sparse stages own it."""
+    made: dict[Any, Any] = field(default_factory=dict)
+    """What staged methods have made of it, until its backward is over; `preprocessing.StagedCalls` owns it."""
     missing: frozenset[str] = frozenset()
     """Modules whose input some ranks' batches have and others lack; known once the sizes are read."""
     sizes: Any = None

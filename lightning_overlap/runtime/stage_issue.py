@@ -70,6 +70,8 @@ class StageIssuer:
             self.issue(self.schedule[previous], inflight, owners)
         self._order.observe("issue", step.stage, inflight.index)
         with InStage(step.stage, inflight.index, self._order.rank):
+            if step.stage is Stage.INPUT_SPLITS_DIST:
+                self._sparse.make_inputs(inflight)
             if step.stage in (Stage.PREFETCH, Stage.EMBEDDING_LOOKUP):
                 self.receive_input(step, inflight)
             if step.stage is Stage.PREFETCH:

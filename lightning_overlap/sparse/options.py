@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from torch import nn
+
 from ..distributed import Store
 from ..tables import SetRates
 
@@ -28,6 +30,7 @@ class SparseOptions:
         prefetches: Whether the schedule has a `PREFETCH` step, so that tables in a UVM cache can be looked up early.
         holds_updates: Whether the updates of all batches of an optimizer step come with that step (`frozen_window`),
             those of a module's own forward, too.
+        model: The model whose staged methods are called before a batch's step (`preprocessing.staged`).
         timeout_s: How long a rank waits for one that is late, in seconds.
 
     Raises:
@@ -46,6 +49,7 @@ class SparseOptions:
     fills_waits: bool = True
     prefetches: bool = False
     holds_updates: bool = False
+    model: nn.Module | None = None
     timeout_s: float = 1800
 
     def __post_init__(self) -> None:

@@ -12,6 +12,7 @@ from torch.nn import ModuleList
 from torchrec.distributed.types import ShardedModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from ..preprocessing import StagedCalls
 from ..runtime import InFlightBatch, LookupOrder, Path, resolve
 from ..schedules import Stage, StreamName, WeightOwner
 from ..tables import (
@@ -57,6 +58,9 @@ class SparsePipeline:
         self._group, self._options = group, options
         self._trains, self._releases = options.trains, options.releases
         self._forwards = PipelinedForwards(modules, group, options)
+        self._staged = StagedCalls(
+            options.model, step=options.step, trains=options.trains, rank=options.rank, warned=options.warned
+        )
         self._inputs = None if group is None else InputExchange(group)
         # Steps may fill the backward's wait only where the host itself waits: for the gradient all-to-all, on a CPU.
         host_waits = options.trains and group is not None and not order.streams.is_async
@@ -67,7 +71,6 @@ class SparsePipeline:
         self.start_update, self.embedding_update = self._updates.start, self._updates.make
         self.gradients_are_there = self._updates.gradients_are_there
         self.update_replicas, self.drop_replica_updates = self._updates.update_replicas, self._updates.hold_replicas
-        self.forget_received = self.answers.forget
         self._overwritten = OverwrittenLookups(
             self._forwards, holds_rates=options.holds_rates, any_rank=options.any_rank
         )
@@ -95,11 +98,13 @@ class SparsePipeline:
         `detach` puts back what was replaced.
         """
         self._forwards.attach(self.answers.answer)
+        self._staged.attach()
         self._updates.hold_replicas()
 
     def detach(self) -> None:
         """Give every module the forward back that it had before; forget all state of batches, without a collective."""
         self._forwards.detach()
+        self._staged.detach()
         self._updates.release_replicas()
         self.answers.abandon()
         if self._inputs is not None:
@@ -114,14 +119,21 @@ class SparsePipeline:
         """
         self._check_types(inflight)
         self.answers.begin(inflight)
+        self._staged.begin(inflight)
         try:
             yield
         finally:
             self.answers.end()
+            self._staged.end()
         if self.ready:
             self._forwards.check_calls(inflight.modules)
         for state in inflight.modules.values():
             self._leave_aside(state)
+
+    def forget_received(self, inflight: InFlightBatch) -> None:
+        """Let go of the embeddings and inputs of a batch whose backward is over."""
+        self.answers.forget(inflight)
+        self._staged.forget(inflight)
 
     # -- which input feeds which module -------------------------------------------------------------------------
 
@@ -138,8 +150,11 @@ class SparsePipeline:
 
         All ranks call this after the forward of the same batch: they agree on what they have found.
         """
-        self._forwards.discover(inflight.batch)
+        self._staged.discover(inflight)
+        self._forwards.discover(self._staged.searched(inflight))
         self.ready = True
+        if self._staged.is_used:
+            self.keep_features("staged methods may be called anew in their step, with the ids of the batch")
         if names := ", ".join(repr(one.name) for one in self._forwards.values() if one.path is None):
             self.keep_features(f"{self._options.step} makes the input of {names} itself, perhaps of ids to be released")
 
@@ -150,6 +165,19 @@ class SparsePipeline:
             if self._options.rank == 0:
                 warnings.warn(f"release_features=True releases nothing: {reason}.", UserWarning, stacklevel=2)
 
+    def make_inputs(self, inflight: InFlightBatch) -> None:
+        """Call the staged methods for a batch, on the stream of its copy, which whoever reads the batch waits for."""
+        if not self._staged.is_used:
+            return
+        streams, (stream, _) = self.order.streams, inflight.done[Stage.COPY_BATCH_TO_DEVICE]
+        if self._staged.state_has_changed():
+            streams.wait(stream, streams.record(StreamName.COMPUTE))
+        with streams.on(stream):
+            made = self._staged.make(inflight)
+        for reader in (StreamName.DATA_DIST, StreamName.COMPUTE):
+            streams.record_stream(made, reader)
+        inflight.done[Stage.COPY_BATCH_TO_DEVICE] = (stream, streams.record(stream))
+
     # -- input dist ---------------------------------------------------------------------------------------------
 
     def input_splits_dist(self, inflight: InFlightBatch) -> None:
@@ -157,13 +185,16 @@ class SparsePipeline:
 
         Source: `_start_data_dist` and `_fuse_input_dist_splits`, TorchRec 1.8.
         """
-        kjts = inputs_of(inflight.batch) if self._group is not None else []
+        searched = self._staged.searched(inflight)
+        kjts = inputs_of(searched) if self._group is not None else []
         num_found: dict[str, int] = {}
         for name, pipelined in self._forwards.items():
-            kjt = _input_in(inflight.batch, pipelined.path) if pipelined.early else None
+            kjt = _input_in(searched, pipelined.path) if pipelined.early else None
             if kjt is None or pipelined.keys != frozenset(kjt.keys()):
                 continue
-            num_found[name] = sum(pipelined.keys == frozenset(other.keys()) for _, other in kjts)
+            # The step may pass another input with the same keys: of the batch, or of what staged methods made of it.
+            alike = [path for path, other in kjts if pipelined.keys == frozenset(other.keys())]
+            num_found[name] = sum(self._staged.are_alike(path, pipelined.path) for path in alike)
             module = pipelined.module
             state = inflight.modules[name] = ModuleContext(module, kjt, module.create_context())
             sent = _shared(kjt)  # TorchRec may keep the object that it is given and replace its weights
@@ -188,7 +219,8 @@ class SparsePipeline:
 
     def _release_sent(self, inflight: InFlightBatch) -> None:
         """Free the ids of a batch, but those that a module is going to read in its own forward."""
-        read_later = [_input_in(inflight.batch, one.path) for one in self._forwards.values() if not one.early]
+        searched = self._staged.searched(inflight)
+        read_later = [_input_in(searched, one.path) for one in self._forwards.values() if not one.early]
         for state in inflight.modules.values():
             if all(state.kjt is not kjt for kjt in read_later):
                 assert state.sent is not None

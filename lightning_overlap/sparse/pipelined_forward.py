@@ -34,7 +34,8 @@ OTHER_AUTOCAST = "it was called under another autocast than that of its early lo
 
 _CALL = (
     "To overlap it, call it once per {step} with a KeyedJaggedTensor that is part of the batch (made in the dataset, "
-    "the collate function, on_before_batch_transfer or on_after_batch_transfer)."
+    "the collate function, on_before_batch_transfer or on_after_batch_transfer), or that a method makes of the batch "
+    "which is decorated with @lightning_overlap.staged."
 )
 _WRITE_SELDOM = (
     "To overlap it, write its tables seldom, once in an epoch say: each time one lookup is repeated. Or train with "

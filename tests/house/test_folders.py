@@ -22,7 +22,7 @@ FLOORS = (
     ("text", "versions"),
     ("schedules", "distributed", "data", "deltas"),
     ("models", "runtime"),
-    ("profiling", "tables"),
+    ("profiling", "tables", "preprocessing"),
     ("sparse", "tracking", "tuning"),
     ("checkpoint",),
     ("plugin",),

@@ -14,6 +14,7 @@ from torchrec import KeyedJaggedTensor
 
 from lightning_overlap import combined_optimizer
 
+from ..preprocessing.staged_models import STAGED
 from ..support.cases import (
     ROWWISE_ADAGRAD,
     TABLE_WISE,
@@ -442,4 +443,5 @@ MODELS: dict[str, tuple[type[Model], Case]] = {
     "clamps_state": (ClampsState, TABLE_WISE),
     "clamps_later": (ClampsLater, TABLE_WISE),
     "clamps_later_and_says_so": (ClampsLaterAndSaysSo, TABLE_WISE),
+    **{name: (cls, TABLE_WISE) for name, cls in STAGED.items()},
 }

@@ -52,6 +52,7 @@ def test_runs_plain_and_says_why_once(two_ranks: Ranks, model: str, early: int, 
     assert "'ebc'" in message
     assert reason in message
     assert "on_after_batch_transfer" in message  # what to do
+    assert "@lightning_overlap.staged" in message
 
 
 def test_a_module_that_is_not_always_called(two_ranks: Ranks) -> None:

@@ -153,6 +153,9 @@ class FakeSparse:
         finally:
             self._current = None
 
+    def make_inputs(self, inflight: InFlightBatch) -> None:
+        """Make nothing: there are no staged methods."""
+
     def input_splits_dist(self, inflight: InFlightBatch) -> None:
         """Start the all-to-all of sizes."""
         self.begin(Stage.INPUT_SPLITS_DIST, inflight.index)

@@ -1,0 +1,52 @@
+"""`staged`: says that a method makes inputs from a batch, and may be called before the batch's step."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, TypeVar
+
+from torch import nn
+
+_T = TypeVar("_T")
+_MARK = "is_staged_by_lightning_overlap"
+
+
+def staged(target: _T) -> _T:
+    """Let the strategy call a method when its batch is staged, so that lookups of what it returns start early.
+
+    `training_step` calls the method as before, with the batch or with parts of it, and gets the result that is there.
+    With other arguments, or if the batch or what the method reads has changed since, it is called anew. Without the
+    strategy nothing changes.
+
+    Args:
+        target: A method of the LightningModule or of a module inside it, which this decorates:
+            `@staged` above `def make_inputs(self, batch)`. Or a module, whose `forward` is meant:
+            `self.preprocess = staged(Preprocess())`.
+
+    Returns:
+        `target` itself.
+
+    Raises:
+        TypeError: It is neither a function nor a module.
+    """
+    if not inspect.isfunction(target) and not isinstance(target, nn.Module):
+        raise TypeError(
+            f"staged takes a method or a module, got {target!r}. Write @staged above `def make_inputs(self, batch)` in "
+            "a module's class, or self.preprocess = staged(Preprocess()) where a module is made."
+        )
+    setattr(target, _MARK, True)
+    return target
+
+
+def staged_methods(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
+    """Return the staged methods of a model and the modules inside it: name in the model -> (module, method)."""
+    found: dict[str, tuple[nn.Module, str]] = {}
+    for name, module in model.named_modules():
+        members: dict[str, Any] = {}
+        for cls in reversed(type(module).__mro__):
+            members.update(vars(cls))
+        methods = [key for key, member in members.items() if inspect.isfunction(member) and hasattr(member, _MARK)]
+        if _MARK in vars(module):
+            methods.append("forward")
+        found |= {f"{name}.{method}".lstrip("."): (module, method) for method in methods}
+    return found

@@ -1,0 +1,269 @@
+"""Modules that make their inputs from the batch inside `training_step`, in staged methods."""
+
+from __future__ import annotations
+
+import random
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torchrec import KeyedJaggedTensor
+
+from lightning_overlap import staged
+
+from ..support.cases import NUM_ROWS, Batch, Case, Model
+
+
+def hashed(kjt: KeyedJaggedTensor, salt: Any) -> KeyedJaggedTensor:
+    """Return another input with as many ids."""
+    return KeyedJaggedTensor(kjt.keys(), (kjt.values() * 7 + salt) % NUM_ROWS, lengths=kjt.lengths())
+
+
+MADE: list[weakref.ref[KeyedJaggedTensor]] = []
+"""All inputs that `Hashes` has made in this process; a module may not count them in itself."""
+
+
+class Hashes(Model):
+    """Hashes its ids, by a salt that is a buffer and stays."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        self.register_buffer("salt", torch.tensor(3), persistent=False)
+        self.num_ids: list[int] = []
+
+    @staged
+    def make_input(self, batch: Batch) -> KeyedJaggedTensor:
+        made = hashed(batch.inputs["sparse"][0], self.salt)
+        MADE.append(weakref.ref(made))
+        return made
+
+    def embeddings(self, collection: str, batch: Batch) -> Any:
+        return getattr(self, collection)(self.make_input(batch))
+
+
+class Preprocess(nn.Module):
+    """A module of its own, as TorchRec's test models have them."""
+
+    def forward(self, kjt: KeyedJaggedTensor, salt: int = 0) -> list[KeyedJaggedTensor]:
+        return [hashed(kjt, salt)]
+
+
+class InModules(Model):
+    """One staged module takes what another one has made of a part of the batch; both come twice."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        self.first, self.second = staged(Preprocess()), staged(Preprocess())
+
+    def embeddings(self, collection: str, batch: Batch) -> Any:
+        kjt = batch.inputs["sparse"][0]
+        [one], [other] = self.first(kjt), self.first(kjt, salt=5)
+        [made] = self.second(other, 1)
+        assert one is not made
+        return getattr(self, collection)(made)
+
+
+class UnderNoGrad(Hashes):
+    def embeddings(self, collection: str, batch: Batch) -> Any:
+        with torch.no_grad():
+            kjt = self.make_input(batch)
+        return getattr(self, collection)(kjt)
+
+
+class Checkpointed(Hashes):
+    def embeddings(self, collection: str, batch: Batch) -> Any:
+        look_up = super().embeddings
+        return checkpoint(lambda: look_up(collection, batch).to_dict(), use_reentrant=False)
+
+
+class SaltMoves(Hashes):
+    """The step changes what the method reads."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx >= 3:
+            self.salt += 1
+
+
+class SaltIsReplaced(Hashes):
+    """By a number; nobody counts writes of those."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx >= 3:
+            self.salt = torch.tensor(batch_idx)
+
+
+class OtherArguments(Model):
+    """Passes a number that differs by batch."""
+
+    @staged
+    def make_input(self, batch: Batch, salt: int) -> KeyedJaggedTensor:
+        return hashed(batch.inputs["sparse"][0], salt)
+
+    def embeddings(self, collection: str, batch: Batch) -> Any:
+        return getattr(self, collection)(self.make_input(batch, batch.inputs["sparse"][1]))
+
+
+class ChangesTheBatch(Hashes):
+    """Changes the batch before it calls the method."""
+
+    def embeddings(self, collection: str, batch: Batch) -> Any:
+        kjt, index = batch.inputs["sparse"]
+        if index >= 4:
+            kjt.values().add_(1).remainder_(NUM_ROWS)
+        return super().embeddings(collection, batch)
+
+
+class ReplacesInTheBatch(Hashes):
+    def embeddings(self, collection: str, batch: Batch) -> Any:
+        kjt, index = batch.inputs["sparse"]
+        if index >= 4:
+            batch.inputs["sparse"] = (hashed(kjt, 1), index)
+        return super().embeddings(collection, batch)
+
+
+class OneRankChanges(ReplacesInTheBatch):
+    def embeddings(self, collection: str, batch: Batch) -> Any:
+        changes = self.global_rank == 1
+        return (super() if changes else super(ReplacesInTheBatch, self)).embeddings(collection, batch)
+
+
+# -- refused -----------------------------------------------------------------------------------------------------------
+
+
+class Refused(Hashes):
+    """Makes its input in a way that its place in the order matters for."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        self.weigh, self.generator = nn.Linear(1, 1), torch.Generator()
+
+    @staged
+    def make_input(self, batch: Batch) -> KeyedJaggedTensor:
+        kjt = batch.inputs["sparse"][0]
+        self.differ(batch, kjt)
+        return hashed(kjt, 0)
+
+    def differ(self, batch: Batch, kjt: KeyedJaggedTensor) -> None:
+        raise NotImplementedError
+
+
+class DrawsNumbers(Refused):
+    def differ(self, batch: Batch, kjt: KeyedJaggedTensor) -> None:
+        torch.randperm(3)
+
+
+class DrawsFromPython(Refused):
+    def differ(self, batch: Batch, kjt: KeyedJaggedTensor) -> None:
+        random.random()
+
+
+class DrawsFromItsGenerator(Refused):
+    def differ(self, batch: Batch, kjt: KeyedJaggedTensor) -> None:
+        torch.randperm(3, generator=self.generator)
+
+
+class ReadsTrainedWeights(Refused):
+    def differ(self, batch: Batch, kjt: KeyedJaggedTensor) -> None:
+        with torch.no_grad():
+            self.weigh(torch.ones(1, 1))
+
+
+class ReadsAllWeights(Refused):
+    def differ(self, batch: Batch, kjt: KeyedJaggedTensor) -> None:
+        sum(weight.detach().sum() for weight in self.weigh.parameters())
+
+
+class WritesABuffer(Refused):
+    def differ(self, batch: Batch, kjt: KeyedJaggedTensor) -> None:
+        self.salt += 1
+
+
+class Counts(Refused):
+    def differ(self, batch: Batch, kjt: KeyedJaggedTensor) -> None:
+        self.num_ids.append(len(kjt.values()))
+
+
+class RemembersForTheStep(Refused):
+    def differ(self, batch: Batch, kjt: KeyedJaggedTensor) -> None:
+        self.remembered = kjt
+
+
+class WritesTheBatch(Refused):
+    def differ(self, batch: Batch, kjt: KeyedJaggedTensor) -> None:
+        batch.inputs["hashed"] = kjt
+
+
+class WritesIds(Refused):
+    def differ(self, batch: Batch, kjt: KeyedJaggedTensor) -> None:
+        kjt.values().clamp_(min=1)
+
+
+class LooksUp(Refused):
+    def differ(self, batch: Batch, kjt: KeyedJaggedTensor) -> None:
+        with torch.no_grad():
+            self.ebc(kjt).to_dict()
+
+
+class Logs(Refused):
+    def differ(self, batch: Batch, kjt: KeyedJaggedTensor) -> None:
+        self.log("num_ids", float(len(kjt.values())))
+
+
+class ReturnsAGraph(Hashes):
+    @staged
+    def make_input(self, batch: Batch) -> Any:
+        return super().make_input(batch), torch.ones(2, requires_grad=True) * 2
+
+    def embeddings(self, collection: str, batch: Batch) -> Any:
+        return getattr(self, collection)(self.make_input(batch)[0])
+
+
+class Fails(Hashes):
+    """Raises for a batch, which may be staged or not by then."""
+
+    @staged
+    def make_input(self, batch: Batch) -> KeyedJaggedTensor:
+        if batch.inputs["sparse"][1] == 3:
+            raise RuntimeError("the user's own error")
+        return super().make_input(batch)
+
+
+class NotDecorated(Hashes):
+    """The same as `Hashes`, without the decorator."""
+
+    def make_input(self, batch: Batch) -> KeyedJaggedTensor:
+        return hashed(batch.inputs["sparse"][0], self.salt)
+
+
+REFUSED: dict[type[Model], str] = {
+    DrawsNumbers: "draws random numbers",
+    DrawsFromPython: "draws random numbers",
+    DrawsFromItsGenerator: "changes its module (DrawsFromItsGenerator.generator)",
+    ReadsTrainedWeights: "reads 'weight' of Linear, which is trained",
+    ReadsAllWeights: "reads '_parameters' of Linear, which is trained",
+    WritesABuffer: "changes its module (WritesABuffer._buffers.salt)",
+    Counts: "changes its module (Counts.num_ids.",
+    RemembersForTheStep: "changes its module (RemembersForTheStep.remembered.",
+    WritesTheBatch: "changes its arguments (at ",
+    WritesIds: "changes its arguments (at 0.0.inputs.sparse.0.values)",
+    LooksUp: "calls the sharded module 'ebc'",
+    Logs: "uses self.log",
+    ReturnsAGraph: "returns a tensor that requires grad",
+}
+
+_TRAINED = {
+    "staged": Hashes,
+    "staged_modules": InModules,
+    "staged_no_grad": UnderNoGrad,
+    "staged_checkpointed": Checkpointed,
+    "staged_salt_moves": SaltMoves,
+    "staged_salt_is_replaced": SaltIsReplaced,
+    "staged_other_arguments": OtherArguments,
+    "staged_changes_the_batch": ChangesTheBatch,
+    "staged_replaces_in_the_batch": ReplacesInTheBatch,
+    "staged_fails": Fails,
+    "staged_one_rank_changes": OneRankChanges,
+}
+STAGED: dict[str, type[Model]] = _TRAINED | {cls.__name__: cls for cls in REFUSED}

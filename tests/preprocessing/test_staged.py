@@ -1,0 +1,112 @@
+"""Staged methods: called before their batch's step, served only where the step's own call would give the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from lightning_overlap import Schedule, staged
+from lightning_overlap.testing import check_module
+
+from ..sparse import caller_fits
+from ..sparse.callers import NUM_STEPS
+from ..support.cases import Model
+from ..support.ranks import RankError, Ranks
+from . import staged_fits
+from .staged_models import REFUSED, Hashes, NotDecorated
+
+SERVED = NUM_STEPS - 1
+"""All but the first batch, which shows what is made of what."""
+NUM_MODULES = 2
+"""Sharded ones of TorchRec's model."""
+
+
+@pytest.mark.parametrize(
+    ("model", "early", "said"),
+    [
+        ("staged", SERVED, ""),
+        ("staged_modules", SERVED, ""),
+        ("staged_no_grad", SERVED, ""),
+        ("staged_checkpointed", SERVED, ""),
+        ("staged_salt_moves", 3, "what it reads of its module was changed after that"),
+        ("staged_salt_is_replaced", 3, "what it reads of its module was changed after that"),
+        ("staged_other_arguments", 0, "it was called with other arguments"),
+        ("staged_changes_the_batch", 3, "its arguments were changed after that"),
+        ("staged_replaces_in_the_batch", 3, "its arguments were changed after that"),
+    ],
+)
+def test_trains_as_the_plain_loop_does(two_ranks: Ranks, model: str, early: int, said: str) -> None:
+    expected = two_ranks.run_once(caller_fits.by_hand, model)
+    actual = two_ranks.run(caller_fits.train, model, "fused_sparse_dist")
+    for mine, theirs in zip(actual, expected, strict=True):
+        assert mine.result.differences(theirs) == []
+    assert actual[0].early == early
+    assert (said == "") == (actual[0].messages == [])
+
+
+def test_torchrecs_model_with_preprocessing_equals_the_plain_loop(two_ranks: Ranks, mode: Schedule) -> None:
+    """With a staleness: as where the hook after the transfer makes the inputs, which the plain loop does not know."""
+    if mode.staleness:
+        in_hook = two_ranks.run(staged_fits.with_preproc, mode, staged_fits.PreprocessesInHook)
+        expected = [outcome.result for outcome in in_hook]
+    else:
+        expected = two_ranks.run_once(staged_fits.with_preproc_by_hand)
+    for rank, outcome in enumerate(two_ranks.run(staged_fits.with_preproc, mode)):
+        assert outcome.result.differences(expected[rank]) == []
+        assert outcome.messages == []
+        assert outcome.patched == []
+        assert outcome.early == (NUM_MODULES * (staged_fits.NUM_STEPS - 1) if mode.has_sparse_stages else 0)
+
+
+def test_torchrecs_model_keeps_the_laws() -> None:
+    """Among them: no race of streams, and lookups that are late by exactly one batch."""
+    batches = [staged_fits.make_input(index, 0) for index in range(6)]
+    report = check_module(staged_fits.WithPreproc, batches, "semi_sync", find_unused_parameters=True)
+    assert report.holds, report
+    assert report.plain == {}
+
+
+@pytest.mark.parametrize("model", REFUSED, ids=lambda model: model.__name__)
+def test_what_would_be_another_input_is_refused_by_name(get_ranks: Callable[..., Ranks], model: type[Model]) -> None:
+    [error] = get_ranks(1).run(caller_fits.fails, model.__name__, "fused_sparse_dist")
+    assert f"rank 0: 'make_input' is @staged, that is, called before its batch's step, but it {REFUSED[model]}" in error
+    assert "take the decorator away" in error
+
+
+def test_a_batch_that_one_rank_changes_is_an_error_not_a_hang(two_ranks: Ranks) -> None:
+    """The other one is served what was staged."""
+    with pytest.raises(RankError, match=r"rank 1: the early embeddings of 'ebc' are not those of batch 4's call"):
+        two_ranks.run(caller_fits.train, "staged_one_rank_changes", "fused_sparse_dist")
+
+
+def test_an_error_names_the_method_the_stage_and_the_batch(get_ranks: Callable[..., Ranks]) -> None:
+    [error] = get_ranks(1).run(caller_fits.fails, "staged_fails", "fused_sparse_dist")
+    assert "the user's own error" in error
+    assert "raised in the staged method 'make_input'" in error
+    assert "raised in stage input_splits_dist of batch 3 on rank 0" in error
+
+
+@pytest.mark.parametrize("pipeline", ["sparse_dist", "fused_sparse_dist"])
+def test_evaluations_are_staged_apart_and_nothing_stays_in_memory(two_ranks: Ranks, pipeline: str) -> None:
+    expected = two_ranks.run_once(staged_fits.evaluating, NotDecorated, "base")
+    for mine, theirs in zip(two_ranks.run(staged_fits.evaluating, Hashes, pipeline), expected, strict=True):
+        assert mine.result.differences(theirs.result) == []
+        assert len(mine.seen) == 1 + 2 * 4 + 4  # before the fit, within it, after it
+        assert all(map(torch.equal, mine.seen, theirs.seen))
+        assert mine.early == staged_fits.NUM_STEPS - 1
+        assert mine.messages == mine.patched == []
+        assert mine.num_made == staged_fits.NUM_STEPS + len(mine.seen)  # each input once
+        assert mine.most_alive <= 3
+        assert mine.num_left == 0
+
+
+def test_what_can_be_decorated() -> None:
+    def method(self: object) -> None: ...
+
+    assert staged(method) is method
+    module = torch.nn.Linear(1, 1)
+    assert staged(module) is module
+    with pytest.raises(TypeError, match=r"staged takes a method or a module, got 3\. Write @staged above"):
+        staged(3)
