@@ -178,7 +178,7 @@ def _measure_cost(options: argparse.Namespace) -> None:
             found[arm].append(of_ranks)
     if rank == 0:
         _print_cost(found, options)
-    dist.barrier()
+    dist.destroy_process_group()
 
 
 def _print_cost(found: dict[str, list[list[Measured]]], options: argparse.Namespace) -> None:
@@ -261,10 +261,8 @@ def _folder(parent: str | None) -> str:
 
 
 def _measure_missed(options: argparse.Namespace) -> None:
-    import torch
     import torch.distributed as dist
 
-    torch.set_num_threads(1)
     rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if rank == 0:
         print(f"\n{options.size}, {num_ranks} ranks; of the rows that changed between two reads, per cent")
@@ -279,6 +277,7 @@ def _measure_missed(options: argparse.Namespace) -> None:
             if rank == 0:
                 shares = [f"{100 * number / changed:.2f}" for number in (missed, stale, own)]
                 print(f"  {mode:22s}{every:12d}{shares[0]:>16s}{shares[1]:>14s}{shares[2]:>16s}")
+    dist.destroy_process_group()
 
 
 def _tracker_of(module: Any) -> Any:

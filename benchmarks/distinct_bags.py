@@ -139,6 +139,7 @@ def main() -> None:
                 text = f"  {arm:10s}{_median(own, 0):8.1f} ms   CPU {_median(own, 1):7.1f} ms   of all {spread}"
                 print(text, flush=True)
     dist.barrier()
+    dist.destroy_process_group()
 
 
 def _median(steps: list[Any], place: int) -> float:

@@ -143,6 +143,7 @@ def _measure_steps(options: argparse.Namespace) -> None:
         if rank == 0:
             pstats.Stats(profiler).sort_stats("tottime").print_stats(45)
     dist.barrier()
+    dist.destroy_process_group()
 
 
 def _fit(arm: str, options: argparse.Namespace, profiler: cProfile.Profile | None = None) -> tuple[list[float], float]:

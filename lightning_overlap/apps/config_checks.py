@@ -41,6 +41,7 @@ def modes(config: Config) -> list[Schedule]:
         pipeline.get("staleness"),
         bool(pipeline.get("defer_update")),
         bool(pipeline.get("frozen_window")),
+        also=(AUTO,),
     )
     return [other for other in others if other != wanted] + [wanted]
 

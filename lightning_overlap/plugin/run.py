@@ -21,7 +21,7 @@ from torch.distributed.constants import default_pg_timeout
 from ..distributed import Consensus, Lowest, SkippedBatches, default_store, groups
 from ..runtime import Executor, StageTimer, Streams
 from ..sparse import GradientStash, SparsePipeline
-from ..tables import OverflowWatch
+from ..tables import KeptPlan, OverflowWatch, plan_of
 from ..tuning import Tuner
 
 
@@ -152,6 +152,13 @@ class HasRun(DDPStrategy):
         return None if self._run is None else self._run.executor
 
     # -- for callbacks and loops --------------------------------------------------------------------------------
+
+    @property
+    def sharding_plan(self) -> KeptPlan:
+        """The plan that the tables were sharded by: keep it with `torch.save`, and pass it as `sharding=` again."""
+        if self.lightning_module is None:
+            raise RuntimeError("no module yet: read the plan in fit (in on_fit_start, say) or after it.")
+        return plan_of(self.lightning_module)
 
     @property
     def streams(self) -> Streams | None:

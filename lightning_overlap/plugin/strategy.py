@@ -161,7 +161,7 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
         auto = resolve_auto(pipeline, of_mode)
         self._tuner = None if auto is None else Tuner(auto, stream)
         named = TRIED[0] if auto is not None or isinstance(pipeline, Auto) else pipeline
-        self._schedule = resolve_schedule(named, staleness, defer_update, frozen_window)
+        self._schedule = resolve_schedule(named, staleness, defer_update, frozen_window, ("auto",))
         self._schedules = self._tuner or with_exact_warmup(self.schedule, start_batch, end_batch)
         self.stream = stream
         self._lookup_stream = resolve_stream(stream)
@@ -178,6 +178,8 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
         self.quantized_comms = tables.resolve_quantized_comms(quantized_comms)
         tables.check_replicate_tables(replicate_tables)
         self.replicate_tables = replicate_tables
+        if not (observer is None or callable(observer)):
+            raise TypeError(f"observer is called with (kind, stage, batch), got {observer!r}.")
         self._observer = observer
         self._calm_libraries = calm_libraries
         self._warned: set[tuple[str, str | None]] = set()

@@ -14,7 +14,11 @@ _T = TypeVar("_T")
 
 
 def resolve_schedule(
-    pipeline: str | Schedule, staleness: int | None = None, deferred: bool = False, frozen: bool = False
+    pipeline: str | Schedule,
+    staleness: int | None = None,
+    deferred: bool = False,
+    frozen: bool = False,
+    also: tuple[str, ...] = (),
 ) -> Schedule:
     """Return the schedule of a mode's name, or the given schedule.
 
@@ -23,13 +27,14 @@ def resolve_schedule(
         staleness: Of `async_lookup`; None for its default.
         deferred: Whether to defer the updates, see `defer_update`.
         frozen: Whether to make them with the optimizer step, see `frozen_window`.
+        also: Names that the caller takes itself, for the message.
 
     Raises:
         ValueError: No mode has this name (the message lists the nearest names), the mode takes no staleness, the
             staleness is less than 1, or the mode cannot defer its updates or make them with the optimizer step.
         TypeError: `pipeline` is neither a name nor a Schedule, or the staleness is no integer.
     """
-    schedule = pipeline if isinstance(pipeline, Schedule) else _named("pipeline", pipeline, MODES)
+    schedule = pipeline if isinstance(pipeline, Schedule) else _named("pipeline", pipeline, MODES, also)
     if staleness is not None:
         if pipeline != ASYNC_LOOKUP.name:
             raise ValueError(
@@ -66,9 +71,9 @@ def resolve_stream(stream: str) -> StreamName:
     return _named("stream", stream, STREAMS)
 
 
-def _named(kind: str, name: object, known: Mapping[str, _T]) -> _T:
+def _named(kind: str, name: object, known: Mapping[str, _T], also: tuple[str, ...] = ()) -> _T:
     if not isinstance(name, str):
-        raise TypeError(f"{kind} must be a name ({', '.join(known)}), got {name!r}.")
+        raise TypeError(f"{kind} must be a name ({', '.join((*known, *also))}), got {name!r}.")
     if name not in known:
-        raise ValueError(unknown_name_message(kind, name, known))
+        raise ValueError(unknown_name_message(kind, name, (*known, *also)))
     return known[name]

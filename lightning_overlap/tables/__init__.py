@@ -12,6 +12,8 @@ from .optimizer_checks import check_dense_optimizers as check_dense_optimizers
 from .optimizer_checks import check_fused_optimizer as check_fused_optimizer
 from .optimizer_checks import refuse_dense_owner as refuse_dense_owner
 from .overflow import OverflowWatch as OverflowWatch
+from .plans import KeptPlan as KeptPlan
+from .plans import plan_of as plan_of
 from .quantized_comms import QuantizedComms as QuantizedComms
 from .quantized_comms import check_quantized_comms as check_quantized_comms
 from .quantized_comms import codecs_of as codecs_of

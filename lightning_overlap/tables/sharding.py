@@ -18,22 +18,29 @@ from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.fbgemm_qcomm_codec import QCommsConfig
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
-from torchrec.distributed.types import ShardingEnv, ShardingPlan, ShardingType
+from torchrec.distributed.types import ModuleSharder, ShardingEnv, ShardingPlan, ShardingType
 from torchrec.modules.itep_embedding_modules import ITEPEmbeddingBagCollection, ITEPEmbeddingCollection
+from torchrec.modules.mc_embedding_modules import (
+    ManagedCollisionEmbeddingBagCollection,
+    ManagedCollisionEmbeddingCollection,
+)
 from typing_extensions import override
 
 from ..text import some, unknown_name_message
 from .columns import answer_in_config_order
 from .features import find_features_by_name
 from .optimizer_checks import FusedOptimizer, apply_fused_optimizer, check_fused_optimizer, warn_of_dense_tables
-from .quantized_comms import Codecs, check_plan, check_quantized_comms, codecs_of
+from .plans import KeptPlan, make_planner, planned_sharders, sharding_types
+from .quantized_comms import check_plan, check_quantized_comms, codecs_of
 from .replicas import make_replicas
 from .replicated_tables import ReplicateTables, replicas_in, tables_to_replicate
 from .supported_modules import sharded_modules, table_modules
 from .table import Rule, Table, find_tables, training_sharders
 from .write_counts import watch_tables
 
-_DATA_PARALLEL, _DENSE_KERNEL = ShardingType.DATA_PARALLEL.value, EmbeddingComputeKernel.DENSE.value
+_DATA_PARALLEL, _ROW_WISE = ShardingType.DATA_PARALLEL.value, ShardingType.ROW_WISE.value
+_DENSE_KERNEL = EmbeddingComputeKernel.DENSE.value
+_MANAGED = (ManagedCollisionEmbeddingBagCollection, ManagedCollisionEmbeddingCollection)
 _COLUMN_WISE = (ShardingType.COLUMN_WISE.value, ShardingType.TABLE_COLUMN_WISE.value)
 
 ShardingName: TypeAlias = Literal[
@@ -92,6 +99,8 @@ def shard_tables(
     for table in tables:
         table.own_arguments()
     named, num_ranks = _named_types(sharding, tables), group.size()
+    if replicate_tables is None and isinstance(sharding, KeptPlan):
+        replicate_tables = sharding.replicated
     to_replicate = tables_to_replicate(
         replicate_tables, tables, named, batch_size=batch_size, fused=fused, world_size=num_ranks
     )
@@ -148,6 +157,8 @@ def shard_tables(
         sharded: Any = model.get_submodule(name)
         sharded.trained_in_backward, sharded.quantized_comms = of_module, quantized_comms
         sharded.asked_for = {"sharding": sharding, "fused_optimizer": fused}
+        whole = sorted(table.name for table in replicas if table.module == name)
+        sharded.kept_plan = plan.get_plan_for_module(name), whole
     _watch(model)
 
 
@@ -247,10 +258,12 @@ def make_plan(
         kinds = {**named, **dict.fromkeys(whole, _DATA_PARALLEL)}
         constraints = _constraints(kinds, tables, fused_optimizer is not None, group.size(), device.type)
         topology = Topology(group.size(), device.type, local_world_size=local_world_size)
-        planner = EmbeddingShardingPlanner(topology=topology, constraints=constraints, debug=False)
+        planner = make_planner(topology, constraints)
     plan = sharding
     if not isinstance(plan, ShardingPlan):
-        plan = _plan_on_rank_zero(planner, model, group, codecs_of(quantized_comms, device))
+        codecs = codecs_of(quantized_comms, device)
+        sharders = training_sharders(codecs) if named is None else planned_sharders(codecs, device.type)
+        plan = _plan_on_rank_zero(planner, model, group, sharders)
     check_plan(quantized_comms, plan)
     return plan
 
@@ -343,7 +356,7 @@ def check_sharding(sharding: Sharding, tables: list[Table], device: torch.device
     for name, kind in (_named_types(sharding, tables) or {}).items():
         if name not in known:
             raise ValueError(f"sharding: {unknown_name_message('table', name, known)}")
-        possible = known[name].sharder.sharding_types(device.type)
+        possible = sharding_types(known[name].sharder, device.type)
         if kind not in possible:
             raise ValueError(
                 f"sharding of table {name!r}: {kind!r} is not possible on {device.type}. Possible there: "
@@ -374,7 +387,7 @@ def _constraints(
     """
     constraints = {}
     for table in tables:
-        kind = kinds.get(table.name)
+        kind, own = kinds.get(table.name), table.sharder.sharding_types(device)
         if kind is not None:
             # A shard for each rank, where the columns divide: FBGEMM wants widths that are multiples of 4.
             dim = table.parameter.shape[1]
@@ -383,22 +396,32 @@ def _constraints(
             constraints[table.name] = ParameterConstraints(sharding_types=[kind], min_partition=width)
         elif fused_optimizer or table.fused_optimizer:
             # The planner estimates costs with a default batch size: it must not choose by itself what is replicated.
-            sharded = [kind for kind in table.sharder.sharding_types(device) if kind != _DATA_PARALLEL]
-            constraints[table.name] = ParameterConstraints(sharding_types=sharded)
+            sharded = [kind for kind in own if kind != _DATA_PARALLEL]
+            constraints[table.name] = ParameterConstraints(sharding_types=sharded or [_ROW_WISE])
+        elif _ROW_WISE not in own:  # offered for tables that are named so, and where nothing else is
+            constraints[table.name] = ParameterConstraints(sharding_types=own or [_ROW_WISE])
     return constraints
 
 
-def _plan_on_rank_zero(planner: Any, model: nn.Module, group: dist.ProcessGroup, codecs: Codecs | None) -> ShardingPlan:
+def _plan_on_rank_zero(
+    planner: Any, model: nn.Module, group: dist.ProcessGroup, sharders: list[ModuleSharder[nn.Module]]
+) -> ShardingPlan:
     """Plan once and tell everyone, a failure too (TorchRec's `collective_plan` leaves the other ranks waiting)."""
     outcome: list[Any] = [None]
     if group.rank() == 0:
         try:
-            outcome = [planner.plan(model, training_sharders(codecs))]
+            outcome = [planner.plan(model, sharders)]
         except Exception as err:  # whatever it is, the other ranks are waiting to hear of it
             outcome = [f"{type(err).__name__}: {err}"]
     dist.broadcast_object_list(outcome, src=dist.get_global_rank(group, 0), group=group)
     if not isinstance(outcome[0], ShardingPlan):
-        raise ValueError(f"no sharding plan for this model on {group.size()} ranks. The planner said: {outcome[0]}")
+        managed = [name for name, module in model.named_modules() if isinstance(module, _MANAGED)]
+        way_out = f" TorchRec's planner refuses most of {some(managed)}: give a ShardingPlan with row_wise() for their "
+        way_out += "tables (torchrec.distributed.sharding_plan)."
+        raise ValueError(
+            f"no sharding plan for this model on {group.size()} ranks.{way_out if managed else ''} The planner said: "
+            f"{outcome[0]}"
+        )
     return outcome[0]
 
 

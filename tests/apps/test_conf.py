@@ -151,8 +151,8 @@ def test_the_record_of_a_run_holds_the_defaults_that_python_wrote() -> None:
         (["comms=fp16", "comms.backward_loss_scale=abc"], "backward_loss_scale is a positive number, got 'abc'"),
         (["comms=int8", "comms.backward_loss_scale=2"], "backward_loss_scale=2 does nothing"),
         (["sharding.tables.cat_9=table_wise"], "sharding: unknown table 'cat_9'"),
-        (["sharding.type=row_wise"], "sharding of table 'cat_0': 'row_wise' is not possible on cpu"),
-        (["sharding.tables.cat_3=row_wise"], "sharding of table 'cat_3': 'row_wise' is not possible on cpu"),
+        (["sharding.type=grid_shard"], "sharding of table 'cat_0': 'grid_shard' is not possible on cpu"),
+        (["sharding.tables.cat_3=grid_shard"], "sharding of table 'cat_3': 'grid_shard' is not possible on cpu"),
     ],
 )
 def test_bad_words_are_answered_before_a_rank_starts(overrides: list[str], message: str) -> None:

@@ -184,7 +184,7 @@ def _first_batch() -> Any:
 
 REFUSED: dict[str, Any] = {
     "unknown_table": lambda: fit_model(sharding={"t9": "table_wise"}),
-    "impossible_type": lambda: fit_model(sharding={"t0": "row_wise"}),
+    "impossible_type": lambda: fit_model(sharding={"t0": "grid_shard"}),
     "unknown_type": lambda: fit_model(sharding="table_wize"),
     "sharding_of_wrong_type": lambda: fit_model(sharding=3),
     "no_fused_optimizer": lambda: fit_model(Model(TABLE_WISE, fused_optimizer=False), sharding="table_wise"),

@@ -181,7 +181,7 @@ def test_registry_name(two_ranks: Ranks) -> None:
     ("name", "parts"),
     [
         ("unknown_table", ["ValueError", "'t9'", "Did you mean 't", "Known: t0, t1, t2"]),
-        ("impossible_type", ["ValueError", "'t0'", "'row_wise' is not possible on cpu", "table_wise, column_wise"]),
+        ("impossible_type", ["ValueError", "'t0'", "'grid_shard' is not possible on cpu", "row_wise."]),
         ("unknown_type", ["ValueError", "unknown sharding type 'table_wize'", "Did you mean 'table_wise'"]),
         ("sharding_of_wrong_type", ["TypeError", "got int: 3"]),
         ("no_fused_optimizer", ["ValueError", "ebc.t0", "fused_optimizer=(", "_apply_optimizer_in_backward"]),
@@ -279,7 +279,9 @@ KNOWN = (
     ("kwargs", "error", "text"),
     [
         ({"pipeline": "fused_sparse_dst"}, ValueError, "Did you mean 'fused_sparse_dist'"),
-        ({"pipeline": 3}, TypeError, "pipeline must be a name"),
+        ({"pipeline": "qqq"}, ValueError, r"unknown pipeline 'qqq'. Known: base, .*, auto\."),
+        ({"pipeline": 3}, TypeError, r"pipeline must be a name \(base, .*, auto\), got 3"),
+        ({"observer": 3}, TypeError, r"observer is called with \(kind, stage, batch\), got 3"),
         ({"stream": "dedicate"}, ValueError, "Did you mean 'dedicated'"),
         ({"fused_optimizer": "sgd"}, TypeError, "fused_optimizer is \\(class, kwargs\\)"),
         ({"fused_optimizer": (torch.optim.SGD, {"rate": 1})}, TypeError, "fused_optimizer: SGD does not take"),
