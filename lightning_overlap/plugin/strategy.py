@@ -33,7 +33,7 @@ from ..schedules import (
     with_exact_warmup,
 )
 from ..sparse import SparseOptions, SparsePipeline, StaleRows
-from ..tables import FusedOptimizer, OverflowWatch, QuantizedComms, ReplicateTables, Sharding
+from ..tables import FusedOptimizer, OutOfRangeIds, OverflowWatch, QuantizedComms, ReplicateTables, Sharding
 from ..tracking import TouchedRows
 from ..tuning import TRIED, Auto, Tuner, resolve_auto
 from . import checkpoint_links, evaluation_loops, first_words, fit_loop, shortcuts, sigterm
@@ -114,6 +114,8 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
             values or weights raises an error that says why.
         copy_in_place: On CUDA, allocate batches on the device in the compute stream's memory pool, which activations
             can use again, and not in a pool of their own. The copy of a batch then begins after the forward.
+        out_of_range_ids: On a CPU, what to do about an id that its table has no row for: "error", "warning" (once, then
+            as FBGEMM does) or "fbgemm" (no check). On CUDA the kernels' `bounds_check_mode` alone decides.
         observer: Called with ("issue" | "wait", stage, batch) for every stage issued and every result waited for.
         checkpoint_format: `sharded` (a folder, every rank writes its shards), `full` (one file, gathered on the host
             of rank 0, for the unsharded module too), or None: sharded above one rank or with `async_checkpoint`.
@@ -149,6 +151,7 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
         end_batch: int | None = None,
         release_features: bool = False,
         copy_in_place: bool = False,
+        out_of_range_ids: OutOfRangeIds = "error",
         observer: Observer | None = None,
         checkpoint_format: str | None = None,
         async_checkpoint: bool = False,
@@ -163,25 +166,23 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
         named = TRIED[0] if auto is not None or isinstance(pipeline, Auto) else pipeline
         self._schedule = resolve_schedule(named, staleness, defer_update, frozen_window, ("auto",))
         self._schedules = self._tuner or with_exact_warmup(self.schedule, start_batch, end_batch)
-        self.stream = stream
-        self._lookup_stream = resolve_stream(stream)
+        self.stream, self._lookup_stream = stream, resolve_stream(stream)
         tables.check_fused_optimizer(fused_optimizer)
         self._stash_gradients = check_stash(stash_gradients, self.schedule)
         self._release_features, self._copy_in_place = release_features, copy_in_place
+        self._out_of_range_ids = tables.check_out_of_range_ids(out_of_range_ids)
         checkpoints.check_format(checkpoint_format, async_checkpoint)
         self.checkpoint_format, self.async_checkpoint = checkpoint_format, async_checkpoint
         super().__init__(**kwargs)
         self._has_ddp_options = not kwargs.keys() <= _NO_DDP_OPTIONS
         self._static_graph = bool(kwargs.get("static_graph"))
         self.sharding = tables.check_sharding_types(sharding)
-        self.fused_optimizer = fused_optimizer
+        self.fused_optimizer, self.replicate_tables = fused_optimizer, replicate_tables
         self.quantized_comms = tables.resolve_quantized_comms(quantized_comms)
         tables.check_replicate_tables(replicate_tables)
-        self.replicate_tables = replicate_tables
         if not (observer is None or callable(observer)):
             raise TypeError(f"observer is called with (kind, stage, batch), got {observer!r}.")
-        self._observer = observer
-        self._calm_libraries = calm_libraries
+        self._observer, self._calm_libraries = observer, calm_libraries
         self._warned: set[tuple[str, str | None]] = set()
 
     @override
@@ -325,6 +326,7 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
             holds_updates=self.schedule.holds_updates and trains,
             multi_node=self.world_size > self.num_processes,
             any_rank=self.any_rank,
+            out_of_range_ids=self._out_of_range_ids,
             timeout_s=self.timeout_s,
             model=self.lightning_module,
             # With manual optimization there may be several backwards, and it is not known which tables each writes.

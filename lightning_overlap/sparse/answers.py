@@ -96,6 +96,7 @@ class Answers:
 
         Raises:
             RuntimeError: This rank has to run the module's own forward, and another one was served early embeddings.
+            ValueError: An id numbers no row of its table.
         """
         in_backward = torch._C._current_graph_task_id() != -1
         inflight = self._in_step if in_backward else self._current
@@ -116,6 +117,8 @@ class Answers:
                     if reason is None:
                         return self._serve(inflight.index, state)
                 elif self._all_ranks_take_early(pipelined, inflight, reason):
+                    if state.outside is not None:
+                        raise ValueError(state.outside)
                     state.served, state.served_in = True, step
                     self._forwards.served(pipelined)
                     if state.embeddings is not None:
@@ -128,6 +131,8 @@ class Answers:
                 own = ModuleContext(pipelined.module, given, served=True)
                 state = inflight.modules.setdefault(pipelined.name, own)
                 look_up_now = partial(self._look_up_deferring, state, look_up_now)
+        if not in_backward and (outside := self._forwards.ids_outside(pipelined, given, inflight)) is not None:
+            raise ValueError(outside)
         self._updates.make_before_forward(pipelined.name)
         # checkpoint() drops what operators save, and repeats the forward in the backward, at another time on each rank:
         # collectives of a repeated lookup would not match. So a lookup keeps what it saves, and is not repeated.

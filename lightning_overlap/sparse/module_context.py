@@ -46,6 +46,8 @@ class ModuleContext:
     """The deferred part of the backward; empty where the update is not deferred."""
     sent: SentInput | None = None
     """What the input held when its ids were sent."""
+    outside: str | None = None
+    """The message about an id that numbers no row: in its place row 0 was looked up. None: all ids have rows."""
     num_writes: dict[WeightOwner, tuple[int, ...]] = field(default_factory=dict)
     """`tables.num_writes` by owner when they were looked up: in-place writes by anybody but the fused backward."""
     rates: list[float] | None = None

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from ..distributed import Store
-from ..tables import SetRates
+from ..tables import OutOfRangeIds, SetRates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +31,7 @@ class SparseOptions:
         holds_updates: Whether the updates of all batches of an optimizer step come with that step (`frozen_window`),
             those of a module's own forward, too.
         model: The model whose staged methods are called before a batch's step (`preprocessing.staged`).
+        out_of_range_ids: What is done about ids that number no row of their table; on a CPU only.
         timeout_s: How long a rank waits for one that is late, in seconds.
 
     Raises:
@@ -50,6 +51,7 @@ class SparseOptions:
     prefetches: bool = False
     holds_updates: bool = False
     model: nn.Module | None = None
+    out_of_range_ids: OutOfRangeIds = "error"
     timeout_s: float = 1800
 
     def __post_init__(self) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.nn import ModuleList
 from torchrec.distributed.types import ShardedModule
@@ -198,6 +199,9 @@ class SparsePipeline:
             module = pipelined.module
             state = inflight.modules[name] = ModuleContext(module, kjt, module.create_context())
             sent = _shared(kjt)  # TorchRec may keep the object that it is given and replace its weights
+            state.outside = self._forwards.ids_outside(pipelined, kjt, inflight)
+            if state.outside is not None:  # an error if the step calls the module with these ids, and does not map them
+                sent._values = torch.zeros_like(kjt.values())
             with splits_only(module, self._group, narrow=self._options.multi_node):
                 state.splits_awaitable = module.input_dist(state.context, sent)
             state.sent = SentInput(kjt)

@@ -15,8 +15,16 @@ from torchrec.sparse import jagged_tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from ..distributed import Mismatches
-from ..runtime import Path, RangesLeftOut, is_profiled, leaves, resolve
-from ..tables import SentInput, check_torchrec, has_model_parallel_tables, holds_sequences, why_never_early
+from ..runtime import InFlightBatch, Path, RangesLeftOut, is_profiled, leaves, resolve
+from ..tables import (
+    IdRanges,
+    SentInput,
+    check_torchrec,
+    has_model_parallel_tables,
+    holds_sequences,
+    takes_weights,
+    why_never_early,
+)
 from .options import SparseOptions
 
 _num_made = itertools.count()
@@ -123,6 +131,7 @@ class PipelinedForward:
     ) -> None:
         check_torchrec(module)
         self.name, self.module = name, module
+        self.ranges = IdRanges(module)
         self.before: Any = vars(module).get("forward")
         """The instance's `forward` that this one replaces: another pipeline's; None where the class's stood there."""
         self.original_forward: Callable[..., Any] = (
@@ -201,6 +210,7 @@ class PipelinedForwards(dict[str, PipelinedForward]):
         )
         self._group, self.num_steps = group, 0
         self._step, self._rank, self._warned = options.step, options.rank, options.warned
+        self._out_of_range_ids = options.out_of_range_ids
         key = f"lightning_overlap/{next(_num_made)}"  # all ranks make as many
         self._mismatches = (
             None
@@ -230,12 +240,40 @@ class PipelinedForwards(dict[str, PipelinedForward]):
         """
         weights = given.weights_or_none() if isinstance(given, KeyedJaggedTensor) else None
         trained = isinstance(weights, torch.Tensor) and weights.requires_grad and torch.is_grad_enabled()
+        if trained and not takes_weights(pipelined.module):
+            return  # nobody reads them
         if trained and self._group is not None and has_model_parallel_tables(pipelined.module):
             raise RuntimeError(
                 f"the weights of the ids passed to {pipelined.name!r} are trained, but are sent to other ranks, from "
                 "which no gradients come back to them. Weight the embeddings of an EmbeddingCollection, make the "
                 "tables data-parallel, take a FeatureProcessedEmbeddingBagCollection, or .detach() the weights."
             )
+
+    def ids_outside(self, pipelined: PipelinedForward, given: Any, inflight: InFlightBatch | None) -> str | None:
+        """Return the error about an input with an id that numbers no row; None: all do, or it is no error.
+
+        Args:
+            pipelined: The module that the input is for.
+            given: The input.
+            inflight: The batch that it belongs to; None: a call between two steps.
+        """
+        if self._out_of_range_ids == "fbgemm" or not isinstance(given, KeyedJaggedTensor):
+            return None
+        found = pipelined.ranges.first_outside(given)
+        if found is None:
+            return None
+        feature, problem = found
+        where = "" if inflight is None else f" for batch {inflight.index} of {self._step}"
+        text = f"rank {self._rank}, the input of {pipelined.name!r}{where}: {problem}."
+        if self._out_of_range_ids == "error":
+            return (
+                f"{text} Map ids to rows in the dataset, or raise num_embeddings. With out_of_range_ids='warning' the "
+                "strategy trains on as FBGEMM does: an id that is too large reads and trains row 0 of a shard."
+            )
+        if (pipelined.name, feature) not in self._warned:  # by each rank: others have other ids
+            self._warned.add((pipelined.name, feature))
+            warnings.warn(f"{text} FBGEMM takes row 0 of a shard for an id that is too large.", stacklevel=2)
+        return None
 
     def served(self, pipelined: PipelinedForward) -> None:
         """Note that a module's call was served from early embeddings."""

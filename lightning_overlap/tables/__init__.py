@@ -7,6 +7,10 @@ names.
 from .columns import without_graph as without_graph
 from .combined_optimizer import combined_optimizer as combined_optimizer
 from .combined_optimizer import rate_setter as rate_setter
+from .features import takes_weights as takes_weights
+from .id_ranges import IdRanges as IdRanges
+from .id_ranges import OutOfRangeIds as OutOfRangeIds
+from .id_ranges import check_out_of_range_ids as check_out_of_range_ids
 from .optimizer_checks import FusedOptimizer as FusedOptimizer
 from .optimizer_checks import check_dense_optimizers as check_dense_optimizers
 from .optimizer_checks import check_fused_optimizer as check_fused_optimizer

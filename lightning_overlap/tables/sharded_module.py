@@ -29,7 +29,8 @@ SetRates: TypeAlias = Callable[[], None]
 
 PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
     "ShardedEmbeddingBagCollection": (
-        *("_embedding_bag_configs", "_env", "_input_dists", "_lookups", "_output_dists", "_sharding_types"),
+        *("_embedding_bag_configs", "_env", "_input_dists", "_is_weighted", "_lookups", "_output_dists"),
+        "_sharding_types",
     ),
     "ShardedEmbeddingCollection": (
         *("_embedding_configs", "_env", "_input_dists", "_lookups", "_output_dists", "_sharding_type_to_sharding"),
@@ -44,7 +45,7 @@ PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
     "KJTAllToAll": ("_splits", "_stagger"),
     "KJTAllToAllTensorsAwaitable": ("_input", "_output_tensors"),
     "SparseFeaturesDist": ("_dist",),
-    "KeyedJaggedTensor": ("_inverse_indices", "_length_per_key", "_lengths", "_values", "_weights"),
+    "KeyedJaggedTensor": ("_inverse_indices", "_jt_dict", "_length_per_key", "_lengths", "_values", "_weights"),
     "KJTSplitsAllToAllMeta": ("_input",),
     "torchrec.distributed.dist_data": ("_get_recat",),
     "torchrec.distributed.embedding_sharding": ("_set_sharding_context_intra_a2a",),

@@ -1,0 +1,84 @@
+"""Ids that number no row of their table, found on the host in one pass over the ids."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, TypeAlias, get_args
+
+import numpy as np
+import torch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from ..schedules import WeightOwner
+from ..text import unknown_name_message
+from .supported_modules import configs_of, spec_of, tables_of
+
+OutOfRangeIds: TypeAlias = Literal["error", "warning", "fbgemm"]
+"""What to do about ids that number no row: raise, warn and go on as FBGEMM does, or leave all to FBGEMM."""
+
+
+def check_out_of_range_ids(given: OutOfRangeIds) -> OutOfRangeIds:
+    """Return the strategy's argument, checked.
+
+    Raises:
+        ValueError: It is no `OutOfRangeIds`.
+    """
+    if given not in get_args(OutOfRangeIds):
+        raise ValueError(f"out_of_range_ids: {unknown_name_message('choice', str(given), get_args(OutOfRangeIds))}")
+    return given
+
+
+class IdRanges:
+    """The ids that the tables of one sharded module have rows for.
+
+    Args:
+        module: The sharded module. One that hands out rows (managed collision) takes any ids, and so does an unknown
+            kind of module, as far as is known here.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self._tables: dict[str, Any] = {}
+        """By feature, the config of its smallest table."""
+        kind = spec_of(module)
+        if kind is not None and kind.owner is not WeightOwner.LOOKUP:
+            for config in sorted(configs_of(tables_of(module)), key=lambda config: -config.num_embeddings):
+                self._tables |= dict.fromkeys(config.feature_names, config)
+        self._keys: list[str] = []
+        self._last: dict[torch.dtype, Any] = {}  # by key, the last row; of features that no table reads, any number
+
+    def first_outside(self, kjt: KeyedJaggedTensor) -> tuple[str, str] | None:
+        """Return a feature with an id outside of its table and what is wrong with it; None if all ids have rows.
+
+        Inputs on another device than the CPU are not read: the host would wait for them.
+        """
+        values = kjt.values()
+        unsigned_of = {torch.int64: np.uint64, torch.int32: np.uint32}.get(values.dtype)
+        if unsigned_of is None or values.device.type != "cpu" or not self._tables:
+            return None
+        keys = kjt.keys()
+        if keys != self._keys:
+            self._keys = list(keys)
+            for dtype, unsigned in ((torch.int64, np.uint64), (torch.int32, np.uint32)):
+                rows = [self._tables[key].num_embeddings if key in self._tables else None for key in keys]
+                most, every = torch.iinfo(dtype).max, np.iinfo(unsigned).max
+                self._last[dtype] = np.array([every if num is None else min(num - 1, most) for num in rows], unsigned)
+        counts, last = np.array(kjt.length_per_key()), self._last[values.dtype]
+        starts = counts.cumsum() - counts
+        filled = None if counts.all() else np.flatnonzero(counts)
+        if filled is not None:
+            if not len(filled):
+                return None
+            starts, last = starts[filled], last[filled]
+        # A negative id is a large unsigned number.
+        ids = values.numpy()[: counts.sum()].view(unsigned_of)
+        outside = np.maximum.reduceat(ids, starts) > last
+        if not outside.any():
+            return None
+        place = int(outside.argmax())
+        at = place if filled is None else int(filled[place])
+        of_feature = ids[starts[place] : starts[place] + counts[at]]
+        [wrong] = np.nonzero(of_feature > last[place])
+        example, table = values[int(starts[place] + wrong[0])].item(), self._tables[keys[at]]
+        return keys[at], (
+            f"feature {keys[at]!r} has id {example}, and table {table.name!r} has rows 0 to {table.num_embeddings - 1} "
+            f"({len(wrong)} of {counts[at]} ids of the feature are outside)"
+        )
