@@ -29,12 +29,13 @@ unexport PYTHONDONTWRITEBYTECODE
 THREADS := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive
 
 .DELETE_ON_ERROR:
-.PHONY: help install redis-server train test check quick fuzz mutants lint docs smoke smoke-older smoke-newer smoke-torch-2.14 check-lock wheel clean
+.PHONY: help install redis-server train test check quick gpu fuzz mutants lint docs smoke smoke-older smoke-newer smoke-torch-2.14 check-lock wheel clean
 
 help:
 	@echo "make train   install once, then train the example experiment"
 	@echo "make test    install once, then lint, type-check and test"
 	@echo "make check   the same within 90 seconds: without tests in rank processes and without slow ones"
+	@echo "make gpu     some twenty of the tests that need a GPU, with the packages that are there"
 	@echo "make lint    ruff and mypy alone"
 	@echo "make docs    build the site into site/, strictly"
 	@echo "make fuzz    random fits against a loop by hand: NUM=200 of them, or SEED=17 again"
@@ -68,6 +69,10 @@ check: $(INSTALLED)
 
 quick: $(INSTALLED)
 	$(THREADS) $(BIN)/python -m tests.support.side_by_side --quick
+
+# With the packages of the machine, which may be other versions: nothing is installed.
+gpu:
+	$(PYTHON) -m pytest -m gpu_first -W default --maxfail=5
 
 fuzz: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.laws.fuzz $(if $(SEED),--seed $(SEED),--num $(or $(NUM),200)) \

@@ -106,6 +106,12 @@ def two_ranks(get_ranks: Callable[..., Ranks]) -> Ranks:
     return get_ranks(2)
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Read no other folders for `-m gpu`: a machine with a GPU may lack the packages that they import."""
+    folder = collection_path.name if collection_path.is_dir() else collection_path.parent.name
+    return True if config.option.markexpr in ("gpu", "gpu_first") and folder not in ("tests", "gpu") else None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the tests that have rank processes, and their run; skip `gpu` ones where there is no CUDA device."""
     for item in items:

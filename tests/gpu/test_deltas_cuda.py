@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,12 +17,6 @@ from ..deltas.histories import MemorySink, Training, assert_equal, empty_tables
 from ..support.ranks import Ranks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
-
-
-@pytest.fixture
-def gpus(get_ranks: Callable[..., Ranks]) -> Ranks:
-    """As many ranks as there are GPUs, two at most."""
-    return get_ranks(min(2, torch.cuda.device_count()), "cuda")
 
 
 @pytest.mark.parametrize("stream", STREAMS)

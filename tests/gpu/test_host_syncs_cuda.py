@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,12 +21,6 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
 FIRST, NUM = 7, 3
 EARLY = [name for name, mode in MODES.items() if mode.has_sparse_stages]
-
-
-@pytest.fixture
-def gpus(get_ranks: Callable[..., Ranks]) -> Ranks:
-    """As many ranks as there are GPUs, two at most."""
-    return get_ranks(min(2, torch.cuda.device_count()), "cuda")
 
 
 class _Watch(Callback):

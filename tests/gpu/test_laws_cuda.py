@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -28,12 +27,6 @@ SENT = tuple(
 CUDA_CASES = (*CASES, ADAM, ROW_WISE, *SENT)
 
 _references: dict[tuple[str, int], list[reference.Result]] = {}
-
-
-@pytest.fixture
-def gpus(get_ranks: Callable[..., Ranks]) -> Ranks:
-    """As many ranks as there are GPUs, two at most."""
-    return get_ranks(min(2, torch.cuda.device_count()), "cuda")
 
 
 def _deterministic_reference(case: Case, staleness: int) -> reference.Result:

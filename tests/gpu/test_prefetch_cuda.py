@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import CacheAlgorithm
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 from torchrec.distributed.types import CacheParams, ShardingPlan
 
 from lightning_overlap import STREAMS, OverlapEmbeddingStrategy
@@ -26,12 +27,6 @@ CACHE = CacheParams(algorithm=CacheAlgorithm.LRU, load_factor=0.3, prefetch_pipe
 """Fewer rows than a batch or two need, so that rows are evicted all the time."""
 
 
-@pytest.fixture
-def gpus(get_ranks: Callable[..., Ranks]) -> Ranks:
-    """As many ranks as there are GPUs, two at most."""
-    return get_ranks(min(2, torch.cuda.device_count()), "cuda")
-
-
 def _cached_plan(case: Case, module: Model, world_size: int, device_type: str) -> ShardingPlan:
     plan = cases.make_plan(case, module, world_size, device_type)
     for module_plan in plan.plan.values():
@@ -40,11 +35,21 @@ def _cached_plan(case: Case, module: Model, world_size: int, device_type: str) -
     return plan
 
 
+def _host_mapped(init: Any = SplitTableBatchedEmbeddingBagsCodegen.__init__) -> Any:
+    """Have kernels take pinned memory of the host: managed memory may hang a machine."""
+
+    def init_mapped(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **{**kwargs, "uvm_host_mapped": True})
+
+    return mock.patch.object(SplitTableBatchedEmbeddingBagsCodegen, "__init__", init_mapped)
+
+
 def _train(case: Case) -> reference.Result:
     torch.use_deterministic_algorithms(True, warn_only=True)
     own, reference.make_plan = reference.make_plan, _cached_plan
     try:
-        return reference.train(case, device_type="cuda")
+        with _host_mapped():
+            return reference.train(case, device_type="cuda")
     finally:
         reference.make_plan = own
 
@@ -60,7 +65,7 @@ def _fit(case: Case, stream: str, **trainer_kwargs: Any) -> tuple[reference.Resu
     model = Model(case)
     plan = _cached_plan(case, model, dist.get_world_size(), "cuda")
     strategy = OverlapEmbeddingStrategy(pipeline="prefetch", stream=stream, sharding=plan, observer=observe)
-    with warnings.catch_warnings(record=True) as caught:
+    with _host_mapped(), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer = make_trainer(strategy, "cuda", **{"limit_val_batches": 0, **trainer_kwargs})
         trainer.fit(model, datamodule=Variant(case, "dataclass", NUM_STEPS))

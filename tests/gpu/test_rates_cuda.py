@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -36,10 +35,7 @@ def _fit(case: Case, pipeline: str, stream: str) -> reference.Result:
 @pytest.mark.parametrize("case", [*update_rates.CASES, ADAM], ids=lambda case: case.name)
 @pytest.mark.parametrize("stream", STREAMS)
 @pytest.mark.parametrize("pipeline", MODES)
-def test_the_update_of_a_batch_takes_the_rate_of_its_step(
-    get_ranks: Callable[..., Ranks], case: Case, pipeline: str, stream: str
-) -> None:
-    gpus = get_ranks(min(2, torch.cuda.device_count()), "cuda")
+def test_the_update_of_a_batch_takes_the_rate_of_its_step(gpus: Ranks, case: Case, pipeline: str, stream: str) -> None:
     expected = gpus.run(_reference, case, pipeline)
     actual = gpus.run(_fit, case, pipeline, stream)
     assert [mine.differences(theirs) for mine, theirs in zip(actual, expected, strict=True)] == [[]] * gpus.world_size

@@ -257,7 +257,8 @@ _servers: dict[int, _Server] = {}
 def _server_of_this_process() -> _Server:
     if os.getpid() not in _servers:
         ours, theirs = socket.socketpair()
-        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]  # packages may be reached through it alone
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
         with theirs:
             process = subprocess.Popen(
                 [sys.executable, "-c", SERVER, str(theirs.fileno())],

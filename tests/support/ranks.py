@@ -10,6 +10,7 @@ import multiprocessing.connection
 import os
 import pickle
 import socket
+import subprocess
 import sys
 import traceback
 from collections.abc import Callable
@@ -39,7 +40,7 @@ class Ranks:
 
     Args:
         world_size: Number of processes.
-        device_type: "cpu" (gloo) or "cuda" (NCCL, one GPU per rank).
+        device_type: "cpu" (gloo) or "cuda" (NCCL; a host has a GPU for each of its ranks).
         num_nodes: Hosts that the ranks believe to be on.
     """
 
@@ -48,7 +49,7 @@ class Ranks:
         self._place = (world_size, device_type, num_nodes)
         port = free_port()
         self._pipes: list[multiprocessing.connection.Connection] = []
-        self._processes = []
+        self._processes: list[subprocess.Popen[Any]] = []
         for rank in range(world_size):
             ours, theirs = multiprocessing.Pipe()  # when this end goes, a rank ends
             with theirs:
@@ -56,7 +57,13 @@ class Ranks:
                 arguments = ((rank, world_size, num_nodes), port, device_type, *files)
                 program = f"from {__name__} import serve; serve(*{arguments!r})"
                 command = [sys.executable, "-c", program]
-                process = interpreters.Popen(command, cwd=ROOT, pass_fds=files, launches=False)
+                if (
+                    device_type == "cuda"
+                ):  # what a fork has of CUDA is of no use; FBGEMM asks for it when it is imported
+                    own = _variables_of_cuda(rank, num_nodes)
+                    process = subprocess.Popen(command, cwd=ROOT, pass_fds=files, env={**os.environ, **own})
+                else:
+                    process = interpreters.Popen(command, cwd=ROOT, pass_fds=files, launches=False)
             ours.send_bytes(bytes(multiprocessing.current_process().authkey))  # for tensors, which go by shared memory
             self._pipes.append(ours)
             self._processes.append(process)
@@ -137,7 +144,7 @@ def serve(place: tuple[int, int, int], port: int, device_type: str, file: int, t
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     if device_type == "cuda":
-        torch.cuda.set_device(place[0])
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group(
         "nccl" if device_type == "cuda" else "gloo", timeout=datetime.timedelta(seconds=PROCESS_GROUP_TIMEOUT_S)
     )
@@ -182,6 +189,12 @@ def torchrun_variables(rank: int, world_size: int, num_nodes: int, port: int) ->
     numbers |= {"WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size // num_nodes}
     texts = {name: str(number) for name, number in numbers.items()}
     return {**texts, "MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RUN_ID": "tests"}
+
+
+def _variables_of_cuda(rank: int, num_nodes: int) -> dict[str, str]:
+    """The environment of a rank with CUDA: deterministic kernels, and for NCCL hosts that share a GPU are several."""
+    deterministic = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    return deterministic if num_nodes == 1 else {**deterministic, "NCCL_HOSTID": f"r{rank}", "NCCL_SOCKET_IFNAME": "lo"}
 
 
 def free_port() -> int:
