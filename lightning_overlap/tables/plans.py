@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import dataclass
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.distributed.planner.constants import BATCH_SIZE
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.types import ShardingOption
 from torchrec.distributed.types import ModuleSharder, ShardingPlan, ShardingType
+from torchrec.modules.mc_embedding_modules import (
+    ManagedCollisionEmbeddingBagCollection,
+    ManagedCollisionEmbeddingCollection,
+)
 from typing_extensions import override
 
+from ..text import some
 from .quantized_comms import Codecs
 from .supported_modules import sharded_modules
 from .table import training_sharders
 
+_MANAGED = (ManagedCollisionEmbeddingBagCollection, ManagedCollisionEmbeddingCollection)
 _ROW_WISE = ShardingType.ROW_WISE.value
 
 
@@ -65,6 +73,29 @@ def make_planner(topology: Topology, constraints: dict[str, ParameterConstraints
     """Return TorchRec's planner, which makes the same plan in every process."""
     enumerator = _InOneOrder(topology, BATCH_SIZE, constraints=constraints)
     return EmbeddingShardingPlanner(topology=topology, enumerator=enumerator, constraints=constraints, debug=False)
+
+
+def plan_on_rank_zero(
+    planner: Any, model: nn.Module, group: dist.ProcessGroup, sharders: list[ModuleSharder[nn.Module]]
+) -> ShardingPlan:
+    """Plan once and tell everyone, a failure too (TorchRec's `collective_plan` leaves the other ranks waiting)."""
+    outcome: list[Any] = [None]
+    if group.rank() == 0:
+        try:
+            outcome = [planner.plan(model, sharders)]
+        except Exception as err:  # whatever it is, the other ranks are waiting to hear of it
+            outcome = [f"{type(err).__name__}: {err}"]
+        gc.collect()  # TorchRec's planner leaves a cycle behind that has the modules, with their whole tables
+    dist.broadcast_object_list(outcome, src=dist.get_global_rank(group, 0), group=group)
+    if not isinstance(outcome[0], ShardingPlan):
+        managed = [name for name, module in model.named_modules() if isinstance(module, _MANAGED)]
+        way_out = f" TorchRec's planner refuses most of {some(managed)}: give a ShardingPlan with row_wise() for their "
+        way_out += "tables (torchrec.distributed.sharding_plan)."
+        raise ValueError(
+            f"no sharding plan for this model on {group.size()} ranks.{way_out if managed else ''} The planner said: "
+            f"{outcome[0]}"
+        )
+    return outcome[0]
 
 
 class _InOneOrder(EmbeddingEnumerator):  # type: ignore[misc]

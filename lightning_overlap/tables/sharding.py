@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copyreg
+import itertools
 import os
 import warnings
 from collections.abc import Collection, Iterator, Mapping
@@ -18,19 +19,15 @@ from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.fbgemm_qcomm_codec import QCommsConfig
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
-from torchrec.distributed.types import ModuleSharder, ShardingEnv, ShardingPlan, ShardingType
+from torchrec.distributed.types import ShardingEnv, ShardingPlan, ShardingType
 from torchrec.modules.itep_embedding_modules import ITEPEmbeddingBagCollection, ITEPEmbeddingCollection
-from torchrec.modules.mc_embedding_modules import (
-    ManagedCollisionEmbeddingBagCollection,
-    ManagedCollisionEmbeddingCollection,
-)
 from typing_extensions import override
 
 from ..text import some, unknown_name_message
 from .columns import answer_in_config_order
 from .features import find_features_by_name
 from .optimizer_checks import FusedOptimizer, apply_fused_optimizer, check_fused_optimizer, warn_of_dense_tables
-from .plans import KeptPlan, make_planner, planned_sharders, sharding_types
+from .plans import KeptPlan, make_planner, plan_on_rank_zero, planned_sharders, sharding_types
 from .quantized_comms import check_plan, check_quantized_comms, codecs_of
 from .replicas import make_replicas
 from .replicated_tables import ReplicateTables, replicas_in, tables_to_replicate
@@ -40,7 +37,6 @@ from .write_counts import watch_tables
 
 _DATA_PARALLEL, _ROW_WISE = ShardingType.DATA_PARALLEL.value, ShardingType.ROW_WISE.value
 _DENSE_KERNEL = EmbeddingComputeKernel.DENSE.value
-_MANAGED = (ManagedCollisionEmbeddingBagCollection, ManagedCollisionEmbeddingCollection)
 _COLUMN_WISE = (ShardingType.COLUMN_WISE.value, ShardingType.TABLE_COLUMN_WISE.value)
 
 ShardingName: TypeAlias = Literal[
@@ -152,6 +148,7 @@ def shard_tables(
     for lookup in lookups:  # data-parallel tables start as those of rank 0, as the dense part does
         for weight in lookup.parameters() if isinstance(lookup, DistributedDataParallel) else ():
             dist.broadcast(weight.data, src=dist.get_global_rank(group, 0), group=group)
+    _let_go(model, tables)
     make_replicas(model, {table.module for table in replicas}, trained)
     for name, of_module in trained.items():
         sharded: Any = model.get_submodule(name)
@@ -160,6 +157,16 @@ def shard_tables(
         whole = sorted(table.name for table in replicas if table.module == name)
         sharded.kept_plan = plan.get_plan_for_module(name), whole
     _watch(model)
+
+
+def _let_go(model: nn.Module, tables: list[Table]) -> None:
+    """Let nothing hold the whole weights of tables that are sharded now; only what the user made may."""
+    for module in table_modules(model).values():
+        infos = getattr(module, "sharding_type_to_sharding_infos", {}).values()
+        for info in itertools.chain.from_iterable(infos):
+            info.param = info.param.detach().to("meta")  # TorchRec asks for shapes and strides, if it shards anew
+    for table in tables:
+        table.let_go()
 
 
 def _refuse_other_codecs(model: nn.Module, comms: QCommsConfig | None) -> None:
@@ -263,7 +270,7 @@ def make_plan(
     if not isinstance(plan, ShardingPlan):
         codecs = codecs_of(quantized_comms, device)
         sharders = training_sharders(codecs) if named is None else planned_sharders(codecs, device.type)
-        plan = _plan_on_rank_zero(planner, model, group, sharders)
+        plan = plan_on_rank_zero(planner, model, group, sharders)
     check_plan(quantized_comms, plan)
     return plan
 
@@ -401,28 +408,6 @@ def _constraints(
         elif _ROW_WISE not in own:  # offered for tables that are named so, and where nothing else is
             constraints[table.name] = ParameterConstraints(sharding_types=own or [_ROW_WISE])
     return constraints
-
-
-def _plan_on_rank_zero(
-    planner: Any, model: nn.Module, group: dist.ProcessGroup, sharders: list[ModuleSharder[nn.Module]]
-) -> ShardingPlan:
-    """Plan once and tell everyone, a failure too (TorchRec's `collective_plan` leaves the other ranks waiting)."""
-    outcome: list[Any] = [None]
-    if group.rank() == 0:
-        try:
-            outcome = [planner.plan(model, sharders)]
-        except Exception as err:  # whatever it is, the other ranks are waiting to hear of it
-            outcome = [f"{type(err).__name__}: {err}"]
-    dist.broadcast_object_list(outcome, src=dist.get_global_rank(group, 0), group=group)
-    if not isinstance(outcome[0], ShardingPlan):
-        managed = [name for name, module in model.named_modules() if isinstance(module, _MANAGED)]
-        way_out = f" TorchRec's planner refuses most of {some(managed)}: give a ShardingPlan with row_wise() for their "
-        way_out += "tables (torchrec.distributed.sharding_plan)."
-        raise ValueError(
-            f"no sharding plan for this model on {group.size()} ranks.{way_out if managed else ''} The planner said: "
-            f"{outcome[0]}"
-        )
-    return outcome[0]
 
 
 def _aliases(model: nn.Module, tables: list[Table]) -> dict[str, str]:

@@ -11,7 +11,7 @@ import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 from torch import nn
-from torch.distributed.optim import _apply_optimizer_in_backward  # type: ignore[attr-defined]
+from torch.distributed.optim import apply_optimizer_in_backward as in_backward
 from torchrec.distributed.embedding_types import BaseQuantEmbeddingSharder
 from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import ModuleSharder, ParameterSharding, QuantizedCommCodecs, ShardingPlan
@@ -78,9 +78,23 @@ class Table:
         return of_module.get(self.name)
 
     def apply_fused_optimizer(self, optimizer_class: type[torch.optim.Optimizer], kwargs: Mapping[str, Any]) -> None:
-        """Apply an optimizer in backward, if there is none yet."""
+        """Say for TorchRec that an optimizer is applied in backward, if there is none yet.
+
+        torch's own function would also make the optimizer, whose state may be as large as the table.
+        """
         if self.fused_optimizer is None:
-            _apply_optimizer_in_backward(optimizer_class, [self.parameter], dict(kwargs))
+            applied = {"_optimizer_classes": [optimizer_class], "_optimizer_kwargs": [dict(kwargs)]}
+            vars(self.parameter).update(applied, _in_backward_optimizers=[])
+
+    def let_go(self) -> None:
+        """Take its weight out of torch's maps of optimizers in backward, once the table is sharded.
+
+        They hold the whole weight, its optimizer and its hook for as long as the process lives.
+        """
+        for hook in in_backward.param_to_optim_hook_handle_map.pop(self.parameter, ()):
+            hook.remove()
+        in_backward.param_to_acc_grad_map.pop(self.parameter, None)
+        vars(self.parameter).pop("_in_backward_optimizers", None)
 
     def own_arguments(self) -> None:
         """Give it arguments of its own for its optimizer.
