@@ -92,6 +92,7 @@ _READERS_OF_HOST_MEMORY = (
     ("/lightning_overlap/sparse/update_rates.py", "lookup_counts"),  # the same
     ("/fbgemm_gpu/split_table_batched_embeddings_ops_training.py", "get_learning_rate"),  # `learning_rate_tensor`
     ("/lightning_overlap/sparse/pipeline.py", "note_lengths"),  # of a batch that is still on the host
+    ("/lightning_overlap/tables/id_ranges.py", "first_outside"),  # leaves ids on a device alone
     ("/lightning_overlap/distributed/consensus.py", ""),  # what the ranks ask each other goes by gloo
     ("/lightning_overlap/tables/overflow.py", ""),  # copies of gradients' ends, once they have arrived
     ("/torch/utils/data/", ""),  # batches are made on the host

@@ -327,7 +327,7 @@ class ShardedStateNames(set[str]):
             self.update(module.sharded_parameter_names(name))
             self.update(buffer for buffer, _ in module.named_buffers(name))
         self._within = tuple(f"{name}." for name in sharded_modules(model))
-        self._averaged = {name for name, _ in model.named_parameters() if name not in self}
+        self._averaged = {name for name, _ in model.named_parameters()}.difference(self)
 
     @override
     def __contains__(self, name: object) -> bool:

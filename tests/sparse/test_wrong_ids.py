@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torchrec import KeyedJaggedTensor
 
 from lightning_overlap import OverlapEmbeddingStrategy
 from lightning_overlap.tables import IdRanges
@@ -85,6 +86,14 @@ def test_the_first_feature_with_an_id_outside_is_found() -> None:
             assert f"has id {first}, and table 't_{expected}' has rows 0 to {last} " in said
             assert f"({len(outside[expected])} of " in said
     assert set(found) == {None, "f0", "f1", "f2"}
+
+
+def test_ids_on_a_device_are_not_read() -> None:
+    """The host would wait; a read of `meta` raises."""
+    ids = torch.zeros(2, dtype=torch.int64, device="meta")
+    ranges = IdRanges(torch.nn.Module())
+    ranges._tables = {"f0": SimpleNamespace(num_embeddings=1, name="t0")}
+    assert ranges.first_outside(KeyedJaggedTensor(["f0"], ids, lengths=ids)) is None
 
 
 def test_an_unknown_choice_is_refused() -> None:
