@@ -60,13 +60,12 @@ class _Nothing:
 
     ready = True
     exhausted = stop_requested = length_known = False
-    num_batches, num_skipped, num_certain = float("inf"), 0, 0
+    num_batches, num_certain = float("inf"), 0
 
-    def num_skipped_after(self, index: int) -> int:
-        return 0
+    def fetch(self, index: int, timer: None) -> Any:
+        from lightning_overlap.runtime import FetchedBatch
 
-    def fetch(self) -> tuple[object, int, int]:
-        return object(), 0, 0
+        return FetchedBatch(object(), 0, 0)
 
     def forward(self, inflight: Any) -> AbstractContextManager[None]:
         return nullcontext()

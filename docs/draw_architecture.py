@@ -45,7 +45,7 @@ STATIONS = {
                     "runtime/executor.py",
                     "issues the step on the memcpy stream;\nruntime/end_of_data.py asks the ranks",
                 ),
-                "plugin": ("plugin/fetcher.py", "DataLoader, transfer hooks,\ncopy to the device"),
+                "plugin": ("plugin/batch_stream.py", "DataLoader, transfer hooks,\ncopy to the device"),
             },
         ),
         Station(

@@ -7,11 +7,13 @@ all-to-all for several tensors.
 from . import groups as groups
 from .consensus import ASK_FOR_LAST as ASK_FOR_LAST
 from .consensus import MAX_INTERVAL as MAX_INTERVAL
+from .consensus import SKIP_ALIKE as SKIP_ALIKE
 from .consensus import Answer as Answer
 from .consensus import Consensus as Consensus
 from .consensus import Lowest as Lowest
 from .consensus import PollInterval as PollInterval
 from .consensus import StepFlags as StepFlags
+from .consensus import check_none_batches as check_none_batches
 from .consensus import gather_objects as gather_objects
 from .consensus import together as together
 from .failures import FirstCause as FirstCause
@@ -24,7 +26,6 @@ from .groups import CONSENSUS as CONSENSUS
 from .mismatches import Mismatches as Mismatches
 from .packed_alltoall import PackedExchange as PackedExchange
 from .packed_alltoall import Part as Part
-from .skipped_batches import SkippedBatches as SkippedBatches
 from .sockets import remember_sockets as remember_sockets
 from .wrapped_work import Issue as Issue
 from .wrapped_work import WrappedWork as WrappedWork

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -24,31 +24,58 @@ class StepFlags(NamedTuple):
     """It has no batch after this one."""
     stop: bool
     """It was told to stop (SIGTERM)."""
-    skips: bool = False
-    """It has skipped a None batch, so that it has fewer than its loader says."""
+    latest_none: int = -1
+    """Number in the epoch of its last None batch before this one; -1 if there is none."""
     requested_interval: int = 0
     """`MAX_INTERVAL` minus the batches after which it wants to be asked again; as an answer, for the earliest one."""
-
-    minus_skipped: int = 0
-    """`-n` for n None batches before this one; as an answer, that of the rank that has skipped the fewest."""
-
-    minus_at_end: int = 0
-    """`-n` for n None batches that end its data after this batch, or in its place if it has none; 0 if another batch
-    follows. As an answer, that of the rank that has the fewest."""
 
 
 class Answer(NamedTuple):
     """An answer that may still be under way."""
 
     flags: Tensor
-    """The flags of all ranks, one after the other, `(num_ranks * 8,)`, int32, on the host."""
+    """The flags of all ranks, one after the other, `(num_ranks * 6,)`, int32, on the host."""
     work: dist.Work
     """The all-to-all that brings them."""
 
     def wait(self) -> StepFlags:
-        """Wait for the flags of all ranks and return the maximum of each."""
+        """Wait for the flags of all ranks and return the maximum of each.
+
+        Raises:
+            RuntimeError: Ranks have skipped different None batches.
+        """
         self.work.wait()
-        return StepFlags(*self.flags.view(-1, len(StepFlags._fields)).amax(0).tolist())
+        by_rank = [StepFlags(*row) for row in self.flags.view(-1, len(StepFlags._fields)).tolist()]
+        check_none_batches({rank: flags.latest_none for rank, flags in enumerate(by_rank) if flags.has})
+        return StepFlags(*map(max, zip(*by_rank, strict=True)))
+
+
+SKIP_ALIKE = (
+    "Ranks have to skip the same batches: drop samples in the dataset or the collate function, not whole batches, or "
+    "make the batch None on every rank."
+)
+"""What to do if a batch is None on one rank alone."""
+
+
+def check_none_batches(latest: Mapping[int, int]) -> None:
+    """Check that ranks have skipped the same None batches.
+
+    Args:
+        latest: By rank, the number in the epoch of its last None batch before the batch that is compared; -1 if there
+            is none.
+
+    Raises:
+        RuntimeError: They differ. All ranks see it alike.
+    """
+    if len(set(latest.values())) <= 1:
+        return
+    rank, number = max(latest.items(), key=lambda one: one[1])
+    other, theirs = next(one for one in latest.items() if one[1] != number)
+    last = "none" if theirs < 0 else f"batch {theirs}"
+    raise RuntimeError(
+        f"the ranks have different None batches: the last one so far is batch {number} on rank {rank}, {last} on rank "
+        f"{other}. {SKIP_ALIKE}"
+    )
 
 
 Lowest = Callable[[], list[int]]
@@ -59,7 +86,7 @@ class PollInterval:
     """Decides about which batches the ranks ask each other, if all of them know how many batches they have.
 
     They ask about the first batch, the last ones, and now and then one in between, to hear of a rank that was told to
-    stop or that has skipped a batch; in that case they ask about every batch from then on. A question costs as much as
+    stop, or of a None batch; in that case they ask about every batch from then on. A question costs as much as
     a small model's forward. All decide alike, by batch numbers and by answers. An interval is at most twice the last.
     """
 
@@ -114,7 +141,7 @@ Ranks send `MAX_INTERVAL - interval`, so that the largest of all ranks' picks th
 
 
 class Consensus:
-    """Asks all ranks by an all-to-all of eight numbers on the host, which the host waits for a step later.
+    """Asks all ranks by an all-to-all of six numbers on the host, which the host waits for a step later.
 
     gloo's all-to-all sends them to all ranks at once. Its all-reduce passes them around a ring, twice, which takes 1.5
     times the CPU time on two ranks, and longer on more.

@@ -35,11 +35,14 @@ class _LookaheadMixin:
         super().reset()  # type: ignore[misc]
         fetcher = self._data_fetcher
         if type(fetcher) is _PrefetchDataFetcher:
-            self._data_fetcher = LookaheadFetcher(fetcher, self.trainer, self._step_arguments, trains=False)
+            self._data_fetcher = self.trainer.strategy.look_ahead(fetcher, self._step_arguments)  # type: ignore[attr-defined]
 
     def on_run_start(self) -> None:
         """Update the tables before the hooks and steps of the evaluation read them."""
-        self.trainer.strategy.begin_evaluation(self._step)  # type: ignore[attr-defined]
+        strategy: Any = self.trainer.strategy
+        strategy.begin_evaluation(self._step)
+        if isinstance(self._data_fetcher, LookaheadFetcher):
+            self._data_fetcher.executor = strategy.make_executor(self._data_fetcher.stream)
         super().on_run_start()  # type: ignore[misc]
 
     def on_run_end(self) -> Any:

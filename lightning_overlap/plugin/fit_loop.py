@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,26 +18,11 @@ from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.utilities import CombinedLoader
-from torch.optim import Optimizer
 from torch.utils import data
 from typing_extensions import override
 
 from . import sigterm
-from .fetcher import LookaheadFetcher
-
-
-class _NoneFetcher(_DataFetcher):
-    """Gives the loop one batch that is None, so that it warns and skips as it always does."""
-
-    def __init__(self, fetcher: LookaheadFetcher) -> None:
-        super().__init__()
-        self._fetcher = fetcher
-
-    @override
-    def __next__(self) -> Any:
-        next(self._fetcher)
-        self.done = self._fetcher.done
-        return None, self._fetcher._batch_idx, self._fetcher._dataloader_idx
+from .fetcher import LookaheadFetcher, NoneFetcher
 
 
 class _AutomaticOptimizationMixin(_AutomaticOptimization):
@@ -48,17 +33,6 @@ class _AutomaticOptimizationMixin(_AutomaticOptimization):
         self.trainer.strategy.end_optimization()  # type: ignore[attr-defined]
         return outputs
 
-    @override
-    def _make_zero_grad_fn(self, batch_idx: int, optimizer: Optimizer) -> Callable[[], None] | None:
-        window = _window(self.trainer)
-        return super()._make_zero_grad_fn(batch_idx if window is None else window[0], optimizer)
-
-
-def _window(trainer: Trainer) -> tuple[int, bool] | None:
-    """Return `LookaheadFetcher.window` of the batch that is trained; None without lookahead."""
-    fetcher = trainer.fit_loop._data_fetcher
-    return fetcher.window if isinstance(fetcher, LookaheadFetcher) else None
-
 
 class _FitLoopMixin(_FitLoop):
     @override
@@ -68,7 +42,10 @@ class _FitLoopMixin(_FitLoop):
         super().setup_data()
         # A module that takes `dataloader_iter` does its own fetching and runs without lookahead.
         if type(self._data_fetcher) is _PrefetchDataFetcher:
-            fetcher = LookaheadFetcher(self._data_fetcher, self.trainer, self._step_arguments, trains=True)
+            strategy, epoch_loop = self.trainer.strategy, self.epoch_loop
+            fetcher: LookaheadFetcher = strategy.look_ahead(  # type: ignore[attr-defined]
+                self._data_fetcher, self._step_arguments, lambda: epoch_loop.batch_idx + 1
+            )
             self._data_fetcher = fetcher
             self._end_together(fetcher)
 
@@ -77,20 +54,18 @@ class _FitLoopMixin(_FitLoop):
 
     def _end_together(self, fetcher: LookaheadFetcher) -> None:
         """Set the epoch's length to that of the shortest rank; all ranks call this, those with more batches warn."""
-        own, strategy = self.max_batches, self.trainer.strategy
-        knows = _has_known_length(fetcher.combined_loader)
-        lengths, known = zip(*strategy.gather((own, knows)), strict=True)  # type: ignore[attr-defined]
-        fetcher.num_batches, fetcher.lengths_known = min(lengths), all(known)
-        fetcher.told = strategy.skipped_batches()  # type: ignore[attr-defined]
-        if fetcher.num_batches == own:
+        own, shortest = self.max_batches, fetcher.epoch
+        gather = self.trainer.strategy.gather  # type: ignore[attr-defined]
+        shortest.agree(own, gather, knows=_has_known_length(fetcher.combined_loader))
+        if shortest.num_batches == own:
             return
         warnings.warn(
-            f"Rank {self.trainer.global_rank} has {own} batches, another rank {fetcher.num_batches:g}: all ranks end "
+            f"Rank {self.trainer.global_rank} has {own} batches, another rank {shortest.num_batches:g}: all ranks end "
             "the epoch after the fewest, this rank's others are not trained.",
             UserWarning,
             stacklevel=2,
         )
-        self.max_batches = int(fetcher.num_batches)
+        self.max_batches = int(shortest.num_batches)
         interval = self.trainer.val_check_interval
         if isinstance(interval, float) and self.trainer.val_check_batch is not None:
             self.trainer.val_check_batch = max(1, int(self.max_batches * interval))
@@ -100,7 +75,7 @@ class _FitLoopMixin(_FitLoop):
         state_dict = super().on_save_checkpoint()
         fetcher = self._data_fetcher
         if "combined_loader" in state_dict and isinstance(fetcher, LookaheadFetcher):
-            state_dict["combined_loader"] = fetcher.trained_state
+            state_dict["combined_loader"] = fetcher.trained_states or None
         return state_dict
 
     @override
@@ -138,65 +113,21 @@ class _EpochLoopMixin(_TrainingEpochLoop):
             StopIteration: The epoch's data has ended.
             SIGTERMException: All ranks have agreed to stop.
         """
+        if fetcher.executor is None:
+            fetcher.executor = self.trainer.strategy.make_executor(fetcher.stream)
         try:
             batch = fetcher.peek()
         except StopIteration:
             if self.restarting:
                 # Resumed in the validation after an epoch's last batch: Lightning's loop still has to run that.
                 return fetcher
-            self._end_late(fetcher)
             raise
-        assert fetcher.executor is not None
         if fetcher.executor.end.stop_agreed:
             sigterm.leave(self.trainer)
-        while fetcher.num_to_catch_up > 0:
-            fetcher.num_to_catch_up -= 1
-            fetcher.window = None  # was set for the batch before
-            for of_plateau in (False, True):
-                self._step_schedulers(fetcher.num_uncounted + fetcher.num_to_catch_up, of_plateau)
-        return _NoneFetcher(fetcher) if batch is None else fetcher
-
-    @override
-    def update_lr_schedulers(self, interval: str, update_plateau_schedulers: bool) -> None:
-        fetcher = self.trainer.fit_loop._data_fetcher
-        if interval != "step" or not isinstance(fetcher, LookaheadFetcher) or fetcher.num_uncounted == 0:
-            super().update_lr_schedulers(interval, update_plateau_schedulers)
-        elif fetcher.counts:
-            self._step_schedulers(fetcher.num_uncounted, update_plateau_schedulers)
-
-    def _step_schedulers(self, num_uncounted: int, update_plateau_schedulers: bool) -> None:
-        """Step the schedulers by the batch count of all ranks, without `num_uncounted` None batches of this rank."""
-        current = self.batch_progress.current
-        current.ready -= num_uncounted
-        try:
-            super().update_lr_schedulers("step", update_plateau_schedulers)
-        finally:
-            current.ready += num_uncounted
-
-    def _end_late(self, fetcher: LookaheadFetcher) -> None:
-        """Do at the end of an epoch what Lightning does with its last batch, if no rank knew which was the last.
-
-        That is so where some ranks had only None batches left after it. Such a rank may have counted these up to the
-        length of its loader, and so have stepped the schedulers of the epoch.
-        """
-        if self.batch_progress.is_last_batch or fetcher.told is None or not fetcher.told.is_any:
-            return
-        counted = self._num_ready_batches_reached()
-        self.batch_progress.is_last_batch = True
-        if not counted:
-            self.update_lr_schedulers("epoch", update_plateau_schedulers=False)
-        if self._should_check_val_fx(fetcher):
-            self.trainer.validating = True
-            self.val_loop.run()
-            self.trainer.training = True
+        return NoneFetcher(fetcher) if batch is None else fetcher
 
     def _broadcast_sigterm_tensor(self) -> None:
         """Do nothing: the ranks have agreed on a stop with the batch, without a broadcast and a host sync per step."""
-
-    @override
-    def _should_accumulate(self) -> bool:
-        window = _window(self.trainer)
-        return super()._should_accumulate() if window is None else not window[1]
 
     @override
     def _should_check_val_fx(self, data_fetcher: _DataFetcher) -> bool:
@@ -206,24 +137,6 @@ class _EpochLoopMixin(_TrainingEpochLoop):
         if self.trainer.val_check_batch is None:
             # With a time interval each rank decides by its own clock, and one that validates alone waits forever.
             decision = self.trainer.strategy.broadcast(decision)
-        elif self.trainer.world_size > 1 and isinstance(data_fetcher, LookaheadFetcher) and not self.restarting:
-            decision = self._validates_with_all(data_fetcher, decision)
-        return decision
-
-    def _validates_with_all(self, fetcher: LookaheadFetcher, decision: bool) -> bool:
-        """Return whether to validate now, the same on all ranks, though each also counts None batches of its own.
-
-        Raises:
-            RuntimeError: Ranks have skipped different numbers of None batches, so that they would validate apart.
-        """
-        trainer = self.trainer
-        if not self._should_check_val_epoch() or (trainer.should_stop and trainer.fit_loop._can_stop_early):
-            return decision
-        by_epoch = trainer.check_val_every_n_epoch is not None
-        if by_epoch and trainer.val_check_batch in (float("inf"), trainer.num_training_batches):
-            return self.batch_progress.is_last_batch  # all ranks know that one
-        if decision:
-            fetcher.check_skipped(over_epochs=not by_epoch)
         return decision
 
 

@@ -18,7 +18,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.parsing import lightning_getattr, lightning_hasattr
 from torch.distributed.constants import default_pg_timeout
 
-from ..distributed import Consensus, Lowest, SkippedBatches, default_store, groups
+from ..distributed import Consensus, Lowest, groups
 from ..runtime import Executor, StageTimer, Streams
 from ..sparse import GradientStash, SparsePipeline
 from ..tables import KeptPlan, OverflowWatch, plan_of
@@ -63,8 +63,6 @@ class Run:
         """Called once training has written its last weight."""
         self.tuner: Tuner | None = None
         """Tries modes until it has chosen one; None if the user has named a mode."""
-        self.skipped: SkippedBatches | None = None
-        """Tells the other ranks which batches this one has skipped, as they are None; None on one rank."""
 
     def finish(self) -> None:
         """Complete what training has started, on all ranks alike."""
@@ -242,15 +240,6 @@ class HasRun(DDPStrategy):
     @property
     def _consensus(self) -> Consensus | None:
         return None if self._groups is None else self._groups.consensus
-
-    def skipped_batches(self) -> SkippedBatches | None:
-        """Begin an epoch of `Run.skipped` and return it; None on one rank. All ranks call this."""
-        run, store = self._run, default_store()
-        if run is None or store is None or self.world_size == 1:
-            return None
-        run.skipped = run.skipped or SkippedBatches(store, self.global_rank, self.world_size)
-        run.skipped.begin_epoch()
-        return run.skipped
 
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all ranks, by rank, anything that can be pickled. All ranks call this and wait."""

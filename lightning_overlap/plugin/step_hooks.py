@@ -88,8 +88,6 @@ class WalksSteps(HasRun):
             self._run.overflow.step()
         with staged.executor.forward():
             output = super().training_step(*staged.arguments)
-        if staged.check is not None:
-            staged.check()
         if not self._automatic:
             # The user's own backwards and steps lie inside training_step, and end with it at the latest.
             self.end_optimization()

@@ -8,10 +8,12 @@ The strategy's other hooks are in its base classes, each with its own state: `st
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loops.fetchers import _DataFetcher
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.nn.parallel import DistributedDataParallel
@@ -37,8 +39,10 @@ from ..tables import FusedOptimizer, OutOfRangeIds, OverflowWatch, QuantizedComm
 from ..tracking import TouchedRows
 from ..tuning import TRIED, Auto, Tuner, resolve_auto
 from . import checkpoint_links, evaluation_loops, first_words, fit_loop, shortcuts, sigterm
+from .batch_stream import BatchStream
+from .epoch import Epoch
 from .failure_hooks import FailsTogether
-from .fetcher import LookaheadFetcher
+from .fetcher import LookaheadFetcher, StepArguments
 from .private_names import check_lightning
 from .processes import StartsProcesses
 from .run import Run, batch_size_of
@@ -337,21 +341,38 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
         order = LookupOrder(self._streams, stream, observe, self.global_rank)
         return SparsePipeline(tables.sharded_modules(self.lightning_module), self._groups.lookahead, order, options)
 
-    def make_executor(self, fetcher: LookaheadFetcher) -> Executor:
-        """Make the executor of training, or of the evaluation that has begun; the fetcher is its source of batches."""
+    def look_ahead(
+        self, inner: _DataFetcher, step_arguments: StepArguments, next_number: Callable[[], int] | None = None
+    ) -> LookaheadFetcher:
+        """Return a fetcher that stages the batches of Lightning's fetcher `inner` ahead of their step.
+
+        Args:
+            inner: Lightning's fetcher.
+            step_arguments: Returns the arguments of the user's step.
+            next_number: Returns the `batch_idx` of the next batch to train; None in an evaluation.
+        """
+        run, trains = self._run, next_number is not None
+        assert run is not None
+        epoch = Epoch(run.trainer, trains=trains)
+        sends_sizes = self.schedule.has_sparse_stages
+        stream = BatchStream(inner, run.trainer, epoch, trains=trains, sends_sizes=sends_sizes)
+        return LookaheadFetcher(inner, stream, epoch, step_arguments, next_number, self.gather)
+
+    def make_executor(self, stream: BatchStream) -> Executor:
+        """Make the executor of training, or of the evaluation that has begun, with its source of batches."""
         run = self._run
         assert run is not None
         make = partial(Executor, consensus=self._consensus, any_rank=self.any_rank)
-        if not fetcher.trains:
+        if not stream.trains:
             assert run.evaluating is not None, "its loop has begun the evaluation"
             order, context = run.evaluating.order, self.precision_plugin.val_step_context
-            run.evaluator = make(self.schedule.evaluation, fetcher, run.evaluating, order, lookup_context=context)
+            run.evaluator = make(self.schedule.evaluation, stream, run.evaluating, order, lookup_context=context)
             return run.evaluator
         assert run.sparse is not None, "it is made in `setup`"
         epoch_loop = run.trainer.fit_loop.epoch_loop
         run.executor = make(
             self._schedules,
-            fetcher if self._tuner is None else self._tuner.timed(fetcher),
+            stream if self._tuner is None else self._tuner.timed(stream),
             run.sparse,
             run.sparse.order,
             lookup_context=self.precision_plugin.train_step_context,

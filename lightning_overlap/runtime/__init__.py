@@ -13,6 +13,7 @@ from .batch_tree import resolve as resolve
 from .executor import Executor as Executor
 from .inflight import InFlightBatch as InFlightBatch
 from .interfaces import BatchSource as BatchSource
+from .interfaces import FetchedBatch as FetchedBatch
 from .interfaces import Observer as Observer
 from .interfaces import StageTimer as StageTimer
 from .interfaces import observe_nothing as observe_nothing

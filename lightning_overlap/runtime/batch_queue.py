@@ -44,8 +44,9 @@ class BatchQueue:
                 InStage(step.stage, self.num_fetched, order.rank),
                 order.on(step.stage, self.num_fetched, step.stream),
             ):
-                fetched = self._source.fetch()
-            end.ask(self.num_fetched, lacks=fetched is None)
+                fetched = self._source.fetch(self.num_fetched, order.timer)
+            latest_none = -1 if fetched is None else fetched.latest_none
+            end.ask(self.num_fetched, lacks=fetched is None, latest_none=latest_none)
             if fetched is None:
                 return
             order.observe("issue", step.stage, self.num_fetched)

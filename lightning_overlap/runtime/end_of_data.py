@@ -37,8 +37,6 @@ class EndOfData:
         """Questions whose answer was not read yet, by the number of their batch."""
         self.num_batches: int | None = None
         """How many batches all ranks have, without None batches; None until that is known."""
-        self.num_none_at_end = 0
-        """None batches after the last one, on the rank that has the fewest; known with `num_batches`."""
         self.stop_agreed = False
         """Whether a rank was told to stop."""
         self._poll_interval: PollInterval | None = None  # between questions; None: lengths are not known
@@ -57,12 +55,13 @@ class EndOfData:
             return num_ahead == 0 and self._source.exhausted
         return self.num_batches == index + 1
 
-    def ask(self, index: int, *, lacks: bool) -> None:
+    def ask(self, index: int, *, lacks: bool, latest_none: int = -1) -> None:
         """Ask all ranks whether they have batch `index`, if this batch needs a question. Does not wait.
 
         Args:
             index: Number of the batch in the epoch, without None batches.
             lacks: Whether this rank does not have it.
+            latest_none: Number of this rank's last None batch before it; -1 if there is none.
 
         Raises:
             RuntimeError: This rank's data ends before the length of its loader, since its last batches are None.
@@ -88,17 +87,13 @@ class EndOfData:
             if index < self._next_asked:
                 return
             requested_interval = MAX_INTERVAL - max(1, min(self._source.num_certain, MAX_INTERVAL))
-        source = self._source
-        num_skipped, num_after = source.num_skipped, source.num_skipped_after(index - lacks)
         flags = StepFlags(
             has=not lacks,
             lacks=lacks,
-            last=source.exhausted,
-            stop=source.stop_requested,
-            skips=num_skipped > 0,
+            last=self._source.exhausted,
+            stop=self._source.stop_requested,
+            latest_none=latest_none,
             requested_interval=requested_interval,
-            minus_skipped=num_after - num_skipped,
-            minus_at_end=-num_after if source.exhausted else 0,
         )
         self.answers.setdefault(index, self._consensus.ask(flags))
 
@@ -107,6 +102,9 @@ class EndOfData:
 
         All ranks come here at the same step of the schedule, whether they have the batch or not, and so end after the
         same one. Batches past the end are dropped from `in_flight`.
+
+        Raises:
+            RuntimeError: A batch before it is None on some ranks only.
         """
         answer = self.answers.pop(index, None)
         if answer is None:
@@ -118,13 +116,8 @@ class EndOfData:
         if self._poll_interval is None:
             # A batch that a rank lacked may only be held back by `max_steps`: ask about it again.
             self._next_asked = index if said.lacks else index + MAX_INTERVAL - said.requested_interval
-        if said.skips:  # None batches shorten the epoch: ask about each batch, from the first that no rank has reached
+        if said.latest_none >= 0:  # the epoch is shorter: ask about each batch, from the first that no rank has reached
             self._ask_all_from = min(self._ask_all_from, index + self._depth + 1)
-        if index in in_flight:
-            in_flight[index].fewest_skipped = -said.minus_skipped
-            in_flight[index].ends_with_none = bool(said.last) and said.minus_at_end < 0
-        if (said.lacks or said.last) and self.num_batches is None:
-            self.num_none_at_end = -said.minus_at_end
         if said.has and (said.lacks or said.last) and self.num_batches is None:
             self.num_batches = index if said.lacks else index + 1
             self._drop(in_flight, self.num_batches)

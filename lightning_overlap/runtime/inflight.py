@@ -23,6 +23,10 @@ class InFlightBatch:
     """Its number in its data loader, those that are None included."""
     dataloader_idx: int = 0
     """Number of its data loader."""
+    latest_none: int = -1
+    """Number in its data loader of the last None batch before it in the epoch; -1 if there is none."""
+    loader_states: Any = None
+    """States of the data loaders after it, for checkpoints."""
     done: dict[Stage, tuple[StreamName, Any]] = field(default_factory=dict)
     """Stages issued so far, each with its stream and the event recorded after it."""
     modules: dict[str, Any] = field(default_factory=dict)
@@ -41,10 +45,6 @@ class InFlightBatch:
     """Whether its `training_step` has begun."""
     num_unseen: int = 0
     """Staleness of the lookup of its fused tables: it did not see the updates of so many batches before this one."""
-    fewest_skipped: int = 0
-    """How many None batches come before it in the epoch, on the rank that has the fewest; 0 if ranks did not ask."""
-    ends_with_none: bool = False
-    """Whether it is the last one of all ranks, and every rank has a None batch after it."""
     counted: Any = None
     """The count of its stale rows (`sparse.StaleCounts`), which may be under way."""
 

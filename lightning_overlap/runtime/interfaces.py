@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from ..schedules import Stage, StreamName, WeightOwner
 from .inflight import InFlightBatch
@@ -17,16 +17,29 @@ def observe_nothing(kind: str, stage: Stage, index: int) -> None:
     """The observer of runs that nobody watches."""
 
 
-class BatchSource(Protocol):
-    """Where batches come from; `plugin.LookaheadFetcher` takes them from Lightning's loaders.
+class FetchedBatch(NamedTuple):
+    """A batch that a source gives."""
 
-    - `fetch` returns a staged batch, its number in its loader and its loader's number; None if there is none (any more,
-      or as long as `max_steps` does not ask for it). Batches that are None are skipped.
+    batch: Any
+    batch_idx: int
+    """Its number in its data loader, those that are None included."""
+    dataloader_idx: int
+    """Number of its data loader."""
+    latest_none: int = -1
+    """Number in its data loader of the last None batch before it in the epoch; -1 if there is none."""
+    loader_states: Any = None
+    """States of the data loaders after it, for checkpoints."""
+
+
+class BatchSource(Protocol):
+    """Where batches come from; `plugin.BatchStream` takes them from Lightning's loaders.
+
+    - `fetch` returns the staged batch of a number; None if there is none (any more, or as long as `max_steps` does not
+      ask for it). Batches that are None are skipped. A timer times the wait for the data loader.
     - `num_batches` is the length of the shortest rank's epoch, None batches included; `inf` if it is not known.
     - `length_known` says whether all ranks are known to have as many, so that they ask for the last one only.
     - `exhausted` says whether this rank has no further batch, `num_certain` how many it is sure to have after the last
       one fetched.
-    - `num_skipped` None batches were skipped in this epoch, `num_skipped_after` of them after batch `index`.
     - `stop_requested` says whether this process was told to stop.
     """
 
@@ -37,13 +50,10 @@ class BatchSource(Protocol):
     @property
     def num_batches(self) -> float: ...
     @property
-    def num_skipped(self) -> int: ...
-    @property
     def num_certain(self) -> int: ...
     @property
     def stop_requested(self) -> bool: ...
-    def num_skipped_after(self, index: int) -> int: ...
-    def fetch(self) -> tuple[Any, int, int] | None: ...
+    def fetch(self, index: int, timer: StageTimer | None) -> FetchedBatch | None: ...
 
 
 class SparseStages(Protocol):

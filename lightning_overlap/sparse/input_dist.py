@@ -118,11 +118,12 @@ class InputExchange:
         self._waiting.clear()
 
     def start_sizes(
-        self, taking_part: list[str], modules: dict[str, ModuleContext], num_found: Mapping[str, int]
-    ) -> InputSizes | None:
+        self, taking_part: list[str], modules: dict[str, ModuleContext], num_found: Mapping[str, int], latest_none: int
+    ) -> InputSizes:
         """Start the exchange of sizes of these modules, whether or not this rank's batch has their inputs.
 
-        They are sent at once, or with the ids of an earlier batch if these have not been sent yet.
+        With it the ranks compare their None batches, also if no module takes part. The sizes are sent at once, or with
+        the ids of an earlier batch if these have not been sent yet.
 
         Args:
             taking_part: Names of the modules, the same on all ranks.
@@ -130,8 +131,10 @@ class InputExchange:
                 than the agreed one is removed; its own forward then raises TorchRec's error.
             num_found: How many KeyedJaggedTensors of this rank's batch have the keys of each module's input.
 
+            latest_none: Number of the last None batch before this batch; -1 if there is none.
+
         Returns:
-            The sizes of the modules whose form is agreed on; None if there is no such module.
+            The sizes of the modules whose form is agreed on.
         """
         described = {name: form_of(state.splits_awaitable) for name, state in modules.items()}
         if any(name not in self._forms for name in taking_part):
@@ -143,9 +146,7 @@ class InputExchange:
             if self._forms.get(name) != form:  # with per-id weights where the first one had none, say
                 del modules[name]
         forms = {name: self._forms[name] for name in taking_part if name in self._forms}
-        if not forms:
-            return None
-        sizes = InputSizes(forms, modules, num_found, self._group)
+        sizes = InputSizes(forms, modules, num_found, latest_none, self._group)
         if not self._waiting:
             sizes.send()
         self._waiting.append(sizes)

@@ -21,7 +21,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torchrec.distributed.embedding_sharding import KJTSplitsAllToAllMeta
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from ..distributed import PackedExchange, Part
+from ..distributed import PackedExchange, Part, check_none_batches
 from .module_context import ModuleContext
 
 
@@ -140,18 +140,20 @@ def check_types(mine: Mapping[str, str], group: dist.ProcessGroup) -> None:
 class InputSizes:
     """The exchange of the sizes of one batch: rows of int64, one row to each rank.
 
-        module A                                                            module B
-        inputs found | part 0: sizes | ids per feature, 0, ... | part 1 ... | inputs found | part 0 ...
+                            module A                                                            module B
+        latest None batch | inputs found | part 0: sizes | ids per feature, 0, ... | part 1 ... | inputs found | ...
 
-    Above `inputs found` is a checksum of the tensors' types. `sizes` are the numbers of elements of lengths, ids and
-    weights that go to that rank, and the batch size. The ids per feature are those of the features that the rank looks
-    up, filled up with zeros to the largest number of features of any rank. So all rows have one width, on ranks without
-    an input for a module too: these send zeros.
+    All ranks have to skip the same None batches (`InFlightBatch.latest_none`). Above `inputs found` is a checksum of
+    the tensors' types. `sizes` are the numbers of elements of lengths, ids and weights that go to that rank, and the
+    batch size. The ids per feature are those of the features that the rank looks up, filled up with zeros to the most
+    features of any rank. So all rows have one width, on ranks without an input for a module too: these send
+    zeros.
 
     Args:
         forms: Form of each module's input, in an order that is the same on all ranks.
         states: States of the modules whose input this rank's batch has.
         num_found: How many KeyedJaggedTensors of this rank's batch have the keys of each module's input.
+        latest_none: Number of the last None batch before this batch; -1 if there is none.
         group: Process group of the input dist.
     """
 
@@ -160,10 +162,11 @@ class InputSizes:
         forms: Mapping[str, Form],
         states: Mapping[str, ModuleContext],
         num_found: Mapping[str, int],
+        latest_none: int,
         group: dist.ProcessGroup,
     ) -> None:
         self._forms, self._group = forms, group
-        self._rows: list[list[int]] = [[] for _ in range(group.size())]
+        self._rows: list[list[int]] = [[latest_none] for _ in range(group.size())]
         self._exchange: PackedExchange | None = None
         self._number = 0  # of the rows among the parts of the exchange
         self._counted: list[_Counted] = []
@@ -221,6 +224,9 @@ class InputSizes:
 
         Returns:
             By module: how many inputs each rank has for it, and what this rank receives of each part.
+
+        Raises:
+            RuntimeError: Ranks have skipped different None batches, or have inputs of different types.
         """
         if self._exchange is None:  # no ids were sent since
             self.send()
@@ -231,6 +237,7 @@ class InputSizes:
         for counted in self._counted:
             counted.tell(rows[size:])
         columns = iter(zip(*rows[:size], strict=True))
+        check_none_batches(dict(enumerate(next(columns))))
         known = {}
         for name, form in self._forms.items():
             found, parts = next(columns), []

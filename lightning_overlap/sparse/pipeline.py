@@ -206,8 +206,8 @@ class SparsePipeline:
                 state.splits_awaitable = module.input_dist(state.context, sent)
             state.sent = SentInput(kjt)
         taking_part = [name for name, pipelined in self._forwards.items() if pipelined.takes_part]
-        if self._inputs is not None and taking_part:
-            inflight.sizes = self._inputs.start_sizes(taking_part, inflight.modules, num_found)
+        if self._inputs is not None and (taking_part or self._trains):
+            inflight.sizes = self._inputs.start_sizes(taking_part, inflight.modules, num_found, inflight.latest_none)
 
     def input_data_dist(self, inflight: InFlightBatch) -> None:
         """Read the sizes on the host, the one host sync of the step; start the all-to-all of lengths, ids, weights."""

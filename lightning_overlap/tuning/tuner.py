@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..profiling import timestamps_of
-from ..runtime import BatchSource, CudaStreams, Streams
+from ..runtime import BatchSource, CudaStreams, FetchedBatch, StageTimer, Streams
 from ..schedules import STREAMS, Schedule
 from .arms import BRIDGE, TRIED, Arm, modes_on, streams_of
 from .auto import Auto
@@ -27,10 +27,10 @@ class TimedSource:
         """What the source has besides."""
         return getattr(self._source, name)
 
-    def fetch(self) -> tuple[Any, int, int] | None:
-        """Return the next batch of the source."""
+    def fetch(self, index: int, timer: StageTimer | None) -> FetchedBatch | None:
+        """Return a batch of the source."""
         start = time.perf_counter()
-        fetched = self._source.fetch()
+        fetched = self._source.fetch(index, timer)
         self.waited_ms += (time.perf_counter() - start) * 1e3
         return fetched
 

@@ -7,19 +7,16 @@ import signal
 import warnings
 from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_overlap import combined_optimizer
-from lightning_overlap.distributed import Consensus, skipped_batches
 
 from ..support.cases import TABLE_WISE, Batch, Batches, Model, dense_optimizer, make_batch
 from ..support.fits import make_strategy, make_trainer
-from ..support.reference import Result, collect
+from ..support.reference import collect
 from ..support.windows import Window, train_windows
 
 
@@ -69,105 +66,54 @@ def _fit(model: Counts, data: Batches, pipeline: str, **kwargs: Any) -> None:
     make_trainer(make_strategy(model, pipeline), **kwargs).fit(model, datamodule=data)
 
 
-def train(pipeline: str, lengths: tuple[int, ...], sized: bool, **kwargs: Any) -> tuple[list[Any], list[str]]:
+def train(
+    pipeline: str,
+    lengths: tuple[int, ...],
+    sized: bool,
+    nones: tuple[tuple[int, ...], ...] = ((), ()),
+    **kwargs: Any,
+) -> tuple[list[Any], list[str]]:
     """Two epochs; return what was trained and what was said."""
     model = Counts()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        _fit(model, Uneven(lengths, sized), pipeline, **{"max_epochs": 2, "num_sanity_val_steps": 0, **kwargs})
+        data = Uneven(lengths, sized, nones)
+        _fit(model, data, pipeline, **{"max_epochs": 2, "num_sanity_val_steps": 0, **kwargs})
     said = [str(warning.message) for warning in caught if "another rank" in str(warning.message)]
     return model.seen, said
 
 
-def train_past_nones(
-    pipeline: str, lengths: tuple[int, ...], nones: tuple[tuple[int, ...], ...], **kwargs: Any
-) -> tuple[Any, int]:
-    """One epoch without lengths, or more; return the batches that were trained, and how often the ranks were asked."""
-    model = Counts()
-    with (
-        mock.patch.object(Consensus, "ask", autospec=True, side_effect=Consensus.ask) as ask,
-        warnings.catch_warnings(),
-    ):
-        warnings.simplefilter("ignore")
-        _fit(model, Uneven(lengths, False, nones), pipeline, limit_val_batches=0, **kwargs)
-    return [batch for _, _, batch, _ in model.seen], ask.call_count
-
-
-def train_and_validate_past_nones(
-    pipeline: str, lengths: tuple[int, ...], nones: tuple[tuple[int, ...], ...], sized: bool, **kwargs: Any
-) -> list[Any]:
-    """Two epochs; return the batches that were trained, and where it was validated."""
-    model = Counts()
-    with mock.patch.object(skipped_batches, "WAIT_S", 1), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        _fit(model, Uneven(lengths, sized, nones), pipeline, **{"max_epochs": 2, "num_sanity_val_steps": 0, **kwargs})
-    return [one if one == "validation" else one[2] for one in model.seen]
-
-
 class Decays(Counts):
-    """Its learning rates, those of the tables too, fall after a step of the scheduler, or after each so many."""
-
-    def __init__(self, frequency: int) -> None:
-        super().__init__()
-        self.frequency = frequency
+    """Its learning rates, also of its tables, halve with each step of the scheduler."""
 
     def configure_optimizers(self) -> Any:
         optimizer = combined_optimizer(self, dense_optimizer(self))
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
-        return [optimizer], [{"scheduler": scheduler, "interval": "step", "frequency": self.frequency}]
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
 
-def decay_past_nones(
+def accumulate(
     pipeline: str,
     lengths: tuple[int, ...],
+    sized: bool,
     nones: tuple[tuple[int, ...], ...],
-    k: int,
-    frequency: int,
-    *,
-    sized: bool = False,
-    **kwargs: Any,
-) -> Result:
-    """Train with rates that a scheduler moves."""
-    model = Decays(frequency)
-    trainer = make_trainer(make_strategy(model, pipeline), limit_val_batches=0, accumulate_grad_batches=k, **kwargs)
-    with mock.patch.object(skipped_batches, "WAIT_S", 1), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        trainer.fit(model, datamodule=Uneven(lengths, sized, nones))
-    return collect(model, trainer.optimizers[0], model.losses)
-
-
-def decay_by_hand(steps: list[tuple[int, tuple[list[int], ...]]], k: int) -> Result:
-    """The same in a loop by hand; `steps` has how often the scheduler has stepped before each, and each rank's batches.
-
-    With k batches for a step.
-    """
-    mine = [Window(tuple(window[dist.get_rank()]), k) for _, window in steps]
-    return train_windows(TABLE_WISE, mine, updates_in_backward=True, factor=lambda step: 0.5 ** steps[step][0])
-
-
-def accumulate_past_nones(
-    pipeline: str,
-    lengths: tuple[int, ...],
-    nones: tuple[tuple[int, ...], ...],
-    windows: list[tuple[list[int], ...]],
+    windows: list[list[int]],
     k: int,
     *,
-    sized: bool = False,
     frozen_window: bool = False,
-    **kwargs: Any,
 ) -> tuple[list[str], int]:
     """Train with k batches for an optimizer step; return what differs from the loop by hand, and the steps.
 
-    `windows` has each rank's batches of each step.
+    `windows` has the batches of each step.
     """
-    model = Counts()
+    model = Decays()
     strategy = make_strategy(model, pipeline, frozen_window=frozen_window)
-    trainer = make_trainer(strategy, limit_val_batches=0, accumulate_grad_batches=k, **kwargs)
-    with mock.patch.object(skipped_batches, "WAIT_S", 1), warnings.catch_warnings():
+    trainer = make_trainer(strategy, limit_val_batches=0, accumulate_grad_batches=k)
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer.fit(model, datamodule=Uneven(lengths, sized, nones))
-    mine = [Window(tuple(window[trainer.global_rank]), k) for window in windows]
-    by_hand = train_windows(TABLE_WISE, mine, updates_in_backward=not frozen_window)
+    steps = [Window(tuple(window), k) for window in windows]
+    by_hand = train_windows(TABLE_WISE, steps, updates_in_backward=not frozen_window, factor=lambda step: 0.5**step)
     result = collect(model, trainer.optimizers[0], model.losses)
     return result.differences(by_hand), trainer.global_step
 

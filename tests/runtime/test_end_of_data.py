@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 
-from lightning_overlap.distributed import ASK_FOR_LAST, MAX_INTERVAL, StepFlags
+from lightning_overlap.distributed import ASK_FOR_LAST, MAX_INTERVAL, StepFlags, check_none_batches
 from lightning_overlap.runtime.end_of_data import EndOfData
 from lightning_overlap.runtime.inflight import InFlightBatch
 from lightning_overlap.schedules.modes import FUSED_SPARSE_DIST, MODES
@@ -97,14 +97,10 @@ class Data:
     exhausted: bool = False
     length_known: bool = False
     num_batches: float = float("inf")
-    num_skipped: int = 0
     num_certain: int = 0
     stop_requested: bool = False
 
-    def num_skipped_after(self, index: int) -> int:
-        return 0
-
-    def fetch(self) -> None:
+    def fetch(self, index: int, timer: None) -> None:
         return None
 
 
@@ -177,22 +173,19 @@ class Stream:
         return self.num_fetched >= len(self.real)
 
     @property
-    def num_skipped(self) -> int:
-        """Those among what has been looked at: up to the real batch after the one fetched last."""
-        looked_at = self.real[self.num_fetched] if not self.exhausted else len(self.layout)
-        return looked_at - self.num_fetched
+    def num_certain(self) -> int:
+        following = self.real[self.num_fetched] if not self.exhausted else len(self.layout)
+        if self.exhausted or following > self.num_fetched:  # it has seen a None batch
+            return 0
+        return 1 + (following + 1 < len(self.layout) and self.layout[following + 1])
 
     @property
-    def num_certain(self) -> int:
-        if self.exhausted or self.num_skipped:
-            return 0
-        following = self.real[self.num_fetched] + 1
-        return 1 + (following < len(self.layout) and self.layout[following])
+    def latest_none(self) -> int:
+        """Of those before the batch fetched last."""
+        before = range(self.real[self.num_fetched - 1])
+        return max((place for place in before if not self.layout[place]), default=-1)
 
-    def num_skipped_after(self, index: int) -> int:
-        return self.num_skipped - (self.real[index] - index if index >= 0 else 0)
-
-    def fetch(self) -> None:
+    def fetch(self, index: int, timer: None) -> None:
         self.num_fetched += not self.exhausted
 
 
@@ -213,9 +206,10 @@ class Rank:
         """As the executor does."""
         while self.stream.num_fetched <= index and self.end.num_batches is None:
             before = self.stream.num_fetched
-            self.stream.fetch()
-            self.end.ask(before, lacks=self.stream.num_fetched == before)
-            if self.stream.num_fetched == before:
+            self.stream.fetch(before, None)
+            lacks = self.stream.num_fetched == before
+            self.end.ask(before, lacks=lacks, latest_none=-1 if lacks else self.stream.latest_none)
+            if lacks:
                 return
 
 
@@ -226,7 +220,22 @@ class LockstepAnswer:
 
     def wait(self) -> StepFlags:
         said = [rank.asked[self.number] for rank in self.all_ranks]  # no rank may have asked fewer questions
+        check_none_batches({rank: flags.latest_none for rank, flags in enumerate(said) if flags.has})
         return StepFlags(*(max(flags) for flags in zip(*said, strict=True)))
+
+
+def _layouts(draw: Random) -> list[list[bool]]:
+    """Draw data for two or three ranks: of other lengths, with the same None batches; each place is None or not."""
+    share = draw.choice([1.0, 1.0, 0.9, 0.5])
+    longest = [draw.random() < share for _ in range(25)]
+    return [longest[: draw.randint(0, 25)] for _ in range(draw.choice([2, 3]))]
+
+
+def _in_lockstep(layouts: Sequence[Sequence[bool]]) -> list[Rank]:
+    ranks = [Rank(layout) for layout in layouts]
+    for rank in ranks:
+        rank.all_ranks = ranks
+    return ranks
 
 
 @pytest.mark.filterwarnings("ignore:The data of another rank ended")
@@ -234,10 +243,7 @@ class LockstepAnswer:
 def test_ranks_without_lengths_agree_and_ask_for_every_other_batch(fetched_ahead: int, heard_ahead: int) -> None:
     for seed in range(400):
         draw = Random(seed)
-        share = draw.choice([1.0, 1.0, 0.9, 0.5])
-        ranks = [Rank([draw.random() < share for _ in range(draw.randint(0, 25))]) for _ in range(draw.choice([2, 3]))]
-        for rank in ranks:
-            rank.all_ranks = ranks
+        ranks = _in_lockstep(_layouts(draw))
         fewest = min(len(rank.stream.real) for rank in ranks)
         if not any(rank.stream.real for rank in ranks):
             continue  # the executor ends with the batch that it does not get
@@ -258,8 +264,32 @@ def test_ranks_without_lengths_agree_and_ask_for_every_other_batch(fetched_ahead
             assert iteration <= 30, seed
         assert {rank.end.num_batches for rank in ranks} == {fewest}, seed
         assert len({len(rank.asked) for rank in ranks}) == 1, seed
-        if share == 1:
+        if all(all(rank.stream.layout) for rank in ranks):
             assert len(ranks[0].asked) <= fewest / 2 + 2, seed
+
+
+def _walk(ranks: Sequence[Rank], num_batches: int) -> None:
+    for index in range(num_batches):
+        for rank in ranks:
+            rank.fetch_to(index)
+        for rank in ranks:
+            rank.end.hear(index, {})
+
+
+def test_ranks_without_lengths_tell_of_the_first_batch_that_is_none_on_one_of_them() -> None:
+    for seed in range(200):
+        draw = Random(seed)
+        layouts = [[True] * 12, [True] * 12]
+        alike, alone, rank = draw.randint(0, 11), draw.randint(0, 10), draw.randint(0, 1)
+        for layout in layouts:
+            layout[alike] = False
+        layouts[rank][alone] = False
+        if alone == alike or not any(layouts[rank][alone + 1 :]):
+            continue  # at the end of its data the ranks compare what is left (`plugin/epoch.py`)
+        ranks = _in_lockstep(layouts)
+        last = alone + (alike == alone + 1)
+        with pytest.raises(RuntimeError, match=f"the last one so far is batch {last} on rank {rank}, "):
+            _walk(ranks, 12)
 
 
 def test_one_rank_asks_nobody() -> None:

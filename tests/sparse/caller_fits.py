@@ -6,7 +6,7 @@ import datetime
 import functools
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,17 +14,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningDataModule
+from lightning.pytorch import LightningDataModule
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardingEnv
 
 from lightning_overlap import OverlapEmbeddingStrategy, Schedule
 
 from ..support.cases import (
-    TABLE_WISE,
-    Batch,
     Case,
     Model,
     make_plan,
@@ -41,42 +39,6 @@ from .callers import (
     types_differ,
     types_differ_later,
 )
-
-
-class Streamed(IterableDataset):
-    """Batches without a length."""
-
-    def __init__(self, make: Callable[[int], Any]) -> None:
-        self.make = make
-
-    def __iter__(self) -> Iterator[Any]:
-        return (self.make(index) for index in range(NUM_STEPS))
-
-
-def skipping(
-    pipeline: str | Schedule, skipped: dict[int, tuple[int, ...]], streamed: bool, num_batches: int = NUM_STEPS
-) -> tuple[Tensor, list[int]]:
-    """Train where each rank's loader gives None for some batches; return losses and the steps' `batch_idx`."""
-    rank = dist.get_rank()
-    module = Model(TABLE_WISE)
-    seen: list[int] = []
-
-    def make(index: int) -> Batch | None:
-        return None if index in skipped[rank] else fresh(TABLE_WISE, index, rank)
-
-    class Sees(Callback):
-        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            seen.append(-1 if batch is None else batch_idx)
-
-    strategy = OverlapEmbeddingStrategy(
-        pipeline=pipeline,
-        sharding=make_plan(TABLE_WISE, module, dist.get_world_size()),
-        timeout=datetime.timedelta(seconds=20),
-    )
-    data = Streamed(make) if streamed else [make(index) for index in range(num_batches)]
-    make_trainer(strategy, callbacks=[Sees()]).fit(module, DataLoader(data, batch_size=None))
-    return torch.stack(module.losses), seen
-
 
 LAYOUTS: dict[str, Callable[[Case, int, int], Any]] = {
     "one_of_two_tasks": one_of_two_tasks,

@@ -129,41 +129,6 @@ def test_an_error_leaves_the_dense_step_and_its_deferred_update_or_neither(
         assert [name for name in mine.result.differences(theirs.result) if not name.startswith("losses")] == []
 
 
-@pytest.mark.parametrize("streamed", [False, True], ids=["sized", "streamed"])
-@pytest.mark.parametrize("skipped", [{0: (3,), 1: (5,)}, {0: (0, 1), 1: (6, 7)}, {0: (7,), 1: (2,)}], ids=str)
-def test_each_rank_skips_its_own_batches(two_ranks: Ranks, skipped: dict[int, tuple[int, ...]], streamed: bool) -> None:
-    """A batch that is None takes part in nothing: the next one stands beside the other ranks'."""
-    expected = two_ranks.run(caller_fits.skipping, "base", skipped, streamed)
-    for pipeline in ("fused_sparse_dist", "semi_sync"):
-        actual = two_ranks.run(caller_fits.skipping, pipeline, skipped, streamed)
-        for rank, ((losses, seen), (losses_of_base, _)) in enumerate(zip(actual, expected, strict=True)):
-            trained = [index for index in range(NUM_STEPS) if index not in skipped[rank]]
-            assert [index for index in seen if index != -1] == trained
-            assert streamed or len(seen) == NUM_STEPS  # a stream may end before its last ones, which are None
-            assert len(losses) == NUM_STEPS - len(skipped[rank])
-            if pipeline == "fused_sparse_dist":
-                assert torch.equal(losses, losses_of_base)
-
-
-@pytest.mark.parametrize(
-    ("skipped", "lengths"),
-    [
-        (
-            {0: (37, 38, 39), 1: (3, 4, 5)},
-            37,
-        ),  # at the end of one rank's epoch, where the other has had its own long ago
-        ({0: (5,), 1: ()}, 39),  # unequal numbers: all end with the rank that has fewest
-        ({0: tuple(range(2, 22, 2)), 1: (30, 39)}, 30),
-    ],
-    ids=["late", "unequal", "many"],
-)
-def test_skipped_batches_in_a_longer_epoch(
-    two_ranks: Ranks, skipped: dict[int, tuple[int, ...]], lengths: int, mode: Schedule
-) -> None:
-    for losses, _ in two_ranks.run(caller_fits.skipping, mode, skipped, False, 40):
-        assert len(losses) == lengths
-
-
 # -- tables that the user writes --------------------------------------------------------------------------------------
 
 

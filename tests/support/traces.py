@@ -44,9 +44,12 @@ class _Unsized(IterableDataset):
         return (self.sized[index] for index in range(self.sized.num))
 
 
+@dataclass
 class _WithNone(_Sized):
+    nones: tuple[int, ...]
+
     def __getitem__(self, index: int) -> Any:
-        return None if index in (0, 4) else super().__getitem__(index)
+        return None if index in self.nones else super().__getitem__(index)
 
 
 LOADERS: dict[str, Any] = {
@@ -55,7 +58,9 @@ LOADERS: dict[str, Any] = {
     "workers": lambda *args: DataLoader(
         _Sized(*args), batch_size=None, num_workers=1, persistent_workers=True, multiprocessing_context="fork"
     ),
-    "none_batches": lambda *args: DataLoader(_WithNone(*args), batch_size=None),
+    "none_batches": lambda *args: DataLoader(_WithNone(*args, (0, 4)), batch_size=None),
+    "last_are_none": lambda *args: DataLoader(_WithNone(*args, (4, 7, 8)), batch_size=None),
+    "unsized_with_none": lambda *args: DataLoader(_Unsized(_WithNone(*args, (0, 3, 4, 8))), batch_size=None),
 }
 
 

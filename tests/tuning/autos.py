@@ -111,10 +111,10 @@ def train(
 
         num, told = 0, 0.0
 
-        def fetch(self) -> Any:
+        def fetch(self, *args: Any) -> Any:
             self.told += (stalls or {}).get(self.num, 0.0) if rank == 0 else 0.0
             self.num += 1
-            fetched = self._source.fetch()
+            fetched = self._source.fetch(*args)
             self.waited_ms = self.told
             return fetched
 

@@ -116,7 +116,7 @@ def test_all_ranks_choose_alike_though_they_measure_different_times(two_ranks: R
 
 
 def test_batches_that_are_none_move_no_switch(two_ranks: Ranks) -> None:
-    """They are skipped by each rank, and count in no block."""
+    """They are skipped, and count in no block."""
     fits = two_ranks.run(autos.train, TABLE_WISE, MS, num_steps=32, nones=(3, 20))
     assert fits[0].modes == fits[1].modes
     assert fits[0].state["mode"] == "sparse_dist"

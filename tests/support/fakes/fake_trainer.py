@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from weakref import WeakSet
 
-from lightning_overlap.runtime import Executor, LookupOrder
+from lightning_overlap.runtime import Executor, FetchedBatch, LookupOrder, StageTimer
 from lightning_overlap.schedules import Schedule, Stage, StreamName, WeightOwner
 
 from .fake_sparse import FakeSparse, Served, cache, table
@@ -97,16 +97,12 @@ class FakeTrainer:
         """Whether the data has ended."""
         return self._num_fetched >= self._num_batches
 
-    num_batches, num_skipped, num_certain = float("inf"), 0, 0
+    num_batches, num_certain = float("inf"), 0
     length_known = False  # where the data ends is a matter of each run
     stop_requested = False  # nobody sends it a signal
 
-    def num_skipped_after(self, index: int) -> int:
-        return 0
-
-    def fetch(self) -> tuple[FakeBatch, int, int] | None:
+    def fetch(self, index: int, timer: StageTimer | None) -> FetchedBatch | None:
         """Give the executor the next batch: the trainer is its `BatchSource`."""
-        index = self._num_fetched
         if index >= self._num_batches or self._hold.get(index, 0) >= self._num_begun:
             return None
         self.sparse.begin(Stage.COPY_BATCH_TO_DEVICE, index)
@@ -115,7 +111,7 @@ class FakeTrainer:
         self.streams.do(Mark(Stage.COPY_BATCH_TO_DEVICE, index), makes=batch.memory)
         self._alive.add(batch)
         self._max_in_flight = max(self._max_in_flight, len(self._alive))
-        return batch, index, 0
+        return FetchedBatch(batch, index, 0)
 
     def run(
         self,
