@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -71,7 +72,7 @@ def test_a_batch_that_is_none_on_one_rank_ends_all(two_ranks: Ranks, pipeline: s
         two_ranks.run(uneven.train, pipeline, (9, 9), sized, nones, timeout_s=30, **kwargs)
 
 
-def test_the_message_names_rank_and_batch(two_ranks: Ranks) -> None:
+def test_the_message_names_rank_and_batch(get_ranks: Callable[..., Ranks]) -> None:
     for pipeline in ("base", "fused_sparse_dist"):
         for nones, said in {
             ((5,), ()): "the last one so far is batch 5 on rank 0, none on rank 1",
@@ -79,7 +80,7 @@ def test_the_message_names_rank_and_batch(two_ranks: Ranks) -> None:
             ((), (8,)): "batch 8 is None on rank 1, not on rank 0",
         }.items():
             with pytest.raises(RankError, match=said):
-                two_ranks.run(uneven.train, pipeline, (9, 9), True, nones, timeout_s=30)
+                get_ranks(2).run(uneven.train, pipeline, (9, 9), True, nones, timeout_s=30)
 
 
 @pytest.mark.parametrize(("pipeline", "frozen"), [("base", False), ("fused_sparse_dist", False), ("sparse_dist", True)])
