@@ -3,6 +3,7 @@
 from . import versions as versions
 from .schedules import MODES as MODES
 from .schedules import STREAMS as STREAMS
+from .schedules import Mode as Mode
 from .schedules import Schedule as Schedule
 from .schedules import ScheduleError as ScheduleError
 from .schedules import Stage as Stage

@@ -30,7 +30,7 @@ def _hydra_main(composed: DictConfig) -> float | None:
 
 
 def _job(config: dict[str, Any], folder: Path) -> float | None:
-    modes = ", ".join(schedule.name for schedule in config_checks.modes(config))
+    modes = ", ".join(mode.schedule.name for mode in config_checks.modes(config))
     sharding = config["sharding"].get("type") or "planner"
     about = f"pipeline {modes}, stream {config['stream']['name']}, sharding {sharding}"
     hydra_command.run_on_ranks(config, folder, "train_worker", about)

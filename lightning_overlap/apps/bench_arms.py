@@ -83,7 +83,7 @@ def train(name: str, job: Job) -> None:
     with late_all_to_alls(config["latency"]):
         if schedule is not None:
             model = job.make_model()
-            _fit(job, model, build.build_strategy(config, schedule, model))
+            _fit(job, model, build.build_strategy(config, config_checks.with_switches(config, schedule), model))
         elif plain == "lightning_dmp":
             _fit(job, job.make_model(), _DMPStrategy(job))
         else:

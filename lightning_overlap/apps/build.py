@@ -18,10 +18,10 @@ from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from torchrec.distributed.fbgemm_qcomm_codec import QCommsConfig
 
 from ..plugin import OverlapEmbeddingStrategy
-from ..schedules import Schedule
+from ..schedules import Mode
 from ..tables import check_quantized_comms, check_sharding, find_tables, refuse_dense_owner, resolve_quantized_comms
 from ..text import some
-from .config_checks import AUTO, Config, check_arguments, check_known, modes, options_of, switches
+from .config_checks import AUTO, Config, check_arguments, check_known, modes, options_of
 
 _T = TypeVar("_T")
 
@@ -63,12 +63,12 @@ def build_model(config: Config, data: LightningDataModule) -> LightningModule:
     return _build("model", node, LightningModule)
 
 
-def build_strategy(config: Config, schedule: Schedule, model: LightningModule) -> OverlapEmbeddingStrategy:
+def build_strategy(config: Config, mode: Mode, model: LightningModule) -> OverlapEmbeddingStrategy:
     """Return the strategy for one mode; the sharding is checked against the tables of the unsharded model."""
     stream, kind, named = config["stream"]["name"], config["sharding"].get("type"), config["sharding"].get("tables")
     sharding = {table.name: kind for table in find_tables(model) if kind} | dict(named) if named else kind or None
-    options = {**switches(config, schedule), **dict(config["strategy"])}
-    pipeline: Any = AUTO if schedule.name == AUTO else schedule
+    pipeline: Any = AUTO if mode.schedule.name == AUTO else mode
+    options = dict(config["strategy"])
     return OverlapEmbeddingStrategy(pipeline, stream, sharding, quantized_comms=build_comms(config), **options)
 
 

@@ -7,11 +7,11 @@ import inspect
 import types
 import typing
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Literal, Union
 
-from ..schedules import MODES, STREAMS, Schedule, Stage, resolve_schedule
+from ..schedules import MODES, STREAMS, Mode, Schedule, Stage
 from ..text import SCALES_LOSS, unknown_name_message
 
 Config = Mapping[str, Any]
@@ -21,37 +21,40 @@ AUTO = "auto"
 """Used as a mode's name: the strategy chooses a mode while it trains, and begins with `fused_sparse_dist`."""
 
 SWITCHES = ("start_batch", "end_batch", "stash_gradients")
-"""Options of `pipeline` that leave the schedule as it is; `overlap-train --help` says what each does."""
-MODE_OPTIONS = ("staleness", "defer_update", "frozen_window")
-"""Options of `pipeline` that change the schedule."""
+"""Options of a `Mode` that leave its schedule as it is."""
+MODE_OPTIONS = tuple(field.name for field in fields(Mode) if field.name != "name")
+"""Options of `pipeline`: those of a `Mode`; `overlap-train --help` says what each does."""
 METRICS = ("val", "test")
 """Prefixes of the metrics that a run reports."""
 
 
-def modes(config: Config) -> list[Schedule]:
-    """Return the schedules to train, the one asked for last."""
+def mode_of(config: Config) -> Mode:
+    """Return the mode that the config asks for, with its options; that of "auto" begins as `fused_sparse_dist`."""
     pipeline = config["pipeline"]
     for name in pipeline:
-        check_known("option of pipeline", name, ("name", "schedule", *MODE_OPTIONS, *SWITCHES))
-    own, others = pipeline.get("schedule"), [resolve_schedule(name) for name in config["compare"]]
+        check_known("option of pipeline", name, ("name", "schedule", *MODE_OPTIONS))
+    own = pipeline.get("schedule")
+    options = {name: value for name in MODE_OPTIONS if (value := pipeline.get(name)) is not None}
     if pipeline.get("name") == AUTO and not own:
-        return [*others, replace(MODES["fused_sparse_dist"], name=AUTO)]
-    wanted = resolve_schedule(
-        Schedule.parse(own) if own else pipeline["name"],
-        pipeline.get("staleness"),
-        bool(pipeline.get("defer_update")),
-        bool(pipeline.get("frozen_window")),
-        also=(AUTO,),
-    )
-    return [other for other in others if other != wanted] + [wanted]
+        if options:
+            raise ValueError(
+                f"pipeline=auto takes no pipeline.{next(iter(options))}, an option of a mode: it tries modes of the "
+                "same losses, bit for bit. Name the mode: pipeline=..."
+            )
+        return Mode(replace(MODES["fused_sparse_dist"], name=AUTO))
+    return Mode(Schedule.parse(own) if own else pipeline["name"], **options)
 
 
-def switches(config: Config, schedule: Schedule) -> dict[str, Any]:
-    """Return the strategy's arguments of `SWITCHES`, for the mode asked for and for others with a staleness."""
-    if not schedule.staleness and schedule != modes(config)[-1]:
-        return {}
-    names = MODE_OPTIONS + SWITCHES if schedule.name == AUTO else SWITCHES  # the strategy refuses them with "auto"
-    return {name: value for name in names if (value := config["pipeline"].get(name)) is not None}
+def modes(config: Config) -> list[Mode]:
+    """Return the modes to train, the one asked for last; those of `compare` share its switches, if they are stale."""
+    wanted, others = mode_of(config), [Mode(name).schedule for name in config["compare"]]
+    return [*(with_switches(config, other) for other in others if other != wanted.schedule), wanted]
+
+
+def with_switches(config: Config, schedule: Schedule) -> Mode:
+    """Return the mode of a schedule; a mode with a staleness has the config's switches."""
+    pipeline = config["pipeline"] if schedule.staleness else {}
+    return Mode(schedule, **{name: value for name in SWITCHES if (value := pipeline.get(name)) is not None})
 
 
 def check(config: Config) -> None:
@@ -143,7 +146,7 @@ def our_arms(config: Config) -> dict[str, tuple[Schedule, str]]:
     Where gradients are accumulated, there is `fused_sparse_dist_frozen_window`, too.
     """
     own: dict[str, tuple[Schedule, str]] = {}
-    windows = [resolve_schedule("fused_sparse_dist", frozen=True)] if per_step(config) > 1 else []
+    windows = [Mode("fused_sparse_dist", frozen_window=True).schedule] if per_step(config) > 1 else []
     for schedule in (*MODES.values(), *windows):
         own[schedule.name] = (schedule, config["stream"]["name"])
         if looks_up_early(schedule):

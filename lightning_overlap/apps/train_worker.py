@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..distributed import gather_objects
 from ..plugin import first_words
-from ..schedules import Schedule
+from ..schedules import Mode
 from . import build, launch, train_report
 from .config_checks import METRICS, Config, looks_up_early, modes
 from .step_timers import StepTimer, free_memory, peak_memory, reset_peak_memory
@@ -25,12 +25,12 @@ from .step_timers import StepTimer, free_memory, peak_memory, reset_peak_memory
 def run(config: Config, folder: Path) -> None:
     """Train, validate and test every mode on this rank; rank 0 prints and writes the report."""
     prepare(config)
-    schedules = modes(config)
+    to_train = modes(config)
     results = []
-    for place, schedule in enumerate(schedules, start=1):
-        if launch.rank() == 0 and len(schedules) > 1:
-            print(f"{schedule.name} ({place} of {len(schedules)})", flush=True)
-        results.append(train_mode(config, schedule, folder))
+    for place, mode in enumerate(to_train, start=1):
+        if launch.rank() == 0 and len(to_train) > 1:
+            print(f"{mode.schedule.name} ({place} of {len(to_train)})", flush=True)
+        results.append(train_mode(config, mode, folder))
     if launch.rank() == 0:
         train_report.write(folder, results, config["metric"])
         print(f"\n{train_report.table(results)}")
@@ -39,12 +39,13 @@ def run(config: Config, folder: Path) -> None:
         print(f"run folder: {folder}", flush=True)
 
 
-def train_mode(config: Config, schedule: Schedule, folder: Path) -> train_report.ModeResult:
+def train_mode(config: Config, mode: Mode, folder: Path) -> train_report.ModeResult:
     """Train one mode from the config's seed or checkpoint, then test it; or evaluate a checkpoint, as `task` says."""
     seed_everything(config["seed"], verbose=False)
     data = build.build_data(config)
     model = build.build_model(config, data)
-    strategy = build.build_strategy(config, schedule, model)
+    schedule = mode.schedule
+    strategy = build.build_strategy(config, mode, model)
     timer = StepTimer()
     trainer = build.build_trainer(config, strategy, [timer], str(folder / "logs" / schedule.name))
     free_memory(strategy.root_device)

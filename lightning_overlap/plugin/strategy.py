@@ -7,7 +7,6 @@ The strategy's other hooks are in its base classes, each with its own state: `st
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -24,15 +23,14 @@ from .. import tables
 from ..distributed import default_store
 from ..runtime import Executor, LookupOrder, Observer, make_streams, observe_nothing
 from ..schedules import (
+    Mode,
     ModeName,
     Schedule,
     Stage,
     StreamName,
     StreamPolicy,
-    check_stash,
-    resolve_schedule,
+    resolve_mode,
     resolve_stream,
-    with_exact_warmup,
 )
 from ..sparse import SparseOptions, SparsePipeline, StaleRows
 from ..tables import FusedOptimizer, OutOfRangeIds, OverflowWatch, QuantizedComms, ReplicateTables, Sharding
@@ -80,8 +78,9 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
     only where options of its are given). A module without tables trains exactly as with `DDPStrategy`.
 
     Args:
-        pipeline: A mode's name (see `lightning_overlap.MODES`), a `Schedule`, or "auto" (or `Auto`, its options): exact
-            modes take turns while training goes on, with the same losses, until the fastest one is chosen.
+        pipeline: A mode's name (see `lightning_overlap.MODES`), a `Mode` (a name and its options), a `Schedule`, or
+            "auto" (or `Auto`, its options): exact modes take turns while training goes on, with the same losses, until
+            the fastest one is chosen.
         stream: Where early lookups run: `current`, `data_dist` or `dedicated`.
         sharding: None for TorchRec's planner; a sharding type for all tables; `{"table": "table_wise", ...}`
             (the planner decides about tables that are not named); a planner; a `ShardingPlan`. A table that is made
@@ -98,21 +97,6 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
             embeddings; their fused optimizer updates them in the backward, alike on all ranks. None: of the tables
             without a sharding type of the user's those with fewer rows than a rank's batch, where `batch_size` of the
             data module or the module tells it; a number: those with fewer rows; names: these; False: none.
-        staleness: With `pipeline="async_lookup"`, how many updates, in batches, a lookup does not see; from 1 on.
-        defer_update: In a mode with a staleness, overlap the all-to-all of gradients with the optimizer step and
-            the next forward, and update the tables then; the staleness stays what it is. An evaluation, a checkpoint
-            and the end of an epoch find the tables up to date; a callback at the end of a batch finds them without
-            that batch's update.
-        frozen_window: With `accumulate_grad_batches=k`, in an exact mode with sparse stages: update the tables with
-            the optimizer step, the k batches' updates in their order. All k lookups see the tables as of the
-            step before, so only one of k waits for an update. Without it tables are updated in every batch's backward.
-        stash_gradients: In a mode of staleness k, let each step of the dense optimizers apply the gradients of k steps
-            before, so that they are as old as the embeddings. The first k steps have none to apply; the last k steps'
-            gradients are applied at the end of `fit`. A checkpoint holds those that wait.
-        start_batch: The mode, one with a staleness, begins with this batch, counted over all epochs. Batches before it
-            train exactly, as in `fused_sparse_dist`. The switch loses no batch, looks up none twice, and does not wait
-            for the device.
-        end_batch: From this batch on training is exact again; lookups that are under way are still used.
         release_features: Free the memory of a batch's ids as soon as they are sent, steps before the batch is trained.
             `training_step` can then pass a KeyedJaggedTensor to its module and read its keys and lengths; reading its
             values or weights raises an error that says why.
@@ -132,27 +116,20 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
 
     Raises:
         ValueError: Unknown mode, stream, precision or checkpoint format (the nearest names are listed), a Schedule
-            that cannot run, a `staleness`, `defer_update`, `frozen_window`, `stash_gradients`, `start_batch` or
-            `end_batch` that the mode does not take, or `async_checkpoint` with `checkpoint_format="full"`.
+            that cannot run, or `async_checkpoint` with `checkpoint_format="full"`.
         TypeError: An argument of the wrong type, or one that neither this class nor `DDPStrategy` nor
             DistributedDataParallel has (the nearest names are listed).
     """
 
     def __init__(
         self,
-        pipeline: ModeName | Schedule | Auto = "fused_sparse_dist",
+        pipeline: ModeName | Mode | Schedule | Auto = "fused_sparse_dist",
         stream: StreamPolicy = "data_dist",
         sharding: Sharding = None,
         fused_optimizer: FusedOptimizer | None = None,
         *,
         quantized_comms: QuantizedComms = None,
         replicate_tables: ReplicateTables = None,
-        staleness: int | None = None,
-        defer_update: bool = False,
-        frozen_window: bool = False,
-        stash_gradients: bool = False,
-        start_batch: int = 0,
-        end_batch: int | None = None,
         release_features: bool = False,
         copy_in_place: bool = False,
         out_of_range_ids: OutOfRangeIds = "error",
@@ -163,16 +140,14 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
         **kwargs: Any,
     ) -> None:
         check_arguments(type(self), kwargs)
-        of_mode = {"staleness": staleness, "defer_update": defer_update, "frozen_window": frozen_window}
-        of_mode |= {"stash_gradients": stash_gradients, "start_batch": start_batch, "end_batch": end_batch}
-        auto = resolve_auto(pipeline, of_mode)
+        auto = resolve_auto(pipeline)
         self._tuner = None if auto is None else Tuner(auto, stream)
-        named = TRIED[0] if auto is not None or isinstance(pipeline, Auto) else pipeline
-        self._schedule = resolve_schedule(named, staleness, defer_update, frozen_window, ("auto",))
-        self._schedules = self._tuner or with_exact_warmup(self.schedule, start_batch, end_batch)
-        self.stream, self._lookup_stream = stream, resolve_stream(stream)
+        mode = resolve_mode(TRIED[0] if auto is not None or isinstance(pipeline, Auto) else pipeline)
+        self._schedule, self._schedules = mode.schedule, self._tuner or mode.schedules
+        self._stash_gradients = mode.stash_gradients
+        self.stream = stream
+        self._lookup_stream = resolve_stream(stream)
         tables.check_fused_optimizer(fused_optimizer)
-        self._stash_gradients = check_stash(stash_gradients, self.schedule)
         self._release_features, self._copy_in_place = release_features, copy_in_place
         self._out_of_range_ids = tables.check_out_of_range_ids(out_of_range_ids)
         checkpoints.check_format(checkpoint_format, async_checkpoint)
@@ -191,14 +166,7 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
 
     @override
     def __repr__(self) -> str:
-        plain = f"{type(self).__name__}(pipeline={self.schedule.name!r}, stream={self.stream!r})"
-        # The Trainer of the package `pytorch_lightning`, which has classes of its own, prints this as it refuses it.
-        frame = inspect.currentframe()
-        caller = frame.f_back if frame is not None else None
-        if caller is None or not caller.f_globals.get("__name__", "").startswith("pytorch_lightning."):
-            return plain
-        way_out = "use lightning.pytorch.Trainer (import lightning.pytorch as pl)"
-        return f"<{plain}: this is a lightning.pytorch strategy: {way_out}>"
+        return f"{type(self).__name__}(pipeline={self.schedule.name!r}, stream={self.stream!r})"
 
     @property
     def schedule(self) -> Schedule:

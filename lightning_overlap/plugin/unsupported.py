@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import fields
 from inspect import signature
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from ..schedules import Mode
 from ..tables import find_tables, sharded_modules, tables_in_dense_shards, why_never_held
 from ..text import SCALES_LOSS, some, unknown_name_message
 
@@ -46,7 +48,10 @@ def check_arguments(kind: type[DDPStrategy], given: Iterable[str]) -> None:
     parameters = [one for owner in (*owners, DistributedDataParallel) for one in signature(owner).parameters.values()]
     named = [one.name for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
     known = [name for name in dict.fromkeys(named) if name not in ("module", "device_ids")]
+    of_mode = [field.name for field in fields(Mode)]
     for name in given:
+        if name in of_mode:
+            raise TypeError(f"{kind.__name__}: {name} is an option of a mode: pipeline=Mode('...', {name}=...).")
         if name not in known:
             raise TypeError(f"{kind.__name__}: {unknown_name_message('argument', name, known)}")
 

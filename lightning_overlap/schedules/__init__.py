@@ -1,15 +1,14 @@
 """Pipeline modes as tables: stages, the order in which a step issues them, and what follows from that order.
 
-Standard library only. A new mode is a table in `modes.py`; what `OverlapEmbeddingStrategy` accepts is checked in
-`options.py`.
+Standard library only. A new mode is a table in `modes.py`; its options are those of `Mode`.
 """
 
+from .mode import Mode as Mode
+from .mode import resolve_mode as resolve_mode
 from .modes import MODES as MODES
 from .modes import STREAMS as STREAMS
 from .modes import ModeName as ModeName
 from .modes import StreamPolicy as StreamPolicy
-from .options import check_stash as check_stash
-from .options import resolve_schedule as resolve_schedule
 from .options import resolve_stream as resolve_stream
 from .schedule import Schedule as Schedule
 from .schedule import ScheduleError as ScheduleError

@@ -16,7 +16,7 @@ from torch import nn
 
 from ..distributed import gather_objects
 from ..plugin import first_words
-from ..schedules import Schedule, resolve_schedule
+from ..schedules import Mode, Schedule, resolve_mode
 from ..text import some
 from .delayed_lookups import Delays
 from .local_group import process_group
@@ -24,11 +24,8 @@ from .race_detector import RaceError
 from .unsharded_law import compare_with_unsharded
 from .watched_fit import NUM_WATCHED_STEPS, Data, ModuleFactory, Setting, Watched, fit, make_trainer
 
-_SWITCHES = ("start_batch", "end_batch")
-_OF_THE_MODE = ("staleness", "defer_update", *_SWITCHES)
-"""Options that the reference is run without: losses stay the same, or its lookups are delayed as the mode's were."""
 _WITHOUT_REFERENCE = ("frozen_window", "stash_gradients")
-"""Options that are refused: plain training, the reference, has nothing like them."""
+"""Options of a mode that are refused: plain training, the reference, has nothing like them."""
 _SIZES = "/lightning_overlap/sparse/input_sizes.py"
 """The file with the one host sync of a step, the read of sizes."""
 
@@ -91,7 +88,7 @@ class ModuleReport:
 def check_module(
     make_module: ModuleFactory,
     data: Data,
-    pipeline: str | Schedule = "fused_sparse_dist",
+    pipeline: str | Mode | Schedule = "fused_sparse_dist",
     *,
     num_steps: int = 12,
     seed: int = 0,
@@ -125,7 +122,7 @@ def check_module(
     Args:
         make_module: Makes your module, untrained: its class, or a function without arguments.
         data: A LightningDataModule, a data loader, or batches; on several ranks, this rank's own.
-        pipeline: A mode's name or a schedule of yours.
+        pipeline: A mode's name, a `Mode`, or a schedule of yours.
         num_steps: Batches to train; fewer where the data has no more.
         seed: Seeds Python, NumPy and torch before each fit.
         accelerator: `cpu` or `gpu`; on a GPU the kernels have to be deterministic.
@@ -145,13 +142,14 @@ def check_module(
             f"make_module makes a module for each fit, got a {type(make_module).__name__}: pass its class, or "
             "`lambda: MyModule(...)`."
         )
+    mode = resolve_mode(pipeline)
     for name in _WITHOUT_REFERENCE:
-        if strategy_options.get(name):
+        if getattr(mode, name):
             raise ValueError(
                 f"check_module compares with plain training, which has nothing like {name}. Leave it out: the laws are "
                 "then checked of the mode without it."
             )
-    schedule = resolve_schedule(pipeline, strategy_options.get("staleness"))
+    schedule = mode.schedule
     overlaps = schedule.has_sparse_stages
     first_words.calm_libraries(strategy_options.get("calm_libraries", True))  # before data and modules are made
     with process_group(accelerator):
@@ -160,10 +158,9 @@ def check_module(
         setting = replace(setting, batches=_first_batches(setting, data, num_steps))
         first = fit(setting, pipeline)
         again = fit(setting, pipeline, every_state=False, syncs=True)
-        at_least = not first.automatic or not strategy_options.keys().isdisjoint(_SWITCHES)
-        plain_options = {name: value for name, value in strategy_options.items() if name not in _OF_THE_MODE}
+        at_least = not first.automatic or mode.start_batch > 0 or mode.end_batch is not None
         delays = _delays(schedule, first, as_seen=at_least) if schedule.staleness else None
-        plain = fit(replace(setting, strategy_options=plain_options), "base", delays=delays)
+        plain = fit(setting, "base", delays=delays)
         reference = f"plain training with updates delayed by {schedule.staleness}" if schedule.staleness else "base"
         syncs, num_sizes = _host_syncs(again)
         num, most = len(setting.batches), first.most_in_flight
@@ -275,7 +272,7 @@ def _seen(schedule: Schedule, watched: Watched, at_least: bool) -> tuple[str, st
     return "", f"{len(watched.seen)} early lookups"
 
 
-def _race(setting: Setting, pipeline: str | Schedule, overlaps: bool) -> tuple[str, str]:
+def _race(setting: Setting, pipeline: str | Mode | Schedule, overlaps: bool) -> tuple[str, str]:
     """Train once more on simulated streams that follow every operator's memory. On one rank of a CPU only."""
     if not overlaps or setting.accelerator != "cpu" or dist.get_world_size() > 1:
         return "", "not looked at"

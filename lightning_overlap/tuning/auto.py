@@ -1,8 +1,7 @@
-"""The options of `pipeline="auto"`, and which of the strategy's options go together with it."""
+"""The options of `pipeline="auto"`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -38,23 +37,7 @@ class Auto:
                 raise ValueError(f"{field.name} of Auto is a number from {lowest} on, got {value!r}.")
 
 
-def resolve_auto(pipeline: Any, refused: Mapping[str, Any]) -> Auto | None:
-    """Return the options of "auto"; None if a mode was named.
-
-    Args:
-        pipeline: The strategy's argument: "auto", an `Auto`, or anything else.
-        refused: Options of the strategy that belong to a mode, with their values; a false value means not given.
-
-    Raises:
-        ValueError: One of them was given.
-    """
+def resolve_auto(pipeline: Any) -> Auto | None:
+    """Return the options of "auto", which is given as that name or as an `Auto`; None if a mode was named."""
     auto = Auto() if pipeline == "auto" else pipeline
-    if not isinstance(auto, Auto):
-        return None
-    for name, value in refused.items():
-        if value:
-            raise ValueError(
-                f"{name}={value!r} changes what a lookup sees or needs a staleness. Auto compares modes of the same "
-                "losses, bit for bit; name the mode to use it."
-            )
-    return auto
+    return auto if isinstance(auto, Auto) else None

@@ -17,7 +17,7 @@ from lightning.pytorch import LightningModule
 from omegaconf import OmegaConf
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 
-from lightning_overlap import MODES, STREAMS
+from lightning_overlap import MODES, STREAMS, Mode
 from lightning_overlap.apps import build, config_checks
 from lightning_overlap.apps.hydra_command import add_or_override
 from lightning_overlap.models import DLRM
@@ -74,7 +74,7 @@ def test_each_mode_and_stream_policy_has_a_file_and_a_line_of_help() -> None:
 
 def test_the_default_choices() -> None:
     config = composed()
-    assert [schedule.name for schedule in config_checks.modes(config)] == ["fused_sparse_dist"]
+    assert [mode.schedule.name for mode in config_checks.modes(config)] == ["fused_sparse_dist"]
     assert (config["stream"]["name"], config["sharding"]["type"]) == ("data_dist", "table_wise")
     assert (config["data"]["_target_"].rpartition(".")[2], build.num_ranks(config)) == ("SyntheticDataModule", 2)
 
@@ -82,8 +82,8 @@ def test_the_default_choices() -> None:
 def test_a_schedule_of_ones_own() -> None:
     text = "mine: copy_batch_to_device+1/memcpy dense_forward+0/compute backward+0/compute optimizer_step+0/compute"
     config = composed(f"pipeline.schedule='{text}'", "compare=[base,semi_sync]")
-    assert [schedule.name for schedule in config_checks.modes(config)] == ["base", "semi_sync", "mine"]
-    assert str(config_checks.modes(config)[-1]) == text
+    assert [mode.schedule.name for mode in config_checks.modes(config)] == ["base", "semi_sync", "mine"]
+    assert str(config_checks.modes(config)[-1].schedule) == text
 
 
 @pytest.mark.parametrize(
@@ -97,13 +97,13 @@ def test_a_schedule_of_ones_own() -> None:
 def test_sharding_reaches_the_strategy(override: str, sharding: object) -> None:
     config = composed(override, "data.num_tables=2")
     model = build.build_model(config, build.build_data(config))
-    assert build.build_strategy(config, MODES["base"], model).sharding == sharding
+    assert build.build_strategy(config, Mode("base"), model).sharding == sharding
 
 
 @pytest.mark.parametrize("name", names("comms"))
 def test_comms_reach_the_strategy(name: str) -> None:
     config = composed(f"comms={name}")
-    strategy = build.build_strategy(config, MODES["base"], build.build_model(config, build.build_data(config)))
+    strategy = build.build_strategy(config, Mode("base"), build.build_model(config, build.build_data(config)))
     comms = strategy.quantized_comms
     sent = ["none"] if comms is None else [str(comms.forward_precision), str(comms.backward_precision)]
     assert "_".join(dict.fromkeys(sent)) == name
@@ -129,7 +129,7 @@ def test_the_record_of_a_run_holds_the_defaults_that_python_wrote() -> None:
         (["stream.name=dedicatd"], "unknown stream 'dedicatd'. Did you mean 'dedicated'"),
         (["compare=[bas]"], "unknown pipeline 'bas'. Did you mean 'base'"),
         (["pipeline.schedule='mine: copy_batch_to_device+0/compute'"], "'mine': dense_forward is missing"),
-        (["pipeline=auto", "pipeline.staleness=3"], "staleness=3 changes what a lookup sees or needs"),
+        (["pipeline=auto", "pipeline.staleness=3"], "pipeline=auto takes no pipeline.staleness, an option of a mode"),
         (["trainer.precision=16-mixed"], "Use trainer.precision=bf16-mixed"),
         (["trainer.max_stepz=3"], "unknown option of trainer 'max_stepz'. Did you mean 'max_steps'"),
         (["trainer.devices=none"], "-1: all), got 'none'"),
@@ -178,7 +178,7 @@ def test_values_of_a_wrong_type_too(override: str, message: str) -> None:
 def test_a_fused_optimizer_in_yaml_reaches_the_strategy() -> None:
     config = composed("data.num_tables=2", "strategy.fused_optimizer=[torch.optim.SGD,{lr: 0.25}]")
     model = build.build_model(config, build.build_data(config))
-    made = build.build_strategy(config, MODES["base"], model)
+    made = build.build_strategy(config, Mode("base"), model)
     assert check_fused_optimizer(made.fused_optimizer) == (torch.optim.SGD, {"lr": 0.25})
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
-from lightning_overlap import OverlapEmbeddingStrategy
+from lightning_overlap import Mode
 
 from ..sparse.update_rates import TWO_RATES, factor
 from ..support.cases import NUM_STEPS, ROWWISE_ADAGRAD, SEQUENCE, TABLE_WISE, Case
@@ -177,4 +177,4 @@ def test_what_has_no_window_is_refused(get_ranks: Callable[..., Ranks], model: s
 )
 def test_a_mode_that_cannot_is_refused(pipeline: str, message: str) -> None:
     with pytest.raises(ValueError, match=f"frozen_window: {message}"):
-        OverlapEmbeddingStrategy(pipeline, frozen_window=True)
+        Mode(pipeline, frozen_window=True)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from torchrec.distributed.types import ShardedModule
 
-from lightning_overlap import OverlapEmbeddingStrategy
+from lightning_overlap import Mode, OverlapEmbeddingStrategy
 from lightning_overlap.tables.sharded_module import tbes
 
 from ..checkpoint.resumes import StatefulSized
@@ -215,7 +215,7 @@ def failing(case: Case, k: int, place: str, batch: int) -> tuple[Result, int]:
         trainer.fit(module, datamodule=Data(case, NUM_STEPS))
     except KeyError:
         result = collect(module, trainer.optimizers[0], module.losses)
-    second = OverlapEmbeddingStrategy(sharding=strategy.sharding, frozen_window=True)
+    second = OverlapEmbeddingStrategy(Mode(frozen_window=True), sharding=strategy.sharding)
     module.losses = []
     make_trainer(second, accumulate_grad_batches=k).fit(module, datamodule=Data(case, 6))
     return result, len(module.losses)

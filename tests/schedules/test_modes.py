@@ -7,8 +7,9 @@ from collections import defaultdict
 
 import pytest
 
+from lightning_overlap.schedules.mode import Mode
 from lightning_overlap.schedules.modes import MODES, STREAMS
-from lightning_overlap.schedules.options import resolve_schedule, resolve_stream
+from lightning_overlap.schedules.options import resolve_stream
 from lightning_overlap.schedules.schedule import Schedule, Step
 from lightning_overlap.schedules.stages import Stage, StreamName
 
@@ -146,8 +147,8 @@ def test_fill_and_drain(name: str) -> None:
 
 def test_a_mode_goes_by_its_schedule_name(mode: Schedule) -> None:
     assert MODES[mode.name] is mode
-    assert resolve_schedule(mode.name) is mode
-    assert resolve_schedule(mode) is mode
+    assert Mode(mode.name).schedule is mode  # type: ignore[arg-type]
+    assert Mode(mode).schedule is mode
 
 
 @pytest.mark.parametrize(("name", "stream"), STREAMS.items())
@@ -165,7 +166,7 @@ def test_a_stream_policy_goes_by_its_name(name: str, stream: StreamName) -> None
 )
 def test_an_unknown_mode_lists_the_nearest(name: str, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
-        resolve_schedule(name)
+        Mode(name)  # type: ignore[arg-type]
 
 
 def test_an_unknown_stream_lists_the_nearest() -> None:
@@ -176,7 +177,7 @@ def test_an_unknown_stream_lists_the_nearest() -> None:
 
 def test_a_mode_that_is_no_name_is_a_type_error() -> None:
     with pytest.raises(TypeError, match=r"pipeline must be a name \(base, .*\), got 3"):
-        resolve_schedule(3)  # type: ignore[arg-type]
+        Mode(3)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"stream must be a name \(current, .*\), got None"):
         resolve_stream(None)  # type: ignore[arg-type]
 

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_overlap.schedules.mode import Mode
 from lightning_overlap.schedules.modes import (
     BASE,
     DEFAULT_STALENESS,
@@ -19,7 +20,6 @@ from lightning_overlap.schedules.modes import (
     async_lookup,
     defer_update,
 )
-from lightning_overlap.schedules.options import resolve_schedule
 from lightning_overlap.schedules.schedule import Schedule, Step
 from lightning_overlap.schedules.sequential import with_exact_warmup
 from lightning_overlap.schedules.stages import Stage, StreamName
@@ -57,8 +57,8 @@ def test_semi_sync_is_the_case_of_one() -> None:
 
 
 def test_a_name_and_a_staleness() -> None:
-    assert resolve_schedule("async_lookup", 4) == async_lookup(4)
-    assert resolve_schedule("async_lookup") == MODES["async_lookup"]
+    assert Mode("async_lookup", staleness=4).schedule == async_lookup(4)
+    assert Mode("async_lookup").schedule == MODES["async_lookup"]
     assert async_lookup(4).name == "async_lookup_4"
 
 
@@ -67,7 +67,7 @@ def test_a_name_and_a_staleness() -> None:
     [
         ("semi_sync", 2, ValueError, "staleness=2: 'semi_sync' has a staleness of 1 by its order of stages. To choose"),
         ("base", 0, ValueError, "staleness=0: 'base' has a staleness of 0"),
-        (SEMI_SYNC, 1, ValueError, "To choose it take pipeline='async_lookup'"),
+        (SEMI_SYNC, 1, ValueError, "To choose the staleness take Mode('async_lookup', staleness=...)"),
         ("async_lookup", 0, ValueError, "from 1 on, got 0. For lookups that see every update take pipeline='fused"),
         ("async_lookup", -1, ValueError, "from 1 on, got -1"),
         ("async_lookup", 1.5, TypeError, "staleness is a number of batches, got 1.5"),
@@ -77,7 +77,7 @@ def test_a_name_and_a_staleness() -> None:
 )
 def test_a_staleness_that_cannot_be(pipeline: Any, staleness: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=re.escape(message)):
-        resolve_schedule(pipeline, staleness)
+        Mode(pipeline, staleness=staleness)
 
 
 # -- switches ---------------------------------------------------------------------------------------------------
@@ -108,7 +108,7 @@ def test_switches_that_cannot_be(
     schedule: Schedule, options: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=re.escape(message)):
-        with_exact_warmup(schedule, **options)
+        Mode(schedule, **options)
 
 
 def test_schedules_with_lookups_on_two_streams_cannot_follow_one_another() -> None:
@@ -123,11 +123,11 @@ def test_schedules_with_lookups_on_two_streams_cannot_follow_one_another() -> No
 def test_a_deferred_update_leaves_the_staleness(mode: Schedule) -> None:
     deferred = defer_update(mode)
     assert (deferred.staleness, deferred.depth) == (mode.staleness, mode.depth + 1)
-    assert resolve_schedule(mode, deferred=True) == deferred
+    assert Mode(mode, defer_update=True).schedule == deferred
 
 
 def test_an_exact_mode_cannot_defer_its_updates() -> None:
     with pytest.raises(
         ValueError, match="'fused_sparse_dist' looks up after the backward and so needs its update by then"
     ):
-        resolve_schedule("fused_sparse_dist", deferred=True)
+        Mode("fused_sparse_dist", defer_update=True)

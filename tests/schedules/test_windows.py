@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from lightning_overlap.schedules.mode import Mode
 from lightning_overlap.schedules.modes import MODES, frozen_window
-from lightning_overlap.schedules.options import resolve_schedule
 from lightning_overlap.schedules.schedule import Schedule
 from lightning_overlap.schedules.stages import Stage
 
@@ -36,7 +36,7 @@ def test_the_tables_of_a_window(name: str) -> None:
     within = last.accumulating
     assert within is not None
     assert (" ".join(map(str, last)), " ".join(map(str, within))) == TABLES[name]
-    assert resolve_schedule(name, frozen=True) == last
+    assert Mode(name, frozen_window=True).schedule == last  # type: ignore[arg-type]
     assert Schedule.parse(str(last)) == last
 
 

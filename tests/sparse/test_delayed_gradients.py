@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_overlap import OverlapEmbeddingStrategy
+from lightning_overlap import Mode
 
 from ..support import reference
 from ..support.cases import MIXED, ROWWISE_ADAGRAD, SEQUENCE, TABLE_WISE, Case
@@ -89,4 +89,4 @@ def test_an_optimizer_that_asks_twice_is_refused(get_ranks: Any) -> None:
 @pytest.mark.parametrize("pipeline", ["base", "fused_sparse_dist", "prefetch"])
 def test_a_mode_without_staleness_is_refused(pipeline: str) -> None:
     with pytest.raises(ValueError, match=f"stash_gradients: '{pipeline}' has a staleness of 0.*semi_sync"):
-        OverlapEmbeddingStrategy(pipeline, stash_gradients=True)
+        Mode(pipeline, stash_gradients=True)

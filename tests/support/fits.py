@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch import Trainer
 
-from lightning_overlap import OverlapEmbeddingStrategy, Schedule
+from lightning_overlap import Mode, OverlapEmbeddingStrategy, Schedule
 from lightning_overlap.tuning import Auto
 
 from .cases import NUM_STEPS, Batches, Case, Model, make_plan
@@ -38,9 +40,17 @@ def make_trainer(strategy: OverlapEmbeddingStrategy, device_type: str = "cpu", *
 def make_strategy(
     model: Model, pipeline: str | Schedule | Auto = "fused_sparse_dist", device_type: str = "cpu", **options: Any
 ) -> OverlapEmbeddingStrategy:
-    """The strategy under test, with the plan of the reference."""
+    """The strategy under test, with the plan of the reference; `options` are its own and those of its mode."""
     plan = make_plan(model.case, model, dist.get_world_size(), device_type)
+    pipeline, options = mode_and_options(pipeline, options)
     return OverlapEmbeddingStrategy(pipeline, sharding=plan, **options)
+
+
+def mode_and_options(pipeline: Any, options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Split options into a mode with its own, and those of the strategy."""
+    of_mode = {field.name: options[field.name] for field in fields(Mode) if field.name in options}
+    others = {name: value for name, value in options.items() if name not in of_mode}
+    return Mode(pipeline, **of_mode) if any(of_mode.values()) else pipeline, others
 
 
 def fit(

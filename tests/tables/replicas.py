@@ -30,7 +30,7 @@ from ..laws.windows import Data
 from ..sparse.callers import TwoBackwards
 from ..sparse.update_rates import Scheduled, factor
 from ..support.cases import NUM_STEPS, Batch, Batches, Case, MakesInput, Model, TableSpec, dense_optimizer, make_batch
-from ..support.fits import make_trainer
+from ..support.fits import make_trainer, mode_and_options
 from ..support.reference import Delayed, Result, collect, train, train_delayed
 
 SMALL = ("s0", "s1", "s2")
@@ -89,7 +89,8 @@ MODELS: Mapping[str, type[Model]] = {
 
 def strategy_of(case: Case, pipeline: str, replicated: Any = SMALL, **options: Any) -> OverlapEmbeddingStrategy:
     sharding = {table.name: "table_wise" for table in case.tables if table.name not in (replicated or ())}
-    return OverlapEmbeddingStrategy(pipeline, sharding=sharding, replicate_tables=replicated, **options)
+    mode, options = mode_and_options(pipeline, options)
+    return OverlapEmbeddingStrategy(mode, sharding=sharding, replicate_tables=replicated, **options)
 
 
 def fit(

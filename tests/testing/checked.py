@@ -13,6 +13,7 @@ from lightning_overlap import Schedule
 from lightning_overlap.testing import ModuleReport, check_module
 
 from ..support.cases import TABLE_WISE, Case, Model, make_batch, make_plan
+from ..support.fits import mode_and_options
 
 NUM = 12
 
@@ -22,7 +23,8 @@ def check(case: Case, pipeline: str | Schedule, module: type[Model] = Model, **o
     plan = make_plan(case, Model(case), dist.get_world_size() if dist.is_initialized() else 1)
     rank = dist.get_rank() if dist.is_initialized() else 0
     batches = [make_batch(case, index, rank) for index in range(NUM)]
-    return check_module(lambda: module(case), batches, pipeline, sharding=plan, **options)
+    mode, options = mode_and_options(pipeline, options)
+    return check_module(lambda: module(case), batches, mode, sharding=plan, **options)
 
 
 def what_is_said(case: Case, pipeline: str | Schedule, module: type[Model], **options: Any) -> str:

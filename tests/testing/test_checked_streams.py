@@ -14,7 +14,7 @@ import torch.utils.checkpoint
 from lightning.pytorch import Callback
 from torch import Tensor
 
-from lightning_overlap import MODES, STREAMS
+from lightning_overlap import MODES, STREAMS, Mode
 from lightning_overlap.runtime import deferred_updates, executor, lookup_order, stage_issue
 from lightning_overlap.schedules.stages import StreamName
 from lightning_overlap.sparse import answers
@@ -57,11 +57,11 @@ def train(
     **trainer_options: Any,
 ) -> None:
     batches = [make_batch(case, index, 0) for index in range(7)]
-    options = {"sharding": make_plan(case, Model(case), 1), "stream": stream, "frozen_window": frozen_window}
+    options = {"sharding": make_plan(case, Model(case), 1), "stream": stream}
     with process_group("cpu"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         setting = Setting(lambda: module(case), batches, trainer_options=trainer_options, strategy_options=options)
-        fit(setting, pipeline, races=True)
+        fit(setting, Mode(pipeline, frozen_window=frozen_window), races=True)  # type: ignore[arg-type]
 
 
 CASES = {case.name: case for case in (MIXED, SEQUENCE, TWO_COLLECTIONS, WEIGHTED, ROWWISE_ADAGRAD)}

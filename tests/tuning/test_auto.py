@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lightning_overlap import MODES, OverlapEmbeddingStrategy
+from lightning_overlap import MODES, Mode, OverlapEmbeddingStrategy
 from lightning_overlap.tuning import TRIED, Arm, Auto
 
 from ..laws.windows import ALL_KINDS
@@ -169,20 +169,9 @@ def test_where_every_block_is_disturbed_nothing_is_chosen(two_ranks: Ranks) -> N
     assert "nothing was chosen, as every block was disturbed" in fits[0].log
 
 
-@pytest.mark.parametrize(
-    ("option", "value"),
-    [
-        ("staleness", 2),
-        ("defer_update", True),
-        ("frozen_window", True),
-        ("stash_gradients", True),
-        ("start_batch", 5),
-        ("end_batch", 5),
-    ],
-)
-def test_options_of_a_mode_are_refused_by_name(option: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=f"{option}={value!r} .* name the mode to use it"):
-        OverlapEmbeddingStrategy("auto", **{option: value})
+def test_auto_takes_no_options_of_a_mode() -> None:
+    with pytest.raises(ValueError, match=r"'auto' tries modes of the same losses, and takes no options of a mode"):
+        OverlapEmbeddingStrategy(Mode("auto", staleness=2))
 
 
 @pytest.mark.parametrize("option", ["settle", "block", "rounds"])
