@@ -45,7 +45,7 @@ STATIONS = {
                     "runtime/executor.py",
                     "issues the step on the memcpy stream;\nruntime/end_of_data.py asks the ranks",
                 ),
-                "plugin": ("plugin/batch_stream.py", "DataLoader, transfer hooks,\ncopy to the device"),
+                "plugin": ("plugin/loops/batch_stream.py", "DataLoader, transfer hooks,\ncopy to the device"),
             },
         ),
         Station(
@@ -83,7 +83,7 @@ STATIONS = {
             "next batch",
             "the loop asks for a batch",
             {
-                "plugin": ("plugin/fit_loop.py", "Lightning's loop with the\nlookahead fetcher in it"),
+                "plugin": ("plugin/loops/fit_loop.py", "Lightning's loop with the\nlookahead fetcher in it"),
                 "runtime": ("runtime/executor.py", "next_batch(): begins the iteration,\nreturns the staged batch"),
             },
         ),

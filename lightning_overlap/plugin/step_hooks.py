@@ -20,7 +20,7 @@ from ..runtime import BatchCopies, CudaStreams
 from ..schedules import Stage, StreamName
 from ..sparse import keyed_jagged_tensors, note_lengths
 from ..tables import count_writes
-from .fetcher import StagedBatch
+from .loops import StagedBatch
 from .run import HasRun
 
 

@@ -36,11 +36,9 @@ from ..sparse import SparseOptions, SparsePipeline, StaleRows
 from ..tables import FusedOptimizer, OutOfRangeIds, OverflowWatch, QuantizedComms, ReplicateTables, Sharding
 from ..tracking import TouchedRows
 from ..tuning import TRIED, Auto, Tuner, resolve_auto
-from . import checkpoint_links, evaluation_loops, first_words, fit_loop, shortcuts, sigterm
-from .batch_stream import BatchStream
-from .epoch import Epoch
+from . import checkpoint_links, first_words, shortcuts
 from .failure_hooks import FailsTogether
-from .fetcher import LookaheadFetcher, StepArguments
+from .loops import BatchStream, Epoch, LookaheadFetcher, StepArguments, evaluation_loops, fit_loop, sigterm
 from .private_names import check_lightning
 from .processes import StartsProcesses
 from .run import Run, batch_size_of
@@ -166,7 +164,9 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
 
     @override
     def __repr__(self) -> str:
-        return f"{type(self).__name__}(pipeline={self.schedule.name!r}, stream={self.stream!r})"
+        # The Trainer of the package `pytorch_lightning` prints this when it refuses the strategy.
+        chosen = f"pipeline={self.schedule.name!r}, stream={self.stream!r}"
+        return f"<{type(self).__name__} for lightning.pytorch.Trainer: {chosen}>"
 
     @property
     def schedule(self) -> Schedule:

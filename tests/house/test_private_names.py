@@ -14,16 +14,14 @@ import pytest
 
 from lightning_overlap.plugin import (
     checkpoint_hooks,
-    evaluation_loops,
     failure_hooks,
-    fetcher,
-    fit_loop,
     private_names,
     processes,
     run,
     step_hooks,
     strategy,
 )
+from lightning_overlap.plugin.loops import evaluation_loops, fetcher, fit_loop
 from lightning_overlap.tables import sharded_module
 
 from .test_folders import LIGHTNING_FOLDER, SOURCES, TORCHREC_FOLDERS, folder_of, is_private, name_of

@@ -201,8 +201,8 @@ MUTANTS = (
         7,
         "a checkpoint counts batches that are only looked ahead at",
         ("checkpoint/test_resume.py::test_every_exact_mode[fused_sparse_dist-own-sized]",),
-        "plugin/fit_loop.py",
-        'state_dict["combined_loader"] = fetcher.trained_state',
+        "plugin/loops/fit_loop.py",
+        'state_dict["combined_loader"] = fetcher.trained_states or None',
         "pass",
     ),
     Mutant(

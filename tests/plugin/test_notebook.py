@@ -94,4 +94,4 @@ def test_cells(cell: Callable[[str], str]) -> None:
     assert report == "True"
 
     shown = cell("strategy = OverlapEmbeddingStrategy('semi_sync')\nstrategy")
-    assert shown == "OverlapEmbeddingStrategy(pipeline='semi_sync', stream='data_dist')"
+    assert shown == "<OverlapEmbeddingStrategy for lightning.pytorch.Trainer: pipeline='semi_sync', stream='data_dist'>"

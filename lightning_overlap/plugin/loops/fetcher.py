@@ -8,7 +8,7 @@ from typing import Any
 from lightning.pytorch.loops.fetchers import _DataFetcher, _DataLoaderIterDataFetcher
 from typing_extensions import override
 
-from ..runtime import Executor, InFlightBatch
+from ...runtime import Executor, InFlightBatch
 from .batch_stream import BatchStream
 from .epoch import Epoch, Gather
 

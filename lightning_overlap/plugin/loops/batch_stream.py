@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loops.fetchers import _DataFetcher
 
-from ..distributed import ASK_FOR_LAST
-from ..runtime import BatchMemory, FetchedBatch, StageTimer, keeps_its_data
+from ...distributed import ASK_FOR_LAST
+from ...runtime import BatchMemory, FetchedBatch, StageTimer, keeps_its_data
 from . import sigterm
 from .epoch import Epoch
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 
-from ..distributed import SKIP_ALIKE
+from ...distributed import SKIP_ALIKE
 
 Gather = Callable[[Any], list[Any]]
 """Returns the values of all ranks, by rank; all ranks call it and wait."""
