@@ -1,6 +1,7 @@
 """Lightning's loops with a lookahead: where their batches come from, and how all ranks end together.
 
-`fit_loop.py` and `evaluation_loops.py` give the trainer's loops a `LookaheadFetcher`; `sigterm.py` ends all ranks alike.
+`fit_loop.py` and `evaluation_loops.py` give the trainer's loops a `LookaheadFetcher`; `sigterm.py` ends all ranks
+alike.
 """
 
 from . import evaluation_loops as evaluation_loops
