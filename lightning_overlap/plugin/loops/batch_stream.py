@@ -170,18 +170,17 @@ class BatchStream:
     def _next_to_train(self, index: int, timer: StageTimer | None) -> FetchedBatch | None:
         """Return the batch `index`, past None batches; None at the end."""
         while (fetched := self._next_of_inner(timer)) is not None:
-            batch, batch_idx, dataloader_idx = fetched
-            if not self._is_skipped(batch):
-                return FetchedBatch(batch, batch_idx, dataloader_idx, self.latest_none, self.states)
-            self.skipped.append(SkippedBatch(index, batch_idx, dataloader_idx))
-            self.latest_none = batch_idx
+            if not self._is_skipped(fetched.batch):
+                return fetched._replace(latest_none=self.latest_none)
+            self.skipped.append(SkippedBatch(index, fetched.batch_idx, fetched.dataloader_idx))
+            self.latest_none = fetched.batch_idx
         return None
 
     def _is_skipped(self, batch: Any) -> bool:
         """Whether the loop trains no such batch."""
         return self.trains and batch is None
 
-    def _next_of_inner(self, timer: StageTimer | None) -> tuple[Any, int, int] | None:
+    def _next_of_inner(self, timer: StageTimer | None) -> FetchedBatch | None:
         for _ in range(2):
             if not self._inner_is_exhausted:
                 with suppress(StopIteration), nullcontext() if timer is None else timer.data():
@@ -190,8 +189,7 @@ class BatchStream:
                         self._own_those_of_inner()
                     else:
                         batch = self._memory.own(batch)
-                    self.states = self._read_states()
-                    return batch, batch_idx, dataloader_idx
+                    return FetchedBatch(batch, batch_idx, dataloader_idx, loader_states=self._states_after())
             if self.inner.fetched > 0 or self._iterated or not self.states:
                 break
             # Resumed after an epoch's last batch: the loader's iterator goes on there, at its end. Lightning begins the
@@ -210,6 +208,14 @@ class BatchStream:
         """Copy the batches that the inner fetcher holds, if the loader may overwrite them (`BatchMemory`)."""
         held: list[Any] = getattr(self.inner, "batches", [])
         held[:] = [(self._memory.own(batch), batch_idx, dataloader_idx) for batch, batch_idx, dataloader_idx in held]
+
+    def _states_after(self) -> Any:
+        """Return the states of the loaders after the batch that the inner fetcher has just given."""
+        if not self.states:
+            return self.states  # no loader has a state: Lightning takes long to look for it
+        before, self.states = self.states, self._read_states()
+        # Without a length the inner fetcher has fetched one batch more, to know whether it is the last.
+        return before if self.inner.length is None else self.states
 
     def _read_states(self) -> Any:
         # Lightning takes the state of loaders that have one. No checkpoint holds the position of an evaluation.
