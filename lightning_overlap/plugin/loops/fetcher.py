@@ -105,8 +105,8 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
         current = self.executor.current
         if self._batch is not None and current is not None:
             self.trained_states = current.loader_states
-        if self._waiting is None and (self._has_ended or self.executor.is_last):
-            self.done = self._count_none_at_end() == 0
+        is_last = self._waiting is None and (self._has_ended or self.executor.is_last)
+        self.done = is_last and self._count_none_at_end() == 0
         return StagedBatch(self._step_arguments(self._batch, self._batch_idx, self._dataloader_idx), self.executor)
 
     def peek(self) -> Any:
