@@ -16,7 +16,7 @@ from torchrec.distributed.types import ShardingEnv
 
 from lightning_overlap import OverlapEmbeddingStrategy
 
-from ..support.fits import make_trainer
+from ..support.fits import make_trainer, mode_and_options
 from ..support.reference import Result, collect
 from .random_fits import Fit, Part
 from .random_models import Data, Net, make_batch, make_plan, opened
@@ -137,12 +137,13 @@ def train_under_the_strategy(fit: Fit, **options: Any) -> Result:
     """Lightning, with the plan of the loop."""
     logging.getLogger("torchrec").setLevel(logging.ERROR)
     module = Net(fit)
+    mode, others = mode_and_options(fit.pipeline, {**dict(fit.options), **options})
     strategy = OverlapEmbeddingStrategy(
-        pipeline=fit.pipeline,
+        pipeline=mode,
         stream=fit.stream,
         sharding=make_plan(fit, module),
         timeout=datetime.timedelta(seconds=COLLECTIVE_TIMEOUT_S),
-        **{**dict(fit.options), **options},
+        **others,
     )
     trainer = make_trainer(
         strategy,

@@ -28,7 +28,7 @@ from ..support.cases import (
     make_plan,
 )
 from ..support.cases import dense_optimizer as dense_optimizer_of
-from ..support.fits import make_trainer
+from ..support.fits import make_trainer, mode_and_options
 from ..support.reference import Result, collect
 from .callers import (
     MODELS,
@@ -84,12 +84,13 @@ def train(
         nonlocal early
         early += kind == "wait" and str(stage) == "embedding_lookup"
 
+    mode, others = mode_and_options(pipeline, options or {})
     strategy = OverlapEmbeddingStrategy(
-        pipeline=pipeline,
+        pipeline=mode,
         sharding=make_plan(case, module, dist.get_world_size()),
         observer=observe,
         timeout=datetime.timedelta(seconds=30),
-        **(options or {}),
+        **others,
     )
     trainer = make_trainer(strategy, **trainer_kwargs)
     raises = pytest.raises(ValueError, match="the user's own error") if "raises" in model else nullcontext()

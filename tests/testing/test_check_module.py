@@ -28,6 +28,7 @@ from ..support.cases import (
     ReadsItsLoss,
     make_batch,
 )
+from ..support.fits import mode_and_options
 from ..support.pairs import in_turn
 from ..support.ranks import Ranks
 from . import checked
@@ -89,10 +90,12 @@ def test_an_option_of_a_mode_that_plain_training_does_without(two_ranks: Ranks) 
     assert all(report.holds for report in two_ranks.run(checked.check, MIXED, "semi_sync", defer_update=True))
 
 
-@pytest.mark.parametrize("option", ["frozen_window", "stash_gradients"])
-def test_options_without_a_reference_are_refused(option: str) -> None:
+@pytest.mark.parametrize(
+    ("pipeline", "option"), [("fused_sparse_dist", "frozen_window"), ("semi_sync", "stash_gradients")]
+)
+def test_options_without_a_reference_are_refused(pipeline: str, option: str) -> None:
     with pytest.raises(ValueError, match=f"nothing like {option}. Leave it out"):
-        check_module(lambda: Model(TABLE_WISE), [], "semi_sync", **{option: True})
+        check_module(lambda: Model(TABLE_WISE), [], mode_and_options(pipeline, {option: True})[0])
 
 
 def test_the_group_that_is_there_is_used(two_ranks: Ranks) -> None:
