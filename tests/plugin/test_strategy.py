@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 from torchrec.distributed.types import ShardingType
 from torchrec.streamable import Pipelineable
 
-from lightning_overlap import MODES, STREAMS, OverlapEmbeddingStrategy, Schedule
+from lightning_overlap import MODES, STREAMS, Mode, OverlapEmbeddingStrategy, Schedule
 from lightning_overlap.schedules.modes import ModeName, StreamPolicy
 from lightning_overlap.tables import check_fused_optimizer
 from lightning_overlap.tables.sharding import ShardingName
@@ -345,7 +345,7 @@ def test_editors_know_all_names() -> None:
     assert set(get_args(StreamPolicy)) == set(STREAMS)
     assert set(get_args(ShardingName)) == {kind.value for kind in ShardingType}
     hints = get_type_hints(OverlapEmbeddingStrategy.__init__)
-    assert hints["pipeline"] == ModeName | Schedule | Auto
+    assert hints["pipeline"] == ModeName | Mode | Schedule | Auto
     assert hints["stream"] == StreamPolicy
 
 

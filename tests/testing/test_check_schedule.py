@@ -20,7 +20,7 @@ def test_a_schedule_that_keeps_the_laws(schedule: Schedule) -> None:
     ("schedule", "message"),
     [
         (ClaimsToBeExact("mine", SEMI_SYNC.steps), "law 2: lookups see updates 0 batches late: the lookup of batch 1"),
-        (ForgetsDenseOwners("mine", FUSED_SPARSE_DIST.steps), "'ebc' ran in its own forward: tables are written"),
+        (ForgetsDenseOwners("mine", FUSED_SPARSE_DIST.steps), "'ebc' ran in its own forward: its tables are written"),
         (ClaimsDepth1("mine", FUSED_SPARSE_DIST.steps), "law 6: .*: 3 batches in flight, the depth is 1"),
     ],
     ids=["stale", "ahead_of_the_step", "holds_more"],
