@@ -94,7 +94,7 @@ _READERS_OF_HOST_MEMORY = (
     ("/lightning_overlap/sparse/pipeline.py", "note_lengths"),  # of a batch that is still on the host
     ("/lightning_overlap/tables/id_ranges.py", "first_outside"),  # leaves ids on a device alone
     ("/lightning_overlap/distributed/consensus.py", ""),  # what the ranks ask each other goes by gloo
-    ("/lightning_overlap/tables/overflow.py", ""),  # copies of gradients' ends, once they have arrived
+    ("/lightning_overlap/tables/comms/overflow.py", ""),  # copies of gradients' ends, once they have arrived
     ("/torch/utils/data/", ""),  # batches are made on the host
 )
 """Part of a file's path, and a function in it, or '' for all: what is known to be kept on the host."""

@@ -7,6 +7,12 @@ names.
 from .columns import without_graph as without_graph
 from .combined_optimizer import combined_optimizer as combined_optimizer
 from .combined_optimizer import rate_setter as rate_setter
+from .comms import OverflowWatch as OverflowWatch
+from .comms import QuantizedComms as QuantizedComms
+from .comms import check_quantized_comms as check_quantized_comms
+from .comms import codecs_of as codecs_of
+from .comms import compression as compression
+from .comms import resolve_quantized_comms as resolve_quantized_comms
 from .features import takes_weights as takes_weights
 from .id_ranges import IdRanges as IdRanges
 from .id_ranges import OutOfRangeIds as OutOfRangeIds
@@ -15,14 +21,8 @@ from .optimizer_checks import FusedOptimizer as FusedOptimizer
 from .optimizer_checks import check_dense_optimizers as check_dense_optimizers
 from .optimizer_checks import check_fused_optimizer as check_fused_optimizer
 from .optimizer_checks import refuse_dense_owner as refuse_dense_owner
-from .overflow import OverflowWatch as OverflowWatch
 from .plans import KeptPlan as KeptPlan
 from .plans import plan_of as plan_of
-from .quantized_comms import QuantizedComms as QuantizedComms
-from .quantized_comms import check_quantized_comms as check_quantized_comms
-from .quantized_comms import codecs_of as codecs_of
-from .quantized_comms import compression as compression
-from .quantized_comms import resolve_quantized_comms as resolve_quantized_comms
 from .replicas import follow_rates as follow_rates
 from .replicas import replica_kernels as replica_kernels
 from .replicated_tables import ReplicateTables as ReplicateTables

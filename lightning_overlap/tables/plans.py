@@ -20,7 +20,7 @@ from torchrec.modules.mc_embedding_modules import (
 from typing_extensions import override
 
 from ..text import some
-from .quantized_comms import Codecs
+from .comms import Codecs
 from .supported_modules import sharded_modules
 from .table import training_sharders
 

@@ -25,10 +25,10 @@ from typing_extensions import override
 
 from ..text import some, unknown_name_message
 from .columns import answer_in_config_order
+from .comms import check_plan, check_quantized_comms, codecs_of
 from .features import find_features_by_name
 from .optimizer_checks import FusedOptimizer, apply_fused_optimizer, check_fused_optimizer, warn_of_dense_tables
 from .plans import KeptPlan, make_planner, plan_on_rank_zero, planned_sharders, sharding_types
-from .quantized_comms import check_plan, check_quantized_comms, codecs_of
 from .replicas import make_replicas
 from .replicated_tables import ReplicateTables, replicas_in, tables_to_replicate
 from .supported_modules import sharded_modules, table_modules
@@ -322,12 +322,17 @@ class ShardedStateNames(set[str]):
     """
 
     def __init__(self, model: nn.Module) -> None:
-        super().__init__()
+        names: set[str] = set()
         for name, module in sharded_modules(model).items():
-            self.update(module.sharded_parameter_names(name))
-            self.update(buffer for buffer, _ in module.named_buffers(name))
+            names.update(module.sharded_parameter_names(name))
+            names.update(buffer for buffer, _ in module.named_buffers(name))
+        super().__init__(names)
         self._within = tuple(f"{name}." for name in sharded_modules(model))
-        self._averaged = {name for name, _ in model.named_parameters()}.difference(self)
+        self._averaged = {name for name, _ in model.named_parameters() if name not in names}
+
+    @override
+    def __reduce__(self) -> tuple[type[set[str]], tuple[list[str]]]:
+        return set, (sorted(self),)  # a copied model gets its own names before DDP wraps it
 
     @override
     def __contains__(self, name: object) -> bool:

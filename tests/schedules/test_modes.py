@@ -161,7 +161,7 @@ def test_a_stream_policy_goes_by_its_name(name: str, stream: StreamName) -> None
     [
         ("semisync", "unknown pipeline 'semisync'. Did you mean 'semi_sync'"),
         ("fused_sparse", "unknown pipeline 'fused_sparse'. Did you mean 'fused_sparse_dist'"),
-        ("qqq", f"unknown pipeline 'qqq'. Known: {', '.join(MODES)}."),
+        ("qqq", f"unknown pipeline 'qqq'. Known: {', '.join(MODES)}, auto."),
     ],
 )
 def test_an_unknown_mode_lists_the_nearest(name: str, message: str) -> None:

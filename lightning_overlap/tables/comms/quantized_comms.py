@@ -15,8 +15,8 @@ from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingCollection
 from typing_extensions import override
 
-from ..text import some, unknown_name_message
-from .table import Table
+from ...text import some, unknown_name_message
+from ..table import Table
 
 QuantizedComms: TypeAlias = str | tuple[str, str] | QCommsConfig | None
 """A precision for embeddings and gradients, one for each, TorchRec's config, or None for full precision."""

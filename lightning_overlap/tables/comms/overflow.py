@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.distributed import ReduceOp
 from torchrec.distributed.types import QuantizedCommCodecs
 
-from ..distributed import Consensus
-from ..text import some
+from ...distributed import Consensus
+from ...text import some
+from ..supported_modules import sharding_types_of, table_modules
 from .quantized_comms import FP16_MAX, Codec
-from .supported_modules import sharding_types_of, table_modules
 
 ASK_EVERY = 64
 """Steps between two all-reduces of the largest gradients; at the beginning there are more."""
