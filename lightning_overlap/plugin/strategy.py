@@ -399,7 +399,11 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
         run, module = self._run, self.lightning_module
         if run is None or run.sparse is None or module is None:
             return None
-        return TouchedRows(module, run.sparse.order, states=states)
+
+        def num_pending() -> int:
+            return 0 if run.executor is None else len(run.executor.updates.to_update)
+
+        return TouchedRows(module, run.sparse.order, num_pending, states=states)
 
     # -- the end ------------------------------------------------------------------------------------------------
 

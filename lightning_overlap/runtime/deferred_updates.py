@@ -13,18 +13,20 @@ from .profiler_ranges import InStage
 
 
 class DeferredUpdates:
-    """Owns the deferred updates of a run (`order.to_update`): issues each one once, the oldest first.
+    """Owns the deferred updates of a run: issues each one once, the oldest first.
 
-    An update is *held* while it waits for an optimizer step (`frozen_window`), else it is *due* (`LookupOrder.due`).
+    An update is *held* while it waits for an optimizer step (`frozen_window`), else it is *due*.
     """
 
     def __init__(self, sparse: SparseStages, order: LookupOrder) -> None:
         self._sparse, self._order, self._streams = sparse, order, order.streams
-        self._to_update = order.to_update
+        self.to_update: dict[int, InFlightBatch] = {}
+        """Batches whose update of the tables is still to come, by their number."""
         self.reset()
 
     def reset(self) -> None:
         """Begin a run."""
+        self.to_update.clear()
         self._between_steps: Any = None
         """Event on the compute stream, recorded when the last iteration began; None if no update was deferred then."""
         self.num_stepped = 0
@@ -34,30 +36,36 @@ class DeferredUpdates:
 
     def num_unseen_by(self, index: int) -> int:
         """Return the staleness of a lookup of batch `index` that is issued now: updates before it that are to come."""
-        return index - min(self._to_update, default=self.num_updated)
+        return index - min(self.to_update, default=self.num_updated)
 
     # -- updates that wait for an optimizer step ----------------------------------------------------------------
 
     def hold(self, inflight: InFlightBatch) -> None:
         """Let the updates from this batch on wait for `note_step`, those of modules' own forwards too."""
-        self._order.num_due = min(self._order.num_due, inflight.index)
+        inflight.is_held = True
         inflight.defers_update = self._sparse.can_defer_updates
 
     def note_step(self, index: int) -> None:
         """Say that the optimizer step of a batch has ended: no update up to it waits any longer."""
         self.num_stepped = index + 1
-        self._order.num_due = float("inf")
+        for inflight in self.to_update.values():
+            inflight.is_held = False
         self._sparse.update_replicas()  # at once: what the dense optimizer writes is looked up next, these with it
 
     @property
     def held(self) -> list[InFlightBatch]:
         """Batches whose update waits for an optimizer step."""
-        return [inflight for index, inflight in self._to_update.items() if index >= self._order.num_due]
+        return [inflight for inflight in self.to_update.values() if inflight.is_held]
+
+    @property
+    def due(self) -> list[InFlightBatch]:
+        """Batches whose update waits for no optimizer step, the oldest first."""
+        return [self.to_update[index] for index in sorted(self.to_update) if not self.to_update[index].is_held]
 
     def drop_held(self) -> None:
         """Drop the updates whose optimizer step will not come, on all ranks alike."""
         for inflight in self.held:
-            del self._to_update[inflight.index]
+            del self.to_update[inflight.index]
             self._sparse.drop_update(inflight)
         self._sparse.drop_replica_updates()
 
@@ -72,9 +80,9 @@ class DeferredUpdates:
                 "the optimizer asks for several forwards in a step, each of which would see the update of the one "
                 "before, but with frozen_window=True updates come after the step: train without frozen_window."
             )
-        held_from, self._order.num_due = self._order.num_due, float("inf")
+        is_held, inflight.is_held = inflight.is_held, False
         self.make_all()
-        self._order.num_due = held_from
+        inflight.is_held = is_held
         self._sparse.update_replicas()
 
     # -- updates that wait for a place in the schedule ------------------------------------------------------------
@@ -87,7 +95,7 @@ class DeferredUpdates:
                 "step (frozen_window): they would be applied on top. Write them after the step, or train without "
                 "frozen_window."
             )
-        if self._to_update:
+        if self.to_update:
             raise RuntimeError(
                 "tables were written between two steps, while an update of theirs is still to come "
                 "(defer_update): it would be applied on top. Call trainer.strategy.update_tables() on all ranks "
@@ -96,9 +104,9 @@ class DeferredUpdates:
 
     def begin_iteration(self) -> None:
         """Record an event after all that evaluations, checkpoints and callbacks between two steps have issued."""
-        for inflight in self._to_update.values():
+        for inflight in self.to_update.values():
             inflight.batch = None  # trained: the update reads the received ids only
-        self._between_steps = self._streams.record(StreamName.COMPUTE) if self._to_update else None
+        self._between_steps = self._streams.record(StreamName.COMPUTE) if self.to_update else None
 
     def start(self, inflight: InFlightBatch) -> None:
         """Start the all-to-all of the embeddings' gradients of a batch whose backward has ended."""
@@ -106,7 +114,7 @@ class DeferredUpdates:
         self._order.lookup_waits()
         with self._order.on(Stage.BACKWARD, inflight.index, self._order.lookup):
             self._sparse.start_update(inflight)
-        self._to_update[inflight.index] = inflight
+        self.to_update[inflight.index] = inflight
 
     def make_all(self) -> None:
         """Issue all updates that wait for no optimizer step, on all ranks alike.
@@ -114,7 +122,7 @@ class DeferredUpdates:
         What the compute stream runs afterwards finds them made.
         """
         step = Step(Stage.EMBEDDING_UPDATE, 0, self._order.lookup)
-        for inflight in self._order.due:
+        for inflight in self.due:
             self._make(step, inflight)
 
     def make_up_to(self, index: int, step: Step, *, overlaps_forward: bool) -> None:
@@ -126,13 +134,13 @@ class DeferredUpdates:
             overlaps_forward: Whether they may overlap with the forward on the compute stream, as it reads no table.
                 Otherwise they wait for all that was issued on the compute stream.
         """
-        for other in sorted(other for other in self._to_update if other <= index):
-            self._make(step, self._to_update[other], overlaps_forward=overlaps_forward)
+        for other in sorted(other for other in self.to_update if other <= index):
+            self._make(step, self.to_update[other], overlaps_forward=overlaps_forward)
 
     def _make(self, step: Step, inflight: InFlightBatch, *, overlaps_forward: bool = False) -> None:
         index = inflight.index
         self._order.observe("issue", step.stage, index)
-        del self._to_update[index]
+        del self.to_update[index]
         with InStage(step.stage, index, self._order.rank):
             # The update waits for whatever reads tables on the compute stream: code between two steps, or a module's
             # own forward. It does not wait for any other forward, which it is to overlap with.
@@ -155,12 +163,12 @@ class DeferredUpdates:
         Returns:
             What is missing in the tables, in words, if not all gradients arrive; else None.
         """
-        for index in [index for index in self._to_update if index >= self.num_stepped]:
-            inflight = self._to_update.pop(index)  # neither the dense step nor the update
+        for index in [index for index in self.to_update if index >= self.num_stepped]:
+            inflight = self.to_update.pop(index)  # neither the dense step nor the update
+            inflight.is_held = True  # no module's own forward makes it either
             with suppress(RuntimeError):  # a broken device must not hide what broke it
                 self._sparse.count_lookups(inflight, -1)
-        self._order.num_due = float("inf")
-        if not (due := self._order.due):
+        if not (due := self.due):
             return None
         missing = f"the update of batch {due[0].index} is missing in the tables"
         try:
@@ -168,4 +176,4 @@ class DeferredUpdates:
                 self.make_all()
         except Exception as err:
             return f"{type(err).__name__}: {err}; {missing}"
-        return missing if self._to_update else None
+        return missing if self.to_update else None

@@ -156,7 +156,7 @@ class Executor:
     @property
     def num_to_update(self) -> int:
         """Batches before the current one whose update is still to come."""
-        return sum(index < self._iteration for index in self._order.to_update)
+        return sum(index < self._iteration for index in self.updates.to_update)
 
     @property
     def is_last(self) -> bool:
@@ -297,7 +297,7 @@ class Executor:
             self._sparse.forget_prefetched()
         # NCCL's collectives hold no memory that Python owns, and a device's memory has to come back at once.
         on_host = not isinstance(self._streams, CudaStreams)
-        batches = [*self.queue.in_flight.values(), *self._order.to_update.values()]
+        batches = [*self.queue.in_flight.values(), *self.updates.to_update.values()]
         abandon([*self.end.answers.values(), *(batches if on_host else ())])
         self._reset()
 

@@ -39,6 +39,8 @@ class InFlightBatch:
     """The exchange of split sizes of all modules, while it is under way; the sparse stages own it."""
     defers_update: bool = False
     """Whether its backward leaves the update of the tables for later (`DeferredUpdates`); set at its lookup."""
+    is_held: bool = False
+    """Whether that update waits for an optimizer step (`frozen_window`); else a module's own forward may make it."""
     ran_unpipelined: bool = False
     """Whether a module ran its own forward for it, on the compute stream, and no backward has followed yet."""
     consumed: bool = False

@@ -7,13 +7,12 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from ..schedules import Stage, StreamName
-from .inflight import InFlightBatch
 from .interfaces import Observer, StageTimer, observe_nothing
 from .streams import Streams
 
 
 class LookupOrder:
-    """What an executor shares with the sparse stages: streams, observer, timer, and the updates still to come.
+    """What an executor shares with the sparse stages: streams, observer, timer, and the order of the two streams.
 
     Early lookups and updates of tables run on the lookup stream, in the order in which they are issued. A module's own
     forward, and code between two steps, use the tables on the compute stream: then one of the two streams waits for
@@ -37,25 +36,14 @@ class LookupOrder:
         self.observe, self.rank = observe, rank
         self.timer: StageTimer | None = None
         """Told of every stage that either side issues."""
-        self.to_update: dict[int, InFlightBatch] = {}
-        """Batches whose update of the tables is still to come, by their number."""
-        self.num_due: float = float("inf")
-        """Number of the first batch whose update waits for an optimizer step; updates of batches before it are due."""
         self.num_told = 0
         """How often the user has called `tables_changed()`."""
         self._written: Any = None  # event after the last write of a table on the compute stream
         self._updated: Any = None  # event after the last update of a table on the lookup stream
 
     def reset(self) -> None:
-        """Begin a run: no update is to come."""
-        self.to_update.clear()
-        self.num_due = float("inf")
+        """Begin a run: no table has been written."""
         self._written = self._updated = None
-
-    @property
-    def due(self) -> list[InFlightBatch]:
-        """Batches whose deferred update waits for no optimizer step, the oldest first."""
-        return [self.to_update[index] for index in sorted(self.to_update) if index < self.num_due]
 
     def on(self, stage: Stage, batch: int, stream: StreamName) -> AbstractContextManager[Any]:
         """Make a stream current for a stage of a batch, and time the stage."""

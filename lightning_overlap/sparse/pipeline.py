@@ -107,6 +107,7 @@ class SparsePipeline:
         self._forwards.detach()
         self._staged.detach()
         self._updates.release_replicas()
+        self._updates.forget()
         self.answers.abandon()
         if self._inputs is not None:
             self._inputs.forget()
@@ -302,6 +303,7 @@ class SparsePipeline:
 
     def drop_update(self, inflight: InFlightBatch) -> None:
         """Wait for the gradients of a batch and drop them; take its lookups back from the kernels' iteration counts."""
+        self._updates.forget(inflight)
         with self.order.on_lookup():  # where the gradients were allocated
             for state in inflight.modules.values():
                 state.deferred.drop()

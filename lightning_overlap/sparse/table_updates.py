@@ -32,6 +32,7 @@ class TableUpdates:
     ) -> None:
         self._order, self._multi_node, self._fills_waits = order, options.multi_node, fills_waits
         self._hooks: list[RemovableHandle] = []
+        self._to_come: dict[int, InFlightBatch] = {}  # batches whose gradients are sent and whose update is to come
         # Only the pipeline of training holds updates: one of an evaluation has the same kernels and must not drop them.
         holding = [pipelined.module for pipelined in forwards.values()] if options.holds_updates else []
         self._holding_replicas = [kernel for module in holding for kernel in replica_kernels(module)]
@@ -83,6 +84,7 @@ class TableUpdates:
 
     def start(self, inflight: InFlightBatch) -> None:
         """Start the gradient all-to-alls of a batch whose tables are still to be updated, on the current stream."""
+        self._to_come[inflight.index] = inflight
         for state in inflight.modules.values():
             self._order.hand_to_lookup(state.deferred.send())
 
@@ -98,6 +100,7 @@ class TableUpdates:
 
     def make(self, inflight: InFlightBatch) -> None:
         """Wait for the gradients of a batch and update the tables that were looked up for it."""
+        self._to_come.pop(inflight.index, None)
         # Autograd runs the TBE backward on the stream of its forward: for a module's own forward the compute stream.
         on_compute = any(state.num_own_lookups for state in inflight.modules.values())
         if on_compute:
@@ -106,6 +109,13 @@ class TableUpdates:
             self._make(state, inflight.index)
         if on_compute:
             self._order.note_write()
+
+    def forget(self, inflight: InFlightBatch | None = None) -> None:
+        """Forget the update of a batch that is to come, or of all batches."""
+        if inflight is None:
+            self._to_come.clear()
+        else:
+            self._to_come.pop(inflight.index, None)
 
     def update_replicas(self) -> None:
         """Make the updates of replicated tables that wait for an optimizer step (`frozen_window`)."""
@@ -124,7 +134,8 @@ class TableUpdates:
 
     def make_before_forward(self, name: str) -> None:
         """Make the deferred updates of the module `name`, but those that wait for an optimizer step."""
-        waiting = [inflight for inflight in self._order.due if name in inflight.modules]
+        due = [self._to_come[index] for index in sorted(self._to_come) if not self._to_come[index].is_held]
+        waiting = [inflight for inflight in due if name in inflight.modules]
         if waiting:
             self._order.lookup_waits()  # for the backward, which has left the gradients
             with self._order.on_lookup():

@@ -28,6 +28,7 @@ class TouchedRows:
     Args:
         model: The sharded model; tables are named as in its `state_dict`.
         order: The device's streams, and the order of lookups and updates on them.
+        num_pending: Returns how many batches have ended their step and not yet updated the tables.
         states: Whether to copy the fused optimizers' states too.
 
     Attributes:
@@ -38,11 +39,13 @@ class TouchedRows:
         ValueError: The rows of some tables have no fixed numbers, as with managed collision modules.
     """
 
-    def __init__(self, model: nn.Module, order: LookupOrder, *, states: bool = False) -> None:
+    def __init__(
+        self, model: nn.Module, order: LookupOrder, num_pending: Callable[[], int], *, states: bool = False
+    ) -> None:
         kernels = kernel_shards(model)
         self._modules = list(sharded_modules(model).values())
         self._kernels = [kernel for kernel in kernels if kernel.is_fused]
-        self._order, self._states = order, states
+        self._order, self._num_pending, self._states = order, num_pending, states
         self._on_device = order.streams.is_async
         self.dense: list[tuple[TableShard, Fields, bool]] = [
             (*shard, kernel.is_replicated)
@@ -138,7 +141,7 @@ class TouchedRows:
     @property
     def num_pending(self) -> int:
         """How many batches have ended their step and not yet updated the tables."""
-        return len(self._order.to_update)
+        return self._num_pending()
 
     # -- reading ------------------------------------------------------------------------------------------------
 
