@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torchrec.distributed.types import LazyAwaitable
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from ..runtime import InFlightBatch, LookupOrder
 from ..schedules import Stage, StreamName
@@ -101,7 +102,7 @@ class Answers:
         in_backward = torch._C._current_graph_task_id() != -1
         inflight = self._in_step if in_backward else self._current
         given, step = only_input(args, kwargs), self._forwards.num_steps
-        look_up_now = partial(pipelined.original_forward, *args, **kwargs)
+        look_up_now = own_forward = partial(pipelined.original_forward, *args, **kwargs)
         self._forwards.refuse_trained_weights(pipelined, given)
         if inflight is not None:
             if in_backward and (answer := pipelined.answer_again(given)) is not None:
@@ -126,6 +127,8 @@ class Answers:
                     look_up_now = partial(self._look_up_when_called, inflight, state)
             elif pipelined.name in inflight.missing and not in_backward:
                 self._forwards.check_all_ranks(pipelined, self._nobody_else_calls(pipelined, inflight))
+            if look_up_now is own_forward and not in_backward:
+                self._check_form(pipelined, given, inflight)
             inflight.ran_unpipelined = True
             if self._options.holds_updates:
                 own = ModuleContext(pipelined.module, given, served=True)
@@ -191,6 +194,33 @@ class Answers:
             self._forwards.run_unpipelined(pipelined, reason)
         return reason is None
 
+    def _check_form(self, pipelined: PipelinedForward, given: Any, inflight: InFlightBatch) -> None:
+        """Check that an input whose tensors have other types than in the call before has them on all ranks.
+
+        A module's own forward sends these tensors, and gloo ends the process if they have not the size that others
+        expect.
+
+        Raises:
+            RuntimeError: Another rank calls the module with the types of the call before.
+        """
+        if not isinstance(given, KeyedJaggedTensor):
+            return
+        sends_weights = getattr(pipelined.module, "takes_weights", None) is not False
+        weights, varies = given.weights_or_none() if sends_weights else None, given.variable_stride_per_key()
+        form = given.lengths().dtype, given.values().dtype, None if weights is None else weights.dtype, varies
+        before, pipelined.form = pipelined.form, form
+        if before in (None, form):
+            self._forwards.sent_as_before(pipelined)
+        else:
+            self._forwards.check_all_ranks(
+                pipelined,
+                f"rank {self._options.rank} calls {pipelined.name!r} in {self._options.step} of batch {inflight.index} "
+                f"with {_in_words(form)}, before that with {_in_words(before)}, as other ranks do: what they send "
+                "would not have the size that this rank expects. Make types, weights and batch sizes alike on all "
+                "ranks in the dataset or the collate function.",
+                own=True,
+            )
+
     def _nobody_else_calls(self, pipelined: PipelinedForward, inflight: InFlightBatch) -> str:
         return (
             f"rank {self._options.rank} calls {pipelined.name!r} in {self._options.step} of batch {inflight.index}, "
@@ -255,6 +285,13 @@ class Answers:
         self._order.hand_to_compute(received, stream)
         dist_input, state.dist_input = state.dist_input, None
         return state.module.compute_and_output_dist(state.context, dist_input)
+
+
+def _in_words(form: tuple[torch.dtype, torch.dtype, torch.dtype | None, bool]) -> str:
+    lengths, ids, weights, varies = (str(part).removeprefix("torch.") for part in form)
+    told = [f"lengths of {lengths}", f"ids of {ids}"]
+    told += [f"weights of {weights}"] if weights != "None" else []
+    return ", ".join([*told, "batch sizes that vary by feature"] if varies == "True" else told)
 
 
 # -- the caller's modes ---------------------------------------------------------------------------------------------

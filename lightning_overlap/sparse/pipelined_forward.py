@@ -109,6 +109,9 @@ def _grad_mode() -> tuple[bool, bool]:
     return torch.is_grad_enabled(), torch.is_inference_mode_enabled()
 
 
+_OWN = "{} in its own forward"
+"""What a call is named to other ranks where they compare what own forwards send."""
+
 Answer = Callable[["PipelinedForward", tuple[Any, ...], dict[str, Any]], Any]
 """Returns the embeddings for a call of a module's pipelined forward with these arguments."""
 
@@ -141,6 +144,8 @@ class PipelinedForward:
         """Where in the batch its input is; None where it is no object of the batch, and before `discover`."""
         self.keys: frozenset[str] = frozenset()
         """Keys of its input; other KeyedJaggedTensors of the batch with these keys may be passed in its place."""
+        self.form: Any = None
+        """Types of the tensors that the last call of its own forward has sent; None before that."""
         self.takes_part = False
         """Whether the exchange of sizes has columns for its input.
 
@@ -280,6 +285,11 @@ class PipelinedForwards(dict[str, PipelinedForward]):
         if self._mismatches is not None:
             self._mismatches.served(pipelined.name, self.num_steps)
 
+    def sent_as_before(self, pipelined: PipelinedForward) -> None:
+        """Note that a module's own forward sends tensors of the same types as in the call before."""
+        if self._mismatches is not None:
+            self._mismatches.served(_OWN.format(pipelined.name), self.num_steps)
+
     def forget_answers(self) -> None:
         """Let go of what is kept for calls that a `checkpoint()` repeats."""
         for pipelined in self.values():
@@ -327,7 +337,7 @@ class PipelinedForwards(dict[str, PipelinedForward]):
             for name, mine in found.items()
         }
 
-    def check_all_ranks(self, pipelined: PipelinedForward, problem: str) -> None:
+    def check_all_ranks(self, pipelined: PipelinedForward, problem: str, *, own: bool = False) -> None:
         """Make sure that all ranks run a module's own forward for the same call, before this one issues a collective.
 
         Ranks that take early embeddings, or do not call the module, issue no collective for the call. So no collective
@@ -336,11 +346,13 @@ class PipelinedForwards(dict[str, PipelinedForward]):
         Args:
             pipelined: The module that this rank has to run in its own forward.
             problem: The message of the error.
+            own: Whether to ask about types of what the own forward sends, not about early embeddings.
 
         Raises:
             RuntimeError: Another rank was served early embeddings for this call, or does not make it in time.
         """
-        if self._mismatches is not None and not self._mismatches.all_ranks(pipelined.name, self.num_steps):
+        call = _OWN.format(pipelined.name) if own else pipelined.name
+        if self._mismatches is not None and not self._mismatches.all_ranks(call, self.num_steps):
             raise RuntimeError(problem)
 
     def check_calls(self, begun: Container[str]) -> None:

@@ -36,6 +36,7 @@ from .callers import (
     fresh,
     one_of_two_tasks,
     two_tasks_at_once,
+    types_change,
     types_differ,
     types_differ_later,
 )
@@ -45,6 +46,7 @@ LAYOUTS: dict[str, Callable[[Case, int, int], Any]] = {
     "two_tasks_at_once": two_tasks_at_once,
     "types_differ": types_differ,
     "types_differ_later": types_differ_later,
+    "types_change": types_change,
 }
 
 

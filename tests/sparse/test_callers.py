@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
 from lightning_overlap import Schedule
 
-from ..support.ranks import Ranks
+from ..support.ranks import RankError, Ranks
 from . import caller_fits
 from .callers import NUM_STEPS
 
@@ -195,6 +196,18 @@ def test_ids_of_another_type_on_another_rank_are_an_error(
     for message in two_ranks.run(caller_fits.fails, model, pipeline):
         assert f"the input of {what} has not the same types on all ranks" in message
         assert "rank 0 has lengths of int64, ids of int64; rank 1 has lengths of int64, ids of int32" in message
+
+
+def test_another_type_in_an_own_forward_is_an_error_before_anything_is_sent(get_ranks: Any) -> None:
+    """In `base` nobody compares sizes; the rank whose input has changed asks the others, which go on."""
+    said = "rank 1 calls 'ebc' in training_step of batch 4 with lengths of int64, ids of int32, before that with "
+    with pytest.raises(RankError, match=said):
+        get_ranks(2).run(caller_fits.train, "types_differ_later", "base", timeout_s=60)
+
+
+@pytest.mark.parametrize("pipeline", ["base", "fused_sparse_dist"])
+def test_types_that_change_on_all_ranks_train_on(two_ranks: Ranks, pipeline: str) -> None:
+    _same_as_by_hand(two_ranks, "types_change", pipeline)
 
 
 @pytest.mark.parametrize("pipeline", ["base", "fused_sparse_dist"])
