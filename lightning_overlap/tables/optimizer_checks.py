@@ -17,6 +17,7 @@ from torchrec.optim.keyed import CombinedOptimizer
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from ..text import some, unknown_name_message
+from .combined_optimizer import DenseAndFused
 from .supported_modules import table_modules
 from .table import KERNEL_ARGUMENTS, Table
 
@@ -129,15 +130,17 @@ def refuse_dense_owner(fused: Mapping[str, nn.Parameter], optimizers: Iterable[t
     if twice:
         weights = {id(fused[name]) for name in twice}
         owner = next(optimizer for optimizer in optimizers if weights & _owned([optimizer]))
-        kind, lr = type(owner), owner.defaults.get("lr")
+        kind, lr = type(owner.dense if isinstance(owner, DenseAndFused) else owner), owner.defaults.get("lr")
         package = "torch.optim." if kind.__module__.startswith("torch.optim") else ""
         rate = f", lr={lr}" if isinstance(lr, float) else ""
+        call = f"{package}{kind.__name__}(dense{rate})"
+        call = f"combined_optimizer(self, {call})" if isinstance(owner, DenseAndFused) else call
         raise ValueError(
             f"configure_optimizers gave a dense optimizer the weights of fused tables: {some(twice)}. These tables "
             "are updated inside backward. Leave them out:\n"
             "  from torchrec.optim.optimizers import in_backward_optimizer_filter\n"
             "  dense = [p for _, p in in_backward_optimizer_filter(self.named_parameters())]\n"
-            f"  return {package}{kind.__name__}(dense{rate})\n{_ADAPTIVE if 'Adam' in kind.__name__ else ''}"
+            f"  return {call}\n{_ADAPTIVE if 'Adam' in kind.__name__ else ''}"
         )
 
 
