@@ -34,6 +34,7 @@ class OverlapTimeline(Callback):
 
     Raises:
         ValueError: `first_step` is below 2, or `num_steps` below 1.
+        ImportError: matplotlib cannot be imported; the extra `plot` brings it.
     """
 
     def __init__(self, dirpath: str | Path | None = None, first_step: int = 8, num_steps: int = 3) -> None:
@@ -41,6 +42,7 @@ class OverlapTimeline(Callback):
             raise ValueError(
                 f"first_step must be at least {AHEAD + 1} and num_steps at least 1, got {first_step} and {num_steps}."
             )
+        profiling.check_matplotlib()  # before the steps that it draws
         self.dirpath = dirpath
         self._first = first_step - AHEAD
         self._last = first_step + num_steps

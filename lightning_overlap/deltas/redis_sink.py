@@ -129,6 +129,6 @@ def _redis() -> Any:
     except ImportError as err:
         raise ImportError(
             f"a sink in Redis needs the package redis, which cannot be imported ({err}): "
-            "pip install 'lightning_overlap[redis]'"
+            "pip install 'lightning_overlap[deltas]'"
         ) from err
     return redis

@@ -4,6 +4,7 @@ Spans (`spans.py`) come from `recorder.py` or `torch_trace.py`; `overlap.py` say
 """
 
 from . import report as report
+from .draw_png import check_matplotlib as check_matplotlib
 from .draw_png import write_png as write_png
 from .host_syncs import HostSync as HostSync
 from .host_syncs import record_host_syncs as record_host_syncs

@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         png = _target(options.files[0], options.out)
         title = options.title or ", ".join(path.name for path in options.files)
         write_png(png, ranks, num_steps=options.steps, title=title)
-    except TraceError as err:
+    except (TraceError, ImportError) as err:
         print(f"overlap-timeline: {err}", file=sys.stderr)
         return BAD_INPUT
     except OSError as err:

@@ -32,6 +32,21 @@ _TEXT: Mapping[str, Any] = {"ha": "center", "va": "center_baseline", "fontsize":
 _WAIT_TEXT = {"color": EXPOSED_COLOR, "bbox": {"facecolor": "white", "alpha": 0.75, "pad": 0.6, "linewidth": 0}}
 
 
+def check_matplotlib() -> None:
+    """Check that pictures can be drawn.
+
+    Raises:
+        ImportError: matplotlib cannot be imported.
+    """
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as err:
+        raise ImportError(
+            f"pictures of timelines need matplotlib, which cannot be imported ({err}): "
+            "pip install 'lightning_overlap[plot]'"
+        ) from err
+
+
 def write_png(
     path: Path | str,
     ranks: Mapping[int | str, Sequence[Span]],
@@ -52,7 +67,9 @@ def write_png(
 
     Raises:
         ValueError: There is nothing to draw, or `num_steps` is below 1.
+        ImportError: matplotlib cannot be imported.
     """
+    check_matplotlib()
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure as Canvas
     from matplotlib.legend_handler import HandlerPatch

@@ -209,7 +209,7 @@ def test_the_package_does_without_pyarrow_and_says_how_to_get_it() -> None:
 
 def test_redis_that_is_not_installed_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "redis", None)
-    with pytest.raises(ImportError, match=r"needs the package redis, .*pip install 'lightning_overlap\[redis\]'"):
+    with pytest.raises(ImportError, match=r"needs the package redis, .*pip install 'lightning_overlap\[deltas\]'"):
         resolve_sink("redis://host/0")
 
 

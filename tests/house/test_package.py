@@ -9,6 +9,7 @@ from importlib.resources import files
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -49,8 +50,9 @@ def test_hydra_finds_the_primary_config(tmp_path: Path, monkeypatch: pytest.Monk
         assert compose(config_name="config")
 
 
-OF_LIGHTNING = """
+IMPORTS = """
 import sys
+import fsspec, torchmetrics, torchrec  # they import matplotlib and isal where these are installed
 import lightning.pytorch, lightning.pytorch.strategies, lightning.pytorch.callbacks, lightning.pytorch.loops
 
 def seen():
@@ -71,17 +73,40 @@ def seen():
     }
     return of_classes | of_modules
 
-before = seen()
+before, modules = seen(), set(sys.modules)
 import lightning_overlap
 after = seen()
 print(sorted(name for name, what in before.items() if after.get(name) != what))
+print(sorted(name for name in set(sys.modules) - modules if name.split(".")[0] in ("matplotlib", "hydra", "omegaconf",
+    "pyarrow", "isal", "redis", "antlr4") or name.startswith("lightning_overlap.deltas")))
 """
 
 
+@pytest.fixture(scope="module")
+def of_import() -> list[str]:
+    """What an import of the package changes in Lightning, and the modules of commands and extras that it imports."""
+    done = subprocess.run([sys.executable, "-c", IMPORTS], cwd=ROOT, capture_output=True, text=True, check=True)
+    return done.stdout.splitlines()[-2:]
+
+
 @pytest.mark.slow
-def test_importing_it_leaves_lightning_as_it_was_but_for_one_error() -> None:
-    done = subprocess.run([sys.executable, "-c", OF_LIGHTNING], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == "['lightning.pytorch.core.module._load_from_checkpoint']"
+def test_importing_it_leaves_lightning_as_it_was_but_for_one_error(of_import: list[str]) -> None:
+    assert of_import[0] == "['lightning.pytorch.core.module._load_from_checkpoint']"
+
+
+@pytest.mark.slow
+def test_importing_it_imports_nothing_of_commands_and_extras(of_import: list[str]) -> None:
+    assert of_import[1] == "[]"
+
+
+def test_the_locks_have_what_the_commands_and_all_extras_need() -> None:
+    with open(ROOT / "pyproject.toml", "rb") as file:
+        project = tomllib.load(file)["project"]
+    pins = read_pins("cpu.lock")
+    extras = project["optional-dependencies"]
+    for text in (*project["dependencies"], *extras["plot"], *extras["deltas"], *extras["cpu"]):
+        needed = Requirement(text)
+        assert needed.specifier.contains(pins[needed.name]), text
 
 
 def test_classifiers_come_once_and_say_what_the_package_says() -> None:

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from lightning_overlap.callbacks import OverlapTimeline
 from lightning_overlap.profiling import draw_png, layout
-from lightning_overlap.profiling.command import main
+from lightning_overlap.profiling.command import BAD_INPUT, main
 from lightning_overlap.profiling.report import Table, headline, summarize
 from lightning_overlap.profiling.spans import HOST_LANE, Category, Span
 from lightning_overlap.profiling.trace_file import write_trace
@@ -75,6 +76,17 @@ def test_drawing_leaves_matplotlibs_state_alone(tmp_path: Path) -> None:
     before = (pyplot.get_fignums(), dict(matplotlib.rcParams))
     draw_png.write_png(tmp_path / "t.png", {0: steps()})
     assert (pyplot.get_fignums(), dict(matplotlib.rcParams)) == before
+
+
+def test_matplotlib_that_is_not_installed_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main([write(tmp_path, "t.json", {0: steps()})]) == BAD_INPUT
+    said = r"need matplotlib, which .*: pip install 'lightning_overlap\[plot\]'"
+    assert re.search(rf"^overlap-timeline: .* {said}$", capsys.readouterr().err)
+    with pytest.raises(ImportError, match=said):  # before the steps that it would draw
+        OverlapTimeline()
 
 
 def test_ranks_with_one_clock_show_the_same_moments() -> None:
