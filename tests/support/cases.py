@@ -269,7 +269,8 @@ def make_collection(
 def summed(jagged: JaggedTensor) -> Tensor:
     """Pool the rows of each sample by hand."""
     lengths, values = jagged.lengths(), jagged.values()
-    owner = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
+    places = torch.arange(len(lengths), device=lengths.device)
+    owner = torch.repeat_interleave(places, lengths, output_size=len(values))  # without it the host would wait
     return torch.zeros(len(lengths), values.shape[1], device=values.device).index_add(0, owner, values)
 
 
