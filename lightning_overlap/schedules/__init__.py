@@ -1,6 +1,6 @@
-"""Pipeline modes as tables: stages, the order in which a step issues them, and what follows from that order.
+"""Pipeline modes as tables: stages, the order in which a step issues them, and the properties derived from it.
 
-Standard library only. A new mode is a table in `modes.py`; its options are those of `Mode`.
+Standard library only. A new mode is a table in `modes.py`; `Mode` holds a mode's options.
 """
 
 from .mode import Mode as Mode

@@ -1,4 +1,4 @@
-"""A mode with its options: one value, checked when it is made."""
+"""A mode with its options: one value, checked on construction."""
 
 from __future__ import annotations
 
@@ -16,24 +16,22 @@ class Mode:
 
     Args:
         name: A mode's name (see `lightning_overlap.MODES`), or a `Schedule`.
-        staleness: For `async_lookup`: how many updates, in batches, a lookup does not see; from 1 on. None: 2.
-        defer_update: In a mode with a staleness, overlap the all-to-all of gradients with the optimizer step and the
-            next forward, and update the tables then. The staleness stays what it is. An evaluation, a checkpoint and
-            the end of an epoch find the tables up to date; a callback at the end of a batch finds them without that
-            batch's update.
-        frozen_window: With `accumulate_grad_batches=k`, in an exact mode with sparse stages: update the tables with
-            the optimizer step, the k batches' updates in their order. All k lookups see the tables as of the step
-            before, so only one of k waits for an update. Without it the backward of each batch updates the tables.
-        stash_gradients: In a mode of staleness k, let each step of the dense optimizers apply the gradients of k steps
-            before, so that they are as old as the embeddings. The first k steps have none to apply; the gradients of
-            the last k steps are applied at the end of `fit`. A checkpoint holds those that wait.
-        start_batch: A mode with a staleness begins with this batch, counted over all epochs. Batches before it train
-            exactly, as in `fused_sparse_dist`. The switch loses no batch, looks up none twice, and does not wait for
-            the device.
-        end_batch: From this batch on training is exact again; lookups that are under way are still used.
+        staleness: For `async_lookup`: number of batches whose updates a lookup does not see, at least 1. None: 2.
+        defer_update: In a stale mode, overlap the all-to-all of gradients with the optimizer step and the next forward,
+            and update the tables afterwards. The staleness does not change. An evaluation, a checkpoint and the end of
+            an epoch see up-to-date tables; a callback at the end of a batch does not see that batch's update.
+        frozen_window: With `accumulate_grad_batches=k`, in an exact mode with sparse stages: update the tables at the
+            optimizer step, with the k batches' updates in order. All k lookups see the tables as of the previous
+            step, so only one lookup in k waits for an update. Otherwise each batch's backward updates the tables.
+        stash_gradients: In a mode of staleness k, each step of the dense optimizers applies the gradients from k steps
+            earlier, which are as old as the embeddings. The first k steps apply nothing; the end of `fit` applies the
+            gradients of the last k steps. A checkpoint holds the waiting gradients.
+        start_batch: The first batch of a stale mode, counted over all epochs. Earlier batches train exactly, as in
+            `fused_sparse_dist`. The switch loses no batch, repeats no lookup, and does not wait for the device.
+        end_batch: The batch that returns to exact training; it still uses lookups that are under way.
 
     Raises:
-        ValueError: No mode has this name (the nearest names are listed), or the mode does not take one of the options.
+        ValueError: No mode has this name (the message lists the nearest names), or the mode rejects an option.
         TypeError: An option has the wrong type.
     """
 
@@ -50,8 +48,8 @@ class Mode:
         with_exact_warmup(schedule, self.start_batch, self.end_batch)
         if self.stash_gradients and not schedule.staleness:
             raise ValueError(
-                f"stash_gradients: {schedule.name!r} has a staleness of 0, and so does its dense part. The option is "
-                "for semi_sync and async_lookup."
+                f"stash_gradients: {schedule.name!r} has a staleness of 0, so no gradient would be late. Use it with "
+                "semi_sync or async_lookup."
             )
 
     @property
@@ -59,14 +57,14 @@ class Mode:
         """The mode's table, with its options applied."""
         if self.name == "auto":
             raise ValueError(
-                "pipeline='auto' tries modes of the same losses, and takes no options of a mode. Name one."
+                "pipeline='auto' compares modes of equal losses and takes no mode options. Name a mode to set them."
             )
         schedule = self.name if isinstance(self.name, Schedule) else named("pipeline", self.name, MODES, ("auto",))
         if self.staleness is not None:
             if self.name != ASYNC_LOOKUP.name:
                 raise ValueError(
-                    f"staleness={self.staleness!r}: {schedule.name!r} has a staleness of {schedule.staleness} by its "
-                    f"order of stages. To choose the staleness take Mode({ASYNC_LOOKUP.name!r}, staleness=...)."
+                    f"staleness={self.staleness!r}: the order of stages of {schedule.name!r} fixes its staleness at "
+                    f"{schedule.staleness}. To choose the staleness, use Mode({ASYNC_LOOKUP.name!r}, staleness=...)."
                 )
             schedule = async_lookup(self.staleness)
         if self.defer_update:
@@ -75,10 +73,10 @@ class Mode:
 
     @property
     def schedules(self) -> Schedules:
-        """The tables to walk, batch by batch: those before `start_batch` and from `end_batch` on are exact."""
+        """The tables to walk: exact before `start_batch` and from `end_batch` on."""
         return with_exact_warmup(self.schedule, self.start_batch, self.end_batch)
 
 
 def resolve_mode(pipeline: str | Schedule | Mode) -> Mode:
-    """Return the mode of a name or a schedule; a `Mode` as it is."""
+    """Return the mode that a name or a schedule stands for; a `Mode` is returned as is."""
     return pipeline if isinstance(pipeline, Mode) else Mode(pipeline)  # type: ignore[arg-type]

@@ -15,8 +15,8 @@ _PREFETCH, _LOOKUP, _UPDATE = Stage.PREFETCH, Stage.EMBEDDING_LOOKUP, Stage.EMBE
 _FORWARD, _BACKWARD, _STEP = Stage.DENSE_FORWARD, Stage.BACKWARD, Stage.OPTIMIZER_STEP
 _COMPUTE, _MEMCPY, _DIST, _SIDE = StreamName.COMPUTE, StreamName.MEMCPY, StreamName.DATA_DIST, StreamName.LOOKUP
 
-# The step that fetches a batch blocks the host when the data loader is slow. Below DENSE_FORWARD the device then has
-# the forward left to run; above it, as in the fused modes, the backward and the optimizer step of the batch before.
+# Fetching a batch blocks the host while the data loader is slow. If COPY stands below DENSE_FORWARD, the device still
+# has the forward to run; above it, as in the fused modes, the previous batch's backward and optimizer step.
 
 BASE = Schedule("base", (
     Step(_COPY, 0, _COMPUTE),
@@ -35,18 +35,18 @@ SPARSE_DIST = Schedule("sparse_dist", (
     Step(_BACKWARD, 0, _COMPUTE),
     Step(_STEP, 0, _COMPUTE),
 ))  # fmt: skip
-"""Copy of N+2 and input dist of N+1 early. Source: TrainPipelineSparseDist, TorchRec 1.8."""
+"""The copy of N+2 and the input dist of N+1 start early. Source: TrainPipelineSparseDist, TorchRec 1.8."""
 
 _FUSED = (
-    Step(_COPY, 2, _MEMCPY),  # the ranks ask each other whether all have it, and hear that after the forward
+    Step(_COPY, 2, _MEMCPY),  # the ranks ask whether all have this batch; they read the answer after the forward
     Step(_FORWARD, 0, _COMPUTE),
     Step(_SPLITS, 2, _DIST),  # these sizes travel with the ids that are sent next
     Step(_DATA, 1, _DIST),
-    Step(_BACKWARD, 0, _COMPUTE),  # writes the tables, so from here on batch N+1 may read them
+    Step(_BACKWARD, 0, _COMPUTE),  # writes the tables; batch N+1 may read them afterwards
 )
 
 FUSED_SPARSE_DIST = Schedule("fused_sparse_dist", (*_FUSED, Step(_LOOKUP, 1, _SIDE), Step(_STEP, 0, _COMPUTE)))
-"""As `sparse_dist`, and the lookup of N+1 right after the fused backward of N, while the dense optimizer steps.
+"""As `sparse_dist`; the lookup of N+1 starts right after the fused backward of N and overlaps the dense optimizer.
 
 Source: TorchRec PR 2916, issued before the step."""
 
@@ -59,22 +59,22 @@ PREFETCH = Schedule("prefetch", (
     Step(_DATA, 1, _DIST),
     Step(_FORWARD, 0, _COMPUTE),
     Step(_COPY, 2, _MEMCPY),
-    Step(_PREFETCH, 1, StreamName.PREFETCH),  # the backward of a cached table waits for it: the cache is settled
+    Step(_PREFETCH, 1, StreamName.PREFETCH),  # the backward of a cached table waits for it, so the cache is settled
     Step(_BACKWARD, 0, _COMPUTE),
     Step(_SPLITS, 2, _DIST),
     Step(_LOOKUP, 1, _SIDE),
     Step(_STEP, 0, _COMPUTE),
 ))  # fmt: skip
-"""As `fused_sparse_dist`, and the rows of N+1 copied from UVM into the cache during the forward of N.
+"""As `fused_sparse_dist`; the rows of N+1 are copied from UVM into the cache during the forward of N.
 
-Source: PrefetchTrainPipelineSparseDist of TorchRec 1.8; the lookup comes earlier than there."""
+Source: PrefetchTrainPipelineSparseDist, TorchRec 1.8, which looks up later."""
 
 
 def _looks_up_before_backward(name: str, staleness: int) -> Schedule:
     return Schedule(name, (
         Step(_FORWARD, 0, _COMPUTE),
         Step(_COPY, staleness + 2, _MEMCPY),
-        Step(_LOOKUP, staleness, _SIDE),  # above BACKWARD (on a CPU within it): reads weights so many updates old
+        Step(_LOOKUP, staleness, _SIDE),  # above BACKWARD (on a CPU within it): misses `staleness` updates
         Step(_SPLITS, staleness + 2, _DIST),
         Step(_BACKWARD, 0, _COMPUTE),
         Step(_DATA, staleness + 1, _DIST),  # after the gradients, which the backward waits for
@@ -86,48 +86,48 @@ SEMI_SYNC = _looks_up_before_backward("semi_sync", 1)
 """The lookup of N+1 before the backward of N: staleness 1. Source: TrainPipelineSemiSync, TorchRec 1.8."""
 
 DEFAULT_STALENESS = 2
-"""The staleness of `async_lookup` if none is given: 1 would be `semi_sync`, more costs accuracy and memory."""
+"""The default staleness of `async_lookup`. 1 is `semi_sync`; larger values cost accuracy and memory."""
 
 
 def async_lookup(staleness: int) -> Schedule:
     """Return the mode that looks up batch N + staleness before the backward of batch N.
 
-    At most the embeddings of `staleness` batches ahead of the trained one are in memory, besides its own.
+    Memory holds the embeddings of the current batch and of at most `staleness` batches after it.
 
     Args:
-        staleness: Updates, in batches, that a lookup of a fused table does not see; from 1 on, 1 is `semi_sync`.
+        staleness: Number of batches whose updates a lookup of a fused table does not see, at least 1 (`semi_sync`).
 
     Raises:
         ValueError: The staleness is less than 1.
-        TypeError: It is no integer.
+        TypeError: The staleness is not an integer.
 
-    Source: DeepRec's asynchronous embedding lookup, in which a queue's capacity bounds what is ahead; here the
-    number is exact, every run alike.
+    Source: DeepRec's asynchronous embedding lookup, which bounds the staleness by a queue's capacity; here the
+    staleness is exact and the same in every run.
     """
-    instead = f" For lookups that see every update take pipeline={FUSED_SPARSE_DIST.name!r}."
+    instead = f" For lookups that see every update, use pipeline={FUSED_SPARSE_DIST.name!r}."
     check_number("staleness", staleness, least=1, instead=instead)
     return _looks_up_before_backward(f"async_lookup_{staleness}", staleness)
 
 
 def defer_update(schedule: Schedule) -> Schedule:
-    """Return a mode with the updates of batch N after the forward of N+1, right before that iteration's lookup.
+    """Return a mode that applies the updates of batch N after the forward of N+1, right before the next lookup.
 
-    The all-to-all of gradients then starts after the backward and overlaps with the optimizer step and that forward.
-    A lookup that stands above the backward sees the same updates as before: the staleness stays. Ids that were sent
-    after the backward are now sent after that forward, when the gradients have arrived: gradients, ids, embeddings and
-    the dense all-reduce follow one another, each with the link for itself.
+    The all-to-all of gradients starts after the backward and overlaps with the optimizer step and that forward.
+    The staleness does not change: a lookup above the backward sees the same updates. Ids that were sent after the
+    backward are sent after that forward, when the gradients have arrived. So gradients, ids, embeddings and the dense
+    all-reduce never share the link.
 
     Args:
         schedule: A mode whose lookup stands above its backward.
 
     Raises:
-        ValueError: The mode's lookup comes after the backward, and so needs the update by then.
+        ValueError: The mode looks up after the backward and needs the update by then.
     """
     lookup = schedule.step_of(_LOOKUP)
     if lookup is None or schedule.position(_LOOKUP) > schedule.position(_BACKWARD):
         raise ValueError(
-            f"defer_update: {schedule.name!r} looks up after the backward and so needs its update by then. It is for "
-            "modes that look up before it: semi_sync and async_lookup."
+            f"defer_update: {schedule.name!r} looks up after the backward and needs its update by then. Use it with a "
+            "mode that looks up before the backward: semi_sync or async_lookup."
         )
     steps = list(schedule.steps)
     ids, backward = schedule.position(_DATA), schedule.position(_BACKWARD)
@@ -138,11 +138,11 @@ def defer_update(schedule: Schedule) -> Schedule:
 
 
 def frozen_window(schedule: Schedule) -> Schedule:
-    """Return an exact mode that updates tables with the optimizer step, those of all batches of that step in order.
+    """Return an exact mode that updates the tables at the optimizer step, for all its batches in order.
 
-    With gradients accumulated over k batches, no lookup of these k sees an update of another one, and each sees the
-    updates of all optimizer steps before. So within the window a lookup ahead need not wait for a backward
-    (`Schedule.accumulating`), and its ids are sent a batch earlier; only the first lookup of the next window waits.
+    If gradients are accumulated over k batches, the lookups of these k batches see the updates of all earlier
+    optimizer steps and none of each other's. So within the window an early lookup need not wait for a backward
+    (`Schedule.accumulating`), and its ids are sent a batch earlier. Only the first lookup of the next window waits.
 
     Args:
         schedule: A mode of staleness 0.
@@ -152,14 +152,14 @@ def frozen_window(schedule: Schedule) -> Schedule:
     """
     if schedule.staleness or not schedule.has_sparse_stages or schedule.prefetches:
         why = (
-            f"has a staleness of {schedule.staleness}, while a window sees all updates before it"
+            f"has a staleness of {schedule.staleness}, but a window sees all earlier updates"
             if schedule.staleness
             else "keeps rows in a cache until their backward"
             if schedule.has_sparse_stages
             else "leaves the lookup to the modules"
         )
         raise ValueError(
-            f"frozen_window: {schedule.name!r} {why}. It is for sparse_dist, fused_sparse_dist and "
+            f"frozen_window: {schedule.name!r} {why}. Use it with sparse_dist, fused_sparse_dist or "
             "fused_sparse_dist_after_optimizer."
         )
     lookup = schedule[_LOOKUP]
@@ -174,10 +174,10 @@ def frozen_window(schedule: Schedule) -> Schedule:
 
 
 SEMI_SYNC_DEFERRED = defer_update(SEMI_SYNC)
-"""`semi_sync` in which neither the embeddings nor the gradients stand on the critical path: still staleness 1."""
+"""`semi_sync` with embedding and gradient communication off the critical path: still staleness 1."""
 
 ASYNC_LOOKUP = replace(async_lookup(DEFAULT_STALENESS), name="async_lookup")
-"""`async_lookup` where no staleness is given."""
+"""`async_lookup` with the default staleness."""
 
 ModeName: TypeAlias = Literal[
     "base",

@@ -1,4 +1,4 @@
-"""Look up what a user names: a mode, a stream policy."""
+"""Look up a mode or a stream policy by name."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ _T = TypeVar("_T")
 
 
 def resolve_stream(stream: str) -> StreamName:
-    """Return the stream that a policy's name puts early lookups on.
+    """Return the stream on which a policy runs early lookups.
 
     Raises:
         ValueError: No policy has this name; the message lists the nearest names.
-        TypeError: Not a string.
+        TypeError: The name is not a string.
     """
     return named("stream", stream, STREAMS)
 
 
 def named(kind: str, name: object, known: Mapping[str, _T], also: tuple[str, ...] = ()) -> _T:
-    """Return what a name stands for.
+    """Return the entry of a name.
 
     Args:
         kind: The argument's name, for the message.
         name: The user's name.
-        known: The names that it may have.
-        also: Names that the caller takes itself, for the message.
+        known: The entries by name.
+        also: Further names that the caller accepts, for the message.
 
     Raises:
-        ValueError: It is unknown; the message lists the nearest names.
-        TypeError: It is not a string.
+        ValueError: The name is unknown; the message lists the nearest names.
+        TypeError: The name is not a string.
     """
     if not isinstance(name, str):
         raise TypeError(f"{kind} must be a name ({', '.join((*known, *also))}), got {name!r}.")

@@ -1,4 +1,4 @@
-"""A pipeline mode as a table: which stage of which batch is issued when, and on which stream.
+"""A pipeline mode as a table: when, for which batch and on which stream each stage is issued.
 
 Steps are in issue order. `Step(stage, +k, stream)` means "during iteration i, for batch i + k". Everything else
 about a mode (depth, fill, drain, staleness, what evaluation runs) is derived from its table.
@@ -33,8 +33,8 @@ class Step:
 
     Args:
         stage: The stage that is issued.
-        offset: Batches ahead of the one being trained; -1, for `EMBEDDING_UPDATE` alone, is the one before it.
-        stream: Where it runs.
+        offset: Batches ahead of the one being trained; -1, for `EMBEDDING_UPDATE` only, is the previous batch.
+        stream: The stream of the stage.
     """
 
     stage: Stage
@@ -58,14 +58,14 @@ class Schedule:
 
     Raises:
         ScheduleError: The table cannot run: a training stage is missing, repeated or not at offset 0; a stage
-            runs before one that it needs; only some of the sparse stages are there.
+            runs before another stage that it needs; or only some of the sparse stages are present.
     """
 
     name: str
     steps: tuple[Step, ...]
 
     training_stages: ClassVar[tuple[Stage, ...]] = TRAINING_STAGES
-    """The stages that the trainer runs; the table has a step for each."""
+    """The stages that the trainer runs; the table has one step for each."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "steps", tuple(self.steps))
@@ -79,7 +79,7 @@ class Schedule:
 
     @classmethod
     def parse(cls, text: str) -> Schedule:
-        """Read back what `str(schedule)` printed.
+        """Parse the text that `str(schedule)` printed.
 
         Raises:
             ScheduleError: The text is not `name: stage+offset/stream ...`, or the table cannot run.
@@ -91,7 +91,7 @@ class Schedule:
 
     @cached_property
     def max_offset(self) -> int:
-        """How many batches the furthest step is ahead of the one being trained."""
+        """The largest offset: how far the table looks ahead of the batch being trained."""
         return max(step.offset for step in self.steps)
 
     @cached_property
@@ -110,12 +110,12 @@ class Schedule:
         return self.step_of(Stage.PREFETCH) is not None
 
     def stage_before(self, stage: Stage) -> Stage:
-        """Return the stage of the same batch whose result a sparse stage needs."""
+        """Return the stage whose result a sparse stage of the same batch needs."""
         return Stage.PREFETCH if self.prefetches and stage is Stage.EMBEDDING_LOOKUP else _BEFORE[stage]
 
     @cached_property
     def staleness(self) -> int:
-        """Embedding updates, in batches, that a lookup of a fused table cannot see yet."""
+        """Number of batches whose updates a lookup of a fused table cannot see yet."""
         lookup = self.step_of(Stage.EMBEDDING_LOOKUP)
         if lookup is None:
             return 0
@@ -130,15 +130,15 @@ class Schedule:
 
     @property
     def holds_updates(self) -> bool:
-        """Whether the updates of all batches of an optimizer step come with that step (`frozen_window`)."""
+        """Whether the updates of all batches of an optimizer step are applied at that step (`frozen_window`)."""
         return self.accumulating is not None
 
     @cached_property
     def accumulating(self) -> AccumulatingSchedule | None:
-        """The table to walk for a batch whose gradients wait for the optimizer step of a later one; None: this one.
+        """The table for a batch whose gradients wait for a later batch's optimizer step; None: this table.
 
-        An exact table with `EMBEDDING_UPDATE` at offset 0, which stands below `OPTIMIZER_STEP`, makes the updates of
-        all batches of that step there. Before that nothing is written, so a lookup ahead does not wait for `BACKWARD`.
+        An exact table with `EMBEDDING_UPDATE` at offset 0, below `OPTIMIZER_STEP`, applies the updates of all batches
+        of that optimizer step there. No table is written before it, so an early lookup does not wait for `BACKWARD`.
         """
         update = self.step_of(Stage.EMBEDDING_UPDATE)
         if update is None or update.offset < 0 or self.staleness:
@@ -156,7 +156,7 @@ class Schedule:
         """Indices of the steps that may run inside `BACKWARD`, while autograd waits for other ranks (CPU only).
 
         They are the sparse steps right above `BACKWARD`, from the first that reads or writes tables. Moving them is
-        safe: before gradients arrive no table is written, except by an update that is among them.
+        safe: before gradients arrive, only an update among these steps writes tables.
         """
         backward = self.position(Stage.BACKWARD)
         on_tables = (Stage.PREFETCH, Stage.EMBEDDING_LOOKUP, Stage.EMBEDDING_UPDATE)
@@ -170,9 +170,9 @@ class Schedule:
 
     @cached_property
     def received_in_backward(self) -> Step | None:
-        """The lookup that comes next after `BACKWARD`, if its ids may be assembled while `BACKWARD` waits (CPU only).
+        """The next lookup after `BACKWARD`, if its ids may be assembled while `BACKWARD` waits (CPU only).
 
-        None if they are not yet sent by then, and in modes with a staleness, which look up in `BACKWARD` itself.
+        None if the ids have not been sent by then, and in stale modes, which look up in `BACKWARD` itself.
         """
         if not self.has_sparse_stages or self.prefetches:  # a prefetch has assembled the ids already
             return None
@@ -184,11 +184,11 @@ class Schedule:
 
     @cached_property
     def dense_owned_lookup(self) -> Step | None:
-        """The step that looks up tables of the dense optimizer, when it has to differ from the fused tables' step.
+        """The step that looks up tables of the dense optimizer, if it differs from the fused tables' step.
 
-        Such tables are written by `OPTIMIZER_STEP`, so an early lookup of batch N waits for the step of batch
+        `OPTIMIZER_STEP` writes such tables, so an early lookup of batch N waits for the optimizer step of batch
         N - 1 in every mode: it runs at offset 1, right after `OPTIMIZER_STEP`. None: the `EMBEDDING_LOOKUP` step
-        already comes after that step.
+        already comes after it.
         """
         lookup = self.step_of(Stage.EMBEDDING_LOOKUP)
         if lookup is None or lookup.offset == 0:
@@ -198,10 +198,10 @@ class Schedule:
 
     @cached_property
     def evaluation(self) -> EvaluationSchedule:
-        """What an evaluation runs: as early as this table looks up, at most one batch, and no backward.
+        """The table of an evaluation: it looks up as early as this table does, at most one batch, without a backward.
 
-        Nothing writes a table meanwhile, so a lookup can overlap with the forward only. Every stage stands above
-        it and is one batch ahead of the stage that waits for it: each all-to-all then travels during a whole forward.
+        An evaluation writes no table, so a lookup can overlap only with the forward. Every stage stands above the
+        forward, one batch ahead of the stage that waits for it, so each all-to-all has a whole forward to arrive in.
         """
         lookup, copy = self.step_of(Stage.EMBEDDING_LOOKUP), self[Stage.COPY_BATCH_TO_DEVICE]
         steps = [Step(Stage.DENSE_FORWARD, 0, StreamName.COMPUTE)]
@@ -214,7 +214,7 @@ class Schedule:
         return EvaluationSchedule(self.name, tuple(steps))
 
     def at(self, batch: int) -> Schedule:
-        """The table to walk while a batch is trained: this one; a `SequentialSchedule` has several."""
+        """The table to walk while a batch is trained: always this one (a `SequentialSchedule` has several)."""
         return self
 
     @cached_property
@@ -234,7 +234,7 @@ class Schedule:
 
 
 class _WithoutUpdates(Schedule):
-    """A derived table during which nobody updates fused tables: no lookup is stale, and none waits for an update."""
+    """A derived table without updates of fused tables: no lookup is stale or waits for an update."""
 
     staleness = 0
     fills_backward_wait = range(0)
@@ -246,32 +246,32 @@ class EvaluationSchedule(_WithoutUpdates):
 
     training_stages: ClassVar[tuple[Stage, ...]] = (Stage.DENSE_FORWARD,)
 
-    dense_owned_lookup = None  # no optimizer step is on its way
+    dense_owned_lookup = None  # no optimizer step follows
 
 
 class AccumulatingSchedule(_WithoutUpdates):
-    """The table of a batch without an optimizer step, derived by `Schedule.accumulating`: no weight is written."""
+    """The table of a batch without an optimizer step, derived by `Schedule.accumulating`; it writes no weights."""
 
     defers_update = True  # to the optimizer step of a later batch
 
 
 def check_number(name: str, value: object, *, least: int = 0, instead: str = "") -> None:
-    """Check a number of batches that a user gives.
+    """Check a number of batches that a user passes.
 
     Args:
         name: The argument's name, for messages.
-        value: What the user gave.
-        least: The smallest number that is possible.
-        instead: What to do instead, at the end of the message for a smaller one.
+        value: The user's value.
+        least: The smallest valid number.
+        instead: What to do instead; ends the message about a smaller number.
 
     Raises:
-        TypeError: Not an integer.
-        ValueError: Less than `least`.
+        TypeError: The value is not an integer.
+        ValueError: The value is less than `least`.
     """
     if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{name} is a number of batches, got {value!r}.")
+        raise TypeError(f"{name} must be a number of batches, got {value!r}.")
     if value < least:
-        raise ValueError(f"{name} is a number of batches from {least} on, got {value}.{instead}")
+        raise ValueError(f"{name} must be at least {least} batches, got {value}.{instead}")
 
 
 def _parse_step(name: str, text: str) -> Step:
@@ -295,7 +295,7 @@ def _validate(schedule: Schedule) -> None:
 
 def _check_steps(schedule: Schedule) -> None:
     if not re.fullmatch(r"[a-z][a-z0-9_]*", schedule.name):
-        raise ScheduleError(f"a schedule's name is lower case letters, digits and '_', got {schedule.name!r}.")
+        raise ScheduleError(f"a schedule's name has lower-case letters, digits and '_', got {schedule.name!r}.")
     seen: set[Stage] = set()
     for index, step in enumerate(schedule.steps):
         if not isinstance(step, Step):
@@ -323,7 +323,7 @@ def _check_training_steps(schedule: Schedule) -> None:
             raise _error(schedule, [index], f"{name} is on stream {step.stream}", remedy)
 
 
-_ALL_SPARSE = "Give all of the sparse stages a step, or none of them."
+_ALL_SPARSE = "Add a step for every sparse stage, or for none."
 
 
 def _check_sparse_steps(schedule: Schedule) -> None:
@@ -337,8 +337,8 @@ def _check_sparse_steps(schedule: Schedule) -> None:
     lookup, backward = schedule.position(Stage.EMBEDDING_LOOKUP), schedule.position(Stage.BACKWARD)
     between = backward < lookup < position if update.offset == 0 else not position < lookup < backward
     if between:
-        # A module's own forward updates in the backward, and what comes between two steps (an evaluation, a checkpoint)
-        # needs the update at once. Neither may change which updates a lookup sees.
+        # A module's own forward updates in the backward, and code between two steps (an evaluation, a checkpoint) needs
+        # the update at once. Neither may change which updates a lookup sees.
         problem = f"a lookup stands between backward and {update.stage} (step {position + 1})"
         remedy = f"Move embedding_lookup above backward and {update.stage}-1 above it, or {update.stage}+0."
         raise _error(schedule, [lookup, position], problem, remedy)
@@ -350,20 +350,20 @@ def _check_prefetch(schedule: Schedule) -> None:
         return
     bad = [schedule.position(Stage.PREFETCH)]
     if lookup is None:
-        raise _error(schedule, bad, "nothing looks up what is prefetched", _ALL_SPARSE)
+        raise _error(schedule, bad, "no step looks up the prefetched rows", _ALL_SPARSE)
     if schedule.defers_update:
-        problem = "the backward of a cached table is that of its last lookup, so it cannot come later"
+        problem = "a cached table's backward belongs to its last lookup and cannot be deferred"
         bad.append(schedule.position(Stage.EMBEDDING_UPDATE))
         raise _error(schedule, bad, problem, "Leave out prefetch or embedding_update.")
     if prefetch.offset != lookup.offset or schedule.staleness:
-        # The kernel takes its lookups for those it has prefetched, in that order, and an evaluation may come between
-        # two iterations; its backward is that of its last lookup.
-        problem = f"{prefetch} and {lookup} are not of one iteration, or the lookup comes before an update it needs"
+        # The kernel matches lookups with prefetches in order, and an evaluation may come between two iterations. Its
+        # backward belongs to its last lookup.
+        problem = f"{prefetch} and {lookup} are in different iterations, or the lookup misses an update it needs"
         raise _error(schedule, bad, problem, "Give both the same offset: 0, or 1 with the lookup below BACKWARD.")
 
 
 def _check_batch_order(schedule: Schedule) -> None:
-    """Each stage of a batch has to be issued after the stages that come before it in that batch's life."""
+    """Check that the stages of a batch are issued in their order of dependency."""
     by_stage = sorted(enumerate(schedule.steps), key=lambda entry: STAGE_ORDER[entry[1].stage])
     for (early_index, early), (late_index, late) in itertools.pairwise(by_stage):
         # Batch b passes step s in iteration b - offset(s): later iterations are larger, then the order of steps counts.

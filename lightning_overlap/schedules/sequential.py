@@ -12,28 +12,28 @@ from .stages import Stage
 
 
 class Schedules(Protocol):
-    """What a run walks: one schedule, or several that follow one another."""
+    """The schedules of a run: one, or several that follow one another."""
 
     @property
     def depth(self) -> int:
-        """Batches in flight at once, at most."""
+        """The largest number of batches in flight at once."""
 
     def at(self, batch: int) -> Schedule:
-        """The table to walk while a batch is trained; all ranks get the same one."""
+        """The table to walk while a batch is trained, the same on all ranks."""
 
 
 @dataclass(frozen=True)
 class SequentialSchedule:
-    """Two or more schedules, each from the batch on that it begins with, counted over the whole training.
+    """Two or more schedules, each starting at a batch number that counts over the whole training.
 
-    The executor goes from one to the next between two iterations. Batches in flight stay: what was issued for them is
-    not issued again, and what the next table would have issued by then is issued at once. So a lookup of batch N in a
-    fused table, in a part that begins with batch n and has staleness k, sees the updates of all batches before
-    max(n, N - k). A part that follows a staler one uses the lookups that were made under it.
+    The executor switches between two iterations and keeps the batches in flight. It does not repeat their issued
+    stages, and at once issues the stages that the next table would have issued by then. So in a part that starts at
+    batch n and has staleness k, a lookup of batch N in a fused table sees the updates of all batches before
+    max(n, N - k). A part that follows a staler part uses the lookups made under that part.
     """
 
     parts: tuple[tuple[int, Schedule], ...]
-    """`(first batch, schedule)` in order, the first one from batch 0 on."""
+    """`(first batch, schedule)` in order, starting with batch 0."""
 
     def at(self, batch: int) -> Schedule:
         """The table to walk while a batch is trained."""
@@ -41,7 +41,7 @@ class SequentialSchedule:
 
     @cached_property
     def depth(self) -> int:
-        """Batches in flight at once, at most."""
+        """The largest number of batches in flight at once."""
         return max(schedule.depth for _, schedule in self.parts)
 
 
@@ -52,11 +52,11 @@ def with_exact_warmup(
 
     Args:
         schedule: A mode with a staleness of 1 or more.
-        start_batch: How many batches are trained in `fused_sparse_dist` first.
-        end_batch: From this batch on it is `fused_sparse_dist` again; None: never.
+        start_batch: Number of batches to train in `fused_sparse_dist` first.
+        end_batch: The batch that returns to `fused_sparse_dist`; None: never.
 
     Raises:
-        ValueError: A number is negative, or `end_batch` is not larger than `start_batch`, or the schedule is exact, or
+        ValueError: A number is negative, `end_batch` is not larger than `start_batch`, the schedule is exact, or
             it looks up on another stream than `fused_sparse_dist`.
         TypeError: A number of batches is not an integer.
     """
@@ -64,18 +64,18 @@ def with_exact_warmup(
     if end_batch is not None:
         check_number("end_batch", end_batch)
         if end_batch <= start_batch:
-            raise ValueError(f"end_batch comes after start_batch={start_batch}, got {end_batch}.")
+            raise ValueError(f"end_batch must be larger than start_batch={start_batch}, got {end_batch}.")
     elif not start_batch:
         return schedule
     if not schedule.staleness:
         raise ValueError(
-            f"start_batch={start_batch}, end_batch={end_batch}: {schedule.name!r} is exact from the first batch to the "
-            "last. They are for modes with a staleness (semi_sync, async_lookup)."
+            f"start_batch={start_batch}, end_batch={end_batch}: {schedule.name!r} is always exact. Use them with a "
+            "stale mode (semi_sync, async_lookup)."
         )
     exact, stream = FUSED_SPARSE_DIST, schedule[Stage.EMBEDDING_LOOKUP].stream
     if stream is not exact[Stage.EMBEDDING_LOOKUP].stream:
         raise ValueError(
-            f"one stream orders all lookups and updates of a run, got {exact.name!r} on "
+            f"all lookups of a run must use one stream, got {exact.name!r} on "
             f"{exact[Stage.EMBEDDING_LOOKUP].stream}, {schedule.name!r} on {stream}."
         )
     before = [(0, exact)] if start_batch else []

@@ -1,4 +1,4 @@
-"""The vocabulary of a training step: its stages and the streams they run on."""
+"""The vocabulary of a training step: its stages and their streams."""
 
 from __future__ import annotations
 
@@ -6,45 +6,45 @@ from enum import Enum
 
 
 class Stage(Enum):
-    """A part of a step that some mode places on its own, in the order that one batch goes through them."""
+    """A part of a step that some mode places on its own, in the order in which a batch passes the stages."""
 
     COPY_BATCH_TO_DEVICE = "copy_batch_to_device"
-    """Fetch the batch from the data loader, run Lightning's batch-transfer hooks, copy host to device."""
+    """Fetch the batch from the data loader, run Lightning's batch-transfer hooks, copy it to the device."""
 
     INPUT_SPLITS_DIST = "input_splits_dist"
-    """Start the all-to-all of split sizes, one per process group for all sharded modules."""
+    """Start the all-to-all of split sizes: one per process group, for all sharded modules."""
 
     INPUT_DATA_DIST = "input_data_dist"
     """Read the sizes on the host, then start the all-to-all of lengths, ids and per-id weights."""
 
     PREFETCH = "prefetch"
-    """Copy rows that the lookup will read from UVM into the cache on the device, in modes that have a step for it."""
+    """Copy the rows that the lookup will read from UVM into the device's cache."""
 
     EMBEDDING_LOOKUP = "embedding_lookup"
-    """Table-batched embedding (TBE) forward; issues `output_dist`, the all-to-all of embeddings, at its end."""
+    """Table-batched embedding (TBE) forward; ends by issuing `output_dist`, the all-to-all of embeddings."""
 
     DENSE_FORWARD = "dense_forward"
     """The user's `training_step`; waits for the embeddings where they are first used (the merge)."""
 
     BACKWARD = "backward"
-    """Autograd's backward: dense gradients, the all-to-all of gradients, and the TBE backward, which applies
-    the fused optimizer to the tables (unless the schedule has a step for `EMBEDDING_UPDATE`)."""
+    """Autograd's backward: dense gradients, the all-to-all of gradients, and the TBE backward, which applies the fused
+    optimizer to the tables. A step for `EMBEDDING_UPDATE` defers the TBE backward."""
 
     OPTIMIZER_STEP = "optimizer_step"
-    """The step of the dense optimizer (with accumulation: the end of a batch that has no step)."""
+    """The step of the dense optimizer; with accumulation, the end of a batch without a step."""
 
     EMBEDDING_UPDATE = "embedding_update"
-    """Wait for the all-to-all of gradients, which `BACKWARD` then only starts, and run the TBE backward, which applies
-    the fused optimizer to the tables that were looked up early. Without a step for it `BACKWARD` does all that."""
+    """Wait for the all-to-all of gradients, which `BACKWARD` only starts, and run the TBE backward, which applies the
+    fused optimizer to the tables that were looked up early. Without this step `BACKWARD` does all of it."""
 
-    __hash__ = object.__hash__  # Enum's own is a Python function, and every step asks for many
+    __hash__ = object.__hash__  # Enum's own is a Python function, and every step calls it often
 
     def __str__(self) -> str:
         return self.value
 
 
 class StreamName(Enum):
-    """Where a stage runs. On a CPU every name means the calling thread."""
+    """The stream of a stage. On a CPU every name means the calling thread."""
 
     COMPUTE = "compute"
     """The stream that is current when Lightning calls `training_step`."""
@@ -56,10 +56,10 @@ class StreamName(Enum):
     """The input dist."""
 
     PREFETCH = "prefetch"
-    """Copies from UVM into the cache: FBGEMM wants one stream for them, which is not the lookup's."""
+    """Copies from UVM into the cache: FBGEMM needs a stream for them that is not the lookup's."""
 
     LOOKUP = "lookup"
-    """The embedding lookup; which physical stream this is, the stream policy says."""
+    """The embedding lookup; the stream policy determines the physical stream."""
 
     __hash__ = object.__hash__
 
@@ -68,7 +68,7 @@ class StreamName(Enum):
 
 
 class WeightOwner(Enum):
-    """Who writes a weight that a lookup reads, and so the stage that the lookup has to come after."""
+    """The writer of a weight that a lookup reads, and so the stage that must come before the lookup."""
 
     FUSED_BACKWARD = "fused_backward"
     """The fused optimizer inside `BACKWARD`: model-parallel tables with a fused kernel."""
@@ -77,18 +77,18 @@ class WeightOwner(Enum):
     """`OPTIMIZER_STEP`: data-parallel tables, tables with a dense kernel, the weights of feature processors."""
 
     LOOKUP = "lookup"
-    """`EMBEDDING_LOOKUP` itself: it runs where the module is called, with ids that were sent early."""
+    """`EMBEDDING_LOOKUP` itself: it runs where the module is called, on ids that were sent early."""
 
 
 EARLY_OWNERS = frozenset({WeightOwner.FUSED_BACKWARD, WeightOwner.DENSE_OPTIMIZER})
-"""The owners whose tables can be looked up before their batch's turn."""
+"""The owners whose tables can be looked up before their batch is trained."""
 
 
 SPARSE_STAGES = (Stage.INPUT_SPLITS_DIST, Stage.INPUT_DATA_DIST, Stage.EMBEDDING_LOOKUP)
-"""Stages that a schedule has all of or none of; without them each module's own forward does their work."""
+"""A schedule has all of these stages or none; without them each module's own forward does their work."""
 
 TRAINING_STAGES = (Stage.DENSE_FORWARD, Stage.BACKWARD, Stage.OPTIMIZER_STEP)
-"""Stages that the trainer runs, on the batch being trained; a schedule only says what runs around them."""
+"""Stages that the trainer runs on the current batch; a schedule places other stages around them."""
 
 STAGE_ORDER: dict[Stage, int] = {stage: position for position, stage in enumerate(Stage)}
 """Position of each stage in the life of one batch."""

@@ -65,13 +65,13 @@ def test_a_name_and_a_staleness() -> None:
 @pytest.mark.parametrize(
     ("pipeline", "staleness", "error", "message"),
     [
-        ("semi_sync", 2, ValueError, "staleness=2: 'semi_sync' has a staleness of 1 by its order of stages. To choose"),
-        ("base", 0, ValueError, "staleness=0: 'base' has a staleness of 0"),
-        (SEMI_SYNC, 1, ValueError, "To choose the staleness take Mode('async_lookup', staleness=...)"),
-        ("async_lookup", 0, ValueError, "from 1 on, got 0. For lookups that see every update take pipeline='fused"),
-        ("async_lookup", -1, ValueError, "from 1 on, got -1"),
-        ("async_lookup", 1.5, TypeError, "staleness is a number of batches, got 1.5"),
-        ("async_lookup", True, TypeError, "staleness is a number of batches, got True"),
+        ("semi_sync", 2, ValueError, "staleness=2: the order of stages of 'semi_sync' fixes its staleness at 1. To"),
+        ("base", 0, ValueError, "staleness=0: the order of stages of 'base' fixes its staleness at 0"),
+        (SEMI_SYNC, 1, ValueError, "To choose the staleness, use Mode('async_lookup', staleness=...)"),
+        ("async_lookup", 0, ValueError, "got 0. For lookups that see every update, use pipeline='fused"),
+        ("async_lookup", -1, ValueError, "at least 1 batches, got -1"),
+        ("async_lookup", 1.5, TypeError, "staleness must be a number of batches, got 1.5"),
+        ("async_lookup", True, TypeError, "staleness must be a number of batches, got True"),
         ("async", 2, ValueError, "unknown pipeline 'async'. Did you mean 'async_lookup'"),
     ],
 )
@@ -96,12 +96,17 @@ def test_the_table_of_each_batch() -> None:
 @pytest.mark.parametrize(
     ("schedule", "options", "error", "message"),
     [
-        (SEMI_SYNC, {"start_batch": -1}, ValueError, "start_batch is a number of batches from 0 on, got -1"),
-        (SEMI_SYNC, {"start_batch": 2.0}, TypeError, "start_batch is a number of batches, got 2.0"),
-        (SEMI_SYNC, {"end_batch": "3"}, TypeError, "end_batch is a number of batches, got '3'"),
-        (SEMI_SYNC, {"start_batch": 3, "end_batch": 3}, ValueError, "end_batch comes after start_batch=3, got 3"),
-        (BASE, {"start_batch": 3}, ValueError, "'base' is exact from the first batch to the last"),
-        (FUSED_SPARSE_DIST, {"end_batch": 3}, ValueError, "for modes with a staleness (semi_sync, async_lookup)"),
+        (SEMI_SYNC, {"start_batch": -1}, ValueError, "start_batch must be at least 0 batches, got -1"),
+        (SEMI_SYNC, {"start_batch": 2.0}, TypeError, "start_batch must be a number of batches, got 2.0"),
+        (SEMI_SYNC, {"end_batch": "3"}, TypeError, "end_batch must be a number of batches, got '3'"),
+        (
+            SEMI_SYNC,
+            {"start_batch": 3, "end_batch": 3},
+            ValueError,
+            "end_batch must be larger than start_batch=3, got 3",
+        ),
+        (BASE, {"start_batch": 3}, ValueError, "'base' is always exact"),
+        (FUSED_SPARSE_DIST, {"end_batch": 3}, ValueError, "with a stale mode (semi_sync, async_lookup)"),
     ],
 )
 def test_switches_that_cannot_be(
@@ -114,7 +119,7 @@ def test_switches_that_cannot_be(
 def test_schedules_with_lookups_on_two_streams_cannot_follow_one_another() -> None:
     lookup = Stage.EMBEDDING_LOOKUP
     steps = [replace(step, stream=StreamName.COMPUTE) if step.stage is lookup else step for step in SEMI_SYNC]
-    message = "one stream orders all lookups and updates of a run, got 'fused_sparse_dist' on lookup, 'mine' on compute"
+    message = "all lookups of a run must use one stream, got 'fused_sparse_dist' on lookup, 'mine' on compute"
     with pytest.raises(ValueError, match=message):
         with_exact_warmup(Schedule("mine", tuple(steps)), 4)
 
@@ -128,6 +133,6 @@ def test_a_deferred_update_leaves_the_staleness(mode: Schedule) -> None:
 
 def test_an_exact_mode_cannot_defer_its_updates() -> None:
     with pytest.raises(
-        ValueError, match="'fused_sparse_dist' looks up after the backward and so needs its update by then"
+        ValueError, match="'fused_sparse_dist' looks up after the backward and needs its update by then"
     ):
         Mode("fused_sparse_dist", defer_update=True)

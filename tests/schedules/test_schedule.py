@@ -318,7 +318,7 @@ WRONG = {
      4  copy_batch_to_device+2/memcpy
      5  backward+0/compute
      6  optimizer_step+0/compute
-  Give all of the sparse stages a step, or none of them.""",
+  Add a step for every sparse stage, or for none.""",
     ),
 }
 
@@ -351,7 +351,7 @@ def _aligned(message: str) -> list[str]:
         ("mine: dense_forwards+0/compute", "'dense_forwards+0/compute' names an unknown stage or stream"),
         ("mine: dense_forward+0/gpu", "Known stages: copy_batch_to_device, .*; streams: compute, memcpy, data_dist"),
         ("mine:", "copy_batch_to_device is missing"),
-        ("My mode: ", "lower case letters, digits and '_', got 'My mode'"),
+        ("My mode: ", "lower-case letters, digits and '_', got 'My mode'"),
     ],
 )
 def test_wrong_text_is_refused(text: str, message: str) -> None:

@@ -170,7 +170,7 @@ def test_where_every_block_is_disturbed_nothing_is_chosen(two_ranks: Ranks) -> N
 
 
 def test_auto_takes_no_options_of_a_mode() -> None:
-    with pytest.raises(ValueError, match=r"'auto' tries modes of the same losses, and takes no options of a mode"):
+    with pytest.raises(ValueError, match=r"'auto' compares modes of equal losses and takes no mode options"):
         OverlapEmbeddingStrategy(Mode("auto", staleness=2))
 
 
