@@ -1,4 +1,4 @@
-"""What ranks need besides the tables' collectives: process groups, consensus on each batch, the cause of a failure.
+"""Communication between ranks besides the tables' collectives: process groups, consensus, the cause of a failure.
 
 `gloo_alltoall.py` is an all-to-all for gloo between hosts that posts its receives first; `packed_alltoall.py` is one
 all-to-all for several tensors.

@@ -1,4 +1,4 @@
-"""Let all ranks agree at every step on the end of the data and on stops; the answer is read a step later."""
+"""Let all ranks agree at every step on the end of the data and on stops; they read the answer a step later."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ T = TypeVar("T")
 
 
 class StepFlags(NamedTuple):
-    """What one rank says about a batch; as an answer the maximum over all ranks, so for bools whether any said so."""
+    """One rank's flags for a batch. The answer has the maximum over all ranks; for bools: whether any rank set it."""
 
     has: bool
-    """It has this batch."""
+    """The rank has this batch."""
     lacks: bool
-    """It has no such batch, at least not now (`max_steps` may hold it back)."""
+    """The rank lacks this batch, at least for now (`max_steps` may hold it back)."""
     last: bool
-    """It has no batch after this one."""
+    """The rank has no batch after this one."""
     stop: bool
-    """It was told to stop (SIGTERM)."""
+    """The rank was told to stop (SIGTERM)."""
     latest_none: int = -1
     """Number in the epoch of its last None batch before this one; -1 if there is none."""
     requested_interval: int = 0
@@ -31,12 +31,12 @@ class StepFlags(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """An answer that may still be under way."""
+    """An answer that may not have arrived yet."""
 
     flags: Tensor
     """The flags of all ranks, one after the other, `(num_ranks * 6,)`, int32, on the host."""
     work: dist.Work
-    """The all-to-all that brings them."""
+    """The all-to-all of the flags."""
 
     def wait(self) -> StepFlags:
         """Wait for the flags of all ranks and return the maximum of each.
@@ -79,11 +79,11 @@ def check_none_batches(latest: Mapping[int, int]) -> None:
 
 
 Lowest = Callable[[], list[int]]
-"""Waits for the numbers of all ranks, and returns the minimum of each."""
+"""Waits for the numbers of all ranks and returns the minimum of each."""
 
 
 class PollInterval:
-    """Decides about which batches the ranks ask each other, if all of them know how many batches they have.
+    """Decides about which batches the ranks ask each other, if every rank knows its number of batches.
 
     They ask about the first batch, the last ones, and now and then one in between, to hear of a rank that was told to
     stop, or of a None batch; in that case they ask about every batch from then on. A question costs as much as
@@ -100,10 +100,10 @@ class PollInterval:
         return index >= self._next
 
     def ask(self, index: int) -> int:
-        """Note that the ranks are asked about a batch; no other batch is due before `hear`.
+        """Note that the ranks ask about a batch; no other batch is due before `hear`.
 
         Returns:
-            `MAX_INTERVAL - interval` for the interval that this rank wants, 0 to `MAX_INTERVAL - 1`.
+            `MAX_INTERVAL - interval` for this rank's preferred interval, 0 to `MAX_INTERVAL - 1`.
         """
         now, asked = time.monotonic(), self._asked
         self._asked = index, now
@@ -131,12 +131,12 @@ ASK_FOR_LAST = 8
 """How many of an epoch's last batches the ranks ask about one by one: some may be None on some ranks."""
 
 ASK_EVERY_S = 0.5
-"""Seconds between two questions, about: so long a rank that was told to stop may go on."""
+"""Approximate seconds between two questions. A rank that was told to stop may go on for this long."""
 
 MAX_INTERVAL = 255
 """Longest polling interval, in batches.
 
-Ranks send `MAX_INTERVAL - interval`, so that the largest of all ranks' picks the shortest that any asks.
+Ranks send `MAX_INTERVAL - interval`, so that the maximum over all ranks selects the shortest interval.
 """
 
 
@@ -154,14 +154,14 @@ class Consensus:
         self._group = group
 
     def ask(self, flags: StepFlags) -> Answer:
-        """Send this rank's flags and ask for those of all ranks; every rank asks as often and in the same order."""
+        """Send this rank's flags and request the flags of all ranks; all ranks ask equally often, in the same order."""
         sent = torch.tensor(flags * self._group.size(), dtype=torch.int32)
         received = torch.empty_like(sent)
-        # Not by `torch.distributed`, where timers and benchmarks patch the all-to-alls of embeddings.
+        # Not through `torch.distributed`: timers and benchmarks patch its all-to-alls.
         return Answer(received, self._group.alltoall_base(received, sent, [], []))
 
     def lowest(self, numbers: Sequence[int]) -> Lowest:
-        """Start to find the minimum of each number over all ranks; the function that is returned waits for them."""
+        """Start computing the minimum of each number over all ranks; the returned function waits for the result."""
         tensor = torch.tensor(numbers, dtype=torch.int64)
         work = self.start(tensor, dist.ReduceOp.MIN)
 
@@ -173,13 +173,13 @@ class Consensus:
         return wait
 
     def broadcast(self, value: Any, src: int) -> Any:
-        """Return the value of rank `src`, anything that can be pickled; no device takes part."""
+        """Return the value of rank `src`, any picklable object; uses the host only."""
         values = [value]
         dist.broadcast_object_list(values, src, group=self._group)
         return values[0]
 
     def gather(self, value: Any) -> list[Any]:
-        """Return every rank's value, anything that can be pickled."""
+        """Return every rank's value, any picklable object."""
         return gather_objects(value, self._group)
 
     def any(self, flag: bool) -> bool:
@@ -188,14 +188,14 @@ class Consensus:
         return not unset_on_all
 
     def start(self, values: Tensor, op: dist.ReduceOp.RedOpType) -> dist.Work:
-        """Start an all-reduce of a tensor on the host, in place; return its work."""
+        """Start an in-place all-reduce of a tensor on the host; return its work."""
         work: dist.Work | None = dist.all_reduce(values, op, group=self._group, async_op=True)
         assert work is not None
         return work
 
 
 def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Return the values of all ranks of a group, None for the default one: anything that can be pickled."""
+    """Return the values of all ranks of a group (None: the default group), any picklable objects."""
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return [value]
     values: list[Any] = [None] * dist.get_world_size(group)
@@ -204,14 +204,14 @@ def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[A
 
 
 def together(action: Callable[[], T], gather: Callable[[Any], list[Any]]) -> T:
-    """Call a function on every rank and return its result; if it fails on one, raise on all.
+    """Call a function on every rank and return its result; if it fails on one rank, raise on all ranks.
 
     Args:
-        action: The function. After anything that may fail on one rank alone it must not wait for other ranks.
+        action: The function. It must not wait for other ranks after anything that may fail on a single rank.
         gather: Returns the values of all ranks, by rank.
 
     Raises:
-        RuntimeError: It has failed on a rank; the message is that of the first one.
+        RuntimeError: The function failed on some rank; the message is from the first such rank.
     """
     result, error, cause = None, None, None
     try:

@@ -1,7 +1,7 @@
-"""Let ranks that fail tell each other why, through the store, as collectives may hang then; choose which one prints it.
+"""Let failing ranks tell each other the cause through the store (collectives may hang), and choose who prints it.
 
-Ranks share a terminal: the first error is printed once, after all that the other ranks print. Otherwise a rank that has
-lost a peer would print the longest traceback, and the last one, about a connection.
+Ranks share a terminal: the first error is printed once, after the output of all other ranks. Otherwise a rank that lost
+a peer would print the last and longest traceback, about a connection.
 """
 
 from __future__ import annotations
@@ -27,49 +27,49 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from .sockets import end_connections
 
 LEAVE_S = 3.0
-"""Seconds that the rank that failed first waits until the others have printed; they wait as long for it."""
+"""Seconds that the first failing rank waits for the others to print, and that they wait for it."""
 
 _MARK = "_lightning_overlap_cause"
 _causes: dict[int, FirstCause] = {}
-"""The `FirstCause` of the newest error, by its id. The error has this id only, since a store cannot be pickled."""
+"""The `FirstCause` of the newest error, by its id. The error holds only this id: a store cannot be pickled."""
 _PLACE = re.compile(r"rank \d+ (was|had failed) |Another rank did not answer")
-"""Notes that need not be printed by other ranks, as the rank that failed first prints the same."""
+"""Notes that other ranks need not print: the first failing rank prints the same."""
 _PEER_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "/gloo/", "NCCL")
 _num_runs = itertools.count()
 
 
 def default_store() -> Store | None:
-    """Return the store that the process group was made with."""
+    """Return the store of the default process group."""
     if not dist.is_initialized():
         return None
     return dist.distributed_c10d._get_default_store()
 
 
 class Word(NamedTuple):
-    """What a rank that fails writes into the store for the others."""
+    """The message that a failing rank writes to the store for the others."""
 
     rank: int
     error: str
-    """Type and message of its error."""
+    """Type and message of the error."""
     place: str
-    """Where in the training it was."""
+    """The place in the training where the rank failed."""
     stderr: str
-    """Where its errors are printed, see `_stderr`."""
+    """Where the rank prints errors, see `_stderr`."""
 
 
 def _stderr() -> str:
     """Return an identifier of this process's stderr, the same for ranks that share a terminal, a pipe or a file."""
     try:
         file = os.fstat(sys.stderr.fileno())
-    except (OSError, ValueError, AttributeError):  # a stream of Python's own, in notebooks
+    except (OSError, ValueError, AttributeError):  # a Python stream without a descriptor, in notebooks
         return f"{socket.gethostname()} {os.getpid()}"
     return f"{socket.gethostname()} {file.st_dev} {file.st_ino}"
 
 
 class FirstCause:
-    """Finds the rank that failed first: one that fails because it lost a peer can then say why that one failed.
+    """Finds the rank that failed first, so that a rank that lost a peer can report why the peer failed.
 
-    Every rank makes equally many of these objects, in the same order. The first rank that fails leaves a `Word`.
+    Every rank makes equally many of these objects, in the same order. The first failing rank leaves a `Word`.
     """
 
     def __init__(self, store: Store, rank: int) -> None:
@@ -77,16 +77,16 @@ class FirstCause:
         self.rank = rank
         self._key = f"lightning_overlap/first_cause/{next(_num_runs)}"
         self.first: Word | None = None
-        """The word of the rank that failed first, once this one has failed too; None if it is not known."""
+        """The word of the first failing rank, set when this rank has failed; None if unknown."""
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank failed before all others, as far as it knows."""
+        """Whether this rank is known to have failed first."""
         return self.first is not None and self.first.rank == self.rank
 
     @property
     def store_port(self) -> int | None:
-        """The TCP port of the store; None for stores without one, such as files."""
+        """The TCP port of the store; None for stores without a port, such as files."""
         store = self._store
         while isinstance(store, PrefixStore):
             store = store.underlying_store
@@ -101,34 +101,34 @@ class FirstCause:
                 error.add_note(f"rank {self.first.rank} had failed {self.first.place}: {self.first.error}")
 
     def leave(self, num_ranks: int, timeout_s: float) -> None:
-        """Count this rank as about to end; wait until `num_ranks` are, if this one failed first. Never raises."""
+        """Count this rank as about to end; the first failing rank waits until `num_ranks` are. Never raises."""
         with contextlib.suppress(Exception):
             self._all_come(f"{self._key}/gone", num_ranks if self.is_first else 1, timeout_s)
 
     def told(self) -> None:
-        """Say that the first cause was printed. Never raises."""
+        """Report that the first cause was printed. Never raises."""
         with contextlib.suppress(Exception):
             self._store.set(f"{self._key}/told", "")
 
     def wait_until_told(self, timeout_s: float) -> None:
-        """Wait until the first cause was printed, or so many seconds; the store may end after that. Never raises."""
+        """Wait until the first cause was printed, at most `timeout_s`; then the store may end. Never raises."""
         with contextlib.suppress(Exception):
             self._store.wait([f"{self._key}/told"], timedelta(seconds=timeout_s))
 
     def all_failed(self, num_ranks: int, place: str, timeout_s: float) -> bool:
-        """Return whether all ranks call this from the same place within `timeout_s`: then they may save together.
+        """Return whether all ranks call this from the same place within `timeout_s`, so that they may save together.
 
         Never raises.
         """
         verdict = "alone"
         with contextlib.suppress(Exception):
-            # The first rank to know decides for all: the time of another one may be up at this very moment.
+            # The first rank to know decides for all: another rank's time may be up at this very moment.
             mine = "together" if self._all_come(f"{self._key}/here {place}", num_ranks, timeout_s) else "alone"
             verdict = self._store.compare_set(f"{self._key}/verdict", "", mine).decode()
         return verdict == "together"
 
     def _all_come(self, key: str, num_ranks: int, timeout_s: float) -> bool:
-        """Count this rank, and wait until so many have come, or so many seconds; whether they have."""
+        """Count this rank; return whether `num_ranks` are counted within `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         num_here = self._store.add(key, 1)
         while num_here < num_ranks and time.monotonic() < deadline:
@@ -138,9 +138,9 @@ class FirstCause:
 
 
 def timed_out(error: BaseException) -> bool:
-    """Whether a collective of gloo failed because another rank did not answer in time.
+    """Whether a gloo collective failed because another rank did not answer in time.
 
-    Of several that are under way at once, one is said to have timed out, the others that their pair was closed for it.
+    If several collectives are under way, gloo reports a timeout for one and a closed pair for the others.
     """
     return any(said in str(error) for said in ("Timed out waiting", "Application timeout caused pair closure"))
 
@@ -149,7 +149,7 @@ def timed_out(error: BaseException) -> bool:
 
 
 def tell_last(error: BaseException, cause: FirstCause) -> None:
-    """Install an excepthook for this error: the process prints it in its turn, or leaves that to another rank."""
+    """Install an excepthook for this error: the process prints it in its turn, or leaves it to another rank."""
     if dist.is_initialized() and dist.get_world_size() > 1:
         _causes.clear()
         _causes[id(cause)] = cause
@@ -164,7 +164,7 @@ def is_told_last(error: BaseException) -> bool:
 
 
 class _Hook:
-    """What Python calls with an error that nobody caught."""
+    """The excepthook for uncaught errors."""
 
     def __init__(self) -> None:
         self._before = sys.excepthook
@@ -174,7 +174,7 @@ class _Hook:
         if cause is None or cause.first is None:
             self._before(kind, error, trace)
         elif cause.is_first:
-            # Ranks that wait for this one fail and print now, and not when it has ended.
+            # Ranks that wait for this rank fail and print now, not only after its end.
             others_notice = end_connections(cause.store_port)
             cause.leave(dist.get_world_size() if others_notice and dist.is_initialized() else 1, LEAVE_S)
             if not _torchrun_prints(error):
@@ -184,7 +184,7 @@ class _Hook:
         else:
             if f"{kind.__name__}: {error}" != cause.first.error and not _is_of_a_lost_peer(error):
                 self._before(kind, error, trace)
-            elif cause.first.stderr == _stderr():  # where the first rank says all but what only this one knows
+            elif cause.first.stderr == _stderr():  # the first rank prints everything except this rank's own notes
                 own = [note for note in getattr(error, "__notes__", []) if not _PLACE.match(note)]
                 sys.stderr.write("".join(f"rank {cause.rank}: {note}\n" for note in own))
             else:
@@ -200,7 +200,7 @@ def _is_of_a_lost_peer(error: BaseException) -> bool:
 
 
 def _torchrun_prints(error: BaseException) -> bool:
-    """Leave the error to torchrun, which prints the first one at its end; not if it will start the ranks anew."""
+    """Leave the error to torchrun, which prints the first error at its end, unless torchrun restarts the ranks."""
     if "TORCHELASTIC_ERROR_FILE" not in os.environ:
         return False
     try:

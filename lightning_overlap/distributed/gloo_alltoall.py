@@ -1,4 +1,4 @@
-"""A gloo backend whose all-to-alls use both directions of a link at once, whichever rank comes first."""
+"""A gloo backend whose all-to-alls use both directions of a link at once, whichever rank arrives first."""
 
 from __future__ import annotations
 
@@ -13,30 +13,29 @@ import torch.distributed as dist
 from torch import Tensor
 
 BACKEND = "gloo_receives_first"
-"""Name of the backend, as `torch.distributed.new_group` takes it. For tensors in the host's memory."""
+"""The backend's name for `torch.distributed.new_group`. It takes tensors in host memory."""
 
 
 class ReceivesFirst(dist.ProcessGroup):
-    """gloo, but an all-to-all is made of receives and then sends, each to one rank.
+    """gloo with all-to-alls that post point-to-point receives first and sends second.
 
-    gloo's own all-to-all posts the send to a rank before the receive from it. A connection carries what is posted in
-    that order, and data goes out at once where the other rank is ready for it. So on the rank that comes later, its
-    data leaves first, and the word that it is ready to receive leaves after that: the earlier rank begins to send when
-    it has received everything. On a link of a limited rate the all-to-all then takes twice its time. Posted first,
-    the word to be ready goes ahead of the data.
+    gloo's own all-to-all posts the send to a rank before the receive from it. A connection keeps that order, and data
+    leaves at once if the other rank is ready. So the later rank sends its data first and only then announces that it
+    is ready to receive: the earlier rank begins to send when it has received everything. On a link of limited
+    bandwidth the all-to-all then takes twice as long. Posted first, the announcement travels ahead of the data.
 
-    Everything else is handed on to gloo, from here and not by the base class: that holds Python's lock meanwhile, for
-    which a thread of gloo's may wait that holds its own. All ranks issue the all-to-alls of a group in the same order.
+    All other calls go to gloo, from here and not through the base class: it would hold Python's lock meanwhile, for
+    which a gloo thread that holds its own lock may wait. All ranks issue a group's all-to-alls in the same order.
     """
 
     def __init__(self, gloo: dist.ProcessGroupGloo, rank: int, size: int) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
-        self._gloo: Any = gloo  # torch's annotations leave out what every backend has
+        self._gloo: Any = gloo  # torch's annotations lack methods that every backend has
         self._num = 0
         self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
 
     def _get_backend_name(self) -> str:
-        return "gloo"  # which PyTorch's sharded tensors take for memory of the host, and any other name for a device's
+        return "gloo"  # PyTorch's sharded tensors take this name for host memory, and any other name for a device's
 
     def alltoall_base(
         self,
@@ -50,7 +49,7 @@ class ReceivesFirst(dist.ProcessGroup):
 
         Args:
             output: Receives the data, by rank along dimension 0.
-            input: What is sent, by rank along dimension 0; of the output's dtype.
+            input: The data to send, by rank along dimension 0; of the output's dtype.
             output_split_sizes: Elements of dimension 0 from each rank; empty for equal parts.
             input_split_sizes: Elements of dimension 0 to each rank; empty for equal parts.
             opts: Not used.
@@ -60,8 +59,8 @@ class ReceivesFirst(dist.ProcessGroup):
             tensor.detach().split(list(split_sizes) or [len(tensor) // size] * size)
             for tensor, split_sizes in ((output, output_split_sizes), (input, input_split_sizes))
         )
-        # Each all-to-all has a tag of its own: two sends of one tag, one waiting until the other rank is ready and one
-        # posted at that moment, may be received in either order.
+        # Each all-to-all has its own tag: with a shared tag, a send that waits until the other rank is ready and a send
+        # posted at that moment may be received in either order.
         tag, self._num = self._num, (self._num + 1) % (1 << 31)
         others = [(me + shift) % size for shift in range(1, size)]
         works = [self._gloo.recv([received[rank]], rank, tag) for rank in others if received[rank].numel()]
@@ -72,7 +71,7 @@ class ReceivesFirst(dist.ProcessGroup):
         return Exchange(works, (output, input))
 
     all_to_all_single = alltoall_base  # type: ignore[assignment]
-    """What `torch.distributed.all_to_all_single` calls from 2.13 on; until then it is the other name."""
+    """`torch.distributed.all_to_all_single` calls this from 2.13 on; earlier versions call the other name."""
 
 
 _COLLECTIVES = (
@@ -81,11 +80,11 @@ _COLLECTIVES = (
     *("send", "recv", "recv_anysource", "gather_single"),
 )
 _OLDER = {"all_gather_single": "_allgather_base", "reduce_scatter_single": "_reduce_scatter_base"}
-"""Method of a process group in torch 2.13 and 2.14 -> gloo's older name of it."""
+"""Process group method in torch 2.13 and 2.14 -> gloo's older name for it."""
 
 
 def _hand_on(group: type, gloo: type) -> None:
-    """Let `group` call its `_gloo` for each collective that the class `gloo` has, by its newer name if it has that."""
+    """Let `group` call its `_gloo` for each collective of the class `gloo`, by the newer name if there is one."""
 
     def handed_on(name: str) -> Callable[..., Any]:
         return lambda self, *args, **kwargs: getattr(self._gloo, name)(*args, **kwargs)
@@ -100,9 +99,9 @@ _hand_on(ReceivesFirst, dist.ProcessGroupGloo)
 
 
 class Exchange(dist.Work):
-    """The receives and sends of one all-to-all, under way; gloo allows a single wait for each.
+    """The receives and sends of one all-to-all; gloo allows a single wait for each.
 
-    It keeps the all-to-all's input and output alive.
+    This object keeps the all-to-all's input and output alive.
     """
 
     def __init__(self, works: list[dist.Work], tensors: tuple[Tensor, Tensor]) -> None:
@@ -116,10 +115,10 @@ class Exchange(dist.Work):
         """Wait on the host until all data was received and sent.
 
         Args:
-            timeout: For each receive and send; None: that of the group.
+            timeout: For each receive and send; None: the group's timeout.
 
         Raises:
-            RuntimeError: A rank is gone, or the time is over; raised again by every later wait.
+            RuntimeError: A rank is gone, or the time is up; every later wait raises it again.
         """
         with self._turn:  # a second thread waits for the first one
             if self._error is not None:
@@ -135,11 +134,11 @@ class Exchange(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        """Whether a wait for it is over; before that gloo does not say whether the all-to-all is."""
+        """Whether a wait has ended; before that gloo does not tell whether the all-to-all has."""
         return not self._works
 
     def get_future(self) -> torch.futures.Future[None]:
-        """Return what is done at the end, by a thread that waits for it; a failure is raised by `wait`, not there."""
+        """Return a future that a waiting thread completes at the end; `wait` raises a failure, the future does not."""
         future: torch.futures.Future[None] = torch.futures.Future()
 
         def wait() -> None:
@@ -152,7 +151,7 @@ class Exchange(dist.Work):
 
 
 def register() -> None:
-    """Make the backend known to `torch.distributed`, once."""
+    """Register the backend with `torch.distributed`, once."""
 
     def create(store: Any, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
         return ReceivesFirst(dist.ProcessGroupGloo(store, rank, size, timeout=timeout), rank, size)

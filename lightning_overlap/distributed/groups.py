@@ -1,4 +1,4 @@
-"""The process groups that a run needs in addition to the default one, made once for a process."""
+"""The process groups of a run besides the default group, made once per process."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from .sockets import remember_sockets
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """Groups of all ranks. On one rank there is only the default one, for the tables."""
+    """Groups of all ranks. On one rank only the default group exists, for the tables."""
 
     tables: dist.ProcessGroup
-    """The tables' collectives: an early all-to-all must queue neither before nor after DDP's gradients.
+    """The tables' collectives: an early all-to-all must not queue with DDP's gradients.
 
-    In which order a backward sends both depends on where a step first uses its embeddings, which may differ by rank.
+    A backward sends both in an order that depends on where a step first uses its embeddings; it may differ by rank.
     """
     lookahead: dist.ProcessGroup | None = None
     """The input dist of coming batches."""
     consensus: Consensus | None = None
-    """What the ranks have to know of each other at every step, on the host."""
+    """Messages between ranks at every step, on the host."""
     checkpoints: dist.ProcessGroup | None = None
-    """Saving, which may go on in a thread during training, so no other collective may get in between; on the host."""
+    """Saving, on the host. It may run in a thread during training, so no other collective uses this group."""
 
 
 CONSENSUS = "consensus"
-"""Name of the group in which nothing travels but what the ranks have to know of each other."""
+"""Name of the group that carries only messages between ranks."""
 
 _FAILURES = "lightning_overlap/failures"
 _made: dict[tuple[dist.ProcessGroup, str, timedelta, bool, int], Groups] = {}
@@ -42,10 +42,10 @@ _made: dict[tuple[dist.ProcessGroup, str, timedelta, bool, int], Groups] = {}
 def join(timeout: timedelta, *, multi_node: bool = False) -> Groups:
     """Return the groups of this process; every rank calls this at the same point, after a barrier.
 
-    A group has threads or communicators of its own, which stay as long as the process, and sharded modules keep
-    theirs: so the runs of a process share them. After one that failed on any rank, all make new ones. Between several
-    hosts gloo uses both directions of a link at once; within one its own all-to-all is quicker, whose threads make the
-    system calls, and not the one that trains.
+    A group has its own threads or communicators, which live as long as the process, and sharded modules keep their
+    groups: so the runs of a process share groups. After a run that failed on any rank, all ranks make new groups.
+    Between hosts gloo uses both directions of a link at once. Within a host its own all-to-all is faster: its threads
+    make the system calls instead of the training thread.
     """
     world, store = dist.group.WORLD, default_store()
     assert world is not None
@@ -53,7 +53,7 @@ def join(timeout: timedelta, *, multi_node: bool = False) -> Groups:
     if dist.get_world_size() == 1:
         return Groups(world)
     backend = dist.get_backend()
-    # As rank 0 reads it: a rank that joins first and fails at once would let a slower one wait for new groups alone.
+    # Rank 0's reading counts: if a rank joins first and fails at once, a slower rank would wait for new groups alone.
     num_failures = [store.add(_FAILURES, 0)]
     dist.broadcast_object_list(num_failures, src=0)
     key = (world, backend, timeout, multi_node, num_failures[0])
@@ -75,9 +75,9 @@ def join(timeout: timedelta, *, multi_node: bool = False) -> Groups:
 
 
 def forget() -> None:
-    """Let the next run make new groups, on all ranks: in these, collectives may be under way that others never join.
+    """Let the next run make new groups on all ranks: these may have collectives that other ranks never join.
 
-    Never raises: the store ends with the rank that keeps it.
+    Never raises: the store ends with its host rank.
     """
     with contextlib.suppress(Exception):
         store = default_store()

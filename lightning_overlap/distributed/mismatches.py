@@ -1,8 +1,8 @@
-"""Find out whether all ranks run a module's own forward for the same call, where no collective can ask that.
+"""Find out whether all ranks run a module's own forward for the same call, where no collective can ask.
 
-A rank whose call cannot be served from early embeddings writes so into the store, and waits until all ranks have. A
-rank that was served goes on, perhaps into a collective. So a thread of each rank looks now and then whether another
-rank waits for a call that was served here, and answers it.
+A rank that cannot serve a call from early embeddings reports it in the store and waits until all ranks have. A rank
+that served the call goes on, perhaps into a collective. So a thread of each rank polls for another rank that waits for
+a call served here, and answers it.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import time
 from .failures import Store
 
 LOOK_EVERY_S = 1.0
-"""How often a rank looks whether another one waits in vain."""
+"""Interval at which a rank checks whether another rank waits in vain."""
 
 
 class Mismatches:
     """The calls of this run's modules that some rank cannot serve from early embeddings.
 
     Args:
-        store: Where the ranks leave word for each other.
+        store: Carries messages between the ranks.
         key: Prefix of all keys of this run, the same on all ranks.
-        num_ranks: How many ranks there are.
+        num_ranks: Number of ranks.
         timeout_s: How long `all_ranks` waits, in seconds.
     """
 
@@ -42,7 +42,7 @@ class Mismatches:
             thread.join()
 
     def served(self, module: str, step: int) -> None:
-        """Note that this rank's call of a module in a step was served early; start the thread with the first one."""
+        """Note that this rank's call of a module was served early; the first call starts the thread."""
         self._served[module] = step
         if self._thread is None:
             self._ended.clear()
@@ -53,7 +53,7 @@ class Mismatches:
         """Wait until all ranks call this for the same module and step.
 
         Returns:
-            False if one of them was served early, or is later than the timeout.
+            False if a rank was served early, or does not arrive before the timeout.
         """
         call = f"{self._key}/{module}/{step}"
         self._store.add(call, 1)
@@ -61,13 +61,13 @@ class Mismatches:
         while self._store.add(call, 0) < self._num_ranks:
             if self._store.add(f"{call}/served", 0) or time.monotonic() > deadline:
                 return False
-            self._store.compare_set(f"{self._key}/waits", "", f"{step} {module}")  # once an earlier call's is gone
+            self._store.compare_set(f"{self._key}/waits", "", f"{step} {module}")  # once an earlier call is gone
             time.sleep(0.01)
         self._store.compare_set(f"{self._key}/waits", f"{step} {module}", "")
         return True
 
     def _look(self) -> None:
-        with contextlib.suppress(Exception):  # the store ends with the rank that keeps it
+        with contextlib.suppress(Exception):  # the store ends with its host rank
             while not self._ended.wait(LOOK_EVERY_S):
                 step, _, module = self._store.compare_set(f"{self._key}/waits", "", "").decode().partition(" ")
                 if module and self._served.get(module, -1) >= int(step):

@@ -1,6 +1,6 @@
-"""Several tensors in one all-to-all: what goes to a rank is concatenated, and split again where it is received.
+"""Send several tensors in one all-to-all: the sender concatenates them per rank, the receiver splits them.
 
-An all-to-all costs the host and the network some time that does not depend on its bytes.
+An all-to-all costs the host and the network a fixed time besides its bytes.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ class Part(NamedTuple):
     """One of the tensors of an all-to-all."""
 
     tensor: Tensor
-    """What this rank sends, `(sum(sent), ...)`, of any dtype: rows in the order of their destinations."""
+    """The tensor to send, `(sum(sent), ...)`, of any dtype: rows in the order of their destinations."""
     sent: list[int]
-    """How many rows go to each rank."""
+    """Number of rows for each rank."""
     received: list[int]
-    """How many rows come from each rank."""
+    """Number of rows from each rank."""
 
 
 class PackedExchange:
-    """One all-to-all of several tensors, which the constructor starts on the current stream.
+    """One all-to-all of several tensors; the constructor starts it on the current stream.
 
     Args:
-        parts: The tensors, one at least, of the same dtypes and in the same order on all ranks, on one device.
+        parts: At least one tensor, of the same dtypes and in the same order on all ranks, on one device.
         group: The process group.
-        even: Whether every rank sends equally many rows to each rank; the same on all ranks.
+        even: Whether every rank sends the same number of rows to each rank; equal on all ranks.
     """
 
     def __init__(self, parts: Sequence[Part], group: dist.ProcessGroup, *, even: bool = False) -> None:
         self._parts = [(part.tensor.dtype, part.tensor.shape[1:]) for part in parts]
         row_bytes = [part.tensor.element_size() * prod(part.tensor.shape[1:]) for part in parts]
-        # The widest integer in which every row is whole: NCCL counts what it sends up to 2**31.
+        # The widest integer that divides every row: NCCL counts at most 2**31 elements.
         units = (torch.int64, torch.int32, torch.int8)
         unit = next(unit for unit in units if not any(size % unit.itemsize for size in row_bytes))
         widths = [size // unit.itemsize for size in row_bytes]
@@ -59,16 +59,16 @@ class PackedExchange:
         self._received: list[Tensor | None] = []
 
     def take(self, place: slice) -> list[Tensor]:
-        """Wait for the exchange and return some of the received parts, each once: the exchange keeps no reference.
+        """Wait for the exchange and return some received parts. Take each part once: the exchange drops its reference.
 
         Args:
-            place: Which parts, by their position.
+            place: The positions of the parts.
 
         Returns:
-            For each part `(sum(received), ...)`, contiguous, ready for the current stream.
+            Each part, `(sum(received), ...)`, contiguous, ready for the current stream.
 
         Raises:
-            RuntimeError: A rank is gone, or the group's timeout is over.
+            RuntimeError: A rank is gone, or the group's timeout has passed.
         """
         if self._work is not None:
             self._work.wait()
@@ -78,7 +78,7 @@ class PackedExchange:
                 torch.cat(pieces[number :: len(self._parts)]).view(dtype).view(-1, *shape)
                 for number, (dtype, shape) in enumerate(self._parts)
             ]
-            self._work = None  # it holds the sent and received tensors, too
+            self._work = None  # it also holds the sent and received tensors
             del self._packed, self._came
         taken = [part for part in self._received[place] if part is not None]
         self._received[place] = [None] * len(taken)

@@ -1,6 +1,6 @@
-"""End the connections of gloo's groups when a rank fails, so that the other ranks fail at once and do not wait.
+"""End the connections of gloo groups when a rank fails, so that the other ranks fail at once instead of waiting.
 
-torch does not close them before the process ends (2.13: `abort` and `shutdown` of gloo's groups leave them open).
+torch closes them only at the end of the process (2.13: `abort` and `shutdown` of gloo groups leave them open).
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from contextlib import contextmanager, suppress
 
 _FOLDER = "/proc/self/fd"
 _made: dict[int, str] = {}
-"""Descriptor -> the socket that it was then, as descriptors are used again."""
+"""Descriptor -> its socket at that time, since descriptors are reused."""
 
 
 @contextmanager
 def remember_sockets() -> Iterator[None]:
-    """Remember the connections that are made within this context, which makes process groups; on Linux only."""
+    """Remember the connections that are opened within this context, which makes process groups; Linux only."""
     before = _open_sockets()
     yield
     _made.update({number: name for number, name in _open_sockets().items() if before.get(number) != name})
 
 
 def end_connections(except_port: int | None) -> bool:
-    """End the remembered connections, except those of a port; no group can be used after that.
+    """End the remembered connections, except those of a port; afterwards no group can be used.
 
     Returns:
         Whether any connection was ended.
@@ -33,7 +33,7 @@ def end_connections(except_port: int | None) -> bool:
     for number in [number for number, name in _open_sockets().items() if _made.get(number) == name]:
         with suppress(OSError), socket.socket(fileno=os.dup(number)) as one:
             if one.family in (socket.AF_INET, socket.AF_INET6):
-                ports = one.getsockname()[1], one.getpeername()[1]  # that of one that only listens raises
+                ports = one.getsockname()[1], one.getpeername()[1]  # raises for a listening socket
                 if except_port not in ports:
                     one.shutdown(socket.SHUT_RDWR)
                     ended = True

@@ -1,4 +1,4 @@
-"""Wrap collectives of `torch.distributed`, to time them or to let them end later."""
+"""Wrap collectives of `torch.distributed`, to time or delay them."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ COLLECTIVES = ("all_to_all_single", "all_reduce", "reduce_scatter", "reduce_scat
 _SIGNATURES = {name: inspect.signature(getattr(dist, name)) for name in COLLECTIVES}
 
 Issue = Callable[[], dist.Work | None]
-"""Issues a collective; None on a rank outside of the group."""
+"""Issues a collective; None on a rank outside the group."""
 
 
 class WrappedWork(dist.Work):
-    """A collective under way that hands everything on to the real one; a subclass adds what it is for."""
+    """A collective's work that forwards every call to the real work; subclasses add to it."""
 
     def __init__(self, work: dist.Work) -> None:
         super().__init__()
@@ -44,11 +44,11 @@ class WrappedWork(dist.Work):
 def wrap_collectives(
     wrap: Callable[[str, dict[str, Any], Issue], dist.Work | None], names: Sequence[str] = COLLECTIVES
 ) -> Iterator[None]:
-    """Within this context collectives that this process issues through `torch.distributed` are wrapped.
+    """Within this context, wrap the collectives that this process issues through `torch.distributed`.
 
     Args:
         wrap: Called with the function's name, its arguments by name, and a function that issues it asynchronously. It
-            returns the work that the caller gets, or that is waited for if the caller has not asked for `async_op`.
+            returns the caller's work; without `async_op` that work is waited for at once.
         names: Which of `COLLECTIVES` to wrap.
     """
 
