@@ -141,13 +141,13 @@ Ranks send `MAX_INTERVAL - interval`, so that the maximum over all ranks selects
 
 
 class Consensus:
-    """Asks all ranks by an all-to-all of six numbers on the host, which the host waits for a step later.
+    """Asks all ranks with an all-to-all of six numbers on the host; the host waits for the answer a step later.
 
-    gloo's all-to-all sends them to all ranks at once. Its all-reduce passes them around a ring, twice, which takes 1.5
-    times the CPU time on two ranks, and longer on more.
+    gloo's all-to-all sends the numbers to all ranks at once. Its all-reduce passes them around a ring twice, which
+    takes 1.5 times the CPU time on two ranks and longer on more.
 
     Args:
-        group: A gloo group of all ranks, for this alone.
+        group: A gloo group of all ranks, used only here.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:

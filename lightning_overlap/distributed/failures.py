@@ -93,7 +93,7 @@ class FirstCause:
         return store.port if isinstance(store, TCPStore) else None
 
     def note(self, error: BaseException, place: str) -> None:
-        """Leave word of an error; if another rank did before, add its word to the error as a note. Never raises."""
+        """Report an error; if another rank reported one earlier, add its word as a note. Never raises."""
         mine = Word(self.rank, f"{type(error).__name__}: {error}", place, _stderr())
         with contextlib.suppress(Exception):  # the store ends with the rank that keeps it
             self.first = Word(*json.loads(self._store.compare_set(self._key, "", json.dumps(mine))))

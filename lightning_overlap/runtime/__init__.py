@@ -1,7 +1,7 @@
 """Walk a schedule: batches in flight, streams and events, and when each stage is issued.
 
-Knows neither TorchRec nor Lightning: `interfaces.py` says what it is given, `executor.py` does the walking. What an
-executor and the sparse stages share, streams among it, is a `LookupOrder`.
+It knows neither TorchRec nor Lightning: `interfaces.py` defines its inputs, `executor.py` walks the schedule. An
+executor and the sparse stages share streams and events through a `LookupOrder`.
 """
 
 from .batch_copies import BatchCopies as BatchCopies

@@ -1,4 +1,4 @@
-"""Steps that a backward runs while it waits for other ranks: on a CPU, where the host itself would wait."""
+"""Steps that a backward runs while it waits for other ranks (CPU only, where the host itself would wait)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .stage_issue import StageIssuer
 
 
 class BackwardFill:
-    """Leaves what stands right above BACKWARD in a schedule to the backward itself, where that would wait.
+    """Lets a backward that would wait run the steps right above BACKWARD in the schedule.
 
     Args:
         sparse: Knows where a backward waits.
@@ -24,7 +24,7 @@ class BackwardFill:
         queue: The batches in flight.
         rank: This process's rank, for messages.
         current: Returns the batch being trained, or None.
-        run_left: Runs the steps that were left.
+        run_left: Runs the steps that were left to the backward.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class BackwardFill:
         """Indices of the steps that the walked schedule lets a backward run."""
 
     def leave(self, stage: Stage) -> bool:
-        """Leave the steps from this stage on to the backward of the current batch; False if it will not run them."""
+        """Leave the steps from this stage on to the current batch's backward; False if it will not run them."""
         return self._register(stage, self._run)
 
     def leave_receiving(self, lookup: Step) -> None:
@@ -62,7 +62,7 @@ class BackwardFill:
 
     def _run(self, index: int) -> None:
         if self._is_current(index):
-            with torch.enable_grad():  # a backward has turned it off
+            with torch.enable_grad():  # a backward turns it off
                 self._run_left()
 
     def _receive(self, lookup: Step, index: int) -> None:

@@ -1,4 +1,4 @@
-"""Copies of a batch whose memory on the device comes from one stream's pool while another stream makes them."""
+"""Copy a batch on one stream into device memory from another stream's pool."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _TO = torch.ops.aten._to_copy.default
 
 
 class BatchCopies(TorchDispatchMode):
-    """Lets every copy from the host take its memory from the compute stream's pool.
+    """Lets every copy from the host allocate from the compute stream's pool.
 
-    The caching allocator keeps a pool for each stream. Batches that are copied on a stream of their own have a pool
-    of their own, which no activation can use; in the compute stream's pool they take turns with the activations.
-    The copy then begins after all that the compute stream was given before, which may still use that memory.
+    The caching allocator keeps a pool for each stream. No activation can use the pool of a separate copy stream; in
+    the compute stream's pool, batches and activations share memory. The copy then waits for all earlier work of the
+    compute stream, which may still use that memory.
 
-    Source: `enable_inplace_copy_batch` of TorchRec 1.8, where each batch type has to do it by itself.
+    Source: `enable_inplace_copy_batch` of TorchRec 1.8, which each batch type has to implement.
     """
 
     def __init__(self, streams: Streams, device_type: str) -> None:

@@ -1,4 +1,4 @@
-"""Copy batches of a data loader that may reuse their memory while they are in flight."""
+"""Copy batches of a data loader that may reuse the memory of batches in flight."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from torch.utils.data import DataLoader, default_collate, default_convert
 from .batch_tree import with_leaves
 
 NUM_SEEN = 3
-"""A loader is trusted once it has freed the memory of so many batches in a row."""
+"""A loader is trusted once it has freed the memory of this many batches in a row."""
 
 NUM_TRIES = 16
-"""A loader that is not trusted after so many batches of an epoch is not watched any more: all batches are copied."""
+"""If a loader is not trusted after this many batches of an epoch, watching stops and all batches are copied."""
 
 NUM_KEPT = 2
-"""How many batches later the memory of one has to be freed: at the next one a generator still has it in a variable."""
+"""Number of batches after which a batch's memory must be freed: a generator's variable still holds the last batch."""
 
 _IsGone = Callable[[], bool]
 
@@ -51,7 +51,7 @@ class BatchMemory:
         self._has_failed = False
 
     def begin_epoch(self) -> None:
-        """Trust the loader no longer, unless `is_own`: it may be another one now."""
+        """Stop trusting the loader, unless `is_own`: it may be a new loader."""
         self._is_trusted = self._is_known
         self._gone.clear()
         self._num_seen = self._num_tries = 0
@@ -62,7 +62,7 @@ class BatchMemory:
         return self._is_trusted or (self._device_type == "cpu" and not self._has_failed)
 
     def own(self, batch: Any) -> Any:
-        """Return a batch that the loader has just given, or a copy of it if the loader may reuse its memory."""
+        """Return a batch just received from the loader, or a copy if the loader may reuse its memory."""
         if self._is_trusted:
             return batch
         if len(self._gone) == NUM_KEPT:
@@ -113,7 +113,7 @@ class BatchMemory:
 
 
 def _with_attributes(own: Any, leaf: Any) -> Any:
-    """Copy attributes that somebody has set on a tensor or an array to its copy, except those that the copy has."""
+    """Copy attributes set on a tensor or an array to its copy, except those that the copy already has."""
     for name, value in getattr(leaf, "__dict__", {}).items():
         vars(own).setdefault(name, value)
     return own
@@ -124,7 +124,7 @@ def _never() -> bool:
 
 
 def _tensor_gone(tensor: Tensor) -> _IsGone:
-    """Return a function that says whether the memory of a tensor was freed."""
+    """Return a function that tells whether the memory of a tensor was freed."""
     if tensor.layout is not torch.strided or tensor.is_meta:
         return _never
     storage = tensor.untyped_storage()
@@ -134,7 +134,7 @@ def _tensor_gone(tensor: Tensor) -> _IsGone:
 
 
 def _array_gone(array: np.ndarray[Any, Any]) -> _IsGone:
-    """Return a function that says whether the memory of an array was freed."""
+    """Return a function that tells whether the memory of an array was freed."""
     owner: Any = array
     while isinstance(owner, np.ndarray) and owner.base is not None:
         owner = owner.base
@@ -145,7 +145,7 @@ def _array_gone(array: np.ndarray[Any, Any]) -> _IsGone:
 
 
 def keeps_its_data(loader: Any) -> bool:
-    """Whether a loader gives the samples of a list, or copies of them: memory that nobody reuses."""
+    """Whether a loader yields the samples of a list, or copies of them, whose memory is never reused."""
     holders: tuple[type, ...] = (list, tuple)
     return (
         type(loader) is DataLoader

@@ -14,8 +14,8 @@ class BatchQueue:
     """Fetches batches and holds them until their step is over.
 
     Args:
-        source: Gives the batches.
-        end: Says after which batch the epoch ends on all ranks.
+        source: Provides the batches.
+        end: Determines the batch after which the epoch ends on all ranks.
         order: The device's streams, the observer and the timer.
     """
 
@@ -58,6 +58,6 @@ class BatchQueue:
                 return
 
     def hear(self, index: int) -> InFlightBatch | None:
-        """Return batch `index` if all ranks have it: to call before the first collective that is made for it."""
+        """Return batch `index` if all ranks have it; call this before the batch's first collective."""
         self._end.hear(index, self.in_flight)
         return self.in_flight.get(index)

@@ -28,7 +28,7 @@ def leaves(batch: Any, is_leaf: Callable[[Any], bool]) -> list[tuple[Path, Any]]
         is_leaf: Whether an object is a leaf; tensors, modules, datasets and objects without parts are leaves anyway.
 
     Returns:
-        (path, leaf) pairs. An object that is in the batch twice is there with both paths.
+        (path, leaf) pairs. An object that occurs twice in the batch is listed with both paths.
     """
     found: list[tuple[Path, Any]] = []
     _collect(batch, (), is_leaf, frozenset(), found)
@@ -55,12 +55,12 @@ def path_text(path: Path) -> str:
 
 
 def with_leaves(batch: Any, change: Callable[[Any], Any]) -> Any:
-    """Return a copy of a batch with other leaves, or the batch itself if `change` leaves all of them as they are.
+    """Return a copy of a batch with replaced leaves, or the batch itself if `change` replaces none.
 
     Args:
-        batch: As for `leaves`, and not written. NumPy arrays are leaves here, and all attributes of an object are
+        batch: As for `leaves`; it is not modified. NumPy arrays are leaves here, and all attributes of an object are
             searched.
-        change: Returns what replaces a leaf, or the leaf itself. It is called once for each object, and not for
+        change: Returns a leaf's replacement, or the leaf itself. It is called once for each object, but not for
             numbers and strings.
 
     Raises:
@@ -77,7 +77,7 @@ def with_leaves(batch: Any, change: Callable[[Any], Any]) -> Any:
 
 
 class _LeavesOut(pickle.Pickler):
-    """Pickles a batch with numbers in the place of its leaves."""
+    """Pickles a batch with numbers instead of its leaves."""
 
     def __init__(self, file: io.BytesIO, change: Callable[[Any], Any]) -> None:
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
@@ -85,7 +85,7 @@ class _LeavesOut(pickle.Pickler):
         self._searched: dict[int, Any] = {}
         self._numbers: dict[int, int] = {}
         self.found: list[tuple[Any, Any]] = []
-        """The leaves by number, each with what replaces it."""
+        """The leaves by number, each with its replacement."""
 
     @override
     def persistent_id(self, node: Any) -> int | None:
@@ -164,7 +164,7 @@ _ATOMS = frozenset((type(None), bool, int, float, str, bytes))
 
 @lru_cache(maxsize=256)
 def _slots(cls: type) -> list[str]:
-    """Return the names of a class's slots, those of its bases included."""
+    """Return the names of the slots of a class and its bases."""
     found = []
     for base in cls.__mro__:
         slots = vars(base).get("__slots__", ())

@@ -1,4 +1,4 @@
-"""Deferred updates of the tables: when each is issued, and which streams and events it waits for."""
+"""Deferred updates of the tables: when each update is issued, and which streams and events it waits for."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class DeferredUpdates:
         self._between_steps: Any = None
         """Event on the compute stream, recorded when the last iteration began; None if no update was deferred then."""
         self.num_stepped = 0
-        """How many batches of the epoch have ended their optimizer step."""
+        """Number of batches of the epoch that have ended their optimizer step."""
         self.num_updated = 0
-        """How many batches of the epoch have ended their backward: their tables are updated, or will be."""
+        """Number of batches of the epoch that have ended their backward; their updates are applied or deferred."""
 
     def num_unseen_by(self, index: int) -> int:
-        """Return the staleness of a lookup of batch `index` that is issued now: updates before it that are to come."""
+        """Return the staleness of a lookup of batch `index` issued now: the number of earlier updates still to come."""
         return index - min(self.to_update, default=self.num_updated)
 
     # -- updates that wait for an optimizer step ----------------------------------------------------------------
@@ -46,7 +46,7 @@ class DeferredUpdates:
         inflight.defers_update = self._sparse.can_defer_updates
 
     def note_step(self, index: int) -> None:
-        """Say that the optimizer step of a batch has ended: no update up to it waits any longer."""
+        """Note that the optimizer step of a batch has ended: the updates up to it are due."""
         self.num_stepped = index + 1
         for inflight in self.to_update.values():
             inflight.is_held = False
@@ -63,7 +63,7 @@ class DeferredUpdates:
         return [self.to_update[index] for index in sorted(self.to_update) if not self.to_update[index].is_held]
 
     def drop_held(self) -> None:
-        """Drop the updates whose optimizer step will not come, on all ranks alike."""
+        """Drop the updates whose optimizer step will not come; all ranks call this alike."""
         for inflight in self.held:
             del self.to_update[inflight.index]
             self._sparse.drop_update(inflight)
@@ -77,8 +77,8 @@ class DeferredUpdates:
         """
         if any(held.index < inflight.index for held in self.held):
             raise RuntimeError(
-                "the optimizer asks for several forwards in a step, each of which would see the update of the one "
-                "before, but with frozen_window=True updates come after the step: train without frozen_window."
+                "the optimizer runs several forwards in a step, and each forward must see the previous forward's "
+                "update, but frozen_window=True applies updates after the step: train without frozen_window."
             )
         is_held, inflight.is_held = inflight.is_held, False
         self.make_all()
@@ -91,8 +91,8 @@ class DeferredUpdates:
         """Raise a RuntimeError if an update is still to come: the user has written tables, and it would go on top."""
         if self.held:
             raise RuntimeError(
-                "tables were written between two batches of one optimizer step, while updates of theirs wait for that "
-                "step (frozen_window): they would be applied on top. Write them after the step, or train without "
+                "tables were written between two batches of one optimizer step, but their updates wait for that step "
+                "(frozen_window) and would change the written values. Write tables after the step, or train without "
                 "frozen_window."
             )
         if self.to_update:
@@ -126,10 +126,10 @@ class DeferredUpdates:
             self._make(step, inflight)
 
     def make_up_to(self, index: int, step: Step, *, overlaps_forward: bool) -> None:
-        """Issue the updates of all batches up to one.
+        """Issue the updates of all batches up to `index`.
 
         Args:
-            index: Number of the last batch, this one too.
+            index: Number of the last batch, inclusive.
             step: The schedule's step, whose stream they run on.
             overlaps_forward: Whether they may overlap with the forward on the compute stream, as it reads no table.
                 Otherwise they wait for all that was issued on the compute stream.
@@ -161,7 +161,7 @@ class DeferredUpdates:
             timeout_s: How long to wait for gradients of other ranks, in seconds.
 
         Returns:
-            What is missing in the tables, in words, if not all gradients arrive; else None.
+            The updates that the tables lack, in words, if not all gradients arrive; else None.
         """
         for index in [index for index in self.to_update if index >= self.num_stepped]:
             inflight = self.to_update.pop(index)  # neither the dense step nor the update

@@ -1,4 +1,4 @@
-"""Where an epoch ends: after the same batch on all ranks, though each has data of its own."""
+"""Find the end of an epoch: after the same batch on all ranks, though their data differ."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class EndOfData:
     All ranks decide by the same answers, at the same step of the schedule, and so alike.
 
     Args:
-        source: Gives this rank's batches.
+        source: Provides this rank's batches.
         consensus: Asks the other ranks; None on one rank.
         rank: This process's rank, for messages.
         depth: Batches in flight at once, at most.
@@ -34,7 +34,7 @@ class EndOfData:
     def reset(self) -> None:
         """Begin an epoch."""
         self.answers: dict[int, Answer] = {}
-        """Questions whose answer was not read yet, by the number of their batch."""
+        """Questions with unread answers, by batch number."""
         self.num_batches: int | None = None
         """How many batches all ranks have, without None batches; None until that is known."""
         self.stop_agreed = False

@@ -37,12 +37,12 @@ class Executor:
 
     Args:
         schedule: The table to walk, or several that follow one another.
-        source: Gives the batches.
-        sparse: Does the sparse stages, and serves early embeddings in a forward.
+        source: Provides the batches.
+        sparse: Runs the sparse stages and serves early embeddings in a forward.
         order: The device's streams, the order of lookups, the observer and the timer, shared with `sparse`.
         consensus: Asks all ranks whether they have the next batch too; None on one rank.
         lookup_context: Entered around every early lookup (autocast, as around `training_step`).
-        num_before: Returns how many batches were trained before the next one, over all epochs.
+        num_before: Returns the number of batches trained so far, over all epochs.
         any_rank: Returns whether any rank passed True: an all-reduce on the host, for which all ranks wait.
         hooks_read_tables: Returns whether the user's hooks run between this step's backward and its end.
         accumulates: Returns whether the batch whose forward begins has no optimizer step of its own.
@@ -129,7 +129,7 @@ class Executor:
 
     @property
     def place(self) -> str:
-        """Where in the schedule the trainer is, in words."""
+        """The trainer's place in the schedule, in words."""
         if self._iteration < 0:
             return "before the first batch"
         if self._cursor == len(self.schedule.steps):
@@ -139,7 +139,7 @@ class Executor:
 
     @property
     def depth(self) -> int:
-        """Batches in flight at once, at most, whatever table is walked."""
+        """The largest number of batches in flight at once, under any table."""
         return self._schedules.depth
 
     @property
@@ -155,7 +155,7 @@ class Executor:
 
     @property
     def num_to_update(self) -> int:
-        """Batches before the current one whose update is still to come."""
+        """Number of earlier batches whose update is still to come."""
         return sum(index < self._iteration for index in self.updates.to_update)
 
     @property
@@ -170,7 +170,7 @@ class Executor:
     # -- what the trainer calls -------------------------------------------------------------------------------------
 
     def next_batch(self) -> InFlightBatch | None:
-        """Begin the next iteration; return its batch, or None when the data has ended on any rank."""
+        """Begin the next iteration; return its batch, or None if the data of any rank has ended."""
         self._streams.begin_step()
         self._stages.begin_iteration()
         if self._iteration < 0:
@@ -223,7 +223,7 @@ class Executor:
             self._trainer_stage.close()
 
     def stage_done(self, stage: Stage) -> None:
-        """Say that the trainer has done a stage of the current batch; run the steps up to its next one.
+        """Note that the trainer has done a stage of the current batch; run the steps up to its next stage.
 
         Steps above `stage` that have not run yet run too, if the trainer has skipped a stage. A second backward in
         one iteration, as LBFGS makes, writes the tables again: early lookups made in between are dropped.
@@ -255,7 +255,7 @@ class Executor:
             self._begin_trainer_stage(TRAINING_STAGES[TRAINING_STAGES.index(stage) + 1])
 
     def _begin_trainer_stage(self, stage: Stage) -> None:
-        """Name what the trainer does from now on to a profiler and a timer."""
+        """Tell profiler and timer which stage the trainer begins."""
         self._trainer_stage.close()
         if is_profiled():
             self._trainer_stage.enter_context(profiler_range(stage, self._iteration))
@@ -324,7 +324,7 @@ class Executor:
         self._iteration = start - 1
 
     def _run_steps(self) -> None:
-        """Run the steps from the cursor to the next one of the trainer, but those that the backward is going to run."""
+        """Run the steps from the cursor to the trainer's next stage, except those left to the backward."""
         steps = self.schedule.steps
         while self._cursor < len(steps) and (step := steps[self._cursor]).stage not in TRAINING_STAGES:
             if self._cursor in self._backward_fill.left and self._backward_fill.leave(step.stage):

@@ -13,16 +13,16 @@ from ..schedules import Stage, StreamName
 
 @dataclass(slots=True)
 class InFlightBatch:
-    """One batch in flight. Holding it keeps alive every tensor that a queued kernel or collective still reads."""
+    """A batch in flight. It keeps alive every tensor that a queued kernel or collective still reads."""
 
     index: int
-    """Batches fetched before this one in the epoch."""
+    """Number of batches fetched earlier in the epoch."""
     batch: Any
-    """The staged batch, the very object that `training_step` will get."""
+    """The staged batch: the same object that `training_step` gets."""
     batch_idx: int = 0
     """Its number in its data loader, those that are None included."""
     dataloader_idx: int = 0
-    """Number of its data loader."""
+    """Index of its data loader."""
     latest_none: int = -1
     """Number in its data loader of the last None batch before it in the epoch; -1 if there is none."""
     loader_states: Any = None
@@ -34,11 +34,11 @@ class InFlightBatch:
     made: dict[Any, Any] = field(default_factory=dict)
     """What staged methods have made of it, until its backward is over; `preprocessing.StagedCalls` owns it."""
     missing: frozenset[str] = frozenset()
-    """Modules whose input some ranks' batches have and others lack; known once the sizes are read."""
+    """Modules whose input only some ranks' batches contain; known once the sizes are read."""
     sizes: Any = None
     """The exchange of split sizes of all modules, while it is under way; the sparse stages own it."""
     defers_update: bool = False
-    """Whether its backward leaves the update of the tables for later (`DeferredUpdates`); set at its lookup."""
+    """Whether its backward defers the update of the tables (`DeferredUpdates`); set at its lookup."""
     is_held: bool = False
     """Whether that update waits for an optimizer step (`frozen_window`); else a module's own forward may make it."""
     ran_unpipelined: bool = False
@@ -46,7 +46,7 @@ class InFlightBatch:
     consumed: bool = False
     """Whether its `training_step` has begun."""
     num_unseen: int = 0
-    """Staleness of the lookup of its fused tables: it did not see the updates of so many batches before this one."""
+    """Staleness of the lookup of its fused tables: the number of earlier batches whose updates it did not see."""
     counted: Any = None
     """The count of its stale rows (`sparse.StaleCounts`), which may be under way."""
 
@@ -55,11 +55,11 @@ _abandoned: list[object] = []
 
 
 def abandon(holders: Sequence[object]) -> None:
-    """Let go of what holds collectives that other ranks may never join; the process can end with them under way.
+    """Release the holders of collectives that other ranks may never join, so that the process can end meanwhile.
 
-    The thread of a gloo group frees the tensors of its last collectives, for which it takes the interpreter's lock.
-    An interpreter that is ending ends the thread instead, and C++ then aborts the process (SIGABRT in the place of
-    its own exit code). So what was abandoned last stays until the end, and is not freed then either.
+    A gloo group's thread frees the tensors of its last collectives, which takes the interpreter's lock. An ending
+    interpreter ends the thread instead, and C++ then aborts the process (SIGABRT instead of its own exit code). So the
+    holders abandoned last are never freed.
     """
     if holders:
         _abandoned[:] = holders

@@ -10,11 +10,11 @@ from ..schedules import Stage, StreamName, WeightOwner
 from .inflight import InFlightBatch
 
 Observer = Callable[[str, Stage, int], None]
-"""Called with ("issue" | "wait", stage, number of the batch) for every stage issued and every result waited for."""
+"""Called with ("issue" | "wait", stage, batch number) for every issued stage and every wait for a result."""
 
 
 def observe_nothing(kind: str, stage: Stage, index: int) -> None:
-    """The observer of runs that nobody watches."""
+    """The observer of a run without an observer."""
 
 
 class FetchedBatch(NamedTuple):

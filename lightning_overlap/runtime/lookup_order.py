@@ -1,4 +1,4 @@
-"""The order of two streams: the one that tables are looked up and updated on, and the compute stream."""
+"""Order two streams: the lookup stream, which reads and updates tables, and the compute stream."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class LookupOrder:
     Args:
         streams: The device's streams.
         lookup: Name of the lookup stream.
-        observe: Called for every stage issued and every result waited for.
+        observe: Called for every issued stage and every wait for a result.
         rank: This process's rank, for errors.
     """
 
@@ -37,7 +37,7 @@ class LookupOrder:
         self.timer: StageTimer | None = None
         """Told of every stage that either side issues."""
         self.num_told = 0
-        """How often the user has called `tables_changed()`."""
+        """Number of the user's calls of `tables_changed()`."""
         self._written: Any = None  # event after the last write of a table on the compute stream
         self._updated: Any = None  # event after the last update of a table on the lookup stream
 
@@ -59,11 +59,11 @@ class LookupOrder:
         return self.streams.on(self.lookup)
 
     def compute_waits(self) -> None:
-        """Let the compute stream wait for all that was issued on the lookup stream: reads and writes of tables."""
+        """Let the compute stream wait for all work issued on the lookup stream: reads and writes of tables."""
         self.streams.wait(StreamName.COMPUTE, self.streams.record(self.lookup))
 
     def lookup_waits(self) -> None:
-        """Let the lookup stream wait for all that was issued on the compute stream."""
+        """Let the lookup stream wait for all work issued on the compute stream."""
         self.streams.wait(self.lookup, self.streams.record(StreamName.COMPUTE))
 
     def note_write(self) -> None:
@@ -79,16 +79,16 @@ class LookupOrder:
         self._updated = self.streams.record(self.lookup)
 
     def compute_waits_for_update(self) -> None:
-        """Let the compute stream wait for the last update of a table, not for lookups issued after it."""
+        """Let the compute stream wait for the last update of a table, but not for later lookups."""
         self.streams.wait(StreamName.COMPUTE, self._updated)
 
     def hand_to_compute(self, value: Any, stream: StreamName) -> None:
-        """Let the compute stream use a value that `stream` has made by now."""
+        """Let the compute stream use a value computed by the work issued on `stream` so far."""
         self.streams.wait(StreamName.COMPUTE, self.streams.record(stream))
         self.streams.record_stream(value, StreamName.COMPUTE)
 
     def hand_to_lookup(self, value: Any) -> None:
-        """Let the lookup stream use a value that was allocated on another one; does not order the two."""
+        """Let the lookup stream use a value allocated on another stream; does not order the two streams."""
         self.streams.record_stream(value, self.lookup)
 
     def hand_to_caller(self, value: Any, event: Any, batch: int, *, is_first: bool) -> None:
@@ -96,9 +96,9 @@ class LookupOrder:
 
         Args:
             value: The embeddings, nested or not.
-            event: Recorded on the lookup stream once they are there.
+            event: Recorded on the lookup stream once the embeddings have arrived.
             batch: Number of their batch.
-            is_first: Whether it is the first time for this batch; the timer is told of the wait then.
+            is_first: Whether this is the batch's first use; only then the timer records the wait.
         """
         with self.timer.merge(batch) if is_first and self.timer is not None else _NOTHING:
             self.streams.hand_to_caller(value, event)

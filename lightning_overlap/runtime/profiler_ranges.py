@@ -13,7 +13,7 @@ import torch
 from ..schedules import Stage
 
 _PROFILED_FROM_OUTSIDE = "KINETO_USE_DAEMON" in os.environ
-"""Whether a daemon may start a profiler at any time, which the thread that is profiled cannot see."""
+"""Whether a daemon may start a profiler at any time, unseen by the profiled thread."""
 
 _NO_RANGE: AbstractContextManager[Any] = nullcontext()
 
@@ -24,14 +24,14 @@ def is_profiled() -> bool:
 
 
 def profiler_range(stage: Stage, index: int) -> AbstractContextManager[Any]:
-    """Return a profiler range around a stage of a batch; none without a profiler, as a range takes 7 us even then."""
+    """Return a profiler range around a stage of a batch; no range without a profiler, since it would cost 7 us."""
     if is_profiled():
         return torch.profiler.record_function(f"## {stage} {index} ##")
     return _NO_RANGE
 
 
 class RangesLeftOut:
-    """Skips the profiler ranges of another package, a dozen in a step, while no profiler runs.
+    """Skips another package's profiler ranges, a dozen in a step, while no profiler runs.
 
     Args:
         modules: Modules of that package that have imported `record_function` by name.
@@ -53,7 +53,7 @@ class RangesLeftOut:
         self._users.add(id(user))
 
     def end(self, user: object) -> None:
-        """Put them back, if there is no other user."""
+        """Restore the ranges, if there is no other user."""
         self._users.discard(id(user))
         if not self._users:
             for module, own in self._replaced:

@@ -1,4 +1,4 @@
-"""Issue one sparse stage of one batch: on its stream, after all that it reads, once the modules' inputs are known."""
+"""Issue one sparse stage of one batch on its stream, after everything it reads, once module inputs are known."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from .profiler_ranges import InStage
 
 
 class StageIssuer:
-    """Issues the sparse stages of batches, each after all that it reads.
+    """Issues the sparse stages of batches, each after everything it reads.
 
     Args:
-        sparse: Does what the stages say.
+        sparse: Runs the stages.
         order: The device's streams and the order of lookups.
-        updates: Knows which updates a lookup does not see.
+        updates: Knows the updates that a lookup does not see.
         current: Returns the batch being trained, or None.
         lookup_contexts: Two contexts that are entered around every lookup: grad mode, autocast.
     """
@@ -55,7 +55,7 @@ class StageIssuer:
         Args:
             step: The stage and its stream.
             inflight: The batch.
-            owners: Who writes the tables that are to be looked up; other stages do not use it.
+            owners: The writers of the tables to look up; other stages ignore this.
         """
         if not self._sparse.ready:
             self._waiting.append((step, inflight, owners))
@@ -87,7 +87,7 @@ class StageIssuer:
         inflight.done[step.stage] = (step.stream, self._streams.record(step.stream))
 
     def discover(self, current: InFlightBatch) -> None:
-        """Learn from a forward of the current batch which input feeds which module; issue what waited for that."""
+        """Learn from the current batch's forward which input feeds which module; issue the postponed stages."""
         if self._sparse.ready:
             return
         self._sparse.discover(current)
@@ -111,9 +111,9 @@ class StageIssuer:
             self._streams.wait(stream, event)
 
     def _order_prefetch(self, step: Step) -> None:
-        """Let a prefetch wait for what else fills a cache: an evaluation, or a module's own forward.
+        """Let a prefetch wait for other work that fills a cache: an evaluation, or a module's own forward.
 
-        FBGEMM itself orders a prefetch with the early lookups and updates that it overlaps with.
+        FBGEMM itself orders a prefetch against the early lookups and updates that overlap with it.
         """
         self._streams.wait(step.stream, self._began)
         current = self._current()

@@ -1,4 +1,4 @@
-"""Streams and events: CUDA's, and what stands in for them on a CPU."""
+"""Streams and events: CUDA's, and their stand-ins on a CPU."""
 
 from __future__ import annotations
 
@@ -13,36 +13,36 @@ from .batch_tree import leaves
 
 
 class Streams:
-    """Streams and events of a device; this base class is that of a CPU, where program order is the only order.
+    """Streams and events of a device; this base class serves a CPU, where program order is the only order.
 
     Every stream is the calling thread, and every event is None.
     """
 
     is_async = False
-    """Whether the host only launches work; if not it does all work itself and waits for every collective."""
+    """Whether the host only launches work; otherwise it does all work itself and waits for every collective."""
 
     def on(self, name: StreamName) -> AbstractContextManager[Any]:
         """Make a stream current."""
         return _NOTHING
 
     def record(self, name: StreamName) -> Any:
-        """Return an event that marks all work issued on a stream so far."""
+        """Return an event after all work issued on a stream so far."""
         return None
 
     def wait(self, name: StreamName, event: Any) -> None:
         """Let later work on a stream start only after an event; does not block the host."""
 
     def record_stream(self, value: Any, name: StreamName) -> None:
-        """Tell the caching allocator that a stream reads these tensors, nested or not, made on another one."""
+        """Tell the caching allocator that a stream reads these tensors, nested or not, of another stream."""
 
     def hand_to_caller(self, value: Any, event: Any) -> None:
-        """Let the compute stream, and the current one, which may be the user's, use a value from an event on."""
+        """Let the compute stream and the current stream (perhaps the user's) use a value after an event."""
 
     def begin_step(self) -> None:
         """Take the current stream as the compute stream."""
 
     def __getitem__(self, name: StreamName) -> Any:
-        """Return the device's own stream; None where there is none."""
+        """Return the device's own stream; None on a CPU."""
         return None
 
 
@@ -74,9 +74,9 @@ class CudaStreams(Streams):
         self._lookup = lookup
 
     def move_lookups(self, lookup: StreamName) -> None:
-        """Let `StreamName.LOOKUP` stand for another stream from now on, after all that was issued on the one before.
+        """Let `StreamName.LOOKUP` stand for another stream, ordered after all work of the old stream.
 
-        No batch may be looked up whose backward is still to come: autograd would update the tables on the old stream.
+        No looked-up batch may still have its backward to come: autograd would update the tables on the old stream.
         """
         if lookup is self._lookup:
             return
@@ -94,7 +94,7 @@ class CudaStreams(Streams):
         return torch.cuda.stream(self[name])
 
     def current(self) -> StreamName:
-        """Return the name of the stream that is current; a stream of the user's counts as compute."""
+        """Return the name of the current stream; a user's stream counts as compute."""
         current = torch.cuda.current_stream(self.device)
         return next((name for name, stream in self._streams.items() if stream == current), StreamName.COMPUTE)
 
@@ -139,5 +139,5 @@ def _on_device(leaf: Any) -> bool:
 
 
 def make_streams(device: torch.device, lookup: StreamName) -> Streams:
-    """Return the streams of a device, with early lookups on the stream that a policy chose."""
+    """Return the streams of a device, with early lookups on the given stream."""
     return CudaStreams(device, lookup) if device.type == "cuda" else Streams()

@@ -1,4 +1,4 @@
-"""Find tables that the user's code wrote between two steps, after they were looked up for the batches to come."""
+"""Find tables that user code wrote between two steps, after early lookups for later batches."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from .interfaces import SparseStages
 from .lookup_order import LookupOrder
 
 NUM_ASKS = 2
-"""Before so many batches of a fit the ranks ask each other whether tables were written since the last step.
+"""Number of batches at the start of a fit before which the ranks ask each other whether tables were written.
 
-A callback that writes tables usually does it from the first step on. Asking in every step would make the ranks wait for
-each other.
+A callback that writes tables usually starts at the first step. Asking in every step would make the ranks wait for each
+other.
 """
 
 
@@ -23,10 +23,10 @@ class TableWrites:
     Args:
         sparse: The sparse stages; None if nothing is looked up early.
         order: The device's streams and the order of lookups.
-        updates: The deferred updates, which do not go together with writes of the user's.
+        updates: The deferred updates, which exclude writes by the user.
         ahead: Returns the batches that may have been looked up and whose step has not begun.
-        any_rank: Returns whether any rank passed True, a wait for all of them; None on one rank.
-        num_asks: Before so many batches `any_rank` is asked; later on after a call of `ask` only.
+        any_rank: Returns whether any rank passed True, and waits for all ranks; None on one rank.
+        num_asks: Number of batches before which `any_rank` is asked; afterwards only a call of `ask` asks.
     """
 
     def __init__(
@@ -52,13 +52,13 @@ class TableWrites:
         self._num_asks = max(self._num_asks, 1)
 
     def begin_iteration(self) -> None:
-        """Check at the beginning of an iteration what was written since the last step."""
+        """Check at the beginning of an iteration for writes since the last step."""
         self._asks = self._num_asks > 0
         self._num_asks = max(0, self._num_asks - 1)
         self.check()
 
     def check(self) -> None:
-        """Drop the early lookups if somebody has written tables since, on this rank or on one that was asked.
+        """Drop the early lookups if user code has written tables since, on this rank or on any asked rank.
 
         Raises:
             RuntimeError: This rank's tables were written, and the others were not asked.
@@ -74,8 +74,8 @@ class TableWrites:
         elif written:
             raise RuntimeError(
                 f"tables on rank {self._order.rank} were written between two steps, after the next batch had been "
-                "looked up, and other ranks cannot know. Call trainer.strategy.tables_changed() on all ranks after you "
-                "have written them: the next batches are then looked up anew. Or train with pipeline='sparse_dist'. "
+                "looked up, and other ranks cannot know. Call trainer.strategy.tables_changed() on all ranks after "
+                "each write, which repeats the lookups of the next batches, or train with pipeline='sparse_dist'. "
                 "(A fused learning rate that is set by hand counts as written: combined_optimizer moves it.)"
             )
 

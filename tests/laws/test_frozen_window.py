@@ -158,7 +158,7 @@ def test_tables_are_written_between_steps_only(two_ranks: Ranks, after: int, mes
     ("model", "k", "message"),
     [
         ("manual", 1, "with manual optimization"),
-        ("asks_twice", 2, "asks for several forwards in a step"),
+        ("asks_twice", 2, "runs several forwards in a step"),
         ("asks_twice", 1, "trained"),
     ],
 )
