@@ -1,4 +1,4 @@
-"""Print the README's table of modes.
+"""Print the table of modes in docs/modes.md.
 
 Run `python docs/modes_table.py` after a change of the modes and paste it; `tests/apps/test_readme.py` compares the two.
 """

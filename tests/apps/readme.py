@@ -1,4 +1,4 @@
-"""Run the README's Python as it stands. Functions that ranks run."""
+"""Run the Python of the README, the quickstart and the page on optimizers. Functions that ranks run."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from ..support.cases import TABLE_WISE, Batches, Model
 from ..support.fits import make_trainer
 
 QUIET = "logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False"
-README = Path(__file__).resolve().parents[2] / "README.md"
+ROOT = Path(__file__).resolve().parents[2]
 
 
-def python_blocks() -> list[str]:
-    """Return the README's Python."""
-    return re.findall(r"```python\n(.*?)```", README.read_text(), flags=re.DOTALL)
+def python_blocks(page: str) -> list[str]:
+    """Return a page's Python."""
+    return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), flags=re.DOTALL)
 
 
 def run() -> tuple[int, bool]:
-    """Run all of it with a module that has tables; return the number of steps trained, and whether rates moved."""
+    """Run the page on optimizers with a module that has tables; return the number of steps, and whether rates moved."""
     names: dict[str, Any] = {"torch": torch, "datamodule": Batches(TABLE_WISE, 3)}
-    first, *others = python_blocks()
+    first, *others = python_blocks("docs/optimizers.md")
     exec(first, names)
     module = names["module"] = _with_optimizers_of(names, fused_optimizer=False)
     for block in others:
