@@ -27,11 +27,11 @@ def by_name(
     model: nn.Module,
     more: Mapping[Tensor, Mapping[str, Tensor]],
 ) -> State:
-    """Return an optimizer's `state_dict()` with the model's parameter names in the place of positions.
+    """Return an optimizer's `state_dict()` with the model's parameter names instead of positions.
 
     Args:
         optimizer: The optimizer.
-        state: Its `state_dict()`; empty if another rank has it, and so is the result then.
+        state: Its `state_dict()`; empty if another rank has it, which makes the result empty.
         model: The model with its parameters.
         more: Further kinds of state by parameter, tensors of any shape.
     """
@@ -55,10 +55,10 @@ def load_by_name(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], mod
     """Load what `by_name` returned, or a `state_dict()` of `torch.optim`, into an optimizer.
 
     Returns:
-        Names of the tables that the optimizer owns and that have no saved state, or the other way around.
+        Names of the tables that only the optimizer or only the saved state has.
 
     Raises:
-        RuntimeError: The optimizer has other parameters than the saved one, tables apart.
+        RuntimeError: Apart from tables, the saved optimizer has other parameters.
     """
     if not is_by_name(saved):
         optimizer.load_state_dict(dict(saved))
@@ -75,7 +75,7 @@ def load_by_name(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], mod
     other = moved - table_weights(model)
     if other:
         raise RuntimeError(
-            f"{type(optimizer).__name__} has other parameters than the one that was saved: {sorted(other)[:5]}. Load "
+            f"{type(optimizer).__name__} has other parameters than the saved optimizer: {sorted(other)[:5]}. Load "
             "with the module and the configure_optimizers that the checkpoint was saved with."
         )
     if isinstance(optimizer, KeyedOptimizer):  # its own load_state_dict wants the state to be there already

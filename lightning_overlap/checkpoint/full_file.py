@@ -201,8 +201,8 @@ def load_dense(
     moved = set().union(*(load_by_name(*pair, model) for pair in zip(optimizers, states, strict=False)))
     if moved and is_rank_zero(group):
         warnings.warn(
-            f"{', '.join(sorted(moved))}: trained by the dense optimizer now and not when the checkpoint was "
-            "saved, or the other way around; its state of these tables starts anew, or is not used.",
+            f"{', '.join(sorted(moved))}: the dense optimizer trains these tables either now or when the checkpoint "
+            "was saved, but not both; its state of them starts anew or is not used.",
             UserWarning,
             stacklevel=2,
         )

@@ -88,11 +88,10 @@ def take_plain_state(
     if unused and is_rank_zero(group):
         lines = [f"{', '.join(sorted(names))}: {what}" for what, names in unused.items()]
         warnings.warn(
-            "the checkpoint is of a run without this strategy, and not all of its optimizer state has a place here. "
-            f"{'; '.join(lines)}. The weights are loaded, the optimizer state of these tables starts anew. To go on "
-            "with the optimizer that they had, give the strategy the fused form of it (on a CPU there are SGD, Adagrad "
-            "and RowWiseAdagrad), or sharding='data_parallel' and no fused_optimizer: configure_optimizers then trains "
-            "them.",
+            "the checkpoint is of a run without this strategy, and this run cannot use all of its optimizer state. "
+            f"{'; '.join(lines)}. The weights are loaded, the optimizer state of these tables starts anew. To continue "
+            "with their former optimizer, pass its fused form to the strategy (on a CPU: SGD, Adagrad, RowWiseAdagrad) "
+            "or use sharding='data_parallel' without fused_optimizer: configure_optimizers then trains them.",
             UserWarning,
             stacklevel=2,
         )

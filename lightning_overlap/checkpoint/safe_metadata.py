@@ -59,9 +59,8 @@ class SafeReader(FileSystemReader):
                 metadata = _metadata(_Unpickler(file).load())
             except Exception as err:  # of whatever kind: it may hold anything
                 raise RuntimeError(
-                    f"{path} is not the list of tensors that this strategy writes; nothing of it was executed: "
-                    f"{type(err).__name__}: {err}. Load another checkpoint, or copy this one anew from where it was "
-                    "saved."
+                    f"{path} is not the list of tensors that this strategy writes; none of it was executed: "
+                    f"{type(err).__name__}: {err}. Load another checkpoint, or copy this one again from its source."
                 ) from err
         metadata.storage_meta = dcp.StorageMeta(load_id=self.load_id)
         return metadata

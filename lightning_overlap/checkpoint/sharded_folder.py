@@ -258,19 +258,19 @@ def resolve_path(path: Path) -> Path:
         ValueError: It is no complete checkpoint.
     """
     if not path.exists() and (is_folder(before := being_replaced(path)) or before.is_file()):
-        warnings.warn(f"{path} was being replaced; {before}, the one before it, is loaded.", stacklevel=2)
+        warnings.warn(f"{path} was being replaced; loading the previous checkpoint {before}.", stacklevel=2)
         return before
     if not path.exists():  # another process has not given it its name since
         left = " (a save that did not finish left NAME.unfinished)" if sibling(path, "unfinished").exists() else ""
         raise FileNotFoundError(f"Checkpoint file not found: {path}{left}")  # in Lightning's words
     if path.suffix == ".unfinished":
         raise ValueError(
-            f"{path} is what is left of a save that did not finish. Load {path.with_suffix('')} if it is there, "
+            f"{path} is left over from an unfinished save. Load {path.with_suffix('')} if it exists, "
             "or another checkpoint."
         )
     if path.is_dir() and not is_folder(path):
         raise ValueError(
-            f"{path} is a folder without {METADATA_NAME}, so not a checkpoint of this strategy. "
+            f"{path} is a folder without {METADATA_NAME} and thus not a checkpoint of this strategy. "
             "Give the folder (or file) that ModelCheckpoint or trainer.save_checkpoint wrote."
         )
     return path
@@ -370,8 +370,8 @@ def read_file(path: Path, *, weights_only: bool | None, mmap: bool = False) -> d
 
 def _untrusted(path: Path, err: Exception) -> RuntimeError:
     return RuntimeError(
-        f"{path} holds objects that are not loaded unless you trust it: {str(err).splitlines()[0]} "
-        "Lightning 2.6 does not pass the weights_only of trainer.fit() and the like on to a strategy that loads after "
+        f"{path} holds objects that load only if you trust the file: {str(err).splitlines()[0]} "
+        "Lightning 2.6 does not pass weights_only of trainer.fit() and similar calls to a strategy that loads after "
         "sharding: allow the classes with torch.serialization.add_safe_globals([...]), or set "
         "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1 in the environment."
     )
@@ -389,4 +389,4 @@ def _check_same_model(
         )
     objects = some(sorted(key for key in weights if key in saved and saved[key] is None))
     if objects:
-        raise RuntimeError(f"could not load {path} into this model: there, {objects} are objects and not tensors.")
+        raise RuntimeError(f"could not load {path} into this model: its {objects} are objects, not tensors.")

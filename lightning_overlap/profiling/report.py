@@ -1,4 +1,4 @@
-"""What breakdowns say in words and tables: the end of a monitored run, and the report of a trace."""
+"""Breakdowns in words and tables: the end of a monitored run, and the report of a trace."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def closing_table(
     syncs: Sequence[str] = (),
     stale_rows: Mapping[str, tuple[int, int]] | None = None,
 ) -> str:
-    """Return what the monitor prints at the end of a run.
+    """Return the monitor's output at the end of a run.
 
     Args:
         ranks: The mean breakdown of each rank.
@@ -138,7 +138,7 @@ def stage_table(breakdown: Breakdown) -> Table:
 
 
 def rank_table(ranks: Sequence[Breakdown]) -> Table:
-    """Return a row per rank: its step, what it was busy with, and what it waited."""
+    """Return one row per rank: its step, busy times and waits."""
     kinds = (Category.DENSE, Category.LOOKUP, Category.COPY, Category.COMMUNICATION, Category.HOST)
     times = [[one.step_ms, *(one.categories[kind].busy_ms for kind in kinds), one.blocked_ms] for one in ranks]
     return Table(
@@ -148,7 +148,7 @@ def rank_table(ranks: Sequence[Breakdown]) -> Table:
 
 
 def traffic_table(traffic: Mapping[Stage, BusyTime]) -> Table:
-    """Return what a rank sends to others in a step, by stage, and what codecs save of it."""
+    """Return the bytes that a rank sends to others in a step, by stage, and the codecs' savings."""
     of_all = sum(traffic.values(), BusyTime())
     cells = [
         (str(name), f"{one.sent / 1024:.1f}", f"{one.saved / 1024:.1f}", f"{one.saved / (one.sent + one.saved):.0%}")
@@ -158,7 +158,7 @@ def traffic_table(traffic: Mapping[Stage, BusyTime]) -> Table:
 
 
 def stale_table(rows: Mapping[str, tuple[int, int]]) -> Table:
-    """Return the share of looked-up rows that were read stale: of the tables with the most, and of all."""
+    """Return the share of stale rows among looked-up rows: for the stalest tables, and for all tables."""
     worst = sorted(rows, key=lambda table: (-rows[table][0] / rows[table][1], table))[:NUM_STALEST]
     lines = {table: rows[table] for table in worst}
     name = "all tables" if len(worst) == len(rows) else f"all {len(rows)} tables"
@@ -168,7 +168,7 @@ def stale_table(rows: Mapping[str, tuple[int, int]]) -> Table:
 
 
 def limit_sentence(breakdown: Breakdown) -> str:
-    """Say which resource limits the step, and what overlap can still gain."""
+    """Name the resource that limits the step, and the remaining gain of overlap."""
     kind, bound_ms = breakdown.bound
     if kind is Category.DATA:
         return f"data-bound: a step waits for data {bound_ms:.2f} of its {breakdown.step_ms:.2f} ms."
@@ -238,12 +238,12 @@ def as_report(ranks: Mapping[int | str, Breakdown]) -> str:
 
 
 def label(rank: int | str) -> str:
-    """Return what to call a rank, or what stands in its place."""
+    """Return the label of a rank, or of a file that stands for it."""
     return f"rank {rank}" if isinstance(rank, int) else rank
 
 
 def headline(found: Breakdown) -> str:
-    """Return the one line that says how well it overlaps."""
+    """Return one line on how well a rank overlaps."""
     parts = [f"{found.step_ms:.1f} ms a step" if found.num_steps > 1 else f"{found.step_ms:.1f} ms"]
     for kind in (Category.COMMUNICATION, Category.LOOKUP):
         times = found.categories[kind]
@@ -298,7 +298,7 @@ def _percent(fraction: float) -> str:
 
 
 def advice(found: Breakdown, schedule: Schedule) -> str:
-    """Return what to change first, by the mean step of the rank that the others wait for."""
+    """Return the most useful change, by the mean step of the slowest rank."""
     gain_ms, what, change = max(
         (found.categories[Category.DATA].busy_ms, "waiting for data", "raise num_workers of the DataLoader"),
         (

@@ -7,16 +7,16 @@ from dataclasses import dataclass, replace
 from ..schedules import MODES, SPARSE_STAGES, STREAMS, Schedule, Stage, Step, StreamName
 
 TRIED = ("fused_sparse_dist", "fused_sparse_dist_after_optimizer", "sparse_dist", "base")
-"""The modes that are tried; the first one trains until the trial begins.
+"""The modes to try; the first one trains until the trial begins.
 
 Of the exact modes `prefetch` is missing: it is for tables with a cache, and cannot follow another mode in a run."""
 
 
 def following(schedule: Schedule) -> Schedule:
-    """Return a mode as a table that can follow other ones in a run, and be followed.
+    """Return a mode as a table that can follow and precede other tables in a run.
 
-    Its lookup is on the lookup stream, as theirs: one stream orders all lookups and updates of a run. A mode that
-    leaves the sparse stages to the modules gets them right before its forward, of the same batch: nothing is early.
+    Its lookup uses the lookup stream: one stream orders all lookups and updates of a run. If a mode leaves the sparse
+    stages to the modules, they come right before its forward, for the same batch: nothing starts early.
     """
     if schedule.has_sparse_stages:
         lookup = schedule.step_of(Stage.EMBEDDING_LOOKUP)
@@ -42,7 +42,7 @@ class Arm:
 
     @property
     def ahead(self) -> int:
-        """How many batches ahead its lookups are."""
+        """Number of batches that its lookups run ahead."""
         return self.schedule.steps[self.schedule.position(Stage.EMBEDDING_LOOKUP)].offset
 
     @property
@@ -58,11 +58,11 @@ BRIDGE = _TABLES["sparse_dist"]
 
 
 def modes_on(stream: str) -> list[Arm]:
-    """Return every mode that is tried, on one stream."""
+    """Return every mode to try, on one stream."""
     return [Arm(mode, stream) for mode in TRIED]
 
 
 def streams_of(arm: Arm) -> list[Arm]:
-    """Return a mode on every stream, first the given arm; only that one if the mode looks up nothing ahead."""
+    """Return a mode on every stream, the given arm first; only that arm if the mode looks up nothing ahead."""
     others = [name for name in STREAMS if name != arm.stream] if arm.ahead else []
     return [arm, *(Arm(arm.mode, stream) for stream in others)]

@@ -12,13 +12,13 @@ class Auto:
 
     Args:
         warm_up: Batches before the first block, in which allocators and caches fill.
-        settle: Batches at the beginning of a block, after the switch, that are not timed.
-        block: Batches of a block that are timed; rounded up to whole optimizer steps.
-        rounds: Rounds after which the arms are compared. A block does not count if there was an evaluation or a save,
-            if an epoch ended, or if a data loader stalled in it. If fewer than two blocks of an arm count, there are
-            more rounds, at most twice as many.
-        tie: Arms that take at most this share longer than the fastest one count as equal; of these the one that holds
-            the fewest batches is chosen.
+        settle: Untimed batches at the beginning of a block, after the switch.
+        block: Timed batches of a block, rounded up to whole optimizer steps.
+        rounds: Number of rounds before the arms are compared. A block does not count if it contains an evaluation, a
+            save, the end of an epoch or a stall of a data loader. If fewer than two blocks of an arm count, more
+            rounds follow, at most twice as many in all.
+        tie: Arms within this share of the fastest arm's time count as equal; the arm that holds the fewest batches
+            wins.
 
     Raises:
         ValueError: A number is too small.

@@ -1,6 +1,6 @@
-"""Compare arms within a training, in blocks of batches: which arm trains next, and which one is the fastest.
+"""Compare arms during training, in blocks of batches: choose the next arm and find the fastest.
 
-All ranks choose alike, from what all of them measured.
+All ranks choose alike, from the measurements of all ranks.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ STALLED = 0.05
 """A block does not count if it waited for data longer than the median block by more than this share of its time."""
 
 FEWEST = 2
-"""How many blocks of an arm have to count."""
+"""The number of blocks of an arm that must count."""
 
 
 class Block(NamedTuple):
-    """What one rank measured in a block."""
+    """One rank's measurements of a block."""
 
     arm: Arm
     ms: float
@@ -37,7 +37,7 @@ class Trial:
     """Rounds of blocks, one for each arm; round r begins with arm r, so that no arm always follows the same one.
 
     Args:
-        arms: What is tried.
+        arms: The arms to try.
         auto: The numbers of batches and rounds.
         clock: Marks points in time, on CUDA by events, which are read when the trial is over.
         per_step: Batches of an optimizer step; a block has whole steps.
@@ -54,31 +54,31 @@ class Trial:
 
     @property
     def block(self) -> int:
-        """Batches of a block, with those that are not timed."""
+        """Batches of a block, including untimed batches."""
         return self._settle + self._num_timed
 
     @property
     def num_batches(self) -> int:
-        """Batches of all rounds, without those that are added where blocks do not count."""
+        """Batches of all rounds, without the rounds added to replace blocks that do not count."""
         return self._rounds * len(self.arms) * self.block
 
     @property
     def num_void(self) -> int:
-        """Blocks that are over and do not count; those in which a data loader stalled are not known yet."""
+        """Finished blocks that do not count; stalls of a data loader are not known yet."""
         return sum(bool(void) for *_, void in self._over)
 
     @property
     def num_over(self) -> tuple[int, int]:
-        """Rounds that are over, and blocks of the one under way."""
+        """Finished rounds, and finished blocks of the current round."""
         return divmod(len(self._over), len(self.arms))
 
     @property
     def arm(self) -> Arm:
-        """The arm of the block under way."""
+        """The arm of the current block."""
         return self.arms[sum(self.num_over) % len(self.arms)]
 
     def void(self, why: str) -> None:
-        """Say that the block under way does not count, and why."""
+        """Exclude the current block from the comparison, with the reason."""
         self._void = self._void or why
 
     def step(self, data_ms: float) -> bool:
@@ -100,7 +100,7 @@ class Trial:
         return True
 
     def blocks(self) -> list[Block]:
-        """Wait for the device, and return the blocks that are over."""
+        """Wait for the device and return the finished blocks."""
         self.clock.wait()
         ms = self.clock.ms
         return [
@@ -125,7 +125,7 @@ def times_of(ranks: Sequence[Sequence[Block]]) -> dict[Arm, list[float]]:
 
 
 def spread(times: Sequence[float]) -> float | None:
-    """Return half the distance between the quartiles; None for a single time, which has none."""
+    """Return half the distance between the quartiles; None for a single time."""
     if len(times) < 2:
         return None
     ordered, quarter = sorted(times), len(times) // 4
@@ -133,11 +133,11 @@ def spread(times: Sequence[float]) -> float | None:
 
 
 def choose(found: Mapping[Arm, Sequence[float]], tie: float) -> Arm | None:
-    """Return the fastest arm by its median, or of several as fast the one that holds least.
+    """Return the fastest arm by its median; ties go to the arm that holds least.
 
     Args:
         found: Time of a batch in the blocks of each arm, in milliseconds.
-        tie: Arms that take at most this share longer than the fastest one are as fast.
+        tie: Arms within this share of the fastest arm's time are as fast.
 
     Returns:
         The arm; None if no arm has `FEWEST` blocks.
@@ -149,7 +149,7 @@ def choose(found: Mapping[Arm, Sequence[float]], tie: float) -> Arm | None:
 
 
 def table(found: Mapping[Arm, Sequence[float]], chosen: Arm | None) -> str:
-    """Return what each arm took, for the log."""
+    """Return a table of the arms' times, for the log."""
     rows = [("mode", "stream", "ms per batch", "+-", "blocks", "batches in flight", "")]
     for arm, times in found.items():
         took = or_dash(median(times) if times else None, "{:.2f}"), or_dash(spread(times), "{:.2f}")

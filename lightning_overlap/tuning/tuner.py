@@ -17,14 +17,14 @@ from .trial import FEWEST, Trial, choose, table, times_of
 
 
 class TimedSource:
-    """A source of batches that passes those of another one on, and counts in `waited_ms` how long `fetch` took."""
+    """A source that passes on another source's batches and adds the time of `fetch` to `waited_ms`."""
 
     def __init__(self, source: BatchSource) -> None:
         self._source = source
         self.waited_ms = 0.0
 
     def __getattr__(self, name: str) -> Any:
-        """What the source has besides."""
+        """Return an attribute of the source."""
         return getattr(self._source, name)
 
     def fetch(self, index: int, timer: StageTimer | None) -> FetchedBatch | None:
@@ -36,30 +36,30 @@ class TimedSource:
 
 
 class Tuner:
-    """Chooses a mode and a stream while a run trains. It is the `Schedules` of the executor: `at` returns its table.
+    """Chooses a mode and a stream while a run trains. It is the executor's `Schedules`: `at` returns its table.
 
-    A switch is as in `SequentialSchedule`: batches in flight stay, so the numbers are those of any exact mode. Modes
-    are tried first, on one stream; on CUDA then all streams with the mode that was chosen. All ranks gather what they
-    measured, and choose from the same numbers.
+    It switches as `SequentialSchedule` does: batches in flight stay, so all losses are exact. It first tries modes on
+    one stream, then, on CUDA, all streams with the chosen mode. All ranks gather their measurements and choose from
+    the same numbers.
 
     Args:
-        auto: How to try.
+        auto: The options of the trial.
         stream: The stream of early lookups while modes are tried: a name of `STREAMS`.
     """
 
     depth = max(arm.schedule.depth for arm in modes_on("current"))
-    """Batches in flight at once, at most."""
+    """The largest number of batches in flight at once."""
 
     def __init__(self, auto: Auto, stream: str) -> None:
         self._auto, self._first_stream = auto, stream
         self.forget()
 
     def forget(self) -> None:
-        """Forget what was chosen, for another module: its fastest arm may be another one."""
+        """Forget the choice: another module may have another fastest arm."""
         self.arm = Arm(TRIED[0], self._first_stream)
         """The arm that trains now."""
         self.schedule = self.arm.schedule
-        """The table that trains now: that of the arm, or for one batch between two streams `BRIDGE`."""
+        """The current table: the arm's, or `BRIDGE` for one batch between two streams."""
         self.has_chosen = False
         self._tried: list[str] = []
         self._trial: Trial | None = None
@@ -85,7 +85,7 @@ class Tuner:
         per_step: int = 1,
         moves_lookups: bool = True,
     ) -> None:
-        """Begin a fit: try arms, if nothing has been chosen yet.
+        """Begin a fit: try arms, unless a choice has been made.
 
         Args:
             device: Where the fit trains.
@@ -104,7 +104,7 @@ class Tuner:
             self._walk(self._trial.arm)
 
     def finish(self) -> None:
-        """Log that nothing was chosen, if training has ended before that."""
+        """Log that no arm was chosen, if training ended before the choice."""
         if self._trial is not None:
             trial, (num_rounds, num_blocks) = self._trial, self._trial.num_over
             what = "a mode" if self._tries_modes else f"a stream for {trial.arm.mode}"
@@ -132,7 +132,7 @@ class Tuner:
         return self._trial is not None and len({arm.mode for arm in self._trial.arms}) > 1
 
     def stop(self) -> None:
-        """End a fit; drop the measurements of a trial that is not over."""
+        """End a fit; drop the measurements of an unfinished trial."""
         self._trial = self._source = self._streams = None
         if self._next is not None:
             self._walk(self._next)
@@ -145,14 +145,14 @@ class Tuner:
         return self._source
 
     def void(self, why: str) -> None:
-        """Say that the block under way does not count, as something other than training took time, and why."""
+        """Exclude the current block, since something other than training took time; give the reason."""
         if self._trial is not None and not self._num_left:
             self._trial.void(why)
 
     def step(self) -> None:
-        """Count a batch that has been trained; all ranks call this at the same point.
+        """Count a trained batch; all ranks call this at the same point.
 
-        The last one of a round waits for the other ranks, and on CUDA for the device.
+        The last batch of a round waits for the other ranks, and on CUDA for the device.
         """
         trial = self._trial
         if self._next is not None:  # the batch under BRIDGE is over, nothing is looked up ahead
@@ -216,7 +216,7 @@ class Tuner:
         return {"mode": arm.mode, "stream": arm.stream, "tried": [*self._tried]} if self.has_chosen else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over the choice of a checkpoint before the first batch of a fit; ignore one that is unknown here."""
+        """Adopt a checkpoint's choice before the first batch of a fit; ignore an unknown choice."""
         mode, stream = state.get("mode"), state.get("stream")
         if mode not in TRIED or stream not in STREAMS:
             return

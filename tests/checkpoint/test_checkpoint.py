@@ -339,10 +339,10 @@ def test_loading_what_is_something_else(two_ranks: Ranks, tmp_path: Path) -> Non
 
     assert load("nothing.ckpt").startswith(f"FileNotFoundError: Checkpoint file not found: {tmp_path / 'nothing.ckpt'}")
     (tmp_path / "folder").mkdir()
-    assert "is a folder without meta.pt, so not a checkpoint of this strategy" in load("folder")
+    assert "is a folder without meta.pt and thus not a checkpoint of this strategy" in load("folder")
     (tmp_path / "a.ckpt.unfinished").mkdir()
     assert "a save that did not finish" in load("a.ckpt")
-    assert "is what is left of a save that did not finish" in load("a.ckpt.unfinished")
+    assert "is left over from an unfinished save" in load("a.ckpt.unfinished")
     for checkpoint_format in FORMATS:
         two_ranks.run(checkpoints.save_to, str(tmp_path / checkpoint_format), checkpoint_format=checkpoint_format)
         assert "ebc.embedding_bags.t2.weight" in load(checkpoint_format, ROWWISE_ADAGRAD)
@@ -372,5 +372,5 @@ def test_weights_only(two_ranks: Ranks, checkpoint_format: str, tmp_path: Path) 
         train, TABLE_WISE, str(tmp_path), model_class=checkpoints.SavesAnObject, checkpoint_format=checkpoint_format
     )
     for message in two_ranks.run(checkpoints.load_from, TABLE_WISE, saved[0].checkpoint):
-        assert "holds objects that are not loaded unless you trust it" in message
+        assert "holds objects that load only if you trust the file" in message
         assert "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1" in message
