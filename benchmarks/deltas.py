@@ -127,9 +127,8 @@ class Spent:
 
 @contextmanager
 def _timed_parts(spent: Spent) -> Iterator[None]:
-    from lightning_overlap.callbacks import EmbeddingDeltas
-    from lightning_overlap.deltas import CutWriter
-    from lightning_overlap.tracking import TouchedRows
+    from lightning_overlap import EmbeddingDeltas
+    from lightning_overlap.deltas.recording import CutWriter, TouchedRows
 
     watch: Any = TouchedRows._watch
     calls = {
@@ -215,7 +214,7 @@ def _fit_arm(arm: str, options: argparse.Namespace) -> Measured:
     import torch.distributed as dist
     from lightning.pytorch import Callback
 
-    from lightning_overlap.callbacks import EmbeddingDeltas
+    from lightning_overlap import EmbeddingDeltas
 
     spent, clock, cpu = Spent(), list[float](), list[float]()
 
@@ -330,10 +329,12 @@ def _Missed(every: int) -> Any:
     import torch
     from lightning.pytorch import Callback
 
+    from lightning_overlap.deltas.recording import TouchedRows
+
     class Missed(Callback):
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
             self.tracker, self.tables = _tracker_of(pl_module), _tables(pl_module)
-            self.touched = trainer.strategy.touched_rows()
+            self.touched = TouchedRows(pl_module, trainer.strategy.lookup_order, trainer.strategy.num_pending_updates)
             self.touched.attach()
             self.before = {name: table.clone() for name, table in self.tables.items()}
             self.replica = {name: table.clone() for name, table in self.tables.items()}

@@ -24,14 +24,14 @@ except (ImportError, OSError) as err:  # OSError: a library of FBGEMM's that doe
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from .callbacks import EmbeddingDeltas as EmbeddingDeltas
     from .deltas import Replica as Replica
+    from .deltas.recording import EmbeddingDeltas as EmbeddingDeltas
 
 
 def __getattr__(name: str) -> object:
     # These need packages of the extra `deltas`, which an install may lack.
     if name == "EmbeddingDeltas":
-        from .callbacks import EmbeddingDeltas as EmbeddingDeltas
+        from .deltas.recording import EmbeddingDeltas as EmbeddingDeltas
 
         return EmbeddingDeltas
     if name == "Replica":

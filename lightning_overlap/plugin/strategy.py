@@ -34,7 +34,6 @@ from ..schedules import (
 )
 from ..sparse import SparseOptions, SparsePipeline, StaleRows
 from ..tables import FusedOptimizer, OutOfRangeIds, OverflowWatch, QuantizedComms, ReplicateTables, Sharding
-from ..tracking import TouchedRows
 from ..tuning import TRIED, Auto, Tuner, resolve_auto
 from . import checkpoint_links, first_words, shortcuts
 from .failure_hooks import FailsTogether
@@ -387,23 +386,15 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
         rows = StaleRows(run.sparse, lambda: run.executor, self._groups.lookahead)
         return rows if rows.tables else None
 
-    def touched_rows(self, *, states: bool = False) -> TouchedRows | None:
-        """Return a tracker of the rows that this fit's updates write; None outside of a fit, and without tables.
+    @property
+    def lookup_order(self) -> LookupOrder | None:
+        """The order of lookups and updates on this fit's streams; None outside of a fit, and without tables."""
+        return None if self._run is None or self._run.sparse is None else self._run.sparse.order
 
-        Args:
-            states: Whether copies of rows have the fused optimizers' states, too.
-
-        Raises:
-            ValueError: Rows of some tables have no fixed numbers, as with managed collision modules.
-        """
-        run, module = self._run, self.lightning_module
-        if run is None or run.sparse is None or module is None:
-            return None
-
-        def num_pending() -> int:
-            return 0 if run.executor is None else len(run.executor.updates.to_update)
-
-        return TouchedRows(module, run.sparse.order, num_pending, states=states)
+    def num_pending_updates(self) -> int:
+        """Return how many batches have ended their step and not yet updated the tables."""
+        executor = None if self._run is None else self._run.executor
+        return 0 if executor is None else len(executor.updates.to_update)
 
     # -- the end ------------------------------------------------------------------------------------------------
 

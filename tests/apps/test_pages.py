@@ -21,7 +21,7 @@ from packaging.requirements import Requirement
 from torch.distributed.run import get_args_parser
 
 from lightning_overlap.apps import config_checks
-from lightning_overlap.deltas.command import _parser as replica_parser
+from lightning_overlap.deltas.serving.command import _parser as replica_parser
 from lightning_overlap.profiling.command import main as timeline
 
 from ..profiling.test_command import steps, write

@@ -17,8 +17,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_overlap import deltas
-from lightning_overlap.deltas import CutWriter, Dense, FolderSink, Rows, encode, encode_pieces, parts
+from lightning_overlap.deltas import Dense, FolderSink, Rows, encode, encode_pieces, parts
+from lightning_overlap.deltas.parts import form
+from lightning_overlap.deltas.recording import CutWriter
 
 from .histories import MemorySink, Training
 
@@ -119,10 +120,10 @@ def test_isal_makes_the_checksums_where_it_is_installed(monkeypatch: pytest.Monk
     monkeypatch.setattr(stand_in, "crc32", crc32, raising=False)
     monkeypatch.setitem(sys.modules, "isal", ModuleType("isal"))
     monkeypatch.setitem(sys.modules, stand_in.__name__, stand_in)
-    monkeypatch.delitem(sys.modules, parts.__name__)
+    monkeypatch.delitem(sys.modules, form.__name__)
     with monkeypatch.context() as patched:
-        patched.setattr(deltas, "parts", parts)  # which the import sets
-        anew = importlib.import_module(parts.__name__)
+        patched.setattr(parts, "form", form)  # which the import sets
+        anew = importlib.import_module(form.__name__)
     rows = [Rows("table", "weight", (100, 3), 0, torch.arange(4), torch.rand(4, 3))]
     assert anew.encode(HEADER, rows) == encode(HEADER, rows)
     assert sum(sizes) == len(encode(HEADER, rows)) - 14

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from lightning_overlap.deltas import FolderSink, Replica, ReplicaServer
-from lightning_overlap.deltas.command import main
+from lightning_overlap.deltas.serving.command import main
 
 from .histories import SHAPES, TOP, A, B, MemorySink, Training, assert_equal, begun, empty_tables
 
@@ -163,7 +163,14 @@ def test_a_request_of_a_negative_size_is_answered(served: tuple[Training, Replic
 
 @pytest.mark.slow
 def test_the_command_serves_until_it_is_told_to_end(training: Training, tmp_path: Path) -> None:
-    command = [sys.executable, "-W", "ignore", "-m", "lightning_overlap.deltas.command", str(tmp_path / "deltas")]
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-m",
+        "lightning_overlap.deltas.serving.command",
+        str(tmp_path / "deltas"),
+    ]
     command += ["--serve", "0", "--every", "0.05", "--save", str(tmp_path / "tables.pt")]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_overlap.deltas import CutError, PartName, Replica, chain, prune
+from lightning_overlap.deltas import CutError, PartName, Replica, prune
+from lightning_overlap.deltas.parts import chain
 
 from .histories import CutId, Training, assert_equal
 

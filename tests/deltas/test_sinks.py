@@ -23,9 +23,9 @@ from lightning_overlap.deltas import (
     SinkError,
     check_sink,
     prune,
-    redis_sink,
     resolve_sink,
 )
+from lightning_overlap.deltas.sinks import redis_sink
 
 from .histories import MemorySink, Training, assert_equal, empty_tables
 from .redis_server import redis_server

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from lightning_overlap import MODES, STREAMS
-from lightning_overlap.deltas import Replica, Rows, served_tables
+from lightning_overlap.deltas import Replica, Rows
+from lightning_overlap.deltas.serving import served_tables
 
-from ..callbacks.delta_fits import fit_with_deltas
-from ..callbacks.test_deltas import ALL, OTHERS, wrong
+from ..deltas.delta_fits import fit_with_deltas
 from ..deltas.histories import MemorySink, Training, assert_equal, empty_tables
+from ..deltas.test_deltas import ALL, OTHERS, wrong
 from ..support.ranks import Ranks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]

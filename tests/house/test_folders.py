@@ -20,13 +20,13 @@ PACKAGE = Path(lightning_overlap.__file__).resolve().parent
 ROOT = PACKAGE.parent
 FLOORS = (
     ("text", "versions"),
-    ("schedules", "distributed", "data", "deltas"),
+    ("schedules", "distributed", "data"),
     ("models", "runtime"),
     ("profiling", "tables", "preprocessing"),
-    ("sparse", "tracking", "tuning"),
+    ("sparse", "tuning"),
     ("checkpoint",),
     ("plugin",),
-    ("callbacks",),
+    ("callbacks", "deltas"),
     ("testing", "apps"),
     ("train", "benchmark", "conf"),
 )
@@ -40,10 +40,19 @@ _NO_CONFIGS = {"hydra", "omegaconf"}
 _NO_LIGHTNING = {"lightning", *_NO_CONFIGS}
 _NO_TORCHREC = {"torchrec", "fbgemm_gpu", *_NO_LIGHTNING}
 LEAVES_ALONE = {
-    **dict.fromkeys(("distributed", "runtime", "profiling", "deltas", "tuning"), _NO_TORCHREC),
-    **dict.fromkeys(("tables", "sparse", "tracking", "checkpoint"), _NO_LIGHTNING),
-    **dict.fromkeys(("plugin", "testing"), _NO_CONFIGS),
+    **dict.fromkeys(("distributed", "runtime", "profiling", "tuning"), _NO_TORCHREC),
+    **dict.fromkeys(("tables", "sparse", "checkpoint"), _NO_LIGHTNING),
+    **dict.fromkeys(("plugin", "testing", "deltas"), _NO_CONFIGS),
 }
+WINGS = ("deltas",)
+"""Folders that no other one imports: only the package itself does, where a name of them is asked for."""
+ROOMS: dict[str, set[str]] = {
+    "parts": set(),
+    "sinks": {"parts"},
+    "serving": {"parts", "sinks"},
+    "recording": {"parts", "sinks"},
+}
+"""The rooms of `deltas/`, and the rooms that each may import. Only `recording` imports Lightning or the package."""
 TORCHREC_FOLDERS = ("tables", "sparse")
 """Those that may use TorchRec's private names, listed in `tables/sharded_module.py`."""
 LIGHTNING_FOLDER = "plugin"
@@ -98,7 +107,9 @@ def complaints(source: str, path: Path) -> Iterator[str]:
             target, *inner = rest or [name]
             if target == folder:
                 continue
-            if FLOOR[target] >= FLOOR[folder]:
+            if target in WINGS:
+                yield f"{folder} imports {target}, a wing"
+            elif FLOOR[target] >= FLOOR[folder]:
                 yield f"{folder} imports {target}, which is not below it"
             elif inner:
                 yield f"{folder} imports {'.'.join([target, *inner])}, and not the face of {target}"
@@ -136,6 +147,7 @@ def test_imports_point_down_and_go_by_faces(path: Path) -> None:
         ("plugin/strategy.py", "import hydra", "plugin imports hydra"),
         ("plugin/strategy.py", "from torchrec.distributed.types import _A", "plugin imports the private torchrec"),
         ("callbacks/lag.py", "from lightning.pytorch.loops.fit_loop import _A", "callbacks imports the private"),
+        ("testing/x.py", "from ..deltas import Replica", "testing imports deltas, a wing"),
         ("data/batch.py", "from ..sparse import tbes", "data imports sparse, which is not below it"),
     ],
 )  # fmt: skip
@@ -144,9 +156,56 @@ def test_an_arrow_that_points_up_is_seen(file: str, source: str, complaint: str)
     assert found.startswith(complaint)
 
 
+def complaints_of_room(source: str, path: Path) -> Iterator[str]:
+    """Yield what the imports of a file in `deltas/` do that its room must not."""
+    room = path.relative_to(PACKAGE / "deltas").parts[0]
+    for module, name in imports(ast.parse(source), path):
+        top, *rest = module.split(".")
+        if top == "lightning_overlap" and (rest or [name])[0] == "deltas":
+            target, *inner = rest[1:] or [name]
+            if target == room:
+                if "_sink" in path.stem and "resolve" in (*inner, name):
+                    yield "a sink imports resolve"
+            elif target not in ROOMS[room]:
+                yield f"{room} imports {target}"
+            elif inner:
+                yield f"{room} imports {'.'.join([target, *inner])}, and not the face of {target}"
+        elif room != "recording" and (top in _NO_TORCHREC or (top == "lightning_overlap" and rest != ["text"])):
+            yield f"{room} imports {module}"
+
+
+IN_ROOMS = [path for path in SOURCES if folder_of(path) == "deltas" and path.parent.name != "deltas"]
+
+
+@pytest.mark.parametrize("path", IN_ROOMS, ids=name_of)
+def test_rooms_of_deltas_import_in_one_direction(path: Path) -> None:
+    assert not list(complaints_of_room(path.read_text(encoding="utf-8"), path))
+
+
+@pytest.mark.parametrize(
+    ("file", "source", "complaint"),
+    [
+        ("sinks/folder_sink.py", "def f():\n    from .resolve import X", "a sink imports resolve"),
+        ("parts/chain.py", "from ..sinks import DeltaSink", "parts imports sinks"),
+        ("serving/replica.py", "from ..recording import CutWriter", "serving imports recording"),
+        (
+            "serving/replica.py",
+            "from ..parts.form import Rows",
+            "serving imports parts.form, and not the face of parts",
+        ),
+        ("serving/replica.py", "from ...plugin import X", "serving imports lightning_overlap.plugin"),
+        ("serving/replica.py", "from lightning.pytorch import X", "serving imports lightning.pytorch"),
+    ],
+)
+def test_an_import_that_a_room_must_not_make_is_seen(file: str, source: str, complaint: str) -> None:
+    [found] = complaints_of_room(source, PACKAGE / "deltas" / file)
+    assert found.startswith(complaint)
+
+
 def test_every_file_has_its_place() -> None:
     assert {folder_of(path) for path in SOURCES} | {"conf"} == set(FLOOR)
-    for folder in FOLDERS:
+    assert {path.parent.name for path in IN_ROOMS} == set(ROOMS)
+    for folder in [*FOLDERS, *(f"deltas/{room}" for room in ROOMS)]:
         files = [path for path in (PACKAGE / folder).glob("*.py") if path.stem != "__init__"]
         assert len(files) <= MOST_FILES, folder
         face = ast.parse((PACKAGE / folder / "__init__.py").read_text(encoding="utf-8"))

@@ -297,19 +297,19 @@ MUTANTS = (
         13,
         "a replica applies a cut that does not follow what it has",
         ("deltas/test_chain.py::test_a_replica_first_comes_to_what_a_new_generation_follows",),
-        "deltas/chain.py",
+        "deltas/parts/chain.py",
         "if head.after is None or head.after == at or (head.after < at and not is_own):",
         "if True:",
     ),
     Mutant(
         13,
         "rows to send are marked when they are looked up",
-        ("callbacks/test_deltas.py::test_rows_marked_at_their_lookup_are_missed",),
+        ("deltas/test_deltas.py::test_rows_marked_at_their_lookup_are_missed",),
     ),
     Mutant(
         13,
         "rows to send are gathered before their update",
-        ("callbacks/test_delta_streams.py::test_rows_are_not_gathered_before_their_update",),
+        ("deltas/test_delta_streams.py::test_rows_are_not_gathered_before_their_update",),
     ),
 )
 

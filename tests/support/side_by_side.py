@@ -24,13 +24,13 @@ WIDTH = 80
 RUNS = ("first_run", "second_run", "third_run")
 """Their markers: most tests in rank processes; most that start programs; all others."""
 RANKS_IN_OTHERS = {"sparse": RUNS[1]} | dict.fromkeys(
-    ("callbacks", "checkpoint", "profiling", "tables", "testing", "tuning"), RUNS[2]
+    ("callbacks", "checkpoint", "deltas", "profiling", "tables", "testing", "tuning"), RUNS[2]
 )
 """Folders of `tests/` whose tests in rank processes are in another run, so that all end at about the same time."""
 PROGRAMS = ("apps", "benchmarks", "house", "laws", "plugin", "support")
 """Folders of `tests/` whose tests, where they have no rank processes, mostly start programs."""
 QUICK = "not ranks and not slow and not gpu"
-LONGEST_OF_QUICK = ("tests/callbacks", "tests/testing")
+LONGEST_OF_QUICK = ("tests/callbacks", "tests/deltas", "tests/testing")
 """Half of the time of the quick tests."""
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .parts import WEIGHT, Header, Part, Rows
+from ..parts import WEIGHT, Header, Part, Rows
 
 _TABLE = re.compile(r"(.*\.)?(embedding_bags|embeddings)\.[^.]+\.weight")
 """What TorchRec's collections call the weight of a table."""

@@ -11,8 +11,7 @@ from typing import Any
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
-from .arrow_stream import Piece, joined
-from .parts import PartName
+from ..parts import PartName, Piece, joined
 from .sink import told, without_password
 
 _WHOLE_PUTS = frozenset(

@@ -24,8 +24,7 @@ from torchrec.distributed.sharding_plan import (
     table_wise,
 )
 
-from lightning_overlap import OverlapEmbeddingStrategy
-from lightning_overlap.callbacks import EmbeddingDeltas
+from lightning_overlap import EmbeddingDeltas, OverlapEmbeddingStrategy
 from lightning_overlap.deltas import Replica, parse_names
 from lightning_overlap.tables import kernel_shards
 
@@ -276,7 +275,7 @@ def test_four_ranks_are_resumed_by_two(get_ranks: Callable[..., Ranks], tmp_path
 
 @pytest.mark.slow
 def test_kills_at_random_steps(tmp_path: Path) -> None:
-    """More of them: `python -m tests.callbacks.random_kills 20`."""
+    """More of them: `python -m tests.deltas.random_kills 20`."""
     assert play(tmp_path, seed=1) == {}
 
 

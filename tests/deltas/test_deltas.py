@@ -11,10 +11,9 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 
-from lightning_overlap import MODES
-from lightning_overlap.callbacks import EmbeddingDeltas
+from lightning_overlap import MODES, EmbeddingDeltas
 from lightning_overlap.deltas import WEIGHT, Part, Replica, decode, parse_names
-from lightning_overlap.tracking import copies
+from lightning_overlap.deltas.recording import copies
 from lightning_overlap.tuning import Auto
 
 from ..support.cases import Case, TableSpec

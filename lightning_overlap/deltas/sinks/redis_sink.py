@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 from urllib.parse import parse_qsl, urlencode
 
-from .parts import PartName
+from ..parts import PartName
 from .sink import told, without_password
 
 _NAME = b"name"

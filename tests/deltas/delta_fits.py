@@ -19,11 +19,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from torchrec.distributed.types import ShardedTensor
 
-from lightning_overlap import OverlapEmbeddingStrategy
-from lightning_overlap.callbacks import EmbeddingDeltas, cuts
+from lightning_overlap import EmbeddingDeltas, OverlapEmbeddingStrategy
 from lightning_overlap.deltas import PartName, decode
-from lightning_overlap.tracking import TouchedRows, touched_rows
-from lightning_overlap.tracking.copies import copy_on_host
+from lightning_overlap.deltas.recording import TouchedRows, cuts, touched_rows
+from lightning_overlap.deltas.recording.copies import copy_on_host
 
 from ..support.cases import Batches, Case, Model, make_batch
 from ..support.fits import make_strategy, make_trainer

@@ -12,8 +12,8 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any, TypeAlias, TypeVar
 
-from .arrow_stream import Piece, joined
-from .sink import DeltaSink, SinkError, check_sink, takes_pieces
+from ..parts import Piece, joined
+from ..sinks import DeltaSink, SinkError, check_sink, takes_pieces
 
 MOST_WAITING = 2
 """Cuts that are being written or wait for that, at most: no further cut is made meanwhile."""

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ..runtime import LookupOrder
-from ..tables import TableShard, kernel_shards, num_fused_writes, sharded_modules
+from ...runtime import LookupOrder
+from ...tables import TableShard, kernel_shards, num_fused_writes, sharded_modules
 from .copies import CopiedRows, DeviceCopy, Fields, HostCopy, RowCopy, Window, copy_on_host, fields_of, windows_of
 from .kept_memory import KeptMemory
 from .row_marks import DeviceMarks, HostMarks

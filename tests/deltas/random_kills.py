@@ -1,4 +1,4 @@
-"""Trainings whose ranks are killed at random steps and resumed: `python -m tests.callbacks.random_kills 20`.
+"""Trainings whose ranks are killed at random steps and resumed: `python -m tests.deltas.random_kills 20`.
 
 A run has two or three fits on one or two ranks. All but the last are killed by SIGKILL, one rank of them at a random
 step, and the next one resumes from any checkpoint. A replica follows now and then, another one begins in the end; a run

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
+from typing import Protocol
 
-from .parts import Header, Part, PartError, PartName, decode, read_header
-from .sink import DeltaSink
+from .form import Header, Part, PartError, PartName, decode, read_header
 
 CutId = tuple[int, int]
 """Generation and step: cuts follow each other in this order."""
 
 
 _TWO_TRAININGS = "two trainings have written into this sink. Give each run a sink of its own."
+
+
+class PartSource(Protocol):
+    """What a chain of cuts reads of a sink."""
+
+    def names(self) -> Iterable[str]:
+        """Return the names of all parts."""
+
+    def read(self, name: str) -> bytes:
+        """Return a part; raise a KeyError if there is none of that name."""
 
 
 class CutError(ValueError):
@@ -84,7 +95,7 @@ class Head:
     """Whether a rank says that the cut must not be applied."""
 
 
-def read_head(sink: DeltaSink, cut: Cut) -> Head:
+def read_head(sink: PartSource, cut: Cut) -> Head:
     """Read the headers of a whole cut, from the first chunk of each part.
 
     Raises:

@@ -12,12 +12,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_overlap import MODES
-from lightning_overlap.callbacks import EmbeddingDeltas
+from lightning_overlap import MODES, EmbeddingDeltas
+from lightning_overlap.deltas.recording.copies import DeviceCopy, _gather_rows
+from lightning_overlap.deltas.recording.row_marks import DeviceMarks, HostMarks
 from lightning_overlap.runtime import LookupOrder
 from lightning_overlap.testing import CheckedStreams, RaceError
-from lightning_overlap.tracking.copies import DeviceCopy, _gather_rows
-from lightning_overlap.tracking.row_marks import DeviceMarks, HostMarks
 
 from ..support.cases import ROWWISE_ADAGRAD, SEQUENCE, TWO_COLLECTIONS, Batch, Model, remade
 from ..support.pairs import pairwise

@@ -10,9 +10,9 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from ..deltas import WEIGHT, Dense, Header, Piece, Rows, encode_pieces
-from ..tables import TableShard
-from ..tracking import Fields, RowCopy, Window, to_host
+from ...tables import TableShard
+from ..parts import WEIGHT, Dense, Header, Piece, Rows, encode_pieces
+from .copies import Fields, RowCopy, Window, to_host
 
 CHUNK_BYTES = 5 << 20
 """Bytes of rows in one chunk, at most: more does not fit a core's cache and is encoded and written more slowly."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..text import unknown_name_message
+from ...text import unknown_name_message
 from .replica import Replica, ReplicaError
 
 _MOST_BYTES = 64 << 20

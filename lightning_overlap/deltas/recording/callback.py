@@ -15,13 +15,15 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from typing_extensions import override
 
-from ..deltas import CutWriter, DeltaSink, Header, PartName, encode_pieces, parse_names, read_header, resolve_sink
-from ..distributed import Lowest
-from ..plugin import OverlapEmbeddingStrategy, logged_step
-from ..tables import ShardedStateNames, fused_writes
-from ..tracking import TouchedRows
+from ...distributed import Lowest
+from ...plugin import OverlapEmbeddingStrategy, logged_step
+from ...tables import ShardedStateNames, fused_writes
+from ..parts import Header, PartName, encode_pieces, parse_names, read_header
+from ..sinks import DeltaSink, resolve_sink
 from .cuts import Cut, DenseSource, base_chunks, columns_of_states, merged_rows
 from .resume import rows_to_resend
+from .touched_rows import TouchedRows
+from .writer import CutWriter
 
 FAILED, BUSY, READY = range(3)
 """States of a rank's writer; all ranks act on the lowest one."""
@@ -102,14 +104,11 @@ class EmbeddingDeltas(Callback):
         self._forget_fit()
 
     def _forget_fit(self) -> None:
-        self._is_sending = False
+        self._is_sending = self._is_void = self._is_late = False
         self._answer: Lowest | None = None
         self._open: Cut | None = None  # until it is known whether tables were written while it was copied
         self._outstanding: list[Cut] = []
-        self._is_void = False
-        self._writes = 0
-        self._is_late = False  # it was warned of
-        self._num_ended = 0  # calls of the hook since the last cut: at least as many as batches
+        self._writes = self._num_ended = 0  # calls of the hook since the last cut: at least as many as batches
 
     @property
     @override
@@ -141,13 +140,14 @@ class EmbeddingDeltas(Callback):
             )
         self._run_sends_dense = self._sends_dense
         self._forget_fit()
-        touched = strategy.touched_rows(states=self._states)
-        if touched is None:
+        order = strategy.lookup_order
+        if order is None:
             raise ValueError(
                 f"EmbeddingDeltas has nothing to send: {type(pl_module).__name__} has no TorchRec tables. Take the "
                 "callback out."
             )
-        self._strategy, self._touched = strategy, touched
+        self._strategy = strategy
+        self._touched = touched = TouchedRows(pl_module, order, strategy.num_pending_updates, states=self._states)
         self._writer = CutWriter(self._sink, min(self._sink_timeout_s, strategy.timeout_s / 2))
         self._is_sending = True
         self._dense = self._dense_source(pl_module, touched)

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..deltas import WEIGHT, CutWriter, PartError, PartName, decode
-from ..plugin import OverlapEmbeddingStrategy
+from ...plugin import OverlapEmbeddingStrategy
+from ..parts import WEIGHT, PartError, PartName, decode
 from .cuts import merged_rows
+from .writer import CutWriter
 
 
 def rows_to_resend(

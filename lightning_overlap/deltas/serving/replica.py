@@ -16,12 +16,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .chain import Chain, Move
-from .cuts import CutError, as_words, part_of
-from .parts import TRAILER_SIZE, WEIGHT, Part, PartError, PartName
+from ..parts import TRAILER_SIZE, WEIGHT, Chain, CutError, Move, Part, PartError, PartName, as_words, part_of
+from ..sinks import DeltaSink, resolve_sink
 from .read_lock import ReadLock
 from .served_tables import ServedTables, check_whole
-from .sink import DeltaSink, resolve_sink
 
 _log = logging.getLogger(__name__)
 _FORMAT = "embedding_deltas.replica"
@@ -33,7 +31,7 @@ class Position(NamedTuple):
     """What a replica has applied.
 
     Attributes:
-        generation: Number of the fit that wrote the cut (see `parts.py`).
+        generation: Number of the fit that wrote the cut (see `parts/form.py`).
         step: Batches that had been trained at the cut.
         num_pending: How many of these had not yet updated the tables.
         global_step: Steps of the optimizers at the cut.

@@ -1,19 +1,17 @@
-"""Find the cut that a replica applies next, after lost parts, crashes, resumes and bases; remove parts nobody needs."""
+"""Find the cut that a replica applies next, after lost parts, crashes, resumes and bases."""
 
 from __future__ import annotations
 
 import logging
-import os
 import time
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import groupby
 from typing import NamedTuple
 
-from ..text import some
-from .cuts import Cut, CutError, CutId, Head, LostError, as_words, read_head
-from .parts import PartName, parse_names, read_header
-from .sink import DeltaSink, resolve_sink
+from ...text import some
+from .cuts import Cut, CutError, CutId, Head, LostError, PartSource, as_words, read_head
+from .form import PartName, parse_names, read_header
 
 _log = logging.getLogger(__name__)
 _MOST_HEADS = 10_000
@@ -33,7 +31,7 @@ class Move(NamedTuple):
 class Chain:
     """Finds the next cut in a sink."""
 
-    def __init__(self, sink: DeltaSink) -> None:
+    def __init__(self, sink: PartSource) -> None:
         self.sink = sink
         self.run: str | None = None
         """The training whose parts these are; None accepts that of the first cut."""
@@ -222,29 +220,3 @@ class Chain:
 def _lacks(cut: Cut) -> str:
     lacks = [name for names in cut.missing.values() for name in names]
     return cut.conflict or f"{as_words(cut.at)} lacks {some(lacks, 8)}, and later parts are there."
-
-
-def prune(sink: str | os.PathLike[str] | DeltaSink) -> list[str]:
-    """Remove the parts that no replica needs any more: those older than the newest base of all ranks.
-
-    Replicas that are further behind go on from that base, and so does a training that resumes: a base has every row.
-
-    Args:
-        sink: A sink, or its address.
-
-    Returns:
-        The names of the parts that were removed, oldest first; none where no base of all ranks is there.
-
-    Raises:
-        PartError: A part that has to be read is torn.
-        SinkError: The sink cannot be read or written.
-    """
-    chain = Chain(resolve_sink(sink))
-    chain.list_sink()
-    start = chain.start()
-    if start is None:
-        return []
-    needed = start.chunks[0][1].cut
-    old = [str(name) for cut in chain.cuts if cut.at < needed for name in cut.names]
-    chain.sink.remove(old)
-    return old

@@ -11,9 +11,9 @@ from unittest import mock
 import torch
 
 from lightning_overlap.deltas import PartError, Piece, parse_names
-from lightning_overlap.tracking.copies import HostCopy
-from lightning_overlap.tracking.kept_memory import KeptMemory
-from lightning_overlap.tracking.row_marks import HostMarks
+from lightning_overlap.deltas.recording.copies import HostCopy
+from lightning_overlap.deltas.recording.kept_memory import KeptMemory
+from lightning_overlap.deltas.recording.row_marks import HostMarks
 
 from ..support.ranks import Ranks
 from .delta_fits import Files, fit_with_deltas

@@ -1,12 +1,11 @@
-"""Where parts go: the protocol of a sink, and sinks by their address."""
+"""The protocol of a sink, and the errors of sinks."""
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 
 class SinkError(OSError):
@@ -48,35 +47,6 @@ class DeltaSink(Protocol):
 
     def close(self) -> None:
         """Let go of connections; the next call opens them anew."""
-
-
-def resolve_sink(sink: Any) -> DeltaSink:
-    """Return the sink for an address, or the sink itself.
-
-    Args:
-        sink: `redis://host:port/0?key=name` (`rediss://`, `unix://`) for a `RedisSink`; any other string or path, of a
-            local file system or one that fsspec knows (`s3://bucket/folder`), for a `FolderSink`; or a sink.
-
-    Raises:
-        TypeError: It is neither.
-        ImportError: The sink needs a package that is not installed.
-    """
-    if isinstance(sink, (str, os.PathLike)):
-        address = os.fspath(sink)
-        if address.startswith(("redis://", "rediss://", "unix://")):
-            from .redis_sink import RedisSink
-
-            return RedisSink(address)
-        from .folder_sink import FolderSink
-
-        return FolderSink(address)
-    if not isinstance(sink, DeltaSink):
-        lacks = [name for name in ("write", "names", "read", "remove", "close") if not hasattr(sink, name)]
-        raise TypeError(
-            "a sink is a path, a redis:// address, or an object with the methods of DeltaSink.\n"
-            f"  got: {sink!r}, which lacks {', '.join(lacks)}"
-        )
-    return sink
 
 
 def check_sink(sink: DeltaSink) -> None:

@@ -18,7 +18,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_overlap.callbacks import EmbeddingDeltas
+from lightning_overlap import EmbeddingDeltas
 from lightning_overlap.deltas import FolderSink, PartName, Replica
 
 from ..support.cases import Batches, Case, Model, TableSpec

@@ -11,8 +11,8 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from ..runtime import LookupOrder
-from ..tables import KernelShards, TableShard
+from ...runtime import LookupOrder
+from ...tables import KernelShards, TableShard
 from .kept_memory import KeptMemory
 from .row_marks import DeviceMarks
 

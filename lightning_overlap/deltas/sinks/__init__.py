@@ -1,0 +1,13 @@
+"""Where parts are kept: folders, Redis, and the protocol for sinks of a user's own.
+
+`resolve.py` knows all sinks, and no sink knows it.
+"""
+
+from .folder_sink import FolderSink as FolderSink
+from .prune import prune as prune
+from .redis_sink import RedisSink as RedisSink
+from .resolve import resolve_sink as resolve_sink
+from .sink import DeltaSink as DeltaSink
+from .sink import SinkError as SinkError
+from .sink import check_sink as check_sink
+from .sink import takes_pieces as takes_pieces

@@ -1,0 +1,35 @@
+"""Find the sink of an address: all sinks are known here, and this is known to no sink."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from .folder_sink import FolderSink
+from .redis_sink import RedisSink
+from .sink import DeltaSink
+
+
+def resolve_sink(sink: Any) -> DeltaSink:
+    """Return the sink for an address, or the sink itself.
+
+    Args:
+        sink: `redis://host:port/0?key=name` (`rediss://`, `unix://`) for a `RedisSink`; any other string or path, of a
+            local file system or one that fsspec knows (`s3://bucket/folder`), for a `FolderSink`; or a sink.
+
+    Raises:
+        TypeError: It is neither.
+        ImportError: The sink needs a package that is not installed.
+    """
+    if isinstance(sink, (str, os.PathLike)):
+        address = os.fspath(sink)
+        if address.startswith(("redis://", "rediss://", "unix://")):
+            return RedisSink(address)
+        return FolderSink(address)
+    if not isinstance(sink, DeltaSink):
+        lacks = [name for name in ("write", "names", "read", "remove", "close") if not hasattr(sink, name)]
+        raise TypeError(
+            "a sink is a path, a redis:// address, or an object with the methods of DeltaSink.\n"
+            f"  got: {sink!r}, which lacks {', '.join(lacks)}"
+        )
+    return sink
