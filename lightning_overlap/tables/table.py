@@ -86,6 +86,11 @@ class Table:
             applied = {"_optimizer_classes": [optimizer_class], "_optimizer_kwargs": [dict(kwargs)]}
             vars(self.parameter).update(applied, _in_backward_optimizers=[])
 
+    def update_in_backward(self, optimizer_class: type[torch.optim.Optimizer], kwargs: Mapping[str, Any]) -> None:
+        """Let torch make the optimizer and apply it in the backward of the unsharded table, if there is none yet."""
+        if self.fused_optimizer is None:
+            in_backward._apply_optimizer_in_backward(optimizer_class, [self.parameter], dict(kwargs))
+
     def let_go(self) -> None:
         """Take its weight out of torch's maps of optimizers in backward, once the table is sharded.
 
@@ -140,4 +145,4 @@ def apply_table_optimizers(model: nn.Module, recorded: Mapping[str, AppliedOptim
     """Apply the optimizers of `table_optimizers` in the backward of a copied model's tables that have none."""
     for table in find_tables(model):
         if table.path in recorded:
-            table.apply_fused_optimizer(*recorded[table.path])
+            table.update_in_backward(*recorded[table.path])

@@ -91,7 +91,7 @@ def _fit_unsharded(setting: Setting, watch: Callback, *, in_64_bits: bool = Fals
         fused = check_fused_optimizer(setting.strategy_options.get("fused_optimizer"))
         if fused is not None:
             for table in find_tables(module):
-                table.apply_fused_optimizer(*fused)
+                table.update_in_backward(*fused)
         fit_unsharded(setting, module, watch)
     except Exception as err:  # whatever a training step needs that only the strategy has
         problem = f"unsharded training fails: {type(err).__name__}: {str(err).splitlines()[0] if str(err) else ''}"
