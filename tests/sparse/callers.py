@@ -199,11 +199,6 @@ def types_differ_later(case: Case, index: int, rank: int) -> Batch:
     return types_differ(case, index, rank if index >= 4 else 0)
 
 
-def types_change(case: Case, index: int, rank: int) -> Batch:
-    """Return a batch whose ids are of int32 from batch 4 on, on all ranks."""
-    return types_differ(case, index, 1 if index >= 4 else 0)
-
-
 class CalledMoreOnOneRank(Model):
     """Rank 0 looks up its data-parallel collection twice in batch 4, which has no collective for others to miss."""
 

@@ -22,6 +22,7 @@ def test_gradients_that_are_left_out_are_waited_for_where_their_memory_is_from()
 
     pipeline: Any = object.__new__(SparsePipeline)
     pipeline.order = SimpleNamespace(on_lookup=on_lookup)
+    pipeline._updates = SimpleNamespace(forget=lambda inflight: None)
     pipeline.count_lookups = lambda inflight, times: log.append(f"counted {times}")
     deferred = SimpleNamespace(drop=lambda: log.append("dropped"))
     inflight: Any = SimpleNamespace(modules={"ebc": SimpleNamespace(deferred=deferred)})
