@@ -225,7 +225,11 @@ class SavesShards(HasRun):
             self._stash.take_from(optimizer, state.get(_NUM_STASHED, 0))
 
     def _is_fitting(self) -> bool:
-        return self.lightning_module is not None and self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        module = self.lightning_module
+        try:
+            return module is not None and module.trainer.state.fn == TrainerFn.FITTING
+        except RuntimeError:  # it has no trainer: that of the process that has spawned the ranks of a fit
+            return False
 
 
 def _fit_loop(checkpoint: dict[str, Any]) -> dict[str, Any]:

@@ -277,12 +277,14 @@ def make_plan(
 
 def _refuse_sequences_as_bags(dense: list[Table], device: torch.device) -> None:
     """Refuse tables of an EmbeddingCollection whose dense kernel FBGEMM lets pool on a CPU, whatever it is told."""
-    found = [table.path for table in dense if table.sharder.module_type is EmbeddingCollection]
+    found = [table for table in dense if table.sharder.module_type is EmbeddingCollection]
     if found and device.type == "cpu":
+        paths, sharding = some([table.path for table in found]), {table.name: "table_wise" for table in found}
         raise ValueError(
-            f"{some(found)}: data-parallel (or with a dense kernel), and of an EmbeddingCollection, for which TorchRec "
-            "makes bags on a CPU: a row for each sample, and not for each id. Train them in backward, by "
-            "fused_optimizer=(torch.optim.SGD, {'lr': 0.1}), say, and sharding={'<table>': 'table_wise'}."
+            f"{paths}: data-parallel (or with a dense kernel), and of an EmbeddingCollection, for which TorchRec "
+            "makes bags on a CPU: a row for each sample, and not for each id. On a CPU its tables must be sharded "
+            f"otherwise: sharding={sharding}, with a fused optimizer of theirs. Those of an EmbeddingBagCollection may "
+            "stay data-parallel."
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -253,7 +254,7 @@ def set_up(
     case: Case, device_type: str, wrapper: DataParallelWrapper | None = None
 ) -> tuple[int, DistributedModelParallel, Model, torch.optim.Optimizer, torch.device]:
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    device = torch.device("cuda", rank) if device_type == "cuda" else torch.device("cpu")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if device_type == "cuda" else torch.device("cpu")
     module = Model(case)
     weights = {name: getattr(module, name).state_dict() for name in case.collections}
     dmp = DistributedModelParallel(
