@@ -205,8 +205,10 @@ class Answers:
         """
         if not isinstance(given, KeyedJaggedTensor):
             return
-        sends_weights = getattr(pipelined.module, "takes_weights", None) is not False
-        weights, varies = given.weights_or_none() if sends_weights else None, given.variable_stride_per_key()
+        takes = getattr(pipelined.module, "takes_weights", None)
+        weights, varies = given.weights_or_none() if takes is not False else None, given.variable_stride_per_key()
+        if takes and weights is None:
+            return  # the module's own forward refuses that
         form = given.lengths().dtype, given.values().dtype, None if weights is None else weights.dtype, varies
         before, pipelined.form = pipelined.form, form
         if before in (None, form):
