@@ -80,6 +80,7 @@ class _Nothing:
 def _measure_executor(num_steps: int = 5000) -> None:
     from lightning_overlap import MODES, Stage, StreamName
     from lightning_overlap.runtime.executor import Executor
+    from lightning_overlap.runtime.interfaces import SparseStages
     from lightning_overlap.runtime.lookup_order import LookupOrder
     from lightning_overlap.runtime.streams import Streams
 
@@ -88,7 +89,8 @@ def _measure_executor(num_steps: int = 5000) -> None:
         runs = []
         for _ in range(5):
             nothing: Any = _Nothing()
-            executor = Executor(schedule, nothing, nothing, LookupOrder(Streams(), StreamName.LOOKUP))
+            stages = SparseStages(nothing, nothing, nothing)
+            executor = Executor(schedule, nothing, stages, LookupOrder(Streams(), StreamName.LOOKUP))
             start = time.perf_counter()
             for _ in range(num_steps):
                 executor.next_batch()

@@ -93,7 +93,7 @@ STATIONS = {
             {
                 "plugin": ("plugin/step_hooks.py", "training_step(): unpacks the\nstaged batch, calls the user's"),
                 "runtime": ("runtime/executor.py", "forward(): marks the batch as\nconsumed"),
-                "sparse": ("sparse/pipeline.py", "forward(): serves this batch\nwhile the step runs"),
+                "sparse": ("sparse/lookup.py", "forward(): serves this batch\nwhile the step runs"),
             },
         ),
         Station(

@@ -40,7 +40,9 @@ def _starts_early(mode: Schedule) -> str:
             (Stage.OPTIMIZER_STEP,): " right after the fused backward of N",
             (): " after the optimizer step of N",
         }[tuple(before)]
-    if mode.step_of(Stage.EMBEDDING_UPDATE) is not None:
+    if mode.updates_before_step:
+        parts.append("the gradients of N's tables before those of its dense weights")
+    elif mode.step_of(Stage.EMBEDDING_UPDATE) is not None:
         parts.append("but the update of N after the forward of N+1")
     return ", ".join(parts) or "nothing"
 

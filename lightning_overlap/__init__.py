@@ -18,7 +18,7 @@ try:
     from .plugin import OverlapEmbeddingStrategy as OverlapEmbeddingStrategy
     from .preprocessing import staged as staged
     from .tables import combined_optimizer as combined_optimizer
-except (ImportError, OSError) as err:  # OSError: a library of FBGEMM's that does not load
+except (ImportError, OSError) as err:  # OSError: a shared library of FBGEMM does not load
     err.add_note(versions.what_is_supported())
     raise
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> object:
-    # These need packages of the extra `deltas`, which an install may lack.
+    # These need packages of the extra `deltas`.
     if name == "EmbeddingDeltas":
         from .deltas.recording import EmbeddingDeltas as EmbeddingDeltas
 

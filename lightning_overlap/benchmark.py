@@ -12,7 +12,7 @@ from .apps import config_checks, hydra_command
 
 
 def main() -> None:
-    """Run the command; this is the entry point `overlap-bench`."""
+    """Run `overlap-bench`."""
     hydra_command.main(_hydra_main)
 
 

@@ -1,4 +1,4 @@
-"""`overlap-train`: compose a config, check it, start the ranks, and hand a metric back to a sweep."""
+"""`overlap-train`: compose and check a config, start the ranks, and return a metric to a sweep."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .apps import config_checks, hydra_command, launch, train_report
 
 
 def main() -> None:
-    """Run the command; this is the entry point `overlap-train`."""
+    """Run `overlap-train`."""
     _runs.clear()
     hydra_command.main(_hydra_main)
     if len(_runs) > 1 and launch.rank() == 0:
@@ -21,7 +21,7 @@ def main() -> None:
 
 
 _runs: list[tuple[str, Path]] = []
-"""The overrides and the folder of every run of a sweep in this process."""
+"""Overrides and run folder of every run in this process."""
 
 
 @hydra.main(version_base="1.3", config_path="pkg://lightning_overlap.conf", config_name="config")

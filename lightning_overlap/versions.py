@@ -1,4 +1,4 @@
-"""Which versions of torch, FBGEMM, TorchRec and Lightning the package works with, said where others are installed."""
+"""The supported versions of torch, FBGEMM, TorchRec and Lightning, and checks of the installed ones."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from importlib import metadata
 from importlib.util import find_spec
 
 SUPPORTED: Mapping[str, str] = {"lightning": ">=2.5.2,<2.7", "torchrec": ">=1.8,<1.10"}
-"""As in `pyproject.toml`; the tests run with the oldest and the newest of each."""
+"""As in `pyproject.toml`; the tests run with the oldest and the newest version of each."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Versions that go together: of torch and of the fbgemm built for it the first two numbers."""
+    """Versions that work together; torch and fbgemm as major.minor."""
 
     torch: str
     fbgemm: str
     torchrec: str
     tried: str
-    """What has been run with it."""
+    """What has been run with these versions."""
     extras: tuple[str, str]
-    """What `pip install 'lightning_overlap[...]'` takes for it, on a CPU and on CUDA."""
+    """The extra of `pip install 'lightning_overlap[...]'`, for a CPU and for CUDA."""
 
 
 _TORCH_2_14 = "cpu-torch-2-14", "cuda-torch-2-14"
@@ -32,54 +32,50 @@ PAIRS = (
     Pair("2.14", "1.9", ">=1.9.2,<1.10", "CPU: the tests of the laws and most others", _TORCH_2_14),
     Pair("2.13", "1.8", ">=1.8,<1.10", "CPU: all tests", ("cpu", "cuda")),
 )
-"""Newest first. The CUDA builds have not been run; they come with the same Python code."""
+"""Newest first. The CUDA builds have not been run; they contain the same Python code."""
 
 BUILT_FOR: Mapping[str, str] = {"1.5": "2.10", "1.6": "2.11", "1.7": "2.12", "1.8": "2.13", "1.9": "2.14"}
-"""The torch that each FBGEMM is built for, as FBGEMM's own table has it. It loads with no other."""
+"""FBGEMM -> the torch that it is built for, from FBGEMM's documentation. It does not load with another torch."""
 
 _FBGEMM = ("fbgemm-gpu", "fbgemm-gpu-cpu")
 
 
 NEEDED = ("torchrec", "fbgemm_gpu")
-"""What no dependency of the package brings along on a CPU, by the name that is imported."""
+"""Imported packages that are not installed as dependencies on a CPU."""
 
 
 def check_needed() -> None:
-    """Raise if one of `NEEDED` is missing, before seconds of imports come to it.
-
-    Raises:
-        ModuleNotFoundError: It says how to install it.
-    """
+    """Raise a ModuleNotFoundError with instructions if one of `NEEDED` is missing, before slow imports."""
     for name in NEEDED:
         if (sys.modules[name] if name in sys.modules else find_spec(name)) is None:
             raise ModuleNotFoundError(
                 f"lightning_overlap needs {name}, which is not installed. For CUDA: pip install "
                 "'lightning_overlap[cuda]'. For a CPU: pip install 'lightning_overlap[cpu]' && pip install --no-deps "
-                "torchrec==1.8.0 (torchrec itself asks for the CUDA build of fbgemm).",
+                "torchrec==1.8.0 (torchrec depends on the CUDA build of fbgemm).",
                 name=name,
             )
 
 
 def check_installed() -> None:
-    """Raise if the installed torch and FBGEMM cannot work together; what is not installed is not looked at.
+    """Check that the installed torch and FBGEMM fit together; missing packages are skipped.
 
     Raises:
-        ImportError: FBGEMM is built for another torch, or for CUDA while torch is not.
+        ImportError: FBGEMM is built for another torch, or FBGEMM is built for CUDA and torch is not.
     """
     found = installed()
     torch, builds = found.get("torch"), {name: found[name] for name in _FBGEMM if name in found}
     if torch is None:
         return
     built_for = {name: BUILT_FOR.get(_two_numbers(version), _two_numbers(torch)) for name, version in builds.items()}
-    if builds and _two_numbers(torch) not in built_for.values():  # of two, nobody knows whose files are there
+    if builds and _two_numbers(torch) not in built_for.values():  # both builds install the same files
         raise ImportError(
             " and ".join(f"{name} {builds[name]} is built for torch {built}" for name, built in built_for.items())
-            + f", and does not load with torch {torch}. Install an fbgemm and a torch that go together."
+            + f", and does not load with torch {torch}. Install an fbgemm that is built for your torch."
         )
     if set(builds) == {"fbgemm-gpu"} and torch.endswith("+cpu"):
         raise ImportError(
-            f"fbgemm-gpu {builds['fbgemm-gpu']} is a build for CUDA and does not load with torch {torch}; torchrec "
-            "brings it along where it is installed without --no-deps. For a CPU: "
+            f"fbgemm-gpu {builds['fbgemm-gpu']} is built for CUDA and does not load with torch {torch}; installing "
+            "torchrec without --no-deps installs it. For a CPU: "
             f"pip uninstall fbgemm-gpu && pip install --no-deps fbgemm-gpu-cpu=={builds['fbgemm-gpu']}"
         )
 
@@ -89,7 +85,7 @@ def _two_numbers(version: str) -> str:
 
 
 def what_is_supported() -> str:
-    """Return what is installed, which versions are supported, and which go together."""
+    """Return a text on the installed and the supported versions, and on versions that work together."""
     found = ", ".join(f"{name} {version}" for name, version in installed().items())
     supported = ", ".join(name + versions for name, versions in SUPPORTED.items())
     pairs = "; or ".join(f"torch {pair.torch}, fbgemm {pair.fbgemm}, torchrec{pair.torchrec}" for pair in PAIRS)
@@ -97,7 +93,7 @@ def what_is_supported() -> str:
 
 
 def installed() -> dict[str, str]:
-    """Return the versions of what a measurement depends on."""
+    """Return the versions of the installed packages that results depend on."""
     found = {}
     for package in (*SUPPORTED, "torch", *_FBGEMM):
         with suppress(metadata.PackageNotFoundError):
@@ -106,18 +102,15 @@ def installed() -> dict[str, str]:
 
 
 def check_names(package: str, names: Mapping[str, Iterable[str]], owners: Mapping[str, object]) -> None:
-    """Raise if a package lacks a private name that is used of it.
+    """Raise an ImportError if a package lacks a private name that this package uses.
 
-    The names are listed by the class that has them; for each class to look at there is a live object, or itself.
-
-    Raises:
-        ImportError: An object lacks a name.
+    `names` maps classes to private names, `owners` the classes to check to the class or an object.
     """
     for owner, thing in owners.items():
         for name in names[owner]:
-            # The class first: a property may not have an answer yet.
+            # The class first: a property of the object may still raise.
             if not (hasattr(type(thing), name) or hasattr(thing, name)):
-                version = installed().get(package, "of unknown version")  # here alone: it reads many files
+                version = installed().get(package, "of unknown version")  # slow, so only here
                 raise ImportError(
                     f"{package} {version} lacks {owner}.{name}, which lightning_overlap needs. {what_is_supported()}"
                 )

@@ -81,6 +81,7 @@ def main() -> None:
     [result] = trainer.test(model, datamodule=data, verbose=False)
     if trainer.is_global_zero:
         print(f"epoch {trainer.current_epoch}: test AUC {result['auc']:.6f}")
+    torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
-"""The arms of the benchmark: each trains all batches of a job, from its seed.
+"""The arms of the benchmark: our modes, DistributedModelParallel in a Trainer, TorchRec's pipelines in a loop.
 
-Arms are our modes, TorchRec's DistributedModelParallel in a Trainer, and TorchRec's own pipelines in a hand-written
-loop. All have the same LightningModule, batches, sharding plan and ranks.
+Every arm trains the same LightningModule on the same batches, sharding plan and ranks, from the same seed.
 """
 
 from __future__ import annotations
@@ -20,13 +19,15 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
+from torch.distributed.constants import default_pg_timeout
 from torch.futures import Future
 from torch.utils.data import DataLoader
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.train_pipeline import train_pipelines
+from torchrec.distributed.types import ShardingEnv
 from typing_extensions import override
 
-from ..distributed import Issue, WrappedWork, wrap_collectives
+from ..distributed import Issue, WrappedWork, groups, wrap_collectives
 from ..plugin import OverlapEmbeddingStrategy
 from ..tables import codecs_of, find_tables, make_plan, training_sharders
 from . import build, config_checks
@@ -35,42 +36,47 @@ from .config_checks import Config
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What every arm trains: each batch once, with a model for the tables of the data."""
+    """What every arm trains: each batch once."""
 
     config: Config
     data: LightningDataModule
     batches: DataLoader[Any]
     device: torch.device
-    after_step: Callable[[Tensor, OverlapEmbeddingStrategy | None], None]  # gets each loss, and our strategy or None
+    after_step: Callable[[Tensor, OverlapEmbeddingStrategy | None], None]  # gets each loss, and our strategy if used
     log_dir: Path
+    receives_first: bool = False
+    """Whether DistributedModelParallel communicates in this package's process group of the tables."""
 
     def make_model(self) -> LightningModule:
-        """Return the model, from the seed."""
+        """Return the model, initialized from the seed."""
         seed_everything(self.config["seed"], verbose=False)
         model = build.build_model(self.config, self.data)
         return slowed_down(model, self.config["latency"]) if self.config["latency"] else model
 
     def make_dmp(self, model: nn.Module, unsharded: LightningModule) -> DistributedModelParallel:
-        """Return a model as TorchRec shards it, by our strategy's plan; the rest is in DistributedDataParallel."""
+        """Return the model in DistributedModelParallel, sharded by our strategy's plan for `unsharded`."""
         strategy = build.build_strategy(self.config, config_checks.modes(self.config)[-1], unsharded)
+        num_local = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
         group = dist.group.WORLD
         assert group is not None
+        if self.receives_first:
+            group = groups.join(default_pg_timeout, multi_node=num_local < dist.get_world_size()).tables
         plan = make_plan(
             model,
             sharding=strategy.sharding,
-            fused_optimizer=strategy.fused_optimizer,
             group=group,
             device=self.device,
-            local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())),
+            local_world_size=num_local,
             quantized_comms=strategy.quantized_comms,
         )
         sharders = training_sharders(codecs_of(strategy.quantized_comms, self.device))
-        torch.manual_seed(self.config["seed"])  # tables draw their weights as they are sharded
-        return DistributedModelParallel(model, device=self.device, plan=plan, sharders=sharders)
+        torch.manual_seed(self.config["seed"])  # sharding initializes the tables
+        env = ShardingEnv.from_process_group(group)
+        return DistributedModelParallel(model, env, device=self.device, plan=plan, sharders=sharders)
 
 
 def train(name: str, job: Job) -> None:
-    """Train all batches of a job on this rank, as the arm of this name does; see `config_checks.arms`."""
+    """Train all batches of a job on this rank with the named arm; see `config_checks.arms`."""
     plain, (precision, replicated) = name.partition("+")[0], config_checks.options_of(name)
     config = dict(job.config)
     if precision is not None:
@@ -87,11 +93,12 @@ def train(name: str, job: Job) -> None:
         elif plain == "lightning_dmp":
             _fit(job, job.make_model(), _DMPStrategy(job))
         else:
+            job = replace(job, receives_first=plain.endswith("/receives_first"))
             _train_by_hand(job, *config_checks.BY_HAND[plain])
 
 
 def _replicating(job: Job) -> Config:
-    """Return changes of the config that replicate tables with fewer rows than a batch, and leave others as they are."""
+    """Return changes to the config that replicate tables with fewer rows than a batch."""
     tables, sharding = find_tables(job.make_model()), job.config["sharding"]
     small = [table.name for table in tables if table.parameter.shape[0] < getattr(job.data, "batch_size", 0)]
     kinds = {table.name: sharding.get("type") for table in tables if sharding.get("type")}
@@ -104,7 +111,7 @@ def _replicating(job: Job) -> Config:
 
 
 class _AfterStep(Callback):
-    """Tells a job of each step, and has tables drawn from its seed."""
+    """Calls the job's `after_step`, and seeds the initialization of the tables."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -121,15 +128,13 @@ class _AfterStep(Callback):
 
 
 class _DMPStrategy(DDPStrategy):
-    """Lightning with DistributedModelParallel in the place of DistributedDataParallel, and nothing else."""
-
     def __init__(self, job: Job) -> None:
         super().__init__()
         self._job = job
 
     @override
     def model_to_device(self) -> None:
-        pass  # tables on `meta` cannot move, and DistributedModelParallel moves the rest
+        pass  # tables on `meta` cannot move; DistributedModelParallel moves the rest
 
     @override
     def configure_ddp(self) -> None:
@@ -147,17 +152,17 @@ def _fit(job: Job, model: LightningModule, strategy: Any) -> None:
 
 
 class Network(nn.Module):
-    """A LightningModule as TorchRec's pipelines want a model: `forward(batch)` gives the losses and an output.
+    """Wraps a LightningModule for TorchRec's pipelines: `forward(batch)` returns the loss and an output.
 
-    They trace the code that calls the sharded collection, so that call stands here; what the module's `training_step`
-    does with the embeddings is not traced. It calls its one collection of tables once, with `batch.sparse`.
+    The pipelines trace the code that calls the sharded collection, so that call is here; the rest of `training_step` is
+    not traced. `training_step` must call the module's only collection once, with `batch.sparse`.
     """
 
     def __init__(self, module: LightningModule) -> None:
         super().__init__()
         paths = sorted({table.module for table in find_tables(module)})
         if len(paths) != 1 or "." in paths[0]:
-            raise ValueError(f"TorchRec's pipelines are run on one collection at the top of the module, got {paths}.")
+            raise ValueError(f"TorchRec's arms need one collection that is an attribute of the module, got {paths}.")
         self.module, self.path = module, paths[0]
         self.rest = _Rest(module, paths[0])
 
@@ -168,11 +173,9 @@ class Network(nn.Module):
 
 
 class _Rest(nn.Module):
-    """A module's `training_step` on embeddings that were looked up outside of it."""
-
     def __init__(self, module: LightningModule, path: str) -> None:
         super().__init__()
-        self._held = (module,)  # not a child: the tracer goes into modules with tables below
+        self._held = (module,)  # not a child: the tracer would enter a module that contains tables
         self._path = path
 
     def forward(self, embeddings: Any, batch: Any) -> Any:
@@ -186,14 +189,14 @@ class _Rest(nn.Module):
 
 
 def _train_by_hand(job: Job, pipeline_class: str, options: Mapping[str, Any]) -> None:
-    """Train by one of TorchRec's pipelines, or without any."""
+    """Train with one of TorchRec's pipelines, or without a pipeline if its class is ""."""
     if (num := config_checks.per_step(job.config)) > 1:
-        raise ValueError(f"a hand-written loop steps after every batch, not after accumulate_grad_batches={num}.")
+        raise ValueError(f"a hand-written loop does not accumulate gradients, got accumulate_grad_batches={num}.")
     model = job.make_model()
     dmp = job.make_dmp(Network(model), model).train()
     made = build.optimizers_in(model.configure_optimizers())
     if len(made) != 1:
-        raise ValueError(f"a hand-written loop steps one dense optimizer, configure_optimizers made {len(made)}.")
+        raise ValueError(f"a hand-written loop needs one dense optimizer, configure_optimizers made {len(made)}.")
     [optimizer] = made
     if pipeline_class:
         pipeline = getattr(train_pipelines, pipeline_class)(dmp, optimizer, job.device, **options)
@@ -210,11 +213,11 @@ def _train_by_hand(job: Job, pipeline_class: str, options: Mapping[str, Any]) ->
         job.after_step(output, None)
 
 
-# -- all-to-alls and a dense part of a set length, on a CPU -------------------------------------------------------
+# -- simulated latency, on a CPU ----------------------------------------------------------------------------------
 
 
 def late_all_to_alls(latency: Mapping[str, float] | None) -> AbstractContextManager[None]:
-    """Have every all-to-all of this process end no earlier than `all_to_all_ms` after its issue; the host waits."""
+    """Make every all-to-all of this process take at least `all_to_all_ms`; the host sleeps in `wait`."""
     latency_ms = (latency or {}).get("all_to_all_ms")
     if not latency_ms:
         return nullcontext()
@@ -227,7 +230,7 @@ def late_all_to_alls(latency: Mapping[str, float] | None) -> AbstractContextMana
 
 
 class _Late(WrappedWork):
-    """A collective under way that is over no earlier than a set time after its issue."""
+    """Work of a collective that ends no earlier than `latency_s` after its issue."""
 
     def __init__(self, work: dist.Work, latency_s: float) -> None:
         super().__init__(work)
@@ -260,14 +263,23 @@ class _Late(WrappedWork):
 
 
 def slowed_down(model: LightningModule, latency: Mapping[str, float]) -> LightningModule:
-    """Let the dense forward, backward and step of a module sleep, by `forward_ms`, `backward_ms` and `step_ms`."""
+    """Add sleeps of `forward_ms`, `backward_ms` and `step_ms` to a module's dense forward, backward and step.
+
+    Half of the backward's time goes to gradients of inputs, half to the weight gradients of the last linear layers.
+    """
     forward_s, backward_s, step_s = (latency.get(f"{part}_ms", 0.0) / 1e3 for part in ("forward", "backward", "step"))
+
+    linear = {name: part for name, part in model.named_modules() if type(part) is nn.Linear}
+    last = list(linear)[-1].rpartition(".")[0] if linear else ""
+    weights = [part.weight for name, part in linear.items() if name.rpartition(".")[0] == last]
+    for weight in weights:
+        weight.register_hook(lambda _: time.sleep(backward_s / 2 / len(weights)))
 
     class Slow(type(model)):  # type: ignore[misc]
         def training_step(self, *args: Any, **kwargs: Any) -> Any:
             loss = super().training_step(*args, **kwargs)
             time.sleep(forward_s)
-            loss.register_hook(lambda _: time.sleep(backward_s))
+            loss.register_hook(lambda _: time.sleep(backward_s / 2 if weights else backward_s))
             return loss
 
         def configure_optimizers(self) -> Any:

@@ -15,81 +15,81 @@ from ..profiling import ALL_TO_ALLS
 from ..text import aligned, or_dash
 
 HIDDEN = 0.1
-"""A collective counts as hidden when less than this share of its time under way was waited for."""
+"""A collective counts as hidden if the wait for it was less than this share of its duration."""
 
 MAX_SPREAD = 0.2
-"""Rounds of an arm that differ by more than this share of their median give no verdict."""
+"""If rounds of an arm differ by more than this share of their median, there is no verdict."""
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What one arm's training gave on one rank in one round.
+    """The measurements of one arm on one rank in one round.
 
-    What was seen of collectives is by measured step, and empty where that cannot be seen. The lane of the dense part is
-    the host; on CUDA the compute stream.
+    Times of collectives have an entry per measured step; they are empty if they cannot be measured. The dense lane is
+    the host on a CPU, the compute stream on CUDA.
     """
 
-    step_ms: list[float]  # of each timed step
+    step_ms: list[float]  # by timed step
     losses: bytes  # of every step, float32
     final_loss: float
     peak_memory: dict[str, int]  # in the timed steps; name -> bytes
-    cpu_ms: list[float] = field(default_factory=list)  # of all threads of the process, in each timed step
-    busy_ms: list[float] = field(default_factory=list)  # how long the dense part's lane did not wait for collectives
-    wire_ms: list[float] = field(default_factory=list)  # how long any collective was under way
-    exposed_ms: list[float] = field(default_factory=list)  # how long the dense part's lane waited for collectives
-    collectives: dict[str, tuple[float, float]] = field(default_factory=dict)  # -> ms a step under way, and waited for
+    cpu_ms: list[float] = field(default_factory=list)  # of all threads of the process, by timed step
+    busy_ms: list[float] = field(default_factory=list)  # time in which the dense lane did not wait for collectives
+    wire_ms: list[float] = field(default_factory=list)  # time in which a collective was in progress
+    exposed_ms: list[float] = field(default_factory=list)  # time in which the dense lane waited for collectives
+    collectives: dict[str, tuple[float, float]] = field(default_factory=dict)  # -> ms per step in progress, and waited
 
 
 @dataclass(slots=True)
 class ArmTurns:
-    """All turns of one arm, or why it does not run here."""
+    """All turns of one arm, or the reason why it cannot run."""
 
     name: str
-    staleness: int  # updates that its lookups do not see, in batches
-    rounds: list[list[Turn]] = field(default_factory=list)  # for each round, one turn per rank
+    staleness: int  # in batches
+    rounds: list[list[Turn]] = field(default_factory=list)  # [round][rank]
     failure: str | None = None
-    frozen_window: bool = False  # whether its tables are updated with the optimizer step, and not for each batch
+    frozen_window: bool = False  # whether tables are updated at the optimizer step
 
     @property
     def by_rank(self) -> list[tuple[Turn, ...]]:
-        """For each rank, its turns of all rounds."""
+        """The turns as [rank][round]."""
         return list(zip(*self.rounds, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
 class ArmResult:
-    """The statistics of an arm that ran. Each is of the slowest, or the largest, rank, over the steps of all rounds."""
+    """The statistics of an arm over the steps of all rounds, of the rank with the largest value."""
 
     name: str
     staleness: int
     frozen_window: bool
     step_ms_median: float
     step_ms_p90: float
-    cpu_ms: float | None  # median; other programs on the machine disturb it less
-    of_base: float  # median over rounds of this arm's median step by that of the reference in the same round
-    of_base_range: tuple[float, float]  # the lowest and the highest of them
+    cpu_ms: float | None  # median; less sensitive to other programs than the step time
+    of_base: float  # median over rounds of: this arm's median step / the reference's median step in the same round
+    of_base_range: tuple[float, float]  # lowest and highest ratio of a round
     samples_per_s: float | None  # of all ranks together
     peak_memory: dict[str, int]  # 90th percentile over rounds; name -> bytes
-    exposed_ms: float | None  # median of what the dense part waited for collectives in a measured step
+    exposed_ms: float | None  # median per measured step
     final_loss: float  # mean over ranks
-    same_as_base: bool  # whether each rank's loss is the reference's at every step and in every round, bit for bit
-    compared_with: str  # the reference of the losses: of an arm `mode+fp16` it is `base+fp16`, if that ran
-    collectives: dict[str, tuple[float, float]]  # -> milliseconds a step under way, and waited for
+    same_as_base: bool  # whether all losses equal the reference's, bit for bit, on every rank, in every step and round
+    compared_with: str  # the reference of the losses: for an arm `mode+fp16` it is `base+fp16`, if that ran
+    collectives: dict[str, tuple[float, float]]  # -> ms per step in progress, and waited
 
 
 def bound_ms(base: ArmTurns, all_reduce_ms: float = 0.0) -> float | None:
-    """Return what no overlap of collectives makes a step shorter than, from the reference's measured steps.
+    """Return a lower bound in ms for a step with perfect overlap, or None if nothing was measured.
 
-    The slowest rank when it never waits, or the wire, whichever is busier. How long the wire is busy, the rank that
-    issues last says: to the others a collective seems longer, by what they wait for that rank. The all-reduce of dense
-    gradients is out of sight of the clocks and takes its time of the wire as well. None where nothing was measured.
+    It is the reference's slowest rank without waits, or the busy time of the wire, whichever is larger. The rank that
+    issues a collective last measures its duration; the others also wait for that rank. The all-reduce of dense
+    gradients is not measured in a step; its duration is added to the wire's.
     """
     busy, wire = _by_rank(base, "busy_ms"), _by_rank(base, "wire_ms")
     return max(*busy, min(wire) + all_reduce_ms) if busy and wire else None
 
 
 def evaluate(arms: Sequence[ArmTurns], batch_size: int | None) -> list[ArmResult]:
-    """Return the statistics of every arm that ran; the first is the reference. All have as many rounds and ranks."""
+    """Return the statistics of every arm that ran; the first arm is the reference."""
     base, by_name = arms[0], {arm.name: arm for arm in arms}
     results = []
     for arm in arms:
@@ -127,7 +127,7 @@ def evaluate(arms: Sequence[ArmTurns], batch_size: int | None) -> list[ArmResult
 
 
 def _by_rank(arm: ArmTurns, what: str, percent: float = 50) -> list[float]:
-    """Return a percentile over all rounds for each rank; nothing where one of them has not seen it."""
+    """Return a percentile over all rounds by rank; an empty list if a rank has no values."""
     ranks = [[ms for turn in turns for ms in getattr(turn, what)] for turns in arm.by_rank]
     return [float(np.percentile(ms, percent)) for ms in ranks] if all(ranks) else []
 
@@ -137,7 +137,7 @@ def _round_ms(turns: Sequence[Turn]) -> float:
 
 
 def _worst(arm: ArmTurns) -> dict[str, tuple[float, float]]:
-    """Of each collective, the median over rounds on the rank that waits longest for it."""
+    """Return the times of each collective: medians over rounds on the rank that waits longest for it."""
     worst: dict[str, tuple[float, float]] = {}
     for name in arm.rounds[0][0].collectives:
         pairs = [[turn.collectives[name] for turn in turns if name in turn.collectives] for turns in arm.by_rank]
@@ -146,7 +146,7 @@ def _worst(arm: ArmTurns) -> dict[str, tuple[float, float]]:
     return worst
 
 
-# -- what is printed --------------------------------------------------------------------------------------------
+# -- text -------------------------------------------------------------------------------------------------------
 
 
 _FORMS = {
@@ -181,9 +181,9 @@ def table(results: Sequence[ArmResult]) -> str:
 
 
 def collectives_table(results: Sequence[ArmResult]) -> str | None:
-    """Return a table that says how long each collective was waited for, or that it was hidden; None without any.
+    """Return a table of the exposed time of each collective by arm; None if there is none.
 
-    All-to-alls are in it, and others that some arm waits for.
+    It has all all-to-alls, and other collectives that at least one arm waits for.
     """
     names = dict.fromkeys([*ALL_TO_ALLS, *(name for result in results for name in result.collectives)])
     columns = [["waited for", *(result.name for result in results)]]
@@ -202,7 +202,7 @@ def _hidden(times: tuple[float, float] | None) -> str:
 
 
 def notes(arms: Sequence[ArmTurns], results: Sequence[ArmResult]) -> list[str]:
-    """Return a line for each arm whose rounds say too different things to go by their median, or that does not run."""
+    """Return a line for each arm whose rounds differ too much for a verdict, and for each arm that does not run."""
     return [
         f"{result.name}: the rounds disagree, from {low:.2f} to {high:.2f} of base: no verdict. Close other programs, "
         "or raise rounds and steps."
@@ -215,7 +215,7 @@ def notes(arms: Sequence[ArmTurns], results: Sequence[ArmResult]) -> list[str]:
 def write(
     folder: Path, arms: Sequence[ArmTurns], results: Sequence[ArmResult], bound: float | None, about: Mapping[str, Any]
 ) -> None:
-    """Write `bench.json`, with what is said about the run, into the run folder."""
+    """Write `bench.json`, with the facts in `about`, into the run folder."""
     ran = {result.name: asdict(result) for result in results}
     every = [
         {"name": arm.name, "staleness": arm.staleness, "failure": arm.failure} | ran.get(arm.name, {}) for arm in arms

@@ -1,4 +1,4 @@
-"""What every rank of `overlap-bench` does: the arms in turns, each step timed, and the report."""
+"""The work of one rank of `overlap-bench`: train the arms in turns, time each step, and report."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 from .. import versions
 from ..distributed import gather_objects
+from ..plugin import keep_freed_memory
 from ..profiling import Span, overlapped_by, timestamps_of, write_png
 from ..tables import find_tables
 from . import bench_report, build, config_checks, train_worker
@@ -28,10 +29,10 @@ from .config_checks import Config
 from .step_timers import Meter, free_memory
 
 TIMEOUT = timedelta(minutes=5)
-"""Of a collective of the arms: one that hangs must not hold up the rest for long."""
+"""Timeout of the arms' collectives; an arm that hangs must not block the others for long."""
 
 DRAIN = 4
-"""Steps at the end that do not count: a pipeline that runs empty has less to do."""
+"""Uncounted steps at the end, in which a draining pipeline has less work."""
 
 
 def run(config: Config, folder: Path) -> None:
@@ -42,6 +43,8 @@ def run(config: Config, folder: Path) -> None:
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if on_cuda else torch.device("cpu")
     if on_cuda:
         torch.cuda.set_device(device)
+    else:
+        keep_freed_memory()  # as the strategy does: arms of TorchRec get the same allocator
     dist.init_process_group("nccl" if on_cuda else "gloo", timeout=TIMEOUT)
     bench = _Bench(config, folder, device)
     turns = bench.all_rounds()
@@ -63,11 +66,11 @@ class _Bench:
         self.data.trainer = alone  # type: ignore[assignment]
         self.data.prepare_data()
         self.data.setup("fit")
-        # On the host, before any clock starts.
+        # On the host, before timing starts.
         batches = list(itertools.islice(self.data.train_dataloader(), config["num_batches"]))
         self.batches = [batch.pin_memory() for batch in batches] if device.type == "cuda" else batches
-        self.spans: dict[str, list[Span]] = {}  # of each mode's last turn, on this rank
-        self.all_reduce_ms = self._time_all_reduce()  # of dense gradients, by itself
+        self.spans: dict[str, list[Span]] = {}  # this rank's spans of each mode's last turn
+        self.all_reduce_ms = self._time_all_reduce()  # of dense gradients, without other work
 
     def _time_all_reduce(self, rounds: int = 5) -> float:
         model = build.build_model(self.config, self.data)
@@ -100,7 +103,7 @@ class _Bench:
         return arms
 
     def _take_turn(self, arm: ArmTurns) -> None:
-        """Train one arm once; all ranks agree on whether it runs, as ours have to."""
+        """Train one arm once; all ranks agree on whether it runs. Our modes must run."""
         mine: Turn | str
         try:
             mine = self._train(arm.name)
@@ -129,14 +132,13 @@ class _Bench:
             free_memory(self.device)
 
     def report(self, turns: list[ArmTurns]) -> None:
-        """Print what the turns have shown, and write it into the run folder."""
+        """Print the results, and write them into the run folder."""
         bound = bench_report.bound_ms(turns[0], self.all_reduce_ms)
         results = bench_report.evaluate(turns, getattr(self.data, "batch_size", None))
         print(f"\n{bench_report.table(results)}")
         if bound is not None:
-            wire = f"the wire with all all-to-alls and the dense all-reduce ({self.all_reduce_ms:.2f} ms)"
-            unwaiting = "base's slowest rank if it waited for no all-to-all"
-            print(f"bound: {bound:.2f} ms: {unwaiting}, or {wire}, whichever is busier")
+            wire = f"the time of all all-to-alls and of the dense all-reduce ({self.all_reduce_ms:.2f} ms)"
+            print(f"bound: {bound:.2f} ms, the larger of: base's slowest rank without waits for all-to-alls; {wire}")
         for part in (bench_report.collectives_table(results), "\n".join(bench_report.notes(turns, results))):
             if part:
                 print(f"\n{part}")
@@ -150,7 +152,7 @@ class _Bench:
         bench_report.write(self.folder, turns, results, bound, about)
 
     def draw(self) -> None:
-        """Draw some steps of every mode beneath each other."""
+        """Draw some steps of every mode into one picture."""
         schedules = {name: self.ours[_plain(name)][0] for name in self.spans if _plain(name) in self.ours}
         if schedules:
             shown: dict[int | str, list[Span]] = {name: self.spans[name] for name in schedules}
@@ -160,12 +162,11 @@ class _Bench:
 
 
 def _plain(name: str) -> str:
-    """Return the name of an arm without its options."""
     return name.partition("+")[0]
 
 
 def _why(err: Exception) -> str:
-    """Return what failed in an arm that is not ours, and where in its package."""
+    """Return an error's first line, and the function of TorchRec that raised it."""
     frames = [frame for frame in traceback.extract_tb(err.__traceback__) if "torchrec" in Path(frame.filename).parts]
     where = f" in torchrec's {Path(frames[-1].filename).name}, {frames[-1].name}()" if frames else ""
     return f"{type(err).__name__}{where}: {(str(err).splitlines() or [''])[0]}"

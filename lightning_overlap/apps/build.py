@@ -1,4 +1,4 @@
-"""From a plain config to the data, model, strategy and trainer it names; and checks of it before a rank starts."""
+"""Build data, model, strategy and trainer from a config, and check the config before a rank starts."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from lightning.pytorch.accelerators import CPUAccelerator, CUDAAccelerator
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from torchrec.distributed.fbgemm_qcomm_codec import QCommsConfig
+from torchrec.modules.embedding_modules import EmbeddingCollection
 
 from ..plugin import OverlapEmbeddingStrategy
 from ..schedules import Mode
@@ -42,21 +43,21 @@ def num_ranks(config: Config) -> int:
     except (TypeError, ValueError, MisconfigurationException):
         found = None
     if not found:
-        hint = f" There are {torch.cuda.device_count()} CUDA devices: lower it, or take trainer=cpu." if cuda else ""
+        hint = f" This host has {torch.cuda.device_count()} CUDA devices; or use trainer=cpu." if cuda else ""
         raise ValueError(
-            "trainer.devices is a number of ranks from 1 on or 'auto' (on CUDA also a list of devices, or -1: all), "
+            "trainer.devices must be a number of ranks >= 1 or 'auto' (on CUDA also a list of devices, or -1 for all), "
             f"got {devices!r}.{hint}"
         )
     return found if isinstance(found, int) else len(found)
 
 
 def build_data(config: Config) -> LightningDataModule:
-    """Return the data module that the config's `data` names."""
+    """Return the data module of the config."""
     return _build("data", config["data"], LightningDataModule)
 
 
 def build_model(config: Config, data: LightningDataModule) -> LightningModule:
-    """Return the model that the config's `model` names, with `table_sizes` and `num_dense` of the data if taken."""
+    """Return the model of the config; it gets the data's `table_sizes` and `num_dense` if it takes them."""
     from_data = {name: getattr(data, name) for name in ("table_sizes", "num_dense") if hasattr(data, name)}
     taken = inspect.signature(get_object(config["model"]["_target_"])).parameters
     node = {name: value for name, value in from_data.items() if name in taken} | config["model"]
@@ -64,7 +65,7 @@ def build_model(config: Config, data: LightningDataModule) -> LightningModule:
 
 
 def build_strategy(config: Config, mode: Mode, model: LightningModule) -> OverlapEmbeddingStrategy:
-    """Return the strategy for one mode; the sharding is checked against the tables of the unsharded model."""
+    """Return the strategy for one mode; `model` is unsharded."""
     stream, kind, named = config["stream"]["name"], config["sharding"].get("type"), config["sharding"].get("tables")
     sharding = {table.name: kind for table in find_tables(model) if kind} | dict(named) if named else kind or None
     pipeline: Any = AUTO if mode.schedule.name == AUTO else mode
@@ -73,7 +74,7 @@ def build_strategy(config: Config, mode: Mode, model: LightningModule) -> Overla
 
 
 def build_comms(config: Config) -> QCommsConfig | None:
-    """Return what embeddings and gradients are sent in; None for full precision."""
+    """Return the precision of embedding communication; None for full precision."""
     comms = dict(config.get("comms") or {})
     for name in comms:
         check_known("option of comms", name, ["forward", "backward", *(field.name for field in fields(QCommsConfig))])
@@ -85,7 +86,7 @@ def build_comms(config: Config) -> QCommsConfig | None:
 def build_trainer(
     config: Config, strategy: OverlapEmbeddingStrategy, extra_callbacks: list[Callback], log_dir: str
 ) -> Trainer:
-    """Return the trainer, with some callbacks, then those of the config, and its loggers, which write into a folder."""
+    """Return the trainer with the extra callbacks, then the config's; loggers and checkpoints go into `log_dir`."""
     own: Mapping[str, Config] = {
         "ModelCheckpoint": {"dirpath": f"{log_dir}/checkpoints"},
         "CSVLogger": {"name": None, "version": ""},  # right into the folder, as the next
@@ -114,11 +115,11 @@ _NEEDS: Mapping[str, tuple[str, ...]] = {
     "MLFlowLogger": ("mlflow",),
     "CometLogger": ("comet_ml",),
 }
-"""What loggers of Lightning's write with: one of these packages."""
+"""Lightning's logger -> packages; it needs one of them."""
 
 
 def complete(config: Config) -> dict[str, Any]:
-    """Return the config with the defaults of the data module and the model filled in: a record of what runs."""
+    """Return the config with all defaults of data, model and trainer filled in, as a record of the run."""
     filled, in_yaml = dict(config), (str, int, float, tuple, list, dict, type(None))
     for group in ("data", "model"):
         parameters = inspect.signature(get_object(config[group]["_target_"])).parameters.values()
@@ -129,12 +130,12 @@ def complete(config: Config) -> dict[str, Any]:
 
 
 def check(config: Config) -> None:
-    """Raise where data, model, strategy, trainer or loggers cannot be made of what a config says."""
+    """Raise if the config's data, model, strategy, trainer or loggers cannot be built."""
     num_ranks(config)
     for name, node in config["logger"].items():
         packages = _NEEDS.get(_target_name(node), ())
         if packages and not any(find_spec(package) for package in packages):
-            raise ModuleNotFoundError(f"logger={name} writes with {packages[0]}: pip install it, or take logger=csv.")
+            raise ModuleNotFoundError(f"logger={name} needs {packages[0]}: pip install it, or use logger=csv.")
     check_arguments("trainer", config["trainer"], Trainer)
     data = build_data(config)
     if hasattr(data, "check"):
@@ -145,28 +146,31 @@ def check(config: Config) -> None:
     check_sharding(strategy.sharding, tables, device)
     check_quantized_comms(strategy.quantized_comms, tables, device)
     if strategy.fused_optimizer is None:
-        _refuse_untrained(tables, strategy.sharding)
+        _refuse_untrained(tables, strategy.sharding, device)
     for arm in config.get("arms", ()):  # of overlap-bench
         check_quantized_comms(resolve_quantized_comms(options_of(arm)[0]), tables, device)
-    _check_optimizers(model, tables, strategy.sharding)
+    _check_optimizers(model, tables, strategy.sharding, device)
 
 
-def _refuse_untrained(tables: Any, sharding: Any) -> None:
+def _refuse_untrained(tables: Any, sharding: Any, device: torch.device) -> None:
     kinds = sharding if isinstance(sharding, Mapping) else {table.name: sharding for table in tables}
     whole = {name for name, kind in kinds.items() if kind == "data_parallel"}
     trained = [table for table in tables if table.parameter.requires_grad and table.name not in whole]
-    if missing := some(table.path for table in trained if table.fused_optimizer is None):
+    missing = [table for table in trained if table.fused_optimizer is None]
+    if missing:
+        way = " Or use sharding=data_parallel, which leaves the tables to the optimizer of configure_optimizers."
+        of_sequences = any(table.sharder.module_type is EmbeddingCollection for table in missing)
         raise ValueError(
-            f"no fused optimizer for {missing}: the model applies no optimizer to these tables in its backward. Give "
-            "one: 'strategy.fused_optimizer=[torch.optim.SGD,{lr: 0.1}]'. Or keep the tables whole on every rank, for "
-            "the optimizer of configure_optimizers: sharding=data_parallel."
+            f"no fused optimizer for {some(table.path for table in missing)}: set "
+            "'strategy.fused_optimizer=[torch.optim.SGD,{lr: 0.1}]'."
+            f"{'' if of_sequences and device.type == 'cpu' else way}"
         )
 
 
-def _check_optimizers(model: LightningModule, tables: Any, sharding: Any) -> None:
-    """See on a model that is then thrown away whether its dense optimizer takes fused tables.
+def _check_optimizers(model: LightningModule, tables: Any, sharding: Any, device: torch.device) -> None:
+    """Raise if the dense optimizer takes fused tables; changes the model, which the caller throws away.
 
-    Left to the ranks: a planner's choice, and a configure_optimizers that needs a trainer.
+    Skips tables whose sharding the planner chooses, and a configure_optimizers that needs a trainer.
     """
     kinds = sharding if isinstance(sharding, Mapping) else {table.name: sharding for table in tables}
     fused = [table for table in tables if kinds.get(table.name) not in (None, "data_parallel")]
@@ -176,11 +180,12 @@ def _check_optimizers(model: LightningModule, tables: Any, sharding: Any) -> Non
         made = model.configure_optimizers()
     except Exception:
         return
-    refuse_dense_owner({table.path: table.parameter for table in fused}, optimizers_in(made))
+    fused_only = {table.path for table in fused if table.is_pooled_if_whole(device)}
+    refuse_dense_owner({table.path: table.parameter for table in fused}, optimizers_in(made), fused_only)
 
 
 def optimizers_in(made: Any) -> list[torch.optim.Optimizer]:
-    """Every optimizer in what `configure_optimizers` may return."""
+    """Return every optimizer in a result of `configure_optimizers`."""
     if isinstance(made, torch.optim.Optimizer):
         return [made]
     parts = made.values() if isinstance(made, Mapping) else made if isinstance(made, list | tuple) else ()
@@ -188,13 +193,13 @@ def optimizers_in(made: Any) -> list[torch.optim.Optimizer]:
 
 
 def on_cuda(config: Config) -> bool:
-    """Whether the trainer would take CUDA devices."""
+    """Return whether the trainer uses CUDA devices."""
     accelerator = config["trainer"].get("accelerator", "auto")
     return accelerator in ("cuda", "gpu") or (accelerator == "auto" and torch.cuda.is_available())
 
 
 def _build(where: str, node: Config, kind: type[_T]) -> _T:
-    """Instantiate what `_target_` names; its own error reaches the caller as it is."""
+    """Instantiate `_target_`; its errors reach the caller unchanged."""
     if "_target_" not in node:
         raise ValueError(f"{where} has no _target_, the class or function to call, got {dict(node)}.")
     check_arguments(where, node, get_object(node["_target_"]))

@@ -1,4 +1,4 @@
-"""Check what a config chooses by name (modes, stream, arms), and its arguments by the signatures of the callees."""
+"""Check the names in a config (modes, stream, arms), and its arguments against the signatures that take them."""
 
 from __future__ import annotations
 
@@ -15,21 +15,20 @@ from ..schedules import MODES, STREAMS, Mode, Schedule, Stage
 from ..text import SCALES_LOSS, unknown_name_message
 
 Config = Mapping[str, Any]
-"""The composed config as plain dicts and lists; OmegaConf's containers stay in the command."""
+"""The composed config as plain dicts and lists, without OmegaConf's containers."""
 
 AUTO = "auto"
-"""Used as a mode's name: the strategy chooses a mode while it trains, and begins with `fused_sparse_dist`."""
+"""As a mode's name: the strategy starts with `fused_sparse_dist` and chooses a mode during training."""
 
 SWITCHES = ("start_batch", "end_batch", "stash_gradients")
-"""Options of a `Mode` that leave its schedule as it is."""
+"""Options of a `Mode` that do not change its schedule."""
 MODE_OPTIONS = tuple(field.name for field in fields(Mode) if field.name != "name")
-"""Options of `pipeline`: those of a `Mode`; `overlap-train --help` says what each does."""
 METRICS = ("val", "test")
-"""Prefixes of the metrics that a run reports."""
+"""Prefixes of reported metrics."""
 
 
 def mode_of(config: Config) -> Mode:
-    """Return the mode that the config asks for, with its options; that of "auto" begins as `fused_sparse_dist`."""
+    """Return the config's mode with its options; for "auto", `fused_sparse_dist` under the name "auto"."""
     pipeline = config["pipeline"]
     for name in pipeline:
         check_known("option of pipeline", name, ("name", "schedule", *MODE_OPTIONS))
@@ -38,46 +37,46 @@ def mode_of(config: Config) -> Mode:
     if pipeline.get("name") == AUTO and not own:
         if options:
             raise ValueError(
-                f"pipeline=auto takes no pipeline.{next(iter(options))}, an option of a mode: it tries modes of the "
-                "same losses, bit for bit. Name the mode: pipeline=..."
+                f"pipeline=auto takes no options of modes, got pipeline.{next(iter(options))}: it tries only modes "
+                "with identical losses. Name the mode that you want: pipeline=..."
             )
         return Mode(replace(MODES["fused_sparse_dist"], name=AUTO))
     return Mode(Schedule.parse(own) if own else pipeline["name"], **options)
 
 
 def modes(config: Config) -> list[Mode]:
-    """Return the modes to train, the one asked for last; those of `compare` share its switches, if they are stale."""
+    """Return the modes to train: those of `compare`, then the config's."""
     wanted, others = mode_of(config), [Mode(name).schedule for name in config["compare"]]
     return [*(with_switches(config, other) for other in others if other != wanted.schedule), wanted]
 
 
 def with_switches(config: Config, schedule: Schedule) -> Mode:
-    """Return the mode of a schedule; a mode with a staleness has the config's switches."""
+    """Return the mode of a schedule; if it is stale, with the config's `SWITCHES`."""
     pipeline = config["pipeline"] if schedule.staleness else {}
     return Mode(schedule, **{name: value for name in SWITCHES if (value := pipeline.get(name)) is not None})
 
 
 def check(config: Config) -> None:
-    """Check the choices of a config; `build.check` checks the arguments of what they name.
+    """Check the names and numbers in a config; `build.check` checks the arguments of classes.
 
     Raises:
-        ValueError: A choice is unknown, or does not go together with another one.
+        ValueError: A choice is unknown, or contradicts another choice.
         TypeError: A choice has a wrong type.
         FileNotFoundError: There is no checkpoint at `ckpt_path`.
     """
     if not isinstance(config["compare"], list):
-        raise ValueError(f"compare is a list of modes: compare=[{config['compare']}], got {config['compare']!r}.")
+        raise ValueError(f"compare must be a list of modes, got {config['compare']!r}. Write compare=[base].")
     metric = str(config.get("metric", ""))
     if metric and not metric.startswith(METRICS):
         raise ValueError(
-            "metric is what the model logs in its validation or test, under a name that begins with val or test, got "
-            f"{metric!r}. Did you mean 'test_{metric}' or 'val_{metric}'?"
+            f"metric must name a logged metric that begins with val or test, got {metric!r}. "
+            f"Did you mean 'test_{metric}' or 'val_{metric}'?"
         )
     _check_numbers(config, ("seed", 0), ("threads_per_rank", 1))
     deltas = config["callbacks"].get("deltas")
     if deltas is not None and deltas.get("sink") is None:
         raise ValueError(
-            "callbacks=deltas needs a place for what it sends: deltas.path=... (a folder, an fsspec address, "
+            "callbacks=deltas needs a destination: deltas.path=... (a folder, an fsspec URL, or "
             "redis://host:6379/0?key=name)."
         )
     task, path = config.get("task", "train"), config.get("ckpt_path")
@@ -85,7 +84,7 @@ def check(config: Config) -> None:
     if task != "train" and path is None:
         raise ValueError(f"task={task} needs a checkpoint: ckpt_path=outputs/.../checkpoints/last.ckpt")
     if path is not None and not Path(path).exists():
-        raise FileNotFoundError(f"ckpt_path: {str(path)!r} does not exist, looked up in {Path.cwd()}.")
+        raise FileNotFoundError(f"ckpt_path: {str(path)!r} does not exist in {Path.cwd()}.")
     modes(config)
     if str(config["trainer"].get("precision")) in ("16-mixed", "16"):
         raise ValueError(f"trainer.precision=16-mixed {SCALES_LOSS.format(instead='trainer.precision=bf16-mixed')}.")
@@ -99,7 +98,7 @@ def _check_bench(config: Config) -> None:
     for name, value in (config["latency"] or {}).items():
         check_known("latency", name, ("all_to_all_ms", "forward_ms", "backward_ms", "step_ms"))
         if not isinstance(value, int | float) or value < 0:
-            raise ValueError(f"latency.{name} is in milliseconds, got {value!r}.")
+            raise ValueError(f"latency.{name} must be milliseconds >= 0, got {value!r}.")
 
 
 def _check_numbers(config: Config, *lowest_of: tuple[str, int]) -> None:
@@ -108,11 +107,11 @@ def _check_numbers(config: Config, *lowest_of: tuple[str, int]) -> None:
         if value is None and name in ("seed", "threads_per_rank"):
             continue
         if not isinstance(value, int) or value < lowest:
-            raise ValueError(f"{name} is a number from {lowest} on, got {value!r}.")
+            raise ValueError(f"{name} must be an integer >= {lowest}, got {value!r}.")
 
 
 def looks_up_early(schedule: Schedule) -> bool:
-    """Whether a mode looks up batches ahead, so that the stream of these lookups matters."""
+    """Return whether a mode looks up batches ahead; if not, `stream` has no effect."""
     lookup = schedule.step_of(Stage.EMBEDDING_LOOKUP)
     return lookup is not None and lookup.offset > 0
 
@@ -121,6 +120,7 @@ BY_HAND: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "loop_dmp": ("", {}),
     "torchrec/base": ("TrainPipelineBase", {}),
     "torchrec/sparse_dist": ("TrainPipelineSparseDist", {}),
+    "torchrec/sparse_dist/receives_first": ("TrainPipelineSparseDist", {}),  # on this package's process group
     "torchrec/sparse_dist_lite": ("TrainPipelineSparseDistLite", {}),
     "torchrec/fused_sparse_dist": ("TrainPipelineFusedSparseDist", {}),  # lookup on the data-dist stream
     "torchrec/fused_sparse_dist/new": ("TrainPipelineFusedSparseDist", {"emb_lookup_stream": "new"}),
@@ -128,22 +128,21 @@ BY_HAND: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "torchrec/semi_sync": ("TrainPipelineSemiSync", {"start_batch": 0}),
     "torchrec/prefetch": ("PrefetchTrainPipelineSparseDist", {}),
 }
-"""Arm in a hand-written loop -> class and options of TorchRec's own train pipeline; without one it is plain
-DistributedModelParallel."""
+"""Arm in a hand-written loop -> class and options of TorchRec's pipeline; "" is plain DistributedModelParallel."""
 
 PEER_ARMS = ("lightning_dmp", *BY_HAND)
-"""Arms of the benchmark other than our modes; the first is DistributedModelParallel in a Trainer."""
+"""Arms of the benchmark that are not our modes; `lightning_dmp` is DistributedModelParallel in a Trainer."""
 
 
 def per_step(config: Config) -> int:
-    """Return how many batches an optimizer step has."""
+    """Return the number of batches per optimizer step."""
     return int(config["trainer"].get("accumulate_grad_batches") or 1)
 
 
 def our_arms(config: Config) -> dict[str, tuple[Schedule, str]]:
-    """Return every mode, as `mode` on the stream that the config names and as `mode/stream` on each other one.
+    """Return every mode: `mode` uses the config's stream, `mode/stream` another stream.
 
-    Where gradients are accumulated, there is `fused_sparse_dist_frozen_window`, too.
+    With accumulated gradients, `fused_sparse_dist_frozen_window` is added.
     """
     own: dict[str, tuple[Schedule, str]] = {}
     windows = [Mode("fused_sparse_dist", frozen_window=True).schedule] if per_step(config) > 1 else []
@@ -156,26 +155,22 @@ def our_arms(config: Config) -> dict[str, tuple[Schedule, str]]:
 
 
 def options_of(arm: str) -> tuple[str | None, bool]:
-    """Return the options of an arm by its name.
-
-    Returns:
-        The precision of communication (None: that of the config), and whether it replicates tables, which TorchRec's
-        own arms cannot.
-    """
+    """Return an arm's precision of communication (None: the config's), and whether it replicates tables."""
     options = arm.split("+")[1:]
     return "+".join(option for option in options if option != "replicated") or None, "replicated" in options
 
 
 def arms(config: Config) -> list[str]:
-    """Return the names of the arms to benchmark: `arms` of the config, where `*` stands for anything.
+    """Return the arms to benchmark: those that match the config's `arms` (`*` matches anything), and `base`.
 
-    Options follow after a `+`: `mode+fp16`, `mode+replicated`, `mode+fp16+replicated`. `build.check` checks precisions.
+    Options follow a `+`: `mode+fp16`, `mode+replicated`, `mode+fp16+replicated`. `build.check` checks precisions.
+    TorchRec's arms cannot replicate tables.
 
     Raises:
-        ValueError: A name fits no arm; the message lists the nearest ones.
+        ValueError: A pattern matches no arm; the message suggests the nearest names.
     """
     known = [*our_arms(config), *PEER_ARMS]
-    chosen = {"base": None}  # what all others are compared with
+    chosen = {"base": None}  # the reference
     for pattern in config["arms"]:
         plain, plus, options = pattern.partition("+")
         names = set(known) - set(PEER_ARMS if options_of(pattern)[1] else ())
@@ -187,11 +182,7 @@ def arms(config: Config) -> list[str]:
 
 
 def check_known(kind: str, name: str, known: Collection[str]) -> None:
-    """Check that a name is known.
-
-    Raises:
-        ValueError: It is not; the message lists the nearest names.
-    """
+    """Raise a ValueError that suggests the nearest names if a name is unknown."""
     if name not in known:
         raise ValueError(unknown_name_message(kind, str(name), known))
 
@@ -200,16 +191,11 @@ def check_known(kind: str, name: str, known: Collection[str]) -> None:
 
 
 def check_arguments(where: str, node: Config, target: Callable[..., Any]) -> None:
-    """Check the names and types of a config group by the signature of the callee.
-
-    Args:
-        where: The group's name, for messages.
-        node: The group.
-        target: The class or function that takes it.
+    """Check the names and types in the config group `where` against the signature of `target`.
 
     Raises:
-        ValueError: The callee has no such argument.
-        TypeError: A value is of another plain type than the argument's annotation.
+        ValueError: `target` has no such argument.
+        TypeError: A value does not fit the argument's annotation.
     """
     parameters = inspect.signature(target).parameters
     takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
@@ -218,16 +204,16 @@ def check_arguments(where: str, node: Config, target: Callable[..., Any]) -> Non
             check_known(f"option of {where}", name, parameters)
     try:
         hints = typing.get_type_hints(vars(target).get("__init__", target) if isinstance(target, type) else target)
-    except Exception:  # a name that is imported for type checkers alone
+    except Exception:  # an annotation names something that only type checkers import
         return
     for name, value in node.items():
         hint = hints.get(name, Any)
         choices = typing.get_args(hint) if typing.get_origin(hint) in (Union, types.UnionType) else (hint,)
         if not any(_fits(value, choice) for choice in choices):
-            raise TypeError(f"{where}.{name} is {' or '.join(map(_words, choices))}, got {value!r}.")
+            raise TypeError(f"{where}.{name} must be {' or '.join(map(_words, choices))}, got {value!r}.")
 
 
-_PLAIN = {bool: "true or false", int: "an integer", float: "a number", str: "a text", type(None): "null"}
+_PLAIN = {bool: "true or false", int: "an integer", float: "a number", str: "a string", type(None): "null"}
 
 
 def _words(choice: Any) -> str:
@@ -237,7 +223,7 @@ def _words(choice: Any) -> str:
 
 
 def _fits(value: Any, choice: Any) -> bool:
-    """Whether a value fits an annotation; an annotation that is no plain type fits any value."""
+    """Return whether a value fits an annotation; any value fits an annotation that is not a plain type."""
     if typing.get_origin(choice) is Literal:
         return value in typing.get_args(choice)
     kind = typing.get_origin(choice) or choice
@@ -245,6 +231,6 @@ def _fits(value: Any, choice: Any) -> bool:
         return True
     if isinstance(value, bool):
         return kind is bool
-    if isinstance(value, int | float) or value is None:  # not where a list, a mapping or an object goes
+    if isinstance(value, int | float) or value is None:  # never fits a list, a mapping or an object
         return isinstance(value, (int, float) if kind is float else kind)
     return kind not in _PLAIN or isinstance(value, kind)

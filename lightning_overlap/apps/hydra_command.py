@@ -1,4 +1,4 @@
-"""What the Hydra commands share: options that no config file names, a run on all ranks, errors in one line."""
+"""Shared parts of the Hydra commands: options that no config file names, running on all ranks, one-line errors."""
 
 from __future__ import annotations
 
@@ -28,8 +28,7 @@ def main(hydra_main: Callable[[], Any]) -> None:
     sys.argv[1:] = map(add_or_override, sys.argv[1:])
     if launch.under_launcher() and launch.rank() != 0:
         sys.argv += ["hydra.run.dir=.", "hydra.output_subdir=null"]  # one run folder is enough
-    # Hydra prints a traceback for a folder that it cannot make: it hands every error on then.
-    os.environ["HYDRA_FULL_ERROR"] = "1"
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors; without this it prints some tracebacks itself
     try:
         hydra_main()
     except (HydraException, OmegaConfBaseException, OSError) as err:
@@ -40,29 +39,29 @@ def main(hydra_main: Callable[[], Any]) -> None:
             raise
         if isinstance(err, OSError):
             _fail(
-                f"{type(err).__name__}: {err}: the run folder cannot be written. Start the command in a folder of "
-                "yours, or give one: hydra.run.dir=/a/folder (hydra.sweep.dir=/a/folder with -m)."
+                f"{type(err).__name__}: {err}: the run folder cannot be written. Start the command in a writable "
+                "folder, or set hydra.run.dir=/a/folder (with -m hydra.sweep.dir=/a/folder)."
             )
         because = f"\n{err.__cause__}" if isinstance(err.__cause__, OmegaConfBaseException) else ""
         _fail(f"{err}{because}")
 
 
 def add_or_override(argument: str) -> str:
-    """Let `data.batch_size=8` set an option that no config file names: defaults live in Python, so few are named."""
+    """Let `data.batch_size=8` set an option that no config file names; most defaults are only in Python."""
     return f"++{argument}" if _OPTION.match(argument) else argument
 
 
 def run_job(job: Callable[[dict[str, Any], Path], float | None], composed: DictConfig) -> float | None:
-    """Check the config and call `job(config, run folder)`; what a user can mend ends the process with one line.
+    """Check the config and call `job(config, run folder)`; errors that a user can fix end the process with one line.
 
-    Where it fails as a rank that a launcher started, all ranks tell the first cause, once and last.
+    Under a launcher all ranks report a failed run's first cause, after everything else that they print.
     """
     try:
         config = cast("dict[str, Any]", OmegaConf.to_container(composed, resolve=True, throw_on_missing=True))
         config_checks.check(config)
         return job(config, Path(HydraConfig.get().runtime.output_dir))
     except OmegaConfBaseException as err:
-        _fail(f"{str(err).splitlines()[0]}. Give it on the command line: {err.full_key}=...")
+        _fail(f"{str(err).splitlines()[0]}. Set it on the command line: {err.full_key}=...")
     except launch.RunEndedError as err:
         _fail(str(err), err.exit_code)
     except Exception as err:
@@ -75,9 +74,9 @@ def run_job(job: Callable[[dict[str, Any], Path], float | None], composed: DictC
 
 
 def run_on_ranks(config: dict[str, Any], folder: Path, worker: str, about: str) -> None:
-    """Run a config on every rank: under a launcher this process is one of them, else it starts them.
+    """Call `run(config, folder)` of a worker, a file in `apps`, on every rank, and print `about`.
 
-    The worker is the file in `apps` with what a rank does, `run(config, folder)`; `about` ends a line on what runs.
+    Under a launcher this process is a rank, else it starts the ranks.
     """
     build.check(config)
     config = build.complete(config)

@@ -24,7 +24,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 
 class RunEndedError(RuntimeError):
-    """A rank failed, or a signal ended the run; `exit_code` is what a shell expects then."""
+    """A rank failed, or a signal ended the run; `exit_code` is for the shell."""
 
     def __init__(self, message: str, exit_code: int = 1) -> None:
         super().__init__(message)
@@ -32,20 +32,20 @@ class RunEndedError(RuntimeError):
 
 
 def under_launcher() -> bool:
-    """Whether this process is a rank already, of torchrun or of SLURM's `srun`."""
+    """Return whether torchrun or SLURM's `srun` started this process as a rank."""
     return "LOCAL_RANK" in os.environ or "SLURM_PROCID" in os.environ
 
 
 def rank() -> int:
-    """Return this process's rank among all, from the launcher's variables; 0 outside of any."""
+    """Return this process's global rank from the launcher's environment variables; 0 without a launcher."""
     return int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
 
 
 def run_ranks(num_ranks: int, worker: str, folder: Path) -> None:
-    """Run the worker, a file of `apps`, on every rank of this host, as torchrun does, until all have ended.
+    """Run the worker, a file of `apps`, on `num_ranks` ranks of this host, as torchrun does, and wait for them.
 
     Raises:
-        RunEndedError: A rank failed, or a signal asked this process to stop. All ranks have been ended.
+        RunEndedError: A rank failed, or a signal stopped this process. All ranks have ended.
     """
     with ExitStack() as stack:
         for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):  # the launcher replaces handlers
@@ -73,14 +73,14 @@ def run_ranks(num_ranks: int, worker: str, folder: Path) -> None:
 
 
 def main() -> None:
-    """Run a rank's work, no longer than the command that started it; leave its error where `run_ranks` looks for it."""
+    """Run a rank's work until it ends or its parent process dies; write a failure for `run_ranks`."""
     worker, folder, parent = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
     if sys.platform == "linux":  # where the kernel ends a process when its parent dies, even of SIGKILL
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-        if os.getppid() != parent:  # it has died while this process was starting
+        if os.getppid() != parent:  # it died while this process was starting
             os.kill(os.getpid(), signal.SIGKILL)
-    atexit.register(_leave)  # runs after all that is registered later: a logger's last words, say
+    atexit.register(_leave)  # runs after everything registered later, for example by loggers
     try:
         config = OmegaConf.to_container(OmegaConf.load(folder / "config.yaml"))
         import_module(f".{worker}", __package__).run(config, folder)
@@ -92,7 +92,7 @@ def main() -> None:
 
 
 def _leave() -> None:
-    """End the process before C++ does: during its clean-up a thread of gloo aborts now and then (SIGABRT)."""
+    """End the process without C++ clean-up, during which a gloo thread sometimes aborts (SIGABRT)."""
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -100,7 +100,7 @@ def _leave() -> None:
 
 
 def write_failure(folder: Path, error: BaseException) -> None:
-    """Leave this rank's error where `run_ranks` looks for it."""
+    """Write this rank's error into the files that `run_ranks` reads."""
     errors, failure = folder / "errors", {"time": time.time(), "message": f"{type(error).__name__}: {error}"}
     errors.mkdir(exist_ok=True, parents=True)
     (errors / f"rank_{rank()}.json").write_text(json.dumps(failure), encoding="utf-8")
@@ -108,13 +108,13 @@ def write_failure(folder: Path, error: BaseException) -> None:
 
 
 def _first_failure(folder: Path, err: ChildFailedError) -> str:
-    """Describe the first cause: a rank that lost its peer, or was told to stop, failed later than that peer."""
+    """Describe the failure that came first; later failures follow from it."""
     written = {
         int(path.stem.removeprefix("rank_")): json.loads(path.read_text(encoding="utf-8"))
         for path in (folder / "errors").glob("rank_*.json")
     }
     silent = {number: failure for number, failure in err.failures.items() if number not in written}
-    # SIGTERM is what the launcher sends the others once one has failed.
+    # After a failure the launcher sends SIGTERM to the other ranks.
     unasked = {number: failure for number, failure in silent.items() if failure.exitcode != -signal.SIGTERM}
     silent = unasked if written or unasked else silent
     if silent:  # killed, or ended in the middle of native code: the others' errors follow from it

@@ -1,4 +1,4 @@
-"""Timers of training steps: of all steps of a run, or of a window of a benchmark's; and the peak of memory."""
+"""Timers of training steps, for a run and for a benchmark, and peak memory."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from .config_checks import Config, per_step
 
 
 class StepTimer(Callback):
-    """Times every training step and keeps its loss, without making the host wait for the device.
+    """Times every training step and keeps its loss, without host-device syncs.
 
-    A step lasts from the end of the one before to its own end; validation in between does not count. Losses stay
-    tensors until they are asked for.
+    A step lasts from the end of the previous step to its own end, without validation in between. Losses stay tensors
+    until `losses` reads them.
     """
 
     def __init__(self) -> None:
@@ -62,32 +62,32 @@ class StepTimer(Callback):
         self._last = now
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         loss = loss.detach() if isinstance(loss, Tensor) else torch.tensor(float("nan"))
-        self._losses.append(loss * trainer.accumulate_grad_batches)  # Lightning has divided it
+        self._losses.append(loss * trainer.accumulate_grad_batches)  # undoes Lightning's division
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self.step_ms:  # the last step is charged with what the device still has to do
+        if self.step_ms:  # the last step includes the device's remaining work
             start = time.perf_counter()
             timestamps_of(pl_module.device).wait()
             self.step_ms[-1] += (time.perf_counter() - start) * 1e3
 
 
 class Meter:
-    """Times the steps of one turn without making the host wait for the device in between.
+    """Times the steps of one turn; the host waits for the device only before the first and after the last timed step.
 
-    Steps `warm_up` to `warm_up + steps` are timed: on CUDA by events that are read when all is over. The device is
-    waited for before the first and after the last of them. Then come `measured_steps` whose collectives are recorded;
-    on CUDA only where the streams are known. A step's time is the mean over the batches of an optimizer step.
+    Steps `warm_up` to `warm_up + steps` are timed, on CUDA by events that are read at the end. In the following
+    `measured_steps` collectives are recorded; on CUDA only if our strategy trains, as the streams must be known. A
+    step's time is the mean over the batches of an optimizer step.
     """
 
     def __init__(self, device: torch.device, config: Config) -> None:
         self._device, self._per_optimizer_step, measured = device, per_step(config), config["measured_steps"]
         self._first, self._last = config["warm_up"], config["warm_up"] + config["steps"]
-        # What the first measured step waits for was issued before it.
+        # One extra step first: it issues collectives that the first measured step waits for.
         self._measured = range(self._last + 1, self._last + 2 + measured) if measured else range(0)
         self._recorder: SpanRecorder | None = None
         self._recording = ExitStack()
-        self.close = self._recording.close  # stops it, also where training failed
+        self.close = self._recording.close  # stops the recorder, also after a failure
         self._clock = timestamps_of(device)
         self._marks: list[Any] = []
         self._cpu_marks: list[float] = []
@@ -95,12 +95,12 @@ class Meter:
         self._memory: dict[str, int] = {}
 
     def after_step(self, loss: Tensor, strategy: OverlapEmbeddingStrategy | None = None) -> None:
-        """Note the end of a step: its loss, which is read after the run, and what trained it, if that is ours."""
+        """Note the end of a step; the loss is read after the run. `strategy` is None if it is not ours."""
         self._losses.append(loss.detach())
         step = len(self._losses)
         if step == self._first:
             self._clock.wait()
-            self._clock = timestamps_of(self._device)  # on CUDA its times have 24 bits: they count from here
+            self._clock = timestamps_of(self._device)  # CUDA's times are float32: count from here
             reset_peak_memory(self._device)
         if self._first <= step <= self._last:
             self._marks.append(self._clock.mark())
@@ -126,7 +126,7 @@ class Meter:
             self._recording.callback(strategy.watch, None)
 
     def turn(self) -> tuple[Turn, list[Span]]:
-        """Return what was seen, and the spans to draw: none without stages to draw the waits against."""
+        """Return the measurements, and the spans to draw: none if no stages were recorded."""
         self._clock.wait()
         losses_S = torch.stack(self._losses).float().cpu()  # S steps
         num, lane = self._per_optimizer_step, HOST_LANE if self._device.type == "cpu" else str(StreamName.COMPUTE)
@@ -147,9 +147,9 @@ class Meter:
 
 
 def by_name(spans: Sequence[Span], steps: Sequence[Interval], lane: str) -> dict[str, tuple[float, float]]:
-    """Return which collective -> milliseconds per step that it was under way, and that a lane waited for it.
+    """Return collective -> milliseconds per step in which it was in progress, and in which `lane` waited for it.
 
-    The numbers are medians over steps; a collective counts in the step of its issue, a wait where it began.
+    The numbers are medians over steps. A collective or wait counts in the step in which it began.
     """
     under_way = [span for span in spans if span.kind is Category.COMMUNICATION]
     waits = [span for span in spans if span.kind is Category.WAIT and span.lane == lane]
@@ -163,26 +163,26 @@ def by_name(spans: Sequence[Span], steps: Sequence[Interval], lane: str) -> dict
 
 
 def free_memory(device: torch.device) -> None:
-    """Give back the memory of a run that is over, so that the next one's peak is its own."""
+    """Return free memory to the system, so that it does not count in the next run's peak."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
     else:
-        with suppress(AttributeError):  # another C library than glibc
+        with suppress(AttributeError):  # the C library is not glibc
             ctypes.CDLL(None).malloc_trim(0)
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Have `peak_memory` begin anew, where the system lets it."""
+    """Restart `peak_memory`, if the system allows it."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return
-    with suppress(OSError):  # no such file or right here: the peak is then that of the whole process
-        Path("/proc/self/clear_refs").write_text("5")  # sets the peak to what is resident now; see proc(5)
+    with suppress(OSError):  # without this file or permission, the peak is since the start of the process
+        Path("/proc/self/clear_refs").write_text("5")  # sets the peak to the resident memory now; see proc(5)
 
 
 def peak_memory(device: torch.device) -> dict[str, int]:
-    """Return the peaks of this process in bytes: allocated and reserved on CUDA, resident on a CPU."""
+    """Return the process's peak memory in bytes: allocated and reserved on CUDA, resident on a CPU."""
     if device.type == "cuda":
         return {
             "allocated": torch.cuda.max_memory_allocated(device),

@@ -33,9 +33,9 @@ _FORMS = {
 
 @dataclass(frozen=True, slots=True)
 class ModeResult:
-    """What one mode's training gave, over all ranks; without losses it was only evaluated."""
+    """The result of one mode over all ranks; without losses if it was only evaluated."""
 
-    summary: Mapping[str, Any]  # as in `summary.json`; None where nothing was trained
+    summary: Mapping[str, Any]  # as in `summary.json`; None for what only training gives
     losses_RS: NDArray[np.float32]  # R ranks, S steps
     step_ms: Sequence[float]  # rank 0's
 
@@ -56,13 +56,13 @@ def table(results: Sequence[ModeResult]) -> str:
 
 
 def compare(results: Sequence[ModeResult]) -> tuple[str, bool]:
-    """Say whether all modes had the losses of the first, bit for bit on every rank, and whether all exact ones had."""
+    """Return a line on whether all modes have the first mode's losses, bit for bit, and whether all exact modes do."""
     reference, differing, kept = results[0], [], True
     for result in results[1:]:
         step = _first_difference(reference.losses_RS, result.losses_RS)
         if step is not None:
             mode, staleness = result.summary["mode"], result.summary["staleness"]
-            frozen = result.summary["frozen_window"]  # its tables change with the step, those of others in each batch
+            frozen = result.summary["frozen_window"]  # tables change at the optimizer step, not in each batch
             kept = kept and bool(frozen or staleness or reference.summary["staleness"])
             why = "frozen window" if frozen else f"staleness {staleness}"
             differing.append(f"{mode} ({why}) differs from {reference.summary['mode']} from step {step} on")
@@ -78,9 +78,9 @@ def _first_difference(one_RS: NDArray[np.float32], other_RS: NDArray[np.float32]
 
 
 def write(folder: Path, results: Sequence[ModeResult], metric: str) -> None:
-    """Write `steps.csv` (a line per mode and step) and `summary.json`, which names the metric that a sweep is told.
+    """Write `steps.csv` (a line per mode and step) and `summary.json`, which names the metric returned to a sweep.
 
-    Where nothing was tested (`task=validate`), it is that of the validation.
+    Without a test (`task=validate`), `test_...` becomes `val_...`.
     """
     if not any(name.startswith("test") for name in results[-1].summary["metrics"]):
         metric = re.sub("^test", "val", metric)
@@ -97,7 +97,7 @@ def write(folder: Path, results: Sequence[ModeResult], metric: str) -> None:
 
 
 def compare_runs(runs: Sequence[tuple[str, Path]]) -> str:
-    """Return a table of a sweep's runs, from the overrides and the run folder of each."""
+    """Return a table of a sweep's runs; each run is its overrides and its run folder."""
     rows = [["run", "mode", "steps", "samples/s", "step median", "final loss", "losses", "metric"]]
     digests: dict[str, int] = {}
     for overrides, folder in runs:
@@ -108,21 +108,21 @@ def compare_runs(runs: Sequence[tuple[str, Path]]) -> str:
             same = digests.setdefault(mode["losses_sha256"], len(digests) + 1) if mode["num_steps"] else None
             metric = or_dash(mode["metrics"].get(summary["metric"]), f"{summary['metric']} {{:.6f}}")
             rows.append([overrides or "-", *cells, or_dash(same, "{}"), metric])
-    note = "losses: runs with the same number have the same losses at every step, bit for bit."
+    note = "losses: runs with the same number have bitwise identical losses at every step."
     return f"{aligned(rows, words=(0, 1))}\n{note}"
 
 
 def read_metric(folder: Path) -> float | None:
-    """Return the metric that `summary.json` names, of the mode asked for; None if it was not logged, with a warning.
+    """Return the config mode's value of the metric in `summary.json`; None, with a warning, if it was not logged.
 
     Raises:
-        ValueError: An exact mode had other losses than the first mode.
+        ValueError: The losses of exact modes differ.
     """
     summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     if not summary["exact"]:
-        raise ValueError(f"an exact mode has to have the losses of every other: {summary['verdict']}.")
+        raise ValueError(f"the losses of exact modes must be identical, got {summary['verdict']}.")
     name, metrics = summary["metric"], summary["modes"][-1]["metrics"]
     if metrics and name not in metrics:
-        said = unknown_name_message("metric", name, metrics)
-        print(f"warning: {said} metric=... names what a sweep is told; this one is told nothing.", file=sys.stderr)
+        unknown = unknown_name_message("metric", name, metrics)
+        print(f"warning: {unknown} The sweep gets no value from this run; set metric=...", file=sys.stderr)
     return float(metrics[name]) if name in metrics else None

@@ -1,4 +1,4 @@
-"""What every rank of `overlap-train` does: train, validate and test each mode in turn, and report."""
+"""The work of one rank of `overlap-train`: train, validate and test each mode in turn, and report."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def run(config: Config, folder: Path) -> None:
 
 
 def train_mode(config: Config, mode: Mode, folder: Path) -> train_report.ModeResult:
-    """Train one mode from the config's seed or checkpoint, then test it; or evaluate a checkpoint, as `task` says."""
+    """Train one mode from the seed or checkpoint and test it; or only evaluate the checkpoint, depending on `task`."""
     seed_everything(config["seed"], verbose=False)
     data = build.build_data(config)
     model = build.build_model(config, data)
@@ -55,7 +55,7 @@ def train_mode(config: Config, mode: Mode, folder: Path) -> train_report.ModeRes
         trainer.fit(model, datamodule=data, ckpt_path=config["ckpt_path"])
         metrics |= trainer.callback_metrics
         if any(isinstance(logger, TensorBoardLogger) for logger in trainer.loggers):
-            # The evaluation's events file is named after the second it is opened in, and would replace the fit's.
+            # TensorBoard names a file after the current second: the evaluation's must not replace the fit's.
             time.sleep(1 - time.time() % 1)
     evaluate = trainer.validate if config["task"] == "validate" else trainer.test
     evaluate(model, datamodule=data, verbose=False, ckpt_path=None if metrics or timer.step_ms else config["ckpt_path"])
@@ -73,12 +73,12 @@ def train_mode(config: Config, mode: Mode, folder: Path) -> train_report.ModeRes
         "staleness": schedule.staleness,
         "frozen_window": schedule.holds_updates,
         "num_ranks": trainer.world_size,
-        "peak_memory": {name: max(peak[name] for peak in peaks) for name in peaks[0]},  # of the largest rank, bytes
+        "peak_memory": {name: max(peak[name] for peak in peaks) for name in peaks[0]},  # largest rank, bytes
         "metrics": {name: float(value) for name, value in metrics.items() if not num_steps or name.startswith(METRICS)},
-        # of the slowest rank
+        # slowest rank
         "step_ms_median": float(np.median(step_ms_RS, axis=1).max()) if num_steps else None,
         "step_ms_p90": float(np.percentile(step_ms_RS, 90, axis=1).max()) if num_steps else None,
-        # all ranks together, without the first step
+        # all ranks, without the first step
         "samples_per_s": num_samples / slowest_ms * 1e3 if batch_size and slowest_ms else None,
         "losses_sha256": hashlib.sha256(losses_RS.T.tobytes()).hexdigest() if num_steps else None,
         "num_steps": num_steps,
@@ -88,11 +88,11 @@ def train_mode(config: Config, mode: Mode, folder: Path) -> train_report.ModeRes
 
 
 def prepare(config: Config, *harmless: str) -> None:
-    """Set this rank's threads, and keep back what the libraries say about themselves, with some warnings more."""
+    """Set this rank's threads, and silence library logs and warnings that match `harmless` or a built-in list."""
     if (num_threads := config["threads_per_rank"] or (None if build.on_cuda(config) else 1)) is not None:
         torch.set_num_threads(num_threads)
-    for talkative in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(talkative).setLevel(logging.WARNING)
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)
     for pattern in (
         *harmless,
         r".*does not have many workers",

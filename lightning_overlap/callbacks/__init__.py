@@ -1,4 +1,4 @@
-"""Callbacks that users add to the Trainer: they ask the strategy what a run does, and change nothing of it."""
+"""Callbacks that users add to the Trainer; they observe a run and do not change it."""
 
 from .monitor import OverlapMonitor as OverlapMonitor
 from .timeline import OverlapTimeline as OverlapTimeline

@@ -1,4 +1,4 @@
-"""`OverlapMonitor`: how much of the lookup and of the communication was hidden, in the log and at the end."""
+"""`OverlapMonitor`: logs how much of the lookup and of the communication was hidden."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from ..sparse import StaleCounts, StaleRows
 from .recording import Recording, join, watched_strategy
 from .timeline import OverlapTimeline
 
-NUM_WATCHED = 2  # steps of a measurement: what the second one uses was issued in the first
+NUM_WATCHED = 2  # steps per measurement: the first step issues what the second step uses
 WARM_UP = 3  # steps before the first measurement: the schedule fills, allocators and caches warm up
-MAX_COST = 0.005  # share of the time that measuring may take, where the user leaves the choice
-KEPT = 25  # there, the ids of no more than one step in so many are kept, to count stale rows
+MAX_COST = 0.005  # share of the time that measuring may take, unless the user sets `every_n_steps`
+KEPT = 25  # then ids are kept, to count stale rows, in at most one of this many steps
 
 
 class _Pending(NamedTuple):
@@ -35,33 +35,34 @@ class _Pending(NamedTuple):
 
 
 class OverlapMonitor(Callback):
-    """Measures one step in a while: what was hidden and exposed, by stage; what limits the step; which rank is slowest.
+    """Measures occasional steps: hidden and exposed time by stage, what limits the step, which rank is slowest.
 
-    *Hidden* is time of a stage that the mode has overlapped with other work. Work that overlaps in `base` as well, by
-    autograd's order say, does not count as hidden. The steps that an `OverlapTimeline` draws are measured too.
+    *Hidden* is time of a stage that the mode overlaps with other work. Overlap that `base` has as well (for example by
+    autograd's order) does not count. The steps that an `OverlapTimeline` draws are also measured.
 
-    Stages and collectives are timed by the host's clock on a CPU, by CUDA events on CUDA, which are read once they are
-    over; the host does not wait for them. The bytes that a stage sends to other ranks are counted, and those that
-    `quantized_comms` saves, but not those of DistributedDataParallel. The values go to every logger and, as `hidden`,
-    to the progress bar. The end of `fit` prints a table and a line of advice.
-    In a mode with a staleness the monitor also counts, over all ranks, the share of looked-up rows that were stale: an
-    update of them was still to come (`overlap/stale_rows/<table>`).
+    Stages and collectives are timed by the host's clock on a CPU, by CUDA events on CUDA, without host-device syncs.
+    The monitor counts the bytes that a stage sends to other ranks and the bytes that `quantized_comms` saves, but not
+    the bytes of DistributedDataParallel. The values go to every logger and, as `hidden`, to the progress bar.
+    The end of `fit` prints a table and a line of advice.
+
+    In a stale mode the monitor also logs the share of looked-up rows with a pending update, over all ranks
+    (`overlap/stale_rows/<table>`).
 
     Args:
-        every_n_steps: Measure one step in so many; None: as often as the Trainer logs, or seldom enough for that to
-            take less than half a percent of the time. All ranks count stale rows in the same steps: one in so many;
-            None: one in 25 times `staleness + 1`, or as seldom as the Trainer logs.
-        audit: Count the host-device syncs of one step, each with its stage and source line. That one step is slow.
+        every_n_steps: Measure one step in this many, and count stale rows in one step in this many. None: measure as
+            often as the Trainer logs, or less often, so that measuring takes less than 0.5 % of the time; count stale
+            rows every 25 * (`staleness` + 1) steps, or less often if the Trainer logs less often.
+        audit: Count the host-device syncs of one step, with stage and source line. That step is slow.
         table: Print the closing table.
 
     Raises:
-        ValueError: `every_n_steps` leaves no steps in between.
+        ValueError: `every_n_steps` is not larger than the two steps that a measurement takes.
     """
 
     def __init__(self, every_n_steps: int | None = None, *, audit: bool = True, table: bool = True) -> None:
         if every_n_steps is not None and every_n_steps <= NUM_WATCHED:
             raise ValueError(
-                f"every_n_steps must be more than {NUM_WATCHED}, the steps that one measurement takes, "
+                f"every_n_steps must be more than {NUM_WATCHED}, because a measurement takes {NUM_WATCHED} steps, "
                 f"got {every_n_steps}."
             )
         self._every_n_steps = every_n_steps
@@ -71,14 +72,14 @@ class OverlapMonitor(Callback):
 
     def _reset(self) -> None:
         self.accounts: list[Breakdown] = []
-        """What was measured so far, one breakdown a step; with `pipeline="auto"` of the mode that trains now."""
-        self._schedule: Schedule | None = None  # the mode that these were measured in
+        """A breakdown per measured step; with `pipeline="auto"` only of the current mode."""
+        self._schedule: Schedule | None = None  # the mode of `accounts`
         self.syncs: list[HostSync] | None = None
-        """The host syncs of the step that was audited; None before it."""
+        """The host syncs of the audited step; None before the audit."""
         self.stale_rows: dict[str, tuple[int, int]] = {}
-        """Rows read stale and rows read by table, over all ranks, in all steps that were counted so far."""
+        """Table -> stale rows read and rows read, over all ranks and counted steps."""
         self.own_ms = 0.0
-        """Time that this callback itself took, in ms."""
+        """The time in ms that this callback took."""
         self._stale: _StaleSteps | None = None
         self._num_steps = 0
         self._next = WARM_UP
@@ -91,7 +92,7 @@ class OverlapMonitor(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._forget()  # a measurement of a fit before that was not ended
+        self._forget()  # an earlier fit may have left a measurement
         self._reset()
         strategy = self._strategy = watched_strategy(trainer, self)
         if strategy is None:
@@ -115,7 +116,7 @@ class OverlapMonitor(Callback):
         number = self._num_steps
         if self._recording is not None:
             self._recording.step(number)
-            # `pipeline="auto"` changes the mode; a step that began under another one is none to measure.
+            # `pipeline="auto"` changes the mode; skip a step that began in another mode.
             if number in self._wanted and self._strategy.schedule is self._recording.schedule:
                 in_flight = self._strategy.num_in_flight
                 self._pending.append(_Pending(self._recording, number, logged_step(trainer), in_flight))
@@ -132,7 +133,7 @@ class OverlapMonitor(Callback):
         self.own_ms += (time.perf_counter() - start) * 1e3
 
     def _want(self, pl_module: LightningModule, numbers: Iterable[int]) -> None:
-        """Record from now on, and measure the steps with these numbers."""
+        """Start recording, to measure the steps with these numbers."""
         assert self._strategy is not None
         self._wanted |= set(numbers)
         if self._recording is None:
@@ -140,7 +141,7 @@ class OverlapMonitor(Callback):
             self._recording.step(self._num_steps)
 
     def _stop(self) -> None:
-        """End a recording; choose the next step to measure: `every_n_steps` later, else so that it costs `MAX_COST`."""
+        """End a recording, and choose the next step to measure by `every_n_steps` or `MAX_COST`."""
         self._leave()
         cost_ms = self.own_ms / max(1, len(self.accounts))
         step_ms = fmean(one.step_ms for one in self.accounts) if self.accounts else float("inf")
@@ -148,7 +149,7 @@ class OverlapMonitor(Callback):
         self._next = self._num_steps + max(self._every, enough) - NUM_WATCHED
 
     def _harvest(self, trainer: Trainer, pl_module: LightningModule | None) -> None:
-        """Break down and log the measurements whose events are over; likewise counts of stale rows."""
+        """Log the measurements and counts of stale rows that can be read without waiting."""
         while self._pending and self._pending[0].recording.recorder.over:
             pending = self._pending.pop(0)
             recorder, window = pending.recording.recorder, pending.recording.window(pending.number)
@@ -164,7 +165,7 @@ class OverlapMonitor(Callback):
             for logger in trainer.loggers:
                 logger.log_metrics(values, step=pending.step)
             if result.overlaps and pl_module is not None and not trainer.barebones:
-                # On the host: a tensor on the device would be read back by the bar.
+                # A host tensor: the progress bar would sync to read a device tensor.
                 hidden = torch.tensor(values["overlap/hidden_fraction"])
                 pl_module.log("hidden", hidden, prog_bar=True, logger=False, on_step=True, on_epoch=False)
         for rows, step in () if self._stale is None else self._stale.take():
@@ -182,7 +183,7 @@ class OverlapMonitor(Callback):
         if self._strategy is None:
             return
         self._end_audit()
-        # Before the first measurement: on a CPU what that logs to the progress bar would look like one more sync.
+        # Before the first measurement: on a CPU its value in the progress bar would look like a sync.
         if self._audit_is_due and self._num_steps >= WARM_UP and self._recording is None:
             recording = join(self._strategy, pl_module, self)
 
@@ -210,7 +211,7 @@ class OverlapMonitor(Callback):
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._forget()  # a step with a validation in it is no steady one
+        self._forget()  # a step that contains a validation is not representative
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -221,10 +222,9 @@ class OverlapMonitor(Callback):
         self._forget()
 
     def _forget(self) -> None:
-        """Give up a measurement that is under way."""
         if self._audit is not None:
             self._end_audit()
-            self.syncs = None  # to be done again
+            self.syncs = None  # the audit is repeated
         if self._recording is not None:
             self._leave()
             self._next = self._num_steps + 1
@@ -253,11 +253,11 @@ class OverlapMonitor(Callback):
             return
         if len(measured) < len(ranks):
             print(
-                f"Overlap: not measured. That takes {WARM_UP} steps to warm up, 2 to find host syncs and {NUM_WATCHED} "
-                f"more without a validation in between; training had {self._num_steps} in all."
+                f"Overlap: not measured. A measurement needs {WARM_UP} steps to warm up, 2 to find host syncs and "
+                f"{NUM_WATCHED} more without a validation in between; training had {self._num_steps} steps."
             )
             return
-        users = [sync for sync in self.syncs or () if not sync.is_the_librarys]  # the others nobody can act on
+        users = [sync for sync in self.syncs or () if not sync.is_the_librarys]  # users cannot act on the others
         schedule = self._schedule or strategy.schedule
         title = f"{schedule.name}, stream {strategy.stream}"
         lines = profiling.sync_lines(users, strategy.root_device.type == "cuda") if self.syncs is not None else []
@@ -265,13 +265,7 @@ class OverlapMonitor(Callback):
 
 
 class _StaleSteps:
-    """Chooses the steps whose stale rows are counted, on all ranks the same ones.
-
-    Args:
-        rows: Counts the rows.
-        every: Steps from one count to the next; None: `KEPT` times `staleness + 1`.
-        at_least: Without `every`, the fewest steps from one count to the next.
-    """
+    """Counts stale rows every `every` steps, or every `KEPT * (staleness + 1)` steps, but at least `at_least`."""
 
     def __init__(self, rows: StaleRows, every: int | None, at_least: int) -> None:
         self._rows = rows
@@ -280,28 +274,22 @@ class _StaleSteps:
         self._pending: list[tuple[StaleCounts, int]] = []
 
     def step(self, num_steps: int, may_count: bool, logged: int) -> None:
-        """Count the stale rows of a step that is over, if its turn has come and it may be counted.
-
-        Args:
-            num_steps: Number of the step in the fit, from 1 on.
-            may_count: Whether it may be counted now.
-            logged: The step number for loggers.
-        """
+        """Count the stale rows of the step that ends, if due; `logged` is the step number for loggers."""
         if num_steps >= self._next and may_count:
             counts = self._rows.count()
             if counts is not None:
                 self._pending.append((counts, logged))
                 self._next = num_steps + (self._every or max(self._at_least, KEPT * (self._rows.staleness + 1)))
-        staleness = self._rows.staleness  # so many lookups, and one more, make a count
+        staleness = self._rows.staleness  # a count needs the ids of staleness + 1 lookups
         self._rows.keep_ids(staleness > 0 and num_steps >= self._next - staleness - 1)
 
     def take(self) -> Iterator[tuple[dict[str, tuple[int, int]], int]]:
-        """Yield the counts that can be read by now, each with its step number for loggers."""
+        """Yield the counts that can be read without waiting, with their step numbers for loggers."""
         while self._pending and self._pending[0][0].over:
             counts, step = self._pending.pop(0)
             yield counts.read(), step
 
     def wait(self) -> None:
-        """Wait for those under way."""
+        """Wait for pending counts."""
         for counts, _ in self._pending:
             counts.wait()

@@ -1,4 +1,4 @@
-"""One recorder for all callbacks that watch steps of a fit: they see the same spans, and steps end at one moment."""
+"""A recorder shared by all callbacks that watch a fit, so that they see the same spans and step ends."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from ..profiling import Interval, SpanRecorder
 from ..tables import compression
 
 _UNDER_WAY: WeakKeyDictionary[OverlapEmbeddingStrategy, Recording] = WeakKeyDictionary()
-"""The recording of each strategy, which takes one timer only."""
+"""The recording of each strategy; a strategy accepts only one timer."""
 
 
 class Recording:
-    """Steps of a fit that are being recorded, and what its module logs; made by `join`."""
+    """A recording of steps of a fit, made by `join`; it also times the module's `log`."""
 
     def __init__(self, strategy: OverlapEmbeddingStrategy, module: LightningModule) -> None:
         assert strategy.streams is not None
         comms = strategy.quantized_comms
         self.recorder = SpanRecorder(strategy.streams, None if comms is None else compression(comms))
         self.schedule = strategy.schedule
-        """The mode when the recording began."""
+        """The mode at the start of the recording."""
         self._strategy = strategy
         self._numbers: list[int] = []
         self._readers: list[object] = []
@@ -42,17 +42,17 @@ class Recording:
         strategy.watch(self.recorder)
 
     def step(self, number: int) -> None:
-        """Note that a step, counted from 1 on, ends; each reader calls this, and only the first call counts."""
+        """Note the end of a step, counted from 1 on. Every reader calls this; only the first call counts."""
         if not self._numbers or self._numbers[-1] != number:
             self._numbers.append(number)
             self.recorder.step()
 
     def window(self, number: int) -> Interval:
-        """Return begin and end of a step, in ms; it has to be recorded from its beginning on."""
+        """Return start and end in ms of a step that was recorded from its start."""
         return self.recorder.windows()[self._numbers.index(number) - 1]
 
     def leave(self, reader: object) -> None:
-        """End a reader's part in the recording; after the last one nothing is recorded."""
+        """Remove a reader; the recording stops without readers."""
         if reader in self._readers:
             self._readers.remove(reader)
             if not self._readers:
@@ -63,13 +63,7 @@ class Recording:
 
 
 def join(strategy: OverlapEmbeddingStrategy, module: LightningModule, reader: object) -> Recording:
-    """Return the recording that is under way, else a new one.
-
-    Args:
-        strategy: The strategy whose steps are recorded.
-        module: The module whose `log` is timed.
-        reader: Any object; it has to be passed to `Recording.leave` in the end.
-    """
+    """Return the strategy's current recording or a new one; `reader` must be passed to `Recording.leave` later."""
     recording = _UNDER_WAY.get(strategy)
     if recording is None:
         recording = _UNDER_WAY[strategy] = Recording(strategy, module)
@@ -78,13 +72,13 @@ def join(strategy: OverlapEmbeddingStrategy, module: LightningModule, reader: ob
 
 
 def watched_strategy(trainer: Trainer, callback: Callback) -> OverlapEmbeddingStrategy | None:
-    """Return the strategy whose steps a callback watches; warn, and return None, if there is no sparse pipeline."""
+    """Return the trainer's strategy; without a sparse pipeline warn and return None."""
     strategy = trainer.strategy
     if isinstance(strategy, OverlapEmbeddingStrategy) and strategy.streams is not None:
         return strategy
     warnings.warn(
-        f"{type(callback).__name__} has nothing to watch: {type(strategy).__name__} runs no sparse pipeline here. It "
-        "takes OverlapEmbeddingStrategy and a module with TorchRec tables.",
+        f"{type(callback).__name__} has nothing to watch: {type(strategy).__name__} runs no sparse pipeline here. Use "
+        "OverlapEmbeddingStrategy and a module with TorchRec tables.",
         UserWarning,
         stacklevel=2,
     )

@@ -1,4 +1,4 @@
-"""`OverlapTimeline`: a few steady steps of every rank as a picture, and as a trace for Perfetto."""
+"""`OverlapTimeline`: draws a few steps of every rank as a picture and a Perfetto trace."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from ..profiling import Category, Span
 from .recording import Recording, join, watched_strategy
 
 STEPS_LANE = "steps"  # where steps are marked; not drawn
-AHEAD = 1  # steps recorded before the first one drawn: what that one uses was sent off then
+AHEAD = 1  # steps recorded before the first drawn step, which uses what they issue
 
 
 class OverlapTimeline(Callback):
-    """Draws a few steady steps: a lane per stream or thread, batches in colours, exposed waits marked.
+    """Draws a few steps: a lane per stream or thread, a colour per batch, exposed waits marked.
 
-    Writes `timeline.png` and `timeline.json.gz` (for Perfetto, chrome://tracing, `overlap-timeline`), of all ranks
-    together, when the steps are over; the ranks wait for that. On a CPU the spans are timed by the host's
-    clock around each stage, on CUDA by torch.profiler, and then the trace of each rank is written too.
+    After these steps rank 0 writes `timeline.png` and `timeline.json.gz` (for Perfetto, chrome://tracing and
+    `overlap-timeline`) with the spans of all ranks; the other ranks wait for it. On a CPU the host's clock times each
+    stage. On CUDA torch.profiler does, and each rank also writes its trace, `timeline_rank<rank>.json.gz`.
 
     Args:
         dirpath: Folder for the files; None: the first logger's folder, else the Trainer's `default_root_dir`.
-        first_step: Steps of the fit before the first one that is drawn; more than the schedule looks ahead.
+        first_step: Number of steps before the first drawn step; more than the schedule looks ahead.
         num_steps: Steps to draw.
 
     Raises:
         ValueError: `first_step` is below 2, or `num_steps` below 1.
-        ImportError: matplotlib cannot be imported; the extra `plot` brings it.
+        ImportError: matplotlib is not installed; the extra `plot` installs it.
     """
 
     def __init__(self, dirpath: str | Path | None = None, first_step: int = 8, num_steps: int = 3) -> None:
@@ -42,12 +42,12 @@ class OverlapTimeline(Callback):
             raise ValueError(
                 f"first_step must be at least {AHEAD + 1} and num_steps at least 1, got {first_step} and {num_steps}."
             )
-        profiling.check_matplotlib()  # before the steps that it draws
+        profiling.check_matplotlib()  # now, not after the steps
         self.dirpath = dirpath
         self._first = first_step - AHEAD
         self._last = first_step + num_steps
         self.files: list[Path] = []
-        """The files that were written, on rank 0."""
+        """The written files, on rank 0."""
         self._num_steps = 0
         self._strategy: OverlapEmbeddingStrategy | None = None
         self._recording: Recording | None = None
@@ -78,12 +78,12 @@ class OverlapTimeline(Callback):
 
     @property
     def recorded(self) -> range:
-        """Numbers of the steps, from 1 on, whose end is recorded."""
+        """Numbers, from 1 on, of the steps whose end is recorded."""
         return range(self._first, self._last + 1)
 
     @property
     def drawn(self) -> range:
-        """Numbers of the steps that are drawn, from 1 on."""
+        """Numbers, from 1 on, of the drawn steps."""
         return self.recorded[1 + AHEAD :]
 
     def _start(self, strategy: OverlapEmbeddingStrategy, module: LightningModule) -> None:
@@ -105,7 +105,7 @@ class OverlapTimeline(Callback):
             begin, _ = self._recording.window(self._first + 1)
             _, end = self._recording.window(self._last)
             recorded = [one for one in self._recording.recorder.spans() if one.end_ms > begin and one.start_ms < end]
-            # As `OverlapMonitor` counts steps: from the end of a batch to the end of the next.
+            # A step lasts from the end of a batch to the end of the next, as for `OverlapMonitor`.
             windows = {number: self._recording.window(number) for number in self.drawn}
             spans = recorded + [
                 Span(*window, Category.HOST, STEPS_LANE, f"ProfilerStep#{number - 1}")
@@ -118,17 +118,16 @@ class OverlapTimeline(Callback):
         if trainer.is_global_zero:
             try:
                 self._write(folder, strategy, ranks)
-            except OSError as err:  # no picture is worth a training run
+            except OSError as err:  # a missing picture must not end the training
                 warnings.warn(f"OverlapTimeline could not write into {folder}: {err}", UserWarning, stacklevel=2)
 
     def _spans_of_profile(self, strategy: OverlapEmbeddingStrategy, folder: Path) -> list[Span]:
-        """Stop the profiler, keep its trace, and read it."""
         assert self._profiler is not None
-        torch.cuda.synchronize(strategy.root_device)  # kernels under way belong to the steps
+        torch.cuda.synchronize(strategy.root_device)  # running kernels belong to the steps
         self._profiler.stop()
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"timeline_rank{strategy.global_rank}.json.gz"
-        with tempfile.TemporaryDirectory() as scratch:  # the profiler leaves a file behind where it fails
+        with tempfile.TemporaryDirectory() as scratch:  # if the profiler fails, it leaves a file behind
             written = Path(scratch) / path.name
             self._profiler.export_chrome_trace(str(written))
             path.write_bytes(written.read_bytes())
@@ -148,7 +147,7 @@ class OverlapTimeline(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._strategy is not None and self._num_steps < self._last:
             warnings.warn(
-                f"OverlapTimeline drew nothing: it takes {self._last} steps, training had {self._num_steps}. "
+                f"OverlapTimeline drew nothing: it needs {self._last} steps, training had {self._num_steps}. "
                 "Lower first_step or num_steps.",
                 UserWarning,
                 stacklevel=2,
@@ -160,7 +159,6 @@ class OverlapTimeline(Callback):
         self._forget()
 
     def _forget(self) -> None:
-        """Give up a recording that is under way."""
         if self._profiler is not None:
             self._profiler.stop()
         if self._recording is not None:

@@ -1,7 +1,6 @@
-"""Read and write checkpoints of sharded models: a folder with a file per rank, or one full file.
+"""Read and write checkpoints of sharded models: a folder written by all ranks, or one full file.
 
-Either loads on any number of ranks and under any plan. Saving is atomic (`atomic.py`); nothing that is
-read is executed.
+Both load on any number of ranks and under any plan. Saving is atomic; loading executes nothing of the checkpoint.
 """
 
 from .atomic import discard as discard

@@ -1,10 +1,9 @@
-"""Replace checkpoints atomically: at any time NAME is a complete checkpoint, the old one or the new one.
+"""Replace checkpoints atomically: NAME is always a complete checkpoint, the old or the new one.
 
-`rename` atomically replaces a file or link, but a folder only if nothing has its new name. Linux can swap two names
-(`renameat2`, on ext4, XFS, Btrfs, tmpfs and others): so a folder replaces a folder, a file or a link here. If the file
-system cannot (NFS), the old checkpoint is called `STEM.old.ckpt` between two renames. Lightning's search for "last" and
-tools that take the newest `*.ckpt` find it under that name, and `resolve_path` knows it. So after a crash nothing has
-to be repaired before the next run looks for its checkpoint.
+`rename` atomically replaces a file or link, but not a folder. Linux can swap two names (`renameat2`, on ext4, XFS,
+Btrfs, tmpfs and others), which replaces a folder, file or link by a folder. On other file systems (NFS) the old
+checkpoint is called `STEM.old.ckpt` between two renames; Lightning's search for "last", tools that take the newest
+`*.ckpt`, and `resolve_path` find it. So a crash needs no repair.
 """
 
 from __future__ import annotations
@@ -19,25 +18,25 @@ from typing import Any
 
 
 def sibling(path: Path, what: str) -> Path:
-    """Return a name next to a checkpoint that no search for checkpoints finds: for unfinished and for removed ones."""
+    """Return a name next to a checkpoint that searches for checkpoints skip."""
     return path.with_name(f"{path.name}.{what}")
 
 
 def being_replaced(path: Path) -> Path:
-    """Return the name that a checkpoint has while another one takes its name; searches for checkpoints find it."""
+    """Return the name of the old checkpoint between two renames; searches for checkpoints find it."""
     return path.with_name(f"{path.stem}.old{path.suffix}")
 
 
 def atomic_replace(unfinished: Path, path: Path, also: Path | None = None) -> None:
     """Rename a complete checkpoint to `path`, and remove what had that name; each is a file, a folder or a link.
 
-    At any moment the new or the old one is there under `path`, or, if names cannot be swapped, the old one under
-    `being_replaced(path)`.
+    At any moment `path` is the new or the old checkpoint, or, if names cannot be swapped, `being_replaced(path)` is the
+    old checkpoint.
 
     Args:
         unfinished: The complete checkpoint under its first name.
         path: Its new name.
-        also: A second name that it gets before, by hard links; nothing happens if the file system has none.
+        also: A second name that it gets first, by hard links; skipped if the file system has no hard links.
     """
     if also is not None:
         _twin(unfinished, also)
@@ -55,7 +54,6 @@ def atomic_replace(unfinished: Path, path: Path, also: Path | None = None) -> No
 
 
 def _twin(path: Path, name: Path) -> None:
-    """Give a complete checkpoint a second name, under which hard links share its files."""
     new = sibling(name, "unfinished")
     remove(new)
     try:
@@ -70,7 +68,7 @@ def _twin(path: Path, name: Path) -> None:
 
 
 def lead(link: Path, to: Path) -> None:
-    """Replace what is called `link` by a symbolic link to a checkpoint; by a copy if the file system has no links."""
+    """Replace `link` by a symbolic link to a checkpoint; by a copy if the file system has no links."""
     new = sibling(link, "unfinished")
     remove(new)
     try:
@@ -81,7 +79,7 @@ def lead(link: Path, to: Path) -> None:
 
 
 def links_to(path: Path, stems: Iterable[str]) -> list[Path]:
-    """Return the links next to a checkpoint that lead to it and whose names begin with one of `stems`."""
+    """Return the links in a checkpoint's folder that lead to it and whose names begin with any of `stems`."""
     stems = tuple(stems)
     if not stems or not path.parent.is_dir():
         return []
@@ -90,7 +88,7 @@ def links_to(path: Path, stems: Iterable[str]) -> list[Path]:
 
 
 def discard(path: Path) -> None:
-    """Remove a checkpoint; under its name it is complete or not there, so that nobody loads a part of it."""
+    """Remove a checkpoint; its name never stands for a part of it."""
     if _is_real_folder(path):
         removed = sibling(path, "removed")
         remove(removed)
@@ -99,7 +97,7 @@ def discard(path: Path) -> None:
 
 
 def discard_with_leftovers(path: Path) -> None:
-    """Remove a checkpoint and what an interrupted save of it may have left."""
+    """Remove a checkpoint and the leftovers of interrupted saves."""
     discard(path)
     discard(being_replaced(path))
     for what in ("unfinished", "removed"):
@@ -107,7 +105,7 @@ def discard_with_leftovers(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a leftover of any kind, one file after the other; a link is removed, not what it leads to."""
+    """Remove a file, folder or link, if it exists; not the target of a link."""
     if _is_real_folder(path):
         shutil.rmtree(path)
     else:
@@ -115,7 +113,7 @@ def remove(path: Path) -> None:
 
 
 def exchange(one: Path, other: Path) -> bool:
-    """Swap two names at one instant; return whether the file system has done so."""
+    """Swap two names atomically; return whether the file system can."""
     renameat2: Any = getattr(ctypes.CDLL(None), "renameat2", None) if sys.platform == "linux" else None
     at_working_directory, swap = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of Linux
     paths = (at_working_directory, os.fsencode(one), at_working_directory, os.fsencode(other))
@@ -127,7 +125,7 @@ def _is_real_folder(path: Path) -> bool:
 
 
 def _sync(folder: Path) -> None:
-    """Flush the names in a folder to the disk, so that they outlive a power cut."""
+    """Flush the names in a folder to the disk, to survive a power failure."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

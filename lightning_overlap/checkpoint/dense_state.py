@@ -1,7 +1,7 @@
 """State of the optimizers of `configure_optimizers`, by parameter name.
 
-`torch.optim` numbers parameters by position, and so would load state into the wrong ones: which tables an optimizer
-owns, and in which order, depends on the sharding plan and on the rank.
+`torch.optim` numbers parameters by position, but the tables that an optimizer owns, and their order, depend on the
+sharding plan and the rank.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ def by_name(
 
     Args:
         optimizer: The optimizer.
-        state: Its `state_dict()`; empty if another rank has it, which makes the result empty.
+        state: Its `state_dict()`; on ranks without it empty, and then the result is empty.
         model: The model with its parameters.
-        more: Further kinds of state by parameter, tensors of any shape.
+        more: Parameter -> further kinds of state, tensors of any shape.
     """
     if isinstance(optimizer, KeyedOptimizer):  # its state_dict lacks the parameter groups
         state = {"state": optimizer.state, "param_groups": optimizer.param_groups}
@@ -52,13 +52,13 @@ def by_name(
 
 
 def load_by_name(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], model: nn.Module) -> set[str]:
-    """Load what `by_name` returned, or a `state_dict()` of `torch.optim`, into an optimizer.
+    """Load a result of `by_name`, or a `state_dict()` of `torch.optim`, into an optimizer.
 
     Returns:
         Names of the tables that only the optimizer or only the saved state has.
 
     Raises:
-        RuntimeError: Apart from tables, the saved optimizer has other parameters.
+        RuntimeError: The saved optimizer has other dense parameters.
     """
     if not is_by_name(saved):
         optimizer.load_state_dict(dict(saved))
@@ -75,10 +75,10 @@ def load_by_name(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], mod
     other = moved - table_weights(model)
     if other:
         raise RuntimeError(
-            f"{type(optimizer).__name__} has other parameters than the saved optimizer: {sorted(other)[:5]}. Load "
-            "with the module and the configure_optimizers that the checkpoint was saved with."
+            f"the saved optimizer and this run's {type(optimizer).__name__} have different parameters: "
+            f"{sorted(other)[:5]}. Load with the module and configure_optimizers that the checkpoint was saved with."
         )
-    if isinstance(optimizer, KeyedOptimizer):  # its own load_state_dict wants the state to be there already
+    if isinstance(optimizer, KeyedOptimizer):  # its load_state_dict requires existing state
         for names, group, saved_group in zip(named, groups, saved["param_groups"], strict=True):
             group.update({**saved_group, "params": group["params"]})
             for name, parameter in zip(names, group["params"], strict=True):
@@ -100,24 +100,24 @@ def load_by_name(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], mod
 
 
 def table_key(index: int, name: str, kind: str) -> str:
-    """Return the name of a piece: number of the optimizer, name of the parameter, kind of the state."""
+    """Return the name of a piece, from the index of the optimizer, the parameter and the kind of state."""
     return f"{index}/{name}/{kind.replace('%', '%25').replace('/', '%2F')}"
 
 
 def split_table_key(key: str) -> tuple[int, str, str]:
-    """Return index, name and kind of a `table_key`; names may have slashes of their own."""
+    """Return index, name and kind of a `table_key`; names may contain slashes."""
     index, _, rest = key.partition("/")
     name, _, kind = rest.rpartition("/")
     return int(index), name, kind.replace("%2F", "/").replace("%25", "%")
 
 
 def take_table_states(states: list[State], model: nn.Module, *, are_whole: bool = False) -> dict[str, Piece]:
-    """Move the state of tables that are sharded with a dense kernel out of each optimizer's `by_name` state, in place.
+    """Move the state of dense-kernel tables out of `by_name` states, in place.
 
     Args:
-        states: What `by_name` returned, by optimizer.
+        states: A result of `by_name` for each optimizer.
         model: The sharded model.
-        are_whole: Whether the states are those of whole tables, which stay whole; if not of this rank's shards.
+        are_whole: Whether the states are of unsharded tables; otherwise of this rank's shards.
 
     Returns:
         Pieces by `table_key`.
@@ -135,12 +135,7 @@ def take_table_states(states: list[State], model: nn.Module, *, are_whole: bool 
 
 
 def empty_table_states(saved: Mapping[str, tuple[torch.Size, torch.dtype]], model: nn.Module) -> dict[str, Piece]:
-    """Return empty pieces for saved state of dense-kernel tables, for those that this rank has a shard of.
-
-    Args:
-        saved: Shape and dtype of each saved piece by `table_key`.
-        model: The sharded model.
-    """
+    """Return zero pieces for the saved state (`table_key` -> shape and dtype) of this rank's dense-kernel tables."""
     weights = {name: weight for name, weight in dense_kernel_tables(model).items() if weight.local_shards()}
     pieces: dict[str, Piece] = {}
     for key, (size, dtype) in saved.items():
@@ -152,7 +147,7 @@ def empty_table_states(saved: Mapping[str, tuple[torch.Size, torch.dtype]], mode
 
 
 def put_table_states(pieces: Mapping[str, Piece], states: list[State]) -> None:
-    """Write loaded pieces into `by_name` states, in place; sharded ones as this rank's shards, concatenated."""
+    """Write loaded pieces into `by_name` states, in place; sharded pieces as this rank's concatenated shards."""
     for key, piece in pieces.items():
         index, name, kind = split_table_key(key)
         parts = [part for _, part in local_parts(piece)]
@@ -161,7 +156,7 @@ def put_table_states(pieces: Mapping[str, Piece], states: list[State]) -> None:
 
 
 def names_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[list[str]]:
-    """Return a name for each parameter by group; the position for those that the model lacks."""
+    """Return the parameters' names by group; for parameters that the model lacks, "group:position"."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return [
         [names.get(id(parameter), f"{index}:{position}") for position, parameter in enumerate(group["params"])]
@@ -170,5 +165,5 @@ def names_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[list[st
 
 
 def is_by_name(state: Mapping[str, Any]) -> bool:
-    """Whether a state is what `by_name` returned, and no `state_dict()` of `torch.optim`, which has positions."""
+    """Return whether a state is a result of `by_name` and not a `state_dict()` of `torch.optim`."""
     return all(isinstance(name, str) for group in state.get("param_groups", []) for name in group["params"])

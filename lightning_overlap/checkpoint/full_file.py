@@ -1,9 +1,9 @@
-"""Checkpoints of sharded tables as one file of plain tensors, which the unsharded module loads as well.
+"""Checkpoints of sharded tables as one file of plain tensors, which also loads into the unsharded module.
 
-Saving gathers table by table on the host: a rank other than 0 holds at most a copy of one shard on its host (none if
-that is on the host already). Rank 0 holds every tensor of the file at once, since `torch.save` takes them together: its
-host needs room for the whole model and its fused state, except for whole tensors that it has on the host already. No
-device needs more memory. Loading maps the file into memory, so that a rank reads only its shards.
+Saving gathers table by table on the host. Rank 0 needs host memory for the whole model and its fused state, except for
+tensors that are already whole on its host; other ranks need a copy of one shard, if it is on a device. No device needs
+more memory. Loading maps the file into memory; each rank reads only its shards. In this file `group` is a gloo group of
+all ranks; None on one rank.
 """
 
 from __future__ import annotations
@@ -32,12 +32,9 @@ from .table_state import Loading, fill_from_whole, local_parts, plan_loading
 def gather_checkpoint(
     checkpoint: dict[str, Any], model: nn.Module, group: dist.ProcessGroup | None
 ) -> dict[str, Any] | None:
-    """Return Lightning's checkpoint with whole tensors on rank 0, None on the others. Every rank calls this.
+    """Return Lightning's checkpoint, changed in place, with unsharded tensors on rank 0; None on other ranks.
 
-    Args:
-        checkpoint: Lightning's checkpoint, changed in place.
-        model: The sharded model.
-        group: A gloo group of all ranks; None on one rank.
+    Every rank calls this.
     """
     state = take_state(checkpoint, model)
     gathered = {part: dict(gather(state.get(part, {}), group)) for part in (MODEL, FUSED, TABLE_OPTIMIZERS)}
@@ -50,13 +47,9 @@ def gather_checkpoint(
 
 
 def gather(pieces: Mapping[str, Any], group: dist.ProcessGroup | None) -> Iterator[tuple[str, Tensor]]:
-    """Gather pieces one by one; yield (name, whole tensor on the host) on rank 0, and nothing on the others.
+    """Gather pieces one by one; yield (name, unsharded tensor on the host) on rank 0, nothing on other ranks.
 
-    All ranks call this and iterate to the end.
-
-    Args:
-        pieces: Tensors and ShardedTensors by name; other values are ignored. Ranks may have different names.
-        group: A gloo group of all ranks; None on one rank.
+    All ranks call this and iterate to the end; they may have different names. Skips values that are not tensors.
     """
     rank = 0 if group is None else group.rank()
     tensors = {key: piece for key, piece in pieces.items() if isinstance(piece, Tensor)}
@@ -89,10 +82,9 @@ def gather(pieces: Mapping[str, Any], group: dist.ProcessGroup | None) -> Iterat
 
 
 def _distinct(windows: list[list[tuple[slice, ...]]]) -> list[tuple[int, tuple[slice, ...]]]:
-    """Return (rank, window) for each part of a tensor: the rank that sends it, the first of several that have it.
+    """Return (rank, window) for each part of a tensor; `windows` has each rank's parts, as slices of the whole tensor.
 
-    Args:
-        windows: The parts that each rank has, by rank: slices of the whole tensor.
+    If several ranks have a part, the first rank sends it.
     """
     chunks: list[tuple[int, tuple[slice, ...]]] = []
     for rank, theirs in enumerate(windows):
@@ -106,15 +98,7 @@ def _distinct(windows: list[list[tuple[slice, ...]]]) -> list[tuple[int, tuple[s
 def write_file(
     content: dict[str, Any] | None, path: Path, group: dist.ProcessGroup | None, *, also: Path | None = None
 ) -> None:
-    """Write what `gather_checkpoint` returned to a file, which gets its name when it is complete and on the disk.
-
-    Every rank calls this.
-
-    Args:
-        content: The checkpoint, on rank 0.
-        path: Name of the file.
-        group: A gloo group of all ranks; None on one rank.
-        also: A second name that the complete file gets before.
+    """Write a result of `gather_checkpoint` atomically; every rank calls this. `also` is as for `atomic_replace`.
 
     Raises:
         OSError: Rank 0 could not write; raised on every rank.
@@ -123,7 +107,7 @@ def write_file(
 
     def write() -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        remove(unfinished)  # a folder, perhaps
+        remove(unfinished)  # may be a folder
         with unfinished.open("wb") as file:
             torch.save(content, file)
             file.flush()
@@ -134,7 +118,7 @@ def write_file(
 
 
 def load_file(path: Path, *, weights_only: bool | None) -> dict[str, Any]:
-    """Read a checkpoint file. Its weights and its tables' optimizer states stay on the disk until they are copied."""
+    """Read a checkpoint file; weights and optimizer states of tables stay on the disk until they are copied."""
     checkpoint = read_file(path, weights_only=weights_only, mmap=zipfile.is_zipfile(path))
     copied_later = ("state_dict", FUSED, TABLE_OPTIMIZERS)
     return {
@@ -150,23 +134,17 @@ def load_fused(
     model: nn.Module,
     group: dist.ProcessGroup | None,
 ) -> None:
-    """Copy the state of fused optimizers from the whole tensors of a checkpoint into the kernels; all ranks call this.
+    """Copy fused optimizer state from a full file into the kernels; all ranks call this.
 
-    The optimizer state of a run without this strategy is converted in place first, see `take_plain_state`.
-
-    Args:
-        checkpoint: The checkpoint; one that was a folder has no such tensors, its state is loaded already.
-        optimizers: Those of `configure_optimizers`.
-        schedulers: The learning-rate schedulers.
-        model: The sharded model.
-        group: A gloo group of all ranks; None on one rank.
+    First converts the optimizer state of a run without this strategy in place (`take_plain_state`). Copies nothing if
+    `load_folder` has loaded the state.
 
     Raises:
         RuntimeError: The state was saved from another model, or with another fused optimizer.
     """
     told = take_plain_state(checkpoint, optimizers, schedulers, model, group)
     saved = checkpoint.get(FUSED, {})
-    if saved is None:  # a folder's, which is loaded already
+    if saved is None:  # `load_folder` has loaded it
         return
 
     def plan_and_fill() -> Loading:
@@ -183,16 +161,12 @@ def load_dense(
     model: nn.Module,
     group: dist.ProcessGroup | None,
 ) -> None:
-    """Load the state of the optimizers of `configure_optimizers`, with this rank's part of their state of tables.
+    """Load the state of the optimizers of `configure_optimizers`, including this rank's part for tables.
 
-    Args:
-        checkpoint: The checkpoint, after `load_fused`.
-        optimizers: Those of `configure_optimizers`.
-        model: The sharded model.
-        group: A gloo group of all ranks; None on one rank. Rank 0 warns.
+    Call this after `load_fused`. Rank 0 warns.
 
     Raises:
-        RuntimeError: One has other parameters than the saved one, tables apart, whose state then starts anew.
+        RuntimeError: A saved optimizer has other dense parameters. For other tables the state is reset.
     """
     states, saved = checkpoint["optimizer_states"], checkpoint.get(TABLE_OPTIMIZERS, {})
     pieces = empty_table_states({key: (value.shape, value.dtype) for key, value in saved.items()}, model)
@@ -201,8 +175,8 @@ def load_dense(
     moved = set().union(*(load_by_name(*pair, model) for pair in zip(optimizers, states, strict=False)))
     if moved and is_rank_zero(group):
         warnings.warn(
-            f"{', '.join(sorted(moved))}: the dense optimizer trains these tables either now or when the checkpoint "
-            "was saved, but not both; its state of them starts anew or is not used.",
+            f"{', '.join(sorted(moved))}: the dense optimizer trains these tables only in the saved run or only in "
+            "this run; its state for them is reset or not used.",
             UserWarning,
             stacklevel=2,
         )

@@ -1,8 +1,8 @@
-"""Convert optimizer state of a checkpoint from a run without this strategy into the form that runs with it have.
+"""Convert optimizer state from a checkpoint of a run without this strategy.
 
-Such a run (`DDPStrategy`, one device) had whole tables, often in the dense optimizer, and numbered the parameters by
-position. Their names are found from the order of the checkpoint's weights, checked by the states' shapes. The state of
-a table goes to the dense optimizer if that trains it now, else to its fused optimizer if that has the same kinds.
+Such a run (`DDPStrategy`, one device) had unsharded tables, often in the dense optimizer, and numbered the parameters
+by position. The order of the checkpoint's weights gives their names; the states' shapes are checked. The state of a
+table goes to the dense optimizer if that trains it now, else to its fused optimizer if that has the same kinds.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..distributed import gather_objects
+from ..tables import fused_only_tables, keep_dense
 from .dense_state import State, is_by_name, names_of, take_table_states
 from .sharded_folder import FUSED, TABLE_OPTIMIZERS, is_rank_zero
 from .table_state import ITERATION, KERNEL_KINDS, StateKey, fused_kernels, fused_state, table_weights
@@ -28,7 +29,7 @@ _SOURCES: Mapping[str, Mapping[str, str]] = {
     "ADAM": {"momentum1": "exp_avg", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"},
     "PARTIAL_ROWWISE_ADAM": {"momentum1": "exp_avg", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"},
 }
-"""FBGEMM's optimizer -> kind of its state -> the kind that `torch.optim`'s optimizer of this name has for it."""
+"""FBGEMM's optimizer -> kind of its state -> the corresponding kind in `torch.optim`."""
 
 
 def take_plain_state(
@@ -38,23 +39,13 @@ def take_plain_state(
     model: nn.Module,
     group: dist.ProcessGroup | None,
 ) -> set[str]:
-    """Convert the optimizer state of a checkpoint in place: parameters by name, tables' state as fused optimizers'.
+    """Convert the optimizer state of a checkpoint in place, and return the names of tables whose state is not used.
 
-    Nothing is done to checkpoints that runs with the strategy have saved. All ranks call this; rank 0 warns of state
-    that has no place in this run.
-
-    Args:
-        checkpoint: Lightning's checkpoint.
-        optimizers: Those of this run's `configure_optimizers`; they may have more groups than the saved ones.
-        schedulers: This run's learning-rate schedulers.
-        model: The sharded model.
-        group: A gloo group of all ranks; None on one rank.
-
-    Returns:
-        Names of the tables whose state is not used.
+    Leaves checkpoints of runs with the strategy unchanged. All ranks call this; rank 0 warns about unused state. The
+    optimizers may have more groups than the saved optimizers.
 
     Raises:
-        RuntimeError: It is not clear which parameters the saved optimizers had.
+        RuntimeError: The parameters of the saved optimizers cannot be identified.
     """
     states = checkpoint.get("optimizer_states") or []
     if all(map(is_by_name, states)):
@@ -62,7 +53,7 @@ def take_plain_state(
     if len(states) != len(optimizers):
         raise _unknown(f"it has the state of {len(states)} optimizers, this run has {len(optimizers)}")
     tables = table_weights(model)
-    # The fused groups of `combined_optimizer`, which come last, are left out.
+    # Without the fused groups of `combined_optimizer`, which come last.
     num_fused = [len(getattr(optimizer, "fused_groups", [])) for optimizer in optimizers]
     mine = [names_of(one, model)[: len(one.param_groups) - num] for one, num in zip(optimizers, num_fused, strict=True)]
     weights = {name: value for name, value in checkpoint["state_dict"].items() if isinstance(value, Tensor)}
@@ -86,12 +77,13 @@ def take_plain_state(
     checkpoint[TABLE_OPTIMIZERS] = take_table_states(named, model, are_whole=True)
     checkpoint[FUSED], unused = _as_fused(of_fused, model, group)
     if unused and is_rank_zero(group):
+        way = keep_dense(sorted(set().union(*unused.values())), fused_only_tables(model))
         lines = [f"{', '.join(sorted(names))}: {what}" for what, names in unused.items()]
         warnings.warn(
-            "the checkpoint is of a run without this strategy, and this run cannot use all of its optimizer state. "
-            f"{'; '.join(lines)}. The weights are loaded, the optimizer state of these tables starts anew. To continue "
-            "with their former optimizer, pass its fused form to the strategy (on a CPU: SGD, Adagrad, RowWiseAdagrad) "
-            "or use sharding='data_parallel' without fused_optimizer: configure_optimizers then trains them.",
+            "the checkpoint is of a run without this strategy, and this run cannot use all of its optimizer state: "
+            f"{'; '.join(lines)}. The weights are loaded, the optimizer state of these tables is reset. To keep it, "
+            "pass the fused form of the same optimizer to the strategy (on a CPU SGD, Adagrad, RowWiseAdagrad) or let "
+            f"configure_optimizers train these tables: {way}",
             UserWarning,
             stacklevel=2,
         )
@@ -100,10 +92,10 @@ def take_plain_state(
 
 def _unknown(why: str) -> RuntimeError:
     return RuntimeError(
-        "the checkpoint is of a run without this strategy, whose optimizers number their parameters, and they cannot "
-        f"be matched to those of this run: {why}. Give configure_optimizers the dense parameters in the order of then, "
-        "or go on from the weights alone: module.load_state_dict(torch.load(PATH, weights_only=True)['state_dict']), "
-        "and fit without ckpt_path."
+        "the checkpoint is of a run without this strategy, whose optimizers number their parameters, and these numbers "
+        f"cannot be matched with this run's parameters: {why}. Pass the dense parameters to the optimizer in the saved "
+        "run's order, or load only the weights, with "
+        "module.load_state_dict(torch.load(PATH, weights_only=True)['state_dict']), and fit without ckpt_path."
     )
 
 
@@ -115,22 +107,22 @@ def _match(
     free: list[str],
     tables: set[str],
 ) -> tuple[list[int], dict[str, State]]:
-    """Match saved parameter groups, which number their parameters, to those of this run.
+    """Match saved parameter groups, which number their parameters, to this run's groups.
 
     Args:
         optimizer: This run's optimizer, for messages.
         mine: Parameter names of its dense groups.
         state: The saved `state_dict()`.
         weights: The checkpoint's weights by name, in their order.
-        free: Tables that no dense optimizer of this run trains. All were in one saved group, with other parameters or
-            alone, or in none.
+        free: Tables that no dense optimizer of this run trains. One saved group, perhaps with other parameters, had all
+            of them, or none had any.
         tables: Names of all tables.
 
     Returns:
-        The index of the saved group of each of this run's groups, and each saved parameter's state by name.
+        For each of this run's groups the index of the saved group, and parameter name -> saved state.
 
     Raises:
-        RuntimeError: No order of parameters fits, or several that differ do.
+        RuntimeError: No order of parameters fits, or several different orders do.
     """
     saved = [[state["state"].get(key, {}) for key in group["params"]] for group in state["param_groups"]]
     has_own_group = len(saved) == len(mine) + 1
@@ -149,17 +141,17 @@ def _match(
                 where = sorted((name, id(one)) for name, one in found.items() if _tensors(one))
                 fitting[tuple(kept), tuple(where)] = kept, found
     if len(fitting) != 1:
-        of_tables = f" and {len(free)} tables that are trained in backward" if free else ""
+        of_tables = f" and {len(free)} fused tables" if free else ""
         raise _unknown(
-            f"it has parameter groups of {[len(states) for states in saved]} parameters, {type(optimizer).__name__} of "
-            f"this run has groups of {[len(names) for names in mine]}{of_tables}, and "
+            f"it has parameter groups of {[len(states) for states in saved]} parameters, this run's "
+            f"{type(optimizer).__name__} has groups of {[len(names) for names in mine]}{of_tables}, and "
             f"{'several orders' if fitting else 'no order'} of them {'fit' if fitting else 'fits'} the sizes and shapes"
         )
     return next(iter(fitting.values()))
 
 
 def _orders(mine: list[str], free: list[str], tables: set[str], weights: list[str]) -> list[list[str]]:
-    """Return the orders in which a saved group may have had its parameters: the module's, or tables first or last."""
+    """Return possible orders of parameters in a saved group: the module's order, or tables first or last."""
     dense = [name for name in mine if name not in tables]
     of_tables = sorted({*mine, *free} & tables, key=weights.index)
     if not of_tables:
@@ -181,18 +173,17 @@ def _fit(names: Sequence[str], states: Sequence[State], weights: Mapping[str, An
 
 
 def _tensors(state: State) -> dict[str, Tensor]:
-    """Return the kinds of a parameter's state that are tensors with dimensions, and so have the parameter's shape."""
     return {kind: value for kind, value in state.items() if isinstance(value, Tensor) and value.dim()}
 
 
 def _fit_lists(saved: State, current: Mapping[str, Any], kept: Sequence[int], num_saved: int) -> None:
-    """Give lists in a scheduler's saved state, with an entry for each saved group, the entries of this run's groups.
+    """Convert lists with an entry per group in a scheduler's saved state to this run's groups.
 
     Args:
         saved: The scheduler's saved state, changed in place.
-        current: The state of this run's scheduler, from which groups that were not saved have their entries.
-        kept: The index of the saved group of each of this run's dense groups.
-        num_saved: How many groups were saved.
+        current: The state of this run's scheduler; gives the entries of groups that were not saved.
+        kept: For each of this run's dense groups the index of the saved group.
+        num_saved: Number of saved groups.
     """
     for key, value in saved.items():
         here = current.get(key)
@@ -203,10 +194,10 @@ def _fit_lists(saved: State, current: Mapping[str, Any], kept: Sequence[int], nu
 def _as_fused(
     states: Mapping[str, State], model: nn.Module, group: dist.ProcessGroup | None
 ) -> tuple[dict[str, Tensor], dict[str, list[str]]]:
-    """Convert the states of whole tables into those of the fused optimizers that train them now; all ranks call this.
+    """Convert states of unsharded tables into fused state; all ranks call this.
 
     Returns:
-        Whole tensors by name of their piece, and the tables whose state is not used, by the reason.
+        Unsharded tensors by name of the piece, and reason -> tables whose state is not used.
     """
     kernels = {name: kernel.optimizer.name for name, _, kernel in fused_kernels(model)}
     keys_of: dict[str, set[StateKey]] = {}
@@ -223,11 +214,11 @@ def _as_fused(
         if now not in _SOURCES or set(source_of.values()) != there.keys():
             if there:
                 kinds, now = ", ".join(sorted(there)), now.removeprefix("EXACT_")
-                unused.setdefault(f"saved with {kinds}, which {now} of this run does not take", []).append(name)
+                unused.setdefault(f"saved with {kinds}, which this run's {now} cannot use", []).append(name)
             continue
         for key, source in source_of.items():
             value = there[str(source)]
-            # Row-wise optimizers keep the mean over the columns: of sums and running means it is the same, to rounding.
+            # Row-wise optimizers keep the mean over the columns; it commutes with sums and running means, to rounding.
             taken[str(key)] = value if key.columns is None else value[:, slice(*key.columns)].mean(1)
         taken[str(StateKey(name, ITERATION))] = torch.tensor([int(state.get("step", 0))])
     return taken, unused

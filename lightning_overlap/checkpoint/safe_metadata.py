@@ -1,9 +1,8 @@
-"""Read what `torch.distributed.checkpoint` writes without executing anything of it.
+"""Read folders of `torch.distributed.checkpoint` without executing their content.
 
-The list of a folder's tensors, `.metadata`, is a pickle: unpickling calls whatever it names. Here it may name only the
-classes that such a list consists of, and each name gives a class without behaviour (`_Record`), made anew for each
-reading. The list is then built from these records. Objects that are no tensors are read by `torch.load`, with its
-`weights_only`.
+A folder's list of tensors, `.metadata`, is a pickle, and unpickling calls whatever the pickle names. Here only the
+classes of such a list are allowed, and each is read as a class without behaviour (`_Record`). The list is built from
+these records. `torch.load` reads objects other than tensors, with `weights_only`.
 """
 
 from __future__ import annotations
@@ -29,27 +28,27 @@ _REAL = {
         _StorageInfo,
     )
 }
-"""The records that a list is built of, by name."""
+"""Name -> class of which a list is built."""
 
 _RECORDS = {
     *((kind.__module__, name) for name, kind in _REAL.items()),
     *((dcp.__name__, name) for name in ("Metadata", "StorageMeta", "TensorProperties", "_MEM_FORMAT_ENCODING")),
     ("torch.serialization", "_get_layout"),
-    ("builtins", "getattr"),  # by which some versions of Python write enums
+    ("builtins", "getattr"),  # some versions of Python write enums with it
     *((module, name) for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")),
 }
-"""What a list of tensors may name, by module; each name gives a record class."""
+"""(module, name) that a pickle may contain and that are read as records."""
 
 _VALUES: Mapping[tuple[str, str], Any] = {
     ("torch", "Size"): torch.Size,
     ("collections", "OrderedDict"): dict,
     **{("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
 }
-"""What it may name besides: builtin types and dtypes, which a pickle cannot change."""
+"""(module, name) -> value that a pickle may contain: builtin types and dtypes, which a pickle cannot change."""
 
 
 class SafeReader(FileSystemReader):
-    """Reads a folder; whatever its `.metadata` holds, nothing of it is executed."""
+    """Reads a folder without executing its `.metadata`."""
 
     @override
     def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.Metadata:
@@ -57,17 +56,17 @@ class SafeReader(FileSystemReader):
         with open(path, "rb") as file:
             try:
                 metadata = _metadata(_Unpickler(file).load())
-            except Exception as err:  # of whatever kind: it may hold anything
+            except Exception as err:  # the file may contain anything
                 raise RuntimeError(
-                    f"{path} is not the list of tensors that this strategy writes; none of it was executed: "
-                    f"{type(err).__name__}: {err}. Load another checkpoint, or copy this one again from its source."
+                    f"{path} is not a list of tensors as this strategy writes it; none of it was executed: "
+                    f"{type(err).__name__}: {err}. Load another checkpoint, or copy this checkpoint again."
                 ) from err
         metadata.storage_meta = dcp.StorageMeta(load_id=self.load_id)
         return metadata
 
 
 class SafePlanner(DefaultLoadPlanner):
-    """Loads objects by `torch.load` with its `weights_only`; the base class would execute whatever they contain."""
+    """Loads objects with `torch.load` and `weights_only`; the base class would execute their pickles."""
 
     def __init__(self, weights_only: bool | None) -> None:
         super().__init__()
@@ -83,7 +82,7 @@ class SafePlanner(DefaultLoadPlanner):
 
 
 class _Record:
-    """Stands for an object of the list: keeps its state, ignores constructor arguments."""
+    """Keeps the state of an object in the list, and ignores constructor arguments."""
 
     state: Any = None
 
@@ -96,7 +95,7 @@ class _Record:
 class _Unpickler(pickle.Unpickler):
     def __init__(self, file: Any) -> None:
         super().__init__(file)
-        # A pickle can set attributes of classes that it names: so each reading gets classes of its own.
+        # A pickle can set attributes of classes: each reading gets new classes.
         records = {(module, name): type(name, (_Record,), {}) for module, name in _RECORDS}
         self._known: Mapping[tuple[str, str], Any] = {**records, **_VALUES}
 
@@ -117,13 +116,12 @@ def _metadata(record: _Record) -> dcp.Metadata:
 
 
 def _real(value: Any) -> Any:
-    """Return the object that a record stands for, built from its known fields."""
     if isinstance(value, list):
         return [_real(one) for one in value]
     if not isinstance(value, _Record):
         return value
     if type(value).__name__ == dcp.TensorProperties.__name__:
-        return dcp.TensorProperties(dtype=value.state[0])  # the others are deprecated
+        return dcp.TensorProperties(dtype=value.state[0])  # its other fields are deprecated
     kind = _REAL[type(value).__name__]
-    known = {field.name for field in fields(kind)} & (value.state or {}).keys()  # a newer torch may write others
+    known = {field.name for field in fields(kind)} & (value.state or {}).keys()  # a newer torch may write other fields
     return kind(**{name: _real(value.state[name]) for name in known})

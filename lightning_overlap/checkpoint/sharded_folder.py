@@ -1,10 +1,9 @@
-"""Checkpoints of sharded tables as a folder: every rank writes its own shards, by torch.distributed.checkpoint.
+"""Checkpoints of sharded tables as a folder: every rank writes its shards with torch.distributed.checkpoint.
 
-Lightning's default would pickle rank 0's shards alone, without a word about the others. A folder loads on any number
-of ranks and under any sharding plan (`table_state`). It gets its name only when it is complete (`atomic`): until then
-it is called `NAME.unfinished`, and what had the name before stays. Shards are written one after the other, each into a
-file. A shard on a device, or one that shares a kernel's memory with other tables, is copied for that, one at a time. An
-asynchronous save holds a copy of this rank's shards on the host.
+Lightning's default pickles only rank 0's shards. A folder loads on any number of ranks and under any sharding plan
+(`table_state`). Until it is complete it is called `NAME.unfinished`, and an old NAME stays (`atomic`). Shards are
+written one after the other, each into a file. A shard on a device, or in a kernel's memory with other tables, is
+copied to the host first, one at a time. An asynchronous save copies all of this rank's shards to the host.
 """
 
 from __future__ import annotations
@@ -39,75 +38,66 @@ from .safe_metadata import SafePlanner, SafeReader
 from .table_state import Loading, fused_state, on_host, plan_loading
 
 METADATA_NAME = "meta.pt"
-"""The file that marks a checkpoint folder and holds what is not sharded: loops, callbacks, dense optimizers."""
+"""The file that marks a checkpoint folder and has the unsharded state: loops, callbacks, dense optimizers."""
 
 SHARDED, FULL = FORMATS = "sharded", "full"
-"""A folder, to which every rank writes its shards; one file, gathered on rank 0."""
+"""A folder written by all ranks; one file, gathered on rank 0."""
 
 MODEL, FUSED, TABLE_OPTIMIZERS = "model", "fused_optimizer", "table_optimizers"
 """Parts of a folder: weights, state of fused optimizers, state of dense optimizers for shards of tables."""
 
 
 def check_format(checkpoint_format: str | None, async_checkpoint: bool) -> None:
-    """Check the strategy's arguments.
-
-    Raises:
-        ValueError: The format is unknown, or `async_checkpoint` is asked for with one file.
-    """
+    """Raise a ValueError if the format is unknown, or is "full" with `async_checkpoint`."""
     if checkpoint_format is not None and checkpoint_format not in FORMATS:
         raise ValueError(unknown_name_message("checkpoint_format", str(checkpoint_format), FORMATS))
     if checkpoint_format == FULL and async_checkpoint:
         raise ValueError(
-            "async_checkpoint=True writes folders: a full file has to be gathered while nothing else runs. "
-            "Use checkpoint_format='sharded'."
+            "async_checkpoint=True needs checkpoint_format='sharded', got 'full': training waits while a full "
+            "file is gathered."
         )
 
 
 def is_folder(path: Path) -> bool:
-    """Whether a path is a folder that `FolderSaver` wrote."""
+    """Return whether a path is a folder of `FolderSaver`."""
     return (path / METADATA_NAME).is_file()
 
 
 def check_folder_path(path: Any, storage_options: Any) -> None:
-    """Check that a checkpoint can be a folder.
-
-    Raises:
-        ValueError: The path is remote, or there are storage options.
-    """
+    """Raise a ValueError if a checkpoint cannot be a folder: the path is remote, or there are storage options."""
     if "://" in str(path) or storage_options is not None:
         raise ValueError(
-            f"a checkpoint of sharded tables is a local folder, got {path!r}"
+            f"a sharded checkpoint must be a local folder, got {path!r}"
             f"{'' if storage_options is None else ' with storage_options'}. Save to a folder that all ranks share, "
             "or use checkpoint_format='full'."
         )
 
 
 def take_state(checkpoint: dict[str, Any], model: nn.Module) -> dict[str, dict[str, Any]]:
-    """Move what the ranks hold in parts out of Lightning's checkpoint, in place; add the fused optimizers' state.
+    """Move sharded state out of Lightning's checkpoint, in place, and add the fused optimizers' state.
 
     Returns:
-        Pieces by name, by part: `MODEL`, and with optimizer states (not `save_weights_only=True`) `FUSED` and
-        `TABLE_OPTIMIZERS`. Empty parts are left out.
+        Part, name -> piece: `MODEL`, and unless `save_weights_only=True` `FUSED` and `TABLE_OPTIMIZERS`, unless empty.
     """
     state = {MODEL: checkpoint.pop("state_dict")}
     if "optimizer_states" in checkpoint:
         state[FUSED] = {str(key): piece for key, piece in fused_state(model).items()}
         state[TABLE_OPTIMIZERS] = take_table_states(checkpoint["optimizer_states"], model)
-    # An empty part would be written as an object; ranks differ in what they have.
+    # An empty part would be written as an object, and ranks differ in their parts.
     return {part: values for part, values in state.items() if values}
 
 
 class FolderSaver:
-    """Writes checkpoint folders, in a thread if told so; one at a time.
+    """Writes checkpoint folders one at a time, optionally in a thread.
 
     Args:
-        group: A gloo group of all ranks, which nothing else uses while a save is under way; None on one rank.
+        group: A gloo group of all ranks that is only for saves; None on one rank.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._group = group
         self._executor: ThreadPoolExecutor | None = None
-        self._under_way: list[Future[None]] = []  # a save, and what `on_commit` was given since
+        self._under_way: list[Future[None]] = []  # a save, and then the actions of `on_commit`
 
     def save(
         self,
@@ -118,17 +108,13 @@ class FolderSaver:
         asynchronous: bool = False,
         also: Path | None = None,
     ) -> None:
-        """Write what Lightning gathered, and the model's shards, into a folder; every rank calls this.
+        """Write Lightning's checkpoint and the model's shards into a folder; every rank calls this.
 
-        Args:
-            checkpoint: Lightning's checkpoint; what the ranks hold in parts is moved out of it.
-            path: Name of the folder, which it gets when it is complete.
-            model: The sharded model.
-            asynchronous: Whether to return as soon as this rank's part is copied to the host, and write in a thread.
-            also: A second name that the complete folder gets before.
+        Moves sharded state out of `checkpoint`. If `asynchronous`, only copies this rank's part to the host now, and
+        writes in a thread. `also` is as for `atomic_replace`.
 
         Raises:
-            OSError: A rank could not write, in this save or in the asynchronous one before; raised on every rank.
+            OSError: A rank could not write, in this save or an earlier asynchronous save; raised on every rank.
         """
         self.wait()
         state = take_state(checkpoint, model)
@@ -138,7 +124,7 @@ class FolderSaver:
         if not asynchronous:
             _write(state, buffer.getbuffer(), path, self._group, also)
             return
-        # After torch.distributed.checkpoint.async_save somebody would have to wait to give the folder its name.
+        # Not torch.distributed.checkpoint.async_save: the folder must be renamed after it.
         state = {
             part: {key: on_host(value) if isinstance(value, Tensor) else value for key, value in values.items()}
             for part, values in state.items()
@@ -147,7 +133,7 @@ class FolderSaver:
         self._under_way = [self._executor.submit(_write, state, buffer.getbuffer(), path, self._group, also)]
 
     def on_commit(self, action: Callable[[], None]) -> None:
-        """Call a function as soon as the save under way has succeeded; at once if none is under way."""
+        """Call a function after the current save succeeds; at once if there is none."""
         if self._executor is None:
             action()
             return
@@ -160,10 +146,10 @@ class FolderSaver:
         self._under_way.append(self._executor.submit(if_succeeded))
 
     def wait(self) -> None:
-        """Wait for the save under way and for what `on_commit` was given.
+        """Wait for the current save and for actions of `on_commit`.
 
         Raises:
-            OSError: The save has failed; raised on every rank.
+            OSError: The save failed; raised on every rank.
         """
         under_way, self._under_way = self._under_way, []
         executor, self._executor = self._executor, None
@@ -174,14 +160,13 @@ class FolderSaver:
 
 
 def is_rank_zero(group: dist.ProcessGroup | None) -> bool:
-    """Whether this is the first rank of a group, or the only one."""
+    """Return whether this is rank 0 of a group, or the only rank."""
     return group is None or group.rank() == 0
 
 
 def _write(
     state: dict[str, Any], rest: memoryview, path: Path, group: dist.ProcessGroup | None, also: Path | None
 ) -> None:
-    """Write a folder next to `path`, then give it the name `also`, if there is one, and the name `path`."""
     unfinished = sibling(path, "unfinished")
 
     def begin() -> None:
@@ -197,16 +182,16 @@ def _write(
 
     try:
         on_rank_zero(begin, path, group)
-        # With one file a rank, the writer of torch 2.13 keeps host copies of all tensors until the file is whole.
+        # With one file per rank, the writer of torch 2.13 keeps host copies of all tensors until the file is complete.
         writer = FileSystemWriter(unfinished, single_file_per_rank=False, per_thread_copy_ahead=0)
         save(state, storage_writer=writer, planner=_OneCopy(), process_group=group, no_dist=group is None)
         on_rank_zero(finish, path, group)
-    except (CheckpointException, RuntimeError) as err:  # raised on every rank, or another rank does not answer
+    except (CheckpointException, RuntimeError) as err:  # raised on every rank, or another rank does not respond
         raise OSError(f"could not write the checkpoint {path}: {_said(err)}") from err
 
 
 def _said(err: BaseException) -> str:
-    """Return what has failed, in words; if several ranks report it, each failure once, with one of its ranks."""
+    """Return the message of an error; of failures on several ranks, each different one with a rank."""
     if not isinstance(err, CheckpointException):
         return str(err)
     ranks = {f"{type(error).__name__}: {error}": rank for rank, (error, _) in err.failures.items()}
@@ -214,10 +199,10 @@ def _said(err: BaseException) -> str:
 
 
 class _OneCopy(DefaultSavePlanner):
-    """Gives the writer each tensor to write, copied to the host where the writer would copy it.
+    """Copies tensors to the host for the writer, and frees each copy early.
 
-    The writer (of torch 2.13, one thread and nothing copied ahead) has written a tensor when it asks for the next one,
-    but holds on to it until it has that one. So the memory of the copy before is given back here.
+    The writer (of torch 2.13, with one thread) asks for the next tensor after it has written the last one, but keeps
+    the last one until it has the next. So the last copy's memory is freed here.
     """
 
     _copy: Tensor | None = None
@@ -236,10 +221,10 @@ class _OneCopy(DefaultSavePlanner):
 
 
 def on_rank_zero(action: Callable[[], None], path: Path, group: dist.ProcessGroup | None) -> None:
-    """Call a function on rank 0. All ranks call this.
+    """Call a function on rank 0; all ranks call this.
 
     Raises:
-        OSError: It has failed, or rank 0 does not answer; raised on all ranks.
+        OSError: The function failed, or rank 0 does not respond; raised on all ranks.
     """
     try:
         together(action if is_rank_zero(group) else lambda: None, partial(gather_objects, group=group))
@@ -251,27 +236,27 @@ def on_rank_zero(action: Callable[[], None], path: Path, group: dist.ProcessGrou
 
 
 def resolve_path(path: Path) -> Path:
-    """Return where a checkpoint is, given its name.
+    """Return the path of a checkpoint, which may be its old name after a crash.
 
     Raises:
         FileNotFoundError: Nothing has this name.
-        ValueError: It is no complete checkpoint.
+        ValueError: The path is not a complete checkpoint.
     """
     if not path.exists() and (is_folder(before := being_replaced(path)) or before.is_file()):
         warnings.warn(f"{path} was being replaced; loading the previous checkpoint {before}.", stacklevel=2)
         return before
-    if not path.exists():  # another process has not given it its name since
-        left = " (a save that did not finish left NAME.unfinished)" if sibling(path, "unfinished").exists() else ""
+    if not path.exists():  # checked again: another process may have renamed it
+        left = " (an unfinished save left NAME.unfinished)" if sibling(path, "unfinished").exists() else ""
         raise FileNotFoundError(f"Checkpoint file not found: {path}{left}")  # in Lightning's words
     if path.suffix == ".unfinished":
         raise ValueError(
-            f"{path} is left over from an unfinished save. Load {path.with_suffix('')} if it exists, "
+            f"{path} is the leftover of an unfinished save. Load {path.with_suffix('')} if it exists, "
             "or another checkpoint."
         )
     if path.is_dir() and not is_folder(path):
         raise ValueError(
             f"{path} is a folder without {METADATA_NAME} and thus not a checkpoint of this strategy. "
-            "Give the folder (or file) that ModelCheckpoint or trainer.save_checkpoint wrote."
+            "Pass the folder (or file) that ModelCheckpoint or trainer.save_checkpoint wrote."
         )
     return path
 
@@ -289,24 +274,23 @@ def load_folder(
 
     Args:
         path: The folder, saved on any number of ranks under any plan.
-        model: The module, sharded in any way.
+        model: The module, under any plan.
         group: A gloo group of all ranks; None on one rank.
-        weights_only: As for `torch.load`, for objects that are no tensors.
-        strict: Whether the folder has to hold exactly the module's weights.
-        with_optimizers: Whether to read the state of fused optimizers, and of dense ones for shards of tables.
+        weights_only: As for `torch.load`, for objects other than tensors.
+        strict: Whether the folder must have exactly the module's weights.
+        with_optimizers: Whether to load the optimizer state of tables.
 
     Returns:
-        The checkpoint as Lightning knows it. Its `state_dict` is the module's own, and `FUSED` is None, as that state
-        is in the kernels already.
+        Lightning's checkpoint. Its `state_dict` is the module's, and `FUSED` is None: that state is already loaded.
 
     Raises:
-        RuntimeError: The folder is of another model or another fused optimizer, or its content is damaged.
+        RuntimeError: The folder is of another model or another fused optimizer, or is damaged.
     """
     saved = _saved(path)
-    state_dict = model.state_dict()  # its tensors are the module's own memory: filling them loads the module
+    state_dict = model.state_dict()  # shares the module's memory: filling it loads the module
     weights = {key: value for key, value in state_dict.items() if isinstance(value, Tensor)}
     rest = read_file(path / METADATA_NAME, weights_only=weights_only)
-    objects = state_dict.keys() - weights.keys()  # of get_extra_state; a dict of them is saved entry by entry
+    objects = state_dict.keys() - weights.keys()  # of get_extra_state; a dict is saved entry by entry
     there = {name: next((key for key in objects if name.startswith(f"{key}.")), name) for name in saved[MODEL]}
     saved[MODEL] = {there[name]: value for name, value in saved[MODEL].items()}
     _check_same_model(path, state_dict.keys(), weights, saved[MODEL], strict)
@@ -337,7 +321,7 @@ def _load(state: dict[str, Any], path: Path, weights_only: bool | None, group: d
 
 
 def _saved(path: Path) -> dict[str, dict[str, tuple[torch.Size, torch.dtype]]]:
-    """Return shape and dtype of every tensor in a folder, by part and name."""
+    """Return part -> name -> shape and dtype of the tensors in a folder; None for objects."""
     found: dict[str, dict[str, Any]] = {MODEL: {}, FUSED: {}, TABLE_OPTIMIZERS: {}}
     for name, metadata in SafeReader(path).read_metadata().state_dict_metadata.items():
         part, _, key = name.partition(".")
@@ -351,15 +335,10 @@ def _saved(path: Path) -> dict[str, dict[str, tuple[torch.Size, torch.dtype]]]:
 
 
 def read_file(path: Path, *, weights_only: bool | None, mmap: bool = False) -> dict[str, Any]:
-    """Return what `torch.load` reads, on the host.
-
-    Args:
-        path: The file.
-        weights_only: As for `torch.load`.
-        mmap: Whether tensors stay in the file until they are used.
+    """Read a file with `torch.load`, onto the host.
 
     Raises:
-        RuntimeError: It has objects that `weights_only` refuses; the message says how to load it.
+        RuntimeError: The file has objects that `weights_only` rejects; the message tells how to load it.
     """
     try:
         content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=weights_only, mmap=mmap)
@@ -370,10 +349,10 @@ def read_file(path: Path, *, weights_only: bool | None, mmap: bool = False) -> d
 
 def _untrusted(path: Path, err: Exception) -> RuntimeError:
     return RuntimeError(
-        f"{path} holds objects that load only if you trust the file: {str(err).splitlines()[0]} "
-        "Lightning 2.6 does not pass weights_only of trainer.fit() and similar calls to a strategy that loads after "
-        "sharding: allow the classes with torch.serialization.add_safe_globals([...]), or set "
-        "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1 in the environment."
+        f"{path} contains objects that load only if you trust the file: {str(err).splitlines()[0]} "
+        "Allow their classes with torch.serialization.add_safe_globals([...]), or set "
+        "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1 in the environment. (Lightning 2.6 does not pass weights_only of "
+        "trainer.fit() and similar calls to a strategy that loads after sharding.)"
     )
 
 
@@ -384,7 +363,7 @@ def _check_same_model(
     if strict and (missing or unexpected):
         raise RuntimeError(
             f"could not load {path} into this model. Was it saved from other tables?"
-            f"{f' Missing there: {missing}.' if missing else ''}"
+            f"{f' Missing in the checkpoint: {missing}.' if missing else ''}"
             f"{f' Not in this model: {unexpected}.' if unexpected else ''}"
         )
     objects = some(sorted(key for key in weights if key in saved and saved[key] is None))

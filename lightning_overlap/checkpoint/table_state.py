@@ -1,9 +1,9 @@
-"""State of sharded tables in a form that does not depend on the sharding plan, so that it loads under another one.
+"""State of sharded tables in a form that is independent of the sharding plan.
 
-A *piece* is a plain tensor or a `ShardedTensor`, with a name. State with the shape of its table is one piece,
-`ebc.embedding_bags.t1.weight.momentum1`. Row-wise state (one value a row) is one piece for each range of columns that
-is a shard, `....momentum1[:, 0:8]`: TorchRec concatenates the column shards' states instead, in a tensor whose size
-depends on the plan. Iteration counts and learning rates of the kernels are pieces too.
+A *piece* is a named tensor or `ShardedTensor`. State with the shape of its table is one piece,
+`ebc.embedding_bags.t1.weight.momentum1`. Row-wise state (one value per row) is one piece per column shard,
+`....momentum1[:, 0:8]`: TorchRec's own form concatenates column shards, so that its size depends on the plan. The
+kernels' iteration counts and learning rates are also pieces.
 """
 
 from __future__ import annotations
@@ -32,37 +32,35 @@ from ..tables import kernel_of, table_modules
 from ..text import some
 
 Piece: TypeAlias = Tensor | ShardedTensor
-"""A tensor that is the same on all ranks that have it, or one of which each rank has some shards."""
+"""A tensor that is equal on all ranks that have it, or a sharded tensor."""
 
 Columns: TypeAlias = tuple[int, int]
-"""The first column, and the one after the last."""
+"""First column, last column + 1."""
 
 ITERATION, LR, APPLIED_LR = "iteration", "lr", "applied_lr"
 KERNEL_KINDS = (ITERATION, LR, APPLIED_LR)
 _NAME = re.compile(r"(?P<weight>.*)\.(?P<kind>[^.\[]+)(?:\[:, (?P<start>\d+):(?P<stop>\d+)\])?", re.DOTALL)
-"""The name of a piece; the weight's name in it may have any characters, but ends in `.weight` or the like."""
+"""The name of a piece; the weight's name may contain any characters."""
 
 
 class StateKey(NamedTuple):
-    """The parts of the name of a piece of fused state; `str` returns the name."""
+    """The parts of the name of a piece of fused state; `str()` returns the name."""
 
     weight: str
     """Name of the table's weight."""
     kind: str
     """Kind of the state: `momentum1`, ..., or one of `KERNEL_KINDS`."""
     columns: Columns | None = None
-    """The columns that row-wise state belongs to; None for other state."""
+    """The columns of row-wise state; None for other state."""
 
     @classmethod
     def parse(cls, name: str) -> StateKey:
-        """Return the parts of a name.
-
-        Raises:
-            RuntimeError: It is no name of a piece.
-        """
+        """Return the parts of a name; raise a RuntimeError if it is not the name of a piece."""
         found = _NAME.fullmatch(name)
         if found is None:
-            raise RuntimeError(f"the checkpoint has {name!r} among the states of fused optimizers. Load another one.")
+            raise RuntimeError(
+                f"the checkpoint's fused optimizer state has an unknown entry {name!r}. Load another checkpoint."
+            )
         columns = None if found["start"] is None else (int(found["start"]), int(found["stop"]))
         return cls(found["weight"], found["kind"], columns)
 
@@ -71,26 +69,26 @@ class StateKey(NamedTuple):
 
 
 class Loading(NamedTuple):
-    """How to load fused state: what to fill with saved state, and what to call afterwards."""
+    """How to load fused state."""
 
     pieces: dict[str, Piece]
     """The pieces to fill, by their saved names."""
     finish: Callable[[], None]
-    """Writes the rest into the kernels, once the pieces are filled."""
+    """Call this after the pieces are filled; it writes the rest into the kernels."""
 
 
 def fused_state(model: nn.Module) -> dict[StateKey, Piece]:
-    """Return this rank's part of the state of all fused optimizers, in the kernels' own tensors.
+    """Return this rank's part of the state of all fused optimizers, in the kernels' memory.
 
-    Besides the optimizers' state, for every table: updates counted, the optimizer's learning rate, and the one that
-    the kernel was last given (a scheduler's change reaches the kernel in `zero_grad` or `step`).
+    It also has every table's number of updates, the optimizer's learning rate, and the kernel's learning rate (a
+    scheduler's change reaches the kernel in `zero_grad` or `step`).
     """
     pieces: dict[StateKey, Piece] = {}
     for name, sharded in table_modules(model).items():
         optimizer = sharded.fused_optimizer
         for parameter, weight in optimizer.params.items():
             for path, value in optimizer.state.get(weight, {}).items():
-                if path.endswith(".iter"):  # a kernel's own counter, saved as ITERATION
+                if path.endswith(".iter"):  # saved as ITERATION
                     continue
                 key = StateKey(f"{name}.{parameter}", path.rpartition(".")[2])
                 if value.dim() == 1:
@@ -107,15 +105,15 @@ def fused_state(model: nn.Module) -> dict[StateKey, Piece]:
 def plan_loading(model: nn.Module, saved: Iterable[str], told: Collection[str] = ()) -> Loading:
     """Match the fused state of this run to the names of saved pieces.
 
-    Row-wise state saved for other ranges of columns is averaged over the saved ranges that a shard overlaps, each
-    weighted by the columns they share. A part of one saved range thus gets that range's state. For RowWiseAdagrad,
-    whose state sums up mean squares of gradients, the average over column shards is what the whole row would have
-    summed up from the same gradients; for a part of a range that cannot be known.
+    Row-wise state that was saved for other ranges of columns is averaged over the saved ranges that a shard overlaps,
+    weighted by the number of common columns. So a part of a saved range gets that range's state. RowWiseAdagrad's state
+    sums mean squares of gradients: the average over column shards equals the state of the whole row for the same
+    gradients; the state of a part of a range is unknown.
 
     Args:
         model: The sharded model.
         saved: Names of the saved pieces.
-        told: Tables of whose state the user was warned already.
+        told: Tables about whose state the user has been warned.
 
     Raises:
         RuntimeError: A table was saved with the state of another fused optimizer.
@@ -139,7 +137,7 @@ def plan_loading(model: nn.Module, saved: Iterable[str], told: Collection[str] =
             continue
         sources = overlapping(key, keys) if local_parts(piece) else {}
         if sources:
-            # Whole rows for all columns that a rank has: small against the shards, which have as many rows.
+            # A value for each of the table's rows, on every rank.
             for source in sources:
                 pieces.setdefault(source, torch.zeros(piece.size()[0], dtype=piece.dtype))
             averages.append((piece, sources))
@@ -159,7 +157,7 @@ def plan_loading(model: nn.Module, saved: Iterable[str], told: Collection[str] =
             if iteration is not None:
                 kernel.iter.fill_(iteration)
                 kernel.iter_cpu.fill_(iteration)
-            if lr is not None:  # a run without this strategy had none
+            if lr is not None:  # None for runs without this strategy
                 kernel.set_learning_rate(applied_lr)
                 for group in fused.param_groups:
                     group["lr"] = lr
@@ -168,11 +166,7 @@ def plan_loading(model: nn.Module, saved: Iterable[str], told: Collection[str] =
 
 
 def check_tables(model: nn.Module, weights: Mapping[str, Any]) -> None:
-    """Check that whole weights have the shapes of this model's tables: TorchRec would load a part of larger ones.
-
-    Raises:
-        RuntimeError: A weight has another shape.
-    """
+    """Raise a RuntimeError if unsharded weights have other shapes than the tables: TorchRec may load a part of them."""
     tables = {name: value for name, value, _ in _tables(model) if isinstance(weights.get(name), Tensor)}
     _check_shapes(tables, weights)
 
@@ -187,7 +181,7 @@ def _check_shapes(pieces: Mapping[str, Piece], whole: Mapping[str, Tensor]) -> N
 
 
 def fill_from_whole(pieces: Mapping[str, Piece], whole: Mapping[str, Tensor]) -> None:
-    """Copy this rank's part of whole tensors into pieces of the same shape as a whole, in place."""
+    """Copy this rank's part of unsharded tensors into pieces of the same full shape."""
     _check_shapes(pieces, whole)
     for key, piece in pieces.items():
         for window, part in local_parts(piece):
@@ -195,7 +189,7 @@ def fill_from_whole(pieces: Mapping[str, Piece], whole: Mapping[str, Tensor]) ->
 
 
 def local_parts(piece: Piece) -> list[tuple[tuple[slice, ...], Tensor]]:
-    """Return what this rank has of a piece, by shard: the slices of the whole tensor, and the tensor that is there."""
+    """Return this rank's shards of a piece, each as slices of the unsharded tensor and the shard's tensor."""
     if isinstance(piece, ShardedTensor):
         placed = [(shard.metadata.shard_offsets, shard.tensor.detach()) for shard in piece.local_shards()]
     else:
@@ -207,25 +201,20 @@ def local_parts(piece: Piece) -> list[tuple[tuple[slice, ...], Tensor]]:
 
 
 def on_host(piece: Piece) -> Piece:
-    """Return a copy on the host that shares no memory with the piece."""
+    """Return a copy on the host."""
     if not isinstance(piece, ShardedTensor):
         return piece.detach().to("cpu", copy=True)
     return map_shards(piece, lambda shard: shard.to("cpu", copy=True))
 
 
 def split_like(weight: ShardedTensor, stacked: Tensor) -> ShardedTensor:
-    """Return a tensor that is sharded as a weight is.
-
-    Args:
-        weight: The weight.
-        stacked: This rank's shards, concatenated along dimension 0 in the weight's order.
-    """
+    """Return a tensor with a weight's sharding; `stacked` has this rank's shards, concatenated along dimension 0."""
     parts = iter(stacked.detach().split([len(shard.tensor) for shard in weight.local_shards()]))
     return map_shards(weight, lambda _: next(parts))
 
 
 def dense_kernel_tables(model: nn.Module) -> dict[str, ShardedTensor]:
-    """Return by name the weights of sharded tables with a dense kernel, whose shards the dense optimizer trains."""
+    """Return name -> weight of sharded tables with a dense kernel, which the dense optimizer trains."""
     return {
         name: value
         for name, value, how in _tables(model)
@@ -241,7 +230,6 @@ def table_weights(model: nn.Module) -> set[str]:
 
 
 def _tables(model: nn.Module) -> Iterator[tuple[str, Any, ParameterSharding]]:
-    """Yield each table of sharded modules: its parameter's name, its weight, how it is sharded."""
     for name, sharded in table_modules(model).items():
         for key, value in sharded.state_dict().items():
             how = sharded.module_sharding_plan.get(key.split(".")[-2])
@@ -250,7 +238,7 @@ def _tables(model: nn.Module) -> Iterator[tuple[str, Any, ParameterSharding]]:
 
 
 def fused_kernels(model: nn.Module) -> Iterator[tuple[str, Any, Any]]:
-    """Yield this rank's fused tables: the weight's name, its kernel's optimizer, its kernel."""
+    """Yield the weight's name, the fused optimizer and the kernel of each of this rank's fused tables."""
     for name, sharded in table_modules(model).items():
         for key, fused in sharded.fused_optimizer.optimizers:
             kernel = kernel_of(fused)
@@ -259,7 +247,7 @@ def fused_kernels(model: nn.Module) -> Iterator[tuple[str, Any, Any]]:
 
 
 def _row_wise(weight: Piece, state: Piece) -> list[tuple[Columns, Piece]]:
-    """Split row-wise state by the columns that its shards belong to; each part has a value for every row."""
+    """Split row-wise state by column shards; each part has a value for every row."""
     if not isinstance(weight, ShardedTensor):  # replicated
         return [((0, weight.shape[1]), state)]
     assert isinstance(state, ShardedTensor)
@@ -267,7 +255,7 @@ def _row_wise(weight: Piece, state: Piece) -> list[tuple[Columns, Piece]]:
     parts: list[tuple[Columns, Piece]] = []
     for columns in sorted({_columns(shard) for shard in metadata.shards_metadata}):
         shards = [shard for shard in metadata.shards_metadata if _columns(shard) == columns]
-        local = {  # TorchRec lists a weight's shards and its states' shards in the same order
+        local = {  # TorchRec lists shards of a weight and of its state in the same order
             tuple(of_weight.metadata.shard_offsets[:1]): of_state.tensor.detach()
             for of_weight, of_state in zip(weight.local_shards(), state.local_shards(), strict=True)
             if _columns(of_weight.metadata) == columns
@@ -283,7 +271,7 @@ def _columns(shard: ShardMetadata) -> Columns:
 
 
 def _sharded(metadata: ShardedTensorMetadata, local: Mapping[tuple[int, ...], Tensor]) -> ShardedTensor:
-    """Make a ShardedTensor of local shards, given by their offsets, without asking other ranks."""
+    """Make a ShardedTensor of local shards, given by offsets, without communication."""
     rank = dist.get_rank()
     shards, mine = [], []
     for shard in metadata.shards_metadata:
@@ -300,13 +288,13 @@ def _sharded(metadata: ShardedTensorMetadata, local: Mapping[tuple[int, ...], Te
 
 
 def map_shards(piece: ShardedTensor, change: Callable[[Tensor], Tensor]) -> ShardedTensor:
-    """Return what a function makes of each of this rank's shards, sharded alike."""
+    """Apply a function to each of this rank's shards; keep the sharding."""
     local = {tuple(shard.metadata.shard_offsets): change(shard.tensor.detach()) for shard in piece.local_shards()}
     return _sharded(piece.metadata(), local)
 
 
 def kinds_by_weight(keys: Iterable[StateKey]) -> dict[str, set[str]]:
-    """Return the kinds of state of each weight; row-wise kinds are marked, whatever their columns."""
+    """Return weight -> kinds of its state; row-wise kinds are marked."""
     kinds: dict[str, set[str]] = {}
     for key in keys:
         of_weight = kinds.setdefault(key.weight, set())
@@ -316,7 +304,7 @@ def kinds_by_weight(keys: Iterable[StateKey]) -> dict[str, set[str]]:
 
 
 def overlapping(key: StateKey, saved: Iterable[StateKey]) -> dict[str, int]:
-    """Return the names of saved row-wise pieces that overlap with the columns of `key`, with the number of columns."""
+    """Return name of a saved row-wise piece -> number of columns in common with `key`, if any."""
     found = {}
     for other in sorted((other for other in saved if other[:2] == key[:2]), key=str):
         if key.columns and other.columns:
@@ -327,7 +315,6 @@ def overlapping(key: StateKey, saved: Iterable[StateKey]) -> dict[str, int]:
 
 
 def _warn_of_states_left_out(model: nn.Module, saved: set[str], averaged: set[str], told: set[str]) -> None:
-    """Warn of fused state that has no exact counterpart under this plan."""
     dense = EmbeddingComputeKernel.DENSE.value
     replicas = {name for name, _, _ in fused_kernels(model)}
     fused = {name for name, _, how in _tables(model) if how.compute_kernel != dense or name in replicas}
@@ -336,11 +323,11 @@ def _warn_of_states_left_out(model: nn.Module, saved: set[str], averaged: set[st
         if names:
             warnings.warn(f"{', '.join(sorted(names))}: {what}.", UserWarning, stacklevel=3)
 
-    if dist.get_rank() == 0:  # every rank knows of these
-        warn(fused - saved - told, "the checkpoint has no fused optimizer state of these tables; theirs starts anew")
-        warn(saved - fused, "the dense optimizer trains these tables now; the fused state saved for them is not used")
+    if dist.get_rank() == 0:  # these are equal on every rank
+        warn(fused - saved - told, "the checkpoint has no fused optimizer state for these tables; it is reset")
+        warn(saved - fused, "the dense optimizer trains these tables now; their saved fused state is not used")
     warn(
         averaged,
-        "saved in other column shards; each row's fused optimizer state is the average over them, so that training "
-        "goes on close to, and not exactly as without the change",
+        "saved in other column shards; each row's fused optimizer state is averaged over them, so training continues "
+        "similarly, but not exactly as without the change",
     )

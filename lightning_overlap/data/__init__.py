@@ -1,4 +1,4 @@
-"""Data modules whose batches are sharded by rank, pinned, and ready for TorchRec."""
+"""Data modules with batches for TorchRec, sharded by rank and pinned."""
 
 from .adult import AdultDataModule as AdultDataModule
 from .batch import BatchLoader as BatchLoader

@@ -24,7 +24,7 @@ NUMERICAL = ("age", "fnlwgt", "education-num", "capital-gain", "capital-loss", "
 BUCKETS = {"age-bucket": ("age", 5, 20), "hours-bucket": ("hours-per-week", 5, 20)}
 """Extra sparse features: (column, width of a bucket, number of buckets)."""
 
-# The values that the data set's description (adult.names) lists, comma separated.
+# The values from the data set's description (adult.names), comma separated.
 _VALUES = {
     "workclass": "Private,Self-emp-not-inc,Self-emp-inc,Federal-gov,Local-gov,State-gov,Without-pay,Never-worked",
     "education": "Bachelors,Some-college,11th,HS-grad,Prof-school,Assoc-acdm,Assoc-voc,9th,7th-8th,12th,Masters,"
@@ -42,7 +42,7 @@ _VALUES = {
     "Yugoslavia,El-Salvador,Trinadad&Tobago,Peru,Hong,Holand-Netherlands",
 }
 MISSING_ID = 0
-"""The id of '?', in every categorical table; the values of `adult.names` follow from 1 on."""
+"""The id of '?' in every categorical table; the values of `adult.names` have ids from 1 on."""
 CATEGORY_IDS = {
     name: {"?": MISSING_ID} | {value: place for place, value in enumerate(values.split(","), start=1)}
     for name, values in _VALUES.items()
@@ -51,9 +51,12 @@ TABLE_SIZES = {name: len(ids) for name, ids in CATEGORY_IDS.items()} | {name: b[
 
 
 def parse_row(line: bytes) -> list[int]:
-    """What a raw line holds: the label (1 above 50K), six numbers as in `NUMERICAL`, ten ids as in `TABLE_SIZES`.
+    """Return a raw line's label (1 above 50K), six numbers in the order of `NUMERICAL`, ten ids as in `TABLE_SIZES`.
 
-    A label may end in a dot, as in the original `adult.test`. A ValueError says which field is wrong and what was got.
+    A label may end in a dot, as in the original `adult.test`.
+
+    Raises:
+        ValueError: A field is wrong; the message names it.
     """
     fields = [field.strip() for field in line.decode("utf-8", "backslashreplace").split(",")]
     if len(fields) != len(COLUMNS):
@@ -78,14 +81,14 @@ def parse_row(line: bytes) -> list[int]:
 
 @dataclass(frozen=True)
 class AdultRows:
-    """Rows of one split, and how they are dealt out to the ranks in batches of one id per bag."""
+    """The rows of one split."""
 
     dense_ND: NDArray[np.float32]
     ids_NF: NDArray[np.int64]
     labels_N: NDArray[np.int64]
 
     def batch(self, deal: Callable[..., Sequence[NDArray[np.int64]]], epoch: int, index: int) -> RecBatch:
-        """A batch; `deal` gives the numbers of the rows of each batch of an epoch."""
+        """Return a batch with one id per bag; `deal(epoch)` returns the row numbers of each batch."""
         rows_B = deal(epoch)[index]
         ids_FB = self.ids_NF[rows_B].T
         return collate_batch(
@@ -97,11 +100,11 @@ class AdultRows:
 def dealt_out(
     num_rows: int, batch_size: int, rank: int, world_size: int, seed: int | None, epoch: int
 ) -> Sequence[NDArray[np.int64]]:
-    """Return the rows of each batch of a rank, for as many batches on every rank.
+    """Return the row numbers of each of a rank's batches; every rank has equally many batches.
 
-    With a seed all rows are dealt out anew in each epoch, in full batches; the up to `world_size * batch_size - 1` rows
-    that are left over are dropped. Without one each row comes exactly once, in batches that are equal but for one row
-    and of at most `batch_size` rows, or in fewer and larger ones where a very small `batch_size` would leave one empty.
+    With a seed the rows are shuffled in each epoch and dealt out in full batches; the remaining rows, up to
+    `world_size * batch_size - 1`, are dropped. Without a seed each row comes exactly once. The sizes of these batches
+    differ by at most one row and are at most `batch_size`; they are larger if a batch would otherwise be empty.
     """
     if seed is None:
         num_batches = max(1, min(-(-num_rows // (world_size * batch_size)), num_rows // world_size))
@@ -114,18 +117,15 @@ def dealt_out(
 class AdultDataModule(RecDataModule):
     """UCI Adult in memory: eight categorical columns and two buckets as bags of one id, six standardised numbers.
 
-    By row number from 0, counted over all non-empty lines: `row % 5 == 4` is the test set, `row % 20 == 3` the
-    validation set, the rest is trained on and alone gives the mean and deviation of the numerical columns. '?' has an
-    id of its own, `MISSING_ID`. Training drops the rows after the last batch that all ranks share; evaluation covers
-    each row exactly once (see `dealt_out`).
-
-    A row with another number of fields, a value that is not known, or a number that does not parse, is an error with
-    its file and line.
+    Rows are numbered from 0 over all non-empty lines: `row % 5 == 4` is the test set, `row % 20 == 3` the validation
+    set, the rest the training set, whose mean and deviation standardise the numerical columns. The id of '?' is
+    `MISSING_ID`. Training drops rows that do not fill a batch on every rank; evaluation covers each row exactly once
+    (see `dealt_out`). A row that does not parse is an error with its file and line.
 
     Args:
         path: `adult.data`, plain or `.gz`.
         batch_size: Rows per batch and rank.
-        seed: Non-negative; of the shuffle, which is another one in each epoch.
+        seed: Seed of the shuffle, which differs in each epoch; non-negative.
         num_workers: Loader processes per rank.
         persistent_workers: Keep the loader processes between epochs.
     """
@@ -147,11 +147,11 @@ class AdultDataModule(RecDataModule):
         self._splits: dict[str, AdultRows] = {}
 
     def check(self) -> None:
-        """Raise now if the file cannot be read or begins with a bad row: before any process is launched."""
+        """Raise if the file cannot be read or its first row does not parse."""
         check_files(self.path, parse_row, "the original adult.data")
 
     def setup(self, stage: str) -> None:
-        """Read the file, once, on every rank; a loader does so where nobody has.
+        """Read the file once on every rank.
 
         Raises:
             ValueError: A row does not parse, or there are too few rows for one batch on each rank.
@@ -165,7 +165,7 @@ class AdultDataModule(RecDataModule):
                 raise ValueError(
                     f"The {split} set is too small for one batch on each of {self.world_size} ranks.\n"
                     f"  got: {len(rows.labels_N)} rows, batch_size={self.batch_size}\n  Lower batch_size to "
-                    f"{max(1, len(rows.labels_N) // self.world_size)} or less, or give more rows."
+                    f"{max(1, len(rows.labels_N) // self.world_size)} or less, or use more rows."
                 )
 
     def _read(self) -> dict[str, AdultRows]:

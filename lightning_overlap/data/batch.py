@@ -1,6 +1,6 @@
-"""The batch that the data modules hand out, and the loader that hands it out.
+"""The data modules' batch, loader and base class.
 
-Shape suffixes: B batch size per rank, D dense features, F sparse features, V ids of a batch in all.
+Shape suffixes: B batch size per rank, D dense features, F sparse features, V ids in a batch.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ class RecBatch(Pipelineable):  # type: ignore[misc]  # untyped in TorchRec
     labels: Tensor
 
     def __len__(self) -> int:
-        """The number of samples `B`, known without a host-device sync."""
+        """The number of samples `B`, without a host-device sync."""
         return self.labels.shape[0]
 
     def _parts(self) -> tuple[Any, Any, Any]:
         return self.dense, self.sparse, self.labels
 
     def to(self, device: torch.device, non_blocking: bool = False) -> RecBatch:
-        """A batch on `device`; the lengths per key, known on the host, go along and are not read back."""
+        """Return the batch on `device`; keeps the KJT's lengths per key on the host, without a sync."""
         return RecBatch(*(part.to(torch.device(device), non_blocking=non_blocking) for part in self._parts()))
 
     def pin_memory(self) -> RecBatch:
-        """The same batch in page-locked host memory, from where a copy to the device need not block."""
+        """Return the batch in page-locked host memory, for non-blocking copies."""
         return RecBatch(*(part.pin_memory() for part in self._parts()))
 
     def record_stream(self, stream: torch.Stream) -> None:
-        """Tell the caching allocator that `stream` reads these tensors, so that none is reused too early."""
+        """Tell the caching allocator that `stream` reads these tensors."""
         for part in self._parts():
             part.record_stream(stream)
 
@@ -62,26 +62,26 @@ def collate_batch(
     lengths_FB: NDArray[Any],
     labels_B: NDArray[Any],
 ) -> RecBatch:
-    """A batch from arrays on the host. The lengths per key are computed there, so that nobody reads them back later.
+    """Return a batch from host arrays; computes the KJT's lengths per key, so that later reads need no sync.
 
     Args:
         features: Names of the `F` sparse features, in the order of `lengths_FB`.
         dense_BD: `(B, D)`, any real dtype.
-        values_V: Ids, feature after feature and bag after bag, `(sum(lengths),)`, integer.
+        values_V: Ids, feature by feature and bag by bag, `(sum(lengths),)`, integer.
         lengths_FB: Bag sizes, `(F, B)`, integer; 0 is an empty bag.
         labels_B: 0 or 1, `(B,)`.
 
     Raises:
-        ValueError: The shapes do not belong together.
+        ValueError: The shapes do not match.
     """
     num_features, batch_size, num_values = len(features), len(labels_B), int(lengths_FB.sum())
     fits = lengths_FB.shape == (num_features, batch_size) and len(dense_BD) == batch_size
     if not fits or len(values_V) != num_values:
         raise ValueError(
             f"A batch of {batch_size} labels and {num_features} features needs lengths of shape ({num_features}, "
-            f"{batch_size}), {batch_size} dense rows and as many values as the lengths sum to, {num_values}.\n"
+            f"{batch_size}), {batch_size} dense rows, and {num_values} values, the sum of the lengths.\n"
             f"  got: dense {dense_BD.shape}, values {values_V.shape}, lengths {lengths_FB.shape}\n"
-            "  Pass one row of lengths per feature, one dense row per label, and exactly the ids that the bags hold."
+            "  Pass one row of lengths per feature, one dense row per label, and one value per id in a bag."
         )
     sparse = KeyedJaggedTensor(
         keys=list(features),
@@ -97,7 +97,7 @@ def collate_batch(
 
 
 def stable_hash(values: NDArray[np.uint64], salt: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """64 well-mixed bits per value, the same on every machine and in every run; other salts give unrelated hashes.
+    """Return a 64-bit hash of each value, the same on every machine; hashes with different salts are unrelated.
 
     Source: the SplitMix64 generator and its finalizer (Steele, Lea, Flood, OOPSLA 2014).
     """
@@ -108,7 +108,7 @@ def stable_hash(values: NDArray[np.uint64], salt: NDArray[np.uint64]) -> NDArray
 
 
 class Batches(Dataset[RecBatch]):
-    """One rank's batches of a split: `make` gives that of an epoch and an index, always of epoch 0 if not `anew`."""
+    """One rank's batches of a split: `make(epoch, index)`, or `make(0, index)` if not `anew`."""
 
     def __init__(self, num_batches: int, make: Callable[[int, int], RecBatch], *, anew: bool) -> None:
         self._num_batches, self._make, self._anew = num_batches, make, anew
@@ -117,21 +117,21 @@ class Batches(Dataset[RecBatch]):
         return self._num_batches
 
     def __getitem__(self, key: int | tuple[int, int]) -> RecBatch:
-        """The batch of `(epoch, index)`; a bare index, from a sampler of somebody else, means epoch 0."""
+        """Return the batch of `(epoch, index)`, or of a bare index, for other samplers, in epoch 0."""
         epoch, index = key if isinstance(key, tuple) else (0, key)
         return self._make(epoch if self._anew else 0, index)
 
 
 class EpochSampler(DistributedSampler[Any]):
-    """The keys `(epoch, 0), (epoch, 1), ...` of one rank's batches, for a dataset whose items are whole batches.
+    """Yields the keys `(epoch, 0), (epoch, 1), ...` of one rank's batches, for `Batches`.
 
-    A `DistributedSampler` by type, because that is how Lightning knows that a loader is sharded already and leaves it
-    alone. The epoch travels in the key, so it also reaches worker processes that outlive an epoch.
+    A `DistributedSampler`, because Lightning then does not shard the loader again. The epoch is part of the key, so
+    that persistent worker processes get it.
     """
 
     def __init__(self, dataset: Dataset[RecBatch], rank: int, world_size: int) -> None:
         super().__init__(dataset, num_replicas=world_size, rank=rank, shuffle=False)
-        self.num_samples = len(dataset)  # type: ignore[arg-type]  # all of them are this rank's
+        self.num_samples = len(dataset)  # type: ignore[arg-type]  # the dataset has only this rank's batches
         self.first_batch = torch.zeros((), dtype=torch.int64)  # of the next iteration
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
@@ -139,14 +139,14 @@ class EpochSampler(DistributedSampler[Any]):
 
 
 class BatchLoader(DataLoader[RecBatch]):
-    """A DataLoader over whole batches that resumes in the middle of an epoch.
+    """A DataLoader over whole batches that can resume in the middle of an epoch.
 
-    Its state counts the batches handed out in the running epoch. After `load_state_dict` the first iteration of that
-    same epoch goes on after them, without making the ones before again; any other epoch begins at its beginning.
+    Its state counts the batches yielded in the current epoch. After `load_state_dict`, the first iteration in that
+    epoch skips them without making them. Other epochs start at their first batch.
 
     Args:
         *args: As for `DataLoader`.
-        epoch_of: Gives the running epoch.
+        epoch_of: Returns the current epoch.
         **kwargs: As for `DataLoader`.
     """
 
@@ -157,11 +157,11 @@ class BatchLoader(DataLoader[RecBatch]):
         self._resumed_epoch: int | None = None
 
     def __iter__(self) -> Iterator[RecBatch]:  # type: ignore[override]
-        # A generator, so that a resume is used up by the first batch that is asked for and not by a bare `iter()`.
+        # A generator: the first `next()` uses up a resume, `iter()` does not.
         start = self._num_handed_out if self._resumed_epoch == self.epoch_of() else 0
         self._resumed_epoch = None
         for source in (self.dataset, self.sampler):
-            if hasattr(source, "first_batch"):  # can leave out those before it
+            if hasattr(source, "first_batch"):  # the source skips earlier batches itself
                 source.first_batch.fill_(start)
         self._num_handed_out = start
         for batch in super().__iter__():
@@ -170,28 +170,28 @@ class BatchLoader(DataLoader[RecBatch]):
         self._num_handed_out = 0
 
     def state_dict(self) -> dict[str, int]:
-        """The running epoch and how many of its batches were handed out."""
+        """Return the current epoch and the number of its batches that were yielded."""
         return {"epoch": self.epoch_of(), "num_batches": self._num_handed_out}
 
     def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
-        """Go on after the batches that `state_dict` counts."""
+        """Resume after the batches that `state_dict` counts."""
         self._resumed_epoch, self._num_handed_out = state_dict["epoch"], state_dict["num_batches"]
 
 
 class RecDataModule(LightningDataModule):
-    """What the data modules share: per-rank batches, and a description a model can be built from before set-up.
+    """Base class of the data modules: batches per rank, and the sizes that a model needs, known before `setup`.
 
-    The loaders are sharded by rank here and Lightning adds no sampler of its own, whatever `use_distributed_sampler`
-    says. Rank and world size are the trainer's, or 0 of 1 without one. Host memory is pinned when CUDA is available.
+    The loaders are already sharded by rank, so Lightning adds no sampler whatever `use_distributed_sampler` is. Rank
+    and world size are the trainer's, or 0 and 1 without a trainer. Host memory is pinned if CUDA is available.
 
     Args:
         batch_size: Samples per batch and rank.
         num_workers: Loader processes per rank; 0 makes the batches in the training process.
-        persistent_workers: Keep the loader processes between epochs; without effect when there are none.
+        persistent_workers: Keep the loader processes between epochs.
     """
 
     table_sizes: dict[str, int]
-    """Rows of each embedding table, by feature name, in the order of the KJT's keys: one table per feature."""
+    """Feature name -> rows of its table, in the order of the KJT's keys: one table per feature."""
     num_dense: int
     """Dense features per sample, `D`."""
 
@@ -218,7 +218,7 @@ class RecDataModule(LightningDataModule):
 
     @abstractmethod
     def _batches(self, split: str) -> Dataset[RecBatch] | None:
-        """The batches of this rank in a split, `train`, `val` or `test`; None for a split without any."""
+        """Return this rank's batches of a split (`train`, `val` or `test`); None if the split is empty."""
 
     def _loader(self, split: str) -> BatchLoader | list[Any]:
         dataset = self._batches(split)
@@ -239,11 +239,11 @@ class RecDataModule(LightningDataModule):
         return self._loader("train")
 
     def val_dataloader(self) -> BatchLoader | list[Any]:
-        """The validation batches, the same each time; no loader when there are none."""
+        """The validation batches, the same in every epoch; an empty list if there are none."""
         return self._loader("val")
 
     def test_dataloader(self) -> BatchLoader | list[Any]:
-        """The test batches, the same each time; no loader when there are none."""
+        """The test batches, the same in every epoch; an empty list if there are none."""
         return self._loader("test")
 
 
@@ -255,7 +255,7 @@ def check_at_least(lowest: int, **arguments: float) -> None:
 
 
 def table_rows(rows_per_table: int | Sequence[int], features: Sequence[str]) -> dict[str, int]:
-    """Rows of each feature's table, at least one, from one number for all or one per feature."""
+    """Return feature name -> rows of its table, from one number for all tables or one number per table."""
     rows = [rows_per_table] * len(features) if isinstance(rows_per_table, int) else [int(r) for r in rows_per_table]
     if len(rows) != len(features):
         raise ValueError(

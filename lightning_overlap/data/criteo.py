@@ -1,6 +1,6 @@
 """Criteo's click logs, streamed from the raw tab-separated files.
 
-Shape suffixes: B rows of a batch, D dense features (13), F sparse features (26), V ids of a batch in all.
+Shape suffixes: B rows of a batch, D dense features (13), F sparse features (26), V ids in a batch.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Line = tuple[Path, int, bytes]
 
 
 def check_row(line: bytes) -> bytes:
-    """Return a raw Criteo row that is good, or raise a ValueError that says which field is wrong and what was got."""
+    """Return a valid raw Criteo row unchanged; for an invalid row raise a ValueError that names the field."""
     if _ROW.fullmatch(line):
         return line
     text = line.decode("utf-8", "backslashreplace")
@@ -54,9 +54,9 @@ def check_row(line: bytes) -> bytes:
 
 
 def parse_rows(lines: Sequence[bytes], table_sizes: dict[str, int]) -> RecBatch:
-    """A batch from rows that `check_row` lets pass, and the rows of the 26 tables.
+    """Return a batch from valid rows.
 
-    Dense features are `log1p(max(x, 0))`; a missing integer becomes 0, as x = 0 does. A category becomes one id,
+    Dense features are `log1p(max(x, 0))`, with x = 0 for a missing integer. A category becomes one id,
     `stable_hash(value, column) mod rows`; a missing category becomes an empty bag.
     """
     flat = b"\t".join(lines).split(b"\t")
@@ -66,7 +66,7 @@ def parse_rows(lines: Sequence[bytes], table_sizes: dict[str, int]) -> RecBatch:
     integers_DB = np.array([[int(x) if x else 0 for x in column] for column in columns[:num_dense]], dtype=np.int64)
     dense_BD = np.log1p(np.maximum(integers_DB, 0)).T
     lengths_FB = np.array([list(map(bool, column)) for column in columns[num_dense:]], dtype=np.int64)
-    # One call decodes all: 16 digits each are 8 bytes, big end first.
+    # One call decodes all categories: 16 digits are 8 bytes, big-endian.
     digits = b"".join([x.rjust(16, b"0") for column in columns[num_dense:] for x in column if x])
     raw_V = np.frombuffer(bytes.fromhex(digits.decode()), dtype=">u8").astype(np.uint64)
     feature_V = np.repeat(np.arange(len(CATEGORY_NAMES)), lengths_FB.sum(axis=1))
@@ -76,16 +76,16 @@ def parse_rows(lines: Sequence[bytes], table_sizes: dict[str, int]) -> RecBatch:
 
 
 def resolve_paths(paths: str | Path | Sequence[str | Path]) -> list[Path]:
-    """The files that one path, glob or folder, or several of them, stand for; a folder stands for its visible files."""
+    """Return the sorted files of a path, glob or folder (without hidden files), or of a list of these."""
     found: list[Path] = []
     for path in [paths] if isinstance(paths, str | Path) else paths:
         if Path(path).is_dir():
             stands_for = [str(p) for p in Path(path).iterdir() if not p.name.startswith(".")]
-            why = "is a folder without files"
+            why = "is an empty folder"
         elif glob.has_magic(str(path)) and not Path(path).exists():
             stands_for, why = glob.glob(str(path), recursive=True), "matches no file"
         else:
-            stands_for, why = [str(path)], "does not exist, or is no file"
+            stands_for, why = [str(path)], "does not exist, or is not a file"
         files = sorted(p for p in map(Path, stands_for) if p.is_file())
         if not files:
             raise FileNotFoundError(
@@ -99,7 +99,7 @@ def resolve_paths(paths: str | Path | Sequence[str | Path]) -> list[Path]:
 
 
 def read_lines(paths: Sequence[Path]) -> Iterator[Line]:
-    """The lines of all files, plain or `.gz`; empty lines are no rows."""
+    """Yield the non-empty lines of all files, plain or `.gz`."""
     for path in paths:
         number = 0
         with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
@@ -109,17 +109,13 @@ def read_lines(paths: Sequence[Path]) -> Iterator[Line]:
                         yield path, number, line
             except (EOFError, zlib.error, gzip.BadGzipFile) as err:
                 raise ValueError(
-                    f"{path}:{number + 1}: the compressed file cannot be read on.\n  got: {err}\n"
-                    "  Fetch the file again, or drop the .gz from its name if it is not compressed."
+                    f"{path}:{number + 1}: the compressed file is damaged.\n  got: {err}\n"
+                    "  Download the file again, or remove .gz from its name if it is not compressed."
                 ) from err
 
 
 def parse_lines(lines: Iterable[Line], parse: Callable[[bytes], _T]) -> Iterator[_T]:
-    """Yield what `parse` returns for each line; its ValueError gets the file and the number of the line.
-
-    Raises:
-        ValueError: A line is no row of this data.
-    """
+    """Yield `parse(line)` for each line; a ValueError of `parse` gets the file and line number as a prefix."""
     for path, number, line in lines:
         try:
             yield parse(line)
@@ -128,7 +124,7 @@ def parse_lines(lines: Iterable[Line], parse: Callable[[bytes], _T]) -> Iterator
 
 
 def check_files(paths: str | Path | Sequence[str | Path], parse: Callable[[bytes], object], expected: str) -> None:
-    """Raise if a file cannot be read, is empty, or begins with a row for which `parse` raises a ValueError."""
+    """Raise if a file cannot be read, is empty, or has a first row for which `parse` raises a ValueError."""
     for file in resolve_paths(paths):
         try:
             if next(parse_lines(read_lines([file]), parse), None) is None:
@@ -139,12 +135,12 @@ def check_files(paths: str | Path | Sequence[str | Path], parse: Callable[[bytes
 
 @dataclass(eq=False)
 class CriteoStream(IterableDataset[RecBatch]):
-    """The batches of one split on one rank, read as a stream: memory holds one batch's lines, whatever the file's size.
+    """Streams the batches of one split on one rank; only one batch's lines are in memory.
 
-    All readers count the same lines. Of each batch-group of `world_size * batch_size` rows, rank r takes the r-th
-    `batch_size` rows; the groups of a split go to the loader processes in turn, which is the order in which a
-    DataLoader asks them, so the number of processes does not change the batches. The last incomplete group is dropped,
-    so that all ranks have equally many batches. The first row of this reader that does not parse is an error.
+    All readers read the same lines. In each batch-group of `world_size * batch_size` rows, rank r takes the r-th
+    `batch_size` rows. The loader processes take the groups of a split in turn, in the DataLoader's order, so the number
+    of processes does not change the batches. The last incomplete group is dropped, so all ranks have equally many
+    batches. A row of this reader that does not parse is an error.
     """
 
     paths: Sequence[Path]  # read one after the other
@@ -152,10 +148,10 @@ class CriteoStream(IterableDataset[RecBatch]):
     batch_size: int
     rank: int = 0
     world_size: int = 1
-    kept: Sequence[bool] = (True,)  # whether group i belongs to this split, at place i modulo its length
+    kept: Sequence[bool] = (True,)  # kept[i % len(kept)]: whether group i belongs to this split
 
     def __post_init__(self) -> None:
-        # Of the next iteration; in shared memory, as loader processes that outlive an epoch hold a copy of this object.
+        # Of the next iteration; in shared memory, because persistent loader processes have a copy of this object.
         self.first_batch = torch.zeros((), dtype=torch.int64).share_memory_()
 
     def __iter__(self) -> Iterator[RecBatch]:
@@ -183,32 +179,31 @@ class CriteoStream(IterableDataset[RecBatch]):
             raise ValueError(
                 f"The data has no complete batch-group for this split: {self.world_size} ranks x {self.batch_size} "
                 f"rows = {group_size} rows.\n  got: {num_rows} rows in {', '.join(map(str, self.paths))}\n"
-                "  Lower batch_size, give more rows, or a path of the split's own."
+                "  Lower batch_size, use more rows, or set a separate path for the split."
             )
 
 
 class CriteoDataModule(RecDataModule):
     """Criteo's raw rows, streamed: label, integers I1 to I13, hexadecimal categories C1 to C26, tab separated.
 
-    Rows go to ranks and loader processes as `CriteoStream` says: each to exactly one, in file order, without shuffling;
-    the rows after the last complete batch-group (`world_size * batch_size` rows) are dropped. The values become
-    features as `parse_rows` says. The number of batches is not known beforehand, so the loaders have no length.
+    Each row goes to one rank and one loader process, in file order, without shuffling (see `CriteoStream`). The rows
+    after the last complete batch-group (`world_size * batch_size` rows) are dropped. `parse_rows` turns values into
+    features. The loaders have no length.
 
     Without `val_path`, every `holdout_every`-th batch-group is held out for validation (group index modulo
-    `holdout_every` equal to `holdout_every - 1`); without `test_path`, the group before it is held out for test. To
-    read them the whole file is read again. Which rows these are depends on the batch size and the number of ranks.
+    `holdout_every` equal to `holdout_every - 1`); without `test_path`, the group before it is held out for test.
+    Reading them reads the whole file again. The held-out rows depend on the batch size and the number of ranks.
 
-    A row with another number of fields, a label other than 0 and 1, or an integer or a category that does not parse, is
-    an error with its file and line.
+    A row that does not parse is an error with its file and line.
 
     Args:
         path: Training data: a file, plain or `.gz`, a glob, a folder, or a list of those. Read in sorted order.
         batch_size: Rows per batch and rank.
         rows_per_table: Rows of every table, or 26 numbers.
-        val_path: Validation data of its own.
-        test_path: Test data of its own.
-        holdout_every: See above; 0 holds nothing out, and then a split without a path has no batches.
-        num_workers: Loader processes per rank. Each reads through the whole data and parses its share.
+        val_path: Separate validation data.
+        test_path: Separate test data.
+        holdout_every: See above; with 0 a split without a path has no batches.
+        num_workers: Loader processes per rank. Each reads the whole data and parses its share.
         persistent_workers: Keep the loader processes between epochs.
     """
 
@@ -234,7 +229,7 @@ class CriteoDataModule(RecDataModule):
         self.holdout_every = holdout_every
 
     def check(self) -> None:
-        """Raise now if a file cannot be read or begins with a bad row: before any process is launched."""
+        """Raise if a file cannot be read or its first row does not parse."""
         expected = "Criteo's raw rows: label, 13 integers, 26 hexadecimal categories, tab separated"
         for path in self.paths.values():
             check_files(path, check_row, expected)

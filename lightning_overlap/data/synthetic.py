@@ -1,6 +1,6 @@
-"""A stream of clicks that looks like Criteo's, is made on the fly, and can be learned.
+"""Synthetic clicks that resemble Criteo's and can be learned.
 
-Shape suffixes: B batch size per rank, D dense features, F sparse features, V ids of a batch in all.
+Shape suffixes: B batch size per rank, D dense features, F sparse features, V ids in a batch.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ EMPTY_BAG_RATE = 0.05
 """Share of bags that are empty on purpose; a Poisson draw of 0 adds more."""
 
 _SPLITS = ("train", "val", "test")
-_HIDDEN_MODEL = len(_SPLITS)  # the seed stream of the hidden model, after those of the splits
+_HIDDEN_MODEL = len(_SPLITS)  # the hidden model's seed stream, after the splits' streams
 _DENSE_STD, _SPARSE_STD, _BASE_LOGIT = 1.0, 1.5, -1.0
 
 
 @dataclass
 class ClickModel:
-    """The hidden truth: how ids are drawn, and a logistic model over dense features and ids that draws the labels.
+    """Draws ids, and draws labels from a hidden logistic model over dense features and ids.
 
-    An id's hidden weight is a hash of table and id, so that tables of any size cost no memory. The k-th most frequent
-    id has a probability near `k ** -zipf_skew`. The rest is as `SyntheticDataModule` says.
+    An id's hidden weight is a hash of table and id, which needs no memory. The k-th most frequent id has a probability
+    near `k ** -zipf_skew`. `SyntheticDataModule` explains the fields.
     """
 
     table_sizes: dict[str, int]
@@ -47,7 +47,7 @@ class ClickModel:
         self._strides_F = np.array([_coprime_stride(rows) for rows in sizes], dtype=np.int64)
 
     def draw(self, batch_size: int, *stream: int) -> RecBatch:
-        """A batch of `batch_size` samples; the same `stream` of numbers (split, rank, epoch, index) gives the same."""
+        """Return a batch of `batch_size` samples, determined by the seed and `stream` (split, rank, epoch, index)."""
         rng = np.random.default_rng([self.seed, *stream])
         num_features = len(self.table_sizes)
         dense_BD = rng.standard_normal((batch_size, self.num_dense))
@@ -62,9 +62,9 @@ class ClickModel:
     def logits(
         self, dense_BD: NDArray[Any], feature_V: NDArray[Any], values_V: NDArray[Any], lengths_FB: NDArray[Any]
     ) -> NDArray[np.float64]:
-        """Return the true log odds of a click; with them as predictions the AUC is the best that can be had.
+        """Return the true log odds of a click, the best possible predictions.
 
-        The ids are ordered feature by feature, then sample by sample; `feature_V` is the number of each one's feature.
+        The ids are ordered feature by feature, then sample by sample; `feature_V` is each id's feature number.
         """
         num_features, batch_size = lengths_FB.shape
         bits_V = stable_hash(values_V.astype(np.uint64), feature_V.astype(np.uint64) + np.uint64(self.seed << 16))
@@ -75,9 +75,9 @@ class ClickModel:
         return np.asarray(dense_BD @ self._dense_weights_D + scale * sparse_B + _BASE_LOGIT, dtype=np.float64)
 
     def _draw_ids(self, feature_V: NDArray[np.int64], rng: np.random.Generator) -> NDArray[np.int64]:
-        """Zipf ids, `(V,)`, by inverting the distribution function of a bounded Pareto law: no table of probabilities.
+        """Return Zipf ids, `(V,)`, by inverting the distribution function of a bounded Pareto law.
 
-        The ranks are then spread over the table by a stride coprime to its rows (a bijection), as hashed ids are.
+        A stride coprime to the table's rows, a bijection, then spreads the frequency ranks over the table.
         """
         rows_V = self._rows_F[feature_V]
         uniform_V = rng.random(len(feature_V))
@@ -91,7 +91,7 @@ class ClickModel:
 
 
 def _coprime_stride(num_rows: int) -> int:
-    """A stride near the golden section of the table that visits each row once."""
+    """Return a stride near the golden section of the table that visits each row once."""
     strides = itertools.count(max(1, int(num_rows * 0.6180339887)))
     return next(stride for stride in strides if math.gcd(stride, num_rows) == 1)
 
@@ -99,12 +99,12 @@ def _coprime_stride(num_rows: int) -> int:
 class SyntheticDataModule(RecDataModule):
     """Clicks with Zipf ids, bags of several ids (some empty) and a label that a DLRM can learn.
 
-    The labels come from a hidden logistic model, the same for all splits. The batches are a function of `seed`, split,
-    rank, epoch and index alone: neither the number of loader processes nor a resume changes them. Validation and
-    test are the same in every epoch.
+    The labels come from a hidden logistic model, the same for all splits. The batches depend only on `seed`, split,
+    rank, epoch and index, not on the number of loader processes or a resume. Validation and test batches are the same
+    in every epoch.
 
     Args:
-        num_tables: Sparse features `cat_0`, `cat_1`, ..., each with a table of its own.
+        num_tables: Number of sparse features `cat_0`, `cat_1`, ..., each with its own table.
         rows_per_table: Rows of every table, or one number per table.
         num_dense: Dense features per sample.
         batch_size: Samples per batch and rank.
@@ -113,7 +113,7 @@ class SyntheticDataModule(RecDataModule):
         num_test_batches: Test batches per rank.
         pooling: Mean number of ids per bag.
         zipf_skew: Exponent of the id frequencies; 0 is uniform.
-        seed: Non-negative; fixes everything.
+        seed: Non-negative.
         num_workers: Loader processes per rank.
         persistent_workers: Keep the loader processes between epochs.
     """

@@ -1,7 +1,7 @@
-"""Updated rows on their way to served models: a wing of the package, which no other folder imports.
+"""Stream updated rows to served models; no other folder imports this one.
 
-Rooms: `parts/` (form of a part, chain of cuts), `sinks/` (where parts are kept), `serving/` (replicas), `recording/`
-(the callback; no name of it is here, as it needs Lightning). Needs the packages of the extra `deltas`.
+Folders: `parts/` (format of parts, chain of cuts), `sinks/` (storage of parts), `serving/` (replicas), `recording/`
+(the callback; not here, as it needs Lightning). Needs the extra `deltas`.
 """
 
 from .parts import SCHEMA as SCHEMA

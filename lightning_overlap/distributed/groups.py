@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import os
+import sys
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -77,9 +82,42 @@ def join(timeout: timedelta, *, multi_node: bool = False) -> Groups:
 def forget() -> None:
     """Let the next run make new groups on all ranks: these may have collectives that other ranks never join.
 
-    Never raises: the store ends with its host rank.
+    Nor does this process destroy its groups at its end: that would wait for them. Never raises: the store ends with
+    its host rank.
     """
+    atexit.unregister(_destroy)
     with contextlib.suppress(Exception):
         store = default_store()
         if store is not None:
             store.add(_FAILURES, 1)
+
+
+@contextlib.contextmanager
+def destroyed_at_exit() -> Iterator[None]:
+    """Let the process destroy its groups when it ends, if the default group is made within this context.
+
+    A thread of gloo frees the tensors of the last collectives, which takes the interpreter's lock. If the interpreter
+    ends meanwhile, C++ aborts the process (SIGABRT). Lightning destroys the groups of NCCL only.
+    """
+    global _owner
+    is_users = dist.is_initialized()
+    yield
+    if dist.is_initialized() and not is_users:
+        _owner = os.getpid()
+        atexit.unregister(_destroy)
+        atexit.register(_destroy)
+
+
+_owner = 0
+"""The process that made the default group: a process that is forked from it has the group, without its threads."""
+_FREED_WITHIN_S = 0.05
+"""Modules and trainers keep groups, and so their threads. Each thread then has at most a few tensors left to free."""
+
+
+def _destroy() -> None:
+    """Destroy all groups at the end of a process that has not failed; no other rank is waited for."""
+    # After an error other ranks may be gone or wait, and a group ends when its collectives that are under way have.
+    if os.getpid() == _owner and dist.is_initialized() and not hasattr(sys, "last_value"):
+        _made.clear()
+        dist.destroy_process_group()
+        time.sleep(_FREED_WITHIN_S)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -25,16 +25,28 @@ class Part(NamedTuple):
     """Number of rows from each rank."""
 
 
+class _Streams(Protocol):
+    """What an exchange needs of a device's streams: these methods of `runtime.Streams`."""
+
+    def current(self) -> Any: ...
+    def record(self, name: Any) -> Any: ...
+    def wait(self, name: Any, event: Any) -> None: ...
+    def record_stream(self, value: Any, name: Any) -> None: ...
+
+
 class PackedExchange:
     """One all-to-all of several tensors; the constructor starts it on the current stream.
 
     Args:
         parts: At least one tensor, of the same dtypes and in the same order on all ranks, on one device.
         group: The process group.
+        streams: The device's streams.
         even: Whether every rank sends the same number of rows to each rank; equal on all ranks.
     """
 
-    def __init__(self, parts: Sequence[Part], group: dist.ProcessGroup, *, even: bool = False) -> None:
+    def __init__(
+        self, parts: Sequence[Part], group: dist.ProcessGroup, streams: _Streams, *, even: bool = False
+    ) -> None:
         self._parts = [(part.tensor.dtype, part.tensor.shape[1:]) for part in parts]
         row_bytes = [part.tensor.element_size() * prod(part.tensor.shape[1:]) for part in parts]
         # The widest integer that divides every row: NCCL counts at most 2**31 elements.
@@ -51,7 +63,7 @@ class PackedExchange:
         self._sizes = [size for of_rank in zip(*came, strict=True) for size in of_rank]
         from_ranks, to_ranks = ([sum(of_rank) for of_rank in zip(*sizes, strict=True)] for sizes in (came, sent))
         self._came = self._packed.new_empty(sum(from_ranks))
-        self._stream = torch.cuda.current_stream(self._came.device) if self._came.is_cuda else None
+        self._streams, self._stream = streams, streams.current()
         output_splits, input_splits = (None, None) if even else (from_ranks, to_ranks)
         self._work: dist.Work | None = dist.all_to_all_single(
             self._came, self._packed, output_splits, input_splits, group, async_op=True
@@ -87,11 +99,8 @@ class PackedExchange:
 
     def _hand_to_current_stream(self, *tensors: Tensor) -> None:
         """Let the current stream use these tensors: ids and sizes of one exchange may be taken on different streams."""
-        if self._stream is None:
-            return
-        current = torch.cuda.current_stream(self._stream.device)
-        if current != self._stream:
-            current.wait_stream(self._stream)
-            for tensor in tensors:
-                tensor.record_stream(current)
+        current = self._streams.current()
+        if current is not self._stream:
+            self._streams.wait(current, self._streams.record(self._stream))
+            self._streams.record_stream(tensors, current)
             self._stream = current

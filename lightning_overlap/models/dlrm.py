@@ -1,4 +1,4 @@
-"""DLRM (Naumov et al., arXiv 1906.00091) as an ordinary TorchRec user writes it, and the metrics it reports.
+"""DLRM (Naumov et al., arXiv 1906.00091) with TorchRec tables, and its metrics.
 
 Shape suffixes: B batch size per rank, D dense features, E embedding dim, F sparse features, P pairs of vectors.
 """
@@ -27,18 +27,18 @@ FUSED_OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
     "adagrad": torch.optim.Adagrad,
     "sgd": torch.optim.SGD,
 }
-"""What FBGEMM can fuse on CPU and CUDA alike."""
+"""Optimizers that FBGEMM can fuse on both CPU and CUDA."""
 
 
 class BinnedAUC(Metric):
     """Area under the ROC curve from a histogram of logits, without a host-device sync per update.
 
-    The bins are even in the logit, so rare clicks are resolved as well as frequent ones; within a bin a pair counts
-    half. torchmetrics' binned `BinaryAUROC` is not used because its update reads `torch.all(...)` on the host.
+    The bins are uniform in the logit, which resolves rare clicks; a pair within a bin counts half. The update of
+    torchmetrics' binned `BinaryAUROC` reads `torch.all(...)` on the host.
     """
 
     num_bins = 8192
-    """Bins between the logits -16 and 16; logits outside fall into the outermost."""
+    """Bins between the logits -16 and 16; the outermost bins also hold the logits outside."""
 
     full_state_update = False
     is_differentiable = False
@@ -52,14 +52,14 @@ class BinnedAUC(Metric):
             self.add_state(name, torch.zeros(self.num_bins, dtype=torch.int64), dist_reduce_fx="sum")
 
     def update(self, logits: Tensor, labels: Tensor) -> None:
-        """Count a batch of logits, `(B,)`, and of labels, 1 for a click, else 0, `(B,)`; both of any float dtype."""
+        """Count a batch: logits `(B,)` and labels `(B,)`, 1 for a click, else 0; any float dtype."""
         bins_B = ((logits.float() + 16) * (self.num_bins / 32)).long().clamp(0, self.num_bins - 1)
         clicks_B = labels.long()
         self.num_clicks.scatter_add_(0, bins_B, clicks_B)
         self.num_others.scatter_add_(0, bins_B, 1 - clicks_B)
 
     def compute(self) -> Tensor:
-        """Return the area, `()` float32; 0.5 while one of the classes has not been seen."""
+        """Return the area, `()` float32; 0.5 until both classes were seen."""
         clicks, others = self.num_clicks.double(), self.num_others.double()
         others_below = others.cumsum(0) - others
         ordered = (clicks * (others_below + others / 2)).sum()
@@ -68,7 +68,7 @@ class BinnedAUC(Metric):
 
 
 class NormalizedEntropy(Metric):
-    """Log loss divided by the entropy of the overall click rate: below 1 is better than always saying the rate.
+    """Log loss divided by the entropy of the overall click rate: below 1 is better than predicting the rate.
 
     Accumulates on the device in float64. Source: He et al., Practical Lessons from Predicting Clicks on Ads at Facebook
     (ADKDD 2014), section 3.
@@ -87,14 +87,14 @@ class NormalizedEntropy(Metric):
             self.add_state(name, torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
 
     def update(self, logits: Tensor, labels: Tensor) -> None:
-        """Add a batch; the arguments are as `BinnedAUC`'s."""
+        """Add a batch; arguments as for `BinnedAUC.update`."""
         loss = binary_cross_entropy_with_logits(logits.float(), labels.float(), reduction="sum")
         self.log_loss += loss.double()
         self.num_clicks += labels.sum().double()
         self.num_samples += labels.numel()
 
     def compute(self) -> Tensor:
-        """Return the ratio, `()` float32; infinite while one of the classes has not been seen."""
+        """Return the ratio, `()` float32; infinite until both classes were seen."""
         rate = self.num_clicks / self.num_samples
         entropy = -(torch.xlogy(rate, rate) + torch.xlogy(1 - rate, 1 - rate))
         return (self.log_loss / self.num_samples / entropy).float()
@@ -103,23 +103,24 @@ class NormalizedEntropy(Metric):
 class DLRM(LightningModule):
     """Bottom MLP over dense features, one pooled embedding per sparse feature, pairwise dot products, top MLP.
 
-    An unmodified LightningModule: it knows nothing of sharding or lookahead. By default the tables are on `meta`, where
-    they cost no memory until a strategy shards and initialises them; `table_device="cpu"` trains without one.
+    A plain LightningModule without sharding or lookahead. By default the tables are on `meta`, where they use no memory
+    until a strategy shards and initializes them; use `table_device="cpu"` to train without a strategy.
 
     Args:
-        table_sizes: Rows of each table, by feature name; table and feature share the name.
+        table_sizes: Feature name -> rows of its table, which has the same name.
         num_dense: Dense features per sample.
         embedding_dim: Columns of every table.
-        bottom_layers: Widths of the bottom MLP; a last layer of `embedding_dim` is added unless it ends in that.
-        top_layers: Widths of the top MLP's hidden layers; the last layer, to one logit, comes on top.
-        learning_rate: Of Adam on the dense parameters, and on tables that nothing updates in the backward.
-        fused_optimizer: A name from `FUSED_OPTIMIZERS`, applied to the tables in the backward; None is
-            "rowwise_adagrad". Only used with `table_learning_rate`.
-        table_learning_rate: Of the fused optimizer. None applies none: the strategy, or the dense optimizer, decides.
-        table_device: Where the tables are built.
+        bottom_layers: Widths of the bottom MLP; a layer of `embedding_dim` is added unless it is the last width.
+        top_layers: Widths of the top MLP's hidden layers; a layer to one logit is added.
+        learning_rate: Learning rate of Adam for dense parameters and for tables without a fused optimizer.
+        fused_optimizer: A name from `FUSED_OPTIMIZERS`; None: "rowwise_adagrad". Needs `table_learning_rate`.
+        table_learning_rate: Learning rate of the fused optimizer. None: no fused optimizer is applied, which leaves the
+            tables to the strategy or the dense optimizer.
+        table_device: Device on which the tables are built.
 
     Raises:
-        ValueError: An argument makes no model.
+        ValueError: There is no table, row, dense feature or column, or `fused_optimizer` is unknown or lacks
+            `table_learning_rate`.
     """
 
     dense_optimizer: type[torch.optim.Adam | torch.optim.SGD] = torch.optim.Adam
@@ -139,14 +140,14 @@ class DLRM(LightningModule):
         super().__init__()
         if not table_sizes or min(table_sizes.values()) < 1 or num_dense < 1 or embedding_dim < 1:
             raise ValueError(
-                "DLRM needs at least one table, one row in each, one dense feature and one embedding column.\n"
+                "DLRM needs at least one table, one row in each table, one dense feature and one embedding column.\n"
                 f"  got: table_sizes={dict(table_sizes)}, num_dense={num_dense}, embedding_dim={embedding_dim}\n"
-                "  Pass the data module's own: DLRM(data.table_sizes, data.num_dense, ...)."
+                "  Pass the data module's sizes: DLRM(data.table_sizes, data.num_dense, ...)."
             )
         if fused_optimizer is not None and fused_optimizer not in FUSED_OPTIMIZERS:
             raise ValueError(
-                f"fused_optimizer is not one that this model knows.\n  got: {fused_optimizer!r}\n"
-                f"  Pass one of {', '.join(FUSED_OPTIMIZERS)}, or None and the strategy's own fused_optimizer."
+                f"fused_optimizer is unknown to this model.\n  got: {fused_optimizer!r}\n"
+                f"  Pass {', '.join(FUSED_OPTIMIZERS)}, or None and set the strategy's fused_optimizer."
             )
         if fused_optimizer is not None and table_learning_rate is None:
             raise ValueError(
@@ -171,22 +172,22 @@ class DLRM(LightningModule):
         num_inputs = embedding_dim + num_vectors * (num_vectors - 1) // 2
         self.bottom = mlp(num_dense, bottom_layers + added)
         self.top = nn.Sequential(mlp(num_inputs, top_layers), nn.Linear([num_inputs, *top_layers][-1], 1))
-        self._pairs: Tensor | None = None  # no buffer: DDP broadcasts buffers at every forward
+        self._pairs: Tensor | None = None  # not a buffer: DDP broadcasts buffers in every forward
         self.val_auc, self.val_ne = BinnedAUC(), NormalizedEntropy()
         self.test_auc, self.test_ne = BinnedAUC(), NormalizedEntropy()
         if table_learning_rate is not None:
             fused = FUSED_OPTIMIZERS[fused_optimizer or "rowwise_adagrad"]
             with warnings.catch_warnings():
-                # TorchRec's public helper points to a private one of PyTorch, which it calls itself.
+                # TorchRec's public function warns in favour of the private PyTorch function that it calls.
                 warnings.filterwarnings("ignore", message="This API is deprecated", category=DeprecationWarning)
                 apply_optimizer_in_backward(fused, self.ebc.parameters(), {"lr": table_learning_rate})
 
     def forward(self, batch: RecBatch) -> Tensor:
         """Logits of a click, `(B,)`, float32."""
-        # Tables first: a sharded lookup is lazy, and the bottom MLP runs while its all-to-all is under way.
+        # Tables first: a sharded lookup is lazy, and the bottom MLP runs during its all-to-all.
         pooled = self.ebc(batch.sparse)
         dense_BE = self.bottom(batch.dense)
-        # By name: a collection that was sharded by something else may order its keys by the sharding.
+        # By name: TorchRec's own sharding may reorder the keys.
         by_feature = pooled.to_dict()
         vectors_BFE = torch.stack([dense_BE, *(by_feature[name].to(dense_BE.dtype) for name in self.features)], dim=1)
         dots_BFF = torch.bmm(vectors_BFE, vectors_BFE.transpose(1, 2))
@@ -195,7 +196,7 @@ class DLRM(LightningModule):
         return logits_B1.squeeze(1).float()
 
     def _pair_index(self, dots_BFF: Tensor) -> Tensor:
-        """Places of the strictly lower triangle in a flattened `(F + 1, F + 1)`, on the device of `dots_BFF`."""
+        """Return the indices of the strict lower triangle in a flattened `(F + 1, F + 1)`, on `dots_BFF`'s device."""
         if self._pairs is None or self._pairs.device != dots_BFF.device:
             num_vectors = dots_BFF.shape[1]
             row, column = torch.tril_indices(num_vectors, num_vectors, offset=-1)
@@ -221,7 +222,7 @@ class DLRM(LightningModule):
         return torch.sigmoid(self(batch))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Return an optimizer of what no backward updates: the dense layers, and tables without a fused optimizer."""
+        """Return an optimizer for the dense layers, and for tables without a fused optimizer."""
         dense = dict(in_backward_optimizer_filter(self.named_parameters()))
         return self.dense_optimizer(dense.values(), lr=self.learning_rate)
 
@@ -242,7 +243,7 @@ def _table(name: str, num_rows: int, embedding_dim: int) -> EmbeddingBagConfig:
         feature_names=[name],
         num_embeddings=num_rows,
         embedding_dim=embedding_dim,
-        # The bound is that of the whole table; a shard of fewer rows must not scale itself.
+        # A fixed bound: the default would depend on the number of rows in a shard.
         init_fn=partial(nn.init.uniform_, a=-bound, b=bound),
     )
 

@@ -1,4 +1,4 @@
-"""SparseNN: pooled embeddings and dense features into one deep over arch; the more tables, the more is sent.
+"""SparseNN: one MLP, the over arch, over pooled embeddings and dense features.
 
 Shape suffixes: B batch size per rank, D dense features, E sum of the tables' embedding dims.
 """
@@ -15,21 +15,21 @@ from .dlrm import DLRM, mlp
 
 
 class SparseNN(DLRM):
-    """The shape of model that TorchRec measures its train pipelines with (`TestSparseNN` with a large over arch).
+    """The model of TorchRec's benchmark of train pipelines (`TestSparseNN` with a large over arch).
 
-    As `DLRM`, but pooled embeddings and dense features are concatenated under one MLP: the all-to-alls and the
-    over arch's first layer grow with the tables, and there are no products.
+    Like `DLRM`, but one MLP takes the concatenated embeddings and dense features, without products: the all-to-alls and
+    the over arch's first layer grow with the number of tables.
 
     Args:
-        table_sizes: Rows of each table, by feature name; table and feature share the name.
+        table_sizes: As for `DLRM`.
         num_dense: Dense features per sample.
         embedding_dim: Columns of every table.
-        over_layers: Widths of the over arch's hidden layers; the last layer, to one logit, comes on top.
-        learning_rate: Of SGD on the dense parameters, and on tables that nothing updates in the backward.
-        fused_optimizer, table_learning_rate, table_device: As `DLRM`'s.
+        over_layers: Widths of the over arch's hidden layers; a layer to one logit is added.
+        learning_rate: Learning rate of SGD for dense parameters and for tables without a fused optimizer.
+        fused_optimizer, table_learning_rate, table_device: As for `DLRM`.
 
     Raises:
-        ValueError: An argument makes no model.
+        ValueError: As for `DLRM`.
 
     Source: TorchRec 1.8, `torchrec.distributed.test_utils.test_model`.
     """

@@ -4,5 +4,6 @@
 """
 
 from . import first_words as first_words
+from .host_memory import keep_freed_memory as keep_freed_memory
 from .loops import logged_step as logged_step
 from .strategy import OverlapEmbeddingStrategy as OverlapEmbeddingStrategy

@@ -39,7 +39,7 @@ class FailsTogether(SavesShards):
 
     @override
     def setup_environment(self) -> None:
-        with remember_sockets():
+        with remember_sockets(), groups.destroyed_at_exit():
             super().setup_environment()
         # All ranks come here: what they tell each other begins anew with each run.
         store = default_store()

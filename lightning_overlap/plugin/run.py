@@ -18,6 +18,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.parsing import lightning_getattr, lightning_hasattr
 from torch.distributed.constants import default_pg_timeout
 
+from ..dense import SplitLayers
 from ..distributed import Consensus, Lowest, groups
 from ..runtime import Executor, StageTimer, Streams
 from ..sparse import GradientStash, SparsePipeline
@@ -51,6 +52,8 @@ class Run:
         """The pipeline of training, as soon as the tables are sharded."""
         self.executor: Executor | None = None
         """The executor of training, as soon as the fit loop asks for its first batch."""
+        self.split: SplitLayers | None = None
+        """The layers whose backward is split; None if the mode splits none."""
         self.pipelines: dict[str, SparsePipeline] = {}
         """The pipelines of evaluations, by the user's method (`validation_step`, ...)."""
         self.evaluating: SparsePipeline | None = None
@@ -99,6 +102,8 @@ class Run:
         if self.sparse is not None:
             self.sparse.detach()
             self.sparse = None
+        if self.split is not None:
+            self.split.detach()
         if self.overflow is not None:
             self.overflow.stop()
         if self.tuner is not None:

@@ -66,7 +66,7 @@ class WalksSteps(HasRun):
             moved = keyed_jagged_tensors(batch)
             if any(kjt is own for kjt in moved for own in loaded):
                 reason = "no copy of them is made, so the data loader's own objects would lose their values"
-                run.sparse.keep_features(f"the batch's KeyedJaggedTensors are on {device} already and {reason}")
+                run.sparse.inputs.keep_features(f"the batch's KeyedJaggedTensors are on {device} already and {reason}")
         return batch
 
     def _placing_copies(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
@@ -110,10 +110,8 @@ class WalksSteps(HasRun):
         super().pre_backward(closure_loss)
         self._stage_done(Stage.DENSE_FORWARD)
         executor = self._executor
-        if executor is not None and closure_loss.requires_grad and executor.hooks_read_tables():
-            # on_after_backward comes before this strategy's post_backward.
-            engine, order = torch.autograd.Variable._execution_engine, executor.wait_for_lookups
-            closure_loss.register_hook(lambda _: engine.queue_callback(order))
+        if executor is not None:
+            executor.begin_backward(closure_loss, is_only=self._automatic)
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:

@@ -37,14 +37,17 @@ from ..tables import FusedOptimizer, OutOfRangeIds, OverflowWatch, QuantizedComm
 from ..tuning import TRIED, Auto, Tuner, resolve_auto
 from . import checkpoint_links, first_words, shortcuts
 from .failure_hooks import FailsTogether
+from .host_memory import keep_freed_memory
 from .loops import BatchStream, Epoch, LookaheadFetcher, StepArguments, evaluation_loops, fit_loop, sigterm
 from .private_names import check_lightning
 from .processes import StartsProcesses
 from .run import Run, batch_size_of
+from .split_backward import late_all_reduce, split_layers, why_whole
 from .step_hooks import WalksSteps, runs_between_backward_and_step
 from .unsupported import (
     check_arguments,
     refuse,
+    refuse_hashing,
     refuse_held_updates,
     refuse_static_graph,
     refusing_clipping,
@@ -59,12 +62,10 @@ STRATEGY_NAMES = {
 }
 """Names for `Trainer(strategy=...)`, like Lightning's `ddp`, `ddp_spawn`, ..., with the `start_method` of each."""
 
-_NO_DDP_OPTIONS = frozenset(
-    {
-        *("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin"),
-        *("process_group_backend", "timeout", "start_method"),
-    }
-)
+_NO_DDP_OPTIONS = {
+    *("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin"),
+    *("process_group_backend", "timeout", "start_method"),
+}
 """Arguments of `DDPStrategy` that it does not pass on to DistributedDataParallel."""
 
 
@@ -79,13 +80,14 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
             "auto" (or `Auto`, its options): exact modes take turns while training goes on, with the same losses, until
             the fastest one is chosen.
         stream: Where early lookups run: `current`, `data_dist` or `dedicated`.
-        sharding: None for TorchRec's planner; a sharding type for all tables; `{"table": "table_wise", ...}`
-            (the planner decides about tables that are not named); a planner; a `ShardingPlan`. A table that is made
-            data-parallel here, and not by `replicate_tables`, loses its fused optimizer.
+        sharding: None for TorchRec's planner; a sharding type for all tables; `{"item_table": "table_wise", ...}`, by
+            the `name` of a table's `EmbeddingBagConfig` or `EmbeddingConfig` (the planner decides about the others); a
+            planner; a `ShardingPlan`. A table that is made data-parallel here, and not by `replicate_tables`, loses its
+            fused optimizer.
         fused_optimizer: `(class, kwargs)` or `functools.partial(class, **kwargs)`, in YAML
             `[torch.optim.SGD, {lr: 0.1}]` or `class_path:` and `init_args:`; applied in backward to the tables that
-            have no optimizer applied in backward yet. Without it the planner may leave such tables whole on every
-            rank (data-parallel), for the optimizer of `configure_optimizers`; it says so.
+            have no optimizer applied in backward yet. Without it such a table is refused unless `sharding` makes it
+            data-parallel: whole on every rank, for the optimizer of `configure_optimizers`.
         quantized_comms: Precision in which embeddings and their gradients are sent between ranks: "fp16", "bf16",
             "fp8", "int8" or "mx4", one for each direction (`("fp16", "bf16")`), or TorchRec's `QCommsConfig`; None:
             full precision. Losses are those of a plain loop with the same codecs. The strategy warns of gradients that
@@ -108,6 +110,7 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
         async_checkpoint: Write folders while training goes on, from a copy of this rank's shards on the host. The next
             save and the end of `fit` wait for the one under way, and raise its error.
         calm_libraries: Filter out log records and warnings of TorchRec and FBGEMM about their own calls.
+        keep_freed_memory: On a CPU, let glibc's malloc keep freed memory for the next step (see docs/memory.md).
         **kwargs: Arguments of `DDPStrategy`. With a `start_method` of "spawn" or "fork" (in notebooks) the module of
             the process that starts the others stays unsharded and gets whole tables back.
 
@@ -134,6 +137,7 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
         checkpoint_format: str | None = None,
         async_checkpoint: bool = False,
         calm_libraries: bool = True,
+        keep_freed_memory: bool = True,
         **kwargs: Any,
     ) -> None:
         check_arguments(type(self), kwargs)
@@ -151,14 +155,13 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
         self.checkpoint_format, self.async_checkpoint = checkpoint_format, async_checkpoint
         super().__init__(**kwargs)
         self._has_ddp_options = not kwargs.keys() <= _NO_DDP_OPTIONS
-        self._static_graph = bool(kwargs.get("static_graph"))
         self.sharding = tables.check_sharding_types(sharding)
         self.fused_optimizer, self.replicate_tables = fused_optimizer, replicate_tables
         self.quantized_comms = tables.resolve_quantized_comms(quantized_comms)
         tables.check_replicate_tables(replicate_tables)
         if not (observer is None or callable(observer)):
             raise TypeError(f"observer is called with (kind, stage, batch), got {observer!r}.")
-        self._observer, self._calm_libraries = observer, calm_libraries
+        self._observer, self._calm_libraries, self._keep_freed_memory = observer, calm_libraries, keep_freed_memory
         self._warned: set[tuple[str, str | None]] = set()
 
     @override
@@ -190,8 +193,12 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
         fitting = trainer.state.fn == TrainerFn.FITTING
         if overlaps:
             first_words.calm_libraries(self._calm_libraries)
+            if self._keep_freed_memory and self.root_device.type == "cpu":
+                keep_freed_memory()
             callbacks = trainer.callbacks if fitting else ()  # type: ignore[attr-defined]
             refuse(self.precision_plugin.precision, callbacks, self.model)
+            if fitting and self.root_device.type == "cpu":
+                refuse_hashing(self.model)
             self.join_groups()
             self._run = Run(trainer)
             check_lightning(trainer)
@@ -199,7 +206,7 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
                 self._run.installed.enter_context(changes.installed(trainer))
             if fitting:
                 # Before super().setup(): configure_optimizers may ask for the number of steps, which sets up the data.
-                if self._static_graph:
+                if self._ddp_kwargs.get("static_graph"):
                     refuse_static_graph(trainer)
                 self._run.installed.enter_context(fit_loop.installed(trainer))
                 self._run.installed.enter_context(checkpoint_links.installed(trainer, self._folder_saver.on_commit))
@@ -221,6 +228,10 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
             tables.follow_rates(self.lightning_module, tables.rate_setter(self.optimizers))
             self._run.sparse = sparse = self._make_pipeline(self.schedule, "training_step")
             sparse.attach()
+            whole = why_whole(self.lightning_module, self.optimizers, self._ddp_kwargs, sparse.updates)
+            if self.schedule.splits_backward and whole is None:
+                late = late_all_reduce(self.model, self._ddp_comm_hook)
+                self._run.split = split_layers(self.lightning_module, self.gather, late)
             if self._tuner is not None:
                 self._run.tuner = self._tuner
                 tell = first_words.tell if self.global_rank == 0 else (lambda text: None)
@@ -235,6 +246,7 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
                 schedulers = bool(self.lr_scheduler_configs)
                 mode = self.schedule.name + f", staleness {self.schedule.staleness}" * bool(self.schedule.staleness)
                 mode = mode if self._tuner is None else self._tuner.first_words
+                mode += f" (the backward runs whole: {whole})" if self.schedule.splits_backward and whole else ""
                 words = (mode, self.stream, self.world_size, self.optimizers)
                 first_words.tell_set_up(
                     self.lightning_module, *words, scheduled=schedulers, unpipelined=sparse.unpipelined
@@ -331,21 +343,25 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
         assert run is not None
         make = partial(Executor, consensus=self._consensus, any_rank=self.any_rank)
         if not stream.trains:
-            assert run.evaluating is not None, "its loop has begun the evaluation"
+            assert run.evaluating is not None
             order, context = run.evaluating.order, self.precision_plugin.val_step_context
-            run.evaluator = make(self.schedule.evaluation, stream, run.evaluating, order, lookup_context=context)
+            stages = run.evaluating.stages
+            run.evaluator = make(self.schedule.evaluation, stream, stages, order, lookup_context=context)
             return run.evaluator
         assert run.sparse is not None, "it is made in `setup`"
         epoch_loop = run.trainer.fit_loop.epoch_loop
+        runs_whole = self.schedule.splits_backward and run.split is None
+        schedules = self.schedule.with_whole_backward if runs_whole else self._schedules
         run.executor = make(
-            self._schedules,
+            schedules,
             stream if self._tuner is None else self._tuner.timed(stream),
-            run.sparse,
+            run.sparse.stages,
             run.sparse.order,
             lookup_context=self.precision_plugin.train_step_context,
             num_before=lambda: epoch_loop.total_batch_idx + 1,
             hooks_read_tables=partial(runs_between_backward_and_step, run.trainer),
             accumulates=epoch_loop._should_accumulate,
+            weights=run.split,
         )
         return run.executor
 

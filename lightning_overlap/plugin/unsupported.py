@@ -15,6 +15,7 @@ from lightning.pytorch.utilities import GradClipAlgorithmType
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torchrec.modules.hash_mc_modules import HashZchManagedCollisionModule
 
 from ..schedules import Mode
 from ..tables import find_tables, sharded_modules, tables_in_dense_shards, why_never_held
@@ -99,6 +100,20 @@ def _why_refused(callback: Callback, model: nn.Module) -> str | None:
                 "ModelPruning(..., parameters_to_prune=[(module.top[0], 'weight'), ...])"
             )
     return None
+
+
+def refuse_hashing(model: nn.Module) -> None:
+    """Refuse to train modules on a CPU whose new ids get rows by multi-probe zero-collision hashing (MPZCH).
+
+    Raises:
+        ValueError: The model has such modules.
+    """
+    found = [name for name, module in model.named_modules() if isinstance(module, HashZchManagedCollisionModule)]
+    if found:
+        raise ValueError(
+            f"{some(found)}: HashZchManagedCollisionModule (MPZCH) cannot be trained on a CPU, where FBGEMM's "
+            "zero_collision_hash gives no rows to new ids. Train on CUDA, or take MCHManagedCollisionModule."
+        )
 
 
 def refuse_static_graph(trainer: Trainer) -> None:

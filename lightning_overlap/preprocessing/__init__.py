@@ -1,7 +1,7 @@
-"""Methods that make a module's inputs from a batch: called when their batch is staged, before its step.
+"""Call methods that make a module's inputs when their batch is staged, before its step.
 
-`decorator.py` marks them, `staged_calls.py` calls them and answers the step's own calls, `watched_call.py` looks at the
-first call, and refuses methods whose early result could differ.
+`decorator.py` marks such methods, `staged_calls.py` calls them, `watched_call.py` rejects methods whose early result
+could differ.
 """
 
 from .decorator import staged as staged

@@ -1,4 +1,4 @@
-"""`staged`: says that a method makes inputs from a batch, and may be called before the batch's step."""
+"""`staged`: marks a method that may be called before its batch's step."""
 
 from __future__ import annotations
 
@@ -12,34 +12,33 @@ _MARK = "is_staged_by_lightning_overlap"
 
 
 def staged(target: _T) -> _T:
-    """Let the strategy call a method when its batch is staged, so that lookups of what it returns start early.
+    """Let the strategy call a method when its batch is staged, so that lookups of its result start early.
 
-    `training_step` calls the method as before, with the batch or with parts of it, and gets the result that is there.
-    With other arguments, or if the batch or what the method reads has changed since, it is called anew. Without the
+    `training_step` still calls the method, with the batch or parts of it, and gets the early result. The method is
+    called again if the arguments differ, or if the batch or the state that the method reads has changed. Without the
     strategy nothing changes.
 
     Args:
-        target: A method of the LightningModule or of a module inside it, which this decorates:
-            `@staged` above `def make_inputs(self, batch)`. Or a module, whose `forward` is meant:
-            `self.preprocess = staged(Preprocess())`.
+        target: A method of the LightningModule or of a module inside it: `@staged` above
+            `def make_inputs(self, batch)`. Or a module, for its `forward`: `self.preprocess = staged(Preprocess())`.
 
     Returns:
-        `target` itself.
+        `target`.
 
     Raises:
-        TypeError: It is neither a function nor a module.
+        TypeError: `target` is neither a function nor a module.
     """
     if not inspect.isfunction(target) and not isinstance(target, nn.Module):
         raise TypeError(
             f"staged takes a method or a module, got {target!r}. Write @staged above `def make_inputs(self, batch)` in "
-            "a module's class, or self.preprocess = staged(Preprocess()) where a module is made."
+            "a module's class, or self.preprocess = staged(Preprocess())."
         )
     setattr(target, _MARK, True)
     return target
 
 
 def staged_methods(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
-    """Return the staged methods of a model and the modules inside it: name in the model -> (module, method)."""
+    """Return the staged methods of a model and its submodules: name in the model -> (module, method)."""
     found: dict[str, tuple[nn.Module, str]] = {}
     for name, module in model.named_modules():
         members: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Call staged methods before their batch's step, and answer the step's own calls with what they returned."""
+"""Call staged methods before their batch's step, and answer calls in the step with the early results."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from .unchanged import CONSTANTS, Parts, differences, is_same_part, parts_of_bat
 from .watched_call import NotStagedError, Reads, state_read, watch
 
 Key: TypeAlias = "tuple[str, int]"
-"""A call in a step: name of the method, and how many calls of it come before."""
+"""A call in a step: name of the method, and number of earlier calls of it in the step."""
 
 
 class StagedMethod:
-    """What a module has in the place of a staged method while a pipeline is attached."""
+    """Replaces a staged method of a module while a pipeline is attached."""
 
     def __init__(self, name: str, owner: nn.Module, attribute: str, calls: StagedCalls) -> None:
         self.name, self.owner, self._attribute, self._calls = name, owner, attribute, calls
         self.reads: Reads = {}
-        """Attributes of modules that it has read in the calls that were watched."""
+        """Attributes of modules that the method read in watched calls."""
         self.num_calls = 0
-        """Calls in the step that runs."""
+        """Calls in the current step."""
 
     def attach(self) -> None:
-        """Take the method's place."""
+        """Replace the method."""
         self._before = vars(self.owner).get(self._attribute)
         present = getattr(self.owner, self._attribute)
         self.call: Any = present.call if isinstance(present, StagedMethod) else present
         object.__setattr__(self.owner, self._attribute, self)
 
     def detach(self) -> None:
-        """Put back what was there."""
+        """Restore the method."""
         if vars(self.owner).get(self._attribute) is not self:
             return
         if self._before is None:
@@ -47,48 +47,53 @@ class StagedMethod:
             object.__setattr__(self.owner, self._attribute, self._before)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the method returns."""
+        """Return the method's result."""
         return self._calls.answer(self, args, kwargs)
 
 
 @dataclass(slots=True)
 class Made:
-    """What a staged method has returned for a batch, and what has to stay the same for it to hold."""
+    """The result of a staged method for a batch, and the state on which it depends."""
 
     method: StagedMethod
     given: tuple[tuple[Any, ...], dict[str, Any]]
     """Positional and keyword arguments."""
     result: Any
     parts: tuple[Parts, Parts, Parts]
-    """Parts of the arguments, of what it has read of modules, and of the result."""
+    """Parts of the arguments, of the modules' attributes that the method read, and of the result."""
     modes: _Modes
     served: bool = False
-    """Whether a call of the step got it; `checkpoint()` repeats that call in the backward."""
+    """Whether a call in the step got it; `checkpoint()` repeats that call in the backward."""
 
     def why_not(self, given: tuple[tuple[Any, ...], dict[str, Any]]) -> str | None:
-        """Return why a call with these arguments may return something else now; None: it does not."""
+        """Return why a call with these arguments may return another result now, or None."""
         if not _is_same(self.given, given):
             return "it was called with other arguments"
         for before, now, what in (
-            (self.parts[0], parts_of_batch(given), "its arguments were changed after that"),
-            (self.parts[1], state_read(self.method.reads), "what it reads of its module was changed after that"),
-            (self.parts[2], parts_of_batch(self.result), "its result was changed"),
+            (self.parts[0], parts_of_batch(given), "its arguments were changed after the early call"),
+            (
+                self.parts[1],
+                state_read(self.method.reads),
+                "module state that it reads was changed after the early call",
+            ),
+            (self.parts[2], parts_of_batch(self.result), "its early result was changed"),
         ):
             if differences(before, now):
                 return what
-        return None if self.modes.autocast == _Modes.now().autocast else "it was called under another autocast"
+        return None if self.modes.autocast == _Modes.now().autocast else "it was called with another autocast mode"
 
 
 class StagedCalls:
-    """The staged methods of a model, and which of their calls can be made before a batch's step.
+    """The staged methods of a model, and their calls that can be made before a batch's step.
 
-    The first step shows which objects of the batch, or of what calls before return, each call gets; later batches are
-    staged so. Ranks need not agree: lookups compare where their inputs stand (`PipelinedForwards.discover`).
+    The first step shows where the arguments of each call come from: the batch, or results of earlier calls. Later
+    batches are staged accordingly. Ranks need not agree: lookups compare the places of their inputs
+    (`PipelinedForwards.discover`).
 
     Args:
-        model: The model; None: there are no staged methods.
-        step: Name of the user's method that calls them.
-        trains: Whether an optimizer steps between two batches.
+        model: The model; None for no staged methods.
+        step: Name of the user's method that calls the staged methods.
+        trains: Whether an optimizer steps between batches.
         rank: This process's rank; rank 0 prints warnings.
         warned: Warnings given so far.
     """
@@ -99,10 +104,10 @@ class StagedCalls:
         found = {} if model is None else staged_methods(model)
         self.methods = [StagedMethod(name, owner, method, self) for name, (owner, method) in found.items()]
         self._step, self._trains, self._rank, self._warned = step, trains, rank, warned
-        self._inflight: InFlightBatch | None = None  # the batch whose step runs, until its backward is over
+        self._inflight: InFlightBatch | None = None  # the batch of the current step, until its backward is over
         self._watched: set[Key] = set()
         self._known = False
-        self._sources: dict[Key, tuple[StagedMethod, Any]] = {}  # where the arguments of each call come from
+        self._sources: dict[Key, tuple[StagedMethod, Any]] = {}  # the sources of each call's arguments
         self._modes = _Modes.now()
         self._last_read: Parts = []
 
@@ -112,12 +117,12 @@ class StagedCalls:
         return bool(self._sources)
 
     def attach(self) -> None:
-        """Take the methods' places."""
+        """Replace the methods."""
         for method in self.methods:
             method.attach()
 
     def detach(self) -> None:
-        """Put the methods back, and forget the step."""
+        """Restore the methods, and forget the step."""
         for method in self.methods:
             method.detach()
         self._inflight = None
@@ -125,25 +130,25 @@ class StagedCalls:
     # -- the step ---------------------------------------------------------------------------------------------------
 
     def begin(self, inflight: InFlightBatch) -> None:
-        """Begin a forward of a batch's step."""
+        """Begin the forward of a batch's step."""
         self._inflight = inflight if self.methods else None
         for method in self.methods:
             method.num_calls = 0
 
     def end(self) -> None:
-        """End the forward. If a backward follows it may repeat calls, until `forget`."""
+        """End the forward. In training the backward may repeat calls, until `forget`."""
         if not self._trains:
             self._inflight = None
 
     def forget(self, inflight: InFlightBatch) -> None:
-        """Let go of what was made for a batch whose backward is over."""
+        """Drop the results of a batch whose backward is over."""
         if self._inflight is inflight:
             self._inflight = None
         if self._known:
             inflight.made.clear()
 
     def answer(self, method: StagedMethod, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return what was made for a call if it still holds; else call the method.
+        """Return the early result of a call if it is still valid; else call the method.
 
         Raises:
             RuntimeError: The method cannot be staged.
@@ -160,7 +165,7 @@ class StagedCalls:
         method.num_calls += 1
         first: Made | None = inflight.made.get(key)
         if first is None and not self._known:
-            with self._outside_the_step():  # a staged method that this one calls is part of it
+            with self._outside_the_step():  # nested staged methods are part of this call
                 inflight.made[key] = self._make_first(key, method, given)
             return inflight.made[key].result
         if first is not None and not first.served:
@@ -173,7 +178,6 @@ class StagedCalls:
 
     @contextmanager
     def _outside_the_step(self) -> Iterator[None]:
-        """Within this context all calls are made."""
         inflight, self._inflight = self._inflight, None
         try:
             yield
@@ -181,7 +185,7 @@ class StagedCalls:
             self._inflight = inflight
 
     def _make_first(self, key: Key, method: StagedMethod, given: Any) -> Made:
-        """Make a call before it is known where its arguments come from; watch it, if it is the first such one."""
+        """Make a call before the sources of its arguments are known; watch the first call."""
         args, kwargs = given
         if key in self._watched:
             result = method.call(*args, **kwargs)
@@ -191,7 +195,7 @@ class StagedCalls:
             except NotStagedError as err:
                 raise RuntimeError(
                     f"rank {self._rank}: {method.name!r} is @staged, that is, called before its batch's step, but it "
-                    f"{err}; or take the decorator away."
+                    f"{err}; or remove the decorator."
                 ) from None
             self._watched.add(key)
             method.reads.update(reads)
@@ -201,20 +205,20 @@ class StagedCalls:
         parts = parts_of_batch(given), state_read(method.reads), parts_of_batch(result)
         return Made(method, given, result, parts, _Modes.now(), served)
 
-    # -- which call gets what ---------------------------------------------------------------------------------------
+    # -- sources of arguments ---------------------------------------------------------------------------------------
 
     def searched(self, inflight: InFlightBatch) -> Any:
-        """Return what inputs of modules are looked for in: the batch and what staged methods have made of it."""
+        """Return the objects in which inputs of modules are searched: the batch, and results of staged methods."""
         if not self.methods:
             return inflight.batch
         return inflight.batch, {key: made.result for key, made in inflight.made.items()}
 
     def are_alike(self, path: Path, other: Path | None) -> bool:
-        """Whether both paths in what is searched lead into the batch, or both into what was made of it."""
+        """Return whether both paths lead into the batch, or both into results of staged methods."""
         return not self.methods or path[:1] == (other or ())[:1]
 
     def discover(self, inflight: InFlightBatch) -> None:
-        """Find the arguments of the calls of a batch's step in the batch, by identity."""
+        """Find the arguments of the step's calls in the batch and in earlier results, by identity."""
         self._known = True
         results: dict[Key, Any] = {}
         for key, made in inflight.made.items():
@@ -227,7 +231,6 @@ class StagedCalls:
                 results[key] = made.result
 
     def _leave(self, key: Key, reason: str) -> None:
-        """Let a call be made in its step from now on."""
         if key in self._sources:
             del self._sources[key]
             self._warn(key[0], reason)
@@ -235,13 +238,13 @@ class StagedCalls:
     def _warn(self, name: str, reason: str) -> None:
         if self._rank == 0 and (name, reason) not in self._warned:
             self._warned.add((name, reason))
-            text = f"{name!r} is @staged, but is called in {self._step} from now on: {reason}."
+            text = f"{name!r} is @staged, but from now on it is only called in {self._step}: {reason}."
             warnings.warn(text, UserWarning, stacklevel=2)
 
     # -- before the step --------------------------------------------------------------------------------------------
 
     def state_has_changed(self) -> bool:
-        """Whether what the methods read of their modules has changed since this was asked last."""
+        """Return whether module state that the methods read has changed since the last call."""
         reads: Reads = {}
         for method in self.methods:
             reads |= method.reads
@@ -254,7 +257,7 @@ class StagedCalls:
             try:
                 args, kwargs = _found(source, self.searched(inflight))
             except LookupError:
-                continue  # this batch lacks a part: its step may make no such call
+                continue  # this batch lacks an argument: its step may skip the call
             with self._outside_the_step(), self._modes.entered(), _naming(method):
                 result = method.call(*args, **kwargs)
                 inflight.made[key] = self._note(method, (args, kwargs), result)
@@ -272,7 +275,7 @@ def _naming(method: StagedMethod) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class _Modes:
-    """Modes of the caller that change what a method computes. Inference mode counts as no_grad."""
+    """Modes of the caller that affect a method's result. Inference mode counts as no_grad."""
 
     grad: bool
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
@@ -285,7 +288,6 @@ class _Modes:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Within this context these modes hold."""
         with ExitStack() as stack:
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.set_grad_enabled(self.grad))
@@ -309,10 +311,10 @@ class _Constant:
 
 
 def _source_of(given: Any, searched: Any) -> Any:
-    """Return where an argument comes from: a part of what is searched, a constant, or a container of such sources.
+    """Return the source of an argument: a part of `searched`, a constant, or a container of sources.
 
     Raises:
-        LookupError: It comes from elsewhere.
+        LookupError: The argument has another source.
     """
     if isinstance(given, CONSTANTS):
         return _Constant(given)
@@ -324,17 +326,13 @@ def _source_of(given: Any, searched: Any) -> Any:
     if type(given) is dict:
         return {key: _source_of(one, searched) for key, one in given.items()}
     raise LookupError(
-        f"an argument ({type(given).__name__}) is made in the step, it is no object of the batch, no result of another "
-        "staged method, and no constant"
+        f"an argument ({type(given).__name__}) is made in the step: it is not an object of the batch, a result of "
+        "another staged method, or a constant"
     )
 
 
 def _found(source: Any, searched: Any) -> Any:
-    """Return an argument from its source in another batch.
-
-    Raises:
-        LookupError: This batch has nothing there, or something of another type.
-    """
+    """Return the argument of another batch; raise a LookupError if it is missing or has another type."""
     if isinstance(source, _Constant):
         return source.value
     if isinstance(source, _Part):
@@ -348,7 +346,6 @@ def _found(source: Any, searched: Any) -> Any:
 
 
 def _is_same(staged: Any, given: Any) -> bool:
-    """Whether an argument is the staged one, or a container of the same type with the same entries."""
     if is_same_part(staged, given):
         return True
     if type(staged) is not type(given) or type(given) not in (list, tuple, dict) or len(staged) != len(given):

@@ -1,4 +1,4 @@
-"""Find out whether what a call has read was changed since: every object in it by identity, tensors by write count."""
+"""Detect changes of objects that a call has read: by identity, and for tensors by write count."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from ..runtime import Path, leaves
 
 Parts: TypeAlias = "list[tuple[Path, Any, Any]]"
-"""(path, object, what changes where the object itself is changed) of all parts of a value."""
+"""(path, object, a value that changes with the object) for all parts of a value."""
 
 CONSTANTS = (type(None), bool, int, float, str, bytes, torch.dtype, torch.device, Enum)
 _MANY = 1000
-"""A container of a module with more entries counts as one object with a length."""
+"""A container in a module with more entries counts as one object."""
 
 
 def parts_of_batch(value: Any) -> Parts:
-    """Return the parts of a batch or of something made from it."""
+    """Return the parts of a batch, or of an object made from it."""
     return _parts(value, lambda node: isinstance(node, (KeyedJaggedTensor, JaggedTensor)))
 
 
 def parts_of_state(value: Any) -> Parts:
-    """Return the parts of an attribute of a module: of lists, tuples and dicts, but not of other objects."""
+    """Return the parts of a module's attribute; only lists, tuples and dicts have several."""
     return _parts(value, lambda node: not isinstance(node, (list, tuple, dict)) or len(node) > _MANY)
 
 
 def differences(before: Parts, now: Parts) -> list[Path]:
-    """Return the paths at which something has changed."""
+    """Return the paths that differ."""
     old, new = ({path: (part, state) for path, part, state in parts} for parts in (before, now))
     return [path for path in old | new if path not in old or path not in new or not _same(old[path], new[path])]
 
@@ -68,5 +68,5 @@ def _same(before: tuple[Any, Any], now: tuple[Any, Any]) -> bool:
 
 
 def is_same_part(before: Any, now: Any) -> bool:
-    """Whether two parts are the same object, or equal constants."""
+    """Return whether two parts are the same object, or equal constants."""
     return before is now or (type(before) is type(now) and isinstance(now, CONSTANTS) and bool(before == now))

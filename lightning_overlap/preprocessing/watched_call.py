@@ -1,4 +1,4 @@
-"""Look at one call of a staged method: what it reads of its modules, and whether it may come before its turn."""
+"""Watch one call of a staged method: which module state it reads, and whether it may be called early."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from ..text import some
 from .unchanged import Parts, differences, parts_of_batch, parts_of_state
 
 Reads: TypeAlias = "dict[tuple[nn.Module, str], None]"
-"""Attributes by module and name, in the order in which they were read first."""
+"""(module, attribute), in the order of the first read."""
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training", "_parameters", "_buffers"}
 _KINDS = ("_parameters", "_buffers", "_modules")
-"""Where a module keeps what is no attribute."""
+"""Dicts in which a module keeps other attributes."""
 _OF_THE_STEP = frozenset(
     {"trainer", "global_step", "log", "log_dict", "logger", "loggers", "optimizers", "lr_schedulers"}
 )
-"""What a LightningModule offers that belongs to the step that runs, which is not that of a batch being staged."""
+"""Attributes of a LightningModule that belong to the current step, which is not the step of a staged batch."""
 _FIXED = frozenset({"global_rank", "local_rank", "current_epoch"})
-"""Its properties that read `trainer`, and stay what they are while batches are in flight."""
+"""Properties that read `trainer`, but do not change while batches are in flight."""
 
 
 class NotStagedError(RuntimeError):
-    """A staged method whose result would be another one before its batch's step."""
+    """A staged method's result would differ before its batch's step."""
 
 
 def watch(call: Callable[[], Any], given: Any, owner: nn.Module, *, trains: bool) -> tuple[Any, Reads]:
@@ -39,43 +39,43 @@ def watch(call: Callable[[], Any], given: Any, owner: nn.Module, *, trains: bool
 
     Args:
         call: Calls the staged method.
-        given: Its arguments.
-        owner: The module that has the method.
-        trains: Whether an optimizer steps between two batches.
+        given: The method's arguments.
+        owner: The method's module.
+        trains: Whether an optimizer steps between batches.
 
     Returns:
-        What the method returns, and the attributes of modules that it has read.
+        The method's result, and the attributes of modules that it read.
 
     Raises:
-        NotStagedError: It draws random numbers, changes a module or its arguments, calls a sharded module, reads
-            weights that are trained, or its result has a graph.
+        NotStagedError: The method draws random numbers, changes a module or its arguments, calls a sharded module,
+            reads trained weights, or its result requires grad.
     """
     before, random_before = (parts_of_batch(given), _state_of(owner)), _random_states()
     with _reading(owner) as reads, _eager():
         result = call()
     if _random_states() != random_before:
         raise NotStagedError(
-            "draws random numbers, which would come in another order. Draw them in the dataset, the collate function "
-            "or on_after_batch_transfer"
+            "draws random numbers, so that their order would change. Draw them in the dataset, the collate function or "
+            "on_after_batch_transfer"
         )
     if changed := differences(before[0], parts_of_batch(given)):
         raise NotStagedError(
-            f"changes its arguments (at {some(map(_name, changed))}), which training_step would find changed early. "
-            "Return new objects and leave the batch as it is"
+            f"changes its arguments (at {some(map(_name, changed))}), so that training_step would see the changes too "
+            "early. Return new objects and do not change the batch"
         )
     if changed := differences(before[1], _state_of(owner)):
         raise NotStagedError(
-            f"changes its module ({some(map(_name, changed))}) before earlier batches are trained. Do that in "
-            "training_step, and return what is made of the batch only"
+            f"changes its module ({some(map(_name, changed))}) before earlier batches are trained. Change modules in "
+            "training_step"
         )
     _check_reads(reads, trains=trains)
     if trains and any(isinstance(part, torch.Tensor) and part.requires_grad for _, part, _ in parts_of_batch(result)):
-        raise NotStagedError("returns a tensor that requires grad. Do what is trained in training_step")
+        raise NotStagedError("returns a tensor that requires grad. Use trained weights in training_step")
     return result, reads
 
 
 def state_read(reads: Reads) -> Parts:
-    """Return what these attributes are now."""
+    """Return the current parts of these attributes."""
     return parts_of_state([_attribute(module, name) for module, name in reads])
 
 
@@ -83,19 +83,20 @@ def _check_reads(reads: Reads, *, trains: bool) -> None:
     for module, name in reads:
         value = _attribute(module, name)
         if isinstance(value, ShardedModule):
-            raise NotStagedError(f"calls the sharded module {name!r}. Make its input only, call it in training_step")
+            raise NotStagedError(
+                f"calls the sharded module {name!r}. Only make its input, and call it in training_step"
+            )
         weights = value.values() if name == "_parameters" else [value]
         if trains and any(isinstance(weight, nn.Parameter) and weight.requires_grad for weight in weights):
             raise NotStagedError(
-                f"reads {name!r} of {type(module).__name__}, which is trained: before its batch's turn it is that of "
-                "an earlier step. Do this in training_step, or freeze it (requires_grad=False)"
+                f"reads {name!r} of {type(module).__name__}, which is trained: an early call would read the weights of "
+                "an earlier step. Read it in training_step, or freeze it (requires_grad=False)"
             )
         if name in _OF_THE_STEP and not (name == "trainer" and any((module, one) in reads for one in _FIXED)):
-            raise NotStagedError(f"uses self.{name}, which is at an earlier step then. Use it in training_step")
+            raise NotStagedError(f"uses self.{name}, which belongs to an earlier step then. Use it in training_step")
 
 
 def _attribute(module: nn.Module, name: str) -> Any:
-    """Return a module's own attribute, parameter, buffer or child; None for what its class has."""
     own = vars(module)
     if isinstance(module, torch.jit.ScriptModule):
         return getattr(module, name, None)
@@ -105,7 +106,6 @@ def _attribute(module: nn.Module, name: str) -> Any:
 
 
 def _state_of(owner: nn.Module) -> Parts:
-    """Return the attributes, parameters and buffers of a module and of those inside it."""
     return parts_of_state(
         {
             name or type(owner).__name__: {
@@ -118,7 +118,7 @@ def _state_of(owner: nn.Module) -> Parts:
 
 
 def _without_tables(owner: nn.Module) -> dict[str, nn.Module]:
-    """Return a module and those inside it by name, but those that are sharded and what these hold."""
+    """Return a module and its submodules by name, without sharded modules and their submodules."""
     sharded = [module for module in owner.modules() if isinstance(module, ShardedModule)]
     held = {id(inside) for module in sharded for inside in module.modules()}
     return {name: module for name, module in owner.named_modules() if id(module) not in held}
@@ -141,16 +141,16 @@ def _random_states() -> list[Any]:
 
 
 def _eager() -> AbstractContextManager[Any]:
-    """Within this context compiled functions run as written, as their compiler does not know classes that watch."""
+    """Run compiled functions eagerly, since the compiler does not know the watching classes."""
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 @contextmanager
 def _reading(owner: nn.Module) -> Iterator[Reads]:
-    """Within this context note which attributes of a module, and of those inside it, are read.
+    """Note which attributes of a module and its submodules are read in this context.
 
-    Their classes are replaced by subclasses for that time. Of TorchScript's modules, which do not read in Python, all
-    parameters and buffers count as read once another module has read them.
+    Temporarily replaces their classes by subclasses. TorchScript modules do not read attributes in Python: all their
+    parameters and buffers count as read if another module reads the TorchScript module.
     """
     reads: Reads = {}
     replaced: list[tuple[nn.Module, type]] = []

@@ -1,7 +1,4 @@
-"""What a step did when: record spans or read torch.profiler traces, break down the overlap, report it, draw it.
-
-Spans (`spans.py`) come from `recorder.py` or `torch_trace.py`; `overlap.py` says how much of them was hidden.
-"""
+"""Record spans of a step or read them from torch.profiler traces; compute, report and draw the overlap."""
 
 from . import report as report
 from .draw_png import check_matplotlib as check_matplotlib

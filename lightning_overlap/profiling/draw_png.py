@@ -14,7 +14,7 @@ from .spans import Category, Span
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-MAX_RANKS = 16  # in one picture; its heading says how many it left out
+MAX_RANKS = 16  # per picture; the title gives the number of the others
 
 _WIDTH_IN, _ROW_IN, _DPI = 16.0, 0.34, 120
 _PANEL_IN, _TOP_IN, _BOTTOM_IN = 0.62, 0.38, 0.62
@@ -26,23 +26,19 @@ _STYLES: Mapping[Category, dict[str, Any]] = {
     Category.LOOKUP: {"hatch": "....", "edgecolor": "white"},
     Category.WAIT: {"hatch": "/////", "facecolor": LOOKS[Category.WAIT].color, "edgecolor": EXPOSED_COLOR},
 }
-"""Arguments of matplotlib for the bars of a category, other than their colour."""
+"""Arguments of matplotlib for the bars of a category."""
 
 _TEXT: Mapping[str, Any] = {"ha": "center", "va": "center_baseline", "fontsize": 7.2, "clip_on": True, "zorder": 3}
 _WAIT_TEXT = {"color": EXPOSED_COLOR, "bbox": {"facecolor": "white", "alpha": 0.75, "pad": 0.6, "linewidth": 0}}
 
 
 def check_matplotlib() -> None:
-    """Check that pictures can be drawn.
-
-    Raises:
-        ImportError: matplotlib cannot be imported.
-    """
+    """Raise an ImportError if matplotlib cannot be imported."""
     try:
         import matplotlib  # noqa: F401
     except ImportError as err:
         raise ImportError(
-            f"pictures of timelines need matplotlib, which cannot be imported ({err}): "
+            f"drawing timelines needs matplotlib, which cannot be imported ({err}): "
             "pip install 'lightning_overlap[plot]'"
         ) from err
 
@@ -55,14 +51,14 @@ def write_png(
     title: str = "",
     overlapped: Mapping[int | str, Collection[Stage]] | None = None,
 ) -> None:
-    """Draw a few steady steps: a lane per stream or thread, the ranks beneath each other.
+    """Draw a few typical steps of each rank, with a lane per stream or thread.
 
     Args:
-        path: Where the PNG is written.
+        path: The PNG to write.
         ranks: The spans of each rank.
         num_steps: Steps to draw.
-        title: Heading of the picture; "Timeline" if empty.
-        overlapped: The stages that each rank's mode overlaps (`overlapped_by`); others do not count as hidden. None:
+        title: Title of the picture; "Timeline" if empty.
+        overlapped: Rank -> stages that its mode overlaps (`overlapped_by`); other stages do not count as hidden. None:
             all stages that overlap with other work count as hidden.
 
     Raises:
@@ -75,7 +71,7 @@ def write_png(
     from matplotlib.legend_handler import HandlerPatch
     from matplotlib.patches import Patch, Rectangle
 
-    class AsTallAsItsBar(HandlerPatch):  # matplotlib takes long to import: only where something is drawn
+    class AsTallAsItsBar(HandlerPatch):  # defined here because matplotlib is slow to import
         def _create_patch(self, legend: Any, handle: Any, x: float, y: float, w: float, h: float, size: float) -> Any:
             tall = h * float(handle.get_gid() or 0.84) / 0.84
             return Rectangle((-x, -y + (h - tall) / 2), w, tall)

@@ -1,7 +1,7 @@
-"""Predict the host-device syncs of a piece of code, also on a CPU: operators whose result the host reads.
+"""Predict host-device syncs: operators whose result the host reads.
 
-On CUDA each of them makes the host wait for all that was queued before. `torch.cuda.set_sync_debug_mode` finds the same
-on a device; this finds them where there is none.
+On CUDA they make the host wait for all queued work. `torch.cuda.set_sync_debug_mode` needs a device; this works on a
+CPU.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _METHODS: Mapping[Any, str] = {
     torch.Tensor.numpy: "numpy",
     torch.Tensor.cpu: "cpu",
 }
-"""Tensor methods that call no operator on a CPU, and copy to the host on a device."""
+"""Tensor methods that copy to the host on a device and call no operator on a CPU."""
 
-NUM_WORST = 3  # host syncs that are named
+NUM_WORST = 3  # places of host syncs in the report
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +41,10 @@ class HostSync:
 
     Args:
         operator: Name of the ATen operator or the tensor method.
-        stack: The Python calls that led to it, outermost first; inside a backward, those up to `backward()`.
-        stage: In which stage of the step it came, '' if in none.
-        blocked_ms: How long the call took; on CUDA that is what the host waited.
-        device: The type of the device that it reads from.
+        stack: The Python calls, outermost first; inside a backward, the calls up to `backward()`.
+        stage: The stage of the step, or ''.
+        blocked_ms: Duration of the call; on CUDA the host waits for that time.
+        device: Type of the device that it reads from.
     """
 
     operator: str
@@ -55,7 +55,7 @@ class HostSync:
 
     @property
     def reads_host(self) -> bool:
-        """Whether it reads memory that is the host's in a run on CUDA too, so that the host does not wait there."""
+        """Whether the memory is on the host also in a run on CUDA, so that the host would not wait."""
         if self.device != "cpu":
             return False
         return any(
@@ -66,38 +66,38 @@ class HostSync:
 
     @property
     def is_the_librarys(self) -> bool:
-        """Whether no line of the user's led to it: one of this package's own reads, or of Lightning's."""
+        """Whether this package or Lightning reads, without a line of the user's code."""
         frames = self._frames
         if any(_is_users(frame.filename) for frame in frames):
             return False
         return bool(frames) and (frames[0].filename.startswith(_PACKAGE) or "/lightning/" in frames[0].filename)
 
     def source(self) -> str:
-        """Return the user's line it came from: `training_step, model.py:42`; else the innermost one outside PyTorch."""
+        """Return the user's source line, as `training_step, model.py:42`; else the innermost line outside PyTorch."""
         own = [frame for frame in self._frames if _is_users(frame.filename)]
         frame = next(iter(own or self._frames), None)
         return "" if frame is None else f"{frame.name}, {frame.filename.rsplit('/', 1)[-1]}:{frame.lineno}"
 
     @property
     def _frames(self) -> list[traceback.FrameSummary]:
-        """The calls within Lightning's loops and outside PyTorch, innermost first."""
+        """The calls inside Lightning's loops and outside PyTorch, innermost first."""
         loops = [place for place, frame in enumerate(self.stack) if _LOOPS in frame.filename]
-        inside = self.stack[loops[-1] + 1 if loops else 0 :]  # what called the trainer is not where it came from
+        inside = self.stack[loops[-1] + 1 if loops else 0 :]  # skips the caller of the trainer
         return [frame for frame in reversed(inside) if not frame.filename.startswith((_TORCH, __file__))]
 
 
 _READERS_OF_HOST_MEMORY = (
     ("/torch/optim/optimizer.py", "_get_value"),  # the count of steps, unless `capturable` or `fused`
-    ("/fbgemm_gpu/split_table_batched_embeddings_ops_training.py", "forward"),  # its own count of steps, `iter_cpu`
-    ("/lightning_overlap/sparse/update_rates.py", "lookup_counts"),  # the same
+    ("/fbgemm_gpu/split_table_batched_embeddings_ops_training.py", "forward"),  # the count of steps, `iter_cpu`
+    ("/lightning_overlap/sparse/update_rates.py", "lookup_counts"),  # `iter_cpu`
     ("/fbgemm_gpu/split_table_batched_embeddings_ops_training.py", "get_learning_rate"),  # `learning_rate_tensor`
-    ("/lightning_overlap/sparse/pipeline.py", "note_lengths"),  # of a batch that is still on the host
-    ("/lightning_overlap/tables/id_ranges.py", "first_outside"),  # leaves ids on a device alone
-    ("/lightning_overlap/distributed/consensus.py", ""),  # what the ranks ask each other goes by gloo
-    ("/lightning_overlap/tables/comms/overflow.py", ""),  # copies of gradients' ends, once they have arrived
+    ("/lightning_overlap/sparse/inputs.py", "note_lengths"),  # of a batch that is still on the host
+    ("/lightning_overlap/tables/id_ranges.py", "first_outside"),  # skips ids on a device
+    ("/lightning_overlap/distributed/consensus.py", ""),  # uses gloo
+    ("/lightning_overlap/tables/comms/overflow.py", ""),  # reads copies that have arrived on the host
     ("/torch/utils/data/", ""),  # batches are made on the host
 )
-"""Part of a file's path, and a function in it, or '' for all: what is known to be kept on the host."""
+"""(part of a file's path, function or '' for all functions): code that reads host memory."""
 
 _LOOPS = "/lightning/pytorch/loops/"
 _TORCH = os.path.dirname(torch.__file__)
@@ -106,13 +106,12 @@ _INSTALLED = tuple({sysconfig.get_paths()[key] for key in ("purelib", "platlib",
 
 
 def _is_users(file: str) -> bool:
-    """Whether a file is neither this package's nor an installed one."""
     return not file.startswith(("<", _PACKAGE, *_INSTALLED))
 
 
 def _counts_elements(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether an operator of many forms has a form whose output size the host has to read from the device."""
-    if name == "repeat_interleave":  # the numbers of repetitions, without their sum
+    """Return whether these arguments make the host read an operator's output size from the device."""
+    if name == "repeat_interleave":
         return kwargs.get("output_size") is None
     if not name.startswith("index"):
         return False
@@ -122,13 +121,13 @@ def _counts_elements(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 
 @contextmanager
 def record_host_syncs(stage: Callable[[], str] = str) -> Iterator[list[HostSync]]:
-    """Record every predicted sync of the calling thread, in order; autograd's backward on a CPU is part of it.
+    """Record the predicted syncs of the calling thread, which on a CPU includes the backward.
 
     Args:
-        stage: Returns the name of the stage that the step is in; called at each sync.
+        stage: Called at each sync; returns the name of the current stage.
 
     Yields:
-        The syncs so far, a list that grows within the context.
+        A list that grows with each sync.
     """
     found: list[HostSync] = []
 
@@ -158,7 +157,7 @@ def record_host_syncs(stage: Callable[[], str] = str) -> Iterator[list[HostSync]
 
 
 def sync_lines(found: Sequence[HostSync], on_cuda: bool) -> list[str]:
-    """Say how many host-device syncs a step had, and name the worst: those that blocked longest, or came most often."""
+    """Return lines with the number of a step's syncs, and the places that block longest or are most frequent."""
     places: dict[tuple[str, str, str], list[float]] = {}
     for sync in found:
         places.setdefault((sync.stage, sync.source(), sync.operator), []).append(sync.blocked_ms)

@@ -1,4 +1,4 @@
-"""What a picture of timelines shows and where: lanes and bars."""
+"""The layout of a picture of timelines: panels, lanes and bars."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from .report import headline, label, summarize
 from .spans import ALL_TO_ALLS, HOST_LANE, Category, Interval, Span, exclusive, rows_of
 from .steps import find_steps, is_step_mark, steady_window
 
-NUM_STEPS = 3  # that are drawn, where nobody says how many
+NUM_STEPS = 3  # default number of steps to draw
 
 BATCH_COLORS = ("#3b76af", "#e8a33d", "#4f9d69", "#b07aa1", "#6fb7c9", "#8a6d3b", "#7d86c9", "#a8b545")
-"""Of batch n, the n-th modulo their number: neighbours differ, and none is the red of exposed time."""
+"""Colour of batch n: index n modulo the length. Red is reserved for exposed time."""
 
-STAGE_COLORS: Mapping[Stage, str] = dict(zip(Stage, (*BATCH_COLORS, "#d18ba3"), strict=True))
+STAGE_COLORS: Mapping[Stage, str] = dict(zip(Stage, (*BATCH_COLORS, "#d18ba3", "#5b8c8c"), strict=True))
 UNKNOWN_COLOR = "#b9bfc6"
 EXPOSED_COLOR = "#d62728"
-DATA_COLOR = "#f2e2b8"  # of waits for the data loader, which belong to no batch yet
+DATA_COLOR = "#f2e2b8"  # waits for the data loader, which have no batch
 
 
 class Look(NamedTuple):
-    """How a category is drawn, in the PNG; a bar's height is a share of its line."""
+    """How a category is drawn."""
 
-    color: str  # in the legend: each category's grey is far from the next one's
+    color: str  # in the legend
     words: str
-    height: float = 0.84
+    height: float = 0.84  # share of a row
     opacity: float = 1.0
 
 
@@ -40,7 +40,7 @@ LOOKS: Mapping[Category, Look] = {
     Category.LOOKUP: Look("#4a515a", "dotted: lookup"),
     Category.COMMUNICATION: Look("#7b848e", "lower: collective", 0.60, 0.75),
     Category.COPY: Look("#7b848e", "flat: copy", 0.40),
-    Category.HOST: Look("#c3cad2", "pale: host at work", opacity=0.38),
+    Category.HOST: Look("#c3cad2", "pale: host working", opacity=0.38),
     Category.DATA: Look(DATA_COLOR, "waiting for data"),
     Category.WAIT: Look("#fff4f2", "exposed wait"),
 }
@@ -53,12 +53,13 @@ SHORT: Mapping[Stage, str] = {
     Stage.EMBEDDING_LOOKUP: "lookup",
     Stage.DENSE_FORWARD: "forward",
     Stage.BACKWARD: "backward",
+    Stage.WEIGHT_GRADIENTS: "weights",
     Stage.OPTIMIZER_STEP: "step",
     Stage.EMBEDDING_UPDATE: "update",
 }
-"""The stages on bars."""
+"""Stages as written on bars."""
 
-_ONE_CLOCK = 0.8  # a rank whose spans reach over this share of the first one's window has its clock, or a near one
+_ONE_CLOCK = 0.8  # ranks share a clock if a rank's spans cover this share of the first rank's window
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +67,13 @@ class Panel:
     """One rank.
 
     Args:
-        rank: Number of the rank, or a name that stands for it.
-        found: Figures of all steps of the rank, not only of those drawn.
-        window: The part of the timeline that is drawn.
-        steps: Where steps begin in it.
-        lanes: Streams and threads from the top, each with as many rows as spans overlap on it. Spans of one batch,
-            stage and kind that are too near to each other to be told apart are one bar there.
-        exposed: Intervals in which a collective ran and nothing hid it.
+        rank: Number of the rank, or a name.
+        found: Measurements over all steps, not only the drawn steps.
+        window: The drawn part of the timeline.
+        steps: Starts of steps in the window.
+        lanes: Streams and threads from the top, each with as many rows as spans overlap. Spans of the same batch, stage
+            and kind that are too close to distinguish are merged into one bar.
+        exposed: Intervals in which a collective was exposed.
     """
 
     rank: int | str
@@ -84,21 +85,21 @@ class Panel:
 
     @property
     def title(self) -> str:
-        """Whose it is, and how well it overlaps."""
+        """The rank and its overlap."""
         return f"{label(self.rank)}: {headline(self.found)}"
 
     @property
     def length_ms(self) -> float:
-        """How much time is drawn."""
+        """Length of the window."""
         return self.window[1] - self.window[0]
 
     @property
     def num_rows(self) -> int:
-        """Rows of all lanes."""
+        """Number of rows of all lanes."""
         return sum(map(len, self.lanes.values()))
 
     def does(self, lane: str) -> str:
-        """Return what a lane mostly does, for its label: "communication" of a stream of collectives."""
+        """Return a lane's main category, for its label; '' for the host."""
         busy: Counter[Category] = Counter()
         for span in chain.from_iterable(self.lanes[lane]):
             if span.kind is not Category.WAIT and lane != HOST_LANE:
@@ -108,13 +109,11 @@ class Panel:
 
 
 class Picture:
-    """Timelines as they are drawn.
+    """The panels of all ranks, and the colours of their bars.
 
-    Ranks whose clocks agree (they are on one host) show the same moments; the others begin with their own step. The
-    colours are those of batches where most of what has a stage says its batch, else of stages.
-
-    Arguments and errors are those of `write_png`; neighbours nearer than the resolution, a share of the drawn time, are
-    drawn as one.
+    Ranks with the same clock (on one host) share a window. Colours stand for batches if most spans with a stage have a
+    batch, else for stages. Arguments and errors are as for `write_png`; spans closer than `resolution`, a share of
+    the window, are merged.
     """
 
     def __init__(
@@ -126,7 +125,7 @@ class Picture:
         overlapped: Mapping[int | str, Collection[Stage]] | None = None,
     ) -> None:
         if not any(ranks.values()):
-            raise ValueError("there is nothing to draw: no rank has a span. Record at least one step.")
+            raise ValueError("there is nothing to draw: no rank has spans. Record at least one step.")
         self.panels: list[Panel] = []
         for rank, spans in ranks.items():
             if spans:
@@ -139,10 +138,7 @@ class Picture:
         self._by_batch = 2 * sum(staged) > len(staged)
 
     def legend(self) -> tuple[list[tuple[str, str]], list[Category]]:
-        """Return the colours with what each stands for, and the categories that are drawn.
-
-        More batches than colours are not listed.
-        """
+        """Return (colour, meaning) pairs, empty if there are more batches than colours, and the drawn categories."""
         if self._by_batch:
             shown = sorted({span.batch for span in self._spans if span.batch is not None})
             colors = [(BATCH_COLORS[one % len(BATCH_COLORS)], f"batch {one}") for one in shown]
@@ -162,7 +158,7 @@ class Picture:
         return UNKNOWN_COLOR if span.stage is None else STAGE_COLORS[span.stage]
 
     def words(self, span: Span) -> str:
-        """Return what to write on a bar: what travels or the stage, and the batch where there is one."""
+        """Return the text on a bar: the all-to-all's content or the stage, and the batch if known."""
         carries = span.name.partition(":")[0]
         if carries not in ALL_TO_ALLS:
             if span.kind is Category.DATA:
@@ -175,7 +171,6 @@ class Picture:
 
 
 def _share_seen(spans: Sequence[Span], window: Interval) -> float:
-    """Return which share of a window spans reach over."""
     start, end = min(span.start_ms for span in spans), max(span.end_ms for span in spans)
     return (min(end, window[1]) - max(start, window[0])) / (window[1] - window[0])
 
@@ -199,7 +194,7 @@ def _panel(
 
 
 def _bars(row: Sequence[Span], least_ms: float) -> Iterator[Span]:
-    """Return the longest of each run of neighbours that cannot be told apart, with their begin and end."""
+    """Merge each run of spans that are too close to distinguish into its longest span."""
     runs: list[list[Span]] = []
     for span in row:
         last = runs[-1][-1] if runs else None
@@ -217,7 +212,7 @@ def _bars(row: Sequence[Span], least_ms: float) -> Iterator[Span]:
 
 
 def _lane_order(name: str) -> tuple[int, list[tuple[int, int | str]]]:
-    """The host on top, then its threads, then streams by number, then what only communicates."""
+    """Sort key: the host, its threads, streams by number, groups of collectives."""
     order = [name == HOST_LANE, name == "autograd", name.startswith("thread"), "stream" in name, True]
     return order.index(True), [
         (0, int(part)) if part.isdigit() else (1, part) for part in re.split(r"(\d+)", name) if part

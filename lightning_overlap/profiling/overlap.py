@@ -1,4 +1,4 @@
-"""Compute how much of the communication, lookups and copies in a window of a timeline was hidden."""
+"""Compute how much communication, lookup and copy time in a window of a timeline was hidden."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ COVERED_BY: Mapping[Category, frozenset[Category]] = {
     Category.LOOKUP: frozenset({Category.DENSE}),
     Category.COPY: frozenset({Category.DENSE, Category.LOOKUP}),
 }
-"""Category -> the categories that hide it when they run on other lanes at the same time. Nothing hides dense work."""
+"""Category -> categories that hide it when they run on other lanes at the same time."""
 
 
 @dataclass(frozen=True, slots=True)
 class BusyTime:
-    """Milliseconds of one stage or kind, and the bytes that a stage sends to other ranks.
+    """Times of a stage or category, and the bytes that it sends to other ranks.
 
     Args:
-        busy_ms: How long it was under way.
-        hidden_ms: How much of that the mode has overlapped with other work.
-        elsewhere_ms: How much more overlapped with other work without the mode: by autograd's order, say.
-        sent: Bytes that it sent, if they were counted.
-        saved: Bytes more that it would have sent in full precision.
+        busy_ms: Time in progress.
+        hidden_ms: Time that the mode overlaps with other work.
+        elsewhere_ms: Further time that overlaps with other work in any mode, for example by autograd's order.
+        sent: Bytes sent, if counted.
+        saved: Additional bytes that full precision would send.
     """
 
     busy_ms: float = 0.0
@@ -44,18 +44,18 @@ class BusyTime:
 
     @property
     def exposed_ms(self) -> float:
-        """The busy time during which nothing ran that could hide it."""
+        """Busy time without other work that hides it."""
         return max(0.0, self.busy_ms - self.hidden_ms - self.elsewhere_ms)
 
     @property
     def hidden_fraction(self) -> float:
-        """Share of the busy time that was hidden; 1 where there was none."""
+        """Hidden share of the busy time; 1 without busy time."""
         return self.hidden_ms / self.busy_ms if self.busy_ms else 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """What the host waited for at one place of the program, which the name and detail of its spans tell."""
+    """All waits of the host at one place in the program."""
 
     name: str
     stage: Stage | None
@@ -66,20 +66,19 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Breakdown:
-    """Where the time of a window went, per step.
+    """The times of a window, per step.
 
     Args:
-        step_ms: The window's length.
-        categories: Busy and hidden time by category; `Category.HOST` is all the time that the host did not
-            wait.
-        stages: The same by stage, and what this rank sent to others.
-        merge_wait_ms: How long the dense forward waited for embeddings.
-        blocked_ms: How long the host waited for other ranks or the device, in all.
-        loop_ms: How long the host was in no stage and no call of `self.log`: Lightning's loop, callbacks, loggers.
-        log_ms: How long it was in `self.log`.
-        overlapped: Stages that the mode overlaps, None where that is not known; of others none is said to be hidden.
+        step_ms: Duration of a step.
+        categories: Times by category; `Category.HOST` is the time in which the host did not wait.
+        stages: Times and sent bytes by stage.
+        merge_wait_ms: Time in which the dense forward waited for embeddings.
+        blocked_ms: Time in which the host waited for other ranks or the device.
+        loop_ms: The host's time outside stages and `self.log`: Lightning's loop, callbacks, loggers.
+        log_ms: The host's time in `self.log`.
+        overlapped: Stages that the mode overlaps; other stages are never hidden. None if unknown.
         num_steps: Steps in the window.
-        blocks: What blocked the host, most first, in all steps, where that was asked for.
+        blocks: What blocked the host in all steps, longest first; only from `summarize`.
     """
 
     step_ms: float
@@ -95,36 +94,36 @@ class Breakdown:
 
     @property
     def total_ms(self) -> float:
-        """Length of all steps."""
+        """Duration of all steps."""
         return self.step_ms * self.num_steps
 
     @property
     def overlaps(self) -> bool:
-        """Whether anything can be hidden, as far as that is known."""
+        """Whether anything can be hidden; True if unknown."""
         return self.overlapped is None or bool(self.overlapped)
 
     @property
     def traffic(self) -> dict[Stage, BusyTime]:
-        """The stages that sent something to other ranks, where that was counted."""
+        """The stages that sent counted bytes to other ranks."""
         return {stage: times for stage, times in self.stages.items() if times.sent}
 
     @property
     def bound(self) -> tuple[Category, float]:
-        """The busiest resource and its milliseconds: no overlap makes a step shorter than that."""
+        """The busiest category and its ms, a lower bound of a step with perfect overlap."""
         kind, times = max(self.categories.items(), key=lambda item: item[1].busy_ms)
         return kind, times.busy_ms
 
     @property
     def to_gain_ms(self) -> float:
-        """Time that a perfect overlap would still save, per step."""
+        """Time per step that a perfect overlap would save."""
         return max(0.0, self.step_ms - self.bound[1])
 
 
 def overlapped_by(schedule: Schedule) -> frozenset[Stage]:
-    """Return the stages that a mode overlaps with others: those of coming batches, and with deferred updates gradients.
+    """Return the stages that a mode overlaps: those for later batches; with deferred updates also gradients.
 
-    Without a deferred update the backward of a batch waits for its gradients. Autograd may overlap a part of that
-    all-to-all with the rest of the backward, but does so in every mode, `base` too.
+    Without deferred updates the backward waits for gradients. Autograd may overlap a part of that all-to-all with the
+    rest of the backward, but also does so in `base`.
     """
     early = {step.stage for step in schedule.steps if step.offset > 0}
     if schedule.step_of(Stage.EMBEDDING_UPDATE) is not None:
@@ -140,21 +139,21 @@ def break_down(
     num_steps: int = 1,
     host_lane: str = HOST_LANE,
 ) -> Breakdown:
-    """Break the time of a window of a timeline down by category and stage.
+    """Break the time of a window down by category and stage.
 
     Args:
-        spans: All spans, also those that began before the window or ended after it.
-        window: Begin and end, in milliseconds; for example from one step's beginning to the next one's.
-        overlapped: Stages that the mode overlaps, from `overlapped_by`: time counts as hidden if it, or what overlaps
-            with it, belongs to such a stage. None (the mode is not known): all time that overlaps counts as hidden.
-        num_steps: Steps in the window; all times are per step.
+        spans: All spans, including spans that reach out of the window.
+        window: Start and end in ms.
+        overlapped: Stages that the mode overlaps (`overlapped_by`): time counts as hidden if such a stage is involved.
+            None (unknown mode): all time that overlaps counts as hidden.
+        num_steps: Steps in the window.
         host_lane: The lane whose waits block the host.
 
-    Source: the interval sweep of HolisticTraceAnalysis, which has communication alone; here each kind has its own
-    cover, and inner spans take their time from outer ones.
+    Source: the interval sweep of HolisticTraceAnalysis for communication; here other categories can be hidden as well,
+    and inner spans take their time from outer spans.
     """
     spans = list(spans)
-    # The numbers of a `BusyTime` by kind (of a stage, or of all), and what the host did, `LOG` and None among that.
+    # (category, stage or None for all stages) -> arguments of `BusyTime`; category, `LOG` or None -> the host's time.
     found: defaultdict[tuple[Category, Stage | None], list[float]] = defaultdict(lambda: [0.0] * 5)
     host_ms: defaultdict[str | None, float] = defaultdict(float)
     merge_ms = 0.0
@@ -204,15 +203,14 @@ def break_down(
 def sweep(
     own: Sequence[Span], window: Interval, host_lane: str = HOST_LANE
 ) -> Iterator[tuple[Interval, list[Span], set[Category]]]:
-    """Yield the `moments` of a window, each with the categories that would be hidden in it.
+    """Yield the `moments` of a window, each with the categories that are hidden in it if they are in progress.
 
-    If the host does the dense part itself, as on a CPU (its lane has dense spans), communication is hidden whenever the
-    host does not wait, since all its work has to be done anyway.
+    If the host computes the dense part, as on a CPU, communication is hidden whenever the host does not wait.
 
     Args:
         own: The spans of the window, from `exclusive`.
-        window: Begin and end, in milliseconds.
-        host_lane: The lane of the thread that trains.
+        window: Start and end in ms.
+        host_lane: The lane of the training thread.
     """
     host_computes = any(span.kind is Category.DENSE and span.lane == host_lane for span in own)
     for piece, under_way in moments(own, window):
@@ -227,7 +225,7 @@ def sweep(
 def mean(breakdowns: Sequence[Breakdown]) -> Breakdown:
     """Return the mean of breakdowns of one step each."""
     if not breakdowns:
-        raise ValueError("the mean of no breakdowns: no step has been measured.")
+        raise ValueError("there is no breakdown to average: no step was measured.")
     num = len(breakdowns)
 
     def mean_of(name: str) -> Any:

@@ -1,7 +1,7 @@
-"""Record what a running step did when, as spans: timestamps around stages, collectives and waits.
+"""Record stages, collectives and waits of a running step as spans.
 
-On a CPU the clock is the host's. On CUDA timing events are recorded on the stages' streams and read once they are over:
-no measurement makes the host wait.
+On a CPU the host's clock times them. On CUDA, timing events on the stages' streams do; they are read when they are
+over, without host-device syncs.
 """
 
 from __future__ import annotations
@@ -31,15 +31,16 @@ KINDS = {
     Stage.EMBEDDING_LOOKUP: Category.LOOKUP,
     Stage.DENSE_FORWARD: Category.DENSE,
     Stage.BACKWARD: Category.DENSE,
+    Stage.WEIGHT_GRADIENTS: Category.DENSE,
     Stage.OPTIMIZER_STEP: Category.DENSE,
     Stage.EMBEDDING_UPDATE: Category.DENSE,
 }
-"""The category of a stage's own work, apart from its collectives."""
+"""Stage -> category of its work, without its collectives."""
 
 
 @dataclass(slots=True)
 class _Record:
-    """A span whose begin and end are marks of a clock, which are read later; without an end it is still under way."""
+    """A span whose start and end are marks of a clock, read later; `end` is None while in progress."""
 
     kind: Category
     lane: str
@@ -63,11 +64,11 @@ class _Record:
 
 
 class SpanRecorder:
-    """Records the spans of this rank between `start` and `stop`: stages, collectives and waits.
+    """Records this rank's stages, collectives and waits between `start` and `stop`.
 
     Args:
         streams: The device's streams.
-        compression: Float32 bytes per sent byte of `embeddings` and `gradients`; None without codecs.
+        compression: `embeddings`, `gradients` -> float32 bytes per sent byte; None without codecs.
     """
 
     def __init__(self, streams: Streams, compression: Mapping[str, float] | None = None) -> None:
@@ -81,9 +82,10 @@ class SpanRecorder:
         self._patches = ExitStack()
 
     def start(self) -> None:
-        """Begin to record. Collectives are recorded if this process issues them through `torch.distributed`.
+        """Start recording.
 
-        DistributedDataParallel issues its all-reduce from C++: that is not seen, and counts as part of the backward.
+        Only collectives issued with `torch.distributed` in Python are recorded. DistributedDataParallel issues its
+        all-reduce in C++, so that counts as part of the backward.
         """
         self._patches.enter_context(wrap_collectives(self._timed))
 
@@ -92,12 +94,12 @@ class SpanRecorder:
         self._patches.close()
 
     def step(self) -> None:
-        """Note that a step ends here and the next one begins."""
+        """Note the end of a step and the start of the next step."""
         self._steps.append((self._host.mark(), self._mark(str(StreamName.COMPUTE))))
 
     @property
     def over(self) -> bool:
-        """Whether the device has done all work that was recorded, on every stream; does not wait."""
+        """Whether all recorded work on the device is done; does not wait."""
         if self._device is None:
             return True
         of_records = [mark for one in list(self._records) if not one.is_on_host for mark in (one.start, one.end)]
@@ -105,18 +107,18 @@ class SpanRecorder:
 
     @property
     def stage(self) -> tuple[Stage, int] | None:
-        """The stage that began last and has not ended, with its batch."""
+        """The innermost current stage, with its batch."""
         return self._open[-1] if self._open else None
 
     @contextmanager
     def during(self, stage: Stage, batch: int, stream: StreamName) -> Iterator[None]:
-        """Go around a stage of a batch, whose device work runs on a stream; stages may lie inside others."""
+        """Record a stage of a batch, whose device work runs on `stream`; stages may be nested."""
         kind, what = KINDS[stage], (str(stage), stage, batch)
         with ExitStack() as around:
             if self._device is not None:
-                if kind is not Category.HOST and kind is not Category.COPY:  # a copy is marked where it is issued
+                if kind is not Category.HOST and kind is not Category.COPY:  # `copy` records copies
                     around.enter_context(self._around(kind, str(stream), *what))
-                kind = Category.HOST  # what the host does is to launch
+                kind = Category.HOST  # the host only launches
             around.enter_context(self._around(kind, HOST_LANE, *what))
             self._open.append((stage, batch))
             try:
@@ -125,22 +127,22 @@ class SpanRecorder:
                 self._open.remove((stage, batch))
 
     def copy(self) -> AbstractContextManager[None]:
-        """Go around the copies of a batch to the device, on the current stream."""
+        """Record the copies of a batch to the device, on the current stream."""
         if self._streams is None or self.stage is None:
             return nullcontext()
         stage, batch = self.stage
         return self._around(Category.COPY, str(self._streams.current()), str(stage), stage, batch)
 
     def data(self) -> AbstractContextManager[None]:
-        """Go around the wait for a batch of the data loader."""
+        """Record the wait for a batch of the data loader."""
         return self._around(Category.DATA, HOST_LANE, "data loader")
 
     def log(self) -> AbstractContextManager[None]:
-        """Go around a call of the module's `log`."""
+        """Record a call of the module's `log`."""
         return self._around(Category.HOST, HOST_LANE, LOG)
 
     def merge(self, batch: int) -> AbstractContextManager[None]:
-        """Go around the compute stream's wait for a batch's embeddings; on a CPU `_TimedWork` records the host's."""
+        """Record the compute stream's wait for a batch's embeddings; on a CPU `_TimedWork` records the host's wait."""
         if self._device is None:
             return nullcontext()
         return self._around(Category.WAIT, str(StreamName.COMPUTE), EMBEDDINGS, Stage.EMBEDDING_LOOKUP, batch)
@@ -158,21 +160,19 @@ class SpanRecorder:
             self._records.append(record)
 
     def _mark(self, lane: str) -> Any:
-        """Return a point in time of the host, or of a stream of the device."""
         if self._device is None or self._streams is None or lane == HOST_LANE:
             return self._host.mark()
         with self._streams.on(StreamName(lane)):
             return self._device.mark()
 
     def windows(self) -> list[Interval]:
-        """Return the steps, each from its beginning to its end, on the clock of the spans."""
+        """Return start and end of each step, on the clock of the spans."""
         return list(pairwise(host if self._device is None else self._device.ms(device) for host, device in self._steps))
 
     def spans(self) -> list[Span]:
-        """Return the recorded spans; on CUDA the host's times are shifted so that the first steps begin together.
+        """Return the recorded spans; on CUDA the host's times are shifted so that the first steps start together.
 
-        A collective that nobody has waited for yet ends with the last step if the host's clock times it. The end of one
-        on a device is not known: its span has no length.
+        A collective in progress ends with the last step if the host's clock times it; on a device its length is 0.
         """
         if self._device is not None and self._steps:
             host, device = self._steps[0]
@@ -181,7 +181,6 @@ class SpanRecorder:
         return [one.span(last if one.is_on_host else one.start) for one in list(self._records)]
 
     def _timed(self, name: str, call: dict[str, Any], issue: Issue) -> dist.Work | None:
-        """Issue a collective, timed; its record names what it carries, or its function."""
         sent = call.get("input", call.get("input_tensor", call.get("tensor")))
         on_host = self._device is None or (isinstance(sent, Tensor) and sent.device.type == "cpu")
         num_bytes = _sent_bytes(name, call)
@@ -191,13 +190,13 @@ class SpanRecorder:
         share = 0.0 if self._compression is None else _saved_share(name, sent, self._compression)
         stage, batch = self.stage or (None, None)
         if stage is Stage.EMBEDDING_LOOKUP and name == "gradients":
-            name = EMBEDDINGS  # which a backward may look up while it waits for gradients
+            name = EMBEDDINGS  # a lookup issued inside a backward
         clock = self._device if self._device is not None and not on_host else self._host
         group = "default" if call.get("group") is None else str(call["group"].group_desc)
         flight = _Record(Category.COMMUNICATION, f"{group} group", name, stage, batch, clock, clock.mark())
         flight.sent = num_bytes, int(num_bytes * share)
         if group == CONSENSUS:
-            flight.name = group  # no data: under way until the other ranks have asked too, which makes nobody wait
+            flight.name = group  # not recorded: it lasts until all ranks ask, but blocks nothing
         else:
             self._records.append(flight)
         work = issue()
@@ -205,24 +204,21 @@ class SpanRecorder:
 
 
 class _TimedWork(WrappedWork):
-    """A collective under way that notes when it ends, and as another record how long a stream waits for it.
-
-    Without streams the host waits.
-    """
+    """Work of a collective that records its end, and each wait for it: of a stream, or without streams of the host."""
 
     def __init__(self, work: dist.Work, flight: _Record, records: list[_Record], streams: CudaStreams | None) -> None:
         super().__init__(work)
         self._flight, self._records, self._streams = flight, records, streams
-        if flight.is_on_host:  # a thread of this process runs it (gloo), and not the device
-            with suppress(RuntimeError):  # gloo's reduce-scatter has no future: then the wait for it tells
+        if flight.is_on_host:  # gloo
+            with suppress(RuntimeError):  # gloo's reduce-scatter has no future; then `wait` notes the end
                 work.get_future().add_done_callback(lambda _: setattr(flight, "end", flight.clock.mark()))
 
     @override
     def wait(self, timeout: Any = None) -> bool:
         """Wait for the collective: on a CPU the host waits, on CUDA the current stream.
 
-        On CUDA the end of a collective is seen only by the wait for it. If the wait is issued late, the time under way
-        is too long; the time of the wait is right in any case.
+        On CUDA only the wait notes the collective's end: a late wait makes the collective look longer. The time of the
+        wait is right in any case.
         """
         flight = self._flight
         lane = HOST_LANE if self._streams is None else str(self._streams.current())
@@ -236,7 +232,7 @@ class _TimedWork(WrappedWork):
 
 
 def _sent_bytes(name: str, call: Mapping[str, Any]) -> int:
-    """Return how many bytes a collective sends from this rank to others; an all-reduce counts as a ring's."""
+    """Return the bytes that a collective sends from this rank to others; an all-reduce counts as a ring."""
     group = call.get("group")
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     if name == "reduce_scatter":
@@ -250,7 +246,7 @@ def _sent_bytes(name: str, call: Mapping[str, Any]) -> int:
 
 
 def _saved_share(name: str, sent: Any, compression: Mapping[str, float]) -> float:
-    """Return how many bytes a codec has saved for each byte that is sent; the dtype shows whether there was one."""
+    """Return the bytes saved by a codec per sent byte; the dtype shows whether a codec was used."""
     if not isinstance(sent, Tensor):
         return 0.0
     if sent.dtype in (torch.float16, torch.bfloat16):
@@ -259,11 +255,10 @@ def _saved_share(name: str, sent: Any, compression: Mapping[str, float]) -> floa
 
 
 def all_to_all_name(sent: Tensor, *splits: Any) -> str:
-    """Return what an all-to-all carries by its input and split sizes: `sizes`, `ids`, `embeddings` or `gradients`.
+    """Return the content of an all-to-all, in any pipeline: `sizes`, `ids`, `embeddings` or `gradients`.
 
-    So it works for every pipeline: gradients and embeddings are floats, or bytes that a codec has made of them, and
-    gradients are sent within a backward; ids and lengths are sent in parts of given sizes; the sizes themselves in
-    equal parts, whose split sizes are None.
+    Embeddings and gradients are floats or a codec's bytes, and gradients are sent in a backward. Ids and lengths have
+    split sizes; sizes are sent in equal parts without split sizes.
     """
     if sent.is_floating_point() or sent.dtype is torch.uint8:
         return "gradients" if torch._C._current_graph_task_id() != -1 else EMBEDDINGS

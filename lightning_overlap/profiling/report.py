@@ -1,4 +1,4 @@
-"""Breakdowns in words and tables: the end of a monitored run, and the report of a trace."""
+"""Breakdowns as text: the table at the end of a monitored run, and the report of a trace."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from .overlap import Block, Breakdown, BusyTime, break_down, mean
 from .spans import HOST_LANE, Category, Interval, Span, exclusive
 from .steps import is_on_stream, noted_stages, window_of
 
-WORTHWHILE = 0.03  # share of a step below which a gain is not worth a change
-EVEN = 0.02  # ranks whose waits differ by less than this share of a step are even
-SMALL = 0.01  # waits for data below this share of a step are not in the headline
-NUM_STALEST = 8  # tables whose stale rows are listed
-TOP_BLOCKS = 8  # lines of what blocked the host; all else is added up in one
+WORTHWHILE = 0.03  # smallest gain to advise, as a share of a step
+EVEN = 0.02  # ranks are even if their waits differ by less than this share of a step
+SMALL = 0.01  # smallest wait for data in the headline, as a share of a step
+NUM_STALEST = 8  # tables listed with stale rows
+TOP_BLOCKS = 8  # places listed that block the host; the others are added up
 
-_OF_THE_HOST = {Category.HOST: "host at work", Category.DATA: "waited for data"}
-"""Rows that are no work for others to hide."""
+_OF_THE_HOST = {Category.HOST: "host working", Category.DATA: "waited for data"}
+"""Names of the host's rows."""
 
 _NEVER_HIDDEN = (Category.DENSE, Category.HOST, Category.DATA, Stage.DENSE_FORWARD, Stage.OPTIMIZER_STEP)
-"""What has a busy time alone; the others are hidden by it. A backward has its collectives to hide."""
+"""Rows with only a busy time. A backward is not among them: its collectives can be hidden."""
 
 Row = Sequence[str]
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows of text under a head; the first column is words, the others are numbers, except a last one named "where"."""
+    """Rows of text under a head; all columns are numbers except the first column and a column named "where"."""
 
     head: Row
     rows: Sequence[Row]
@@ -36,11 +36,11 @@ class Table:
 
     @property
     def words(self) -> tuple[int, ...]:
-        """The columns that hold words."""
+        """Indices of the columns with words."""
         return (0, *(column for column, name in enumerate(self.head) if name == "where"))
 
     def text(self, *, ruled: bool = True) -> str:
-        """Return it for a terminal."""
+        """Return the table for a terminal."""
         lines = aligned([self.head, *self.rows], words=self.words, ruled=ruled)
         return f"{lines}\n{self.note}" if self.note else lines
 
@@ -48,7 +48,7 @@ class Table:
 def _rows(
     found: Mapping[Category, BusyTime] | Mapping[Stage, BusyTime], share_of: Callable[[float], str], blank: str = ""
 ) -> list[Row]:
-    """Return busy, hidden and exposed time and the hidden share by name; blanks for what nothing hides."""
+    """Return rows of name, busy, hidden and exposed time and hidden share; blanks for `_NEVER_HIDDEN`."""
     rows: list[Row] = []
     for what, times in found.items():
         name = _OF_THE_HOST.get(what, f"all {what}") if isinstance(what, Category) else str(what)
@@ -61,7 +61,7 @@ def _rows(
 
 
 def metrics(breakdown: Breakdown) -> dict[str, float]:
-    """Return what goes into a log: milliseconds and bytes per step, and fractions between 0 and 1, by name."""
+    """Return the values for loggers: ms and bytes per step, and fractions between 0 and 1."""
     values = {
         "step_ms": breakdown.step_ms,
         "merge_wait_ms": breakdown.merge_wait_ms,
@@ -95,13 +95,8 @@ def closing_table(
 ) -> str:
     """Return the monitor's output at the end of a run.
 
-    Args:
-        ranks: The mean breakdown of each rank.
-        num_steps: How many steps were measured.
-        title: The head line: mode and stream.
-        schedule: The mode that was measured.
-        syncs: Lines about host syncs.
-        stale_rows: Rows read stale and rows read, by table.
+    `ranks` has the mean breakdown of each rank over `num_steps` steps; `stale_rows` maps tables to stale rows read and
+    rows read.
     """
     over_ranks, many = mean(ranks), len(ranks) > 1
     parts = [
@@ -115,13 +110,13 @@ def closing_table(
         *syncs,
         advice(min(ranks, key=lambda one: one.blocked_ms), schedule)
         if num_steps > 1
-        else "No advice from a single step: train longer, or measure more steps (OverlapMonitor(every_n_steps=...)).",
+        else "No advice: only one step was measured. Train longer, or set OverlapMonitor(every_n_steps=...).",
     ]
     return "\n".join(filter(None, parts))
 
 
 def stage_table(breakdown: Breakdown) -> Table:
-    """Return busy, hidden and exposed time by stage, then by category; busy time alone if nothing overlaps."""
+    """Return the table of busy, hidden and exposed time by stage and category; only busy time if nothing overlaps."""
     kinds = {kind: times for kind, times in breakdown.categories.items() if kind not in _OF_THE_HOST}
     rows = _rows(breakdown.stages, "{:.0%}".format) + _rows(kinds, "{:.0%}".format)
     if breakdown.merge_wait_ms:
@@ -138,7 +133,7 @@ def stage_table(breakdown: Breakdown) -> Table:
 
 
 def rank_table(ranks: Sequence[Breakdown]) -> Table:
-    """Return one row per rank: its step, busy times and waits."""
+    """Return the table of step, busy times and waits by rank."""
     kinds = (Category.DENSE, Category.LOOKUP, Category.COPY, Category.COMMUNICATION, Category.HOST)
     times = [[one.step_ms, *(one.categories[kind].busy_ms for kind in kinds), one.blocked_ms] for one in ranks]
     return Table(
@@ -148,7 +143,7 @@ def rank_table(ranks: Sequence[Breakdown]) -> Table:
 
 
 def traffic_table(traffic: Mapping[Stage, BusyTime]) -> Table:
-    """Return the bytes that a rank sends to others in a step, by stage, and the codecs' savings."""
+    """Return the table of sent and saved bytes per step by stage."""
     of_all = sum(traffic.values(), BusyTime())
     cells = [
         (str(name), f"{one.sent / 1024:.1f}", f"{one.saved / 1024:.1f}", f"{one.saved / (one.sent + one.saved):.0%}")
@@ -158,7 +153,7 @@ def traffic_table(traffic: Mapping[Stage, BusyTime]) -> Table:
 
 
 def stale_table(rows: Mapping[str, tuple[int, int]]) -> Table:
-    """Return the share of stale rows among looked-up rows: for the stalest tables, and for all tables."""
+    """Return the table of stale rows: for the stalest tables and for all tables together."""
     worst = sorted(rows, key=lambda table: (-rows[table][0] / rows[table][1], table))[:NUM_STALEST]
     lines = {table: rows[table] for table in worst}
     name = "all tables" if len(worst) == len(rows) else f"all {len(rows)} tables"
@@ -171,17 +166,17 @@ def limit_sentence(breakdown: Breakdown) -> str:
     """Name the resource that limits the step, and the remaining gain of overlap."""
     kind, bound_ms = breakdown.bound
     if kind is Category.DATA:
-        return f"data-bound: a step waits for data {bound_ms:.2f} of its {breakdown.step_ms:.2f} ms."
+        return f"data-bound: a step waits for data for {bound_ms:.2f} of its {breakdown.step_ms:.2f} ms."
     what = f"{kind}-bound"
-    if kind is Category.HOST:  # on a CPU the host does the dense part and the lookups itself
+    if kind is Category.HOST:  # on a CPU the host computes the dense part and the lookups
         parts = {kind: breakdown.categories[kind].busy_ms for kind in (Category.DENSE, Category.LOOKUP, Category.COPY)}
         most = max(parts, key=lambda kind: parts[kind])
         share = parts[most] / bound_ms
         what += f" ({most} is {share:.0%} of it)" if share <= 1 else ""
     percent = breakdown.to_gain_ms / breakdown.step_ms * 100
     return (
-        f"{what}: it is busy {bound_ms:.2f} of the {breakdown.step_ms:.2f} ms of a step, so overlap cannot gain more "
-        f"than {percent:.0f} %."
+        f"{what}: busy for {bound_ms:.2f} of a step's {breakdown.step_ms:.2f} ms, so more overlap gains at most "
+        f"{percent:.0f} %."
     )
 
 
@@ -191,9 +186,9 @@ def slowest_sentence(ranks: Sequence[Breakdown]) -> str:
     slowest = min(range(len(ranks)), key=lambda rank: waits[rank])
     most = max(waits)
     if most - waits[slowest] < EVEN * ranks[slowest].step_ms:
-        return "The ranks are even: none waits for another."
+        return "The ranks are even: none is slower than the others."
     return (
-        f"Rank {slowest} is the slowest: it waits {waits[slowest]:.2f} ms a step, rank {waits.index(most)} waits "
+        f"Rank {slowest} is the slowest: it waits {waits[slowest]:.2f} ms per step, rank {waits.index(most)} waits "
         f"{most:.2f} ms."
     )
 
@@ -202,25 +197,25 @@ def slowest_sentence(ranks: Sequence[Breakdown]) -> str:
 
 
 def summarize(spans: Sequence[Span], overlapped: Collection[Stage] | None = None) -> Breakdown:
-    """Return the numbers of one rank, over all its complete steps.
+    """Return one rank's breakdown over all its complete steps.
 
     Args:
         spans: The spans of the rank.
-        overlapped: Stages that the mode overlaps, see `break_down`; None: those that its step marks name, if they do.
+        overlapped: As for `break_down`; None: the stages noted at the step marks, if any.
 
     Raises:
         ValueError: There are no spans.
     """
     window, num_steps = window_of(spans)
     overlapped = noted_stages(spans) if overlapped is None else overlapped
-    if any(is_on_stream(span) for span in spans):  # the stage is done there; the host's part of it is to launch that
+    if any(is_on_stream(span) for span in spans):  # the stage runs on the stream; the host only launches it
         spans = [replace(span, stage=None) if span.kind is Category.HOST and span.stage else span for span in spans]
     found = break_down(spans, window, overlapped=overlapped, num_steps=num_steps)
     return replace(found, blocks=blocks(spans, window))
 
 
 def blocks(spans: Iterable[Span], window: Interval) -> list[Block]:
-    """Return what blocked the host in a window, most first."""
+    """Return what blocked the host in a window, longest first."""
     found: dict[tuple[str, Stage | None, str], list[float]] = {}
     for span in exclusive((span for span in spans if span.lane == HOST_LANE), window):
         if span.kind is Category.WAIT:
@@ -238,13 +233,13 @@ def as_report(ranks: Mapping[int | str, Breakdown]) -> str:
 
 
 def label(rank: int | str) -> str:
-    """Return the label of a rank, or of a file that stands for it."""
+    """Return the label of a rank or file."""
     return f"rank {rank}" if isinstance(rank, int) else rank
 
 
 def headline(found: Breakdown) -> str:
-    """Return one line on how well a rank overlaps."""
-    parts = [f"{found.step_ms:.1f} ms a step" if found.num_steps > 1 else f"{found.step_ms:.1f} ms"]
+    """Return a line on a rank's overlap."""
+    parts = [f"{found.step_ms:.1f} ms per step" if found.num_steps > 1 else f"{found.step_ms:.1f} ms"]
     for kind in (Category.COMMUNICATION, Category.LOOKUP):
         times = found.categories[kind]
         if times.hidden_ms or (times.busy_ms and kind is Category.COMMUNICATION):
@@ -258,7 +253,7 @@ def headline(found: Breakdown) -> str:
 
 
 def tables(found: Breakdown) -> list[Table]:
-    """Return the tables of one rank: by kind, by stage, what blocked the host."""
+    """Return the tables of one rank: by category, by stage, and what blocked the host."""
     head = ("busy ms", "hidden ms", "exposed ms", "hidden") if found.overlaps else ("busy ms", "exposed ms")
 
     def rows(times: Mapping[Category, BusyTime] | Mapping[Stage, BusyTime]) -> list[Row]:
@@ -268,7 +263,7 @@ def tables(found: Breakdown) -> list[Table]:
     kinds = rows({kind: times for kind, times in found.categories.items() if times.busy_ms})
     about = (
         f"{found.total_ms:.1f} ms, {found.num_steps} step{'s' * (found.num_steps != 1)} of {found.step_ms:.2f} ms. "
-        f"It waited for embeddings {found.merge_wait_ms:.2f} ms a step; {limit_sentence(found)}"
+        f"It waited for embeddings for {found.merge_wait_ms:.2f} ms per step; {limit_sentence(found)}"
     )
     by_stage = [Table(("stage", *head), rows(found.stages))] if found.stages else []
     return [Table(("per step", *head), kinds, about), *by_stage, _block_table(found)]
@@ -292,44 +287,45 @@ def _block_table(found: Breakdown) -> Table:
 
 
 def _percent(fraction: float) -> str:
-    """Three figures: 1.36 %, 46.2 %."""
     percent = 100 * fraction
     return f"{percent:.2f} %" if percent < 10 else f"{percent:.1f} %"
 
 
 def advice(found: Breakdown, schedule: Schedule) -> str:
-    """Return the most useful change, by the mean step of the slowest rank."""
+    """Return the most useful change, for the mean step of the slowest rank."""
     gain_ms, what, change = max(
-        (found.categories[Category.DATA].busy_ms, "waiting for data", "raise num_workers of the DataLoader"),
+        (found.categories[Category.DATA].busy_ms, "waiting for data takes", "raise num_workers of the DataLoader"),
         (
             found.categories[Category.COMMUNICATION].exposed_ms,
-            "waiting for other ranks",
+            "exposed communication takes",
             _another_mode(schedule),
         ),
-        (found.log_ms, "self.log", "log fewer values, or with on_step=False"),
+        (found.log_ms, "self.log takes", "log fewer values, or with on_step=False"),
         (
             found.loop_ms,
-            "Lightning's loop, callbacks and loggers",
-            "that is the same for any batch, so raise the batch size, log_every_n_steps and the progress bar's "
-            "refresh_rate",
+            "Lightning's loop, callbacks and loggers take",
+            "this time does not depend on the batch, so raise the batch size, log_every_n_steps and the progress "
+            "bar's refresh_rate",
         ),
         key=lambda choice: choice[0],
     )
     if gain_ms <= WORTHWHILE * found.step_ms:
-        return f"Advice: nothing to change here; {found.bound[0]} is what a step takes."
+        return f"Advice: nothing to change; {found.bound[0]} time limits the step."
     return (
         f"Advice: {what} {gain_ms:.3g} of {found.step_ms:.3g} ms: {change}. "
-        f"That gains at most {gain_ms:.3g} ms a step ({gain_ms / found.step_ms:.0%})."
+        f"This gains at most {gain_ms:.3g} ms per step ({gain_ms / found.step_ms:.0%})."
     )
 
 
 def _another_mode(schedule: Schedule) -> str:
-    """Return a mode that hides more than this one."""
     lookup = schedule.step_of(Stage.EMBEDDING_LOOKUP)
+    if schedule.splits_backward:
+        return f"use pipeline='semi_sync_deferred' if a staleness of 1 is acceptable ({schedule.name} is exact)"
     if schedule.step_of(Stage.EMBEDDING_UPDATE) is not None:
-        return "raise the batch size, or shard so that less travels"
+        return "raise the batch size, or choose a sharding that sends less"
     if schedule.staleness:
-        return "take defer_update=True, which keeps the staleness"
+        return "use defer_update=True, which keeps the staleness"
     if lookup is None or lookup.offset < 1:
-        return "take pipeline='fused_sparse_dist', which gives the same losses"
-    return f"take pipeline='semi_sync' if a staleness of 1 will do; {schedule.name} is exact"
+        return "use pipeline='fused_sparse_dist', which gives the same losses"
+    stale = "'semi_sync' if a staleness of 1 is acceptable"
+    return f"use pipeline='split_backward', which gives the same losses, or {stale}"

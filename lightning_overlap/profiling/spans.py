@@ -1,4 +1,4 @@
-"""Spans: what one lane (a stream, the host) was busy with and when; and the sweep over them."""
+"""Spans of work on a lane (a stream or the host), and the sweep over them."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from itertools import groupby, pairwise
 from ..schedules import Stage
 
 Interval = tuple[float, float]
-"""Begin and end, milliseconds."""
+"""Start and end in ms."""
 
 ALWAYS: Interval = (float("-inf"), float("inf"))
 
-HOST_LANE = "host"  # the thread that trains
+HOST_LANE = "host"  # the training thread
 ALL_TO_ALLS = ("sizes", "ids", "embeddings", "gradients")
-"""What the all-to-alls of a step carry, in their order."""
+"""The contents of a step's all-to-alls, in order."""
 
 LOG = "self.log"  # name of the spans of a module's `log`
 EMBEDDINGS = "embeddings"
-"""Name of the all-to-all of embeddings, and of a wait for it; after a colon more can follow."""
+"""Name of the all-to-all of embeddings and of waits for it; a colon and more text may follow."""
 
 
 class Category(StrEnum):
-    """What a resource was busy with.
+    """Kind of work.
 
     Attributes:
-        DENSE: The model's dense part: forward, backward with the fused update in it, optimizer step.
+        DENSE: The model's dense part: forward, backward including the fused update, optimizer step.
         LOOKUP: Reading the tables (TBE forward).
-        COMMUNICATION: A collective, from its start to its end.
-        COPY: A copy between host and device or within the device; on a CPU, fetching and staging the batch.
-        DATA: The host waits for the next batch of the data loader, or makes it.
-        WAIT: A lane that has nothing to do before something else ends: exposed time.
-        HOST: The host at work on what is none of these: the loop, callbacks, launching kernels.
+        COMMUNICATION: A collective.
+        COPY: A copy between host and device or on the device; on a CPU, staging the batch.
+        DATA: The host waits for the data loader's next batch, or makes it.
+        WAIT: A lane waits: exposed time.
+        HOST: Other work of the host: the loop, callbacks, launching kernels.
     """
 
     DENSE = "dense"
@@ -48,19 +48,19 @@ class Category(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One thing that took time.
+    """An interval of work on a lane.
 
     Args:
-        start_ms: When it began; the zero is the timeline's own.
-        end_ms: When it ended.
-        kind: What it was.
-        lane: The stream or thread it ran on. On one lane an inner span takes its time from the one around it.
-        name: What to call it: a kernel's or an operator's name, or the stage's.
-        stage: The stage it belongs to, if one is known.
-        batch: The batch it was for, if that is known.
-        detail: More, for people: the source line that waited, say.
-        sent_bytes: What a collective sends to other ranks, where that was counted.
-        saved_bytes: Bytes more that it would have sent in full precision.
+        start_ms: Start; each timeline has its own zero.
+        end_ms: End.
+        kind: Kind of work.
+        lane: Stream or thread. An inner span takes its time from the outer span of the same lane.
+        name: Name of the kernel, operator or stage.
+        stage: Its stage, if known.
+        batch: Its batch, if known.
+        detail: More information, for example the source line that waits.
+        sent_bytes: Bytes that a collective sends to other ranks, if counted.
+        saved_bytes: Additional bytes that full precision would send.
     """
 
     start_ms: float
@@ -76,16 +76,15 @@ class Span:
 
     @property
     def duration_ms(self) -> float:
-        """How long it took."""
+        """The span's length."""
         return self.end_ms - self.start_ms
 
 
 def moments(spans: Iterable[Span], window: Interval = ALWAYS) -> Iterator[tuple[Interval, list[Span]]]:
-    """Cut a window wherever a span begins or ends.
+    """Cut a window at each start and end of a span.
 
     Yields:
-        Begin and end of each piece, and the spans under way in it, in the order of their beginnings; of two that began
-        together the shorter one is last.
+        Each piece, and the spans in progress, sorted by start; of two that start together, the shorter span is last.
     """
     start, end = window
     seen = [span for span in spans if max(start, span.start_ms) < min(end, span.end_ms)]
@@ -100,9 +99,9 @@ def moments(spans: Iterable[Span], window: Interval = ALWAYS) -> Iterator[tuple[
 
 
 def exclusive(spans: Iterable[Span], window: Interval = ALWAYS) -> list[Span]:
-    """Cut spans to a window so that on each lane every moment belongs to one span, the one that began last.
+    """Cut spans to a window, and so that each moment of a lane belongs to the span that started last.
 
-    Collectives are cut to the window only: several may be under way on one lane at the same time.
+    Collectives are only cut to the window: several may run on one lane at the same time.
     """
     lanes: defaultdict[str, list[Span]] = defaultdict(list)
     cut: list[Span] = []
@@ -112,7 +111,8 @@ def exclusive(spans: Iterable[Span], window: Interval = ALWAYS) -> list[Span]:
         elif span.end_ms > window[0] and span.start_ms < window[1]:
             cut.append(_part(span, max(window[0], span.start_ms), min(window[1], span.end_ms)))
     for lane in lanes.values():
-        last_begun = ((piece, under_way[-1]) for piece, under_way in moments(lane, window) if under_way)
+        in_order = sorted(lane, key=lambda span: (span.start_ms, span.kind is Category.WAIT))  # within a stage
+        last_begun = ((piece, under_way[-1]) for piece, under_way in moments(in_order, window) if under_way)
         for _, run in groupby(last_begun, key=lambda found: id(found[1])):
             pieces = list(run)
             ((start_ms, _), span), ((_, end_ms), _) = pieces[0], pieces[-1]
@@ -126,8 +126,8 @@ def _part(span: Span, start_ms: float, end_ms: float) -> Span:
 
 
 def rows_of(spans: Iterable[Span], *, nested: bool = False) -> list[list[Span]]:
-    """Spread the spans of a lane over lines of a drawing, on which none overlap, or with `nested` inner ones only."""
-    rows: list[tuple[list[Span], list[Span]]] = []  # what is on it, and what of that is under way
+    """Spread the spans of a lane over rows without overlap; with `nested` a row may contain nested spans."""
+    rows: list[tuple[list[Span], list[Span]]] = []  # all spans of a row, and its spans in progress
     for span in sorted(spans, key=lambda span: (span.start_ms, -span.end_ms)):
         line = next((line for line in rows if _has_room(line[1], span, nested)), None)
         if line is None:

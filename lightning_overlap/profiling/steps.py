@@ -1,4 +1,4 @@
-"""Find the steps of a timeline, and the window that its numbers are taken from."""
+"""Find the steps of a timeline, and the windows to measure and to draw."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from .spans import HOST_LANE, Category, Interval, Span
 
 _STEP_MARK = re.compile(r"ProfilerStep#\d+$")
 _NOTE = "overlapped: "
-_LEAST_MS = 1e-3  # of a window: a single event can last no time at all
+_LEAST_MS = 1e-3  # shortest window: the duration of an event may be 0
 
 
 def is_step_mark(name: str) -> bool:
-    """Whether torch.profiler names a step so."""
+    """Return whether a span is torch.profiler's mark of a step."""
     return _STEP_MARK.match(name) is not None
 
 
 def with_mode(spans: Iterable[Span], overlapped: Iterable[Stage]) -> list[Span]:
-    """Return the spans with the stages that the mode overlaps noted at the step marks, so that files have them too."""
+    """Return the spans; the step marks' details list the stages that the mode overlaps, for files."""
     note = _NOTE + (", ".join(sorted(map(str, overlapped))) or "nothing")
     return [replace(span, detail=note) if is_step_mark(span.name) else span for span in spans]
 
 
 def noted_stages(spans: Iterable[Span]) -> frozenset[Stage] | None:
-    """Return the stages that step marks name; None where none does."""
+    """Return the stages that `with_mode` noted; None without a note."""
     for span in spans:
         if is_step_mark(span.name) and span.detail.startswith(_NOTE):
             words = span.detail.removeprefix(_NOTE).split(", ")
@@ -37,7 +37,7 @@ def noted_stages(spans: Iterable[Span]) -> frozenset[Stage] | None:
 
 
 def find_steps(spans: Iterable[Span]) -> list[Interval]:
-    """Return the steps of a timeline: torch.profiler's marks, else from one dense forward to the next, else none."""
+    """Return the steps of a timeline, by torch.profiler's marks, or else from a dense forward to the next."""
     spans = list(spans)
     marked = [(span.start_ms, span.end_ms) for span in spans if is_step_mark(span.name)]
     if marked:
@@ -55,17 +55,17 @@ def find_steps(spans: Iterable[Span]) -> list[Interval]:
 
 
 def window_of(spans: Sequence[Span]) -> tuple[Interval, int]:
-    """Return the window that the numbers of a timeline are taken from, and its number of steps.
+    """Return the window to measure in a timeline, and its number of steps.
 
-    With torch.profiler's step marks and a GPU the window has all work of the GPU's streams, since they run later than
-    the host's marks. Otherwise it is from the beginning of the first step to the end of the last one; without steps it
+    With torch.profiler's step marks and a GPU, the window covers all work of the GPU's streams, which run later than
+    the host's marks. Otherwise it lasts from the start of the first step to the end of the last step; without steps it
     is the whole timeline.
 
     Raises:
         ValueError: There are no spans.
     """
     if not spans:
-        raise ValueError("a timeline without a span has no window: record at least one step.")
+        raise ValueError("the timeline has no spans: record at least one step.")
     steps = find_steps(spans)
     on_gpu = [span for span in spans if is_on_stream(span) and span.kind is not Category.WAIT]
     marked = any(is_step_mark(span.name) for span in spans)
@@ -77,18 +77,18 @@ def window_of(spans: Sequence[Span]) -> tuple[Interval, int]:
 
 
 def is_on_stream(span: Span) -> bool:
-    """Whether a span ran on a GPU's stream."""
+    """Return whether a span ran on a GPU's stream."""
     return "stream " in span.lane
 
 
 def steady_window(spans: Sequence[Span], num_steps: int) -> Interval:
-    """Return the window of `num_steps` consecutive steps to draw: those whose durations are nearest to the median.
+    """Return the window of `num_steps` consecutive steps whose durations are nearest to the median.
 
     Raises:
         ValueError: `num_steps` is below 1, or there are no spans.
     """
     if num_steps < 1:
-        raise ValueError(f"the number of steps to draw has to be at least 1, got {num_steps}.")
+        raise ValueError(f"the number of steps to draw must be at least 1, got {num_steps}.")
     steps = find_steps(spans)
     if not steps:
         return window_of(spans)[0]

@@ -1,4 +1,4 @@
-"""Points in time on the host or on a CUDA stream, taken without making the host wait."""
+"""Time stamps of the host or of a CUDA stream, without host-device syncs."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import torch
 
 
 class HostTimestamps:
-    """Points in time of the calling thread."""
+    """Time stamps of the host's clock."""
 
-    shift_ms = 0.0  # what is added to them, to be compared with another clock's
+    shift_ms = 0.0  # added by `ms`, to align with another clock
 
     def mark(self) -> float:
-        """Return the time now, milliseconds."""
+        """Return the time now in ms."""
         return time.perf_counter() * 1e3
 
     def ms(self, mark: float) -> float:
@@ -21,24 +21,24 @@ class HostTimestamps:
         return mark + self.shift_ms
 
     def wait(self) -> None:
-        """Do nothing: every mark can be read."""
+        """Do nothing; the other clock waits here."""
 
 
 class CudaTimestamps:
-    """Points in time of the current stream of a CUDA device, by timing events."""
+    """Time stamps of the current stream of a CUDA device: timing events."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._zero = self.mark()
 
     def mark(self) -> torch.cuda.Event:
-        """Return an event after all work that the current stream has been given."""
+        """Record an event on the current stream and return it."""
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
 
     def ms(self, mark: torch.cuda.Event) -> float:
-        """Return when that was, counted from the first mark."""
+        """Return the time of a mark in ms since this object was made; the event must be over."""
         return float(self._zero.elapsed_time(mark))
 
     def wait(self) -> None:
@@ -47,9 +47,8 @@ class CudaTimestamps:
 
 
 Timestamps = HostTimestamps | CudaTimestamps
-"""Takes points in time on a lane, which are read later."""
 
 
 def timestamps_of(device: torch.device) -> Timestamps:
-    """Return the clock of a device's work: timing events on CUDA, the host's clock on a CPU."""
+    """Return timing events for CUDA, the host's clock for a CPU."""
     return CudaTimestamps(device) if device.type == "cuda" else HostTimestamps()

@@ -1,7 +1,7 @@
-"""Read a trace of torch.profiler (Kineto): what ran on each GPU stream and host thread, for which stage and batch.
+"""Read a GPU trace of torch.profiler (Kineto): spans of streams and threads, with stage and batch.
 
 A kernel belongs to the annotation in which it was launched: kernel -> correlation -> launch -> innermost `## ... ##`
-of the launching thread. What a rank without a GPU does, the recorder of this package notes (`recorder.py`).
+of the launching thread.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from .steps import is_step_mark
 from .trace_file import WRITER, Event, TraceError, load, own_spans
 
 BLOCKED_US = 50
-"""A runtime call that takes longer than this blocked the host; a launch takes a tenth of it."""
+"""A runtime call longer than this blocked the host; a launch takes a tenth of it."""
 
 QUEUED_MS, RELEASED_MS = 0.01, 0.1
-"""A kernel that starts later than the first after its launch and after the stream's last one waited for another stream:
-for what ended there no longer than the second before, else for what no trace tells."""
+"""A kernel waited for another stream if it starts more than `QUEUED_MS` after its launch and after the previous kernel
+of its stream. It waited for work that ended at most `RELEASED_MS` earlier; otherwise the cause is unknown."""
 
 _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 _RUNTIME = ("cuda_runtime", "cuda_driver")
@@ -33,17 +33,16 @@ _DAY_US = 86400e6
 
 
 def read_trace(path: Path | str) -> dict[int, list[Span]]:
-    """Return the spans of a trace by rank, in order of time.
+    """Return the spans of a trace by rank, sorted by time.
 
-    Lanes are "host" (the thread that trains), "autograd", "thread N" and "stream N" (a GPU's). Times are milliseconds
-    since midnight, so that traces of one host share their clock. A rank that the file does not name is 0.
+    Lanes are "host" (the training thread), "autograd", "thread N" and "stream N" (of a GPU). Times are in ms since
+    midnight, so that traces of one host share a clock. The rank is 0 if the file does not name it.
 
     Args:
-        path: JSON or gzipped JSON, by torch.profiler of a run on a GPU, or by `write_trace`, which gives its spans back
-            as they were.
+        path: A trace of torch.profiler on a GPU, or a file of `write_trace`; JSON or gzipped JSON.
 
     Raises:
-        TraceError: It is no such file; the message says what it is.
+        TraceError: The file is not such a trace.
     """
     events, about = load(Path(path))
     other = about.get("otherData")
@@ -53,8 +52,8 @@ def read_trace(path: Path | str) -> dict[int, list[Span]]:
         found = Counter(event.category for event in events).most_common()
         raise TraceError(
             f"{path} holds no work of a GPU.\n  got:  {', '.join(f'{num} {kind}' for kind, num in found)}\n"
-            "  A run on a CPU is drawn by the callback OverlapTimeline (overlap-train callbacks=timeline), whose trace "
-            "is read here. On a GPU, profile with ProfilerActivity.CUDA among the activities."
+            "  On a CPU use the callback OverlapTimeline (overlap-train callbacks=timeline) and its trace. On a GPU "
+            "add ProfilerActivity.CUDA to the profiler's activities."
         )
     info = about.get("distributedInfo")
     rank = info.get("rank") if isinstance(info, dict) else None
@@ -62,7 +61,7 @@ def read_trace(path: Path | str) -> dict[int, list[Span]]:
 
 
 class _Context(NamedTuple):
-    """What a moment of a thread is under, from the innermost of each kind."""
+    """The innermost stage, batch, annotation, operator and source lines around a moment of a thread."""
 
     stage: Stage | None = None
     batch: int | None = None
@@ -86,15 +85,13 @@ class _Context(NamedTuple):
 
 
 class _Reader:
-    """Makes spans of one file's events."""
-
     def __init__(self, events: Sequence[Event], about: Mapping[str, Any]) -> None:
         self._events = events
         base = about.get("baseTimeNanoseconds", 0)
         base_us = float(base) / 1e3 if isinstance(base, (int, float, str)) and str(base).isdigit() else 0.0
         self._first_us = min(event.start_us for event in events)
         self._midnight_ms = (self._first_us % _DAY_US + base_us % _DAY_US) % _DAY_US / 1e3
-        self._launches: dict[object, tuple[float, _Context]] = {}  # correlation -> when the call ended, and its context
+        self._launches: dict[object, tuple[float, _Context]] = {}  # correlation -> end of the call, and its context
         self._spans: list[Span] = []
 
     def spans(self) -> list[Span]:
@@ -103,7 +100,7 @@ class _Reader:
         for event in self._events:
             if event.category in _ON_DEVICE:
                 on_device.append(event)
-            elif not event.name.startswith("gloo:"):  # the ranks' host asks something; no step waits for that
+            elif not event.name.startswith("gloo:"):  # consensus of the ranks; no step waits for it
                 threads[event.pid, event.tid].append(event)
         for lane, events in _lanes(threads).items():
             events.sort(key=lambda event: (event.start_us, -event.end_us))
@@ -159,9 +156,9 @@ class _Reader:
 
 
 def _waits_of_kernels(streams: Mapping[str, Sequence[tuple[Span, float]]]) -> Iterator[Span]:
-    """Kernels of the compute stream that were launched in time and still did not start: an event held them.
+    """Yield waits of the compute stream: between a kernel's launch and its start, when the stream was idle.
 
-    What ended on another stream right before the kernel began is what it waited for.
+    It waited for the work of another stream that ended right before the start.
     """
 
     def dense_ms(lane: str) -> float:
@@ -173,7 +170,7 @@ def _waits_of_kernels(streams: Mapping[str, Sequence[tuple[Span, float]]]) -> It
     free_ms = streams[compute][0][0].end_ms
     for span, launched_ms in streams[compute][1:]:
         could_ms, free_ms = max(free_ms, launched_ms), max(free_ms, span.end_ms)
-        if round(span.start_ms - could_ms, 6) <= QUEUED_MS:  # files have microseconds, or nanoseconds
+        if round(span.start_ms - could_ms, 6) <= QUEUED_MS:
             continue
         name, stage, detail = f"{span.name} waits in the queue", None, ""
         last = bisect.bisect_right(others, span.start_ms + 1e-3, key=attrgetter("end_ms")) - 1
@@ -186,8 +183,6 @@ def _waits_of_kernels(streams: Mapping[str, Sequence[tuple[Span, float]]]) -> It
 
 
 def _lanes(threads: Mapping[tuple[object, object], list[Event]]) -> dict[str, list[Event]]:
-    """Name the host's threads; the one with the most annotations trains."""
-
     def marks(events: Sequence[Event]) -> tuple[int, int]:
         ranges = [event.name for event in events if event.category == "user_annotation"]
         return sum(name.startswith("##") or is_step_mark(name) for name in ranges), len(events)
@@ -205,7 +200,7 @@ def _lanes(threads: Mapping[tuple[object, object], list[Event]]) -> dict[str, li
 
 
 def _without_closures(events: Sequence[Event]) -> list[Event]:
-    """Drop optimizer steps with a forward inside: Lightning passes forward and backward to them as a closure."""
+    """Drop PyTorch's ranges of optimizer steps around a forward: Lightning passes forward and backward as a closure."""
     forwards = [
         event.start_us
         for event in events
@@ -214,15 +209,15 @@ def _without_closures(events: Sequence[Event]) -> list[Event]:
     return [
         event
         for event in events
-        if not event.name.startswith("Optimizer.step#")  # PyTorch's, around a step that calls the closure it is given
+        if not event.name.startswith("Optimizer.step#")
         or not any(event.start_us <= start_us < event.end_us for start_us in forwards)
     ]
 
 
 def _nest(events: Iterable[Event]) -> Iterator[tuple[Event, _Context, _Context]]:
-    """Yield each event of a thread with what it is under and what it makes of that for those inside.
+    """Yield each event of a thread with the contexts around and inside it.
 
-    Python's frames have a stack of their own: an annotation that was begun in a function may outlive that.
+    Python's frames have a separate stack: an annotation may outlive the function that began it.
     """
     stack: list[tuple[float, _Context]] = []
     frames: list[tuple[float, str, str]] = []
@@ -247,7 +242,7 @@ def _nest(events: Iterable[Event]) -> Iterator[tuple[Event, _Context, _Context]]
 
 
 def _where(context: _Context, call: str = "") -> str:
-    """Say where something happened: the call, the annotation around it, the source line, and the user's above it."""
+    """Describe a place: the call, the annotation around it, the source line, and the user's line above."""
     under = f"under {context.annotation}" if context.annotation else ""
     at = f"at {context.source}" if context.source else ""
     if context.caller and context.caller != context.source:
@@ -256,7 +251,6 @@ def _where(context: _Context, call: str = "") -> str:
 
 
 def _kernel_name(name: str) -> str:
-    """Return a kernel's name without what the compiler added."""
     if not name.startswith("void "):
         return name if name.startswith("Mem") else name.split("(")[0]
     return re.split(r"[<(]", name.removeprefix("void "), maxsplit=1)[0]

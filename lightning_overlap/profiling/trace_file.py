@@ -1,4 +1,4 @@
-"""Files of timelines, in the form that Chrome and Perfetto open: torch.profiler's and this package's own."""
+"""Read and write files of timelines in Chrome's trace format, of torch.profiler and of this package."""
 
 from __future__ import annotations
 
@@ -18,11 +18,9 @@ from .spans import Category, Span, rows_of
 
 WRITER = "lightning_overlap timeline"  # marks the files of this package
 
-_ADVICE = (
-    "Give it a trace that torch.profiler wrote (export_chrome_trace; .json or .json.gz), or one of this package's."
-)
+_ADVICE = "Pass a trace of torch.profiler (export_chrome_trace; .json or .json.gz) or of this package."
 _NAME = re.compile(r'("name": ")(.*?)(",\s*"(?:pid|ph|tid|ts|cat)":)')
-"""The name of an event as Kineto writes it, which escapes no quotes in names of ranges, files and functions."""
+"""The name of an event; Kineto does not escape quotes in names."""
 
 _CATEGORIES = {
     *("kernel", "gpu_memcpy", "gpu_memset"),
@@ -32,11 +30,11 @@ _CATEGORIES = {
 
 
 class TraceError(ValueError):
-    """A file is no trace that can be read; the message says why and what to do."""
+    """A file is not a readable trace."""
 
 
 class Event(NamedTuple):
-    """A complete event of a trace, in microseconds of its clock."""
+    """A complete event of a trace; times are in microseconds."""
 
     category: str  # for example "kernel" or "cpu_op"; a `Category` in the files of this package
     name: str
@@ -44,16 +42,16 @@ class Event(NamedTuple):
     tid: Any  # thread or stream
     start_us: float
     end_us: float
-    args: Mapping[str, Any]  # those of `_ARGS`
+    args: Mapping[str, Any]  # only those in `_ARGS`
 
 
 def load(path: Path) -> tuple[list[Event], Mapping[str, Any]]:
-    """Return the complete events of known categories, in the file's order, and the rest of the file's top level.
+    """Return the complete events of known categories, in the file's order, and the file's other top-level entries.
 
-    Events become short tuples while they are parsed, so that a trace of some 100 MB needs not ten times its size.
+    The parser turns events into short tuples, which saves memory: a trace may have 100 MB.
 
     Raises:
-        TraceError: It is missing, no file, damaged, no JSON, no trace, or empty.
+        TraceError: The file is missing, unreadable, damaged, not a trace, or has no such events.
     """
     try:
         content = _parsed(_text(path))
@@ -62,7 +60,7 @@ def load(path: Path) -> tuple[list[Event], Mapping[str, Any]]:
         raise TraceError(
             f"{path} is not a trace: its JSON is broken.\n  got:  {err.msg} at line {err.lineno}, column {err.colno}: "
             f"{around!r}\n"
-            f"  A run that was killed while it wrote leaves such a file. {_ADVICE}"
+            f"  A run that is killed while it writes leaves such a file. {_ADVICE}"
         ) from err
     except RecursionError as err:
         raise TraceError(f"{path} is not a trace: it is nested too deeply. {_ADVICE}") from err
@@ -90,7 +88,7 @@ def _parsed(text: str) -> Any:
         try:
             return json.loads(mended, object_hook=_shorten, strict=False)
         except json.JSONDecodeError:
-            raise err from None  # its place is that in the file
+            raise err from None  # `err` has the place in the original file
 
 
 def _with_escaped_quotes(name: str) -> str:
@@ -105,12 +103,12 @@ def _text(path: Path) -> str:
         raise TraceError(f"{path} does not exist. {_ADVICE}") from err
     except IsADirectoryError as err:
         traces = sorted(found.name for found in path.iterdir() if found.name.endswith((".json", ".json.gz")))
-        there = f"Its traces: {', '.join(traces[:8])}" if traces else "It holds no .json or .json.gz either"
+        there = f"Its traces: {', '.join(traces[:8])}" if traces else "It contains no .json or .json.gz"
         raise TraceError(f"{path} is a folder, not a trace. {there}. {_ADVICE}") from err
     except (EOFError, zlib.error, gzip.BadGzipFile) as err:
         raise TraceError(
-            f"{path} is a damaged gzip file: {err}\n  A copy that was cut short, or a run that was killed while it "
-            "wrote, leaves such a file. Copy or record it again."
+            f"{path} is a damaged gzip file: {err}\n  An incomplete copy, or a run that is killed while it writes, "
+            "leaves such a file. Copy or record it again."
         ) from err
     except OSError as err:
         raise TraceError(f"{path} cannot be read: {err.strerror or err}") from err
@@ -121,7 +119,7 @@ _ARGS = ("correlation", "stream", "device", "Collective name", *(field.name for 
 
 
 def _shorten(parsed: dict[str, Any]) -> Any:
-    """Keep of an event what is used here, while the parser is at it; other objects stay as they are."""
+    """Be the parser's hook: turn an event into an `Event` or None; leave other objects unchanged."""
     if "ph" not in parsed:
         return parsed
     category: Any = parsed.get("cat")
@@ -129,7 +127,7 @@ def _shorten(parsed: dict[str, Any]) -> Any:
         return None
     try:
         start = float(parsed["ts"])
-        end = start + max(0.0, float(parsed.get("dur", 0)))  # Kineto has been seen to write durations below 0
+        end = start + max(0.0, float(parsed.get("dur", 0)))  # Kineto sometimes writes negative durations
     except (KeyError, TypeError, ValueError):
         return None
     if not math.isfinite(end - start):
@@ -141,7 +139,7 @@ def _shorten(parsed: dict[str, Any]) -> Any:
 
 
 def own_spans(events: Iterable[Event]) -> dict[int, list[Span]]:
-    """Return the spans that `write_trace` was given, by rank; a file that somebody has changed is a `TraceError`."""
+    """Return the spans of a file of `write_trace` by rank; raise a TraceError for other events."""
     ranks: dict[int, list[Span]] = {}
     for event in events:
         args = dict(event.args)
@@ -152,14 +150,14 @@ def own_spans(events: Iterable[Event]) -> dict[int, list[Span]]:
             ranks.setdefault(int(event.pid), []).append(span)
         except (KeyError, TypeError, ValueError) as err:
             raise TraceError(
-                f"the event {event.name!r} is not as {WRITER} writes it: its {err} is missing or wrong. "
-                "Write the file again; other tools' events do not belong into it."
+                f"the event {event.name!r} was not written by {WRITER}: its {err} is missing or wrong. "
+                "Write the file again, without events of other tools."
             ) from err
     return ranks
 
 
 def write_trace(path: Path | str, ranks: Mapping[int, Iterable[Span]]) -> None:
-    """Write spans so that Perfetto, chrome://tracing and `overlap-timeline` open them.
+    """Write spans for Perfetto, chrome://tracing and `overlap-timeline`.
 
     Args:
         path: The file; gzipped if it ends in `.gz`.
@@ -179,7 +177,7 @@ def _events_of(rank: int, spans: Sequence[Span]) -> Iterable[dict[str, Any]]:
     yield about("process_sort_index", 0, sort_index=rank)
     tid = 0
     for lane in dict.fromkeys(span.lane for span in spans):
-        # Viewers nest what is on one row. What overlaps without nesting goes on a row of its own.
+        # Viewers nest the spans of a row; spans that overlap without nesting need another row.
         for number, row in enumerate(rows_of([span for span in spans if span.lane == lane], nested=True)):
             tid += 1
             yield about("thread_name", tid, name=lane if number == 0 else f"{lane} ({number + 1})")

@@ -1,4 +1,4 @@
-"""What the names in a torch.profiler trace mean: TorchRec's annotations, this package's, operators and kernels."""
+"""The stages and categories of names in a torch.profiler trace: annotations, operators and kernels."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..schedules import Stage
 from .spans import Category
 
 _ANNOTATIONS: tuple[tuple[str, Stage], ...] = (
-    # The awaitables: TorchRec names its wait() after the class.
+    # Awaitables: TorchRec names the range of `wait()` after the class.
     (r"(splitsalltoall|(fused)?kjt\w*splits)awaitable wait\(\)", Stage.INPUT_SPLITS_DIST),
     (r"(fused)?kjt\w*awaitable wait\(\)|all2all_tw_data:wait|all2all_data:\w*_wait", Stage.INPUT_DATA_DIST),
     (r"(\w+awaitable|request|(early|lazy)embeddings) wait\(\)", Stage.EMBEDDING_LOOKUP),
@@ -19,12 +19,12 @@ _ANNOTATIONS: tuple[tuple[str, Stage], ...] = (
     # Copies.
     (r"(inplace_)?copy_(batch_)?to_(gpu|device)|copy_batch", Stage.COPY_BATCH_TO_DEVICE),
     (r"next_batch|load[ _]batch|wait_for_batch|enumerate\(dataloader\)", Stage.COPY_BATCH_TO_DEVICE),
-    # The input dist. What belongs to one half of it comes before the names of the whole.
+    # The input dist; names of one half come before names of both halves.
     (r"all2all_data:kjt splits|\[splits_dist\]|input_splits_dist", Stage.INPUT_SPLITS_DIST),
     (r"(start_)?sparse_data_dist|all2all_\w+:init|permute_id_(score_)?list_features", Stage.INPUT_SPLITS_DIST),
     (r"all2all_\w+:|input_data_dist|wait_sparse_data_dist", Stage.INPUT_DATA_DIST),
     (r"dist_init:recat|runtime_forward_assemble_kjt", Stage.INPUT_DATA_DIST),
-    # Backward's collectives, before those of the forward that carry the same words.
+    # Collectives of the backward, before collectives of the forward, whose patterns match them.
     (r"(all2all|reducescatter|allgather|variable_batch|alltoall|reduce_scatter)\w*_bwd?\b", Stage.BACKWARD),
     (r"alltoall_bwd_single|all2all_\w+_bwd", Stage.BACKWARD),
     # The lookup, and the all-to-all of embeddings.
@@ -33,13 +33,14 @@ _ANNOTATIONS: tuple[tuple[str, Stage], ...] = (
     (r"\[output_dist\]|all2all|reducescatter|allgather|variable_batch|alltoall", Stage.EMBEDDING_LOOKUP),
     (r"reduce_scatter", Stage.EMBEDDING_LOOKUP),
     (r"embedding_update", Stage.EMBEDDING_UPDATE),
+    (r"weight_gradients", Stage.WEIGHT_GRADIENTS),
     # The dense part.
     (r"emb_backward|backward", Stage.BACKWARD),
     (r"optimizer_step|optimizer( \d+)?$|optimizer\.step#", Stage.OPTIMIZER_STEP),
     (r"dense_forward|forward|distributeddataparallel\.forward", Stage.DENSE_FORWARD),
 )  # fmt: skip
 _OPERATORS: tuple[tuple[str, Stage], ...] = (
-    # TorchRec's backward of an all-to-all's request waits for the gradients on their way.
+    # The backward of TorchRec's all-to-all request waits for gradients.
     (r"autograd::engine::evaluate_function", Stage.BACKWARD),
     (r"autograd::engine::\w+: (all2all|reducescatter|allgather|variable)\w*reqback", Stage.BACKWARD),
     (r"fbgemm::(split_embedding_codegen_lookup|dense_embedding_codegen_lookup)", Stage.EMBEDDING_LOOKUP),
@@ -55,7 +56,7 @@ _TABLE_UPDATE = re.compile(
 )
 _COLLECTIVE_KERNEL = re.compile(r"nccl|rccl", re.IGNORECASE)
 BLOCKING_CALL = re.compile(r"(cuda|hip)(Device|Stream|Event)Synchronize|(cuda|hip)Memcpy|cuMemcpy|cu\w+Synchronize")
-"""Runtime calls that make the host wait, if they take long."""
+"""Runtime calls that block the host."""
 _INTERPRETER = {"torch", *sys.stdlib_module_names}
 _LIBRARIES = {
     *("torchrec", "fbgemm_gpu", "torchmetrics"),
@@ -65,13 +66,13 @@ _LIBRARIES = {
 
 @cache
 def of_annotation(name: str) -> Stage | None:
-    """Return the stage that an annotation (`## forward 3 ##`) is of, None for one that nobody knows."""
+    """Return the stage of an annotation (`## forward 3 ##`); None if unknown."""
     return _first(_ANNOTATIONS, name.strip("# "))
 
 
 @cache
 def of_operator(name: str) -> Stage | None:
-    """Return the stage that an operator says by itself; most say nothing."""
+    """Return the stage of an operator; None for most."""
     return _first(_OPERATORS, name)
 
 
@@ -81,14 +82,14 @@ def _first(patterns: Iterable[tuple[str, Stage]], name: str) -> Stage | None:
 
 @cache
 def split_batch(name: str) -> tuple[int | None, str]:
-    """Return the batch that an annotation names, and the rest: 3 and `## forward ##` of `## forward 3 ##`."""
+    """Split an annotation's batch from the rest: `## forward 3 ##` gives 3 and `## forward ##`."""
     found = _BATCH.match(name)
     return (None, name) if found is None else (int(found[1]), f"{name[: found.start(1)].rstrip(' :')} ##")
 
 
 @cache
 def kind_of_kernel(name: str) -> Category:
-    """Return what a GPU kernel is for. The TBE backward updates the tables and counts as backward, so as dense."""
+    """Return the category of a GPU kernel. The TBE backward, which updates the tables, is dense."""
     if _COLLECTIVE_KERNEL.match(name):
         return Category.COMMUNICATION
     if _SPARSE_KERNEL.search(name):
@@ -98,10 +99,7 @@ def kind_of_kernel(name: str) -> Category:
 
 @cache
 def is_frame(name: str, *, of_library: bool = False) -> bool:
-    """Whether a Python frame has a source line that is neither PyTorch's nor Python's own.
-
-    With `of_library`: and is of the libraries that a user's module is called by, and calls.
-    """
+    """Return whether a Python frame is in a file outside PyTorch and Python; with `of_library`, in `_LIBRARIES`."""
     path = name.partition("(")[0]  # which Kineto mostly writes relative to `sys.path`
     package = path.rpartition("site-packages/")[2].partition("/")[0].removesuffix(".py")
     if not path or name.startswith(("<", "nn.Module:")) or package in _INTERPRETER:

@@ -15,7 +15,9 @@ from .inflight import InFlightBatch as InFlightBatch
 from .interfaces import BatchSource as BatchSource
 from .interfaces import FetchedBatch as FetchedBatch
 from .interfaces import Observer as Observer
+from .interfaces import SparseStages as SparseStages
 from .interfaces import StageTimer as StageTimer
+from .interfaces import Updates as Updates
 from .interfaces import observe_nothing as observe_nothing
 from .lookup_order import LookupOrder as LookupOrder
 from .profiler_ranges import RangesLeftOut as RangesLeftOut

@@ -10,7 +10,7 @@ import torch
 from ..schedules import Stage, Step
 from .batch_queue import BatchQueue
 from .inflight import InFlightBatch
-from .interfaces import SparseStages
+from .interfaces import Updates
 from .profiler_ranges import InStage
 from .stage_issue import StageIssuer
 
@@ -19,7 +19,7 @@ class BackwardFill:
     """Lets a backward that would wait run the steps right above BACKWARD in the schedule.
 
     Args:
-        sparse: Knows where a backward waits.
+        updates: Knows where a backward waits.
         stages: Assembles received ids.
         queue: The batches in flight.
         rank: This process's rank, for messages.
@@ -29,14 +29,14 @@ class BackwardFill:
 
     def __init__(
         self,
-        sparse: SparseStages,
+        updates: Updates,
         stages: StageIssuer,
         queue: BatchQueue,
         rank: int,
         current: Callable[[], InFlightBatch | None],
         run_left: Callable[[], None],
     ) -> None:
-        self._sparse, self._stages, self._queue, self._rank = sparse, stages, queue, rank
+        self._updates, self._stages, self._queue, self._rank = updates, stages, queue, rank
         self._current, self._run_left = current, run_left
         self.left = range(0)
         """Indices of the steps that the walked schedule lets a backward run."""
@@ -47,14 +47,14 @@ class BackwardFill:
 
     def leave_receiving(self, lookup: Step) -> None:
         """Let the backward of the current batch assemble the ids of the lookup that comes after it, if it can."""
-        self._register(Stage.INPUT_DATA_DIST, partial(self._receive, lookup))
+        self._register(Stage.INPUT_DATA_DIST, partial(self.receive, lookup))
 
     def _register(self, stage: Stage, call: Callable[[int], None]) -> bool:
         current = self._current()
         # The backward of a module's own forward may write tables before it waits.
-        if current is None or not self._sparse.ready or current.ran_unpipelined:
+        if current is None or current.ran_unpipelined:
             return False
-        return self._sparse.register_backward_hook(current, stage, partial(call, current.index))
+        return self._updates.register_backward_hook(current, stage, partial(call, current.index))
 
     def _is_current(self, index: int) -> bool:
         current = self._current()
@@ -65,7 +65,8 @@ class BackwardFill:
             with torch.enable_grad():  # a backward turns it off
                 self._run_left()
 
-    def _receive(self, lookup: Step, index: int) -> None:
+    def receive(self, lookup: Step, index: int) -> None:
+        """Assemble the received ids of a lookup, if they were sent and `index` is the batch being trained."""
         inflight = self._queue.in_flight.get(index + lookup.offset)
         if self._is_current(index) and inflight is not None and Stage.INPUT_DATA_DIST in inflight.done:
             with InStage(Stage.INPUT_DATA_DIST, inflight.index, self._rank):

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..schedules import Stage, Step, StreamName
 from .inflight import InFlightBatch
-from .interfaces import SparseStages
+from .interfaces import Updates
 from .lookup_order import LookupOrder
 from .profiler_ranges import InStage
 
@@ -18,8 +18,8 @@ class DeferredUpdates:
     An update is *held* while it waits for an optimizer step (`frozen_window`), else it is *due*.
     """
 
-    def __init__(self, sparse: SparseStages, order: LookupOrder) -> None:
-        self._sparse, self._order, self._streams = sparse, order, order.streams
+    def __init__(self, tables: Updates, order: LookupOrder) -> None:
+        self._tables, self._order, self._streams = tables, order, order.streams
         self.to_update: dict[int, InFlightBatch] = {}
         """Batches whose update of the tables is still to come, by their number."""
         self.reset()
@@ -38,19 +38,29 @@ class DeferredUpdates:
         """Return the staleness of a lookup of batch `index` issued now: the number of earlier updates still to come."""
         return index - min(self.to_update, default=self.num_updated)
 
+    def note_lookup(self, inflight: InFlightBatch, *, defers: bool) -> None:
+        """Note at the lookup of a batch's fused tables which updates it does not see, and whether its own comes later.
+
+        Args:
+            inflight: The batch.
+            defers: Whether the schedule defers updates.
+        """
+        inflight.num_unseen = self.num_unseen_by(inflight.index)
+        inflight.defers_update = defers and self._tables.can_defer_updates
+
     # -- updates that wait for an optimizer step ----------------------------------------------------------------
 
     def hold(self, inflight: InFlightBatch) -> None:
         """Let the updates from this batch on wait for `note_step`, those of modules' own forwards too."""
         inflight.is_held = True
-        inflight.defers_update = self._sparse.can_defer_updates
+        inflight.defers_update = self._tables.can_defer_updates
 
     def note_step(self, index: int) -> None:
         """Note that the optimizer step of a batch has ended: the updates up to it are due."""
         self.num_stepped = index + 1
         for inflight in self.to_update.values():
             inflight.is_held = False
-        self._sparse.update_replicas()  # at once: what the dense optimizer writes is looked up next, these with it
+        self._tables.update_replicas()  # at once: what the dense optimizer writes is looked up next, these with it
 
     @property
     def held(self) -> list[InFlightBatch]:
@@ -66,8 +76,8 @@ class DeferredUpdates:
         """Drop the updates whose optimizer step will not come; all ranks call this alike."""
         for inflight in self.held:
             del self.to_update[inflight.index]
-            self._sparse.drop_update(inflight)
-        self._sparse.drop_replica_updates()
+            self._tables.drop_update(inflight)
+        self._tables.hold_replicas()
 
     def make_for_second_forward(self, inflight: InFlightBatch) -> None:
         """Make all updates: a second forward of a batch, as LBFGS makes, sees what the first one's backward did.
@@ -83,7 +93,7 @@ class DeferredUpdates:
         is_held, inflight.is_held = inflight.is_held, False
         self.make_all()
         inflight.is_held = is_held
-        self._sparse.update_replicas()
+        self._tables.update_replicas()
 
     # -- updates that wait for a place in the schedule ------------------------------------------------------------
 
@@ -113,7 +123,7 @@ class DeferredUpdates:
         # After the all-reduce of dense gradients: the optimizer waits for that, and both would share the link.
         self._order.lookup_waits()
         with self._order.on(Stage.BACKWARD, inflight.index, self._order.lookup):
-            self._sparse.start_update(inflight)
+            self._tables.start_update(inflight)
         self.to_update[inflight.index] = inflight
 
     def make_all(self) -> None:
@@ -125,7 +135,7 @@ class DeferredUpdates:
         for inflight in self.due:
             self._make(step, inflight)
 
-    def make_up_to(self, index: int, step: Step, *, overlaps_forward: bool) -> None:
+    def make_up_to(self, index: int, step: Step, *, overlaps_forward: bool, overlaps_dense: bool = False) -> None:
         """Issue the updates of all batches up to `index`.
 
         Args:
@@ -133,23 +143,28 @@ class DeferredUpdates:
             step: The schedule's step, whose stream they run on.
             overlaps_forward: Whether they may overlap with the forward on the compute stream, as it reads no table.
                 Otherwise they wait for all that was issued on the compute stream.
+            overlaps_dense: Whether the compute stream goes on with the dense part of the step, which reads no table.
+                Otherwise it waits for an update of the present batch.
         """
         for other in sorted(other for other in self.to_update if other <= index):
-            self._make(step, self.to_update[other], overlaps_forward=overlaps_forward)
+            self._make(step, self.to_update[other], overlaps_forward, overlaps_dense)
 
-    def _make(self, step: Step, inflight: InFlightBatch, *, overlaps_forward: bool = False) -> None:
+    def _make(
+        self, step: Step, inflight: InFlightBatch, overlaps_forward: bool = False, overlaps_dense: bool = False
+    ) -> None:
         index = inflight.index
         self._order.observe("issue", step.stage, index)
         del self.to_update[index]
         with InStage(step.stage, index, self._order.rank):
             # The update waits for whatever reads tables on the compute stream: code between two steps, or a module's
             # own forward. It does not wait for any other forward, which it is to overlap with.
+            # `start` has let it wait for the backward, which is all that a dense part after that has to be behind.
             after = self._between_steps if overlaps_forward else self._streams.record(StreamName.COMPUTE)
-            self._streams.wait(step.stream, after)
+            self._streams.wait(step.stream, None if overlaps_dense else after)
             with self._order.on(step.stage, index, step.stream):
-                self._sparse.embedding_update(inflight)
+                self._tables.embedding_update(inflight)
         self._order.note_update()
-        if step.offset == 0:
+        if step.offset == 0 and not overlaps_dense:
             self._order.compute_waits_for_update()  # what comes between two steps finds it made
 
     def settle(self, timeout_s: float) -> str | None:
@@ -167,12 +182,12 @@ class DeferredUpdates:
             inflight = self.to_update.pop(index)  # neither the dense step nor the update
             inflight.is_held = True  # no module's own forward makes it either
             with suppress(RuntimeError):  # a broken device must not hide what broke it
-                self._sparse.count_lookups(inflight, -1)
+                self._tables.count_lookups(inflight, -1)
         if not (due := self.due):
             return None
         missing = f"the update of batch {due[0].index} is missing in the tables"
         try:
-            if self._sparse.gradients_are_there(due, timeout_s):
+            if self._tables.gradients_are_there(due, timeout_s):
                 self.make_all()
         except Exception as err:
             return f"{type(err).__name__}: {err}; {missing}"

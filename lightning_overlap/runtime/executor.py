@@ -20,9 +20,9 @@ from .batch_queue import BatchQueue
 from .deferred_updates import DeferredUpdates
 from .end_of_data import EndOfData
 from .inflight import InFlightBatch, abandon
-from .interfaces import BatchSource, SparseStages
+from .interfaces import BatchSource, SparseStages, WeightGradients
 from .lookup_order import LookupOrder
-from .profiler_ranges import is_profiled, profiler_range
+from .profiler_ranges import InStage, is_profiled, profiler_range
 from .stage_issue import StageIssuer
 from .streams import CudaStreams
 from .table_writes import NUM_ASKS, TableWrites
@@ -38,7 +38,7 @@ class Executor:
     Args:
         schedule: The table to walk, or several that follow one another.
         source: Provides the batches.
-        sparse: Runs the sparse stages and serves early embeddings in a forward.
+        sparse: Runs the sparse stages, and serves early embeddings in a forward.
         order: The device's streams, the order of lookups, the observer and the timer, shared with `sparse`.
         consensus: Asks all ranks whether they have the next batch too; None on one rank.
         lookup_context: Entered around every early lookup (autocast, as around `training_step`).
@@ -46,6 +46,7 @@ class Executor:
         any_rank: Returns whether any rank passed True: an all-reduce on the host, for which all ranks wait.
         hooks_read_tables: Returns whether the user's hooks run between this step's backward and its end.
         accumulates: Returns whether the batch whose forward begins has no optimizer step of its own.
+        weights: Computes the weight gradients of the dense part; None: the backward does.
     """
 
     def __init__(
@@ -61,21 +62,24 @@ class Executor:
         any_rank: Callable[[bool], bool] = bool,
         hooks_read_tables: Callable[[], bool] = bool,
         accumulates: Callable[[], bool] = lambda: False,
+        weights: WeightGradients | None = None,
     ) -> None:
-        self._schedules, self._sparse = schedule, sparse
-        self._num_before, self._accumulates = num_before, accumulates
+        self._schedules = schedule
+        self._inputs, self._lookups, self._tables = sparse
+        self._num_before, self._accumulates, self._weights = num_before, accumulates, weights
         self._first_batch = num_before()  # number of this epoch's batch 0 over all epochs
         self.order = self._order = order
         self._streams = order.streams
-        self.hooks_read_tables = hooks_read_tables if order.streams.is_async else bool
+        self._hooks_read_tables = hooks_read_tables
+        self._finished_backward = False  # before the trainer says so
         self._trainer_stage = ExitStack()  # what the trainer does now: it begins and ends at places far from each other
         self.end = EndOfData(source, consensus, order.rank, schedule.depth)
         self.queue = BatchQueue(source, self.end, order)
-        self.updates = DeferredUpdates(sparse, order)
+        self.updates = DeferredUpdates(self._tables, order)
         first = schedule.at(self._first_batch)
         trains = Stage.BACKWARD in first.training_stages
         self.writes = TableWrites(
-            sparse if first.has_sparse_stages else None,
+            self._lookups if first.has_sparse_stages else None,
             order,
             self.updates,
             self._ahead,
@@ -84,9 +88,9 @@ class Executor:
         )
         # An evaluation keeps the mode that it runs in: no_grad or inference_mode.
         contexts = (torch.enable_grad if trains else nullcontext, lookup_context)
-        self._stages = StageIssuer(sparse, order, self.updates, lambda: self.current, contexts)
+        self._stages = StageIssuer(self._inputs, self._lookups, order, self.updates, lambda: self.current, contexts)
         self._backward_fill = BackwardFill(
-            sparse, self._stages, self.queue, order.rank, lambda: self.current, self._run_left_to_backward
+            self._tables, self._stages, self.queue, order.rank, lambda: self.current, self._run_left_to_backward
         )
         self._use_schedule(first)
         self._reset()
@@ -108,6 +112,7 @@ class Executor:
         self._trainer_stage.close()
         self._iteration = -1
         self._cursor = len(self.schedule.steps)  # the step of the schedule that comes next
+        self._finished_backward = False
         self._in_forward = False  # of the user's step, which with manual optimization is all of it
         self._order.reset()
         self.queue.reset()
@@ -212,14 +217,18 @@ class Executor:
                 if table is not self.schedule:  # the two differ below DENSE_FORWARD only
                     self._walk(table)
                 self.updates.hold(current)
+        if self._weights is not None:  # a second forward of a batch has a backward of its own
+            self._weights.begin_step(splits=self.schedule.splits_backward and not current.consumed)
         current.consumed = True
         self._begin_trainer_stage(Stage.DENSE_FORWARD)
         self._in_forward = True
         try:
-            with self._sparse.forward(current):
+            with self._lookups.forward(current):
                 yield
         finally:
             self._in_forward = False
+            if self._weights is not None:
+                self._weights.end_forward()
             self._trainer_stage.close()
 
     def stage_done(self, stage: Stage) -> None:
@@ -229,6 +238,9 @@ class Executor:
         one iteration, as LBFGS makes, writes the tables again: early lookups made in between are dropped.
         """
         current = self.current
+        if stage is Stage.BACKWARD and self._finished_backward:
+            self._finished_backward = False
+            return
         if current is None:
             return
         position = self.schedule.position(stage)
@@ -236,7 +248,7 @@ class Executor:
             if stage is Stage.BACKWARD and self.schedule.has_sparse_stages:
                 self._after_backward(current)
                 for inflight in self._ahead():
-                    self._sparse.drop_lookups(inflight)
+                    self._lookups.drop_lookups(inflight)
             return
         self._trainer_stage.close()
         while self._cursor <= position:
@@ -251,6 +263,8 @@ class Executor:
             if step.stage is Stage.DENSE_FORWARD and current.ran_unpipelined and self.schedule.has_sparse_stages:
                 # The coming backward writes tables on the compute stream, where early lookups must have read them.
                 self.wait_for_lookups()
+        if stage is Stage.BACKWARD and self._weights is not None and self.schedule.splits_backward:
+            self._weights.finish()
         if stage is not self.schedule.training_stages[-1]:
             self._begin_trainer_stage(TRAINING_STAGES[TRAINING_STAGES.index(stage) + 1])
 
@@ -274,8 +288,9 @@ class Executor:
         ahead = self._ahead()
         self._reset()
         for inflight in ahead:
-            self._sparse.drain(inflight)
-        self._sparse.forget_prefetched()
+            self._inputs.drain(inflight)
+            self._lookups.drop_lookups(inflight)
+        self._lookups.forget_prefetched()
 
     @contextmanager
     def without_lookups_ahead(self) -> Iterator[None]:
@@ -288,13 +303,13 @@ class Executor:
 
     def _count_lookups_ahead(self, times: int) -> None:
         for inflight in [*self._ahead(), *self.updates.held]:
-            self._sparse.count_lookups(inflight, times)
+            self._tables.count_lookups(inflight, times)
 
     def abandon(self) -> None:
         """Drop everything in flight at once, without a collective: another rank may be gone."""
         with suppress(RuntimeError):  # a broken device must not hide what broke it
             self._count_lookups_ahead(-1)
-            self._sparse.forget_prefetched()
+            self._lookups.forget_prefetched()
         # NCCL's collectives hold no memory that Python owns, and a device's memory has to come back at once.
         on_host = not isinstance(self._streams, CudaStreams)
         batches = [*self.queue.in_flight.values(), *self.updates.to_update.values()]
@@ -368,8 +383,37 @@ class Executor:
             self.updates.start(current)
             if not self.schedule.defers_update:
                 self.updates.make_all()  # looked up under the table before this one
-        self._sparse.forget_received(current)
+        self._lookups.forget_received(current)
         self._order.note_update()
+
+    def begin_backward(self, loss: torch.Tensor, *, is_only: bool) -> None:
+        """Begin the backward of the current batch's loss.
+
+        Args:
+            loss: The loss, whose gradient may not be needed.
+            is_only: Whether it is the step's only backward, with automatic optimization.
+        """
+        if self.current is None:
+            return
+        if is_only and self._weights is not None:
+            self._weights.begin_backward(loss)
+        if not (loss.requires_grad and self._hooks_read_tables()):
+            return
+        # The user's on_after_backward comes before the trainer says that the backward is over.
+        if is_only and self.schedule.updates_before_step:
+            end = self._finish_backward
+        elif self._streams.is_async:
+            end = self.wait_for_lookups
+        else:
+            return
+        engine = torch.autograd.Variable._execution_engine
+        loss.register_hook(lambda _: engine.queue_callback(end))
+
+    def _finish_backward(self) -> None:
+        with torch.enable_grad():  # a backward turns it off
+            self.stage_done(Stage.BACKWARD)
+        self.wait_for_lookups()
+        self._finished_backward = True
 
     def _run_deferred_lookup(self) -> None:
         if self._dense_owned is not None:
@@ -382,7 +426,20 @@ class Executor:
         if step.stage is Stage.EMBEDDING_UPDATE:
             current = self.current
             own_forward = current is not None and current.ran_unpipelined
-            self.updates.make_up_to(index, step, overlaps_forward=step.offset < 0 and not own_forward)
+            if self.schedule.updates_before_step and not self._streams.is_async:
+                self._backward_fill.receive(self.schedule[Stage.EMBEDDING_LOOKUP], self._iteration)
+            self.updates.make_up_to(
+                index,
+                step,
+                overlaps_forward=step.offset < 0 and not own_forward,
+                overlaps_dense=self.schedule.updates_before_step,
+            )
+            return
+        if step.stage is Stage.WEIGHT_GRADIENTS:
+            if self._weights is not None:
+                self._order.observe("issue", step.stage, index)
+                with InStage(step.stage, index, self._order.rank), self._order.timed(step.stage, index, step.stream):
+                    self._weights.compute()
             return
         if step.stage is Stage.COPY_BATCH_TO_DEVICE:
             self.queue.fetch(step, index)

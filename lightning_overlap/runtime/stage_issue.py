@@ -9,7 +9,7 @@ from typing import Any
 from ..schedules import Schedule, Stage, Step, StreamName, WeightOwner
 from .deferred_updates import DeferredUpdates
 from .inflight import InFlightBatch
-from .interfaces import SparseStages
+from .interfaces import Inputs, Lookups
 from .lookup_order import LookupOrder
 from .profiler_ranges import InStage
 
@@ -18,7 +18,8 @@ class StageIssuer:
     """Issues the sparse stages of batches, each after everything it reads.
 
     Args:
-        sparse: Runs the stages.
+        inputs: Runs the stages of the input dist.
+        lookups: Runs prefetches and lookups.
         order: The device's streams and the order of lookups.
         updates: Knows the updates that a lookup does not see.
         current: Returns the batch being trained, or None.
@@ -27,14 +28,15 @@ class StageIssuer:
 
     def __init__(
         self,
-        sparse: SparseStages,
+        inputs: Inputs,
+        lookups: Lookups,
         order: LookupOrder,
         updates: DeferredUpdates,
         current: Callable[[], InFlightBatch | None],
         lookup_contexts: tuple[Callable[[], AbstractContextManager[Any]], Callable[[], AbstractContextManager[Any]]],
     ) -> None:
-        self._sparse, self._order, self._streams, self._updates = sparse, order, order.streams, updates
-        self._current = current
+        self._inputs, self._lookups = inputs, lookups
+        self._order, self._streams, self._updates, self._current = order, order.streams, updates, current
         self._grad_mode, self._lookup_context = lookup_contexts
         self.schedule: Schedule  # the table that is walked; the executor sets it before anything is issued
         self.reset()
@@ -57,11 +59,11 @@ class StageIssuer:
             inflight: The batch.
             owners: The writers of the tables to look up; other stages ignore this.
         """
-        if not self._sparse.ready:
+        if not self._inputs.ready:
             self._waiting.append((step, inflight, owners))
             return
         if step.stage is Stage.EMBEDDING_LOOKUP:
-            if not self._sparse.has_lookup(inflight, owners):
+            if not self._lookups.has_lookup(inflight, owners):
                 return
         elif step.stage in inflight.done:  # issued under the table before this one
             return
@@ -71,7 +73,7 @@ class StageIssuer:
         self._order.observe("issue", step.stage, inflight.index)
         with InStage(step.stage, inflight.index, self._order.rank):
             if step.stage is Stage.INPUT_SPLITS_DIST:
-                self._sparse.make_inputs(inflight)
+                self._inputs.make_inputs(inflight)
             if step.stage in (Stage.PREFETCH, Stage.EMBEDDING_LOOKUP):
                 self.receive_input(step, inflight)
             if step.stage is Stage.PREFETCH:
@@ -80,17 +82,21 @@ class StageIssuer:
             if step.stage is not Stage.EMBEDDING_LOOKUP and inflight.done[previous][0] is not step.stream:
                 self._streams.record_stream(inflight.batch, step.stream)  # the ids are sent from the batch's own memory
             with self._order.on(step.stage, inflight.index, step.stream):
-                if step.stage is Stage.EMBEDDING_LOOKUP:
-                    self._look_up(step, inflight, owners)
+                if step.stage is Stage.INPUT_SPLITS_DIST:
+                    self._inputs.input_splits_dist(inflight)
+                elif step.stage is Stage.INPUT_DATA_DIST:
+                    self._inputs.input_data_dist(inflight)
+                elif step.stage is Stage.PREFETCH:
+                    self._lookups.prefetch(inflight)
                 else:
-                    getattr(self._sparse, step.stage.value)(inflight)
+                    self._look_up(step, inflight, owners)
         inflight.done[step.stage] = (step.stream, self._streams.record(step.stream))
 
     def discover(self, current: InFlightBatch) -> None:
         """Learn from the current batch's forward which input feeds which module; issue the postponed stages."""
-        if self._sparse.ready:
+        if self._inputs.ready:
             return
-        self._sparse.discover(current)
+        self._inputs.discover(current)
         waiting, self._waiting = self._waiting, []
         for step, inflight, owners in waiting:
             if inflight.index > current.index:
@@ -100,7 +106,7 @@ class StageIssuer:
         """Assemble the received ids on the input dist's stream, for the stream of `step`, which reads them next."""
         stream, _ = inflight.done[Stage.INPUT_DATA_DIST]
         with self._order.on(Stage.INPUT_DATA_DIST, inflight.index, stream):
-            received = self._sparse.receive_input(inflight)
+            received = self._inputs.receive_input(inflight)
         inflight.done[Stage.INPUT_DATA_DIST] = (stream, self._streams.record(stream))
         self._streams.record_stream(received, step.stream)
 
@@ -127,7 +133,6 @@ class StageIssuer:
         if WeightOwner.DENSE_OPTIMIZER in owners:
             self._streams.wait(step.stream, self._streams.record(StreamName.COMPUTE))
         if WeightOwner.FUSED_BACKWARD in owners:
-            inflight.num_unseen = self._updates.num_unseen_by(inflight.index)
-            inflight.defers_update = self.schedule.defers_update and self._sparse.can_defer_updates
+            self._updates.note_lookup(inflight, defers=self.schedule.defers_update)
         with self._grad_mode(), self._lookup_context():
-            self._sparse.embedding_lookup(inflight, owners)
+            self._lookups.embedding_lookup(inflight, owners)

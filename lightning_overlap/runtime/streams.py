@@ -41,6 +41,17 @@ class Streams:
     def begin_step(self) -> None:
         """Take the current stream as the compute stream."""
 
+    def current(self) -> StreamName:
+        """Return the name of the current stream; a user's stream counts as compute."""
+        return StreamName.COMPUTE
+
+    def is_over(self, event: Any) -> bool:
+        """Whether the work before an event is done; does not block the host."""
+        return True
+
+    def let_host_wait(self, event: Any) -> None:
+        """Block the host until the work before an event is done."""
+
     def __getitem__(self, name: StreamName) -> Any:
         """Return the device's own stream; None on a CPU."""
         return None
@@ -71,6 +82,7 @@ class CudaStreams(Streams):
             name: torch.cuda.Stream(device, priority=-1) for name in own if name is not StreamName.COMPUTE
         }
         self._streams[StreamName.COMPUTE] = torch.cuda.current_stream(device)
+        self._streams[StreamName.SIDE] = torch.cuda.Stream(device)  # nothing queues behind it
         self._lookup = lookup
 
     def move_lookups(self, lookup: StreamName) -> None:
@@ -93,8 +105,8 @@ class CudaStreams(Streams):
     def on(self, name: StreamName) -> AbstractContextManager[Any]:
         return torch.cuda.stream(self[name])
 
+    @override
     def current(self) -> StreamName:
-        """Return the name of the current stream; a user's stream counts as compute."""
         current = torch.cuda.current_stream(self.device)
         return next((name for name, stream in self._streams.items() if stream == current), StreamName.COMPUTE)
 
@@ -123,6 +135,14 @@ class CudaStreams(Streams):
     @override
     def begin_step(self) -> None:
         self._streams[StreamName.COMPUTE] = torch.cuda.current_stream(self.device)
+
+    @override
+    def is_over(self, event: torch.cuda.Event) -> bool:
+        return bool(event.query())
+
+    @override
+    def let_host_wait(self, event: torch.cuda.Event) -> None:
+        event.synchronize()
 
 
 def _record_stream(value: Any, stream: torch.cuda.Stream) -> None:

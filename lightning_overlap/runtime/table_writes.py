@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from .deferred_updates import DeferredUpdates
 from .inflight import InFlightBatch
-from .interfaces import SparseStages
+from .interfaces import Lookups
 from .lookup_order import LookupOrder
 
 NUM_ASKS = 2
@@ -21,7 +21,7 @@ class TableWrites:
     """Drops early lookups, on all ranks alike, if the tables that they read were written since.
 
     Args:
-        sparse: The sparse stages; None if nothing is looked up early.
+        lookups: The early lookups; None if nothing is looked up early.
         order: The device's streams and the order of lookups.
         updates: The deferred updates, which exclude writes by the user.
         ahead: Returns the batches that may have been looked up and whose step has not begun.
@@ -31,7 +31,7 @@ class TableWrites:
 
     def __init__(
         self,
-        sparse: SparseStages | None,
+        lookups: Lookups | None,
         order: LookupOrder,
         updates: DeferredUpdates,
         ahead: Callable[[], list[InFlightBatch]],
@@ -39,7 +39,7 @@ class TableWrites:
         any_rank: Callable[[bool], bool] | None,
         num_asks: int,
     ) -> None:
-        self._sparse, self._order, self._updates, self._ahead = sparse, order, updates, ahead
+        self._lookups, self._order, self._updates, self._ahead = lookups, order, updates, ahead
         self._any_rank, self._num_asks = any_rank, num_asks
         self.reset()
 
@@ -63,9 +63,9 @@ class TableWrites:
         Raises:
             RuntimeError: This rank's tables were written, and the others were not asked.
         """
-        if self._sparse is None:
+        if self._lookups is None:
             return
-        written = everyone = self._sparse.is_overwritten(self._ahead())  # on one rank it decides for everyone
+        written = everyone = self._lookups.is_overwritten(self._ahead())  # on one rank it decides for everyone
         if self._any_rank is not None:
             everyone = self._asks and self._any_rank(written)
         if everyone:
@@ -85,7 +85,7 @@ class TableWrites:
         Raises:
             RuntimeError: A deferred update of tables is still to come.
         """
-        if self._sparse is not None:
+        if self._lookups is not None:
             self._updates.refuse_writes()
-            self._sparse.leave_overwritten(self._ahead())
+            self._lookups.leave_overwritten(self._ahead())
             self._order.note_write()

@@ -13,6 +13,7 @@ from .stages import Stage, StreamName
 _COPY, _SPLITS, _DATA = Stage.COPY_BATCH_TO_DEVICE, Stage.INPUT_SPLITS_DIST, Stage.INPUT_DATA_DIST
 _PREFETCH, _LOOKUP, _UPDATE = Stage.PREFETCH, Stage.EMBEDDING_LOOKUP, Stage.EMBEDDING_UPDATE
 _FORWARD, _BACKWARD, _STEP = Stage.DENSE_FORWARD, Stage.BACKWARD, Stage.OPTIMIZER_STEP
+_WEIGHTS = Stage.WEIGHT_GRADIENTS
 _COMPUTE, _MEMCPY, _DIST, _SIDE = StreamName.COMPUTE, StreamName.MEMCPY, StreamName.DATA_DIST, StreamName.LOOKUP
 
 # Fetching a batch blocks the host while the data loader is slow. If COPY stands below DENSE_FORWARD, the device still
@@ -54,6 +55,17 @@ FUSED_SPARSE_DIST_AFTER_OPTIMIZER = Schedule(
     "fused_sparse_dist_after_optimizer", (*_FUSED, Step(_STEP, 0, _COMPUTE), Step(_LOOKUP, 1, _SIDE))
 )
 """The same lookup, issued after the dense optimizer. Source: `embedding_lookup_after_opt` of TorchRec PR 2916."""
+
+SPLIT_BACKWARD = Schedule("split_backward", (
+    *_FUSED,  # of the dense part the gradients of inputs alone: the tables' gradients leave earlier
+    Step(_WEIGHTS, 0, _COMPUTE),  # while the tables' gradients travel; the dense all-reduce follows these
+    Step(_UPDATE, 0, _SIDE),
+    Step(_LOOKUP, 1, _SIDE),  # the wait for the dense all-reduce comes after it
+    Step(_STEP, 0, _COMPUTE),
+))  # fmt: skip
+"""As `fused_sparse_dist`; the weight gradients of the dense part overlap the all-to-all of the tables' gradients.
+
+Sources: `delay_wgrad_compute` of TransformerEngine (PR 1653), for its all-to-alls of experts; here for tables."""
 
 PREFETCH = Schedule("prefetch", (
     Step(_DATA, 1, _DIST),
@@ -184,6 +196,7 @@ ModeName: TypeAlias = Literal[
     "sparse_dist",
     "fused_sparse_dist",
     "fused_sparse_dist_after_optimizer",
+    "split_backward",
     "prefetch",
     "semi_sync",
     "semi_sync_deferred",
@@ -192,7 +205,7 @@ ModeName: TypeAlias = Literal[
 ]
 """The names of `MODES` and "auto", for editors and type checkers."""
 
-_EXACT = (BASE, SPARSE_DIST, FUSED_SPARSE_DIST, FUSED_SPARSE_DIST_AFTER_OPTIMIZER, PREFETCH)
+_EXACT = (BASE, SPARSE_DIST, FUSED_SPARSE_DIST, FUSED_SPARSE_DIST_AFTER_OPTIMIZER, SPLIT_BACKWARD, PREFETCH)
 _STALE = (SEMI_SYNC, SEMI_SYNC_DEFERRED, ASYNC_LOOKUP)
 
 MODES: Mapping[str, Schedule] = MappingProxyType({schedule.name: schedule for schedule in (*_EXACT, *_STALE)})

@@ -128,6 +128,27 @@ class Schedule:
         """Whether `BACKWARD` leaves the update of the tables to a later step."""
         return self.step_of(Stage.EMBEDDING_UPDATE) is not None
 
+    @cached_property
+    def updates_before_step(self) -> bool:
+        """Whether a deferred update stands between the backward and the optimizer step of its own batch."""
+        update = self.step_of(Stage.EMBEDDING_UPDATE)
+        if update is None or update.offset < 0:
+            return False
+        return self.position(Stage.EMBEDDING_UPDATE) < self.position(Stage.OPTIMIZER_STEP)
+
+    @cached_property
+    def splits_backward(self) -> bool:
+        """Whether `BACKWARD` leaves the gradients of layers' weights to a later step."""
+        return self.step_of(Stage.WEIGHT_GRADIENTS) is not None
+
+    @cached_property
+    def with_whole_backward(self) -> Schedule:
+        """This table without `WEIGHT_GRADIENTS`, and without the update that stands between it and `BACKWARD`."""
+        if not self.splits_backward:
+            return self
+        left_out = {Stage.WEIGHT_GRADIENTS, *([Stage.EMBEDDING_UPDATE] if self.updates_before_step else [])}
+        return Schedule(self.name, tuple(step for step in self.steps if step.stage not in left_out))
+
     @property
     def holds_updates(self) -> bool:
         """Whether the updates of all batches of an optimizer step are applied at that step (`frozen_window`)."""
@@ -141,7 +162,7 @@ class Schedule:
         of that optimizer step there. No table is written before it, so an early lookup does not wait for `BACKWARD`.
         """
         update = self.step_of(Stage.EMBEDDING_UPDATE)
-        if update is None or update.offset < 0 or self.staleness:
+        if update is None or update.offset < 0 or self.staleness or self.updates_before_step:
             return None
         steps = [step for step in self.steps if step is not update]
         lookup, sent = self[Stage.EMBEDDING_LOOKUP], self[Stage.INPUT_DATA_DIST]
@@ -309,16 +330,19 @@ def _check_steps(schedule: Schedule) -> None:
         seen.add(step.stage)
 
 
+_OF_TRAINER = (*TRAINING_STAGES, Stage.WEIGHT_GRADIENTS)
+
+
 def _check_training_steps(schedule: Schedule) -> None:
     for stage in (Stage.COPY_BATCH_TO_DEVICE, *schedule.training_stages):
         if schedule.step_of(stage) is None:
             raise _error(schedule, [], f"{stage} is missing", f"Add Step({stage.name}, 0, ...).")
     for index, step in enumerate(schedule.steps):
         name = f"{step.stage} (step {index + 1})"
-        if step.stage in TRAINING_STAGES and step.offset != 0:
+        if step.stage in _OF_TRAINER and step.offset != 0:
             remedy = "The trainer runs it on the batch being trained: offset 0."
             raise _error(schedule, [index], f"{name} has offset {step.offset}", remedy)
-        if step.stage in TRAINING_STAGES and step.stream is not StreamName.COMPUTE:
+        if step.stage in _OF_TRAINER and step.stream is not StreamName.COMPUTE:
             remedy = "The trainer runs it on the compute stream."
             raise _error(schedule, [index], f"{name} is on stream {step.stream}", remedy)
 
@@ -365,7 +389,12 @@ def _check_prefetch(schedule: Schedule) -> None:
 def _check_batch_order(schedule: Schedule) -> None:
     """Check that the stages of a batch are issued in their order of dependency."""
     by_stage = sorted(enumerate(schedule.steps), key=lambda entry: STAGE_ORDER[entry[1].stage])
-    for (early_index, early), (late_index, late) in itertools.pairwise(by_stage):
+    chain = [entry for entry in by_stage if entry[1].stage is not Stage.EMBEDDING_UPDATE]
+    backward_and_update = [entry for entry in by_stage if entry[1].stage in (Stage.BACKWARD, Stage.EMBEDDING_UPDATE)]
+    for (early_index, early), (late_index, late) in (
+        *itertools.pairwise(chain),
+        *itertools.pairwise(backward_and_update),
+    ):
         # Batch b passes step s in iteration b - offset(s): later iterations are larger, then the order of steps counts.
         if (-early.offset, early_index) > (-late.offset, late_index):
             problem = (

@@ -28,7 +28,12 @@ class Stage(Enum):
 
     BACKWARD = "backward"
     """Autograd's backward: dense gradients, the all-to-all of gradients, and the TBE backward, which applies the fused
-    optimizer to the tables. A step for `EMBEDDING_UPDATE` defers the TBE backward."""
+    optimizer to the tables. A step for `EMBEDDING_UPDATE` defers the TBE backward, a step for `WEIGHT_GRADIENTS` the
+    gradients of layers' weights."""
+
+    WEIGHT_GRADIENTS = "weight_gradients"
+    """The gradients of layers' weights, which the optimizer alone waits for, and the start of their all-reduce. Without
+    this step `BACKWARD` computes them."""
 
     OPTIMIZER_STEP = "optimizer_step"
     """The step of the dense optimizer; with accumulation, the end of a batch without a step."""
@@ -60,6 +65,9 @@ class StreamName(Enum):
 
     LOOKUP = "lookup"
     """The embedding lookup; the stream policy determines the physical stream."""
+
+    SIDE = "side"
+    """Work that no step waits for: the counts of stale rows."""
 
     __hash__ = object.__hash__
 

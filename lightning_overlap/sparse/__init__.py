@@ -1,16 +1,17 @@
 """The sparse stages of a step: input dist, lookup, output dist, deferred updates, for all sharded modules of a model.
 
-`pipeline.py` does what the executor asks for; `pipelined_forward.py` replaces each module's forward, and `answers.py`
-decides whether a call gets early embeddings or runs the module's own forward.
+An executor asks three classes for the stages: `SparseInputs` (`inputs.py`), `SparseLookups` (`lookup.py`) and
+`TableUpdates` (`table_updates.py`); `pipeline.py` makes them. `pipelined_forward.py` replaces each module's forward,
+and `answers.py` decides whether a call gets early embeddings or runs the module's own forward.
 
 A *part* of a module is one sharding of its tables: one entry of TorchRec's `_input_dists`, `_lookups`, `_output_dists`.
 """
 
 from .delayed_gradients import GradientStash as GradientStash
+from .inputs import keyed_jagged_tensors as keyed_jagged_tensors
+from .inputs import note_lengths as note_lengths
 from .options import SparseOptions as SparseOptions
 from .pipeline import SparsePipeline as SparsePipeline
-from .pipeline import keyed_jagged_tensors as keyed_jagged_tensors
-from .pipeline import note_lengths as note_lengths
 from .pipelined_forward import EarlyEmbeddings as EarlyEmbeddings
 from .stale_embeddings import StaleCounts as StaleCounts
 from .stale_embeddings import StaleRows as StaleRows

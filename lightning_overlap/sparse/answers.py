@@ -18,8 +18,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from ..runtime import InFlightBatch, LookupOrder
 from ..schedules import Stage, StreamName
 from ..tables import count_backwards, tbes, without_backward, without_graph
-from .lookup import deferring_update
-from .module_context import ModuleContext, autocast_of, wait_for
+from .inputs import SparseInputs
+from .module_context import ModuleContext, Progress, autocast_of, wait_for
 from .options import SparseOptions
 from .pipelined_forward import (
     CHANGED_IN_PLACE,
@@ -41,22 +41,22 @@ class Answers:
 
     Args:
         forwards: The pipelined forwards, which pass their calls to `answer`.
-        order: The device's streams and the order of lookups.
+        inputs: Waits for the ids of a batch, for modules that are looked up when they are called.
         updates: Makes deferred updates that a module's own forward has to see.
+        order: The device's streams and the order of lookups.
         options: Options of the pipeline.
-        receive_input: Waits for the ids of a batch, for modules that are looked up when they are called.
     """
 
     def __init__(
         self,
         forwards: PipelinedForwards,
-        order: LookupOrder,
+        inputs: SparseInputs,
         updates: TableUpdates,
+        order: LookupOrder,
         options: SparseOptions,
-        receive_input: Callable[[InFlightBatch], Any],
     ) -> None:
-        self._forwards, self._order, self._updates, self._options = forwards, order, updates, options
-        self._receive_input = receive_input
+        self._forwards, self._inputs, self._updates = forwards, inputs, updates
+        self._order, self._options = order, options
         self._current: InFlightBatch | None = None  # the batch whose step runs, until the step returns
         self._in_step: InFlightBatch | None = None  # the same batch, until its backward is over
 
@@ -77,6 +77,8 @@ class Answers:
         """Let go of the embeddings of a batch whose backward is over."""
         for state in inflight.modules.values():
             state.received = None
+            if state.progress is Progress.SERVED and not inflight.defers_update:
+                state.advance(Progress.UPDATED)
         self._forwards.forget_answers()
         if self._in_step is inflight:
             self._in_step = None
@@ -120,9 +122,10 @@ class Answers:
                 elif self._all_ranks_take_early(pipelined, inflight, reason):
                     if state.outside is not None:
                         raise ValueError(state.outside)
-                    state.served, state.served_in = True, step
+                    state.served_in = step
                     self._forwards.served(pipelined)
                     if state.embeddings is not None:
+                        state.advance(Progress.SERVED)
                         return self._serve(inflight.index, state)
                     look_up_now = partial(self._look_up_when_called, inflight, state)
             elif pipelined.name in inflight.missing and not in_backward:
@@ -131,8 +134,9 @@ class Answers:
                 self._check_form(pipelined, given, inflight)
             inflight.ran_unpipelined = True
             if self._options.holds_updates:
-                own = ModuleContext(pipelined.module, given, served=True)
-                state = inflight.modules.setdefault(pipelined.name, own)
+                name, index = pipelined.name, inflight.index
+                own = ModuleContext(name, index, pipelined.module, given, progress=Progress.SERVED)
+                state = inflight.modules.setdefault(name, own)
                 look_up_now = partial(self._look_up_deferring, state, look_up_now)
         if not in_backward and (outside := self._forwards.ids_outside(pipelined, given, inflight)) is not None:
             raise ValueError(outside)
@@ -276,17 +280,20 @@ class Answers:
 
     def _look_up_deferring(self, state: ModuleContext, look_up_now: Callable[[], Any]) -> Any:
         """Run the module's own forward; its update waits for the optimizer step, as those of early lookups do."""
-        with deferring_update(state), state.counting(state.num_own_lookups):
+        with state.deferring_update(), state.counting(state.num_own_lookups):
             return look_up_now()
 
     def _look_up_when_called(self, inflight: InFlightBatch, state: ModuleContext) -> Any:
         """Look up ids that were sent early, at the module's call (managed collision: the lookup itself writes)."""
         stream, _ = inflight.done[Stage.INPUT_DATA_DIST]
         with self._order.streams.on(stream):
-            received = self._receive_input(inflight)
+            received = self._inputs.receive_input(inflight)
         self._order.hand_to_compute(received, stream)
         dist_input, state.dist_input = state.dist_input, None
-        return state.module.compute_and_output_dist(state.context, dist_input)
+        found = state.module.compute_and_output_dist(state.context, dist_input)
+        state.advance(Progress.LOOKED_UP)
+        state.advance(Progress.SERVED)
+        return found
 
 
 def _in_words(form: tuple[torch.dtype, torch.dtype, torch.dtype | None, bool]) -> str:

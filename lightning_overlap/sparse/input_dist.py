@@ -25,7 +25,7 @@ from torchrec.sparse import jagged_tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from ..distributed import PackedExchange, Part
-from ..runtime import InFlightBatch
+from ..runtime import InFlightBatch, Streams
 from ..tables import ids_fit_32_bits, input_dists_of
 from .input_sizes import Form, InputSizes, PartSizes, form_of, is_counted_on_device
 from .module_context import ModuleContext, replaced
@@ -107,8 +107,8 @@ class InputExchange:
     agree on each module's form with the first batch in which any rank has an input for it.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
+    def __init__(self, group: dist.ProcessGroup, streams: Streams) -> None:
+        self._group, self._streams = group, streams
         self._forms: dict[str, Form] = {}
         self._waiting: list[InputSizes] = []
         """Sizes of batches whose ids have not been sent, the oldest first; of the same batches on all ranks."""
@@ -146,7 +146,7 @@ class InputExchange:
             if self._forms.get(name) != form:  # with per-id weights where the first one had none, say
                 del modules[name]
         forms = {name: self._forms[name] for name in taking_part if name in self._forms}
-        sizes = InputSizes(forms, modules, num_found, latest_none, self._group)
+        sizes = InputSizes(forms, modules, num_found, latest_none, self._group, self._streams)
         if not self._waiting:
             sizes.send()
         self._waiting.append(sizes)
@@ -188,8 +188,9 @@ class InputExchange:
         if parts:
             unsent = [later for later in self._waiting if not later.is_sent]
             device = parts[0].tensor.device  # a gloo group may send what is on a GPU, too
-            exchange = PackedExchange([*parts, *(later.part(device) for later in unsent)], self._group)
-            for number, later in enumerate(unsent, len(parts)):
+            parts += [later.part(device) for later in unsent]
+            exchange = PackedExchange(parts, self._group, self._streams)
+            for number, later in enumerate(unsent, len(parts) - len(unsent)):
                 later.travel_with(exchange, number)
             for received in coming:
                 received.exchange = exchange

@@ -22,6 +22,7 @@ from torchrec.distributed.embedding_sharding import KJTSplitsAllToAllMeta
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from ..distributed import PackedExchange, Part, check_none_batches
+from ..runtime import Streams
 from .module_context import ModuleContext
 
 
@@ -155,6 +156,7 @@ class InputSizes:
         num_found: How many KeyedJaggedTensors of this rank's batch have the keys of each module's input.
         latest_none: Number of the last None batch before this batch; -1 if there is none.
         group: Process group of the input dist.
+        streams: The device's streams.
     """
 
     def __init__(
@@ -164,8 +166,9 @@ class InputSizes:
         num_found: Mapping[str, int],
         latest_none: int,
         group: dist.ProcessGroup,
+        streams: Streams,
     ) -> None:
-        self._forms, self._group = forms, group
+        self._forms, self._group, self._streams = forms, group, streams
         self._rows: list[list[int]] = [[latest_none] for _ in range(group.size())]
         self._exchange: PackedExchange | None = None
         self._number = 0  # of the rows among the parts of the exchange
@@ -213,7 +216,7 @@ class InputSizes:
         """Start an all-to-all of the rows alone, where no ids are sent in time that they could go with."""
         nccl = "nccl" in str(dist.get_backend(self._group))
         device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
-        self.travel_with(PackedExchange([self.part(device)], self._group, even=True), 0)
+        self.travel_with(PackedExchange([self.part(device)], self._group, self._streams, even=True), 0)
 
     def travel_with(self, exchange: PackedExchange, number: int) -> None:
         """Note that the rows are the part `number` of an exchange that was started."""

@@ -1,9 +1,10 @@
-"""Look up a sharded module's tables: in parts by who writes them, each after its last update."""
+"""Look up sharded modules' tables early: in parts by who writes them, each after its last update."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -11,13 +12,227 @@ from torch import Tensor
 from torchrec.distributed.types import Awaitable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from ..schedules import WeightOwner
-from ..tables import SetRates, owners_of_parts
-from .module_context import ModuleContext, replaced
-from .update_rates import _updates_at_present_rate
+from ..runtime import InFlightBatch, LookupOrder
+from ..schedules import StreamName, WeightOwner
+from ..tables import (
+    SetRates,
+    caching_tbes,
+    forget_prefetched,
+    has_dense_weights,
+    num_writes,
+    owners_of_parts,
+    rates_of,
+    spec_of,
+    tbes,
+)
+from .answers import Answers
+from .inputs import SparseInputs
+from .module_context import ModuleContext, Progress, replaced
+from .options import SparseOptions
+from .pipelined_forward import WRITTEN, PipelinedForwards
+from .update_rates import _updates_at_present_rate, take_back
+
+MAX_OVERWRITTEN = 3
+"""The number of drops after which the modules whose tables were written are looked up in their own forward."""
 
 
-def look_up(
+class SparseLookups:
+    """Looks up the tables of all sharded modules of a model early, and serves the embeddings in the step.
+
+    Args:
+        forwards: The sharded modules with their pipelined forwards.
+        inputs: The modules' inputs.
+        answers: Answers the modules' calls in the step.
+        order: The device's streams and the order of lookups.
+        options: Options of the pipeline.
+    """
+
+    def __init__(
+        self,
+        forwards: PipelinedForwards,
+        inputs: SparseInputs,
+        answers: Answers,
+        order: LookupOrder,
+        options: SparseOptions,
+    ) -> None:
+        self._forwards, self._inputs, self._answers = forwards, inputs, answers
+        self._order, self._options = order, options
+        self.keep_ids = False
+        """Whether batches that are looked up from now on keep their ids until their step is over."""
+        self._num_drops = 0  # of lookups of tables that were written since
+        self._written: set[str] = set()  # modules whose tables this rank has found written at these drops
+        self._seen: Any = None  # rates and writes at the last search
+
+    # -- lookup and output dist ---------------------------------------------------------------------------------
+
+    def prefetch(self, inflight: InFlightBatch) -> None:
+        """Copy the rows that the lookup will read from UVM into the cache, for the tables that have one.
+
+        FBGEMM locks them there until their backward, and the backward of the batch before waits for this.
+
+        Source: `prefetch_embeddings`, TorchRec 1.8.
+        """
+        for state in inflight.modules.values():
+            if not caching_tbes(state.module):
+                continue
+            assert state.dist_input is not None, f"the prefetch of batch {inflight.index} comes before its input"
+            stream = self._order.streams[self._order.lookup]  # on which the prefetched rows are read, and updated
+            state.module.prefetch(state.dist_input, forward_stream=stream, ctx=state.context)
+
+    def forget_prefetched(self) -> None:
+        """Drop what was prefetched and not looked up: FBGEMM matches prefetches to lookups by their order alone."""
+        for pipelined in self._forwards.values():
+            with self._order.streams.on(StreamName.PREFETCH):
+                forget_prefetched(pipelined.module)
+
+    def has_lookup(self, inflight: InFlightBatch, owners: frozenset[WeightOwner]) -> bool:
+        """Whether a batch has tables of these owners that are still to be looked up."""
+        return any(
+            state.progress <= Progress.RECEIVED and _parts_to_look_up(state, owners)
+            for state in inflight.modules.values()
+        )
+
+    def embedding_lookup(self, inflight: InFlightBatch, owners: frozenset[WeightOwner]) -> None:
+        """Look up the tables of these owners and start the all-to-all of their embeddings.
+
+        The fused tables of all modules come first. They are model-parallel: their embeddings travel while the
+        data-parallel tables are read. One lookup runs at a time, since two would only share the memory's bandwidth.
+        """
+        for owner in WeightOwner:
+            if owner in owners:
+                self._look_up(inflight, frozenset({owner}))
+
+    def _look_up(self, inflight: InFlightBatch, owners: frozenset[WeightOwner]) -> None:
+        for state in inflight.modules.values():
+            if state.progress is not Progress.RECEIVED or not _parts_to_look_up(state, owners):
+                continue
+            if self.keep_ids:
+                state.ids = state.dist_input
+            if self._options.holds_rates and state.rates is None:
+                state.rates = rates_of(state.module)
+            set_rates = self._options.set_rates
+            if set_rates is not None:
+                set_rates = state.deferred.with_rates(set_rates, tbes(state.module))
+            with state.counting(state.num_lookups):
+                _look_up(state, owners, set_rates, defers_update=inflight.defers_update)
+            if state.embeddings is not None:
+                state.advance(Progress.LOOKED_UP)
+            state.note_lookup(owners)
+            if not self._options.trains:
+                self._take_back(state)
+
+    # -- the step -----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def forward(self, inflight: InFlightBatch) -> Iterator[None]:
+        """Serve early embeddings while the step of one batch runs.
+
+        Where a module runs its own forward for it instead, `inflight.ran_unpipelined` says so.
+        """
+        self._inputs.check_types(inflight)
+        self._answers.begin(inflight)
+        self._inputs.staged.begin(inflight)
+        try:
+            yield
+        finally:
+            self._answers.end()
+            self._inputs.staged.end()
+        if self._inputs.ready:
+            self._forwards.check_calls(inflight.modules)
+        for state in inflight.modules.values():
+            if not state.served:
+                self._drop(state)
+
+    def forget_received(self, inflight: InFlightBatch) -> None:
+        """Let go of the embeddings and inputs of a batch whose backward is over."""
+        self._answers.forget(inflight)
+        self._inputs.staged.forget(inflight)
+
+    # -- what is not used after all -----------------------------------------------------------------------------
+
+    def drop_lookups(self, inflight: InFlightBatch) -> None:
+        """Wait for the early lookups of a batch and drop them: its modules will run in their own forward."""
+        for name, state in list(inflight.modules.items()):
+            if state.has_lookups:
+                if not state.served:
+                    self._drop(state)
+                del inflight.modules[name]
+
+    def _drop(self, state: ModuleContext) -> None:
+        """Wait for what is under way for a module and was not asked for; take its lookup back from the kernels."""
+        if state.tensors_awaitable is not None:  # ids for a lookup at the module's call, which did not come
+            state.tensors_awaitable.wait()
+            state.tensors_awaitable = None
+        if state.has_lookups:
+            with self._order.on_lookup():  # where the embeddings were allocated
+                for awaitable in [*state.output_dist_awaitables.values(), state.embeddings]:
+                    if awaitable is not None:
+                        awaitable.wait()
+            self._take_back(state)
+        state.advance(Progress.DROPPED)
+
+    def _take_back(self, state: ModuleContext) -> None:
+        take_back(tbes(state.module), state.num_lookups, self._order)
+        state.num_lookups = []
+
+    # -- tables that were written since -------------------------------------------------------------------------
+
+    @cached_property
+    def _has_dense_tables(self) -> bool:
+        modules = [pipelined.module for pipelined in self._forwards.values()]
+        return any(
+            WeightOwner.DENSE_OPTIMIZER in owners_of_parts(module) and has_dense_weights(module)
+            for module in modules
+            if spec_of(module) is not None
+        )
+
+    def is_overwritten(self, batches: Iterable[InFlightBatch]) -> bool:
+        """Whether tables of this rank, or their rates, were written since one of these batches was looked up."""
+        # No write since the last search, which left no overwritten lookup: the usual case.
+        modules = [pipelined.module for pipelined in self._forwards.values()]
+        rates = [rates_of(module) for module in modules] if self._options.holds_rates else []
+        seen = rates, [num_writes(module, WeightOwner.FUSED_BACKWARD) for module in modules]
+        if seen == self._seen and not self._has_dense_tables:
+            return False
+        self._seen = seen
+        return any(
+            state.is_overwritten() for inflight in batches for state in inflight.modules.values() if not state.served
+        )
+
+    def leave_overwritten(self, batches: Iterable[InFlightBatch]) -> None:
+        """Drop the early lookups of these batches, on all ranks alike: the tables were written since.
+
+        At every third drop the modules that were written on any rank run in their own forward from then on; all modules
+        do if no rank has found a write (`tables_changed` was called without one).
+
+        Raises:
+            RuntimeError: The ids of these batches were released, so that they cannot be looked up anew.
+        """
+        if self._inputs.releases:
+            raise RuntimeError(
+                "tables were written between two steps, after the next batch had been looked up, and its ids are gone "
+                "(release_features=True): it cannot be looked up anew. Train with release_features=False."
+            )
+        dropped = list(batches)
+        self._written |= {
+            name
+            for inflight in dropped
+            for name, state in inflight.modules.items()
+            if not state.served and state.is_overwritten()
+        }
+        self._num_drops += 1
+        if self._num_drops == MAX_OVERWRITTEN:
+            any_rank = self._options.any_rank
+            written = [name for name in self._forwards if any_rank(name in self._written)]  # all ranks ask for each
+            for name in written or self._forwards:
+                if self._forwards[name].early:
+                    self._forwards.run_unpipelined(self._forwards[name], WRITTEN)
+            self._num_drops, self._written = 0, set()
+        for inflight in dropped:
+            self.drop_lookups(inflight)
+
+
+def _look_up(
     state: ModuleContext, owners: frozenset[WeightOwner], set_rates: SetRates | None, *, defers_update: bool
 ) -> None:
     """Look up the tables of a module that belong to `owners` and start their output dists, on the current stream.
@@ -32,28 +247,16 @@ def look_up(
             in its backward, not at this lookup. None: no scheduler moves the rates.
         defers_update: Whether to cut the graph of fused tables' embeddings for a deferred update.
     """
-    parts = parts_to_look_up(state, owners)
+    parts = _parts_to_look_up(state, owners)
     with (
         _updates_at_present_rate(state.module, set_rates),
-        deferring_update(state) if defers_update else nullcontext(),
+        state.deferring_update() if defers_update else nullcontext(),
     ):
         if len(parts) == len(owners_of_parts(state.module)):
             state.embeddings = state.module.compute_and_output_dist(state.context, state.dist_input)
             state.dist_input = None
         else:
             _start_output_dist(state, _compute(state, parts))
-
-
-def deferring_update(state: ModuleContext) -> AbstractContextManager[None]:
-    """Within this context output dists cut the graph of fused tables' embeddings, for `state.deferred`."""
-    owners = owners_of_parts(state.module)
-    if WeightOwner.FUSED_BACKWARD not in owners:
-        return nullcontext()
-    dists = [
-        state.deferred.deferring(dist) if owner is WeightOwner.FUSED_BACKWARD else dist
-        for dist, owner in zip(state.module._output_dists, owners, strict=True)
-    ]
-    return replaced(state.module, "_output_dists", dists)
 
 
 def _compute(state: ModuleContext, parts: list[int]) -> dict[int, Tensor]:
@@ -79,7 +282,7 @@ def _start_output_dist(state: ModuleContext, embeddings: Mapping[int, Tensor]) -
         state.dist_input = None
 
 
-def parts_to_look_up(state: ModuleContext, owners: frozenset[WeightOwner]) -> list[int]:
+def _parts_to_look_up(state: ModuleContext, owners: frozenset[WeightOwner]) -> list[int]:
     """Return the parts of a module whose tables belong to `owners` and are still to be looked up."""
     return [
         part

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from enum import IntEnum, auto
 from typing import Any
 
 import torch
@@ -14,9 +15,39 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from ..runtime import is_profiled
 from ..schedules import WeightOwner
-from ..tables import SentInput, num_writes, rates_of, spec_of, tbes
+from ..tables import SentInput, num_writes, owners_of_parts, rates_of, spec_of, tbes
 from .deferred_update import DeferredUpdate
 from .update_rates import lookup_counts, lookups_since
+
+
+class Progress(IntEnum):
+    """How far a batch has come in a module; `ModuleContext.advance` takes it one step further."""
+
+    SENT = auto()
+    """Its sizes are exchanged, then its ids are sent."""
+    RECEIVED = auto()
+    """The ids that this rank looks up are there; some parts may be looked up already."""
+    LOOKED_UP = auto()
+    """All parts were looked up, and their embeddings are under way."""
+    SERVED = auto()
+    """A call of the module got them."""
+    DROPPED = auto()
+    """No call will get them: the module runs in its own forward."""
+    UPDATED = auto()
+    """The tables have its update. Another backward of the same step is another update."""
+
+    def __str__(self) -> str:
+        return self.name.lower().replace("_", " ")
+
+
+_NEXT = {
+    Progress.SENT: (Progress.RECEIVED, Progress.DROPPED),
+    Progress.RECEIVED: (Progress.LOOKED_UP, Progress.DROPPED),
+    Progress.LOOKED_UP: (Progress.SERVED, Progress.DROPPED),
+    Progress.SERVED: (Progress.UPDATED,),
+    Progress.DROPPED: (Progress.UPDATED,),  # by its own forward, with `frozen_window`
+    Progress.UPDATED: (Progress.UPDATED,),
+}
 
 
 @dataclass(slots=True)
@@ -26,10 +57,16 @@ class ModuleContext:
     Source: `TrainPipelineContext`, TorchRec 1.8, whose words the first fields have.
     """
 
+    name: str
+    """The module's name in the model, for messages."""
+    batch: int
+    """The batch's number, for messages."""
     module: Any
     """The sharded module."""
     kjt: KeyedJaggedTensor
     """Its input in the batch."""
+    progress: Progress = Progress.SENT
+    """Its state; `advance` changes it."""
     context: Any = None
     """TorchRec's own context of this module and batch, from `create_context`."""
     splits_awaitable: Any = None
@@ -56,8 +93,6 @@ class ModuleContext:
     """`autocast_of` when it was looked up."""
     votes: bool = False
     """Whether all ranks vote when the module is called: on some rank another input of the batch has the same keys."""
-    served: bool = False
-    """Whether no further call may get early embeddings: one got them, or they were dropped."""
     served_in: int = -1
     """Number of the forward whose call got them (`PipelinedForwards.num_steps`); LBFGS asks for several in a step."""
     without_graph: bool = False
@@ -71,7 +106,41 @@ class ModuleContext:
     num_own_lookups: list[int] = field(default_factory=list)
     """The same of the module's own forward, where its update waits for the optimizer step."""
     ids: KJTList | None = None
-    """The ids that were looked up, where `SparsePipeline.keep_ids` says so."""
+    """The ids that were looked up, where `SparseLookups.keep_ids` says so."""
+
+    def advance(self, to: Progress) -> None:
+        """Enter the next state.
+
+        Raises:
+            RuntimeError: That state cannot follow the present one.
+        """
+        if to not in _NEXT[self.progress]:
+            raise RuntimeError(
+                f"batch {self.batch} in module {self.name!r} cannot become {to}: it is {self.progress}, and only "
+                f"{' or '.join(map(str, _NEXT[self.progress]))} can follow. Stages were issued twice or out of order."
+            )
+        self.progress = to
+
+    @property
+    def served(self) -> bool:
+        """Whether no further call may get early embeddings: one got them, or they were dropped."""
+        return self.progress >= Progress.SERVED
+
+    @property
+    def has_lookups(self) -> bool:
+        """Whether a lookup of any part was issued early."""
+        return self.embeddings is not None or bool(self.output_dist_awaitables)
+
+    def deferring_update(self) -> AbstractContextManager[None]:
+        """Within this context output dists cut the graph of fused tables' embeddings, for `deferred`."""
+        owners = owners_of_parts(self.module)
+        if WeightOwner.FUSED_BACKWARD not in owners:
+            return nullcontext()
+        dists = [
+            self.deferred.deferring(dist) if owner is WeightOwner.FUSED_BACKWARD else dist
+            for dist, owner in zip(self.module._output_dists, owners, strict=True)
+        ]
+        return replaced(self.module, "_output_dists", dists)
 
     @contextmanager
     def counting(self, counted: list[int]) -> Iterator[None]:

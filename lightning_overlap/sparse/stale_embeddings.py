@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..runtime import CudaStreams, Executor, InFlightBatch
-from ..schedules import Stage
+from ..runtime import Executor, InFlightBatch, Streams
+from ..schedules import Stage, StreamName
 from ..tables import TABLE_TYPES, keys_in_backward, tables_in_backward
 from .pipeline import SparsePipeline
 
@@ -28,23 +27,23 @@ class StaleCounts:
     """Names of the tables."""
     counts_T2: Tensor
     """On the host, int64: distinct rows read stale, and distinct rows read, by table."""
+    streams: Streams
+    """The device's streams."""
+    event: Any
+    """Recorded after the copy to the host."""
     work: dist.Work | None = None
     """The all-reduce over ranks, where the host waits for it: on a CPU with several ranks."""
-    event: torch.cuda.Event | None = None
-    """Recorded after the copy to the host."""
 
     @property
     def over(self) -> bool:
         """Whether the counts can be read; does not wait."""
-        if self.event is not None:
-            return bool(self.event.query())
-        return self.work is None or self.work.is_completed()
+        return self.streams.is_over(self.event) if self.work is None else self.work.is_completed()
 
     def wait(self) -> None:
         """Wait until they can be read."""
-        if self.event is not None:
-            self.event.synchronize()
-        elif self.work is not None:
+        if self.work is None:
+            self.streams.let_host_wait(self.event)
+        else:
             self.work.wait()
 
     def read(self) -> dict[str, tuple[int, int]]:
@@ -68,8 +67,7 @@ class StaleRows:
         self, sparse: SparsePipeline, executor: Callable[[], Executor | None], group: dist.ProcessGroup | None
     ) -> None:
         self._sparse, self._executor, self._group = sparse, executor, group
-        streams = sparse.order.streams
-        self._cuda = torch.cuda.Stream(streams.device) if isinstance(streams, CudaStreams) else None
+        self._streams = sparse.order.streams
         self._modules = {name: one for name, one in sparse.modules.items() if isinstance(one, TABLE_TYPES)}
         fused = [(name, table) for name, one in self._modules.items() for table in tables_in_backward(one)]
         self._number = {key: number for number, key in enumerate(fused)}
@@ -85,7 +83,7 @@ class StaleRows:
 
     def keep_ids(self, keep: bool) -> None:
         """Say whether coming lookups keep their ids; `count` needs those of the last `staleness + 1` lookups."""
-        self._sparse.keep_ids = keep
+        self._sparse.lookups.keep_ids = keep
 
     def count(self) -> StaleCounts | None:
         """Start to count the rows of the batch looked up last; all ranks call this after the same step.
@@ -106,18 +104,15 @@ class StaleRows:
         kept = [kjts for of_module in ids.values() for kjts in of_module]
         if not kept or None in kept:
             return None
-        if self._cuda is not None:
-            order = self._sparse.order
-            self._cuda.wait_event(order.streams.record(order.lookup))
-            for kjts in kept:
-                kjts.record_stream(self._cuda)
-        with nullcontext() if self._cuda is None else torch.cuda.stream(self._cuda), torch.no_grad():
+        self._streams.wait(StreamName.SIDE, self._streams.record(self._sparse.order.lookup))
+        self._streams.record_stream(kept, StreamName.SIDE)
+        with self._streams.on(StreamName.SIDE), torch.no_grad():
             batch.counted = self._sum_up(self._count(ids))
         counts: StaleCounts = batch.counted  # held by the batch too: a fit that fails lets go of it with the batch
         return counts
 
     def _count(self, ids: Mapping[str, Sequence[Any]]) -> Tensor:
-        device = "cpu" if self._cuda is None else self._cuda.device
+        device = getattr(self._streams[StreamName.SIDE], "device", "cpu")
         counts_T2 = torch.zeros(len(self.tables), 2, dtype=torch.int64, device=device)
         for name, (read, *unseen) in ids.items():
             places = [
@@ -131,15 +126,13 @@ class StaleRows:
         work = None
         if self._group is not None:
             work = dist.all_reduce(counts_T2, group=self._group, async_op=True)
-        if self._cuda is None:
-            return StaleCounts(self.tables, counts_T2, work)
+        if not self._streams.is_async:
+            return StaleCounts(self.tables, counts_T2, self._streams, None, work)
         if work is not None:
             work.wait()  # lets this stream wait, not the host
-        on_host = torch.empty(counts_T2.shape, dtype=counts_T2.dtype, pin_memory=True)
+        on_host = torch.empty(counts_T2.shape, dtype=counts_T2.dtype, pin_memory=counts_T2.is_cuda)
         on_host.copy_(counts_T2, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record(self._cuda)
-        return StaleCounts(self.tables, on_host, event=event)
+        return StaleCounts(self.tables, on_host, self._streams, self._streams.record(StreamName.SIDE))
 
 
 def _looked_up_last(in_flight: Mapping[int, InFlightBatch]) -> list[InFlightBatch]:

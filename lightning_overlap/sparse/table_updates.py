@@ -6,15 +6,17 @@ import time
 from collections.abc import Callable, Iterable
 
 import torch
+import torch.distributed as dist
 from torch.utils.hooks import RemovableHandle
 
 from ..runtime import InFlightBatch, LookupOrder
 from ..schedules import Stage, WeightOwner
-from ..tables import owners_of_parts, replica_kernels
+from ..tables import owners_of_parts, replica_kernels, tbes
 from .deferred_update import before_gradients
-from .module_context import ModuleContext
+from .module_context import ModuleContext, Progress
 from .options import SparseOptions
 from .pipelined_forward import PipelinedForwards
+from .update_rates import take_back
 
 
 class TableUpdates:
@@ -22,15 +24,20 @@ class TableUpdates:
 
     Args:
         forwards: The sharded modules with their pipelined forwards.
+        group: The ranks among which gradients are sent; None on one rank.
         order: The device's streams and the order of lookups and updates.
         options: Options of the pipeline.
-        fills_waits: Whether steps may run inside a backward: only where the host waits for the gradient all-to-all.
     """
 
     def __init__(
-        self, forwards: PipelinedForwards, order: LookupOrder, options: SparseOptions, *, fills_waits: bool
+        self, forwards: PipelinedForwards, group: dist.ProcessGroup | None, order: LookupOrder, options: SparseOptions
     ) -> None:
-        self._order, self._multi_node, self._fills_waits = order, options.multi_node, fills_waits
+        self._order, self._multi_node = order, options.multi_node
+        is_async = order.streams.is_async
+        # Only where the host itself waits: for the gradient all-to-all, on a CPU.
+        self._fills_waits = options.fills_waits and options.trains and group is not None and not is_async
+        self.can_defer_updates = options.trains and (group is not None or is_async or options.holds_updates)
+        """Whether an update can come later than its backward: not on a CPU with one rank, where nothing is gained."""
         self._hooks: list[RemovableHandle] = []
         self._to_come: dict[int, InFlightBatch] = {}  # batches whose gradients are sent and whose update is to come
         # Only the pipeline of training holds updates: one of an evaluation has the same kernels and must not drop them.
@@ -39,7 +46,7 @@ class TableUpdates:
 
     # -- within a backward ------------------------------------------------------------------------------------------
 
-    def register_hook(self, inflight: InFlightBatch, stage: Stage, call: Callable[[], None]) -> bool:
+    def register_backward_hook(self, inflight: InFlightBatch, stage: Stage, call: Callable[[], None]) -> bool:
         """Have a function called where the backward of a batch first waits for other ranks, before it writes a table.
 
         Args:
@@ -82,7 +89,7 @@ class TableUpdates:
 
     # -- updates that come later ------------------------------------------------------------------------------------
 
-    def start(self, inflight: InFlightBatch) -> None:
+    def start_update(self, inflight: InFlightBatch) -> None:
         """Start the gradient all-to-alls of a batch whose tables are still to be updated, on the current stream."""
         self._to_come[inflight.index] = inflight
         for state in inflight.modules.values():
@@ -98,7 +105,7 @@ class TableUpdates:
             time.sleep(0.01)
         return True
 
-    def make(self, inflight: InFlightBatch) -> None:
+    def embedding_update(self, inflight: InFlightBatch) -> None:
         """Wait for the gradients of a batch and update the tables that were looked up for it."""
         self._to_come.pop(inflight.index, None)
         # Autograd runs the TBE backward on the stream of its forward: for a module's own forward the compute stream.
@@ -110,12 +117,28 @@ class TableUpdates:
         if on_compute:
             self._order.note_write()
 
-    def forget(self, inflight: InFlightBatch | None = None) -> None:
-        """Forget the update of a batch that is to come, or of all batches."""
-        if inflight is None:
-            self._to_come.clear()
-        else:
-            self._to_come.pop(inflight.index, None)
+    def drop_update(self, inflight: InFlightBatch) -> None:
+        """Wait for the gradients of a batch and drop them; take its lookups back from the kernels' iteration counts."""
+        self._to_come.pop(inflight.index, None)
+        with self._order.on_lookup():  # where the gradients were allocated
+            for state in inflight.modules.values():
+                state.deferred.drop()
+        self.count_lookups(inflight, -1)
+
+    def forget(self) -> None:
+        """Forget the updates that are to come."""
+        self._to_come.clear()
+
+    def count_lookups(self, inflight: InFlightBatch, times: int) -> None:
+        """Change the iteration counts of fused optimizers by the early lookups of a batch.
+
+        Args:
+            inflight: A batch that has been looked up and not yet updated.
+            times: -1 takes its lookups out of the counts, so that a checkpoint has updates only; 1 adds them again.
+        """
+        for state in inflight.modules.values():
+            for num_lookups in (state.num_lookups, state.num_own_lookups):
+                take_back(tbes(state.module), [-times * num for num in num_lookups], self._order)
 
     def update_replicas(self) -> None:
         """Make the updates of replicated tables that wait for an optimizer step (`frozen_window`)."""
@@ -146,3 +169,4 @@ class TableUpdates:
         if state.deferred:
             self._order.observe("wait", Stage.EMBEDDING_UPDATE, index)
             state.deferred.apply()
+            state.advance(Progress.UPDATED)

@@ -1,7 +1,6 @@
-"""A model's embedding tables: find them, shard them, check their optimizers, and know what TorchRec made of them.
+"""Find and shard a model's embedding tables, check their optimizers, and inspect the sharded modules.
 
-`supported_modules.py` lists the sharded modules that are looked up early; `sharded_module.py` lists TorchRec's private
-names.
+`supported_modules.py` lists the sharded modules with early lookups; `sharded_module.py` lists TorchRec's private names.
 """
 
 from .columns import without_graph as without_graph
@@ -20,6 +19,8 @@ from .id_ranges import check_out_of_range_ids as check_out_of_range_ids
 from .optimizer_checks import FusedOptimizer as FusedOptimizer
 from .optimizer_checks import check_dense_optimizers as check_dense_optimizers
 from .optimizer_checks import check_fused_optimizer as check_fused_optimizer
+from .optimizer_checks import fused_only_tables as fused_only_tables
+from .optimizer_checks import keep_dense as keep_dense
 from .optimizer_checks import refuse_dense_owner as refuse_dense_owner
 from .plans import KeptPlan as KeptPlan
 from .plans import plan_of as plan_of

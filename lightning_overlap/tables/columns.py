@@ -1,8 +1,7 @@
-"""Let a sharded collection return embeddings in the order of its configs, as the unsharded collection does.
+"""Make sharded collections return embeddings in the order of their configs, as unsharded collections do.
 
-TorchRec puts the embeddings of a sharded collection in the order of its sharding plan. Under another plan or on another
-number of ranks the columns have another order, and a model that was trained on `ebc(kjt).values()` would read other
-columns after a resume, or with the unsharded module.
+TorchRec's order depends on the sharding plan. So a model trained on `ebc(kjt).values()` would read other columns under
+another plan, on another number of ranks, or with the unsharded module.
 """
 
 from __future__ import annotations
@@ -23,18 +22,18 @@ from .supported_modules import configs_of, table_modules
 
 
 class ConfigOrderKeyedTensor(KeyedTensor):  # type: ignore[misc]
-    """A KeyedTensor with the columns of another one, `(B, sum of dims)`, in another order of keys.
+    """A KeyedTensor, `(B, sum of dims)`, with the columns of another KeyedTensor in another order of keys.
 
-    Columns are read by name from the other one; only `values()` copies them into order, when it is first called.
+    Reads by name do not copy; the first call of `values()` copies the columns into order.
 
     Args:
-        in_plan_order: The other one.
+        in_plan_order: The other KeyedTensor.
         keys: Its keys in the new order.
     """
 
     def __init__(self, in_plan_order: KeyedTensor, keys: list[str]) -> None:
         lengths = dict(zip(in_plan_order.keys(), in_plan_order.length_per_key(), strict=True))
-        # The base class's own methods read `_values` for its device and memory, and for nothing that has an order.
+        # The base class's methods use `_values` only for its device and memory, not for its order.
         super().__init__(
             keys=keys,
             length_per_key=[lengths[key] for key in keys],
@@ -48,7 +47,7 @@ class ConfigOrderKeyedTensor(KeyedTensor):  # type: ignore[misc]
     def values(self) -> Tensor:
         if self._in_order is None:
             columns = self.to_dict()
-            # The caller may look at the values without a gradient first, and train on them afterwards.
+            # The caller may first read the values under no_grad, and train on them afterwards.
             unordered = self._values
             with torch.inference_mode(unordered.is_inference()), torch.set_grad_enabled(unordered.requires_grad):
                 self._in_order = torch.cat([columns[key] for key in self.keys()], dim=self.key_dim())
@@ -82,13 +81,13 @@ register_pytree_node(
 
 
 def without_graph(answer: Any) -> Any:
-    """Return a collection's output, nested tensors, KeyedTensors or JaggedTensors, detached from its graph."""
+    """Return a collection's output (nested tensors, KeyedTensors or JaggedTensors) detached from its graph."""
     return tree_map_only(Tensor, Tensor.detach, answer)
 
 
 def call_in_backward(answer: Any, call: Callable[[], None]) -> None:
-    """Have a function called in every backward that reaches a collection's answer: once or several times."""
-    # Gradients of single columns do not pass by the `values()` of a KeyedTensor that moves them.
+    """Call a function at least once in every backward that reaches a collection's answer."""
+    # Gradients of single columns do not reach the `values()` of a ConfigOrderKeyedTensor.
     parts = tree_leaves(answer, is_leaf=lambda part: isinstance(part, KeyedTensor))
     for tensor in (part._values if isinstance(part, KeyedTensor) else part for part in parts):
         if isinstance(tensor, Tensor) and tensor.requires_grad:
@@ -96,7 +95,7 @@ def call_in_backward(answer: Any, call: Callable[[], None]) -> None:
 
 
 def answer_in_config_order(model: nn.Module) -> None:
-    """Let every sharded collection of a model return embeddings in the order of its configs, from now on."""
+    """Make every sharded collection of a model return embeddings in the order of its configs."""
     for module in table_modules(model).values():
         if hasattr(module, "names_in_order"):
             continue
@@ -108,8 +107,6 @@ def answer_in_config_order(model: nn.Module) -> None:
 
 @functools.cache
 def _in_order(cls: Any) -> type:
-    """Return a subclass of the same name whose output is in the configs' order; cached by class."""
-
     def ordered(method: Callable[..., Any]) -> Callable[..., Any]:
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
             answer = method(self, *args, **kwargs)

@@ -1,8 +1,8 @@
-"""Let a sharded module take its input as the unsharded module does: features by name, weights of ids, types.
+"""Make sharded modules treat their input as unsharded modules do: features by name, weights of ids, dtypes.
 
-TorchRec notes where they stand in the first input, and takes every later one to be alike: of one with other features
-next to them, or in another order, it would look up the ids of one feature in the table of another. It multiplies by
-weights that an unsharded collection ignores (`is_weighted=False`), and does without those that it asks for.
+TorchRec notes the positions of features in the first input, and uses them for every later input: with other or
+reordered features it would look up ids in wrong tables. It multiplies by weights that an unsharded collection ignores
+(`is_weighted=False`), and accepts missing weights.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from .supported_modules import configs_of, hands_out_rows, sharded_modules, spec
 
 
 def find_features_by_name(model: nn.Module) -> None:
-    """Let every sharded module of a model do so from now on."""
+    """Make every sharded module of a model find features by name."""
     managed = [module for module in sharded_modules(model).values() if hands_out_rows(module)]
     kinds = [(module, spec_of(module)) for module in sharded_modules(model).values()]
-    # Processors of ids give them weights, and may read those that the input has.
+    # Feature processors set weights, and may read the input's weights.
     processed = [tables_of(module) for module, kind in kinds if kind is not None and kind.feature_processors]
     for module in [*table_modules(model).values(), *managed]:
         module.takes_weights = None if any(module is one for one in processed) else takes_weights(module)
-        module.takes_numbers = not any(module is one for one in managed)  # of rows, and not ids of any kind
+        module.takes_numbers = not any(module is one for one in managed)  # ids are row numbers
         if not hasattr(module, "known_features"):
             cls: Any = type(module)
             module.__class__ = _by_name(cls)
-            module.known_features = module.known_inverse = None  # those of the first input, in their order
+            module.known_features = module.known_inverse = None  # of the first input, in its order
 
 
 @functools.cache
 def _by_name(cls: Any) -> type:
-    """Return a class of the same name to which all inputs look like the first one; one for all modules of a class."""
+    """Return a subclass of the same name that reorders every input like the first input."""
 
     def input_dist(self: Any, ctx: Any, features: Any) -> Any:
         if isinstance(features, KeyedJaggedTensor):
@@ -51,7 +51,7 @@ def _by_name(cls: Any) -> type:
 
 
 def takes_weights(module: Any) -> bool:
-    """Whether a module multiplies by the weights of ids, and so asks for them; yes for a module of unknown kind."""
+    """Return whether a module needs weights of ids; True for modules of unknown kinds."""
     if spec_of(module) is None:
         return True
     tables = tables_of(module)
@@ -62,22 +62,22 @@ def _check_ids(module: Any, kjt: KeyedJaggedTensor) -> None:
     dtype = kjt.values().dtype
     if dtype not in (torch.int64, torch.int32) and module.takes_numbers:
         raise TypeError(
-            f"the ids given to a {type(module).__name__} (features {some(kjt.keys())}) are of {dtype}. They number "
-            "rows: give them as torch.int64 or torch.int32. torch.tensor([]) is of torch.float32."
+            f"the ids for a {type(module).__name__} (features {some(kjt.keys())}) must be torch.int64 or torch.int32, "
+            f"got {dtype}. (torch.tensor([]) is torch.float32.)"
         )
 
 
 def _with_or_without_weights(module: Any, kjt: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    """Return an input with the weights that the unsharded module would read, on another object if it reads none."""
+    """Return an input with weights if the module needs them, else an input without weights (a copy)."""
     weights = kjt.weights_or_none()
     if module.takes_weights is None or (weights is not None) == module.takes_weights:
         return kjt
     if weights is None:
         raise ValueError(
-            f"a {type(module).__name__} with is_weighted=True was given a KeyedJaggedTensor without weights (features "
-            f"{some(kjt.keys())}). Give it weights=, one for each id, or make the collection with is_weighted=False."
+            f"a {type(module).__name__} with is_weighted=True got a KeyedJaggedTensor without weights (features "
+            f"{some(kjt.keys())}). Pass weights=, one for each id, or make the collection with is_weighted=False."
         )
-    if weights.dim() > 1:  # rows for TorchRec to write
+    if weights.dim() > 1:  # rows that TorchRec writes
         return kjt
     kjt = copy.copy(kjt)
     kjt._weights = kjt._jt_dict = None
@@ -85,12 +85,11 @@ def _with_or_without_weights(module: Any, kjt: KeyedJaggedTensor) -> KeyedJagged
 
 
 def _as_known(module: Any, kjt: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    """Return an input with its features where those of the first one stood."""
     wanted = {feature for config in configs_of(tables_of(module)) for feature in config.feature_names}
     if missing := sorted(wanted.difference(kjt.keys())):
         raise ValueError(
-            f"the KeyedJaggedTensor given to a {type(module).__name__} lacks {some(missing)}, which its tables look "
-            f"up; it has {some(kjt.keys())}. Where there are no ids, give the feature lengths of zero."
+            f"the KeyedJaggedTensor for a {type(module).__name__} lacks {some(missing)}, which its tables look up; it "
+            f"has {some(kjt.keys())}. For a feature without ids, pass lengths of zero."
         )
     inverse = kjt.inverse_indices_or_none()
     if module.known_features is None:
@@ -98,8 +97,8 @@ def _as_known(module: Any, kjt: KeyedJaggedTensor) -> KeyedJaggedTensor:
         module.known_inverse = None if inverse is None else list(inverse[0])
         return kjt
     places = {key: place for place, key in enumerate(kjt.keys())}
-    with torch.no_grad():  # as TorchRec puts them in the order of its shards
-        # No table looks up one that is missing: anything may stand there.
+    with torch.no_grad():  # as when TorchRec reorders features
+        # No table looks up a missing feature: any feature may take its place.
         ordered: KeyedJaggedTensor = kjt.permute([places.get(key, 0) for key in module.known_features])
     if inverse is not None and module.known_inverse is not None:
         rows = [inverse[0].index(key) for key in module.known_inverse]

@@ -1,4 +1,4 @@
-"""Ids that number no row of their table, found on the host in one pass over the ids."""
+"""Find ids outside of their table, on the host in one pass over the ids."""
 
 from __future__ import annotations
 
@@ -13,42 +13,37 @@ from ..text import unknown_name_message
 from .supported_modules import configs_of, spec_of, tables_of
 
 OutOfRangeIds: TypeAlias = Literal["error", "warning", "fbgemm"]
-"""What to do about ids that number no row: raise, warn and go on as FBGEMM does, or leave all to FBGEMM."""
+"""Handling of ids outside of their table: raise an error; warn and continue like FBGEMM; or leave it to FBGEMM."""
 
 
 def check_out_of_range_ids(given: OutOfRangeIds) -> OutOfRangeIds:
-    """Return the strategy's argument, checked.
-
-    Raises:
-        ValueError: It is no `OutOfRangeIds`.
-    """
+    """Return the strategy's argument; raise a ValueError if it is unknown."""
     if given not in get_args(OutOfRangeIds):
         raise ValueError(f"out_of_range_ids: {unknown_name_message('choice', str(given), get_args(OutOfRangeIds))}")
     return given
 
 
 class IdRanges:
-    """The ids that the tables of one sharded module have rows for.
+    """The valid ids of one sharded module.
 
     Args:
-        module: The sharded module. One that hands out rows (managed collision) takes any ids, and so does an unknown
-            kind of module, as far as is known here.
+        module: The sharded module. Modules with managed collisions and of unknown kinds accept any ids.
     """
 
     def __init__(self, module: Any) -> None:
         self._tables: dict[str, Any] = {}
-        """By feature, the config of its smallest table."""
+        """Feature -> config of its smallest table."""
         kind = spec_of(module)
         if kind is not None and kind.owner is not WeightOwner.LOOKUP:
             for config in sorted(configs_of(tables_of(module)), key=lambda config: -config.num_embeddings):
                 self._tables |= dict.fromkeys(config.feature_names, config)
         self._keys: list[str] = []
-        self._last: dict[torch.dtype, Any] = {}  # by key, the last row; of features that no table reads, any number
+        self._last: dict[torch.dtype, Any] = {}  # last row by key; for features that no table reads, the largest number
 
     def first_outside(self, kjt: KeyedJaggedTensor) -> tuple[str, str] | None:
-        """Return a feature with an id outside of its table and what is wrong with it; None if all ids have rows.
+        """Return a feature with an id outside of its table and a description; None if all ids are valid.
 
-        Inputs on another device than the CPU are not read: the host would wait for them.
+        Skips inputs on a device, which would need a host-device sync.
         """
         values = kjt.values()
         unsigned_of = {torch.int64: np.uint64, torch.int32: np.uint32}.get(values.dtype)
@@ -68,7 +63,7 @@ class IdRanges:
             if not len(filled):
                 return None
             starts, last = starts[filled], last[filled]
-        # A negative id is a large unsigned number.
+        # As unsigned numbers, negative ids are large.
         ids = values.numpy()[: counts.sum()].view(unsigned_of)
         outside = np.maximum.reduceat(ids, starts) > last
         if not outside.any():
@@ -79,6 +74,6 @@ class IdRanges:
         [wrong] = np.nonzero(of_feature > last[place])
         example, table = values[int(starts[place] + wrong[0])].item(), self._tables[keys[at]]
         return keys[at], (
-            f"feature {keys[at]!r} has id {example}, and table {table.name!r} has rows 0 to {table.num_embeddings - 1} "
+            f"feature {keys[at]!r} has id {example}, but table {table.name!r} has rows 0 to {table.num_embeddings - 1} "
             f"({len(wrong)} of {counts[at]} ids of the feature are outside)"
         )

@@ -6,20 +6,22 @@ import functools
 import importlib
 import inspect
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
+import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import nn
+from torchrec.distributed.types import ShardingType
 from torchrec.distributed.utils import optimizer_type_to_emb_opt_type
 from torchrec.optim.keyed import CombinedOptimizer
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from ..text import some, unknown_name_message
 from .combined_optimizer import DenseAndFused
-from .supported_modules import table_modules
-from .table import KERNEL_ARGUMENTS, Table
+from .supported_modules import holds_sequences, sharded_modules, table_modules
+from .table import KERNEL_ARGUMENTS, NAME_BEFORE, Table
 
 FusedOptimizer: TypeAlias = (
     tuple[type[torch.optim.Optimizer], Mapping[str, Any]] | functools.partial[Any] | Sequence[Any] | Mapping[str, Any]
@@ -88,30 +90,151 @@ def _is_optimizer(kind: Any) -> bool:
 def check_dense_optimizers(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:
     """Check that every table of a sharded model has one optimizer.
 
+    An optimizer that was made before the tables were sharded loses the parameters that sharding has replaced, with
+    their state, so that their memory is given back. Rank 0 warns of it.
+
     Raises:
         ValueError: A dense optimizer has the weight of a fused table, or no optimizer has that of a table.
     """
     optimizers = list(optimizers)
     parameters = [named for name, module in table_modules(model).items() for named in module.named_parameters(name)]
-    refuse_dense_owner(dict(in_backward_optimizer_filter(iter(parameters), include=True)), optimizers)
+    fused = dict(in_backward_optimizer_filter(iter(parameters), include=True))
+    refuse_dense_owner(fused, optimizers, fused_only_tables(model))
+    # Of a model on `meta` TorchRec replaces dense parameters as well.
+    early = {name: optimizer for optimizer in optimizers for name in _replaced(optimizer)}
+    tables = {name for name, _ in parameters}
+    parameters += [(name, p) for name, p in model.named_parameters() if name in early]
     dense = dict(in_backward_optimizer_filter(iter(parameters)))
     owned = _owned(optimizers)
     untrained = [name for name, p in dense.items() if p.requires_grad and id(p) not in owned]
     if untrained:
-        raise ValueError(
-            f"no optimizer has the weights of {some(untrained)}. These tables are data-parallel (or have a dense "
-            "kernel), so that the optimizer of configure_optimizers has to train them, not the one applied in "
-            "backward. Give the strategy fused_optimizer=(torch.optim.SGD, {'lr': 0.1}), say, and sharding={'<table>': "
-            "'table_wise'}, to train them in backward; or add them there; or set requires_grad=False."
+        why = (
+            "These tables are data-parallel (or have a dense kernel), so that the optimizer of configure_optimizers "
+            "has to train them, not the one applied in backward: add them there."
         )
+        owner = next((early[name] for name in untrained if name in early), None)
+        if owner is not None:
+            why = (
+                f"{_kind(owner).__name__} was made before the tables were sharded: it has weights of these names that "
+                f"are no longer the module's. {_how_to_make(owner)}"
+            )
+        sharding = {_table_of(name): ShardingType.TABLE_WISE.value for name in untrained if name in tables}
+        raise ValueError(
+            f"no optimizer has the weights of {some(untrained)}. {why} To train tables in backward, give the strategy "
+            f"fused_optimizer=(torch.optim.SGD, {{'lr': 0.1}}){f' and sharding={sharding}' if sharding else ''}; to "
+            "leave them untrained, set requires_grad=False."
+        )
+    has_rates = any(getattr(module, "trained_in_backward", None) for module in sharded_modules(model).values())
+    combined = [optimizer for optimizer in optimizers if isinstance(optimizer, DenseAndFused)]
+    without_rates = combined if has_rates and not any(optimizer.fused_groups for optimizer in combined) else []
+    for optimizer in optimizers:
+        _let_go_of_replaced(optimizer, optimizer in without_rates)
 
 
-def refuse_dense_owner(fused: Mapping[str, nn.Parameter], optimizers: Iterable[torch.optim.Optimizer]) -> None:
+def _replaced(optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
+    """Return the parameters of an optimizer that sharding has replaced in the model, by their names there."""
+    owned = [p for group in optimizer.param_groups for p in group["params"]]
+    return {getattr(p, NAME_BEFORE): p for p in owned if hasattr(p, NAME_BEFORE)}
+
+
+def _let_go_of_replaced(optimizer: torch.optim.Optimizer, without_rates: bool) -> None:
+    """Take replaced parameters out of an optimizer, and warn of them and of a combined optimizer without rates."""
+    replaced = _replaced(optimizer)
+    for group in optimizer.param_groups if replaced else ():  # an empty group stays: schedulers count them
+        kept = [number for number, p in enumerate(group["params"]) if not hasattr(p, NAME_BEFORE)]
+        for entry in {"params", "param_names"} & group.keys():
+            group[entry][:] = [group[entry][number] for number in kept]
+    for parameter in replaced.values():
+        optimizer.state.pop(parameter, None)
+    words = ""
+    if replaced:
+        words = (
+            f"{_kind(optimizer).__name__} was made before the tables were sharded. It had weights that are no longer "
+            f"the module's: {some(replaced)}. They were taken out of it, with their state. It trains its other "
+            "parameters as before; tables are trained in backward. "
+        )
+    if without_rates:
+        words += (
+            "combined_optimizer was called before the tables were sharded, or for a module without them: it has no "
+            "group for the learning rates of fused tables, and no scheduler moves them. "
+        )
+    if words and dist.get_rank() == 0:
+        words += "" if without_rates else "This run is right; to leave this warning out: "
+        warnings.warn(f"{words}{_how_to_make(optimizer)}", UserWarning, stacklevel=2)
+
+
+def _how_to_make(optimizer: torch.optim.Optimizer) -> str:
+    """Return how to make an optimizer of the sharded module's dense parameters, also with LightningCLI."""
+    return (
+        f"Make it in configure_optimizers:\n{_lines(optimizer)}LightningCLI's --optimizer is made before sharding. "
+        "Instead, give the module an argument `optimizer: OptimizerCallable` (of lightning.pytorch.cli), and return "
+        "self.optimizer(dense)."
+    )
+
+
+def _kind(optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimizer]:
+    return type(optimizer.dense if isinstance(optimizer, DenseAndFused) else optimizer)
+
+
+def _lines(optimizer: torch.optim.Optimizer) -> str:
+    kind, lr = _kind(optimizer), optimizer.defaults.get("lr")
+    package = "torch.optim." if kind.__module__.startswith("torch.optim") else ""
+    rate = f", lr={lr}" if isinstance(lr, float) else ""
+    call = f"{package}{kind.__name__}(dense{rate})"
+    scheduled = any("initial_lr" in group for group in optimizer.param_groups)  # a scheduler writes it
+    call = f"combined_optimizer(self, {call})" if scheduled or isinstance(optimizer, DenseAndFused) else call
+    line = (
+        f"optimizer = {call}  # for the scheduler: it moves the tables' rates as well"
+        if scheduled
+        else f"return {call}"
+    )
+    imported = "  from lightning_overlap import combined_optimizer\n" if scheduled else ""
+    return (
+        f"{imported}"
+        "  from torchrec.optim.optimizers import in_backward_optimizer_filter\n"
+        "  dense = [p for _, p in in_backward_optimizer_filter(self.named_parameters())]\n"
+        f"  {line}\n"
+    )
+
+
+def fused_only_tables(model: nn.Module) -> set[str]:
+    """Return the names of those weights of a sharded model's tables that only a fused optimizer can train."""
+    if any(parameter.device.type != "cpu" for parameter in model.parameters()):
+        return set()
+    modules = {path: module for path, module in table_modules(model).items() if holds_sequences(module)}
+    return {f"{path}.{key}" for path, module in modules.items() for key in module.state_dict()}
+
+
+def keep_dense(names: Collection[str], fused_only: Collection[str]) -> str:
+    """Return what to write so that the optimizer of `configure_optimizers` trains tables.
+
+    Args:
+        names: The tables' paths, or the names of their weights.
+        fused_only: Those of sequences on a CPU, which TorchRec would pool if they were whole on every rank.
+    """
+    refused = [name for name in names if name in fused_only]
+    if not refused:
+        return "sharding='data_parallel', and no fused_optimizer."
+    whole = {_table_of(name): ShardingType.DATA_PARALLEL.value for name in names if name not in fused_only}
+    way = f"sharding={whole}. " if whole else ""
+    return f"{way}On a CPU tables of an EmbeddingCollection have to have a fused optimizer: {some(refused)}."
+
+
+def _table_of(name: str) -> str:
+    return name.removesuffix(".weight").rpartition(".")[2]
+
+
+def refuse_dense_owner(
+    fused: Mapping[str, nn.Parameter],
+    optimizers: Iterable[torch.optim.Optimizer],
+    fused_only: Collection[str] = (),
+) -> None:
     """Check that no dense optimizer has the weight of a fused table.
 
     Args:
         fused: Weights of fused tables by name.
         optimizers: Those of `configure_optimizers`.
+        fused_only: Names of those that no dense optimizer can train.
 
     Raises:
         ValueError: One has; the message shows how to leave the weights out. Also for TorchRec's CombinedOptimizer.
@@ -130,24 +253,17 @@ def refuse_dense_owner(fused: Mapping[str, nn.Parameter], optimizers: Iterable[t
     if twice:
         weights = {id(fused[name]) for name in twice}
         owner = next(optimizer for optimizer in optimizers if weights & _owned([optimizer]))
-        kind, lr = type(owner.dense if isinstance(owner, DenseAndFused) else owner), owner.defaults.get("lr")
-        package = "torch.optim." if kind.__module__.startswith("torch.optim") else ""
-        rate = f", lr={lr}" if isinstance(lr, float) else ""
-        call = f"{package}{kind.__name__}(dense{rate})"
-        call = f"combined_optimizer(self, {call})" if isinstance(owner, DenseAndFused) else call
+        adaptive = f"{_ADAPTIVE} {keep_dense(twice, fused_only)}" if "Adam" in _kind(owner).__name__ else ""
         raise ValueError(
             f"configure_optimizers gave a dense optimizer the weights of fused tables: {some(twice)}. These tables "
-            "are updated inside backward. Leave them out:\n"
-            "  from torchrec.optim.optimizers import in_backward_optimizer_filter\n"
-            "  dense = [p for _, p in in_backward_optimizer_filter(self.named_parameters())]\n"
-            f"  return {call}\n{_ADAPTIVE if 'Adam' in kind.__name__ else ''}"
+            f"are updated inside backward. Leave them out:\n{_lines(owner)}{adaptive}"
         )
 
 
 _ADAPTIVE = (
     "What trains the tables is the strategy's fused_optimizer. On CUDA it may be (torch.optim.Adam, {'lr': ...}); on a "
     "CPU FBGEMM fuses no Adam or AdamW: take (torchrec.optim.RowWiseAdagrad, {'lr': ...}), with a rate of its own. To "
-    "keep this optimizer for tables that are whole on every rank: sharding='data_parallel', and no fused_optimizer."
+    "keep this optimizer for tables, which are then whole on every rank:"
 )
 
 
@@ -169,14 +285,17 @@ def apply_fused_optimizer(
         ValueError: A table has no optimizer and `fused` is None, the device cannot fuse an optimizer or one of its
             arguments, or a table with `requires_grad=False` has one.
     """
-    missing = some(t.path for t in in_backward if t.parameter.requires_grad and t.fused_optimizer is None)
+    missing = [t for t in in_backward if t.parameter.requires_grad and t.fused_optimizer is None]
     if missing and fused is None:
+        module = ".".join(["self", *filter(None, [missing[0].module])])
         raise ValueError(
-            f"no fused optimizer for {missing}: these tables are updated inside "
-            "backward (TorchRec alone would train them with SGD, lr 0.01, without a word). Give one in either way:\n"
+            f"no fused optimizer for {some(table.path for table in missing)}: these tables are updated inside the "
+            "backward (TorchRec alone would train them with SGD at lr=0.01, without a word). Give them an optimizer in "
+            "either way:\n"
             "  OverlapEmbeddingStrategy(fused_optimizer=(torch.optim.SGD, {'lr': 0.1}))\n"
-            "  from torch.distributed.optim import _apply_optimizer_in_backward  # in the module's __init__\n"
-            "  _apply_optimizer_in_backward(torch.optim.SGD, self.ebc.parameters(), {'lr': 0.1})"
+            "  from torchrec.optim import apply_optimizer_in_backward  # in the module's __init__\n"
+            f"  apply_optimizer_in_backward(torch.optim.SGD, {module}.parameters(), {{'lr': 0.1}})"
+            f"{_way_to_dense_optimizer(missing, device)}"
         )
     for table in in_backward:
         if not table.parameter.requires_grad:
@@ -185,6 +304,17 @@ def apply_fused_optimizer(
         if fused is not None:
             table.apply_fused_optimizer(*fused)
         _check_can_fuse(table, device)
+
+
+def _way_to_dense_optimizer(tables: list[Table], device: torch.device) -> str:
+    """Return how the dense optimizer can train these tables, or nothing where TorchRec would make bags of sequences."""
+    if any(table.is_pooled_if_whole(device) for table in tables):
+        return ""
+    whole = {table.name: ShardingType.DATA_PARALLEL.value for table in tables}
+    return (
+        "\nTo have the optimizer of configure_optimizers train them, keep them whole on every rank: "
+        f"sharding='data_parallel', or sharding={whole}."
+    )
 
 
 def _freeze(table: Table) -> None:
@@ -224,36 +354,20 @@ def _check_can_fuse(table: Table, device: torch.device) -> None:
     refused = inspect.signature(optimizer_class).parameters.keys() - KERNEL_ARGUMENTS.keys() - {"lr"}
     lost = [f"{name}={value!r}" for name, value in kwargs.items() if name in refused or (value and name in unused)]
     if lost:
+        whole = _way_to_dense_optimizer([table], device)
         raise ValueError(
             f"table {table.path}: FBGEMM's fused {optimizer_class.__name__} has no {', '.join(lost)} on this device; "
-            "the table would be trained without. Leave it out, or take another optimizer. To keep this one for tables "
-            "that are whole on every rank: in configure_optimizers, with sharding='data_parallel' and no "
-            "fused_optimizer."
+            f"the table would be trained without. Leave it out, or take another optimizer.{whole}"
         )
 
 
-def warn_of_dense_tables(dense: list[Table], asked: Mapping[str, str] | None) -> None:
-    """Warn of tables that the dense optimizer has to train, though the user may not expect it.
-
-    Args:
-        dense: Tables with a dense kernel that are not replicas.
-        asked: Sharding types that the user has named, by table; None if the plan or planner is the user's.
-    """
+def warn_of_dense_tables(dense: list[Table]) -> None:
+    """Warn of tables with a dense kernel, replicas aside, whose optimizer applied in backward does not train them."""
     data_parallel = some(table.path for table in dense if table.fused_optimizer)
     if data_parallel:
         warnings.warn(
             f"{data_parallel}: sharded data-parallel, so the optimizer applied in backward does not train "
             "these tables; the optimizer of configure_optimizers has to.",
-            UserWarning,
-            stacklevel=2,
-        )
-    trained = [table for table in dense if table.parameter.requires_grad and not table.fused_optimizer]
-    left_whole = some(table.path for table in trained if asked is not None and table.name not in asked)
-    if left_whole:
-        warnings.warn(
-            f"no fused optimizer for {left_whole}: the planner made these tables data-parallel. Every rank holds "
-            "them whole, and the optimizer of configure_optimizers has to train them. To shard them, give the strategy "
-            "fused_optimizer=(torch.optim.SGD, {'lr': 0.1}), say.",
             UserWarning,
             stacklevel=2,
         )

@@ -1,4 +1,4 @@
-"""What TorchRec's planner is offered, in one order, and the plan that a model was sharded by, to be kept."""
+"""Deterministic use of TorchRec's planner, and the plan of a sharded model."""
 
 from __future__ import annotations
 
@@ -30,38 +30,35 @@ _ROW_WISE = ShardingType.ROW_WISE.value
 
 @dataclass
 class KeptPlan(ShardingPlan):  # type: ignore[misc]
-    """A plan that a model was sharded by. As `sharding=` of a strategy it shards the model in the same way again."""
+    """The plan of a sharded model. As `sharding=` of a strategy it shards a model in the same way."""
 
     replicated: tuple[str, ...] = ()
-    """Names of the tables that are replicated; where `replicate_tables` says nothing, they are again."""
+    """Names of the replicated tables; used if `replicate_tables` is not set."""
 
 
 def plan_of(model: nn.Module) -> KeptPlan:
-    """Return the plan that the collections of a model were sharded by, which `torch.save` can write.
+    """Return the plan of a sharded model, for `torch.save`.
 
     Raises:
         RuntimeError: No collection is sharded.
     """
     modules: dict[str, Any] = sharded_modules(model)
     if not modules:
-        raise RuntimeError("no table is sharded yet: read the plan in fit (in on_fit_start, say) or after it.")
+        raise RuntimeError("no table is sharded yet: read the plan during fit (for example in on_fit_start) or later.")
     kept = {name: getattr(module, "kept_plan", None) for name, module in modules.items()}
-    # What the user has sharded has no such attribute; TorchRec's own collections know their plan.
+    # Modules that the user sharded lack this attribute; TorchRec's collections know their plan.
     plans = {name: each[0] if each else modules[name].module_sharding_plan for name, each in kept.items()}
     return KeptPlan(plans, tuple(name for each in kept.values() if each for name in each[1]))
 
 
 def sharding_types(sharder: ModuleSharder[nn.Module], device: str) -> list[str]:
-    """Return the types that tables of a collection can have: its sharder's, and row-wise.
-
-    On a CPU the sharders of bags do not offer row-wise, which trains there all the same.
-    """
+    """Return the sharding types of a sharder, and row-wise, which works on a CPU but is not offered there."""
     own = sharder.sharding_types(device)
     return own if _ROW_WISE in own else [*own, _ROW_WISE]
 
 
 def planned_sharders(codecs: Codecs | None, device: str) -> list[ModuleSharder[nn.Module]]:
-    """Return TorchRec's sharders for a planner, which offer it `sharding_types`."""
+    """Return TorchRec's sharders for a planner, with the types of `sharding_types`."""
     sharders = training_sharders(codecs)
     for sharder in sharders:
         possible = sharding_types(sharder, device)
@@ -70,7 +67,7 @@ def planned_sharders(codecs: Codecs | None, device: str) -> list[ModuleSharder[n
 
 
 def make_planner(topology: Topology, constraints: dict[str, ParameterConstraints]) -> EmbeddingShardingPlanner:
-    """Return TorchRec's planner, which makes the same plan in every process."""
+    """Return TorchRec's planner, made deterministic."""
     enumerator = _InOneOrder(topology, BATCH_SIZE, constraints=constraints)
     return EmbeddingShardingPlanner(topology=topology, enumerator=enumerator, constraints=constraints, debug=False)
 
@@ -78,19 +75,19 @@ def make_planner(topology: Topology, constraints: dict[str, ParameterConstraints
 def plan_on_rank_zero(
     planner: Any, model: nn.Module, group: dist.ProcessGroup, sharders: list[ModuleSharder[nn.Module]]
 ) -> ShardingPlan:
-    """Plan once and tell everyone, a failure too (TorchRec's `collective_plan` leaves the other ranks waiting)."""
+    """Plan on rank 0 and broadcast the plan or the error (TorchRec's `collective_plan` hangs after an error)."""
     outcome: list[Any] = [None]
     if group.rank() == 0:
         try:
             outcome = [planner.plan(model, sharders)]
-        except Exception as err:  # whatever it is, the other ranks are waiting to hear of it
+        except Exception as err:  # the other ranks are waiting
             outcome = [f"{type(err).__name__}: {err}"]
-        gc.collect()  # TorchRec's planner leaves a cycle behind that has the modules, with their whole tables
+        gc.collect()  # TorchRec's planner leaves a reference cycle with the modules and their unsharded tables
     dist.broadcast_object_list(outcome, src=dist.get_global_rank(group, 0), group=group)
     if not isinstance(outcome[0], ShardingPlan):
         managed = [name for name, module in model.named_modules() if isinstance(module, _MANAGED)]
-        way_out = f" TorchRec's planner refuses most of {some(managed)}: give a ShardingPlan with row_wise() for their "
-        way_out += "tables (torchrec.distributed.sharding_plan)."
+        way_out = f" TorchRec's planner rejects most modules like {some(managed)}: pass a ShardingPlan with row_wise() "
+        way_out += "for their tables (torchrec.distributed.sharding_plan)."
         raise ValueError(
             f"no sharding plan for this model on {group.size()} ranks.{way_out if managed else ''} The planner said: "
             f"{outcome[0]}"
@@ -99,9 +96,9 @@ def plan_on_rank_zero(
 
 
 class _InOneOrder(EmbeddingEnumerator):  # type: ignore[misc]
-    """Lists the options of each table in one order: of options with equal costs the planner takes the first.
+    """Lists the options of each table in a fixed order, since the planner takes the first of equally good options.
 
-    TorchRec lists them in the order of a set of strings, which Python's hash seed changes from process to process.
+    TorchRec iterates over a set of strings, whose order depends on Python's hash seed.
     """
 
     @override

@@ -1,8 +1,7 @@
-"""Replicas: tables that every rank holds whole and trains in the backward, as a sharded table's own optimizer would.
+"""Replicas: data-parallel tables that are updated in the backward, like fused tables.
 
-They are TorchRec's data-parallel tables, updated in the backward: each backward that reaches a lookup sums the gradient
-over the ranks, and then every rank makes the same update. The update is that of the fused kernel: a row without a
-gradient keeps its value, under each of the optimizers that are made here. `replicated_tables.py` chooses the tables.
+Each backward sums the gradient of a lookup over the ranks, and then every rank makes the same update. The update equals
+the fused kernel's: rows without a gradient do not change. `replicated_tables.py` chooses the tables.
 """
 
 from __future__ import annotations
@@ -27,19 +26,19 @@ from .supported_modules import table_modules
 from .table import Rule
 
 _IN_BACKWARD = "_in_backward_optimizers"
-"""What `in_backward_optimizer_filter` looks for."""
+"""The attribute that `in_backward_optimizer_filter` uses."""
 
 
 class ReplicaOptimizer(FusedOptimizer):  # type: ignore[misc]
-    """The optimizer of replicas, shaped as TorchRec's fused optimizers are: `step` leaves the tables alone.
+    """The optimizer of replicas, with the interface of TorchRec's fused optimizers: `step` does not update tables.
 
-    Iteration count and learning rate are read and set here under the names that FBGEMM's kernels have for them.
+    Iteration count and learning rate have the names of FBGEMM's kernels.
 
     Args:
         rule: The optimizer's kind, learning rate and eps.
-        weights: The tables by name, `(num_embeddings, embedding_dim)` each, all of one width; they follow each other in
-            a kernel's flat weights.
-        start: Index in the flat weights at which the first one begins.
+        weights: Name -> table, `(num_embeddings, embedding_dim)`, all of the same width and consecutive in a kernel's
+            flat weights.
+        start: Index of the first table in the flat weights.
     """
 
     def __init__(self, rule: Rule, weights: Mapping[str, Tensor], start: int) -> None:
@@ -55,9 +54,9 @@ class ReplicaOptimizer(FusedOptimizer):  # type: ignore[misc]
         super().__init__(weights, states, [{"params": tables, "lr": rule.rate}])
         self._rate, self._eps = rule.rate, rule.eps
         self.optimizer = rule.kind
-        """Its kind, under the name that it has in FBGEMM's kernels."""
+        """The kind of optimizer, as in FBGEMM's kernels."""
         self.iter = self.iter_cpu = torch.zeros(1, dtype=torch.int64)
-        """Updates made."""
+        """Number of updates."""
 
     def get_learning_rate(self) -> float:
         """Return the rate of the next update."""
@@ -69,13 +68,13 @@ class ReplicaOptimizer(FusedOptimizer):  # type: ignore[misc]
 
     @override
     def step(self, closure: Any = None) -> None:
-        """Read the rate of the parameter group, nothing else: the backward has updated the tables."""
+        """Only read the rate of the parameter group: the backward has updated the tables."""
         [group] = self.param_groups
         self._rate = float(group["lr"])
 
     @override
     def zero_grad(self, set_to_none: bool = False) -> None:
-        """Read the rate of the parameter group, as TorchRec's fused optimizers do here."""
+        """Read the rate of the parameter group, like TorchRec's fused optimizers."""
         self.step()
 
     def update(self, weights: Tensor, gradient: Tensor) -> None:
@@ -99,43 +98,43 @@ class ReplicaOptimizer(FusedOptimizer):  # type: ignore[misc]
 
 
 class ReplicaKernel(DenseTableBatchedEmbeddingBagsCodegen):  # type: ignore[misc]
-    """A dense kernel that updates its tables in the backward, alike on all ranks.
+    """A dense kernel that updates its tables in the backward, identically on all ranks.
 
-    Every call uses a leaf of its own in the place of the kernel's parameter, so that two calls in a step are two
-    updates, as in a fused kernel. The all-reduce of a gradient starts as soon as it is computed. The update waits for
-    it at the end of the backward, when all other collectives have been started, or, if updates wait for an optimizer
-    step, right before the update. It does not raise `Tensor._version`, as FBGEMM's kernels do not (`write_counts.py`).
+    Every call uses a new leaf instead of the kernel's parameter, so that two calls in a step make two updates, like a
+    fused kernel. The all-reduce of a gradient starts as soon as the gradient is computed. The update waits for it at
+    the end of the backward, when all other collectives have started, or, with updates at the optimizer step, right
+    before the update. Like FBGEMM's kernels it does not change `Tensor._version` (`write_counts.py`).
     """
 
     optimizers: list[ReplicaOptimizer]
-    """The optimizers of its tables, in the order of these."""
+    """The optimizers, in the order of their tables."""
     group: dist.ProcessGroup
-    """The ranks that gradients are summed over."""
+    """The ranks to sum gradients over."""
     set_rates: Callable[[], None] | None
-    """Gives the optimizers the scheduler's present rates; None: no scheduler moves them."""
+    """Passes the scheduler's rates to the optimizers; None: no scheduler changes them."""
     held: list[tuple[Tensor, Any]] | None
-    """Sums whose update waits for an optimizer step, each with its all-reduce; None: no update waits."""
+    """(gradient, all-reduce) of updates that wait for an optimizer step; None: updates do not wait."""
 
     @override
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         if kwargs.get("batch_size_per_feature_per_rank"):
             raise RuntimeError(
-                "replicated tables got a KeyedJaggedTensor whose batch size varies by feature, and TorchRec puts no "
-                "data-parallel embeddings of such together with others. Train with replicate_tables=False."
+                "replicated tables got a KeyedJaggedTensor whose batch size varies by feature, which TorchRec does not "
+                "support for data-parallel tables beside others. Train with replicate_tables=False."
             )
         if not torch.is_grad_enabled():
             return super().forward(*args, **kwargs)  # type: ignore[no-any-return]
         leaf = self.weights.data.requires_grad_()
         leaf.register_post_accumulate_grad_hook(self._sum_gradient)
         attributes: dict[str, Any] = self.__dict__
-        attributes["weights"] = leaf  # found before the module's parameter
+        attributes["weights"] = leaf  # hides the module's parameter
         try:
             return super().forward(*args, **kwargs)  # type: ignore[no-any-return]
         finally:
             del attributes["weights"]
 
     def _sum_gradient(self, leaf: Tensor) -> None:
-        """Start to sum the gradient of one call over the ranks, scaled as TorchRec scales those of sharded tables."""
+        """Start to sum the gradient of one call over the ranks, with TorchRec's scale for sharded tables."""
         gradient, leaf.grad = leaf.grad, None
         assert gradient is not None
         if get_gradient_division():
@@ -147,23 +146,23 @@ class ReplicaKernel(DenseTableBatchedEmbeddingBagsCodegen):  # type: ignore[misc
         torch.autograd.Variable._execution_engine.queue_callback(partial(self._update, gradient, work))
 
     def hold(self) -> None:
-        """Let updates wait for `update_held` from now on; those that wait already are dropped."""
+        """Let updates wait for `update_held`; drop waiting updates."""
         self.held = []
 
     def update_held(self) -> None:
-        """Make the updates that have waited for an optimizer step, in their order, on the current stream."""
+        """Make the waiting updates, in order, on the current stream."""
         if self.held:
             held, self.held = self.held, []
             for gradient, work in held:
                 self._update(gradient, work)
 
     def release(self) -> None:
-        """Let each backward make its update again; those that wait are dropped."""
+        """Let each backward make its update; drop waiting updates."""
         self.held = None
 
     @torch.no_grad()
     def _update(self, gradient: Tensor, work: Any) -> None:
-        """Wait for the sum and update the tables, on the current stream: after a backward that of its caller."""
+        """Wait for the sum and update the tables, on the current stream (after a backward, its caller's stream)."""
         work.wait()
         if gradient.is_cuda:
             gradient.record_stream(torch.cuda.current_stream())  # it was allocated on the lookup stream
@@ -180,7 +179,7 @@ def make_replicas(model: nn.Module, modules: Iterable[str], trained: Mapping[str
     Args:
         model: The sharded model.
         modules: Names of the modules whose data-parallel tables are replicas.
-        trained: Rules of the tables that are trained in the backward, by module and table.
+        trained: Module -> table -> rule, for fused tables.
     """
     for name in modules:
         module: Any = model.get_submodule(name)
@@ -188,7 +187,7 @@ def make_replicas(model: nn.Module, modules: Iterable[str], trained: Mapping[str
         for number, lookup in enumerate(module._lookups):
             if not isinstance(lookup, DistributedDataParallel):
                 continue
-            module._lookups[number] = lookup.module  # without DDP, which would sum gradients too
+            module._lookups[number] = lookup.module  # without DDP, which also sums gradients
             for group, part in zip(lookup.module.grouped_configs, lookup.module._emb_modules, strict=True):
                 kernel = part.emb_module
                 assert isinstance(kernel, DenseTableBatchedEmbeddingBagsCodegen)
@@ -212,6 +211,6 @@ def replica_kernels(module: Any) -> list[ReplicaKernel]:
 
 
 def follow_rates(model: nn.Module, set_rates: Callable[[], None] | None) -> None:
-    """Let replicas call `set_rates` before each update, to get the scheduler's rates; None: no scheduler moves them."""
+    """Make replicas call `set_rates` before each update; None: no scheduler changes their rates."""
     for kernel in replica_kernels(model):
         kernel.set_rates = set_rates

@@ -1,7 +1,7 @@
-"""What TorchRec made of one sharded module: its kernels, fused optimizers and tables; TorchRec's private names.
+"""Inspect a sharded module: its kernels, fused optimizers and tables; TorchRec's private names.
 
-TorchRec's names that start with an underscore occur in the folders `tables` and `sparse` only, and each is listed here
-(`PRIVATE_NAMES`; a test asks the installed TorchRec for each).
+TorchRec's private names occur only in the folders `tables` and `sparse`, and all are listed in `PRIVATE_NAMES`; a test
+checks the installed TorchRec.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .supported_modules import SUPPORTED_MODULES, TABLE_TYPES, owners_of, spec_o
 
 R = TypeVar("R")
 SetRates: TypeAlias = Callable[[], None]
-"""Gives the kernels the learning rates that the scheduler has now."""
+"""Passes the scheduler's current learning rates to the kernels."""
 
 PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
     "ShardedEmbeddingBagCollection": (
@@ -51,15 +51,11 @@ PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
     "torchrec.distributed.embedding_sharding": ("_set_sharding_context_intra_a2a",),
     "torchrec.sparse.jagged_tensor": ("_maybe_compute_length_per_key",),
 }
-"""Private attributes of TorchRec that this package reads, by the object that has them."""
+"""Class or module of TorchRec -> private attributes that this package reads."""
 
 
 def check_torchrec(module: nn.Module) -> None:
-    """Check that a sharded module has the private names that this package uses of it.
-
-    Raises:
-        ImportError: It lacks one; the message has the name and the versions.
-    """
+    """Raise an ImportError if a sharded module lacks a private name that this package uses."""
     owners = {kind.__name__: module for kind in SUPPORTED_MODULES if isinstance(module, kind)}
     check_names("torchrec", PRIVATE_NAMES, owners)
     if owners:
@@ -69,7 +65,7 @@ def check_torchrec(module: nn.Module) -> None:
 
 
 def read_once(read: Callable[[Any], list[R]]) -> Callable[[Any], list[R]]:
-    """Cache the results of a function by module: a module's shards do not change, and every step asks for them."""
+    """Cache the results of a function by module; a module's shards do not change."""
     known: WeakKeyDictionary[nn.Module, list[R]] = WeakKeyDictionary()
 
     @functools.wraps(read)
@@ -87,13 +83,12 @@ owners_of_parts = read_once(owners_of)
 
 @read_once
 def keys_in_backward(module: Any) -> list[tuple[int, int, str]]:
-    """Return where the ids of each fused table of this rank are among the received ones.
+    """Return the places of the ids of this rank's fused tables among the received ids.
 
-    A table that is cut by columns has the same ids in each of its shards: only the shard with the first columns is
-    listed.
+    Column shards of a table have the same ids: only the shard with the first column is listed.
 
     Returns:
-        (part, key within the part's KeyedJaggedTensor, name of the table), one for each feature of a table.
+        (part, key within the part's KeyedJaggedTensor, name of the table) for each feature of a table.
     """
     owners = owners_of_parts(module)
     found = []
@@ -106,13 +101,13 @@ def keys_in_backward(module: Any) -> list[tuple[int, int, str]]:
 
 
 def fused_optimizers(module: ShardedModule[Any, Any, Any, Any]) -> list[KeyedOptimizer]:
-    """Return the fused optimizers of a module's kernels on this rank, one each; none if the rank has no shard."""
+    """Return the fused optimizers of a module's kernels on this rank."""
     return [optimizer for _, optimizer in tables_of(module).fused_optimizer.optimizers]
 
 
 @read_once
 def tbes(module: Any) -> list[SplitTableBatchedEmbeddingBagsCodegen]:
-    """Return the fused kernels (TBEs) of a module on this rank; none for modules of unknown kinds."""
+    """Return the fused kernels (TBEs) of a module on this rank; empty for modules of unknown kinds."""
     return [] if spec_of(module) is None else tbes_within(tables_of(module)._lookups)
 
 
@@ -122,25 +117,25 @@ def _rate_memory(module: Any) -> list[Any]:
 
 
 def rates_of(module: Any) -> list[float]:
-    """Return the learning rate of each kernel of a module, from the host's memory: no operator, and no sync."""
+    """Return the learning rate of each kernel of a module, from host memory, without operators or syncs."""
     return [float(rate) for rate in _rate_memory(module)]
 
 
 def tbes_within(lookups: Iterable[nn.Module]) -> list[SplitTableBatchedEmbeddingBagsCodegen]:
-    """Return the fused kernels (TBEs) within some lookups, in their order."""
+    """Return the fused kernels (TBEs) within lookups, in order."""
     parts = [part for lookup in lookups for part in lookup.modules()]
     return [part for part in parts if isinstance(part, SplitTableBatchedEmbeddingBagsCodegen)]
 
 
 @read_once
 def caching_tbes(module: Any) -> list[SplitTableBatchedEmbeddingBagsCodegen]:
-    """Return the kernels whose tables are in UVM, with a cache on the device."""
+    """Return the kernels with tables in UVM and a cache on the device."""
     return [tbe for tbe in tbes(module) if tbe.lxu_cache_weights.numel()]
 
 
 def forget_prefetched(module: Any) -> None:
-    """Unlock and drop the rows that kernels have prefetched and not looked up, on the current stream."""
-    for tbe in tbes(module) if caching_tbes(module) else []:  # a kernel without a cache notes prefetches, too
+    """Unlock and drop rows that kernels have prefetched but not looked up, on the current stream."""
+    for tbe in tbes(module) if caching_tbes(module) else []:  # kernels without a cache also note prefetches
         for locations in tbe.lxu_cache_locations_list:
             torch.ops.fbgemm.lxu_cache_locking_counter_decrement(tbe.lxu_cache_locking_counter, locations)
         tbe.lxu_cache_locations_list.clear()
@@ -149,15 +144,12 @@ def forget_prefetched(module: Any) -> None:
 
 
 _LAST_LOOKUP = ("lxu_cache_locations", "_indices", "_offsets", "_vbe_B_offsets", "_vbe_max_B")
-"""Attributes that a kernel sets in each lookup; its next backward uses them, of whichever lookup it is (FBGEMM 1.8)."""
+"""Attributes that a kernel sets in each lookup; the next backward uses them, also of another lookup (FBGEMM 1.8)."""
 
 
 @contextmanager
 def without_backward(module: Any) -> Iterator[None]:
-    """Within this context lookups are not followed by a backward.
-
-    They leave no rows of a cache locked, and the next backward is that of the lookup before.
-    """
+    """Make lookups without a backward: at the end, unlock their cache rows and restore the earlier lookup's state."""
     kernels = [tbe for tbe in caching_tbes(module) if tbe.prefetch_pipeline]
     kept = [[getattr(tbe, name) for name in _LAST_LOOKUP] for tbe in kernels]
     try:
@@ -170,7 +162,7 @@ def without_backward(module: Any) -> Iterator[None]:
 
 
 def kernel_of(fused_optimizer: Any) -> SplitTableBatchedEmbeddingBagsCodegen | ReplicaOptimizer | None:
-    """Return the kernel of a fused optimizer, which has its iteration count and learning rate; None for other kinds."""
+    """Return the kernel of a fused optimizer, which has iteration count and learning rate; None for unknown kinds."""
     if isinstance(fused_optimizer, ReplicaOptimizer):
         return fused_optimizer
     kernel = getattr(fused_optimizer, "_emb_module", None)

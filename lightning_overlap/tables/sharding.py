@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torchrec import EmbeddingCollection
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.fbgemm_qcomm_codec import QCommsConfig
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.distributed.types import ShardingEnv, ShardingPlan, ShardingType
 from torchrec.modules.itep_embedding_modules import ITEPEmbeddingBagCollection, ITEPEmbeddingCollection
+from torchrec.modules.mc_modules import ManagedCollisionModule
 from typing_extensions import override
 
 from ..text import some, unknown_name_message
@@ -32,7 +32,7 @@ from .plans import KeptPlan, make_planner, plan_on_rank_zero, planned_sharders, 
 from .replicas import make_replicas
 from .replicated_tables import ReplicateTables, replicas_in, tables_to_replicate
 from .supported_modules import sharded_modules, table_modules
-from .table import Rule, Table, find_tables, training_sharders
+from .table import Rule, Table, find_tables, mark_replaced, training_sharders
 from .write_counts import watch_tables
 
 _DATA_PARALLEL, _ROW_WISE = ShardingType.DATA_PARALLEL.value, ShardingType.ROW_WISE.value
@@ -47,8 +47,7 @@ ShardingName: TypeAlias = Literal[
 Sharding: TypeAlias = ShardingName | Mapping[str, ShardingName] | EmbeddingShardingPlanner | ShardingPlan | None
 """A type for all tables, a type by table name, a planner, a plan, or None for TorchRec's planner.
 
-The planner decides about tables that are not named; of those with a fused optimizer only the replicated ones become
-data-parallel.
+The planner decides about tables that are not named; of those only the replicated ones become data-parallel.
 """
 
 
@@ -103,7 +102,6 @@ def shard_tables(
     plan = make_plan(
         model,
         sharding=sharding,
-        fused_optimizer=fused_optimizer,
         group=group,
         device=device,
         local_world_size=local_world_size,
@@ -116,17 +114,23 @@ def shard_tables(
     in_backward = [table for table in tables if table.path not in dense or table in replicas]
     apply_fused_optimizer(in_backward, fused, device)
     if dist.get_rank() == 0:
-        warn_of_dense_tables([table for table in tables if table not in in_backward], named)
+        warn_of_dense_tables([table for table in tables if table not in in_backward])
     aliases = _aliases(model, tables)
     # TorchRec would initialize the shards of tables on a CPU anew. Managed collision modules begin without ids, as it
     # makes them anew for the rows of each shard.
     modules = {table.module for table in tables} - {table.module for table in tables if table.parameter.is_meta}
-    initial = {name: dict(model.get_submodule(name).named_parameters()) for name in sorted(modules)}
+    managed = [part for part in model.modules() if isinstance(part, ManagedCollisionModule)]
+    without = {id(weight) for part in managed for weight in part.parameters()}  # MPZCH keeps its ids in parameters
+    initial = {
+        name: {key: weight for key, weight in model.get_submodule(name).named_parameters() if id(weight) not in without}
+        for name in sorted(modules)
+    }
     # Every table's rule as of now: kernels know the rates of this rank's shards only, and schedulers move them.
     trained: dict[str, dict[str, Rule]] = {table.module: {} for table in tables}
     for table in in_backward:
         if table.parameter.requires_grad:
             trained[table.module][table.name] = table.rule
+    before = dict(model.named_parameters())
     with _local_world_size(local_world_size):
         DistributedModelParallel(
             module=model,
@@ -156,6 +160,7 @@ def shard_tables(
         sharded.asked_for = {"sharding": sharding, "fused_optimizer": fused}
         whole = sorted(table.name for table in replicas if table.module == name)
         sharded.kept_plan = plan.get_plan_for_module(name), whole
+    mark_replaced(before, model)
     _watch(model)
 
 
@@ -242,7 +247,6 @@ def make_plan(
     model: nn.Module,
     *,
     sharding: Sharding,
-    fused_optimizer: FusedOptimizer | None,
     group: dist.ProcessGroup,
     device: torch.device,
     local_world_size: int,
@@ -263,7 +267,7 @@ def make_plan(
     named = _named_types(sharding, tables)
     if named is not None:
         kinds = {**named, **dict.fromkeys(whole, _DATA_PARALLEL)}
-        constraints = _constraints(kinds, tables, fused_optimizer is not None, group.size(), device.type)
+        constraints = _constraints(kinds, tables, group.size(), device.type)
         topology = Topology(group.size(), device.type, local_world_size=local_world_size)
         planner = make_planner(topology, constraints)
     plan = sharding
@@ -277,8 +281,7 @@ def make_plan(
 
 def _refuse_sequences_as_bags(dense: list[Table], device: torch.device) -> None:
     """Refuse tables of an EmbeddingCollection whose dense kernel FBGEMM lets pool on a CPU, whatever it is told."""
-    found = [table for table in dense if table.sharder.module_type is EmbeddingCollection]
-    if found and device.type == "cpu":
+    if found := [table for table in dense if table.is_pooled_if_whole(device)]:
         paths, sharding = some([table.path for table in found]), {table.name: "table_wise" for table in found}
         raise ValueError(
             f"{paths}: data-parallel (or with a dense kernel), and of an EmbeddingCollection, for which TorchRec "
@@ -388,14 +391,13 @@ def _named_types(sharding: Sharding, tables: list[Table]) -> dict[str, str] | No
 
 
 def _constraints(
-    kinds: Mapping[str, str], tables: list[Table], fused_optimizer: bool, num_ranks: int, device: str
+    kinds: Mapping[str, str], tables: list[Table], num_ranks: int, device: str
 ) -> dict[str, ParameterConstraints]:
     """Return constraints for a planner, by table.
 
     Args:
         kinds: Sharding types by table; these tables get no other.
-        tables: All tables of the model. The others stay sharded if they are trained in backward.
-        fused_optimizer: Whether tables without a fused optimizer get one.
+        tables: All tables of the model. The others stay sharded.
         num_ranks: How many ranks there are.
         device: The type of the device.
     """
@@ -408,12 +410,11 @@ def _constraints(
             divides = kind in _COLUMN_WISE and num_ranks > 1 and dim % (4 * num_ranks) == 0
             width = dim // num_ranks if divides else None
             constraints[table.name] = ParameterConstraints(sharding_types=[kind], min_partition=width)
-        elif fused_optimizer or table.fused_optimizer:
-            # The planner estimates costs with a default batch size: it must not choose by itself what is replicated.
+        else:
+            # The planner estimates costs with a default batch size: it must not choose by itself what is replicated, or
+            # left to the dense optimizer. Row-wise is for tables that are named so, and where nothing else is possible.
             sharded = [kind for kind in own if kind != _DATA_PARALLEL]
             constraints[table.name] = ParameterConstraints(sharding_types=sharded or [_ROW_WISE])
-        elif _ROW_WISE not in own:  # offered for tables that are named so, and where nothing else is
-            constraints[table.name] = ParameterConstraints(sharding_types=own or [_ROW_WISE])
     return constraints
 
 

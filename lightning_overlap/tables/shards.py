@@ -1,4 +1,4 @@
-"""The shards that this rank has of each table, by the kernel that looks them up."""
+"""This rank's shards of tables, by kernel."""
 
 from __future__ import annotations
 
@@ -28,37 +28,37 @@ class TableShard:
     """A shard of a table."""
 
     name: str
-    """Name of the whole table's weight in the `state_dict` of the unsharded model."""
+    """Name of the table's weight in the `state_dict` of the unsharded model."""
     shape: tuple[int, int]
-    """Rows and columns of the whole table."""
+    """Rows and columns of the unsharded table."""
     first_row: int
-    """Row of the whole table at which the shard begins."""
+    """The shard's first row in the unsharded table."""
     first_column: int
-    """Column of the whole table at which the shard begins."""
+    """The shard's first column in the unsharded table."""
     weight: Tensor
     """The shard, `(rows, columns)`: a view of the kernel's memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class KernelShards:
-    """The shards that one kernel looks up, in its order of tables."""
+    """The shards that one kernel looks up, in the kernel's order."""
 
     kernel: Any
     shards: tuple[TableShard, ...]
     table_of_feature: tuple[int, ...]
-    """For each of the kernel's features the index of its shard."""
+    """Feature of the kernel -> index of its shard."""
     is_replicated: bool
     """Whether every rank has the same shards (data-parallel tables)."""
     receives_ids: bool
-    """Whether ids are received from ranks, and so in memory that nobody reuses; if not they are the batch's own."""
+    """Whether ids are received from other ranks, in memory that is not reused; otherwise they are the batch's."""
 
     @property
     def is_fused(self) -> bool:
-        """Whether the kernel's backward writes the rows that its lookup read, and no others (replicas do)."""
+        """Whether the kernel's backward writes exactly the rows that its lookup reads (replicas write others)."""
         return isinstance(self.kernel, SplitTableBatchedEmbeddingBagsCodegen)
 
     def states(self) -> list[dict[str, Tensor]]:
-        """Return the optimizer's state of each shard by kind, `(rows, columns)` or row-wise `(rows,)`, not copied."""
+        """Return views of each shard's optimizer state by kind, `(rows, columns)` or row-wise `(rows,)`."""
         if isinstance(self.kernel, ReplicaKernel):
             of_replicas = [replica for optimizer in self.kernel.optimizers for replica in optimizer.state.values()]
             return [{kind.rpartition(".")[2]: state for kind, state in kinds.items()} for kinds in of_replicas]
@@ -69,24 +69,24 @@ class KernelShards:
         ]
 
     def write_back_cache(self) -> None:
-        """Write the rows of a UVM cache back to their tables, on the current stream; no device is waited for."""
+        """Write the rows of a UVM cache back to their tables, on the current stream, without a sync."""
         if self.is_fused:
             self.kernel.flush()
 
 
 def kernel_shards(model: nn.Module) -> list[KernelShards]:
-    """Return the shards that this rank has of all tables of a sharded model, by kernel.
+    """Return this rank's shards of all tables of a sharded model, by kernel.
 
     Raises:
-        ValueError: The rows of a table have no fixed numbers (managed collision assigns them to ids), or its kernel
-            keeps them elsewhere than in the memory of a device or host.
+        ValueError: The rows of a table have no fixed numbers (managed collisions), or its kernel does not keep them in
+            the memory of a device or host.
     """
     for name, module in sharded_modules(model).items():
         kind = spec_of(module)
         if kind is not None and kind.owner is WeightOwner.LOOKUP:
             raise ValueError(
-                f"the rows of {name!r} ({type(module).__name__}) are assigned to ids, and evicted, as they come: their "
-                "numbers say nothing to a model that was not there. Leave it out, or use a plain collection."
+                f"{name!r} ({type(module).__name__}) assigns its rows to ids during training, so that row numbers have "
+                "no meaning for another model. Remove it, or use a plain collection."
             )
     found = []
     for name, module in table_modules(model).items():
@@ -109,7 +109,7 @@ def _shards(name: str, paths: Mapping[str, str], kernel: Any, tables: list[Any])
         kernels = ", ".join(sorted({one.compute_kernel.value for one in tables}))
         raise ValueError(
             f"the tables {', '.join(table.name for table in tables)} of {name!r} have compute kernel {kernels}, whose "
-            f"rows cannot be read by their number. Shard them with {EmbeddingComputeKernel.FUSED.value}."
+            f"rows cannot be read by number. Shard them with {EmbeddingComputeKernel.FUSED.value}."
         )
     shards = []
     for table, weight in zip(tables, kernel.split_embedding_weights(), strict=True):
@@ -120,13 +120,13 @@ def _shards(name: str, paths: Mapping[str, str], kernel: Any, tables: list[Any])
 
 
 def table_lines(model: nn.Module, optimizers: Iterable[Optimizer], *, scheduled: bool, moved: bool) -> list[str]:
-    """Return log lines: one for all tables of a module that are sharded alike and trained alike.
+    """Return log lines: one for all tables of a module with the same sharding and optimizer.
 
     Args:
         model: The sharded model.
-        optimizers: Those of `configure_optimizers`.
+        optimizers: The optimizers of `configure_optimizers`.
         scheduled: Whether there is a learning-rate scheduler.
-        moved: Whether it moves the rates of fused tables too (`combined_optimizer`).
+        moved: Whether it also changes the rates of fused tables (`combined_optimizer`).
     """
     owner_of = {id(p): type(one).__name__ for one in optimizers for group in one.param_groups for p in group["params"]}
     lines = []
@@ -137,15 +137,17 @@ def table_lines(model: nn.Module, optimizers: Iterable[Optimizer], *, scheduled:
         fused: dict[str, Rule] | None = getattr(module, "trained_in_backward", None)  # None: its user sharded it
         alike: dict[tuple[str, str], list[str]] = {}
         for table, parameter in plan.items():
+            kind = parameter.sharding_type
             trainer = "nothing (requires_grad=False)"
             if owner := owner_of.get(id(weights.get(table))):
                 trainer = f"{owner} of configure_optimizers"
             elif rule := (fused or {}).get(table):
+                kind = "replicated" if kind == ShardingType.DATA_PARALLEL.value else kind
                 constant = ", constant: the scheduler does not move it (see combined_optimizer)"
                 trainer = f"{rule.name} in the backward, lr {rule.rate:g}{constant if scheduled and not moved else ''}"
             elif fused is None and parameter.compute_kernel != EmbeddingComputeKernel.DENSE.value:
                 trainer = "the optimizer of its kernel"
-            alike.setdefault((parameter.sharding_type, trainer), []).append(table)
+            alike.setdefault((kind, trainer), []).append(table)
         for (kind, trainer), tables in alike.items():
             lines.append(f"{name}: {some(tables, 3)}: {kind}, trained by {trainer}")
     return lines

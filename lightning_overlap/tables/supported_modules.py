@@ -1,4 +1,4 @@
-"""The kinds of sharded modules: where each keeps its tables, and who writes what its lookup reads."""
+"""The kinds of sharded modules: where each keeps its tables, and the last writer of the tables."""
 
 from __future__ import annotations
 
@@ -21,47 +21,47 @@ from ..schedules import WeightOwner
 from ..text import some
 
 TABLE_TYPES = (ShardedEmbeddingBagCollection, ShardedEmbeddingCollection)
-"""The modules that hold tables themselves; other kinds have one of these inside."""
+"""Modules that have tables themselves; other kinds contain such a module."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModuleSpec:
-    """Where a kind of sharded modules keeps what its early stages need, and who writes what its lookup reads."""
+    """A kind of sharded modules."""
 
     tables: str | None = None
-    """The attribute that holds the sharded collection with the tables; None: the module is that collection."""
+    """The attribute with the sharded collection that has the tables; None: the module is that collection."""
     input_dists: str | None = None
-    """The attribute that holds the module with the input dists; None: the module has them itself."""
+    """The attribute with the module that has the input dists; None: the module has them."""
     owner: WeightOwner | None = None
-    """The last writer of what the module's lookup reads; None: the compute kernel of each table says."""
+    """The last writer of the weights that a lookup reads; None: it depends on each table's compute kernel."""
     feature_processors: str | None = None
-    """The attribute that holds the processors of ids, run before the lookup; None: it has none."""
+    """The attribute with the feature processors, which run before the lookup; None: there are none."""
 
 
 _MANAGED_COLLISION = ModuleSpec("_embedding_module", "_managed_collision_collection", WeightOwner.LOOKUP)
 SUPPORTED_MODULES: Mapping[type, ModuleSpec] = {
     ShardedEmbeddingBagCollection: ModuleSpec(),
     ShardedEmbeddingCollection: ModuleSpec(),
-    # The position weights belong to the dense optimizer, the tables to it or to the backward, which is over by then.
+    # The dense optimizer owns the position weights; the tables are written by it or earlier, by the backward.
     ShardedFeatureProcessedEmbeddingBagCollection: ModuleSpec(
         "_embedding_bag_collection", "_embedding_bag_collection", WeightOwner.DENSE_OPTIMIZER, "_feature_processors"
     ),
-    # The lookup hands out rows to new ids and counts what it sees.
+    # The lookup assigns rows to new ids and counts ids.
     ShardedManagedCollisionEmbeddingBagCollection: _MANAGED_COLLISION,
     ShardedManagedCollisionEmbeddingCollection: _MANAGED_COLLISION,
 }
-"""Sharded modules of which some stage can start early; every other one runs its own forward."""
+"""Sharded modules whose stages can start early; other sharded modules run their own forward."""
 
 _WITHOUT_CACHE = {EmbeddingComputeKernel[name].value for name in ("DENSE", "FUSED", "FUSED_UVM")}
 
 
 def spec_of(module: nn.Module) -> ModuleSpec | None:
-    """Return the spec of a module's class, or of its nearest base class that has one; None for an unknown kind."""
+    """Return the spec of a module's class or nearest base class; None for an unknown kind."""
     return next((SUPPORTED_MODULES[cls] for cls in type(module).__mro__ if cls in SUPPORTED_MODULES), None)
 
 
 def tables_of(module: Any) -> Any:
-    """Return the sharded collection that holds the tables of a module of a known kind: it, or one inside it."""
+    """Return the sharded collection with the tables of a module of a known kind: the module, or a submodule."""
     kind = spec_of(module)
     assert kind is not None, f"{type(module).__name__} is of no known kind"
     return getattr(module, kind.tables) if kind.tables else module
@@ -74,7 +74,7 @@ def configs_of(tables: Any) -> list[Any]:
 
 
 def holds_sequences(module: Any) -> bool:
-    """Whether a module answers with an embedding for each id, and not with pooled embeddings."""
+    """Return whether a module returns an embedding for each id instead of pooled embeddings."""
     return spec_of(module) is not None and isinstance(tables_of(module), ShardedEmbeddingCollection)
 
 
@@ -86,12 +86,12 @@ def input_dists_of(module: Any) -> list[Any]:
 
 
 def sharded_modules(model: nn.Module) -> dict[str, ShardedModule[Any, Any, Any, Any]]:
-    """Return the outermost sharded modules of a model by name, each once: what the model calls."""
+    """Return the outermost sharded modules of a model by name, each once."""
     return outermost(model, lambda module: isinstance(module, ShardedModule))
 
 
 def outermost(model: nn.Module, is_wanted: Callable[[nn.Module], bool]) -> dict[str, Any]:
-    """Return the modules of a model that are wanted and not inside another such one, by name, each once."""
+    """Return the wanted modules of a model that are not inside another wanted module, by name, each once."""
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         if is_wanted(module) and not any(name.startswith(f"{outer}.") for outer in found):
@@ -100,28 +100,28 @@ def outermost(model: nn.Module, is_wanted: Callable[[nn.Module], bool]) -> dict[
 
 
 def table_modules(model: nn.Module) -> dict[str, Any]:
-    """Return the sharded collections that hold tables by name, each once, also where they are inside another kind."""
+    """Return all sharded collections with tables by name, each once, also inside other kinds of modules."""
     return {name: module for name, module in model.named_modules() if isinstance(module, TABLE_TYPES)}
 
 
 def has_model_parallel_tables(model: nn.Module) -> bool:
-    """Whether the embeddings of any table are sent between ranks."""
+    """Return whether embeddings of any table are sent between ranks."""
     plans = [module.module_sharding_plan for module in table_modules(model).values()]
     shardings = {parameter.sharding_type for plan in plans for parameter in plan.values()}
     return shardings != {ShardingType.DATA_PARALLEL.value}
 
 
 def hands_out_rows(model: nn.Module) -> bool:
-    """Whether a model has sharded modules that assign rows to ids, each shard to those that its rank gets."""
+    """Return whether a model has sharded modules that assign rows to ids (managed collisions)."""
     kinds = map(spec_of, sharded_modules(model).values())
     return any(kind is not None and kind.owner is WeightOwner.LOOKUP for kind in kinds)
 
 
 def owners_of(module: ShardedModule[Any, Any, Any, Any]) -> list[WeightOwner]:
-    """Return the last writer of what a module's lookup reads, for each sharding of its tables.
+    """Return the last writer of the weights that a module's lookup reads, for each sharding of its tables.
 
-    Read from the sharding plan, which is the same on all ranks: data-parallel tables and dense kernels are
-    trained by the dense optimizer, all others by the fused backward.
+    The sharding plan, which is the same on all ranks, determines it: the dense optimizer trains tables with dense
+    kernels, the fused backward trains all others.
     """
     kind, tables = spec_of(module), tables_of(module)
     shardings = sharding_types_of(tables)
@@ -132,14 +132,14 @@ def owners_of(module: ShardedModule[Any, Any, Any, Any]) -> list[WeightOwner]:
 
 
 def tables_in_backward(module: ShardedModule[Any, Any, Any, Any]) -> list[str]:
-    """Return the names of the tables in parts that the fused backward owns (`owners_of`), on all ranks alike."""
+    """Return the tables in shardings that the fused backward owns (`owners_of`), the same on all ranks."""
     plan = module.module_sharding_plan
     dense = {one.sharding_type for one in plan.values() if one.compute_kernel == EmbeddingComputeKernel.DENSE.value}
     return [name for name, one in plan.items() if one.sharding_type not in dense]
 
 
 def tables_in_dense_shards(model: nn.Module) -> list[str]:
-    """Return the tables of whose shards each rank's dense optimizer trains its own."""
+    """Return the sharded tables whose shards are trained by each rank's dense optimizer."""
     return [
         f"{name}.{table}"
         for name, module in table_modules(model).items()
@@ -150,16 +150,16 @@ def tables_in_dense_shards(model: nn.Module) -> list[str]:
 
 
 def sharding_types_of(tables: Any) -> list[str]:
-    """Return the sharding types of a sharded collection, one for each of its lookups and output dists."""
+    """Return the sharding type of each of a sharded collection's lookups and output dists."""
     if isinstance(tables, ShardedEmbeddingBagCollection):
         return list(tables._sharding_types)
     return list(tables._sharding_type_to_sharding)
 
 
 def ids_fit_32_bits(module: Any) -> bool:
-    """Whether every id of a module's tables that are not data-parallel fits 32 bits. The same on all ranks."""
+    """Return whether every id of a module's sharded tables fits 32 bits; the same on all ranks."""
     kind = spec_of(module)
-    if kind is None or kind.owner is WeightOwner.LOOKUP:  # managed collision: any ids, before rows are assigned to them
+    if kind is None or kind.owner is WeightOwner.LOOKUP:  # managed collisions accept any ids
         return False
     specs = [parameter.sharding_spec for parameter in tables_of(module).module_sharding_plan.values()]
     shards = [shard for spec in specs if spec is not None for shard in spec.shards]
@@ -167,11 +167,11 @@ def ids_fit_32_bits(module: Any) -> bool:
 
 
 def why_never_early(module: Any, group: dist.ProcessGroup | None = None, *, prefetches: bool = False) -> str | None:
-    """Return why no stage of a sharded module may start early; None: it may.
+    """Return why no stage of a sharded module may start early, or None.
 
     Args:
         module: The sharded module.
-        group: The ranks among which early input dists are sent; None: one rank.
+        group: The process group of early input dists; None: one rank.
         prefetches: Whether the mode copies rows into the tables' caches before their lookup.
     """
     kind = spec_of(module)
@@ -183,14 +183,14 @@ def why_never_early(module: Any, group: dist.ProcessGroup | None = None, *, pref
         return cached
     processors = kind.feature_processors and getattr(module, kind.feature_processors)
     if processors and list(processors.buffers()):
-        return "its feature processors have buffers, which an early lookup might change before their batch's turn"
+        return "its feature processors have buffers, which an early lookup might change too early"
     env = tables_of(module)._env
     own = getattr(env, "sharding_pg", env.process_group)
     ranks = None if own is None else dist.get_process_group_ranks(own)
     everyone = [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
     if ranks is None or ranks == everyone:
         return None
-    return f"its tables are sharded over ranks {ranks}, not over all of {everyone} (2D sharding, or a group of its own)"
+    return f"its tables are sharded over ranks {ranks}, not over all ranks {everyone} (2D sharding or another group)"
 
 
 def why_never_held(module: Any) -> str | None:
@@ -203,10 +203,10 @@ def why_never_held(module: Any) -> str | None:
 
 
 def _why_cached(tables: Any, prefetches: bool) -> str | None:
-    """Return why tables in a cache cannot be looked up early, or None. Read from the plan, the same on all ranks.
+    """Return why tables with a cache cannot be looked up early, or None; the same on all ranks.
 
-    A cache hands out its slots in the forward and uses them in the backward: a lookup in between may evict them, but
-    for the slots that a prefetch has locked.
+    The backward uses the cache slots of the forward. A lookup in between may evict them, except slots that a prefetch
+    has locked.
     """
     plan = tables.module_sharding_plan
     cached = {table: parameter for table, parameter in plan.items() if parameter.compute_kernel not in _WITHOUT_CACHE}

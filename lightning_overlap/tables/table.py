@@ -16,14 +16,18 @@ from torchrec.distributed.embedding_types import BaseQuantEmbeddingSharder
 from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import ModuleSharder, ParameterSharding, QuantizedCommCodecs, ShardingPlan
 from torchrec.distributed.utils import optimizer_type_to_emb_opt_type
+from torchrec.modules.embedding_modules import EmbeddingCollection
 
 from .supported_modules import outermost, sharded_modules
 
 KERNEL_ARGUMENTS = inspect.signature(SplitTableBatchedEmbeddingBagsCodegen.__init__).parameters
 KERNEL_RATE, KERNEL_EPS = (float(KERNEL_ARGUMENTS[name].default) for name in ("learning_rate", "eps"))
 
+NAME_BEFORE = "name_before_sharding"
+"""Attribute of a parameter that sharding has replaced: its name in the model."""
+
 AppliedOptimizer: TypeAlias = tuple[type[torch.optim.Optimizer], Mapping[str, Any]]
-"""An optimizer that is applied in backward: class and arguments."""
+"""Class and arguments of an optimizer that is applied in backward."""
 
 
 class Rule(NamedTuple):
@@ -32,11 +36,11 @@ class Rule(NamedTuple):
     name: str
     """Name of the optimizer's class."""
     kind: EmbOptimType | None
-    """What FBGEMM calls it."""
+    """FBGEMM's kind of optimizer."""
     rate: float
-    """The learning rate at first."""
+    """The initial learning rate."""
     eps: float
-    """What the update adds to the square root of the state."""
+    """The number that the update adds to the square root of the state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,28 +48,32 @@ class Table:
     """A table of the unsharded model."""
 
     name: str
-    """Its name in the collection's configs."""
+    """The table's name in the collection's configs."""
     module: str
     """Name of its collection in the model."""
     parameter: nn.Parameter
-    """Its weight, `(num_embeddings, embedding_dim)`."""
+    """The weight, `(num_embeddings, embedding_dim)`."""
     sharder: ModuleSharder[nn.Module]
-    """TorchRec's sharder of its collection."""
+    """TorchRec's sharder of the collection."""
 
     @property
     def path(self) -> str:
-        """Its full name in the model."""
+        """The table's full name in the model."""
         return f"{self.module}.{self.name}" if self.module else self.name
+
+    def is_pooled_if_whole(self, device: torch.device) -> bool:
+        """Whether TorchRec would pool its sequences if every rank had it whole (an EmbeddingCollection on a CPU)."""
+        return device.type == "cpu" and self.sharder.module_type is EmbeddingCollection
 
     @property
     def fused_optimizer(self) -> AppliedOptimizer | None:
-        """The optimizer that was applied in backward, or None; the first of several, which TorchRec refuses."""
+        """The optimizer applied in backward, or None; the first of several, which TorchRec rejects."""
         classes, kwargs = (getattr(self.parameter, f"_optimizer_{what}", ()) for what in ("classes", "kwargs"))
         return next(zip(classes, kwargs, strict=True), None)
 
     @property
     def rule(self) -> Rule:
-        """Its fused optimizer's rule; to be read before TorchRec shards the table and renames the arguments."""
+        """The fused optimizer's rule; read it before TorchRec shards the table and renames the arguments."""
         assert self.fused_optimizer is not None
         optimizer_class, kwargs = self.fused_optimizer
         kind = optimizer_type_to_emb_opt_type(optimizer_class)
@@ -73,28 +81,28 @@ class Table:
         return Rule(optimizer_class.__name__, kind, float(rate), float(kwargs.get("eps", KERNEL_EPS)))
 
     def planned(self, plan: ShardingPlan) -> ParameterSharding | None:
-        """Return how a plan shards it, or None."""
+        """Return the table's sharding in a plan, or None."""
         of_module: dict[str, ParameterSharding] = plan.get_plan_for_module(self.module) or {}
         return of_module.get(self.name)
 
     def apply_fused_optimizer(self, optimizer_class: type[torch.optim.Optimizer], kwargs: Mapping[str, Any]) -> None:
-        """Say for TorchRec that an optimizer is applied in backward, if there is none yet.
+        """Set an optimizer for TorchRec to apply in backward, if none is set.
 
-        torch's own function would also make the optimizer, whose state may be as large as the table.
+        torch's function would also make the optimizer, whose state may be as large as the table.
         """
         if self.fused_optimizer is None:
             applied = {"_optimizer_classes": [optimizer_class], "_optimizer_kwargs": [dict(kwargs)]}
             vars(self.parameter).update(applied, _in_backward_optimizers=[])
 
     def update_in_backward(self, optimizer_class: type[torch.optim.Optimizer], kwargs: Mapping[str, Any]) -> None:
-        """Let torch make the optimizer and apply it in the backward of the unsharded table, if there is none yet."""
+        """Let torch make the optimizer and apply it in the backward of the unsharded table, if none is set."""
         if self.fused_optimizer is None:
             in_backward._apply_optimizer_in_backward(optimizer_class, [self.parameter], dict(kwargs))
 
     def let_go(self) -> None:
-        """Take its weight out of torch's maps of optimizers in backward, once the table is sharded.
+        """Remove the weight of a sharded table from torch's maps of in-backward optimizers.
 
-        They hold the whole weight, its optimizer and its hook for as long as the process lives.
+        They keep the unsharded weight, its optimizer and its hook until the process ends.
         """
         for hook in in_backward.param_to_optim_hook_handle_map.pop(self.parameter, ()):
             hook.remove()
@@ -102,17 +110,17 @@ class Table:
         vars(self.parameter).pop("_in_backward_optimizers", None)
 
     def own_arguments(self) -> None:
-        """Give it arguments of its own for its optimizer.
+        """Copy the arguments of the table's optimizer.
 
-        The user's dict may be that of other tables, or of a module made later: TorchRec writes the kind of optimizer
-        into it, and takes the kind that it finds there in the place of the class.
+        Several tables or modules may share the user's dict: TorchRec writes the kind of optimizer into it, and prefers
+        an existing kind to the class.
         """
         if self.fused_optimizer is not None:
             vars(self.parameter)["_optimizer_kwargs"] = list(map(dict, vars(self.parameter)["_optimizer_kwargs"]))
 
 
 def training_sharders(codecs: Mapping[str, QuantizedCommCodecs] | None = None) -> list[ModuleSharder[nn.Module]]:
-    """Return TorchRec's default sharders but those of quantized modules, which have nothing to train and stay whole."""
+    """Return TorchRec's default sharders, without sharders of quantized modules, which are not trained."""
     sharders = [sharder for sharder in get_default_sharders() if not isinstance(sharder, BaseQuantEmbeddingSharder)]
     return sharders if codecs is None else [type(sharder)(qcomm_codecs_registry=codecs) for sharder in sharders]
 
@@ -128,21 +136,34 @@ def find_tables(model: nn.Module) -> list[Table]:
     ]
 
 
+def mark_replaced(before: Mapping[str, nn.Parameter], model: nn.Module) -> None:
+    """Note the name of each parameter that sharding has replaced, since an earlier optimizer may still have it.
+
+    Args:
+        before: The parameters of the unsharded model by name.
+        model: The sharded model.
+    """
+    kept = set(map(id, model.parameters()))
+    for name, parameter in before.items():
+        if id(parameter) not in kept:
+            vars(parameter)[NAME_BEFORE] = name
+
+
 def has_tables(model: nn.Module) -> bool:
-    """Whether a model has tables, sharded already or not."""
+    """Return whether a model has tables, sharded or not."""
     return bool(find_tables(model) or sharded_modules(model))
 
 
 def table_optimizers(model: nn.Module) -> dict[str, AppliedOptimizer]:
-    """Return the optimizers that are applied in backward to the tables of an unsharded model, by the tables' paths.
+    """Return table path -> optimizer applied in backward, for an unsharded model.
 
-    A parameter has it in attributes that neither `copy.deepcopy` nor the pickler of `torch.multiprocessing` copies.
+    `copy.deepcopy` and the pickler of `torch.multiprocessing` do not copy these attributes of parameters.
     """
     return {table.path: table.fused_optimizer for table in find_tables(model) if table.fused_optimizer}
 
 
 def apply_table_optimizers(model: nn.Module, recorded: Mapping[str, AppliedOptimizer]) -> None:
-    """Apply the optimizers of `table_optimizers` in the backward of a copied model's tables that have none."""
+    """Apply the optimizers of `table_optimizers` to a copied model's tables without an optimizer."""
     for table in find_tables(model):
         if table.path in recorded:
             table.update_in_backward(*recorded[table.path])

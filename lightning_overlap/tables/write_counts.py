@@ -1,7 +1,7 @@
-"""Find out whether the input of an early lookup, or the tables that it read, were written since.
+"""Detect writes to the input of an early lookup, or to the tables that it read.
 
-Every tensor counts its in-place writes (`Tensor._version`). FBGEMM's kernels do not raise that count of the tables when
-they update them, so a higher count means that somebody else has written a table.
+Every tensor counts its in-place writes (`Tensor._version`). Updates by FBGEMM's kernels do not count, so a higher count
+of a table means another write.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ _PARTS = ("_values", "_lengths", "_weights")
 
 
 class SentInput:
-    """The tensors of a KeyedJaggedTensor when its ids were sent, with their write counts: values, lengths, weights."""
+    """Values, lengths and weights of a KeyedJaggedTensor when its ids were sent, with their write counts."""
 
     __slots__ = ("_parts",)
 
     def __init__(self, kjt: KeyedJaggedTensor) -> None:
-        kjt.lengths()  # may only now be computed from the offsets
+        kjt.lengths()  # computes them from the offsets, if needed
         parts = [(name, getattr(kjt, name)) for name in _PARTS]
         self._parts = [(name, weakref.ref(part), _version(part)) for name, part in parts if isinstance(part, Tensor)]
 
     def forget_ids(self) -> None:
-        """Compare lengths only from now on: the memory of values and weights was freed, nobody can change them."""
+        """Only compare lengths from now on, since the memory of values and weights is freed."""
         self._parts = [part for part in self._parts if part[0] == "_lengths"]
 
     def is_unchanged(self, kjt: KeyedJaggedTensor) -> bool:
-        """Whether an input still holds the tensors that were sent, and nobody has written them since."""
+        """Return whether an input still has the sent tensors, unchanged."""
         for name, part, version in self._parts:
             now = getattr(kjt, name)
             if now is not part() or _version(now) != version:
@@ -54,7 +54,7 @@ def _version(tensor: Any) -> int:
 
 
 def count_writes(kjts: Iterable[KeyedJaggedTensor]) -> None:
-    """Replace tensors of inputs that were made in inference mode, which count no writes, by copies that do."""
+    """Replace inference tensors in inputs, which do not count writes, by copies."""
     for kjt in kjts:
         for name in _PARTS:
             part = getattr(kjt, name)
@@ -64,7 +64,7 @@ def count_writes(kjts: Iterable[KeyedJaggedTensor]) -> None:
 
 
 class WatchedTable(TableBatchedEmbeddingSlice):  # type: ignore[misc]
-    """A table's weight whose `data` shares its write count; PyTorch's own `data` has a separate count."""
+    """A table's weight whose `data` shares its write count; PyTorch's `data` has a separate count."""
 
     __slots__ = ()
 
@@ -80,9 +80,9 @@ class WatchedTable(TableBatchedEmbeddingSlice):  # type: ignore[misc]
 
 
 def watch_tables(model: nn.Module) -> None:
-    """Let writes to `weight.data` of a sharded model's tables raise the count of the weight, too.
+    """Make writes to `weight.data` of a sharded model's tables count as writes to the weight.
 
-    A gradient of a fused table's weight itself is an error from now on: nobody would apply it.
+    Also make a gradient of a fused table's weight an error, since it would not be applied.
     """
     for parameter in model.parameters():
         if type(parameter) is TableBatchedEmbeddingSlice:
@@ -105,7 +105,7 @@ def _dense_weights(module: Any) -> list[Tensor]:
 
 @read_once
 def _refuse_gradients(module: Any) -> list[Any]:
-    owner = weakref.ref(module)  # a hook that holds it would keep it for good
+    owner = weakref.ref(module)  # a strong reference in a hook would keep the module alive
 
     def check(weight: Tensor) -> None:
         module: Any = owner()
@@ -116,13 +116,13 @@ def _refuse_gradients(module: Any) -> list[Any]:
         weight.grad = None
         if lost:
             raise RuntimeError(
-                f"the loss has a gradient for the weight of {some(lost)} itself, not by lookups: by a penalty on all "
-                "parameters, say, or a product with the whole table. A sharded table is trained by its lookups alone, "
-                "and a rank may have a part of it only: this gradient would be lost. Leave tables out (of all "
-                "parameters torchrec.optim.optimizers.in_backward_optimizer_filter gives the others), penalize the "
-                "embeddings that were looked up, or look up the rows to multiply with."
+                f"the loss uses the weight of {some(lost)} directly, not by lookups, for example in a penalty on all "
+                "parameters or a product with the whole table. Only lookups train a sharded table, and a rank may have "
+                "only a part of it, so this gradient would be lost. Exclude tables "
+                "(torchrec.optim.optimizers.in_backward_optimizer_filter returns the other parameters), penalize the "
+                "looked-up embeddings, or look up the rows of the product."
             )
-        for handle in handles:  # zeros, which show DistributedDataParallel that a parameter is used: looked at once
+        for handle in handles:  # zero gradients mark parameters as used for DistributedDataParallel: check only once
             handle.remove()
 
     weights = [weight for weight in _fused_weights(module) if weight.requires_grad]
@@ -131,19 +131,19 @@ def _refuse_gradients(module: Any) -> list[Any]:
 
 
 def num_fused_writes(module: Any) -> tuple[int, ...]:
-    """Return the write count of each weight of a module's fused tables: writes by anybody but the fused backward."""
+    """Return the write count of each weight of a module's fused tables, without updates by the fused backward."""
     return tuple(weight._version for weight in _fused_weights(module))
 
 
 def has_dense_weights(module: Any) -> bool:
-    """Whether a module has weights of the dense optimizer, which `num_fused_writes` leaves out. Replicas are none."""
+    """Return whether a module has weights of the dense optimizer, which `num_fused_writes` excludes; not replicas."""
     return bool(_dense_weights(module))
 
 
 def count_backwards(module: Any, answer: Any) -> None:
-    """Count each backward of an answer that a module has given outside of a training step, once it has written tables.
+    """Count each backward of a module's answer outside of a training step, after it has written tables.
 
-    What it writes FBGEMM's kernels do not count, and no step's end shows it.
+    FBGEMM's kernels do not count its writes.
     """
 
     def count() -> None:
@@ -167,12 +167,12 @@ def num_writes(module: Any, owner: WeightOwner) -> tuple[int, ...]:
 
     Args:
         module: The sharded module.
-        owner: The last writer of the tables that were looked up. For the dense optimizer the counts of its own weights
-            are there too: it has written them before the lookup.
+        owner: The last writer of the looked-up tables. For the dense optimizer its weights are counted as well: it has
+            written them before the lookup.
 
     Returns:
-        The backwards of `count_backwards`, then one count for each weight; nothing for `WeightOwner.LOOKUP`, which
-        looks up where the module is called.
+        The backwards of `count_backwards`, then a count for each weight; empty for `WeightOwner.LOOKUP`, whose lookup
+        is not early.
     """
     if owner is WeightOwner.LOOKUP:
         return ()

@@ -1,7 +1,7 @@
-"""Law checkers, for a user's own module, data or schedule.
+"""Law checkers for a user's module or schedule.
 
-`check_module(MyModule, data)` trains a module and checks the laws on what it did; `check_laws(my_schedule)` does so
-with a small model of this package, under each stream policy.
+`check_module(MyModule, data)` trains a module and checks the laws; `check_laws(my_schedule)` checks a schedule with a
+small model, with each `stream` option.
 """
 
 from .check_module import ModuleReport as ModuleReport

@@ -1,4 +1,4 @@
-"""The laws of the package, checked on a user's own module and data: `check_module`."""
+"""`check_module`: checks the laws of the package on a user's module and data."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from .unsharded_law import compare_with_unsharded
 from .watched_fit import NUM_WATCHED_STEPS, Data, ModuleFactory, Setting, Watched, fit, make_trainer
 
 _WITHOUT_REFERENCE = ("frozen_window", "stash_gradients")
-"""Options of a mode that are refused: plain training, the reference, has nothing like them."""
+"""Options of a mode that plain training, the reference, lacks."""
 _SIZES = "/lightning_overlap/sparse/input_sizes.py"
-"""The file with the one host sync of a step, the read of sizes."""
+"""The file with a step's only host sync, the read of the split sizes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +35,8 @@ class Verdict:
     """The result of checking one law.
 
     Args:
-        law: What has to hold.
-        problem: What does not hold, or ''.
+        law: The law.
+        problem: How it is broken, or ''.
         said: What was compared, if it holds.
     """
 
@@ -47,16 +47,16 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class ModuleReport:
-    """The result of `check_module`; `str()` of it is a table.
+    """The result of `check_module`; `str()` returns it as a table.
 
     Args:
-        schedule: The mode that was checked.
-        num_steps: Steps trained by each fit.
-        num_ranks: Processes that took part.
-        verdicts: One for each law.
-        early: Share of batches, after the first, whose embeddings came from an early lookup, by module.
-        plain: Modules that ran in their own forward, each with the reason.
-        host_syncs: Syncs in a step by place in the code, without the read of sizes; on a CPU predicted from operators.
+        schedule: The checked mode.
+        num_steps: Steps of each fit.
+        num_ranks: Number of ranks.
+        verdicts: A verdict per law.
+        early: Module -> share of batches, after the first, with embeddings from an early lookup.
+        plain: Module that ran its own forward -> the reason.
+        host_syncs: Place in the code -> syncs per step, without the read of sizes; on a CPU predicted from operators.
     """
 
     schedule: Schedule
@@ -100,58 +100,56 @@ def check_module(
 ) -> ModuleReport:
     """Train your module in a mode and check that the laws hold for it.
 
-    Four fits of `num_steps` from the same seed, on the same batches: three in the mode and one of a reference; for
-    law 10 two short ones, in the mode and of the unsharded module. All call your `training_step` under Lightning, each
-    with a module that `make_module` made. `docs/testing.md` says what is checked, and how it is seen; in short:
+    Runs four fits of `num_steps` from the same seed, on the same batches: three in the mode and one as a reference.
+    Law 10 needs two more short fits, in the mode and of the unsharded module. Each fit calls the `training_step` of a
+    new module under Lightning. `docs/testing.md` has the details; in short, this checks that:
 
-    - Losses, weights, tables and optimizer states equal those of `pipeline="base"` bit for bit after every step. In a
-      mode with a staleness, each lookup of the reference in a fused table reads the weights that the mode's lookup of
-      that batch was issued after.
-    - The lookup of batch N is issued after the updates of batches 0 to N - 1 - k, k being the staleness, and before
-      any other. (With manual optimization, and with `start_batch` or `end_batch`: of at least these.)
-    - On one rank of a CPU, streams and events order all uses of the same memory, in the package and in your own hooks.
-    - Modules are served from early lookups, from the second batch on; each batch is trained once, in order.
-    - Sharded modules answer as the unsharded ones do with the same weights, and the same weights are trained.
+    - Losses, weights, tables and optimizer states equal those of `pipeline="base"`, bit for bit, after every step. In a
+      stale mode the reference's lookups read fused tables that are equally old.
+    - The lookup of batch N sees exactly the updates of batches 0 to N - 1 - k, where k is the staleness. (With manual
+      optimization, `start_batch` or `end_batch`: at least these updates.)
+    - On one CPU rank, streams and events order all uses of the same memory, in the package and in your hooks.
+    - Early lookups serve the modules from the second batch on; each batch is trained once, in order.
+    - Sharded modules compute what the unsharded modules compute with the same weights, and train the same weights.
 
-    In a process without a process group it makes one of one rank for the time being; in a group that is there (under
-    torchrun, say) every rank calls this alike and all raise together. The seed is the same on all ranks while the
-    module is made, and differs from rank to rank in training.
+    Without a process group this makes a temporary group of one rank. With a process group (for example under torchrun)
+    call this on every rank; all ranks raise together. All ranks make the module with the same seed and train with
+    different seeds.
 
-    Use few rows (100 or so) and a table learning rate of 1 or more: what nobody looks up twice cannot be stale.
+    Use few rows (about 100) and a table learning rate of 1 or more: only a row that is looked up again can be stale.
 
     Args:
-        make_module: Makes your module, untrained: its class, or a function without arguments.
-        data: A LightningDataModule, a data loader, or batches; on several ranks, this rank's own.
-        pipeline: A mode's name, a `Mode`, or a schedule of yours.
-        num_steps: Batches to train; fewer where the data has no more.
+        make_module: The class of your module, or a function that returns a new, untrained module.
+        data: A LightningDataModule, a data loader, or batches; on several ranks, this rank's batches.
+        pipeline: A mode's name, a `Mode`, or a schedule.
+        num_steps: Batches to train; fewer if the data has fewer.
         seed: Seeds Python, NumPy and torch before each fit.
-        accelerator: `cpu` or `gpu`; on a GPU the kernels have to be deterministic.
-        must_overlap: Whether a module that runs in its own forward breaks a law, or is only reported.
-        max_host_syncs: How many host syncs a step may make besides the read of sizes, before that breaks a law; None
-            to report them only.
+        accelerator: `cpu` or `gpu`; on a GPU the kernels must be deterministic.
+        must_overlap: Whether a module that runs its own forward breaks a law; otherwise it is only reported.
+        max_host_syncs: Number of host syncs that a step may make besides the read of sizes; None: only report them.
         trainer_options: More arguments of `Trainer`.
         **strategy_options: More arguments of `OverlapEmbeddingStrategy`: `sharding`, `stream`, `fused_optimizer`...
 
     Raises:
-        AssertionError: A law is broken; the message names it, the step, and the weight or module, above the report.
-        TypeError: `make_module` is a module: it is sharded by the first fit, so each fit needs a new one.
-        ValueError: The data has less than two batches, or `frozen_window` or `stash_gradients` is given.
+        AssertionError: A law is broken; the message names the law, the step, and the weight or module.
+        TypeError: `make_module` is a module; each fit needs a new module, because a fit shards it.
+        ValueError: The data has fewer than two batches, or `frozen_window` or `stash_gradients` is set.
     """
     if isinstance(make_module, nn.Module):
         raise TypeError(
-            f"make_module makes a module for each fit, got a {type(make_module).__name__}: pass its class, or "
+            f"make_module must make a new module for each fit, got a {type(make_module).__name__}: pass its class, or "
             "`lambda: MyModule(...)`."
         )
     mode = resolve_mode(pipeline)
     for name in _WITHOUT_REFERENCE:
         if getattr(mode, name):
             raise ValueError(
-                f"check_module compares with plain training, which has nothing like {name}. Leave it out: the laws are "
-                "then checked of the mode without it."
+                f"check_module compares with plain training, which has no {name}, got {name}={getattr(mode, name)}. "
+                "Check the mode without it."
             )
     schedule = mode.schedule
     overlaps = schedule.has_sparse_stages
-    first_words.calm_libraries(strategy_options.get("calm_libraries", True))  # before data and modules are made
+    first_words.calm_libraries(strategy_options.get("calm_libraries", True))  # before making data and modules
     with process_group(accelerator):
         datamodule = data if isinstance(data, LightningDataModule) else None
         setting = Setting(make_module, (), datamodule, accelerator, seed, trainer_options or {}, strategy_options)
@@ -198,7 +196,6 @@ def check_module(
 
 
 def _first_batches(setting: Setting, data: Any, num_steps: int) -> list[Any]:
-    """Return the first batches, so that every fit gets the same ones whatever random state it has."""
     if isinstance(data, LightningDataModule):
         if getattr(data, "trainer", None) is None:
             data.trainer = make_trainer(setting, "auto" if dist.get_world_size() == 1 else "ddp")
@@ -207,12 +204,12 @@ def _first_batches(setting: Setting, data: Any, num_steps: int) -> list[Any]:
         data = data.train_dataloader()
     batches = list(itertools.islice(data, num_steps))
     if len(batches) < 2:
-        raise ValueError(f"check_module needs two batches or more, got {len(batches)}: nothing is ahead of the last.")
+        raise ValueError(f"check_module needs two batches or more, got {len(batches)}: use more data.")
     return batches
 
 
 def _together(verdicts: tuple[Verdict, ...]) -> tuple[Verdict, ...]:
-    """Combine the verdicts of all ranks, so that all ranks raise or none."""
+    """Combine the verdicts of all ranks, so that all ranks or none raise."""
     everyone = gather_objects([verdict.problem for verdict in verdicts])
     if len(everyone) == 1:
         return verdicts
@@ -222,11 +219,11 @@ def _together(verdicts: tuple[Verdict, ...]) -> tuple[Verdict, ...]:
     )
 
 
-# -- the laws: each returns what is wrong, or '', and what was seen where it holds ----------------------------------
+# -- the laws: each function returns the problem, or '', and what was compared --------------------------------------
 
 
 def _first_difference(mine: Watched, theirs: Watched) -> str:
-    """Return at which step the losses, or the states that both have, differ first, in words; '' if they do not."""
+    """Describe the first step at which the losses, or the states that both have, differ; '' if none does."""
     for step, (one, other) in enumerate(itertools.zip_longest(mine.losses, theirs.losses)):
         problems = []
         if one is None or other is None or not torch.allclose(one, other, rtol=0, atol=0, equal_nan=True):
@@ -244,13 +241,13 @@ def _number(loss: torch.Tensor | None) -> str:
 
 
 def _updates_to_see(schedule: Schedule, watched: Watched, batch: int) -> tuple[int, ...]:
-    """Return the updates that an early lookup should see; tables of the dense optimizer are never stale."""
+    """Return the updates that an early lookup must see; tables of the dense optimizer are never stale."""
     staleness = 0 if watched.fused.isdisjoint(watched.modules_early_in(batch)) else schedule.staleness
     return tuple(update for update in watched.updates if update < batch - staleness)
 
 
 def _delays(schedule: Schedule, watched: Watched, *, as_seen: bool) -> Delays:
-    """Return the updates that lookups of the reference see: those that the mode says, or that the watched ones saw."""
+    """Return the updates that the reference's lookups see: by the mode, or with `as_seen` as the watched fit saw."""
     return {
         batch: (len(seen if as_seen else _updates_to_see(schedule, watched, batch)), watched.modules_early_in(batch))
         for batch, seen in watched.seen.items()
@@ -258,7 +255,6 @@ def _delays(schedule: Schedule, watched: Watched, *, as_seen: bool) -> Delays:
 
 
 def _seen(schedule: Schedule, watched: Watched, at_least: bool) -> tuple[str, str]:
-    """Check which updates were over when each lookup was issued; return the problem, or '', and what was seen."""
     for batch, seen in sorted(watched.seen.items()):
         early = watched.modules_early_in(batch)
         expected = _updates_to_see(schedule, watched, batch)
@@ -266,21 +262,21 @@ def _seen(schedule: Schedule, watched: Watched, at_least: bool) -> tuple[str, st
         if early and wrong:
             problem = (
                 f"the lookup of batch {batch} ({', '.join(sorted(early))}) was issued after the updates of batches "
-                f"{list(seen)}; with a staleness of {schedule.staleness} it should see {list(expected)}"
+                f"{list(seen)}; with a staleness of {schedule.staleness} it must see {list(expected)}"
             )
             return problem, ""
     return "", f"{len(watched.seen)} early lookups"
 
 
 def _race(setting: Setting, pipeline: str | Mode | Schedule, overlaps: bool) -> tuple[str, str]:
-    """Train once more on simulated streams that follow every operator's memory. On one rank of a CPU only."""
+    """Train once more, on one CPU rank, with simulated streams that follow every operator's memory."""
     if not overlaps or setting.accelerator != "cpu" or dist.get_world_size() > 1:
-        return "", "not looked at"
+        return "", "not checked"
     try:
         fit(setting, pipeline, every_state=False, races=True)
     except RaceError as err:
         return str(err), ""
-    return "", "streams order every operator of a further fit"
+    return "", "streams order every operator of another fit"
 
 
 def _served(watched: Watched, must_overlap: bool) -> tuple[str, str]:
@@ -297,7 +293,7 @@ def _served(watched: Watched, must_overlap: bool) -> tuple[str, str]:
 
 
 def _shares(watched: Watched) -> dict[str, float]:
-    """Return how many of the batches after the first, which shows what feeds which module, were served early."""
+    """Return module -> share of batches served early, without the first batch, which shows how modules are fed."""
     names = sorted({name for modules in watched.early.values() for name in modules})
     later = [modules for batch, modules in watched.early.items() if batch > 0]
     return {
@@ -321,7 +317,7 @@ def _collective(issued: tuple[int, str, str] | None) -> str:
 
 
 def _host_syncs(watched: Watched) -> tuple[dict[str, float], float]:
-    """Return the places of host syncs with how many a step, and how many reads of sizes there are besides."""
+    """Return place of a host sync -> syncs per step, and the reads of sizes per step."""
     of_sizes = [any(frame.filename.endswith(_SIZES) for frame in sync.stack) for sync in watched.syncs]
     places = Counter(
         f"{sync.operator} in {re.sub(r'^, ', '', sync.source())}"

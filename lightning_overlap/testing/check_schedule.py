@@ -1,4 +1,4 @@
-"""The laws of a schedule: `check_laws(my_schedule)` trains a small model by it."""
+"""`check_laws`: checks the laws of a schedule with a small model."""
 
 from __future__ import annotations
 
@@ -10,21 +10,17 @@ from ..schedules import STREAMS, Schedule
 from .check_module import check_module
 
 _SHARDING = {"cat_0": "table_wise", "cat_1": "column_wise", "cat_2": "data_parallel"}
-"""Of each table; the dense optimizer writes the last one."""
+"""Table -> sharding; the dense optimizer writes the data-parallel table."""
 
 
 def check_laws(schedule: Schedule) -> None:
-    """Check that a schedule does what it says, with real tables on one rank of a CPU.
+    """Check the laws of your schedule on one CPU rank.
 
-    `check_module` trains a small DLRM by it, over 2 x depth + 1 batches, with early lookups on each of the streams that
-    they may run on, and checks its laws: tables of the fused backward are seen with the schedule's staleness, those of
-    the dense optimizer always fresh.
-
-    Args:
-        schedule: A schedule of yours.
+    `check_module` trains a small DLRM for 2 x depth + 1 batches, with each `stream` option: fused tables are read with
+    the schedule's staleness, tables of the dense optimizer are never stale.
 
     Raises:
-        AssertionError: A law is broken; the message names it, above the report. A race of streams says what is missing.
+        AssertionError: A law is broken; the message names it. For a race it names the missing call.
     """
     num_steps = 2 * schedule.depth + 1
     data = SyntheticDataModule(
@@ -36,5 +32,5 @@ def check_laws(schedule: Schedule) -> None:
 
     for stream in STREAMS:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the data-parallel table loses its fused optimizer, as is meant here
+            warnings.simplefilter("ignore")  # the data-parallel table loses its fused optimizer, as intended
             check_module(make_model, data, schedule, num_steps=num_steps, stream=stream, sharding=_SHARDING)

@@ -1,8 +1,8 @@
-"""Find races between streams in a real run on a CPU: simulated streams that see every operator and its memory.
+"""Find races between streams in a CPU run: simulated streams follow every operator and its memory.
 
-All work runs on the calling thread, as with `Streams`, but each operator counts as work of the stream that would be
-current on a device, reads and writes by its schema the memory of its tensors, and allocates that of its results. So a
-race shows in every run, whether or not it would have gone wrong on some device.
+All work runs on the calling thread. Each operator counts as work of the stream that would be current on a device. Its
+schema tells which tensors it reads and writes; it allocates its results. So every run finds a race, whether or not a
+device would show it.
 """
 
 from __future__ import annotations
@@ -24,11 +24,10 @@ from .race_detector import RacingStreams
 
 
 class FollowedStreams(RacingStreams):
-    """Each operator counts as work of the stream that would be current on a device.
+    """Attributes each operator to the stream that would be current on a device.
 
-    On a device autograd makes a node's stream current while it runs the node: the stream that was current when the node
-    was made. Whatever the node does is work of that stream, and so are the nodes of a graph that the node makes, whose
-    backward may run within it.
+    On a device autograd runs a node on the stream that was current when the node was made. The node's operators belong
+    to that stream, and so do the nodes that it makes.
 
     Source: `InputMetadata` (a node's stream) and `Engine::evaluate_function` (its guard) of PyTorch 2.11 to 2.14.
     """
@@ -36,14 +35,14 @@ class FollowedStreams(RacingStreams):
     def __init__(self, lookup: StreamName = StreamName.LOOKUP) -> None:
         super().__init__(lookup)
         self._within: Any = None
-        """The node that runs where `_current` was made current; None outside a backward."""
+        """The autograd node that ran when `_current` was set; None outside a backward."""
         self._since: list[tuple[int, StreamName]] = [(0, StreamName.COMPUTE)]
-        """Autograd's numbers of nodes from which on they are of a stream."""
+        """(number n, stream): nodes with autograd's sequence numbers from n on belong to the stream."""
         self._num_noted = 0
 
     @contextmanager
     def on(self, name: StreamName) -> Iterator[None]:
-        """Make a stream current, also within a node that autograd runs on another stream."""
+        """Make a stream current, also within an autograd node of another stream."""
         self._note_nodes()
         before = self._current, self._within
         self._current, self._within = self[name], torch._C._current_autograd_node()
@@ -58,11 +57,11 @@ class FollowedStreams(RacingStreams):
         return Operators(self._ran)
 
     def ran(self, func: Any, args: Iterable[Any], result: Any) -> None:
-        """Take note of an operator that is no view, as `Operators` tells it; subclasses say how."""
+        """Handle an operator that is not a view; arguments as for `Operators`."""
         raise NotImplementedError
 
     def stream_of_operator(self) -> tuple[StreamName, bool]:
-        """Return the stream of the operator that has just run, and whether autograd chose it."""
+        """Return the stream of the operator that just ran, and whether autograd chose the stream."""
         node: Any = torch._C._current_autograd_node()
         if node is None or node is self._within:
             return self._current, False
@@ -78,7 +77,7 @@ class FollowedStreams(RacingStreams):
             self.ran(func, args, result)
 
     def _note_nodes(self) -> None:
-        """Note the stream of the nodes made since the last note: it was current all the time."""
+        """Note the stream of the nodes made since the last call; it has not changed in between."""
         stream, _ = self.stream_of_operator()
         if stream is not self._since[-1][1]:
             self._since.append((self._num_noted, stream))
@@ -91,13 +90,13 @@ def _sequence_number() -> int:
 
 
 class CheckedStreams(FollowedStreams):
-    """Streams of a run on one rank that raise a `RaceError` where an operator uses what nothing ordered.
+    """Streams of a run on one rank that raise a `RaceError` if an operator's use of memory is not ordered.
 
-    Autograd runs a node after all that its backward has run so far, and hands gradients over itself; at its end no
-    stream waits for another.
+    Autograd orders a node after all earlier nodes of its backward and shares gradients between streams; at the end of
+    the backward no stream waits for another.
 
     Args:
-        lookup: As of `RacingStreams`.
+        lookup: As for `RacingStreams`.
     """
 
     def __init__(self, lookup: StreamName = StreamName.LOOKUP) -> None:
@@ -107,34 +106,34 @@ class CheckedStreams(FollowedStreams):
         self._ran_in_backward: set[StreamName] = set()
         self._weights: list[str] = []
         self.doing = "start"
-        """The last event of the executor, which errors name as their place."""
+        """The executor's last event; errors name it as their place."""
 
     def memory_of(self, value: Any) -> Iterable[str]:
-        """Return the names of the storages of all tensors, of any shape, in a nested value."""
+        """Return the names of the storages of all tensors in a nested value."""
         return map(self._name, _all_tensors(value))
 
     @contextmanager
     def watching(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
-        """Follow all operators of the calling thread, after the load of these parameters and tables."""
+        """Follow all operators of the calling thread; `weights` are parameters and tables by name."""
         self._weights = [self._name(tensor, label) for label, tensor in weights.items()]
         self._races.do("the load of the weights", StreamName.COMPUTE, writes=self._weights)
         with self.following():
             yield
 
     def take(self, batch: Any) -> None:
-        """Take a batch that was copied to the device on the current stream: its tensors are new memory there."""
+        """Note a batch that was copied to the device on the current stream; its tensors are new memory."""
         names = [self._name(tensor, "a tensor of a batch", anew=True) for tensor in _all_tensors(batch)]
         self._races.do(f"the copy of a batch after the {self.doing}", self._current, makes=names)
 
     def read_weights(self, by: str) -> None:
-        """Read all weights on the compute stream, as what comes between two steps may."""
+        """Read all weights on the compute stream, as a callback between two steps may."""
         self._races.do(by, StreamName.COMPUTE, reads=self._weights)
 
     def ran(self, func: Any, args: Iterable[Any], result: Any) -> None:
-        """Check the memory that an operator has read, written and made.
+        """Check the memory that an operator reads, writes and allocates.
 
         Raises:
-            RaceError: Nothing orders it after an earlier use of the same memory on another stream.
+            RaceError: The operator is not ordered after an earlier use of the same memory on another stream.
         """
         stream, in_backward = self.stream_of_operator()
         reads: list[str] = []
@@ -155,7 +154,7 @@ class CheckedStreams(FollowedStreams):
         self._races.do(by, stream, reads=reads, writes=writes, makes=[name for name in made if name not in used])
 
     def _name(self, tensor: Tensor, label: str = "a tensor", *, anew: bool = False) -> str:
-        """Return the name of a tensor's storage; where one that is gone gave its address to another, a new one."""
+        """Return the name of a tensor's storage; a storage at the address of a freed storage gets a new name."""
         storage = tensor.untyped_storage()
         known, name = self._names.get(storage._cdata, (None, ""))
         if known is None or anew or known.expired():
@@ -170,15 +169,15 @@ def _all_tensors(value: Any) -> list[Tensor]:
 
 
 def tensors_of(value: Any) -> list[Tensor]:
-    """Return the tensors of more than one element in an operator's argument or result; smaller ones are the host's."""
+    """Return the tensors in an operator's argument or result, except scalars, which are on the host."""
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.numel() > 1]
 
 
 class Operators(TorchDispatchMode):
-    """Tells of every operator of the calling thread that has run, views too.
+    """Calls `ran` after every operator of the calling thread, views included.
 
     Args:
-        ran: Called with the ATen operator, its arguments in the order of its schema, and its result.
+        ran: Gets the ATen operator, its arguments in the order of its schema, and its result.
     """
 
     def __init__(self, ran: Callable[[Any, list[Any], Any], None]) -> None:

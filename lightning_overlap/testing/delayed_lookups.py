@@ -1,4 +1,4 @@
-"""The reference of a mode with a staleness: plain training whose lookups read tables that are some updates old."""
+"""The reference of a stale mode: plain training whose lookups read old tables."""
 
 from __future__ import annotations
 
@@ -13,15 +13,11 @@ from typing_extensions import override
 from ..tables import sharded_modules, tbes
 
 Delays = Mapping[int, tuple[int, frozenset[str]]]
-"""Batch -> how many updates its lookup sees, and in which modules; all others see every update."""
+"""Batch -> number of updates that its lookups see, and the modules concerned; other modules see every update."""
 
 
 class DelayedLookups(Callback):
-    """Lets lookups of a plain fit read the fused tables as they were some updates ago.
-
-    Args:
-        delays: How many updates each lookup sees, and in which modules.
-    """
+    """Makes lookups of a plain fit read old fused tables, as `delays` says."""
 
     def __init__(self, delays: Delays) -> None:
         self._delays = delays
@@ -43,7 +39,6 @@ class DelayedLookups(Callback):
         self._keep(pl_module)
 
     def _keep(self, module: LightningModule) -> None:
-        """Keep a copy of the present tables as long as a coming batch reads them."""
         wanted = {num for batch, (num, _) in self._delays.items() if batch >= self._batch}
         self._weights = {num: weights for num, weights in self._weights.items() if num in wanted}
         if self._num_updates in wanted:
@@ -54,14 +49,14 @@ class DelayedLookups(Callback):
 
     @contextlib.contextmanager
     def around(self, name: str, module: Any) -> Iterator[None]:
-        """Go around the lookup of a module for the present batch."""
+        """Wrap a module's lookup of the current batch."""
         num_updates, names = self._delays.get(self._batch, (0, frozenset()))
         if name not in names:
             yield
             return
         weights = fused_weights(module)
         now = [weight.detach().clone() for weight in weights]
-        # By `.data` autograd does not see that the backward writes other values than the lookup has read.
+        # `.data` hides from autograd that the backward writes other values than the lookup read.
         for weight, value in zip(weights, self._weights[num_updates][name], strict=True):
             weight.data.copy_(value)
         try:
@@ -72,5 +67,5 @@ class DelayedLookups(Callback):
 
 
 def fused_weights(module: Any) -> list[Tensor]:
-    """Return the tables of a module's kernels, each `(rows, columns)`, in the kernels' own memory."""
+    """Return views of the tables in a module's kernels, each `(rows, columns)`."""
     return [weight for kernel in tbes(module) for weight in kernel.split_embedding_weights()]

@@ -1,4 +1,4 @@
-"""Run fits in this process, without a launcher: in the process group that is there, or in one of one rank."""
+"""Run fits in this process without a launcher, in an existing process group or in a group of one rank."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ import torch.distributed as dist
 
 @contextlib.contextmanager
 def process_group(accelerator: str) -> Iterator[None]:
-    """Use the process group that is there, or make one of one rank for the time being.
+    """Use the existing process group, or a temporary group of one rank.
 
-    Lightning is told of it as torchrun tells. Random state, log levels and the environment are put back.
+    Sets torchrun's environment variables for Lightning. Restores random state, log levels and the environment.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.dict(os.environ))  # Lightning sets OMP_NUM_THREADS

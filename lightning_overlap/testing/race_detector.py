@@ -1,8 +1,8 @@
-"""Find races between streams by vector clocks, from what each piece of work says that it reads and writes.
+"""Find races between streams with vector clocks.
 
-A stream is a thread with a clock. Work on it moves the clock on; an event is a copy of the clock; a wait joins the
-copy into the clock of the stream that waits. Two accesses are ordered if the later one's stream knows of the earlier
-one. The clocks know of orders only, not of time: what could go wrong on some device is found in every run, without one.
+Work on a stream advances the stream's clock. An event is a copy of the clock; a wait merges the copy into the waiting
+stream's clock. Two accesses are ordered if the later access's stream knows the earlier access. The result does not
+depend on timing, so every run finds a race, without a device.
 
 Source: the happens-before order of Lamport (1978) in vector clocks, and the last-access bookkeeping of FastTrack
 (Flanagan and Freund, PLDI 2009), without its compressed clocks.
@@ -19,11 +19,11 @@ from ..runtime import Streams
 from ..schedules import StreamName
 
 Clock = Mapping[StreamName, int]
-"""How far into the work of each stream one stream, or an event, can look back."""
+"""Stream -> how much of its work a stream or event knows to be over."""
 
 
 class RaceError(AssertionError):
-    """Two streams use the same memory, and nothing orders or announces it; the message says what is missing."""
+    """Two streams use the same memory without an event or `record_stream`; the message names the missing call."""
 
 
 class Access(NamedTuple):
@@ -33,7 +33,7 @@ class Access(NamedTuple):
     writes: bool
     stream: StreamName
     time: int
-    """Of the stream's own clock."""
+    """On the stream's clock."""
 
     def __str__(self) -> str:
         return f"{self.by} ({'writes' if self.writes else 'reads'} on {self.stream})"
@@ -41,21 +41,19 @@ class Access(NamedTuple):
 
 @dataclass(slots=True)
 class _Resource:
-    """What is known of one piece of memory."""
-
     last_write: Access | None = None
     reads: dict[StreamName, Access] = field(default_factory=dict)
-    """The last one of each stream since the last write."""
+    """The last read of each stream since the last write."""
     made: Access | None = None
-    """Where it was allocated; None: it is there for as long as the run is."""
+    """The allocation; None if it exists for the whole run."""
     handed_to: set[StreamName] = field(default_factory=set)
 
 
 class Races:
-    """Follows streams, events and accesses; raises at the first access that nothing orders after an earlier one.
+    """Follows streams, events and accesses; raises at the first unordered access.
 
-    Resources have any name. Those that `make` allocates belong to the stream they were made on, as in PyTorch's
-    caching allocator: another stream uses them only after `record_stream`.
+    A resource is a piece of memory with any name. It belongs to the stream that allocates it, as in PyTorch's caching
+    allocator: another stream may use it only after `record_stream`.
     """
 
     def __init__(self) -> None:
@@ -63,17 +61,17 @@ class Races:
         self._resources: dict[str, _Resource] = {}
 
     def event(self, stream: StreamName) -> Clock:
-        """Return a copy of a stream's clock: the work that it knows to be over."""
+        """Return a copy of a stream's clock."""
         return dict(self._clocks[stream])
 
     def wait(self, stream: StreamName, event: Clock) -> None:
-        """Let a stream wait for an event: it then knows of the work before it."""
+        """Let a stream wait for an event; it then knows the work before the event."""
         clock = self._clocks[stream]
         for other, time in event.items():
             clock[other] = max(clock.get(other, 0), time)
 
     def record_stream(self, resources: Iterable[str], stream: StreamName) -> None:
-        """Let a stream use memory that was made on another one."""
+        """Let a stream use memory that another stream allocated."""
         for name in resources:
             if name in self._resources:
                 self._resources[name].handed_to.add(stream)
@@ -91,14 +89,14 @@ class Races:
 
         Args:
             by: Name of the work, for errors.
-            stream: Where it runs.
+            stream: The stream that it runs on.
             reads: Resources that it reads.
-            writes: Resources that it writes, read or not.
-            makes: Resources that it allocates and writes; of an earlier one of that name nothing is left.
+            writes: Resources that it writes.
+            makes: Resources that it allocates and writes; they replace resources of the same name.
 
         Raises:
-            RaceError: Nothing orders it after an earlier access of the same resource, one of both a write; or the
-                memory is another stream's and was not handed over.
+            RaceError: The work is not ordered after an earlier access to the same resource, and one of both writes; or
+                another stream allocated the memory, and `record_stream` was not called.
         """
         time = self._clocks[stream][stream] = self._clocks[stream][stream] + 1
         read, write = (Access(by, writes, stream, time) for writes in (False, True))
@@ -127,9 +125,8 @@ class Races:
         if made is None or access.stream is made.stream or access.stream in resource.handed_to:
             return
         raise RaceError(
-            f"memory of {name} was made on {made.stream} by {made.by} and not handed to {access.stream}, where it is "
-            f"used by {access}: the allocator may give it to other work of {made.stream} meanwhile. Missing: "
-            f"streams.record_stream(..., {access.stream})"
+            f"{access} uses the memory of {name}, which {made.by} allocated on {made.stream}: the allocator may reuse "
+            f"it for other work on {made.stream}. Missing: streams.record_stream(..., {access.stream})"
         )
 
     def _check_order(self, name: str, first: Access, second: Access) -> None:
@@ -145,22 +142,20 @@ class Races:
 
 
 class RecordedEvent(NamedTuple):
-    """An event of a stream, and how far that stream could look back."""
+    """An event of a stream, with the stream's clock."""
 
     stream: StreamName
     clock: Clock
 
 
 class RacingStreams(Streams):
-    """Streams of a run on a CPU whose waits and hand-overs count for `Races`; subclasses say what work there is.
-
-    All work runs on the calling thread, and counts as work of the stream that would be current on a device.
+    """Streams of a CPU run that pass waits and `record_stream` to `Races`; subclasses add the work.
 
     Args:
-        lookup: The stream that `StreamName.LOOKUP` stands for, as a stream policy says.
+        lookup: The stream that `StreamName.LOOKUP` stands for, depending on the `stream` option.
     """
 
-    is_async = True  # as on the device that it stands for
+    is_async = True  # as on the simulated device
 
     def __init__(self, lookup: StreamName = StreamName.LOOKUP) -> None:
         self._lookup = lookup
@@ -180,8 +175,12 @@ class RacingStreams(Streams):
         finally:
             self._current = previous
 
+    def current(self) -> StreamName:
+        """Return the name of the current stream."""
+        return self._current
+
     def memory_of(self, value: Any) -> Iterable[str]:
-        """Return the resources of a value, nested or not; subclasses say how."""
+        """Return the resources of a value, which may be nested."""
         raise NotImplementedError
 
     def record(self, name: StreamName) -> RecordedEvent:
@@ -194,11 +193,11 @@ class RacingStreams(Streams):
             self._races.wait(self[name], event.clock)
 
     def record_stream(self, value: Any, name: StreamName) -> None:
-        """Let a stream use the memory of a value that was made on another one."""
+        """Let a stream use the memory of a value that another stream allocated."""
         self._races.record_stream(self.memory_of(value), self[name])
 
     def hand_to_caller(self, value: Any, event: RecordedEvent) -> None:
-        """Let the compute stream and the current one use a value from an event on."""
+        """Let the compute stream and the current stream use a value after an event."""
         for name in dict.fromkeys((StreamName.COMPUTE, self._current)):
             self.wait(name, event)
             self.record_stream(value, name)

@@ -1,4 +1,4 @@
-"""Law 10: compare what sharded modules return and what a fit changes with the unsharded module of the same weights."""
+"""Compare the embeddings of sharded modules and the weights that a fit changes with the unsharded module (law 10)."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from ..tables import (
 )
 
 Weights = dict[str, set[str]]
-"""Names of weights by what a fit does with them; under `ALL` those of the whole model."""
+"""`CHANGED`, `WITH_GRADIENT` or `ALL` -> names of weights."""
 
 CHANGED, WITH_GRADIENT, ALL = "changed by training", "with a gradient", "all"
 
 
 class Changes(Callback):
-    """Notes what a fit changes."""
+    """Notes the weights that a fit changes."""
 
     def __init__(self) -> None:
         self.weights: Weights = {CHANGED: set(), WITH_GRADIENT: set(), ALL: set()}
@@ -62,11 +62,11 @@ class Changes(Callback):
 
 
 class GradientShares(Callback):
-    """Notes how large the gradients of a fit are: each as a share of the largest one of its backward."""
+    """Notes the size of each gradient as a share of the largest gradient of the same backward."""
 
     def __init__(self) -> None:
         self.most: dict[str, float] = {}
-        """Weight -> its largest share."""
+        """Weight -> its largest share in the fit."""
 
     @override
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -81,13 +81,13 @@ class GradientShares(Callback):
 
 
 class Answers(Changes):
-    """Compares each answer (returned embeddings) of sharded modules with the unsharded ones'; notes what a fit changes.
+    """Compares each answer (returned embeddings) of sharded modules with the unsharded module's.
 
-    The unsharded module does not train here: it gets the whole weights of all ranks that the lookup should have read.
-    Embeddings are compared when the step is over: at the call, that would wait for them too early.
+    The unsharded module is not trained: before each comparison it gets the unsharded weights that the lookup must have
+    read. Embeddings are compared at the end of the step: a comparison at the call would wait for them too early.
 
     Args:
-        unsharded: A copy of the module from before the fit; it is changed.
+        unsharded: A copy of the untrained module; it is changed.
     """
 
     def __init__(self, unsharded: LightningModule) -> None:
@@ -96,31 +96,31 @@ class Answers(Changes):
         self.left_out: dict[str, str] = {}
         self.num_outputs = 0
         self.updates: list[int] = []
-        """The batches that a backward was for; the watch of the fit writes it."""
+        """The batches whose backward is over; `fit` sets this to `Watched.updates`."""
         self.seen: Mapping[int, tuple[int, ...]] = {}
-        """Batch -> the updates that its early lookup saw; likewise."""
+        """Batch -> the updates that its early lookup saw; `fit` sets this to `Watched.seen`."""
         self._unsharded = unsharded
         self.modules: Mapping[str, Any] = {}
         """The sharded modules, by name."""
         self._states: dict[int, dict[str, dict[str, Tensor]]] = {}
-        """Number of updates -> module -> its whole weights and buffers after them, by their names in it."""
+        """Number of updates -> module -> its unsharded state after these updates."""
         self._calls: list[tuple[str, str, Any, Any, bool]] = []
-        """Module, place, embeddings, those of the unsharded module, and whether gradients were enabled."""
+        """Module, place, embeddings, expected embeddings, and whether gradients were enabled."""
         self._given: dict[str, Any] = {}
         """Module -> the arguments of its last call."""
         self._batch, self._state = -1, 0
 
-    # -- what the fit tells ---------------------------------------------------------------------------------------
+    # -- events of the fit ----------------------------------------------------------------------------------------
 
     def answered(self, name: str, step: str, given: Any, embeddings: Any, *, early: bool) -> None:
-        """Keep a sharded module's answer, to compare it with the unsharded module's at the end of the step.
+        """Keep a sharded module's answer, to compare it at the end of the step.
 
         Args:
             name: The module.
             step: The user's method that called it.
-            given: A copy of the call's positional and keyword arguments from before the call; None if there is none.
-            embeddings: What the call returned.
-            early: Whether that came from an early lookup.
+            given: A copy of the positional and keyword arguments from before the call; None if they cannot be copied.
+            embeddings: The returned embeddings.
+            early: Whether they came from an early lookup.
         """
         if name in self.left_out or name not in self.modules:
             return
@@ -129,10 +129,10 @@ class Answers(Changes):
             return
         trains = step == "training_step"
         if trains and len(self.updates) > self._state:
-            return  # a call after a backward of the same step, which has updated tables in a way that is not known
+            return  # a backward of the same step has already updated tables; their state is unknown
         sharded, state = self.modules[name], self._states[self._state][name]
         if early and trains and self._batch in self.seen:
-            # Tables that the dense optimizer or nobody writes meanwhile are read as they are now.
+            # Only fused tables are stale.
             then = self._states[len(self.seen[self._batch])][name]
             state = {key: then[key] if _is_fused(key, sharded) else value for key, value in state.items()}
         unsharded = self._unsharded.get_submodule(name).train(sharded.training)
@@ -175,7 +175,7 @@ class Answers(Changes):
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Call the modules in evaluation mode, as a callback may, before the weights are compared."""
+        """Also compare calls in evaluation mode, as a callback may make them."""
         everyone = gather_objects(sorted(self._given.keys() - self.left_out.keys()))
         for name in sorted(set(everyone[0]).intersection(*everyone)):
             sharded, given = self.modules[name], self._given[name]
@@ -192,19 +192,19 @@ class Answers(Changes):
     # -- states and comparisons -----------------------------------------------------------------------------------
 
     def _keep(self, trainer: Trainer) -> None:
-        """Keep the weights of now as those after so many updates, and those that a stale lookup may still read."""
+        """Keep the current weights; drop old weights that no stale lookup can read any more."""
         strategy = trainer.strategy
         assert isinstance(strategy, OverlapEmbeddingStrategy)
         num = len(self.updates)
         oldest = min([num, *(len(seen) for batch, seen in self.seen.items() if batch > self._batch)])
         self._states = {at: state for at, state in self._states.items() if at >= oldest}
-        with strategy.saving():  # after deferred updates, and the lookups that run
+        with strategy.saving():  # after deferred updates and running lookups
             group = strategy.checkpoint_group
             self._states[num] = {name: _whole_state(module, group) for name, module in self.modules.items()}
 
     @override
     def _weights_of(self, module: LightningModule) -> dict[str, Tensor]:
-        """Return the weights of a model: as the latest states have them those of sharded modules."""
+        """Return the model's weights; for sharded modules from the latest state."""
         found = {
             name: weight.detach().clone()
             for name, weight in module.named_parameters()
@@ -229,15 +229,15 @@ class Answers(Changes):
 
 
 def of_all_ranks(weights: Weights) -> Weights:
-    """Return the names that any rank has; all ranks call this."""
+    """Return the union over all ranks; all ranks call this."""
     everyone = gather_objects(weights)
     return {what: set().union(*(one[what] for one in everyone)) for what in weights}
 
 
 def different_weights(sharded: Weights, unsharded: Weights, modules: Iterable[str]) -> list[str]:
-    """Return a line for each way in which two fits, of sharded `modules` and without, treat weights differently.
+    """Return a line for each way in which two fits, with sharded `modules` and without, treat weights differently.
 
-    Gradients of tables, which the kernels have, are not compared.
+    Gradients of tables are not compared: the kernels keep them.
     """
     problems = []
     both = sharded[ALL] & unsharded[ALL]
@@ -254,7 +254,7 @@ def different_weights(sharded: Weights, unsharded: Weights, modules: Iterable[st
 
 def waited(answer: Any) -> Any:
     """Return an answer after waiting for every awaitable in it."""
-    if isinstance(answer, LazyAwaitable):  # `wait()` would wait a second time where the step has done so
+    if isinstance(answer, LazyAwaitable):  # `wait()` would wait again if the step has waited
         return waited(answer.values.__self__)
     if isinstance(answer, Awaitable):
         return waited(answer.wait())
@@ -262,7 +262,7 @@ def waited(answer: Any) -> Any:
 
 
 def parts(answer: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield everything that a caller can read of an answer, tensors and lists of names, each with how it is read."""
+    """Yield everything that a caller can read from an answer, as (expression, tensor or list of names)."""
     if isinstance(answer, KeyedTensor):
         yield f"{name}.keys()", list(answer.keys())
         yield f"{name}.length_per_key()", list(answer.length_per_key())
@@ -287,11 +287,11 @@ def parts(answer: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def first_difference(mine: Any, theirs: Any) -> str | None:
-    """Return what differs between a sharded module's answer and the unsharded one's by more than rounding, or None."""
+    """Describe the first difference, beyond rounding, between a sharded and an unsharded answer; None if equal."""
     all_mine, all_theirs = list(parts(mine)), list(parts(theirs))
     for (name, part), (other, expected) in zip(all_mine, all_theirs, strict=False):
         if name != other:
-            return f"{name} stands where the unsharded module has {other}"
+            return f"{name} instead of the unsharded module's {other}"
         if not isinstance(part, Tensor) or not isinstance(expected, Tensor):
             if part is not expected and part != expected:
                 return f"{name.removeprefix('.')} is {part}, unsharded {expected}"
@@ -309,12 +309,12 @@ def first_difference(mine: Any, theirs: Any) -> str | None:
 
 
 def is_in(name: str, modules: Iterable[str]) -> bool:
-    """Whether a weight belongs to one of these modules, by its name."""
+    """Return whether a weight belongs to one of these modules."""
     return any(name.startswith(f"{outer}.") for outer in modules)
 
 
 def _whole_state(module: nn.Module, group: dist.ProcessGroup | None) -> dict[str, Tensor]:
-    """Return copies of the state of a sharded module by the unsharded one's names, whole; all ranks call this."""
+    """Return a copy of a sharded module's state, gathered into unsharded tensors; all ranks call this."""
     tensors = {key: value for key, value in module.state_dict().items() if isinstance(value, Tensor)}
     whole = {key: value.detach().clone() for key, value in gather(tensors, group)}
     on_rank_zero: dict[str, Tensor] = gather_objects(whole, group)[0]
@@ -322,7 +322,7 @@ def _whole_state(module: nn.Module, group: dist.ProcessGroup | None) -> dict[str
 
 
 def materialize(child: nn.Module) -> None:
-    """Give a module with weights on `meta` memory, some values, and the optimizers applied in backward again."""
+    """Move a module from `meta` to the CPU with random values, and apply its in-backward optimizers again."""
     if any(weight.is_meta for weight in child.parameters()):
         applied = table_optimizers(child)
         child.to_empty(device="cpu")
@@ -332,22 +332,20 @@ def materialize(child: nn.Module) -> None:
 
 
 def _why_not_comparable(module: Any, unsharded: nn.Module | None) -> str | None:
-    """Return why the unsharded form of a module cannot answer for it, or None."""
     if unsharded is None:
-        return "the unsharded module has none of that name: it is made or replaced during the fit"
+        return "the unsharded model has no module of that name: the fit makes or replaces it"
     if type(unsharded) is type(module):
-        return "it is sharded by its owner"
+        return "the user shards it"
     kind = spec_of(module)
     if kind is None:
         return f"a {type(module).__name__} is of no known kind"
     if WeightOwner.LOOKUP in owners_of(module):
-        return "each shard assigns rows to ids by what it has seen"
+        return "each shard assigns rows to the ids that it has seen"
     if kind.feature_processors and list(getattr(module, kind.feature_processors).buffers()):
-        return "its feature processors keep buffers, of the features that a rank has"
+        return "its feature processors have buffers, which differ by rank"
     return None
 
 
 def _is_fused(key: str, module: Any) -> bool:
-    """Whether a name is of a table that the fused backward writes, as `owners_of` has it for each sharding type."""
     fused = WeightOwner.FUSED_BACKWARD in owners_of(module)
     return fused and any(f".{table}." in f".{key}." for table in tables_in_backward(tables_of(module)))

@@ -1,4 +1,4 @@
-"""Law 10 on a user's own module: two short fits, one in the mode and one of the unsharded module."""
+"""Check law 10 with two short fits, one in the mode and one of the unsharded module."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from .unsharded import (
 from .watched_fit import Setting, fit, fit_unsharded, make_seeded
 
 _MOST_STEPS = 4
-"""Steps of the short fits, to which the staleness is added."""
+"""Steps of the short fits, without the staleness, which is added."""
 _ROUNDING = 1e-10
-"""In 64 bits, the share of the largest gradient up to which one counts as zero: rounding leaves some 1e-15."""
+"""In float64 a gradient below this share of the largest gradient counts as zero; rounding leaves about 1e-15."""
 
 
 def compare_with_unsharded(setting: Setting, pipeline: Any, staleness: int) -> tuple[str, str]:
-    """Compare a fit in a mode with the unsharded module; return what differs, or '', and what was compared.
+    """Compare a fit in a mode with the unsharded module; return the problem, or '', and what was compared.
 
-    All ranks call this. Each compares the answers to its own batches; the names of changed weights are gathered.
+    All ranks call this. Each rank compares the embeddings of its batches; the names of changed weights are gathered.
     """
     batches = setting.batches[: _MOST_STEPS + staleness]
-    # Released ids are gone when their module is called: there would be nothing to give to the unsharded one. And what
-    # a codec rounds is more than the rounding meant here: in full precision the same columns go the same way.
+    # The unsharded module needs the ids, which `release_features` frees. Quantized communication rounds too much for
+    # this comparison.
     left = ("release_features", "quantized_comms")
     strategy_options = {name: value for name, value in setting.strategy_options.items() if name not in left}
     short = replace(setting, batches=batches, strategy_options=strategy_options)
@@ -63,10 +63,10 @@ def compare_with_unsharded(setting: Setting, pipeline: Any, staleness: int) -> t
 
 
 def _rounded(setting: Setting, sharded: Weights, unsharded: Weights) -> list[str]:
-    """Return the weights that one fit alone changes, by a gradient that is zero, except for rounding.
+    """Return the weights that only one of the fits changes, because their gradient is zero except for rounding.
 
-    Such a gradient, as of the bias before a softmax, is exactly zero now and then, and Adam makes a whole step of
-    anything else. In 64 bits it is small beside all others. Where the module does not train in 64 bits, none is known.
+    An example is the bias before a softmax: its gradient is sometimes exactly zero, and Adam makes a full step for any
+    other value. In float64 it is tiny beside the other gradients. If the module does not train in float64, return [].
     """
     doubted = (sharded[CHANGED] ^ unsharded[CHANGED]) & sharded[WITH_GRADIENT] & unsharded[WITH_GRADIENT]
     shares = GradientShares()
@@ -78,7 +78,7 @@ def _rounded(setting: Setting, sharded: Weights, unsharded: Weights) -> list[str
 
 
 def _fit_unsharded(setting: Setting, watch: Callback, *, in_64_bits: bool = False) -> str | None:
-    """Train the unsharded module, watched by a callback; return why that fails on a rank, or None."""
+    """Train the unsharded module with a callback; return why training fails on a rank, or None."""
     module = _make(setting)
     problem = ""
     try:
@@ -87,19 +87,19 @@ def _fit_unsharded(setting: Setting, watch: Callback, *, in_64_bits: bool = Fals
             if in_64_bits:
                 module.get_submodule(name).register_forward_hook(_widen)
         if any(weight.is_meta for weight in module.parameters()):
-            raise RuntimeError("it has weights on the meta device beside the tables")
+            raise RuntimeError("weights other than tables are on the meta device")
         fused = check_fused_optimizer(setting.strategy_options.get("fused_optimizer"))
         if fused is not None:
             for table in find_tables(module):
                 table.update_in_backward(*fused)
         fit_unsharded(setting, module, watch)
-    except Exception as err:  # whatever a training step needs that only the strategy has
+    except Exception as err:  # the training step may need something that only the strategy has
         problem = f"unsharded training fails: {type(err).__name__}: {str(err).splitlines()[0] if str(err) else ''}"
     return next(filter(None, gather_objects(problem)), None)
 
 
 def _widen(module: Any, args: Any, answer: Any) -> Any:
-    """Be a forward hook: return an answer in 64 bits. TorchRec's modules return 32, whatever their tables have."""
+    """Return embeddings in float64, as a forward hook. TorchRec's modules return float32 for tables of any dtype."""
     if isinstance(answer, KeyedTensor):
         return KeyedTensor(answer.keys(), answer.length_per_key(), answer.values().double())
     if isinstance(answer, JaggedTensor):

@@ -1,4 +1,4 @@
-"""One fit of a user's module under the strategy, watched: what it trained, looked up, sent and left in place."""
+"""Run and watch one fit of a user's module under the strategy."""
 
 from __future__ import annotations
 
@@ -35,24 +35,24 @@ ModuleFactory = Callable[[], LightningModule]
 Data = LightningDataModule | Sequence[Any]
 
 NUM_WATCHED_STEPS = 3
-"""How many steps, in the middle of a run, are watched for host syncs."""
+"""Steps, in the middle of a fit, that are watched for host syncs."""
 
 _NOT_FOR_USERS = (
-    "The lookup of .* is not overlapped",  # the report says it
+    "The lookup of .* is not overlapped",  # in the report
     "You defined a `validation_step` but have no",
-    "Please use DTensor instead",  # torch's, of TorchRec's
+    "Please use DTensor instead",  # torch's warning about TorchRec
 )
-"""Warnings of the fits."""
+"""Warnings to suppress."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What all fits of a check have in common.
+    """The settings shared by all fits of a check.
 
     Args:
-        make_module: Makes the untrained module; called once a fit.
-        batches: This rank's batches, as its loader gives them.
-        datamodule: The data module whose transfer hooks apply, if any.
+        make_module: Makes the untrained module; called once per fit.
+        batches: This rank's batches, from the loader.
+        datamodule: The data module, for its transfer hooks.
         accelerator: The `accelerator` of `Trainer`.
         seed: Set before each fit.
         trainer_options: More arguments of `Trainer`.
@@ -73,8 +73,8 @@ class Watched(Callback):
 
     Args:
         num_steps: Steps of the fit.
-        every_state: Whether to digest the state after every step, not only after the last.
-        syncs: Whether to record host syncs, in `NUM_WATCHED_STEPS` steps in the middle.
+        every_state: Whether to digest the state after every step, or only after the last.
+        syncs: Whether to record host syncs in `NUM_WATCHED_STEPS` steps.
     """
 
     reads_tables = False  # in its hook after the backward
@@ -87,11 +87,12 @@ class Watched(Callback):
         """Contexts that end with the training."""
         self.losses: list[Tensor] = []
         self.states: dict[int, dict[str, str]] = {}
-        """Step -> name of a weight or of its optimizer's state -> digest of its bits."""
+        """Step -> weight or optimizer state -> digest of its bits."""
         self.batches: list[int] = []
-        """Indices of the trained batches, in order."""
+        """The trained batches, in order."""
+        self._noted = False  # the update of the present batch, before `on_after_backward`
         self.updates: list[int] = []
-        """The batches that a backward was for, in order."""
+        """The batches whose backward is over, in order."""
         self.seen: dict[int, tuple[int, ...]] = {}
         """Batch -> the batches whose backward was over when its lookup was issued."""
         self.early: dict[int, dict[str, bool]] = {}
@@ -104,35 +105,29 @@ class Watched(Callback):
         self.collectives: list[tuple[int, str, str]] = []
         """(batch, operator, group) of each collective that the main thread issued, in order."""
         self.left: list[str] = []
-        """What was not put back at the end."""
+        """Objects that were not restored at the end."""
         self.automatic = True
         self.most_in_flight = 0
         """The largest number of batches in flight at once."""
         self.depth = 0
-        """Depth of the schedules that were walked."""
+        """Depth of the fit's schedules."""
 
     def modules_early_in(self, batch: int) -> frozenset[str]:
         """Return the modules that answered with early embeddings for a batch."""
         return frozenset(name for name, early in self.early.get(batch, {}).items() if early)
 
     def served(self, name: str, early: bool, plain_reason: str | None) -> None:
-        """Note a call of a sharded module in a training step.
-
-        Args:
-            name: The module.
-            early: Whether the call got embeddings of an early lookup.
-            plain_reason: Why the module runs in its own forward, if it does.
-        """
+        """Note a module's call in a training step, whether it was `early`, and why it runs its own forward, if so."""
         modules = self.early.setdefault(self._batch, {})
         modules[name] = modules.get(name, True) and early
         if plain_reason is not None:
             self.plain_reasons[name] = plain_reason
 
     def ran(self, func: Any, args: Iterable[Any], result: Any) -> None:
-        """Note an operator of this thread if it is a collective; on a CPU autograd's backward is part of the thread."""
+        """Note a collective of this thread; on a CPU the backward runs on this thread."""
         if func.namespace == "c10d":
             groups = (dist.ProcessGroup.unbox(arg) for arg in args if isinstance(arg, torch.ScriptObject))
-            # Names are alike on all ranks, descriptions may be of several.
+            # Names are equal on all ranks; several groups may share a description.
             group = next((f"{group.group_desc} {group.group_name}" for group in groups), "")
             self.collectives.append((self._batch, func.overloadpacket.__name__, group))
 
@@ -152,7 +147,15 @@ class Watched(Callback):
 
     @override
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.updates.append(self._batch)
+        if not self._noted:
+            self.updates.append(self._batch)
+        self._noted = False
+
+    def note_backward(self) -> None:
+        """Note the update of a backward whose end comes before `on_after_backward`."""
+        if self.updates[-1:] != [self._batch]:
+            self.updates.append(self._batch)
+            self._noted = True
 
     @override
     def on_train_batch_end(
@@ -163,7 +166,7 @@ class Watched(Callback):
         if self._every_state or batch_idx == self._num_steps - 1:
             strategy = trainer.strategy
             assert isinstance(strategy, OverlapEmbeddingStrategy)
-            with strategy.saving():  # kernels count lookups: without those that are ahead
+            with strategy.saving():  # kernels count lookups: exclude early lookups
                 self.states[batch_idx] = _digests(pl_module, trainer.optimizers)
 
     @override
@@ -184,16 +187,16 @@ def fit(
     """Train a new module from the seed, and watch.
 
     Args:
-        setting: What the fits of a check have in common.
-        pipeline: A mode's name or a schedule.
-        delays: How old the tables are that lookups in the modules' own forward see; only for modes without other ones.
-        every_state: As in `Watched`.
-        syncs: As in `Watched`.
-        races: Whether to follow every operator's memory over simulated streams; on one rank only.
-        answers: Gets every answer of the sharded modules. The fit then validates too, if the module does.
+        setting: The settings of the check.
+        pipeline: A mode's name, a `Mode` or a schedule.
+        delays: The age of the tables that lookups read; only for `base`, which has no early lookups.
+        every_state: As for `Watched`.
+        syncs: As for `Watched`.
+        races: Whether simulated streams follow every operator's memory; on one rank only.
+        answers: Gets every answer of the sharded modules. The fit then also validates, if the module does.
 
     Raises:
-        RaceError: With `races`: an operator uses memory that no stream or event orders.
+        RaceError: With `races`: two streams use the same memory unordered.
     """
     module = make_seeded(setting)
     watched = Watched(len(setting.batches), every_state=every_state, syncs=syncs)
@@ -220,7 +223,7 @@ def fit(
 
 
 def make_seeded(setting: Setting) -> LightningModule:
-    """Return a new module, the same on all ranks; training's random numbers differ from rank to rank."""
+    """Return a new module, made with the same seed on all ranks; then set a different seed on each rank."""
     seed_everything(setting.seed, verbose=False)
     module = setting.make_module()
     seed_everything(setting.seed + dist.get_rank(), verbose=False)
@@ -228,16 +231,16 @@ def make_seeded(setting: Setting) -> LightningModule:
 
 
 def fit_unsharded(setting: Setting, module: LightningModule, watch: Callback) -> None:
-    """Train a module as it is, on this rank alone, on its batches, watched by a callback.
+    """Train an unsharded module with a callback on this rank alone, on its batches.
 
-    Callbacks of the user's own stay out: some ask for the strategy.
+    The user's callbacks are excluded, since some need the strategy.
     """
     seed_everything(setting.seed + dist.get_rank(), verbose=False)
     device = torch.device("cpu") if setting.accelerator == "cpu" else torch.device("cuda", torch.cuda.current_device())
     options = {**_QUIET, **setting.trainer_options, "limit_val_batches": 0, "callbacks": [watch]}
     trainer = Trainer(accelerator=setting.accelerator, devices=1, strategy=SingleDeviceStrategy(device), **options)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the fits in the mode say what there is to say
+        warnings.simplefilter("ignore")  # the fits in the mode show the warnings
         _fit_on(trainer, module, setting)
 
 
@@ -269,7 +272,7 @@ def make_trainer(setting: Setting, strategy: Any, callbacks: Sequence[Callback] 
 
 
 class _Replay:
-    """Gives copies of the same batches to every fit: a training step may change its batch."""
+    """Copies of the same batches for every fit: a training step may change its batch."""
 
     def __init__(self, batches: Sequence[Any]) -> None:
         self._batches = batches
@@ -282,7 +285,7 @@ class _Replay:
 
 
 class _FollowsMemory(Callback):
-    """Lets checked streams see all operators of the training, as long as a stack is open."""
+    """Makes checked streams follow all operators of the training while `opened` is open."""
 
     def __init__(self, streams: CheckedStreams, opened: contextlib.ExitStack) -> None:
         self._streams, self._open = streams, opened
@@ -298,7 +301,7 @@ class _FollowsMemory(Callback):
     ) -> None:
         if batch_idx % 3 == 2:
             assert isinstance(trainer.strategy, OverlapEmbeddingStrategy)
-            trainer.strategy.update_tables()  # as before an evaluation or a save: no update is left
+            trainer.strategy.update_tables()  # makes pending updates, as before an evaluation or a save
         self._streams.read_weights(f"a callback after the step of batch {batch_idx}")
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -306,7 +309,7 @@ class _FollowsMemory(Callback):
 
 
 class _WatchedStrategy(OverlapEmbeddingStrategy):
-    """Tells what it looks up and who is served early, keeps the answers, and delays the lookups of a reference."""
+    """Reports early lookups and served modules to `Watched`, passes answers on, and delays the reference's lookups."""
 
     def __init__(
         self, watched: Watched, delay: DelayedLookups | None, answers: Answers | None, races: bool, **kwargs: Any
@@ -318,6 +321,8 @@ class _WatchedStrategy(OverlapEmbeddingStrategy):
     def _observed(self, kind: str, stage: Stage, batch: int) -> None:
         watched = self._watched
         watched.most_in_flight = max(watched.most_in_flight, self.num_in_flight)
+        if (kind, stage) == ("issue", Stage.BACKWARD):
+            watched.note_backward()
         if (kind, stage) == ("issue", Stage.EMBEDDING_LOOKUP):
             watched.seen.setdefault(batch, tuple(watched.updates))
         if self.checked is not None:
@@ -336,7 +341,7 @@ class _WatchedStrategy(OverlapEmbeddingStrategy):
         def call(pipelined: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             given = None
             if answers is not None:
-                with contextlib.suppress(RuntimeError):  # a tensor that a graph leads to has no copy
+                with contextlib.suppress(RuntimeError):  # a tensor with a graph cannot be copied
                     given = copy.deepcopy((args, kwargs))
             with contextlib.nullcontext() if delay is None else delay.around(pipelined.name, pipelined.module):
                 embeddings = serve(pipelined, args, kwargs)
@@ -353,7 +358,6 @@ class _WatchedStrategy(OverlapEmbeddingStrategy):
 
 
 def _digests(module: LightningModule, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, str]:
-    """Return a digest of the bits of every weight and optimizer state that this rank holds, by name."""
     sharded = sharded_modules(module)
     weight_names = {id(weight): name for name, weight in module.named_parameters()}
     found: dict[str, Any] = {}
@@ -378,7 +382,7 @@ def _digests(module: LightningModule, optimizers: Sequence[torch.optim.Optimizer
 
 
 def _patchable(trainer: Trainer, module: LightningModule) -> dict[str, str]:
-    """Return the objects that a run replaces, by name, each with a text that tells what is there now."""
+    """Return name -> description of the objects that a run replaces."""
     loops = {
         "fit loop": trainer.fit_loop,
         "epoch loop": trainer.fit_loop.epoch_loop,
@@ -391,7 +395,7 @@ def _patchable(trainer: Trainer, module: LightningModule) -> dict[str, str]:
     found |= {signum.name: repr(signal.getsignal(signum)) for signum in (signal.SIGTERM, signal.SIGINT)}
     for name, child in module.named_modules():
         forward = vars(child).get("forward")
-        # Lightning redirects the root's for a step, and puts it back as an attribute.
+        # Lightning replaces the root's forward for a step, and restores it as an attribute.
         if forward is not None and getattr(forward, "__func__", None) is not type(child).forward:
             found[f"the forward of {name or 'the module'!r}"] = type(forward).__qualname__
     return found

@@ -1,4 +1,4 @@
-"""The arms that `pipeline="auto"` tries in turns: exact modes, each with a stream for its early lookups."""
+"""The arms that `pipeline="auto"` tries: exact modes, each with a stream for its early lookups."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from ..schedules import MODES, SPARSE_STAGES, STREAMS, Schedule, Stage, Step, StreamName
 
 TRIED = ("fused_sparse_dist", "fused_sparse_dist_after_optimizer", "sparse_dist", "base")
-"""The modes to try; the first one trains until the trial begins.
+"""The modes to try; the first mode trains until the trial begins.
 
-Of the exact modes `prefetch` is missing: it is for tables with a cache, and cannot follow another mode in a run."""
+`prefetch` is exact but excluded: it is for tables with a cache, and cannot follow another mode in a run."""
 
 
 def following(schedule: Schedule) -> Schedule:
@@ -30,24 +30,24 @@ def following(schedule: Schedule) -> Schedule:
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """An exact mode, and a name of `STREAMS` for its early lookups. All arms train the same numbers."""
+    """An exact mode, and a name of `STREAMS` for its early lookups. All arms give the same losses."""
 
     mode: str
     stream: str
 
     @property
     def schedule(self) -> Schedule:
-        """Its table."""
+        """The arm's table."""
         return _TABLES[self.mode]
 
     @property
     def ahead(self) -> int:
-        """Number of batches that its lookups run ahead."""
+        """Number of batches that lookups run ahead."""
         return self.schedule.steps[self.schedule.position(Stage.EMBEDDING_LOOKUP)].offset
 
     @property
     def held(self) -> tuple[int, int, int]:
-        """Its memory, to compare: batches in flight, batches of embeddings ahead, index of its stream in `STREAMS`."""
+        """Key to compare memory: batches in flight, batches of embeddings ahead, index of the stream in `STREAMS`."""
         return self.schedule.depth, self.ahead, list(STREAMS).index(self.stream) if self.ahead else 0
 
 

@@ -34,10 +34,10 @@ class Auto:
         for field in fields(self):
             value, lowest = getattr(self, field.name), {"warm_up": 0, "tie": 0}.get(field.name, 1)
             if value < lowest:
-                raise ValueError(f"{field.name} of Auto is a number from {lowest} on, got {value!r}.")
+                raise ValueError(f"{field.name} of Auto must be a number >= {lowest}, got {value!r}.")
 
 
 def resolve_auto(pipeline: Any) -> Auto | None:
-    """Return the options of "auto", which is given as that name or as an `Auto`; None if a mode was named."""
+    """Return the options of `pipeline="auto"` or `pipeline=Auto(...)`; None for other pipelines."""
     auto = Auto() if pipeline == "auto" else pipeline
     return auto if isinstance(auto, Auto) else None

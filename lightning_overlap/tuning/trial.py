@@ -15,10 +15,10 @@ from .arms import Arm
 from .auto import Auto
 
 STALLED = 0.05
-"""A block does not count if it waited for data longer than the median block by more than this share of its time."""
+"""A block does not count if its wait for data exceeds the median wait by more than this share of the block's time."""
 
 FEWEST = 2
-"""The number of blocks of an arm that must count."""
+"""Blocks of an arm that must count."""
 
 
 class Block(NamedTuple):
@@ -26,21 +26,21 @@ class Block(NamedTuple):
 
     arm: Arm
     ms: float
-    """Time of a batch."""
+    """Mean time of a batch."""
     data_ms: float
-    """Time of a batch in which the host waited for the data loader."""
+    """Mean time per batch in which the host waited for the data loader."""
     void: str = ""
     """Why the block does not count; empty if it does."""
 
 
 class Trial:
-    """Rounds of blocks, one for each arm; round r begins with arm r, so that no arm always follows the same one.
+    """Rounds of blocks, a block for each arm; round r begins with arm r, so that an arm follows different arms.
 
     Args:
         arms: The arms to try.
         auto: The numbers of batches and rounds.
-        clock: Marks points in time, on CUDA by events, which are read when the trial is over.
-        per_step: Batches of an optimizer step; a block has whole steps.
+        clock: Takes time stamps, on CUDA with events that are read after the trial.
+        per_step: Batches per optimizer step; a block has whole steps.
     """
 
     def __init__(self, arms: Sequence[Arm], auto: Auto, clock: Timestamps, per_step: int) -> None:
@@ -64,7 +64,7 @@ class Trial:
 
     @property
     def num_void(self) -> int:
-        """Finished blocks that do not count; stalls of a data loader are not known yet."""
+        """Finished blocks that do not count, without stalls of a data loader, which `times_of` finds."""
         return sum(bool(void) for *_, void in self._over)
 
     @property
@@ -78,14 +78,14 @@ class Trial:
         return self.arms[sum(self.num_over) % len(self.arms)]
 
     def void(self, why: str) -> None:
-        """Exclude the current block from the comparison, with the reason."""
+        """Exclude the current block from the comparison; `why` is the reason."""
         self._void = self._void or why
 
     def step(self, data_ms: float) -> bool:
-        """Count a batch that was trained; return whether its block is over.
+        """Count a trained batch; return whether its block is over.
 
         Args:
-            data_ms: How long the host has waited for the data loader in the fit so far.
+            data_ms: Total time in the fit so far in which the host waited for the data loader.
         """
         mark: Any = self.clock.mark()
         self._num += 1
@@ -110,10 +110,10 @@ class Trial:
 
 
 def times_of(ranks: Sequence[Sequence[Block]]) -> dict[Arm, list[float]]:
-    """Return the time of a batch on the slowest rank, in milliseconds, for each block of each arm that counts.
+    """Return arm -> time of a batch on the slowest rank, in ms, in each block that counts.
 
     Args:
-        ranks: The blocks of every rank, as many on each and of the same arms.
+        ranks: The blocks of every rank, for the same arms in the same order.
     """
     usual = [median(block.data_ms for block in blocks) for blocks in ranks]
     found: dict[Arm, list[float]] = {block.arm: [] for block in ranks[0]}
@@ -133,14 +133,11 @@ def spread(times: Sequence[float]) -> float | None:
 
 
 def choose(found: Mapping[Arm, Sequence[float]], tie: float) -> Arm | None:
-    """Return the fastest arm by its median; ties go to the arm that holds least.
+    """Return the arm with the fastest median; None if no arm has `FEWEST` blocks.
 
     Args:
-        found: Time of a batch in the blocks of each arm, in milliseconds.
-        tie: Arms within this share of the fastest arm's time are as fast.
-
-    Returns:
-        The arm; None if no arm has `FEWEST` blocks.
+        found: Arm -> time of a batch in each block, in ms.
+        tie: Arms within this share of the fastest arm's time tie; ties go to the arm that uses the least memory.
     """
     measured = {arm: median(times) for arm, times in found.items() if len(times) >= FEWEST}
     limit_ms = min(measured.values(), default=0.0) * (1 + tie)

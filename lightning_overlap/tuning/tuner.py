@@ -1,4 +1,4 @@
-"""`Tuner`: tries arms while a run trains, makes the same choice on all ranks, and keeps it."""
+"""`Tuner`: tries arms during training, makes the same choice on all ranks, and keeps it."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from .trial import FEWEST, Trial, choose, table, times_of
 
 
 class TimedSource:
-    """A source that passes on another source's batches and adds the time of `fetch` to `waited_ms`."""
+    """Wraps a source of batches and adds the time of `fetch` to `waited_ms`."""
 
     def __init__(self, source: BatchSource) -> None:
         self._source = source
         self.waited_ms = 0.0
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the source."""
+        """Return an attribute of the wrapped source."""
         return getattr(self._source, name)
 
     def fetch(self, index: int, timer: StageTimer | None) -> FetchedBatch | None:
-        """Return a batch of the source."""
+        """Return a batch of the wrapped source."""
         start = time.perf_counter()
         fetched = self._source.fetch(index, timer)
         self.waited_ms += (time.perf_counter() - start) * 1e3
@@ -36,11 +36,11 @@ class TimedSource:
 
 
 class Tuner:
-    """Chooses a mode and a stream while a run trains. It is the executor's `Schedules`: `at` returns its table.
+    """Chooses a mode and a stream during training; an implementation of the executor's `Schedules`.
 
-    It switches as `SequentialSchedule` does: batches in flight stay, so all losses are exact. It first tries modes on
-    one stream, then, on CUDA, all streams with the chosen mode. All ranks gather their measurements and choose from
-    the same numbers.
+    Like `SequentialSchedule`, it keeps batches in flight when it switches, so all losses are exact. It first tries
+    modes on one stream, then, on CUDA, all streams with the chosen mode. All ranks choose from the gathered
+    measurements of all ranks.
 
     Args:
         auto: The options of the trial.
@@ -55,9 +55,9 @@ class Tuner:
         self.forget()
 
     def forget(self) -> None:
-        """Forget the choice: another module may have another fastest arm."""
+        """Forget the choice, for another module."""
         self.arm = Arm(TRIED[0], self._first_stream)
-        """The arm that trains now."""
+        """The current arm."""
         self.schedule = self.arm.schedule
         """The current table: the arm's, or `BRIDGE` for one batch between two streams."""
         self.has_chosen = False
@@ -70,7 +70,7 @@ class Tuner:
         self._num_before = 0  # batches before this trial
 
     def at(self, batch: int) -> Schedule:
-        """The table to walk while the next batch is trained; all ranks switch after the same batch."""
+        """Return the table for the next batch's iteration; all ranks switch after the same batch."""
         return self.schedule
 
     # -- a fit --------------------------------------------------------------------------------------------------------
@@ -88,16 +88,16 @@ class Tuner:
         """Begin a fit: try arms, unless a choice has been made.
 
         Args:
-            device: Where the fit trains.
+            device: The device of the fit.
             streams: The streams of the fit.
             gather: Returns the values of all ranks, by rank.
-            tell: Logs a text.
-            per_step: Batches of an optimizer step.
-            moves_lookups: Whether there are lookups whose stream matters (model-parallel tables).
+            tell: Logs a message.
+            per_step: Batches per optimizer step.
+            moves_lookups: Whether there are model-parallel tables, whose lookups run on the lookup stream.
         """
         self._gather, self._tell, self._per_step = gather, tell, per_step
         self._streams = streams if moves_lookups and isinstance(streams, CudaStreams) else None
-        self._move_lookups(self.arm.stream)  # the streams may be of a fit before
+        self._move_lookups(self.arm.stream)  # an earlier fit may have moved them
         if not self.has_chosen:
             self._num_left = self._num_before = self._auto.warm_up
             self._trial = Trial(modes_on(self.arm.stream), self._auto, timestamps_of(device), per_step)
@@ -111,21 +111,22 @@ class Tuner:
             num_over = num_rounds * len(trial.arms) + num_blocks
             least = self._num_before + trial.num_batches
             text = (
-                f"pipeline='auto': training ended before {what} was chosen. That takes {least} batches of a fit, and "
-                f"up to {least + trial.num_batches} if evaluations, saves, ends of epochs or data disturb some. "
-                f"{num_over} blocks of {trial.block} batches were over, and {trial.num_void} of them disturbed. "
-                "pipeline=Auto(block=..., rounds=...) needs fewer. The losses are those of any exact mode."
+                f"pipeline='auto': training ended before {what} was chosen. A choice takes {least} batches of a fit, "
+                f"or up to {least + trial.num_batches} if evaluations, saves, ends of epochs or data loading disturb "
+                f"blocks. {num_over} blocks of {trial.block} batches were finished, {trial.num_void} of them "
+                "disturbed. Smaller values in pipeline=Auto(block=..., rounds=...) need fewer batches. All losses are "
+                "exact."
             )
             self._tell("\n".join([text, *self._tried]))
 
     @property
     def first_words(self) -> str:
-        """What the first line of a fit says in the place of a mode's name."""
+        """The description of the mode in a fit's first log line."""
         if self.has_chosen:
-            return f"auto (has chosen {self.arm.mode})"
+            return f"auto (chose {self.arm.mode})"
         assert self._trial is not None
         num_batches = self._num_before + self._trial.num_batches
-        return f"auto (tries {len(TRIED)} exact modes and chooses one after {num_batches} batches or more)"
+        return f"auto (tries {len(TRIED)} exact modes, chooses after at least {num_batches} batches)"
 
     @property
     def _tries_modes(self) -> bool:
@@ -145,7 +146,7 @@ class Tuner:
         return self._source
 
     def void(self, why: str) -> None:
-        """Exclude the current block, since something other than training took time; give the reason."""
+        """Exclude the current block from the comparison; `why` is the reason."""
         if self._trial is not None and not self._num_left:
             self._trial.void(why)
 
@@ -155,7 +156,7 @@ class Tuner:
         The last batch of a round waits for the other ranks, and on CUDA for the device.
         """
         trial = self._trial
-        if self._next is not None:  # the batch under BRIDGE is over, nothing is looked up ahead
+        if self._next is not None:  # after the batch of BRIDGE no lookup is ahead
             self._walk(self._next)
         elif trial is None:
             return
@@ -171,7 +172,7 @@ class Tuner:
     # -- switches -----------------------------------------------------------------------------------------------------
 
     def _turn_to(self, arm: Arm) -> None:
-        """Let an arm train from the next batch on; if its lookups change streams, after one batch of `BRIDGE`."""
+        """Switch to an arm at the next batch; if its stream differs, after one batch of `BRIDGE`."""
         if arm.stream == self.arm.stream:
             self._walk(arm)
         else:
@@ -189,7 +190,10 @@ class Tuner:
     # -- the choice ---------------------------------------------------------------------------------------------------
 
     def _compare(self, trial: Trial, *, may_go_on: bool) -> None:
-        """Choose an arm, and begin to try its streams or end the trial; with `may_go_on` perhaps one more round."""
+        """Choose an arm; then try its streams or end the trial.
+
+        With `may_go_on` there is another round instead if an arm has fewer than `FEWEST` blocks.
+        """
         found = times_of(self._gather(trial.blocks()))
         if may_go_on and any(len(times) < FEWEST for times in found.values()):
             return
@@ -200,9 +204,9 @@ class Tuner:
             self._num_before += trial.num_over[0] * trial.num_batches // self._auto.rounds
             self._trial = Trial(streams, self._auto, trial.clock, self._per_step)
             return
-        why = f"none is more than {self._auto.tie:.0%} faster, and of those as fast it holds the least"
+        why = f"no other is more than {self._auto.tie:.0%} faster; among equally fast modes it uses the least memory"
         if chosen is None:
-            why = "nothing was chosen, as every block was disturbed: by evaluations, saves, ends of epochs or data"
+            why = "no choice was made, because evaluations, saves, ends of epochs or data loading disturbed every block"
         self._trial, self.has_chosen = None, chosen is not None
         arm = chosen or trial.arms[0]
         self._turn_to(arm)

@@ -52,7 +52,8 @@ def test_every_name_has_an_arm_and_every_arm_a_name() -> None:
 
 def test_the_reference_is_always_trained_first() -> None:
     chosen = config_checks.arms(bench_config("arms=[torchrec/sparse*,semi_sync]"))
-    assert chosen == ["base", "semi_sync", "torchrec/sparse_dist", "torchrec/sparse_dist_lite"]
+    torchrecs = ["torchrec/sparse_dist", "torchrec/sparse_dist/receives_first", "torchrec/sparse_dist_lite"]
+    assert chosen == ["base", "semi_sync", *torchrecs]
 
 
 def test_another_stream_makes_other_names() -> None:
@@ -85,10 +86,10 @@ def test_a_precision_is_part_of_a_name() -> None:
     [
         ("arms=[semi_sink]", "unknown arm 'semi_sink'. Did you mean 'semi_sync'"),
         ("arms=[torchrec/semisync]", "unknown arm 'torchrec/semisync'. Did you mean 'torchrec/semi_sync'"),
-        ("rounds=0", "rounds is a number from 1 on, got 0"),
-        ("steps=many", "steps is a number from 2 on, got 'many'"),
+        ("rounds=0", "rounds must be an integer >= 1, got 0"),
+        ("steps=many", "steps must be an integer >= 2, got 'many'"),
         ("latency.all_to_all_mz=3", "unknown latency 'all_to_all_mz'. Did you mean 'all_to_all_ms'"),
-        ("latency.step_ms=-1", "latency.step_ms is in milliseconds, got -1"),
+        ("latency.step_ms=-1", "latency.step_ms must be milliseconds >= 0, got -1"),
     ],
 )
 def test_bad_words_are_answered_before_a_rank_starts(override: str, message: str) -> None:

@@ -204,7 +204,7 @@ def test_names_that_do_not_exist(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "outputs").write_text("a file, as root may write any folder", encoding="utf-8")
     done = train(tmp_path, *SMALL)
-    assert_refused(done, "", "the run folder cannot be written. Start the command in a folder of yours")
+    assert_refused(done, "", "the run folder cannot be written. Start the command in a writable folder")
 
 
 def test_a_data_file_that_is_missing(tmp_path: Path) -> None:

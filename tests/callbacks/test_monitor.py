@@ -32,6 +32,7 @@ BUSY_AND_HIDDEN_MS = {
     "sparse_dist": (120, 40),
     "fused_sparse_dist": (120, 80),
     "fused_sparse_dist_after_optimizer": (120, 40),
+    "split_backward": (105, 90),  # gradients travel while half of the backward is computed, and while ids do
     "semi_sync": (80, 40),  # embeddings travel while gradients do
     "semi_sync_deferred": (80, 80),
     "async_lookup": (80, 40),
@@ -64,7 +65,7 @@ def test_a_run_tells_what_was_hidden(mode: Schedule, num_ranks: int, get_ranks: 
         assert rank["nothing_patched"]
         assert rank["num_accounts"] >= 2
         seen = {stage for stage in Stage if mode.step_of(stage) is not None} | {Stage.EMBEDDING_LOOKUP}  # its own
-        nothing_to_wait_for = {Stage.EMBEDDING_UPDATE} if num_ranks == 1 else set()
+        nothing_to_wait_for = {Stage.EMBEDDING_UPDATE, Stage.WEIGHT_GRADIENTS} if num_ranks == 1 else set()
         assert set(rank["stages"]) == seen - nothing_to_wait_for
         for values in rank["logged"]:
             assert values["overlap/loop_ms"] > 0
@@ -78,7 +79,8 @@ def test_a_run_tells_what_was_hidden(mode: Schedule, num_ranks: int, get_ranks: 
             assert values["overlap/to_gain_ms"] == pytest.approx(values["overlap/step_ms"] - values["overlap/bound_ms"])
             assert values["overlap/batches_in_flight"] <= mode.depth
         # Read at the end of a step, when the batch before has had its update.
-        updates_later = mode.step_of(Stage.EMBEDDING_UPDATE) is not None
+        update = mode.step_of(Stage.EMBEDDING_UPDATE)
+        updates_later = update is not None and update.offset < 0
         assert rank["logged"][0]["overlap/batches_in_flight"] == mode.depth - updates_later
         assert ("hidden" in rank["progress_bar"]) == (mode.depth > 1)
         assert rank["logged"][0]["overlap/data_ms"] > 0  # a stage of its own; later ones may have fetched all
@@ -86,7 +88,7 @@ def test_a_run_tells_what_was_hidden(mode: Schedule, num_ranks: int, get_ranks: 
     assert f"Overlap: {mode.name}" in table
     assert f"{num_ranks} ranks" in table
     assert "-bound" in table
-    assert "cannot gain more than" in table
+    assert "more overlap gains at most" in table
     assert table.splitlines()[-1].startswith("Advice: ")
     assert ("slowest" in table or "even" in table) == (num_ranks > 1)
     assert all(rank["printed"] == "" for rank in told[1:])

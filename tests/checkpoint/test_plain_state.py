@@ -46,7 +46,7 @@ def test_it_goes_on_as_ddp_would(two_ranks: Ranks, optimizer: Any, fused: Any, g
         assert len(rank.losses) == plain_runs.EPOCH
         assert all(map(close, rank.losses, losses))
         assert all(close(value, weights[name]) for name, value in rank.dense.items())
-        assert not any("anew" in said for said in rank.said)
+        assert not any("is reset" in said for said in rank.said)
     for name in ("t0", "t1"):
         assert close(tables[name], expected[0][1][f"ebc.embedding_bags.{name}.weight"])
 
@@ -60,7 +60,7 @@ def test_replicas_go_on_as_ddp_would(two_ranks: Ranks, tmp_path: Path) -> None:
     ):
         assert len(rank.losses) == plain_runs.EPOCH
         assert all(map(close, rank.losses, losses))
-        assert not any("anew" in said for said in rank.said)
+        assert not any("is reset" in said for said in rank.said)
 
 
 def test_what_does_not_fit_is_said(two_ranks: Ranks, tmp_path: Path) -> None:
@@ -68,10 +68,10 @@ def test_what_does_not_fit_is_said(two_ranks: Ranks, tmp_path: Path) -> None:
     path = str(tmp_path / "ddp.ckpt")
     two_ranks.run(plain_runs.train_plain, path, ADAM)
     first, second = two_ranks.run(plain_runs.go_on, path, ADAM, FUSED_ADAGRAD, epochs=1)
-    [said] = [said for said in first.said if "anew" in said]
+    [said] = [said for said in first.said if "is reset" in said]
     assert "ebc.embedding_bags.t0.weight, ebc.embedding_bags.t1.weight: saved with exp_avg, exp_avg_sq" in said
     assert "sharding='data_parallel'" in said
-    assert not any("anew" in said for said in second.said)
+    assert not any("is reset" in said for said in second.said)
     saved = torch.load(path, weights_only=True)["state_dict"]
     assert all(torch.equal(value, saved[name]) for name, value in first.dense.items())
     tables = whole([first, second])
@@ -79,7 +79,7 @@ def test_what_does_not_fit_is_said(two_ranks: Ranks, tmp_path: Path) -> None:
     assert not tables["t1 momentum1"].any()
 
     said = two_ranks.run(plain_runs.go_on, path, ADAM, FUSED_ADAGRAD, "other order")[0]
-    assert "they cannot be matched to those of this run" in said
+    assert "these numbers cannot be matched with this run's parameters" in said
     assert "torch.load(PATH, weights_only=True)['state_dict']" in said
     for rank in two_ranks.run(plain_runs.evaluate, path):
         assert [close(*answer) for answer in rank] == [True, True]

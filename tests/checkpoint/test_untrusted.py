@@ -19,10 +19,10 @@ SAID = {
     "list": "none of it was executed: UnpicklingError: it names posix.mkdir",
     "in_list": "none of it was executed: UnpicklingError: it names posix.mkdir",
     "tensor": "its bottom.0.bias are objects, not tensors",
-    "extra_state": "holds objects that load only if you trust the file",
+    "extra_state": "contains objects that load only if you trust the file",
     "elsewhere": "it has a tensor in '../",
-    "meta.pt": "holds objects that load only if you trust the file",
-    "file": "holds objects that load only if you trust the file",
+    "meta.pt": "contains objects that load only if you trust the file",
+    "file": "contains objects that load only if you trust the file",
 }
 
 
@@ -44,7 +44,7 @@ def test_what_is_trusted_is_loaded(get_ranks: Any, tmp_path: Path) -> None:
         told = get_ranks(num_ranks).run(untrusted.save_and_load_state, str(folder), trust=True)
         assert told == [("loaded", "kept")] * num_ranks
     for said, _ in get_ranks(2).run(untrusted.save_and_load_state, str(tmp_path / "_"), trust=False):
-        assert "holds objects that load only if you trust the file" in said
+        assert "contains objects that load only if you trust the file" in said
 
 
 def test_what_a_newer_torch_adds_to_a_list_is_left_out(tmp_path: Path) -> None:

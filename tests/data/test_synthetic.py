@@ -66,7 +66,7 @@ def test_a_moved_batch_is_a_batch_and_keeps_the_lengths_per_key():
     ("lengths", "message"),
     [
         (np.ones((1, 2), dtype=int), "2 labels and 2 features"),
-        (np.ones((2, 2), dtype=int), r"the lengths sum to, 4\.\n  got: dense \(2, 3\), values \(3,\)"),
+        (np.ones((2, 2), dtype=int), r"4 values, the sum of the lengths\.\n  got: dense \(2, 3\), values \(3,\)"),
     ],
 )
 def test_arrays_that_do_not_belong_together_are_refused(lengths, message):

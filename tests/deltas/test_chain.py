@@ -101,7 +101,7 @@ def test_a_base_that_is_being_written_is_waited_for_where_a_part_never_came(setu
     setup.lose("s0*4-r00001")
     setup.cut()
     setup.lose("s0*5-r00000")
-    assert "step 4 lacks g000001-s000000000004-r00001of00002-c*, and later parts" in setup.error()
+    assert "step 4 lacks g000001-s000000000004-r00001of00002-c*, but has later parts" in setup.error()
 
 
 def test_a_crash_in_the_first_cut_of_all_is_made_good_by_the_next_generation(setup: Setup) -> None:
@@ -150,7 +150,7 @@ def test_a_new_generation_that_is_being_written_is_waited_for(setup: Setup) -> N
     with setup.hidden():
         assert setup.replica.update() == 0
     said = setup.error()
-    assert "the cut of generation 2, step 3 follows the cut of generation 1, step 2, which is not there" in said
+    assert "the cut of generation 2, step 3 follows the cut of generation 1, step 2, which is missing" in said
 
 
 def test_a_crash_in_a_first_cut_hides_no_loss(setup: Setup) -> None:
@@ -163,16 +163,16 @@ def test_a_crash_in_a_first_cut_hides_no_loss(setup: Setup) -> None:
         if setup.training.generation == 2:
             setup.crash()
     setup.training.cut()
-    assert "generation 3, step 2 follows the cut of generation 1, step 2, which is not there" in setup.error()
+    assert "generation 3, step 2 follows the cut of generation 1, step 2, which is missing" in setup.error()
 
 
 LOSSES: dict[str, Callable[[Setup], str]] = {
-    "a_part": lambda setup: "generation 1, step 3 lacks g000001-s000000000003-r00001of00002-c*, and later parts are",
+    "a_part": lambda setup: "generation 1, step 3 lacks g000001-s000000000003-r00001of00002-c*, but has later parts",
     "a_chunk": lambda setup: (
-        f"generation 1, step 3 lacks {min(setup.lose('s0*3-r00000.*c00000'))}, and later parts are"
+        f"generation 1, step 3 lacks {min(setup.lose('s0*3-r00000.*c00000'))}, but has later parts"
     ),
     "a_cut": lambda setup: (
-        "generation 1, step 4 follows the cut of generation 1, step 3, which is not there; applied "
+        "generation 1, step 4 follows the cut of generation 1, step 3, which is missing; applied "
         "so far: the cut of generation 1, step 2"
     ),
 }
@@ -197,7 +197,7 @@ def test_what_is_lost_is_named_until_a_base_comes(setup: Setup, what: str, caplo
     assert expected in setup.error()
     setup.cut(bases=(1,))  # with the base of rank 0 just before
     setup.assert_at(1, 7)
-    assert "begins again with the base of the cut of generation 1, step 7" in caplog.text
+    assert "starting again from the base of the cut of generation 1, step 7" in caplog.text
 
 
 def test_a_base_needs_nothing_before_it(setup: Setup) -> None:
@@ -222,12 +222,12 @@ def test_no_base_is_told(setup: Setup) -> None:
         setup.cut()
     setup.lose("s0*1-")
     assert setup.error() == (
-        "no base of every rank is in the sink, which has 2 cuts, from the cut of generation 1, step 2 to the cut of "
-        "generation 1, step 3: a replica that has nothing cannot begin. Start it from a state that a replica saved, or "
-        "let the training write a base."
+        "the sink lacks a base of every rank, so a new replica cannot start. It has 2 cuts, from the cut of generation "
+        "1, step 2 to the cut of generation 1, step 3. Start from a state that a replica saved, or let the training "
+        "write a base."
     )
     setup.cut(bases=(1,))
-    assert "no base of every rank" in setup.error()
+    assert "the sink lacks a base of every rank" in setup.error()
 
 
 @pytest.mark.parametrize(("pattern", "leaves_names"), [("s0*3-r00000", True), ("s0*3-", False)])
@@ -237,7 +237,7 @@ def test_bases_on_both_sides_of_a_lost_cut_make_no_start(setup: Setup, pattern: 
     setup.lose("s0*1-")
     lost = setup.lose(pattern)
     said = setup.error()
-    assert said.startswith("no base of every rank")
+    assert said.startswith("the sink lacks a base of every rank")
     assert all(name.partition("-c")[0] in said for name in lost) == leaves_names
 
 
@@ -249,7 +249,7 @@ def test_bases_of_two_generations_make_no_start(setup: Setup) -> None:
     setup.cut(bases=(1,))
     setup.assert_at(2, 3)  # from the start of generation 1 on
     setup.lose("s0*1-")
-    assert "no base of every rank" in setup.error(Replica(None, setup.sink))
+    assert "the sink lacks a base of every rank" in setup.error(Replica(None, setup.sink))
 
 
 def test_two_trainings_in_one_sink_are_told(setup: Setup) -> None:
@@ -260,8 +260,8 @@ def test_two_trainings_in_one_sink_are_told(setup: Setup) -> None:
     setup.cut()
     other.cut()
     assert setup.error() == (
-        "the cut of generation 1, step 2 has parts of 2 ranks and of 3 ranks: two trainings have written into this "
-        "sink. Give each run a sink of its own."
+        "the cut of generation 1, step 2 has parts of 2 ranks and of 3 ranks: two trainings wrote into this "
+        "sink. Use a separate sink for each run."
     )
 
 
@@ -269,7 +269,7 @@ def test_a_part_twice_is_told(setup: Setup) -> None:
     setup.cut()
     name = PartName(1, 1, 0, 2, 0, 7)
     setup.sink.parts[str(name)] = b""
-    assert "has the part of rank 0 twice, of " in setup.error()
+    assert "has two parts of rank 0, of " in setup.error()
 
 
 def test_another_run_is_told(setup: Setup) -> None:

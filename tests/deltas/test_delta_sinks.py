@@ -106,11 +106,11 @@ def assert_equal(folder: Path, of_ranks: list[tuple[dict[int, Windows], Windows]
 @pytest.mark.parametrize(
     ("call", "step", "said"),
     [
-        ("names", 0, "its check has not returned for 1 s"),
-        ("write", 0, "its write of g000001-s000000000000-r00001of00002-c00000of"),
-        ("write", 2, "its write of g000001-s000000000002-r00001of00002-c00000of"),
-        ("write", 6, "its write of g000001-s000000000006-r00001of00002-c00000of"),
-        ("close", 0, "its close has not returned for 1 s"),
+        ("names", 0, "check has not returned for 1 s"),
+        ("write", 0, "write of g000001-s000000000000-r00001of00002-c00000of"),
+        ("write", 2, "write of g000001-s000000000002-r00001of00002-c00000of"),
+        ("write", 6, "write of g000001-s000000000006-r00001of00002-c00000of"),
+        ("close", 0, "close has not returned for 1 s"),
     ],
 )
 def test_a_sink_that_hangs_is_an_error_on_all_ranks(

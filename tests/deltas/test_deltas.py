@@ -12,8 +12,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_overlap import MODES, EmbeddingDeltas
-from lightning_overlap.deltas import WEIGHT, Part, Replica, decode, parse_names
-from lightning_overlap.deltas.recording import copies
+from lightning_overlap.deltas import Part, Replica, decode, parse_names
 from lightning_overlap.tuning import Auto
 
 from ..support.cases import Case, TableSpec
@@ -201,11 +200,6 @@ def test_optimizer_states_go_with_their_rows(ranks: Ranks, tmp_path: Path) -> No
         assert field == "weight" or (entry.values > 0).all()
 
 
-def test_a_tables_own_values_have_one_name() -> None:
-    """Two folders call them so: the one does without pyarrow, the other without TorchRec."""
-    assert WEIGHT == copies.WEIGHT
-
-
 @pytest.mark.parametrize("pipeline", ["fused_sparse_dist", "semi_sync_deferred"])
 def test_replicas_and_their_states_are_sent(ranks: Ranks, tmp_path: Path, pipeline: str) -> None:
     """From the first rank, which has not looked up the rows of the others."""
@@ -280,7 +274,7 @@ def test_a_sink_that_fails_raises_on_all_ranks(ranks: Ranks, tmp_path: Path, ste
 def test_the_parts_of_another_training_are_not_mixed_with_this_ones(ranks: Ranks, tmp_path: Path) -> None:
     ranks.run(fit_with_deltas, ALL, "base", str(tmp_path), num_steps=2)
     said = ranks.run(fit_expecting, ValueError, ALL, "base", str(tmp_path), num_steps=2)
-    assert all("this fit begins a training of its own" in one and "steps: 0" in one for one in said)
+    assert all("this fit begins a new run" in one and "steps: 0" in one for one in said)
 
 
 def test_a_dense_part_that_replicas_would_keep_is_refused(two_ranks: Ranks, tmp_path: Path) -> None:
@@ -290,7 +284,7 @@ def test_a_dense_part_that_replicas_would_keep_is_refused(two_ranks: Ranks, tmp_
     two_ranks.run(fit_with_deltas, *args, saves_in=str(saved), **kwargs)
     kwargs = {"ckpt_path": str(saved / "step=8.ckpt"), "num_steps": 12, "deltas": {"dense": False}}
     said = two_ranks.run(fit_expecting, ValueError, *args, **kwargs)
-    assert all("dense=False would leave the dense part of replicas" in one and "steps: 0" in one for one in said)
+    assert all("dense=False would leave an old dense part in replicas" in one and "steps: 0" in one for one in said)
 
 
 def test_past_the_allowed_lag_training_stops_as_told(ranks: Ranks, tmp_path: Path) -> None:
@@ -311,10 +305,10 @@ def test_a_lag_is_warned_of(ranks: Ranks, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kwargs", "match"),
     [
-        ({"sink": None}, r"takes a folder or a sink to send to \(overlap-train: deltas.path=FOLDER\)"),
-        ({"every_n_steps": 0}, "every_n_steps is a number of batches, from 1 on, got 0"),
-        ({"every_n_steps": 10, "max_lag_steps": 5}, "max_lag_steps=5 is below every_n_steps=10"),
-        ({"on_lag": "wait"}, "on_lag is one of warn, stop, got 'wait'"),
+        ({"sink": None}, r"needs a folder or sink, got None \(overlap-train: deltas.path=FOLDER\)"),
+        ({"every_n_steps": 0}, "every_n_steps must be at least 1, got 0"),
+        ({"every_n_steps": 10, "max_lag_steps": 5}, "max_lag_steps must be at least every_n_steps=10, got 5"),
+        ({"on_lag": "wait"}, "on_lag must be 'warn' or 'stop', got 'wait'"),
     ],
 )
 def test_arguments_are_checked(tmp_path: Path, kwargs: dict[str, Any], match: str) -> None:
@@ -324,11 +318,11 @@ def test_arguments_are_checked(tmp_path: Path, kwargs: dict[str, Any], match: st
 
 def test_another_strategy_is_refused(tmp_path: Path) -> None:
     trainer = Trainer(accelerator="cpu", callbacks=[EmbeddingDeltas(Files(str(tmp_path)))], max_epochs=1, **QUIET)
-    with pytest.raises(ValueError, match="takes OverlapEmbeddingStrategy, which shards the tables, got SingleDevice"):
+    with pytest.raises(ValueError, match="needs OverlapEmbeddingStrategy, got SingleDevice"):
         trainer.fit(BoringModel())
 
 
 def test_rows_that_are_assigned_as_they_come_are_refused(get_ranks: Callable[..., Ranks], tmp_path: Path) -> None:
     [said] = get_ranks(1).run(fit_managed, str(tmp_path))
-    assert "are assigned to ids, and evicted, as they come" in said
+    assert "assigns its rows to ids during training" in said
     assert not list(tmp_path.iterdir())

@@ -100,7 +100,7 @@ def test_a_sink_that_leads_to_the_same_cut_again_and_again_is_told(
 ) -> None:
     """As one might whose lost parts come back: of the fit that a base leads to, another fit knows nothing."""
     monkeypatch.setattr(live._chain, "next", lambda at: live._chain.start())
-    with pytest.raises(CutError, match=r"the cut of generation 1, step 2 again and again"):
+    with pytest.raises(CutError, match=r"the cut of generation 1, step 2 repeatedly"):
         live.update()
     monkeypatch.undo()
     follow(training, live)

@@ -125,10 +125,10 @@ def test_what_changes_while_it_is_applied_leaves_a_replica_without_a_state(
 
     with monkeypatch.context() as patch:
         patch.setattr(sink, "read", changes)
-        with pytest.raises(PartError, match=f"{name} was written anew with other content"):
+        with pytest.raises(PartError, match=f"{name} was rewritten with other content"):
             replica.update()
     assert replica.step is None
-    with pytest.raises(ReplicaError, match=r"so the tables are of no step: update\(\) begins again"), replica.reading():
+    with pytest.raises(ReplicaError, match=r"so the tables are inconsistent: call update\(\)"), replica.reading():
         pass
     replica.update()
     with replica.reading():
@@ -189,7 +189,10 @@ def test_readers_read_at_once_and_a_writer_alone(training: Training) -> None:
         other.start()
         inside.wait()
         other.join()
-        with pytest.raises(RuntimeError, match="a thread that reads a replica cannot write it"), replica.lock:
+        with (
+            pytest.raises(RuntimeError, match=r"a thread inside `reading\(\)` cannot update the replica"),
+            replica.lock,
+        ):
             pass
 
     def updates() -> None:
@@ -213,7 +216,7 @@ def test_readers_read_at_once_and_a_writer_alone(training: Training) -> None:
 
 def test_position_and_lag(training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
     replica = Replica(empty_tables(), training.sink)
-    with pytest.raises(ReplicaError, match=r"nothing has been applied yet from .*: call update\(\), or follow\(\)"):
+    with pytest.raises(ReplicaError, match=r"no cut of .* has been applied: call update\(\), or follow\(\)"):
         _ = replica.lag
     assert (replica.step, replica.generation, replica.run) == (None, None, None)
     replica.update()
@@ -237,7 +240,7 @@ def test_waiting(training: Training) -> None:
     replica = Replica(empty_tables(), training.sink)
     assert replica.wait(timeout=5).step == 2
     with pytest.raises(
-        TimeoutError, match=r"step 3 was not there after 0.1 s; applied: the cut of generation 1, step 2"
+        TimeoutError, match=r"step 3 was not reached after 0.1 s; applied: the cut of generation 1, step 2"
     ):
         replica.wait(3, timeout=0.1)
     with replica:
@@ -258,7 +261,7 @@ def test_an_error_while_following_is_raised_until_it_follows_again(training: Tra
     training.sink.parts[name] = whole[:40]
     with replica:
         replica.follow(every_s=0.01)
-        said = rf"stopped following .* after the cut of generation 1, step 2: PartError: {re.escape(name)} is torn"
+        said = rf"stopped following .* after the cut of generation 1, step 2: PartError: {re.escape(name)} is damaged"
         with pytest.raises(ReplicaError, match=said):
             replica.wait(3, timeout=20)
         for use in (lambda: replica.lag, replica.check, lambda: replica.reading().__enter__()):
@@ -278,7 +281,7 @@ def test_an_error_while_following_is_raised_until_it_follows_again(training: Tra
 def test_a_saved_state_needs_no_history(training: Training, tmp_path: Path) -> None:
     path = tmp_path / "states" / "state.pt"
     replica = Replica(Model(), training.sink)
-    with pytest.raises(ReplicaError, match="nothing has been applied yet"):
+    with pytest.raises(ReplicaError, match="has been applied: "):
         replica.save(path)
     replica.update()
     replica.save(path)
@@ -298,7 +301,7 @@ def test_what_is_no_saved_state_is_told(training: Training, tmp_path: Path) -> N
     (tmp_path / "text").write_text("x")
     torch.save({"a": torch.ones(1)}, tmp_path / "other.pt")
     for name in ("text", "other.pt"):
-        with pytest.raises(ReplicaError, match=f"{name} is no state of a replica: "):
+        with pytest.raises(ReplicaError, match=f"{name} is not a state of a replica: "):
             Replica(None, training.sink, start=tmp_path / name)
     replica = Replica(None, training.sink)
     replica.update()

@@ -18,16 +18,16 @@ from .served import Model, write
 REFUSED: dict[str, tuple[Any, str]] = {
     "fewer_tables": (
         {A: torch.ones(7, 4)},
-        rf"the run 'run' sends tables that this replica does not have: {B}.\n  It has: {A}.\n  Give the Lightning",
+        rf"the run 'run' sends tables that this replica lacks: {B}.\n  The replica has: {A}.\n  Use the",
     ),
     "another_shape": (
         empty_tables() | {A: torch.ones(8, 4)},
-        rf"{A} has the shape \(7, 4\) in the run 'run', and \(8, 4\) in this replica: give it the same",
+        rf"{A} has the shape \(7, 4\) in the run 'run', and \(8, 4\) in this replica: use the same",
     ),
     "another_dtype": (
         empty_tables() | {A: torch.ones(7, 4, dtype=torch.float16)},
-        rf"{A} is \(7, 4\) of torch.float32 in g000001-s\S+, and \(7, 4\) of torch.float16 in this replica: rows are "
-        "written bit for bit",
+        rf"{A} is \(7, 4\) of torch.float32 in g000001-s\S+, and \(7, 4\) of torch.float16 in this replica: "
+        "use tables of the same shape and dtype",
     ),
     "another_dense_shape": (
         empty_tables() | {TOP: torch.ones(4)},
@@ -35,9 +35,9 @@ REFUSED: dict[str, tuple[Any, str]] = {
     ),
     "tables_besides": (
         Model(("c",)),
-        r"the module has tables that the run 'run' does not send, .*: model.ebc.embedding_bags.c.weight.\n  It sends: ",
+        r"the module has tables that the run 'run' does not send, .*: model.ebc.embedding_bags.c.weight.\n  The run ",
     ),
-    "another_module": (nn.Linear(2, 2), r"does not have: .*\n  It has: none.\n  Give the LightningModule that is"),
+    "another_module": (nn.Linear(2, 2), r"lacks: .*\n  The replica has: none.\n  Use the trained LightningModule"),
 }
 
 
@@ -56,7 +56,7 @@ def test_other_tables_are_refused_before_anything_is_written(training: Training,
 def test_a_module_without_the_dense_part_is_refused(training: Training) -> None:
     module = Model()
     del module.model.top
-    with pytest.raises(TablesError, match=f"has a dense tensor {TOP} that the module does not have"):
+    with pytest.raises(TablesError, match=f"has a dense tensor {TOP} that the module lacks"):
         Replica(module, training.sink).update()
 
 
@@ -66,18 +66,18 @@ def test_tables_without_memory_are_refused(training: Training) -> None:
 
 
 def test_what_is_no_tensor_is_refused(training: Training) -> None:
-    with pytest.raises(TablesError, match=r"a replica writes plain tensors.\n  got: a, a list"):
+    with pytest.raises(TablesError, match=r"a replica needs plain tensors.\n  got: a, a list"):
         Replica({"a": [1.0]}, training.sink)  # type: ignore[dict-item]
 
 
 BAD_ROWS: dict[str, tuple[Rows, str]] = {
-    "row": (Rows(A, "weight", (7, 4), 0, torch.tensor([7]), torch.ones(1, 4)), "do not lie within its shape"),
-    "negative_row": (Rows(A, "weight", (7, 4), 0, torch.tensor([-1]), torch.ones(1, 4)), "do not lie within"),
-    "column": (Rows(A, "weight", (7, 4), 2, torch.tensor([0]), torch.ones(1, 3)), "(1, 3) values from column 2"),
+    "row": (Rows(A, "weight", (7, 4), 0, torch.tensor([7]), torch.ones(1, 4)), "outside of its shape"),
+    "negative_row": (Rows(A, "weight", (7, 4), 0, torch.tensor([-1]), torch.ones(1, 4)), "outside of"),
+    "column": (Rows(A, "weight", (7, 4), 2, torch.tensor([0]), torch.ones(1, 3)), "values (1, 3) from column 2"),
     "shape": (Rows(A, "weight", (6, 4), 0, torch.tensor([0]), torch.ones(1, 4)), "of a tensor (6, 4)"),
     "table": (Rows("c", "weight", (7, 4), 0, torch.tensor([0]), torch.ones(1, 4)), "has rows of c, which its header"),
-    "state_columns": (Rows(A, "momentum", (7, 1), 2, torch.tensor([0]), torch.ones(1, 1)), "values from column 2 on"),
-    "state": (Rows(A, "momentum", (9, 1), 0, torch.tensor([8]), torch.ones(1, 1)), f"rows of {A} (momentum) that do"),
+    "state_columns": (Rows(A, "momentum", (7, 1), 2, torch.tensor([0]), torch.ones(1, 1)), "from column 2 on"),
+    "state": (Rows(A, "momentum", (9, 1), 0, torch.tensor([8]), torch.ones(1, 1)), f"rows of {A} (momentum) outside"),
 }
 
 
@@ -116,7 +116,7 @@ def test_a_base_that_is_not_the_whole_table_is_refused() -> None:
     training = Training(MemorySink())
     rows = [Rows(name, "weight", SHAPES[name], 0, torch.tensor([0]), torch.ones(1, SHAPES[name][1])) for name in SHAPES]
     write(training, tuple(rows), after=None)
-    with pytest.raises(TablesError, match=rf"generation 1, step 1 have 4 values of {A}, which has 28: the training"):
+    with pytest.raises(TablesError, match=rf"generation 1, step 1 have 4 values of {A}, which needs 28. Do all parts"):
         Replica(None, training.sink).update()
 
 
@@ -125,8 +125,8 @@ def test_parts_of_a_cut_that_differ_are_refused(training: Training) -> None:
     replica = Replica(None, training.sink)
     base = dataclasses.replace(training.header(), world_size=2)
     for change, expected in (
-        ({"global_step": 9}, r"are parts of one cut and differ in global_step \(9 and 3\)"),
-        ({"after": (1, 1)}, "its parts follow the cut of generation 1, step 1 and the cut of generation 1, step 2"),
+        ({"global_step": 9}, r"are of the same cut, but differ in global_step \(9 and 3\)"),
+        ({"after": (1, 1)}, "they follow the cut of generation 1, step 1 and the cut of generation 1, step 2"),
     ):
         for rank, options in ((0, {}), (1, change)):
             header = dataclasses.replace(base, rank=rank, **options)
@@ -137,7 +137,7 @@ def test_parts_of_a_cut_that_differ_are_refused(training: Training) -> None:
         header = dataclasses.replace(base, rank=1, chunk=chunk, num_chunks=2, after=after)
         training.sink.remove([str(base.name._replace(rank=1))])
         training.sink.write(str(header.name), encode(header))
-    with pytest.raises(CutError, match="does not fit the first chunk of its part"):
+    with pytest.raises(CutError, match="and the first chunk of its part follow different cuts"):
         replica.update()
 
 
@@ -154,5 +154,5 @@ def test_a_part_under_another_name_is_refused(training: Training) -> None:
     whole = dict(training.sink.parts)
     for one, other in ((0, 1), (2, 1)):
         training.sink.parts = whole | {names[one]: whole[names[other]]}
-        with pytest.raises(PartError, match=f"{names[one]} says of itself that it is {names[other]}: a part"):
+        with pytest.raises(PartError, match=f"{names[one]} has the header of {names[other]}: it was"):
             replica.update()

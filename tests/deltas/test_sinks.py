@@ -126,7 +126,7 @@ def test_a_crash_in_a_write_leaves_no_part(tmp_path: Path, monkeypatch: pytest.M
 def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a folder")
     sink = FolderSink(tmp_path / "file" / "deltas")
-    said = r"cannot write to the folder of embedding deltas '.*file/deltas': .*Give a"
+    said = r"cannot write to the folder of embedding deltas '.*file/deltas': .*Choose a"
     for use in (lambda: check_sink(sink), lambda: sink.write(NAMES[0], b"")):
         with pytest.raises(SinkError, match=said):
             use()
@@ -190,7 +190,7 @@ def test_a_sink_of_ones_own() -> None:
     sink = MemorySink()
     assert resolve_sink(sink) is sink
     check_sink(sink)
-    lacks = r"a sink is a path, .*\n  got: 3, which lacks write, names, read, remove, close"
+    lacks = r"a sink must be a path, .*\n  got: 3, which lacks write, names, read, remove, close"
     with pytest.raises(TypeError, match=lacks):
         resolve_sink(3)
 

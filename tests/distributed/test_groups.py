@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from datetime import timedelta
+from pathlib import Path
 
+import pytest
 import torch.distributed as dist
 
 from lightning_overlap.distributed import groups
 
+from ..support import interpreters
 from ..support.ranks import Ranks
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def joined_by_turns() -> tuple[bool, bool, bool]:
@@ -29,3 +36,63 @@ def joined_by_turns() -> tuple[bool, bool, bool]:
 def test_runs_of_one_timeout_share_their_groups(two_ranks: Ranks) -> None:
     """A group has threads, which gloo wakes a hundred times a second for as long as the process lives."""
     assert two_ranks.run(joined_by_turns) == [(True, True, True)] * 2
+
+
+PROGRAM = """
+import atexit, os, sys
+import torch
+import torch.distributed as dist
+atexit.register(lambda: print("kept" if dist.is_initialized() else "destroyed", flush=True))  # the last to be called
+from contextlib import suppress
+import lightning.pytorch as pl
+from lightning_overlap import OverlapEmbeddingStrategy
+from lightning_overlap.data import SyntheticDataModule
+from lightning_overlap.models import DLRM
+
+way, devices = sys.argv[1], int(sys.argv[2])
+
+class Model(DLRM):
+    def training_step(self, batch, batch_idx):
+        if way == "failed fit" and batch_idx == 2 and self.global_rank == 0:
+            raise OSError
+        return super().training_step(batch, batch_idx)
+
+if way == "group of the user":
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+data = SyntheticDataModule(num_tables=2, rows_per_table=50, batch_size=8, num_batches=4, num_val_batches=0)
+quiet = dict(logger=False, enable_checkpointing=False, enable_model_summary=False, enable_progress_bar=False)
+model = Model(table_sizes=data.table_sizes, num_dense=data.num_dense)
+with suppress(OSError, RuntimeError):
+    for max_epochs in (1, 2):
+        strategy = OverlapEmbeddingStrategy(sharding="table_wise", fused_optimizer=(torch.optim.SGD, {"lr": 0.1}))
+        trainer = pl.Trainer(accelerator="cpu", devices=devices, max_epochs=max_epochs, strategy=strategy, **quiet)
+        trainer.fit(model, data)
+        model = Model(table_sizes=data.table_sizes, num_dense=data.num_dense)
+if way == "error after it":
+    raise OSError
+if way == "fork" and (child := os.fork()):
+    os.waitpid(child, 0)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("way", "num_ranks", "said"),
+    [
+        ("fits", 2, ["destroyed", "destroyed"]),
+        ("error after it", 1, ["kept"]),
+        ("failed fit", 2, ["kept", "kept"]),
+        ("fork", 1, ["destroyed", "kept"]),
+        ("group of the user", 1, ["kept"]),
+    ],
+)
+def test_a_process_destroys_the_groups_that_a_run_made(
+    way: str, num_ranks: int, said: list[str], tmp_path: Path
+) -> None:
+    """Otherwise a process that ends right after a collective may abort: its exit code says that it failed."""
+    script = tmp_path / "script.py"
+    script.write_text(PROGRAM, encoding="utf-8")
+    command = [sys.executable, str(script), way, str(num_ranks)]
+    variables = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = interpreters.run(command, env=variables, capture_output=True, text=True, timeout=80)
+    assert sorted(line for line in done.stdout.splitlines() if line in ("kept", "destroyed")) == said, done.stderr

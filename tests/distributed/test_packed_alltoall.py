@@ -15,8 +15,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lightning_overlap.distributed import PackedExchange, Part
+from lightning_overlap.distributed import PackedExchange, Part, packed_alltoall
+from lightning_overlap.runtime import Streams
+from lightning_overlap.schedules import StreamName
+from lightning_overlap.testing import CheckedStreams
+from lightning_overlap.testing.local_group import process_group
 
+from ..support import mutants
 from ..support.cases import TWO_COLLECTIONS, WEIGHTED, Batches, Case, Model
 from ..support.exchanges import of_input_dist
 from ..support.fits import make_strategy, make_trainer
@@ -41,7 +46,7 @@ def packed_and_apart(exchanges: list[list[Shape]]) -> list[tuple[list[Tensor], l
         for dtype, shape, sent in exchange:
             tensor = torch.randint(0, 100, (sum(sent[rank]), *shape)).to(dtype)
             parts.append(Part(tensor, sent[rank], [row[rank] for row in sent]))
-        packed = PackedExchange(parts, group)
+        packed = PackedExchange(parts, group, Streams())
         apart = [part.tensor.new_empty((sum(part.received), *part.tensor.shape[1:])) for part in parts]
         for part, received in zip(parts, apart, strict=True):
             dist.all_to_all_single(received, part.tensor, part.received, part.sent)
@@ -79,7 +84,9 @@ def travelled_and_kept() -> int:
 
     with mock.patch.object(dist, "all_to_all_single", all_to_all_single):
         exchange = PackedExchange(
-            [Part(torch.ones(num, dtype=torch.int64), [num // 2] * 2, [num // 2] * 2) for num in (8, 2)], group
+            [Part(torch.ones(num, dtype=torch.int64), [num // 2] * 2, [num // 2] * 2) for num in (8, 2)],
+            group,
+            Streams(),
         )
     assert len(travelled) == 2
     exchange.take(slice(1))
@@ -107,3 +114,29 @@ def all_to_alls_of_a_run(case: Case) -> Counter[str]:
 def test_a_batch_has_one_all_to_all_of_ids(two_ranks: Ranks, case: Case) -> None:
     """Sizes travel alone once: batch 0 is looked up in its own forward, those of batch 2 go with the ids of batch 1."""
     assert two_ranks.run(all_to_alls_of_a_run, case) == [Counter(sizes=1, ids=5)] * 2
+
+
+def take_on_other_streams() -> None:
+    """Send on the input dist's stream; take one part on the lookup stream and the other one on the compute stream."""
+    streams, group = CheckedStreams(), dist.group.WORLD
+    assert group is not None
+    with streams.watching({}):
+        with streams.on(StreamName.DATA_DIST):
+            parts = [Part(torch.arange(num) + 1, [num], [num]) for num in (5, 3)]
+            exchange = PackedExchange(parts, group, streams)
+        with streams.on(StreamName.LOOKUP):
+            [ids] = exchange.take(slice(1))
+            assert (2 * ids).tolist() == [2, 4, 6, 8, 10]
+        [sizes] = exchange.take(slice(1, 2))
+        assert (2 * sizes).tolist() == [2, 4, 6]
+
+
+def test_each_part_is_ordered_and_handed_over_on_the_stream_that_takes_it() -> None:
+    """Without one of the statements the streams that follow each operator find a race."""
+    statements = [*mutants.statements(packed_alltoall)]
+    assert [text.partition("(")[0] for _, text in statements] == ["self._streams.wait", "self._streams.record_stream"]
+    with process_group("cpu"):
+        take_on_other_streams()
+        for line, text in statements:
+            with mutants.without(packed_alltoall, line):
+                assert mutants.races(take_on_other_streams), text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -49,7 +50,10 @@ class _Asks:
 def test_the_watch_makes_the_host_wait_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     dist = nn.Module()
     dist.codecs = _codecs("fp16")
-    monkeypatch.setattr(overflow, "_output_dists", lambda model: [("ebc", dist, ["t0"])])
+    plan = {"t0": SimpleNamespace(sharding_type="table_wise")}
+    module = SimpleNamespace(_output_dists=[dist], module_sharding_plan=plan)
+    monkeypatch.setattr(overflow, "table_modules", lambda model: {"ebc": module})
+    monkeypatch.setattr(overflow, "sharding_types_of", lambda module: ["table_wise"])
     watch = overflow.OverflowWatch(nn.Module(), _Asks(), warns=True)  # type: ignore[arg-type]
     codec: Any = dist.codecs.backward
     gradients = torch.full((1024,), 1e6, device="cuda")
@@ -60,5 +64,5 @@ def test_the_watch_makes_the_host_wait_for_nothing(monkeypatch: pytest.MonkeyPat
         codec.encode(gradients)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    with pytest.warns(UserWarning, match=r"ebc \(t0\).* reached 1e\+06 and were cut off at 65504"):
+    with pytest.warns(UserWarning, match=r"ebc \(t0\).* reached 1e\+06 and were clipped to 65504"):
         watch.finish()

@@ -90,14 +90,14 @@ def test_sizes_are_read_on_another_stream_than_the_ids_that_they_came_with(monke
     monkeypatch.setattr(dist, "all_to_all_single", _to_itself)
     ids, sizes = (torch.arange(1, num + 1, device="cuda") for num in (1 << 16, 1))
     group: Any = None
-    exchange = PackedExchange([Part(ids, [len(ids)], [len(ids)]), Part(sizes, [1], [1])], group)
+    streams = CudaStreams(torch.device("cuda", torch.cuda.current_device()), StreamName.LOOKUP)
+    exchange = PackedExchange([Part(ids, [len(ids)], [len(ids)]), Part(sizes, [1], [1])], group, streams)
     torch.cuda.synchronize()
-    of_ids, of_sizes = torch.cuda.Stream(), torch.cuda.Stream()
-    with torch.cuda.stream(of_ids):
+    with streams.on(StreamName.DATA_DIST):
         torch.cuda._sleep(BUSY_CYCLES)
         [taken] = exchange.take(slice(1))
-    with torch.cuda.stream(of_sizes):
+    with streams.on(StreamName.MEMCPY):
         [seen] = exchange.take(slice(1, 2))
         assert seen.tolist() == [1]
-    of_ids.synchronize()
+    streams[StreamName.DATA_DIST].synchronize()
     assert torch.equal(taken, ids)

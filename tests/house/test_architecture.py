@@ -4,10 +4,23 @@ from __future__ import annotations
 
 import hashlib
 import re
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
+from lightning.pytorch import Callback
+from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 
+from lightning_overlap.sparse import answers
+from lightning_overlap.sparse.answers import Answers
+
+from ..support.cases import TABLE_WISE, Batches, Model
+from ..support.fits import make_strategy, make_trainer
+from ..support.ranks import Ranks
 from .test_folders import FLOOR, PACKAGE, ROOT
 
 PAGE = ROOT / "docs" / "architecture.md"
@@ -48,3 +61,61 @@ def test_the_picture_was_drawn_after_the_last_change_of_its_script() -> None:
     """The script writes its own digest into the picture: run it again, and look at what it draws."""
     digest = hashlib.sha256(PICTURE.read_bytes()).hexdigest()
     assert digest.encode() in (PAGE.parent / "architecture.png").read_bytes()
+
+
+# -- the walk of a step ----------------------------------------------------------------------------------------
+
+ENDS = (
+    (Answers, "begin"),  # the step begins,
+    (Answers, "_serve"),  # the module is called,
+    (answers, "wait_for"),  # its embeddings are used,
+    (ShardedEmbeddingBagCollection, "compute_and_output_dist"),  # the tables are looked up for the next batch
+)
+
+
+class Walk(Callback):
+    """Notes which methods of the package are on the stack where a step comes to one of `ENDS`."""
+
+    def __init__(self) -> None:
+        self.methods: list[str] = []
+        self.is_on = False
+
+    def around(self, own: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self.is_on:
+                self.methods += methods_on_the_stack()
+            return own(*args, **kwargs)
+
+        return call
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        self.is_on = batch_idx == 2
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.is_on = False
+
+
+def methods_on_the_stack() -> list[str]:
+    """Return the package's methods that run now, the outermost first."""
+    found, frame = [], sys._getframe(1)
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_globals["__name__"].startswith("lightning_overlap."):
+            found.insert(0, frame.f_code.co_qualname)
+    return [name for name in found if name[0].isupper()]
+
+
+def walk() -> list[str]:
+    noted, model = Walk(), Model(TABLE_WISE)
+    with ExitStack() as stack:
+        for owner, name in ENDS:
+            stack.enter_context(mock.patch.object(owner, name, noted.around(getattr(owner, name))))
+        make_trainer(make_strategy(model), callbacks=[noted]).fit(model, datamodule=Batches(TABLE_WISE, 4))
+    return list(dict.fromkeys(noted.methods))
+
+
+def test_a_step_comes_to_the_tables_and_back_through_the_methods_it_names(get_ranks: Callable[..., Ranks]) -> None:
+    named = [re.findall(r"`([A-Z]\w+\.\w+)`", cells[1]) for cells in cells_of(PAGE, "| | call | what it does |")]
+    [methods] = get_ranks(1).run(walk)
+    assert [name for names in named for name in names] == methods
+    assert len({name.partition(".")[0] for name in methods}) <= 7

@@ -84,7 +84,8 @@ def _imported(tree: ast.Module, path: Path) -> list[ast.Module]:
     return [ast.parse(file.read_text(encoding="utf-8")) for file in files if file.is_file()]
 
 
-ROWS: list[Row] = rows_of((ROOT / "docs" / "lightning.md").read_text(encoding="utf-8"))
+FEATURES, PROCESSES = (rows_of((ROOT / "docs" / page).read_text("utf-8")) for page in ("lightning.md", "processes.md"))
+ROWS: list[Row] = [*FEATURES, *PROCESSES]
 MODULES: list[Module] = rows_of((ROOT / "docs" / "modules.md").read_text(encoding="utf-8"), MODULES_HEAD, Module)
 
 
@@ -105,7 +106,8 @@ def test_a_module_says_when_it_is_looked_up_and_names_its_tests(row: Module) -> 
 
 
 @pytest.mark.parametrize(
-    ("file", "head", "rows"), [("lightning.md", HEAD, ROWS), ("modules.md", MODULES_HEAD, MODULES)]
+    ("file", "head", "rows"),
+    [("lightning.md", HEAD, FEATURES), ("processes.md", HEAD, PROCESSES), ("modules.md", MODULES_HEAD, MODULES)],
 )
 def test_all_rows_are_read_and_none_comes_twice(file: str, head: list[str], rows: list[Any]) -> None:
     text = (ROOT / "docs" / file).read_text(encoding="utf-8")
@@ -134,8 +136,8 @@ def test_a_test_that_is_gone_is_seen(reference: str, problem: str | None) -> Non
 # -- what is broken on purpose ---------------------------------------------------------------------------------
 
 
-def test_testing_md_lists_all_mutants() -> None:
-    assert (ROOT / "docs" / "testing.md").read_text(encoding="utf-8").endswith(f"\n\n{mutants.table()}\n")
+def test_laws_md_lists_all_mutants() -> None:
+    assert (ROOT / "docs" / "laws.md").read_text(encoding="utf-8").endswith(f"\n\n{mutants.table()}\n")
     assert {mutant.law for mutant in mutants.MUTANTS} == set(range(1, 14))
 
 

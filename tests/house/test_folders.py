@@ -21,7 +21,7 @@ ROOT = PACKAGE.parent
 FLOORS = (
     ("text", "versions"),
     ("schedules", "distributed", "data"),
-    ("models", "runtime"),
+    ("models", "runtime", "dense"),
     ("profiling", "tables", "preprocessing"),
     ("sparse", "tuning"),
     ("checkpoint",),
@@ -40,7 +40,7 @@ _NO_CONFIGS = {"hydra", "omegaconf"}
 _NO_LIGHTNING = {"lightning", *_NO_CONFIGS}
 _NO_TORCHREC = {"torchrec", "fbgemm_gpu", *_NO_LIGHTNING}
 LEAVES_ALONE = {
-    **dict.fromkeys(("distributed", "runtime", "profiling", "tuning"), _NO_TORCHREC),
+    **dict.fromkeys(("distributed", "runtime", "dense", "profiling", "tuning"), _NO_TORCHREC),
     **dict.fromkeys(("tables", "sparse", "checkpoint"), _NO_LIGHTNING),
     **dict.fromkeys(("plugin", "testing", "deltas"), _NO_CONFIGS),
 }

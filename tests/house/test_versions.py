@@ -123,7 +123,7 @@ def test_an_import_is_refused_with_the_pairs_that_work() -> None:
     *_, said, note = done.stderr.strip().splitlines()
     assert said == (
         "ImportError: fbgemm-gpu-cpu 1.9.0 is built for torch 2.14, and does not load with torch 2.13.0. "
-        "Install an fbgemm and a torch that go together."
+        "Install an fbgemm that is built for your torch."
     )
     assert note.endswith(
         "Together: torch 2.14, fbgemm 1.9, torchrec>=1.9.2,<1.10; or torch 2.13, fbgemm 1.8, torchrec>=1.8,<1.10."

@@ -1,7 +1,7 @@
 """Ways to break the package, each with a test that fails then: `python -m tests.laws.mutants`, or `make mutants`.
 
 Each break is made in a copy of the repository. A line tells what came of it, a table at the end what was not noticed.
-docs/testing.md shows the same list; `--table` prints it.
+docs/laws.md shows the same list; `--table` prints it.
 """
 
 from __future__ import annotations
@@ -54,6 +54,22 @@ MUTANTS = (
         "sparse/answers.py",
         "if torch.is_grad_enabled() or not self._options.trains:\n            return Early",
         "if True:\n            return Early",
+    ),
+    Mutant(
+        1,
+        "a layer that is called twice loses the weight gradients of one call",
+        ("dense/test_split_layers.py::test_both_halves_are_the_whole_backward[called_twice]",),
+        "dense/split_layers.py",
+        "for layer in self._pending for call in layer.calls]",
+        "for layer in self._pending for call in layer.calls[:1]]",
+    ),
+    Mutant(
+        1,
+        "a layer is split though its weight is used elsewhere",
+        ("plugin/test_split_backward.py::test_a_fit_equals_base[tied]",),
+        "dense/graph.py",
+        "any(not users[node] <= own for node in own - outputs)",
+        "False",
     ),
     Mutant(
         1,
@@ -186,7 +202,9 @@ MUTANTS = (
         "all-to-alls that were started for batches to come are not completed where training stops early",
         ("runtime/test_end_of_data.py::test_stopping_early_completes_every_collective",),
         "runtime/executor.py",
-        "        for inflight in ahead:\n            self._sparse.drain(inflight)\n",
+        "        for inflight in ahead:\n"
+        "            self._inputs.drain(inflight)\n"
+        "            self._lookups.drop_lookups(inflight)\n",
         "",
     ),
     Mutant(
@@ -315,7 +333,7 @@ MUTANTS = (
 
 
 def table() -> str:
-    """Return the list as docs/testing.md shows it."""
+    """Return the list as docs/laws.md shows it."""
     lines = ["| law | broken on purpose | caught by |", "| --- | --- | --- |"]
     for mutant in MUTANTS:
         tests = ", ".join(f"`{test.rpartition('/')[2]}`" for test in mutant.tests)
@@ -367,7 +385,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Break the package in all of these ways, or those whose text contains a word, and return 0 if all are caught."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="a word of those to try")
-    parser.add_argument("--table", action="store_true", help="print the table of docs/testing.md, and run nothing")
+    parser.add_argument("--table", action="store_true", help="print the table of docs/laws.md, and run nothing")
     args = parser.parse_args(arguments)
     if args.table:
         print(table())

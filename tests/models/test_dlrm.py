@@ -229,7 +229,7 @@ def test_it_trains_validates_tests_and_reloads_without_a_strategy_of_ours(tmp_pa
         ({"table_sizes": {"a": 0}}, "one row in each"),
         ({"num_dense": 0}, "num_dense=0"),
         ({"embedding_dim": 0}, "embedding_dim=0"),
-        ({"fused_optimizer": "adam", "table_learning_rate": 0.1}, "got: 'adam'\n  Pass one of rowwise_adagrad"),
+        ({"fused_optimizer": "adam", "table_learning_rate": 0.1}, "got: 'adam'\n  Pass rowwise_adagrad"),
         ({"fused_optimizer": "sgd"}, "needs a table_learning_rate"),
     ],
 )

@@ -40,5 +40,5 @@ def test_sgd_has_what_no_backward_updates() -> None:
 
 def test_its_record_makes_it_again() -> None:
     assert SparseNN(**model().hparams).top[0][0].out_features == 6  # type: ignore[index]
-    with pytest.raises(ValueError, match="fused_optimizer is not one that this model knows"):
+    with pytest.raises(ValueError, match="fused_optimizer is unknown to this model"):
         model(fused_optimizer="adamw", table_learning_rate=0.1)

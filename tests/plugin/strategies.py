@@ -50,6 +50,18 @@ class ForgetsDataParallel(Model):
         return torch.optim.SGD([*self.bottom.parameters(), *self.top.parameters()], 0.1)
 
 
+class MadeBefore(Model):
+    """Makes its optimizer before its tables are sharded."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__(TABLE_WISE, fused_optimizer=False)
+        self.to(device)
+        self.made = torch.optim.AdamW(self.parameters())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return self.made
+
+
 class SharesItsWeight(Model):
     """Multiplies with a table's weight, as an output layer for the next item does."""
 
@@ -182,26 +194,29 @@ def _first_batch() -> Any:
     return make_batch(TABLE_WISE, 0, dist.get_rank())
 
 
+def _fit_tables_by(optimizer: Any, **kwargs: Any) -> None:
+    fit_model(Model(TABLE_WISE, fused_optimizer=False), fused_optimizer=(optimizer, {"lr": 1.0, **kwargs}))
+
+
 REFUSED: dict[str, Any] = {
     "unknown_table": lambda: fit_model(sharding={"t9": "table_wise"}),
     "impossible_type": lambda: fit_model(sharding={"t0": "grid_shard"}),
     "unknown_type": lambda: fit_model(sharding="table_wize"),
     "sharding_of_wrong_type": lambda: fit_model(sharding=3),
     "no_fused_optimizer": lambda: fit_model(Model(TABLE_WISE, fused_optimizer=False), sharding="table_wise"),
-    "adam_on_cpu": lambda: fit_model(
-        Model(TABLE_WISE, fused_optimizer=False), sharding="table_wise", fused_optimizer=(torch.optim.Adam, {"lr": 1.0})
+    "no_fused_optimizer_planned": lambda: fit_model(Model(TABLE_WISE, fused_optimizer=False)),
+    "no_fused_optimizer_by_name": lambda: fit_model(
+        Model(TABLE_WISE, fused_optimizer=False), sharding={"t0": "data_parallel"}
     ),
-    "momentum": lambda: fit_model(
-        Model(TABLE_WISE, fused_optimizer=False), fused_optimizer=(torch.optim.SGD, {"lr": 1.0, "momentum": 0.9})
-    ),
-    "lr_decay": lambda: fit_model(
-        Model(TABLE_WISE, fused_optimizer=False), fused_optimizer=(torch.optim.Adagrad, {"lr": 1.0, "lr_decay": 0.1})
-    ),
-    "weight_decay": lambda: fit_model(
-        Model(TABLE_WISE, fused_optimizer=False), fused_optimizer=(RowWiseAdagrad, {"lr": 1.0, "weight_decay": 0.1})
-    ),
+    "adam_on_cpu": lambda: _fit_tables_by(torch.optim.Adam),
+    "momentum": lambda: _fit_tables_by(torch.optim.SGD, momentum=0.9),
+    "lr_decay": lambda: _fit_tables_by(torch.optim.Adagrad, lr_decay=0.1),
+    "weight_decay": lambda: _fit_tables_by(RowWiseAdagrad, weight_decay=0.1),
     "owns_fused_tables": lambda: fit_model(OwnsEverything(TABLE_WISE), sharding="table_wise"),
+    "owns_sequences": lambda: fit_model(OwnsEverything(SEQUENCE), sharding="table_wise"),
     "nobody_trains_a_table": lambda: fit_model(ForgetsDataParallel(TABLE_WISE), sharding="data_parallel"),
+    "made_before": lambda: fit_model(MadeBefore("cpu"), sharding="data_parallel"),
+    "made_on_meta": lambda: fit_model(MadeBefore("meta"), sharding="table_wise", fused_optimizer=SGD),
     "16-mixed": lambda: fit_model(trainer_kwargs={"plugins": [MixedPrecision("16-mixed", "cpu")]}),
     "shares_a_weight": lambda: fit_model(SharesItsWeight(), sharding="table_wise"),
     "clips_shards_by_norm": lambda: fit_dense_shards({"gradient_clip_val": 1.0}),

@@ -30,11 +30,11 @@ NUM_MODULES = 2
         ("staged_modules", SERVED, ""),
         ("staged_no_grad", SERVED, ""),
         ("staged_checkpointed", SERVED, ""),
-        ("staged_salt_moves", 3, "what it reads of its module was changed after that"),
-        ("staged_salt_is_replaced", 3, "what it reads of its module was changed after that"),
+        ("staged_salt_moves", 3, "module state that it reads was changed after the early call"),
+        ("staged_salt_is_replaced", 3, "module state that it reads was changed after the early call"),
         ("staged_other_arguments", 0, "it was called with other arguments"),
-        ("staged_changes_the_batch", 3, "its arguments were changed after that"),
-        ("staged_replaces_in_the_batch", 3, "its arguments were changed after that"),
+        ("staged_changes_the_batch", 3, "its arguments were changed after the early call"),
+        ("staged_replaces_in_the_batch", 3, "its arguments were changed after the early call"),
     ],
 )
 def test_trains_as_the_plain_loop_does(two_ranks: Ranks, model: str, early: int, said: str) -> None:
@@ -72,7 +72,7 @@ def test_torchrecs_model_keeps_the_laws() -> None:
 def test_what_would_be_another_input_is_refused_by_name(get_ranks: Callable[..., Ranks], model: type[Model]) -> None:
     [error] = get_ranks(1).run(caller_fits.fails, model.__name__, "fused_sparse_dist")
     assert f"rank 0: 'make_input' is @staged, that is, called before its batch's step, but it {REFUSED[model]}" in error
-    assert "take the decorator away" in error
+    assert "remove the decorator" in error
 
 
 def test_a_batch_that_one_rank_changes_is_an_error_not_a_hang(two_ranks: Ranks) -> None:

@@ -83,7 +83,7 @@ def test_matplotlib_that_is_not_installed_is_told(
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main([write(tmp_path, "t.json", {0: steps()})]) == BAD_INPUT
-    said = r"need matplotlib, which .*: pip install 'lightning_overlap\[plot\]'"
+    said = r"needs matplotlib, which .*: pip install 'lightning_overlap\[plot\]'"
     assert re.search(rf"^overlap-timeline: .* {said}$", capsys.readouterr().err)
     with pytest.raises(ImportError, match=said):  # before the steps that it would draw
         OverlapTimeline()
@@ -109,7 +109,7 @@ def test_one_event_that_lasts_no_time_is_drawn(tmp_path: Path) -> None:
 
 
 def test_nothing_to_draw_is_said(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no rank has a span"):
+    with pytest.raises(ValueError, match="no rank has spans"):
         draw_png.write_png(tmp_path / "t.png", {0: []})
     with pytest.raises(ValueError, match="at least 1, got 0"):
         draw_png.write_png(tmp_path / "t.png", {0: steps()}, num_steps=0)
@@ -134,7 +134,7 @@ def test_command_draws_beside_the_trace_and_prints(tmp_path: Path, capsys: pytes
     said = capsys.readouterr()
     assert said.err == ""
     for line in (
-        "rank 0: 10.0 ms a step; communication 50.0 % hidden, 2.00 ms exposed; host blocked 20.0 %",
+        "rank 0: 10.0 ms per step; communication 50.0 % hidden, 2.00 ms exposed; host blocked 20.0 %",
         "communication     4.00       2.00        2.00  50.0 %",
         "Host blocked 10.0 of 50.0 ms (20.0 %).",
     ):

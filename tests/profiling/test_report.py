@@ -50,17 +50,20 @@ def test_metrics_are_by_stage_and_kind() -> None:
 def test_what_limits_the_step_in_a_sentence() -> None:
     dense_bound = one(dense=97, host=40)
     assert report.limit_sentence(dense_bound) == (
-        "dense-bound: it is busy 97.00 of the 100.00 ms of a step, so overlap cannot gain more than 3 %."
+        "dense-bound: busy for 97.00 of a step's 100.00 ms, so more overlap gains at most 3 %."
     )
     by_host = report.limit_sentence(one(host=80, dense=60))
-    assert by_host.startswith("host-bound (dense is 75% of it): it is busy 80.00 of the 100.00 ms")
+    assert by_host.startswith("host-bound (dense is 75% of it): busy for 80.00 of a step's 100.00 ms")
     assert "communication-bound" in report.limit_sentence(one(communication=BusyTime(90, 10)))
 
 
 def test_the_slowest_rank_is_the_one_that_waits_least() -> None:
     ranks = [one(blocked=20), one(blocked=3), one(blocked=15)]
-    assert report.slowest_sentence(ranks) == ("Rank 1 is the slowest: it waits 3.00 ms a step, rank 0 waits 20.00 ms.")
-    assert "even" in report.slowest_sentence([one(blocked=20), one(blocked=19.5)])
+    assert report.slowest_sentence(ranks) == (
+        "Rank 1 is the slowest: it waits 3.00 ms per step, rank 0 waits 20.00 ms."
+    )
+    even = report.slowest_sentence([one(blocked=20), one(blocked=19.5)])
+    assert even == "The ranks are even: none is slower than the others.", "though all wait for what is on its way"
 
 
 def test_closing_table() -> None:
@@ -99,17 +102,19 @@ def test_the_last_line_is_the_advice_that_gains_most() -> None:
         return report.closing_table([found], 4, mode, MODES[mode]).splitlines()[-1]
 
     assert last(with_host(data=54)) == (
-        "Advice: waiting for data 54 of 55 ms: raise num_workers of the DataLoader. That gains at most 54 ms a step "
-        "(98%)."
+        "Advice: waiting for data takes 54 of 55 ms: raise num_workers of the DataLoader. This gains at most 54 ms per "
+        "step (98%)."
     )
-    assert last(with_host(loop=20, data=1)).startswith("Advice: Lightning's loop, callbacks and loggers 20 of 55 ms")
-    assert last(with_host(log=9, loop=5)).startswith("Advice: self.log 9 of 55 ms: log fewer values")
-    assert last(with_host()).startswith("Advice: nothing to change here")
+    assert last(with_host(loop=20, data=1)).startswith("Advice: Lightning's loop, callbacks and loggers take")
+    assert last(with_host(log=9, loop=5)).startswith("Advice: self.log takes 9 of 55 ms: log fewer values")
+    assert last(with_host()).startswith("Advice: nothing to change; ")
     waits = replace(with_host(), categories={**with_host().categories, Category.COMMUNICATION: BusyTime(40, 10)})
-    assert "for other ranks 30 of 55 ms: take pipeline='fused_sparse_dist', which gives the" in last(waits, "base")
-    assert "take pipeline='semi_sync'" in last(waits)
-    assert "take defer_update=True" in last(waits, "semi_sync")
-    assert "shard so that less travels" in last(waits, "semi_sync_deferred")
+    assert "exposed communication takes 30 of 55 ms: use pipeline='fused_sparse_dist', which gives the" in last(
+        waits, "base"
+    )
+    assert "use pipeline='split_backward', which gives the same losses, or 'semi_sync'" in last(waits)
+    assert "use defer_update=True" in last(waits, "semi_sync")
+    assert "choose a sharding that sends less" in last(waits, "semi_sync_deferred")
 
 
 def test_lightnings_share_of_the_host_has_its_own_lines() -> None:

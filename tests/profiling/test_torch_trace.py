@@ -353,7 +353,7 @@ def test_a_changed_file_of_our_own_is_said(tmp_path: Path) -> None:
     write_trace(tmp_path / "t.json", {0: [Span(1, 2, Category.DENSE, HOST_LANE, "forward", Stage.DENSE_FORWARD)]})
     changed = (tmp_path / "t.json").read_text().replace('"stage":"dense_forward"', '"stage":"sparse_forward"')
     (tmp_path / "t.json").write_text(changed)
-    with pytest.raises(TraceError, match=r"event 'forward' is not as lightning_overlap timeline writes it"):
+    with pytest.raises(TraceError, match=r"event 'forward' was not written by lightning_overlap timeline"):
         read_trace(tmp_path / "t.json")
 
 

@@ -38,6 +38,11 @@ FUSED_SPARSE_DIST = (
 FUSED_SPARSE_DIST_BETWEEN_HOSTS = (
     "< embeddings 4,forward,> ids 5,backward,> gradients,< gradients exposed 40,< ids 5,> embeddings 5,step"
 )
+#        |forward |bwd |weights |grads|step    |                            exposed: 15 ms of grads
+#                  |ids 5 ...|grads ....|emb. 5 .|
+SPLIT_BACKWARD = (
+    "< embeddings 4,forward,> ids 5,backward,> gradients,weights,< ids 5,< gradients exposed 15,> embeddings 5,step"
+)
 #        |embed.|forward |backward|grads |step    |            exposed: embeddings (sent after the step), grads
 FUSED_AFTER_OPTIMIZER = (
     "< embeddings 4 exposed 40,forward,> ids 5,backward,> gradients,< ids 5,< gradients exposed 40,step,> embeddings 5"
@@ -81,6 +86,7 @@ PREFETCH_BETWEEN_HOSTS = (
         ("sparse_dist", 1, SPARSE_DIST, 230),
         ("fused_sparse_dist", 1, FUSED_SPARSE_DIST, 190),
         ("fused_sparse_dist_after_optimizer", 1, FUSED_AFTER_OPTIMIZER, 230),
+        ("split_backward", 1, SPLIT_BACKWARD, 165),
         ("semi_sync", 1, SEMI_SYNC, 190),
         ("semi_sync_deferred", 1, SEMI_SYNC_DEFERRED, 150),
         ("prefetch", 1, PREFETCH, 190),

@@ -69,7 +69,7 @@ class VirtualClock:
 
     def issue(self) -> str:
         """Name the collective that is being issued."""
-        if _in_backward() and not self._began_in_backward:
+        if self._stage is Stage.BACKWARD or (_in_backward() and not self._began_in_backward):
             name = "gradients"
         else:
             names = _IN_STAGE[self._stage]
@@ -98,6 +98,9 @@ class _VirtualWork(WrappedWork):
         """Be the future too: what is to be told when the collective ends."""
         self._told.append(callback)
 
+    def is_completed(self) -> bool:
+        return self._clock.now_ms >= self._over_ms
+
     def wait(self, timeout: Any = None) -> bool:
         exposed_ms = max(0, self._over_ms - self._clock.now_ms)
         self._clock.log.append(f"< {self._name}" + (f" exposed {exposed_ms}" if exposed_ms else ""))
@@ -119,9 +122,13 @@ class ClockedModel(Model):
 
     clock: VirtualClock
     timed_lookups: WeightOwner | None = None
+    splits = False
+    """Whether half of the backward's time belongs to weight gradients."""
 
     def on_train_start(self) -> None:
         """Let the lookups of tables of one owner take a time and be seen, if that is wanted."""
+        if self.splits:
+            self.top[0].weight.register_hook(lambda grad: self.clock.advance("weights", COMPUTE_MS // 2))
         for module in sharded_modules(self).values():
             for lookup, owner in zip(module._lookups, owners_of(module), strict=True):
                 if owner is self.timed_lookups:
@@ -137,7 +144,8 @@ class ClockedModel(Model):
     def dense(self, batch: Batch, embeddings: Any) -> Tensor:
         loss = super().dense(batch, embeddings)
         self.clock.advance("forward")
-        loss.register_hook(lambda grad: self.clock.advance("backward"))
+        first_half_ms = COMPUTE_MS // 2 if self.splits else COMPUTE_MS
+        loss.register_hook(lambda grad: self.clock.advance("backward", first_half_ms))
         return loss
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -163,6 +171,7 @@ def run(
     model = ClockedModel(case)
     model.clock, model.timed_lookups = clock, timed_lookups
     strategy = make_strategy(model, pipeline, observer=clock.observe)
+    model.splits = strategy.schedule.splits_backward
     with virtual_latency(clock):
         make_trainer(strategy, **kwargs).fit(model, datamodule=Batches(case, num_steps))
     steady = num_steps // 2

@@ -25,6 +25,7 @@ DERIVED = {
         for name in (
             "fused_sparse_dist",
             "fused_sparse_dist_after_optimizer",
+            "split_backward",
             "prefetch",
             "semi_sync",
             "semi_sync_deferred",

@@ -181,6 +181,7 @@ def test_an_abandoned_run_issues_nothing_more(mode: Schedule) -> None:
 
 
 def test_manual_optimization_reaches_the_step_when_training_step_is_over(mode: Schedule) -> None:
+    mode = mode.with_whole_backward  # as the strategy does
     trainer = FakeTrainer(mode, automatic=False)
     run = trainer.run(2 * mode.depth)
     check_stages(run, 2 * mode.depth)

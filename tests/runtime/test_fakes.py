@@ -68,7 +68,7 @@ class NeverLooksUpDeferred(Executor):
 
 class ForgetsDiscovered(Executor):
     def _after_stage(self, stage: Stage, current: InFlightBatch) -> None:
-        if not self._sparse.ready:
+        if not self._inputs.ready:
             self._stages._waiting.clear()
         super()._after_stage(stage, current)
 

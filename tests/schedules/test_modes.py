@@ -15,7 +15,7 @@ from lightning_overlap.schedules.stages import Stage, StreamName
 
 from ..support.schedules import issue_order
 
-LETTERS = dict(zip(Stage, "CSDPLFBOU", strict=True))
+LETTERS = dict(zip(Stage, "CSDPLFBWOU", strict=True))
 
 
 def issues(schedule: Schedule, num_batches: int) -> dict[int, str]:

@@ -1,4 +1,4 @@
-"""What is not used after all, on a device: which stream waits for what is under way."""
+"""What is not used after all: which stream waits for what is under way, and which states of a batch can follow."""
 
 from __future__ import annotations
 
@@ -7,7 +7,11 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
-from lightning_overlap.sparse.pipeline import SparsePipeline
+import pytest
+
+from lightning_overlap.sparse.inputs import SparseInputs
+from lightning_overlap.sparse.module_context import ModuleContext, Progress
+from lightning_overlap.sparse.table_updates import TableUpdates
 
 
 def test_gradients_that_are_left_out_are_waited_for_where_their_memory_is_from() -> None:
@@ -20,23 +24,41 @@ def test_gradients_that_are_left_out_are_waited_for_where_their_memory_is_from()
         yield
         log.append("elsewhere")
 
-    pipeline: Any = object.__new__(SparsePipeline)
-    pipeline.order = SimpleNamespace(on_lookup=on_lookup)
-    pipeline._updates = SimpleNamespace(forget=lambda inflight: None)
-    pipeline.count_lookups = lambda inflight, times: log.append(f"counted {times}")
+    updates: Any = object.__new__(TableUpdates)
+    updates._order = SimpleNamespace(on_lookup=on_lookup)
+    updates._to_come = {}
+    updates.count_lookups = lambda inflight, times: log.append(f"counted {times}")
     deferred = SimpleNamespace(drop=lambda: log.append("dropped"))
-    inflight: Any = SimpleNamespace(modules={"ebc": SimpleNamespace(deferred=deferred)})
-    pipeline.drop_update(inflight)
+    inflight: Any = SimpleNamespace(index=0, modules={"ebc": SimpleNamespace(deferred=deferred)})
+    updates.drop_update(inflight)
     assert log == ["on the lookup stream", "dropped", "elsewhere", "counted -1"]
 
 
 def test_sizes_and_ids_are_sent_after_what_the_input_dists_stream_has_made() -> None:
     """Otherwise ranks would be sent lengths that are not there yet, and assemble ids by them."""
     log: list[str] = []
-    pipeline: Any = object.__new__(SparsePipeline)
+    inputs: Any = object.__new__(SparseInputs)
     streams = SimpleNamespace(record=lambda name: name, wait=lambda name, event: log.append(f"{name} after {event}"))
-    pipeline.order = SimpleNamespace(streams=streams)
-    pipeline.input_data_dist = lambda inflight: log.append("sent")
-    pipeline.receive_input = lambda inflight: log.append("received")
-    pipeline.drain(SimpleNamespace(modules={}, sizes="under way"))
+    inputs._order = SimpleNamespace(streams=streams)
+    inputs.input_data_dist = lambda inflight: log.append("sent")
+    inputs.receive_input = lambda inflight: log.append("received")
+    inputs.drain(SimpleNamespace(modules={}, sizes="under way"))
     assert log == ["compute after data_dist", "sent", "received"]
+
+
+SENT, RECEIVED, LOOKED_UP, SERVED, DROPPED, UPDATED = Progress
+FOLLOW = {(SENT, RECEIVED), (RECEIVED, LOOKED_UP), (LOOKED_UP, SERVED), (SERVED, UPDATED), (UPDATED, UPDATED)}
+FOLLOW |= {(SENT, DROPPED), (RECEIVED, DROPPED), (LOOKED_UP, DROPPED), (DROPPED, UPDATED)}
+
+
+@pytest.mark.parametrize("present", Progress, ids=str)
+@pytest.mark.parametrize("to", Progress, ids=str)
+def test_a_state_follows_its_own_one_only(present: Progress, to: Progress) -> None:
+    state = ModuleContext("ebc", 7, module=None, kjt=Any, progress=present)
+    if (present, to) in FOLLOW:
+        state.advance(to)
+        assert state.progress is to
+    else:
+        with pytest.raises(RuntimeError, match=f"batch 7 in module 'ebc' cannot become {to}: it is {present}, and"):
+            state.advance(to)
+        assert state.progress is present

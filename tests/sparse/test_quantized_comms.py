@@ -50,10 +50,10 @@ def test_full_precision_is_no_codec(given: Any) -> None:
     [
         ("fp61", ValueError, "quantized_comms: unknown precision 'fp61'. Did you mean 'fp16'"),
         (("fp16", "bf61"), ValueError, "unknown precision 'bf61'. Did you mean 'bf16'"),
-        (16, TypeError, "quantized_comms is a precision, ('fp16', 'bf16') for"),
+        (16, TypeError, "quantized_comms must be a precision, a pair for"),
         (("fp16",), TypeError, "got ('fp16',). Precisions: fp32, fp16"),
         (QCommsConfig(CommType.INT8, forward_loss_scale=2.0), ValueError, "forward_loss_scale=2.0 does nothing"),
-        (quantized.fp16(0.0), ValueError, "backward_loss_scale is a positive number, got 0.0"),
+        (quantized.fp16(0.0), ValueError, "backward_loss_scale must be a positive number, got 0.0"),
     ],
 )
 def test_what_is_none_is_answered(given: Any, error: type[Exception], message: str) -> None:
@@ -68,13 +68,13 @@ def test_what_is_none_is_answered(given: Any, error: type[Exception], message: s
             "bf16",
             TABLE_WISE,
             CPU,
-            "bf16 (forward) cannot be sent by a CPU: TorchRec would send fp16 in its place.",
+            "bf16 (forward) cannot be sent by a CPU: TorchRec would send fp16 instead.",
         ),
         (("fp16", "bf16"), TABLE_WISE, CPU, "bf16 (backward) cannot be sent by a CPU"),
-        ("fp8", TABLE_WISE, CPU, "fp8 (forward) cannot be sent by a CPU. Take 'fp16', or train on CUDA."),
-        ("int8", SEQUENCE, CPU, "int8 (forward) is sent in groups of numbers with one scale, which the embed"),
-        ("mx4", SEQUENCE, CUDA, "EmbeddingCollection do not divide into: ebc.t0, ebc.t1, ebc.t2. Take 'fp16'"),
-        ("fp8", SEQUENCE, CUDA, "fp8 (forward) is sent in groups of numbers with one scale"),
+        ("fp8", TABLE_WISE, CPU, "fp8 (forward) cannot be sent by a CPU. Use 'fp16', or train on CUDA."),
+        ("int8", SEQUENCE, CPU, "int8 (forward) sends groups of numbers with a common scale, but the embed"),
+        ("mx4", SEQUENCE, CUDA, "EmbeddingCollection do not divide into groups: ebc.t0, ebc.t1, ebc.t2. Use 'fp16'"),
+        ("fp8", SEQUENCE, CUDA, "fp8 (forward) sends groups of numbers with a common scale"),
         (QCommsConfig(CommType.FP8, CommType.BF16), SEQUENCE, CUDA, None),
         ("fp8", TABLE_WISE, CUDA, None),
         ("bf16", SEQUENCE, CUDA, None),
@@ -95,7 +95,7 @@ def test_what_a_device_or_tables_lack(given: Any, case: Case, device: torch.devi
     [
         ("bf16", TABLE_WISE, r"bf16 \(forward\) cannot be sent by a CPU"),
         ("int8", SEQUENCE, "an EmbeddingCollection do not divide into"),
-        (("fp16", "int8"), ROWS, r"int8 \(backward\) cannot be summed on the way, as .* tables are: ebc\.r0"),
+        (("fp16", "int8"), ROWS, r"a reduce-scatter cannot sum int8 \(backward\), but .* tables: ebc\.r0"),
     ],
 )
 def test_refused_before_training(two_ranks: Ranks, given: Any, case: Case, message: str) -> None:
@@ -140,7 +140,7 @@ def test_a_batch_that_does_not_divide_is_told() -> None:
     codec = codecs_of(resolve_quantized_comms("int8"), CPU)[POOLED].backward  # type: ignore[index]
     context = codec.create_context()
     for of_a_batch in (lambda: codec.encode(torch.zeros(40), context), lambda: codec.calc_quantized_size(40, context)):
-        with pytest.raises(ValueError, match=r"groups of 32 numbers, and a batch has 40 for a rank\. .* multiple of 8"):
+        with pytest.raises(ValueError, match=r"groups of 32 numbers, got 40 numbers for a rank\. .* multiples of 8"):
             of_a_batch()
 
 
@@ -152,7 +152,7 @@ def test_one_ranks_overflow_is_said_with_a_loss_scale_that_helps(two_ranks: Rank
     first, second = two_ranks.run(quantized.said, pipeline, "fp16", 1e9)
     [message] = first.messages
     assert (first.while_training, second.messages) == (1, [])
-    found = re.search(r"ebc \(t0, t1, t2\).*FP16, reached .* cut off at 65504\. .*loss_scale=2\.0\*\*(-\d+)", message)
+    found = re.search(r"ebc \(t0, t1, t2\).*FP16, reached .* clipped to 65504\. .*loss_scale=2\.0\*\*(-\d+)", message)
     assert found is not None, message
     helped = two_ranks.run(quantized.said, pipeline, quantized.fp16(2.0 ** int(found[1])), 1e9)
     assert [rank.messages for rank in helped] == [[], []]
@@ -167,13 +167,13 @@ def test_nothing_is_said_of_gradients_that_fit(two_ranks: Ranks, comms: Any, fac
 def test_what_the_last_step_shows_is_said(two_ranks: Ranks) -> None:
     last = quantized.LOUD_STEP + 1
     [message] = two_ranks.run(quantized.said, "fused_sparse_dist", "fp16", float("inf"), last)[0].messages
-    assert "were not finite: TorchRec's codec sends 65504 in the place of infinity" in message
+    assert "were not finite: TorchRec's codec sends 65504 instead of infinity" in message
 
 
 def test_gradients_that_are_all_too_small_are_said(two_ranks: Ranks) -> None:
     comms = quantized.fp16(2.0**-20)
     [message] = two_ranks.run(quantized.said, "fused_sparse_dist", comms, ask_every=8)[0].messages
-    assert "(times a loss scale of 9.54e-07): below 6.1e-05 FP16 rounds to a multiple of 6e-08" in message
+    assert "(times a loss scale of 9.54e-07): below 6.1e-05 FP16 rounds to multiples of 6e-08" in message
 
 
 # -- bytes --------------------------------------------------------------------------------------------------------

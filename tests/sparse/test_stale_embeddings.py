@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from lightning.pytorch import Callback, Trainer
 
 from lightning_overlap import MODES
+from lightning_overlap.sparse import stale_embeddings as counting
 
+from ..support import mutants
 from ..support.cases import (
     COLUMN_WISE,
     EMPTY_FEATURE,
@@ -21,6 +24,7 @@ from ..support.cases import (
     TableSpec,
 )
 from ..support.ranks import Ranks
+from ..testing.test_checked_streams import train
 from . import stale_embeddings
 
 NUM_STEPS = 14
@@ -118,3 +122,31 @@ def test_ids_are_kept_for_the_lookups_that_are_counted(two_ranks: Ranks) -> None
         for step in counted[1:]:
             assert held[step - staleness : step + 1] == [1, 2, 3]
             assert held[step - staleness - 3 : step - staleness] == [0, 0, 0]
+
+
+class CountsEveryStep(Callback):
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+        strategy: Any = trainer.strategy
+        self.rows, self.read = strategy.stale_rows(), dict[str, tuple[int, int]]()
+        self.rows.keep_ids(True)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        counts = self.rows.count()
+        self.read |= counts.read() if counts is not None else {}
+
+
+def test_rows_are_counted_on_a_stream_of_their_own_after_the_lookup() -> None:
+    """Without one of the statements the streams that follow each operator find a race."""
+
+    def count() -> None:
+        counts = CountsEveryStep()
+        train(TABLE_WISE, "semi_sync", callbacks=[counts])
+        assert all(0 < stale < read for stale, read in counts.read.values())
+        assert counts.read
+
+    count()
+    statements = [*mutants.statements(counting)]
+    assert [text.partition("(")[0] for _, text in statements] == ["self._streams.wait", "self._streams.record_stream"]
+    for line, text in statements:
+        with mutants.without(counting, line):
+            assert mutants.races(count), text

@@ -16,13 +16,13 @@ from ..support.ranks import RankError, Ranks
 from . import wrong_ids
 from .wrong_ids import NUM_STEPS
 
-OUTSIDE = r"ValueError: rank {rank}, the input of 'ebc' for batch 3 of training_step: feature 'f1' has id {id}, and "
+OUTSIDE = r"ValueError: rank {rank}, the input of 'ebc' for batch 3 of training_step: feature 'f1' has id {id}, but "
 TEXTS = {
     "too_large": OUTSIDE.replace("{id}", "1000"),
     "too_large_by_rows": OUTSIDE.replace("{id}", "1000"),
     "negative": OUTSIDE.replace("{id}", "-1"),
-    "floating": r"TypeError: the ids given to a Sharded\w+ \(features f0, f1, f2\) are of torch.float32",
-    "no_weights": r"ValueError: a Sharded\w+ with is_weighted=True was given a KeyedJaggedTensor without weights",
+    "floating": r"TypeError: the ids for a Sharded\w+ \(features f0, f1, f2\) must be .* got torch.float32",
+    "no_weights": r"ValueError: a Sharded\w+ with is_weighted=True got a KeyedJaggedTensor without weights",
 }
 
 
@@ -58,7 +58,7 @@ def test_with_a_warning_it_goes_on_with_row_0(ranks: Ranks, pipeline: str) -> No
         assert losses == wanted
         assert nothing == []
     [message] = actual[-1][1]
-    assert "batch 3 of training_step: feature 'f1' has id 1000, and table" in message
+    assert "batch 3 of training_step: feature 'f1' has id 1000, but table" in message
     assert all(not said for _, said in actual[:-1])
     assert all(not said for _, said in ranks.run(wrong_ids.fit, "too_large", pipeline, out_of_range_ids="fbgemm"))
 
@@ -83,7 +83,7 @@ def test_the_first_feature_with_an_id_outside_is_found() -> None:
         assert feature == expected
         if expected is not None:
             first, last = outside[expected][0], rows[expected] - 1
-            assert f"has id {first}, and table 't_{expected}' has rows 0 to {last} " in said
+            assert f"has id {first}, but table 't_{expected}' has rows 0 to {last} " in said
             assert f"({len(outside[expected])} of " in said
     assert set(found) == {None, "f0", "f1", "f2"}
 

@@ -338,6 +338,7 @@ def _end_after(run: Callable[[], None]) -> NoReturn:
             print(end.code, file=sys.stderr)
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException as error:
+        sys.last_value = error
         sys.excepthook(type(error), error, error.__traceback__)
         code, interrupted = 1, isinstance(error, KeyboardInterrupt)
     threading._shutdown()  # type: ignore[attr-defined]

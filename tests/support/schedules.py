@@ -6,7 +6,7 @@ from random import Random
 from typing import Any
 
 from lightning_overlap.schedules.schedule import Schedule, Step
-from lightning_overlap.schedules.stages import SPARSE_STAGES, TRAINING_STAGES, Stage, StreamName
+from lightning_overlap.schedules.stages import SPARSE_STAGES, STAGE_ORDER, TRAINING_STAGES, Stage, StreamName
 
 from .fakes import FakeTrainer, Run
 
@@ -48,7 +48,8 @@ def random_schedule(random: Random, max_offset: int = 3) -> Schedule:
     offsets = sorted((random.randint(0, max_offset) for _ in early), reverse=True)
     streams = [random.choice(list(StreamName)) for _ in early]
     steps = [Step(*step) for step in zip(early, offsets, streams, strict=True)]
-    steps += [Step(stage, 0, StreamName.COMPUTE) for stage in TRAINING_STAGES]
+    of_trainer = [Stage.WEIGHT_GRADIENTS, *TRAINING_STAGES] if random.random() < 0.3 else [*TRAINING_STAGES]
+    steps += [Step(stage, 0, StreamName.COMPUTE) for stage in sorted(of_trainer, key=STAGE_ORDER.__getitem__)]
     # Any order will do in which steps of the same offset follow the life of a batch.
     order: list[Step] = []
     while steps:
@@ -64,12 +65,12 @@ def random_schedule(random: Random, max_offset: int = 3) -> Schedule:
 
 def _with_update(random: Random, order: list[Step]) -> list[Step]:
     """Add a step for the update where it may stand: no lookup comes between the backward and it."""
-    lookup, backward, step = (
+    lookup, backward = (
         next(index for index, step in enumerate(order) if step.stage is stage)
-        for stage in (Stage.EMBEDDING_LOOKUP, Stage.BACKWARD, Stage.OPTIMIZER_STEP)
+        for stage in (Stage.EMBEDDING_LOOKUP, Stage.BACKWARD)
     )
-    last = len(order) if lookup < backward else lookup if lookup > step else -1
-    places = [(0, index) for index in range(step + 1, last + 1)]
+    last = len(order) if lookup < backward else lookup
+    places = [(0, index) for index in range(backward + 1, last + 1)]
     places += [(-1, index) for index in range(lookup + 1)] if lookup < backward else []
     if not places:
         return order

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.ao.quantization as quantization
 import torch.distributed as dist
@@ -14,8 +15,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
 from torchrec import KeyedJaggedTensor
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.mc_embeddingbag import ManagedCollisionEmbeddingBagCollectionSharder
 from torchrec.distributed.pec_embedding import PECEmbeddingCollectionSharder
 from torchrec.distributed.sharding_plan import construct_module_sharding_plan
 from torchrec.distributed.types import (
@@ -25,9 +28,12 @@ from torchrec.distributed.types import (
     ShardingPlan,
 )
 from torchrec.modules.embedding_configs import QuantConfig
+from torchrec.modules.hash_mc_modules import HashZchManagedCollisionModule
 from torchrec.modules.itep_embedding_modules import ITEPEmbeddingBagCollection
 from torchrec.modules.itep_modules import GenericITEPModule
 from torchrec.modules.keyed_jagged_tensor_pool import KeyedJaggedTensorPool
+from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection
+from torchrec.modules.mc_modules import ManagedCollisionCollection
 from torchrec.modules.pec_embedding_modules import PECEmbeddingCollection
 from torchrec.quant.embedding_modules import EmbeddingBagCollection as QuantEmbeddingBagCollection
 
@@ -207,6 +213,42 @@ def fit_unsharded_pruning() -> None:
     model = ForeignModel("quantized")
     model.foreign = itep_unsharded()
     make_trainer(watched_strategy("base", None)[0]).fit(model, datamodule=Batches(IDS, 2))
+
+
+class Hashes(LightningModule):
+    """Its rows go to ids by multi-probe zero-collision hashing (MPZCH)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        tables = bags(1)
+        _apply_optimizer_in_backward(torch.optim.SGD, tables.parameters(), {"lr": 2.0})
+        configs = tables.embedding_bag_configs()
+        hashing = HashZchManagedCollisionModule(NUM_ROWS, CPU, total_num_buckets=2, input_hash_size=1000)
+        self.mc = ManagedCollisionEmbeddingBagCollection(
+            tables, ManagedCollisionCollection({configs[0].name: hashing}, configs)
+        )
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        return self.mc(batch.kjt)[0].values().sum()
+
+    validation_step = training_step  # type: ignore[assignment]
+
+    def configure_optimizers(self) -> None:
+        return None
+
+
+def hash_on_a_cpu() -> tuple[Tensor, Tensor, str]:
+    """Return a table's rows before and after an evaluation has sharded it, of this rank, and the error of a fit."""
+    rank, world_size, model = dist.get_rank(), dist.get_world_size(), Hashes()
+    key = "mc._embedding_module.embedding_bags.t0.weight"
+    before = model.get_parameter(key).detach().clone().tensor_split(world_size)[rank]
+    plan = ShardingPlan({"mc": _placed(model.mc, ManagedCollisionEmbeddingBagCollectionSharder(), rows, world_size)})
+    data = [make_batch(IDS, 0, rank)]
+    make_trainer(watched_strategy("base", plan)[0]).validate(model, [DataLoader(data, batch_size=None)], verbose=False)
+    after = model.state_dict()[key].local_shards()[0].tensor
+    with pytest.raises(ValueError) as caught:  # noqa: PT011
+        make_trainer(watched_strategy("base", None)[0]).fit(Hashes(), DataLoader(data, batch_size=None))
+    return before, after, str(caught.value)
 
 
 def reasons_of_other_ranks() -> list[str | None]:

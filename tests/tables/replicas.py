@@ -18,7 +18,7 @@ from torch.distributed.optim import _apply_optimizer_in_backward
 from torchrec.optim import RowWiseAdagrad
 
 from lightning_overlap import MODES, OverlapEmbeddingStrategy, combined_optimizer
-from lightning_overlap.sparse import overwritten
+from lightning_overlap.sparse import lookup
 from lightning_overlap.sparse.module_context import ModuleContext
 from lightning_overlap.tables import sharded_modules, table_lines
 from lightning_overlap.testing.local_group import process_group
@@ -109,7 +109,7 @@ def num_compared(case: Case, model_class: str) -> tuple[Result, int]:
 
     def is_overwritten(state: Any) -> bool:
         nonlocal compared
-        compared += sys._getframe(1).f_code.co_filename == overwritten.__file__
+        compared += sys._getframe(1).f_code.co_filename == lookup.__file__
         return own(state)
 
     with mock.patch.object(ModuleContext, "is_overwritten", is_overwritten):

@@ -99,9 +99,9 @@ def test_without_tables_and_without_the_strategy(two_ranks: Ranks) -> None:
     [
         ("torchrec", ["ValueError", "TorchRec's CombinedOptimizer", "combined_optimizer(self, "]),
         ("keyed", ["TypeError", "got KeyedOptimizerWrapper"]),
-        ("two", ["ValueError", "2 optimizers", "Combine one of them"]),
-        ("add", ["RuntimeError", "Add it to the dense optimizer before"]),
-        ("load", ["ValueError", "has 1 parameter groups, this one has 1 dense and 1 fused"]),
+        ("two", ["ValueError", "2 optimizers", "for one optimizer"]),
+        ("add", ["RuntimeError", "Add the group to the dense optimizer before"]),
+        ("load", ["ValueError", "has 1 parameter groups, this optimizer has 1 dense and 1 fused"]),
     ],
 )
 def test_refused_on_every_rank(two_ranks: Ranks, what: str, parts: list[str]) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lightning_overlap import combined_optimizer
-from lightning_overlap.tables.optimizer_checks import refuse_dense_owner
+from lightning_overlap.tables.optimizer_checks import keep_dense, refuse_dense_owner
 
 
 @pytest.mark.parametrize(
@@ -32,3 +32,28 @@ def test_the_line_to_write(optimizer: type[torch.optim.Optimizer], line: str, on
     assert f"{line}\n" in str(info.value)
     assert ("on a CPU FBGEMM fuses no Adam" in str(info.value)) == on_cpu
     refuse_dense_owner({"ebc": table}, [made([dense])])
+
+
+@pytest.mark.parametrize(
+    ("fused_only", "way"),
+    [
+        ([], "sharding='data_parallel', and no fused_optimizer."),
+        (
+            ["m.ec.embeddings.t1.weight"],
+            "sharding={'t0': 'data_parallel'}. On a CPU tables of an EmbeddingCollection have to have a fused "
+            "optimizer: m.ec.embeddings.t1.weight.",
+        ),
+    ],
+)
+def test_what_keeps_a_table_for_the_dense_optimizer(fused_only: list[str], way: str) -> None:
+    names = ["m.ebc.embedding_bags.t0.weight", "m.ec.embeddings.t1.weight"]
+    assert keep_dense(names, fused_only) == way
+
+
+def test_a_schedule_of_such_an_optimizer_is_told_of_the_combined_one() -> None:
+    table = nn.Parameter(torch.zeros(2, 2))
+    optimizer = torch.optim.SGD([table], lr=0.01)
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5)
+    line = r"\n  optimizer = combined_optimizer\(self, torch.optim.SGD\(dense, lr=0.01\)\)  # for the scheduler"
+    with pytest.raises(ValueError, match=line):
+        refuse_dense_owner({"ebc": table}, [optimizer])

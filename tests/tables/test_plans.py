@@ -95,5 +95,5 @@ def fit_managed_bags() -> None:
 
 
 def test_what_the_planner_refuses_of_managed_collision_names_a_plan(two_ranks: Ranks) -> None:
-    with pytest.raises(RankError, match=r"planner refuses most of mc: give a ShardingPlan with row_wise\(\)"):
+    with pytest.raises(RankError, match=r"planner rejects most modules like mc: pass a ShardingPlan with row_wise\(\)"):
         two_ranks.run(fit_managed_bags)

@@ -93,8 +93,8 @@ def test_a_combined_optimizer_shows_the_rates_of_replicas(two_ranks: Ranks) -> N
 def test_the_log_says_what_trains_them(two_ranks: Ranks) -> None:
     expected = [
         "ebc: t0, t1: table_wise, trained by SGD in the backward, lr 2",
-        "ebc: s0, s1: data_parallel, trained by SGD in the backward, lr 2",
-        "ebc: s2: data_parallel, trained by SGD in the backward, lr 0.7",
+        "ebc: s0, s1: replicated, trained by SGD in the backward, lr 2",
+        "ebc: s2: replicated, trained by SGD in the backward, lr 0.7",
     ]
     assert two_ranks.run(replicas.lines_of, case_of("sgd")) == [expected] * 2
 
@@ -275,7 +275,7 @@ def test_what_cannot_be_replicated_is_refused_by_name(
         (
             EPS_0,
             ["s0"],
-            "replicate_tables: second.s0 has to stay sharded: Adagrad with eps=0 divides 0 by 0",
+            "replicate_tables: second.s0 cannot be replicated: Adagrad with eps=0 divides 0 by 0",
         ),
     ],
 )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
 
 from lightning_overlap import MODES, Schedule
 
@@ -143,10 +145,18 @@ def test_tables_over_other_ranks_run_in_their_own_forward(two_ranks: Ranks) -> N
     for rank, reasons in enumerate(two_ranks.run(foreign.reasons_of_other_ranks)):
         assert reasons[0] is None
         for reason in reasons[1:]:
-            assert f"sharded over ranks [{rank}], not over all of [0, 1] (2D sharding" in str(reason)
+            assert f"sharded over ranks [{rank}], not over all ranks [0, 1] (2D sharding" in str(reason)
 
 
 def test_pruning_that_would_be_lost_is_refused(ranks: Ranks) -> None:
     message = "foreign is an ITEPEmbeddingBagCollection: it prunes by what its own shards count"
     with pytest.raises(RankError, match=message):
         ranks.run(foreign.fit_unsharded_pruning)
+
+
+def test_hashed_tables_are_evaluated_on_a_cpu_but_not_trained(two_ranks: Ranks) -> None:
+    """MPZCH begins without ids in its shards; the table's weights are loaded into them."""
+    for before, after, message in two_ranks.run(foreign.hash_on_a_cpu):
+        assert torch.equal(before, after)
+        assert re.match(r"mc\.\S+: HashZch.* \(MPZCH\) cannot be trained on a CPU", message)
+        assert "MCHManagedCollisionModule" in message

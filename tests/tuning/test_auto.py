@@ -69,16 +69,16 @@ def test_accumulated_gradients(ranks: Ranks) -> None:
     blocks = [mode for mode in [*ROUND, *ROUND[1:], *ROUND[:1]] for _ in range(5)]
     _check(ranks, fits, expected, [*WARM_UP, *blocks][:NUM_STEPS])
     assert fits[0].state == {}
-    assert "training ended before a mode was chosen. That takes 41 batches of a fit, and up to 81 if" in fits[0].log
-    assert "5 blocks of 5 batches were over, and 0 of them disturbed" in fits[0].log
+    assert "training ended before a mode was chosen. A choice takes 41 batches of a fit, or up to 81 if" in fits[0].log
+    assert "5 blocks of 5 batches were finished, 0 of them disturbed" in fits[0].log
 
 
 def test_a_training_that_ends_early_says_what_was_disturbed(two_ranks: Ranks) -> None:
     """Of four blocks of three batches three have an evaluation in them. The first line names `auto`, not a mode."""
     log = two_ranks.run(autos.train, TABLE_WISE, MS, num_steps=14, val_check_interval=4)[0].log
     begin, end = log.splitlines()
-    assert begin.startswith("lightning_overlap: auto (tries 4 exact modes and chooses one after 25 batches or more), ")
-    assert "4 blocks of 3 batches were over, and 3 of them disturbed" in end
+    assert begin.startswith("lightning_overlap: auto (tries 4 exact modes, chooses after at least 25 batches), ")
+    assert "4 blocks of 3 batches were finished, 3 of them disturbed" in end
 
 
 def test_evaluations_and_ends_of_epochs_void_blocks_and_change_nothing(ranks: Ranks) -> None:
@@ -106,7 +106,7 @@ def test_all_ranks_choose_alike_though_they_measure_different_times(two_ranks: R
     _check(two_ranks, fits, _trained(two_ranks, TABLE_WISE), CHOSEN)
     assert [bool(fit.log) for fit in fits] == [True, False]
     _, words, _, _, *rows = fits[0].log.splitlines()
-    assert words.startswith("pipeline='auto': sparse_dist, stream data_dist: none is more than 5% faster")
+    assert words.startswith("pipeline='auto': sparse_dist, stream data_dist: no other is more than 5% faster")
     assert [row.split() for row in rows] == [
         ["fused_sparse_dist", "data_dist", "8.00", "0.00", "2", "3"],
         ["fused_sparse_dist_after_optimizer", "data_dist", "10.00", "0.00", "2", "3"],
@@ -166,7 +166,7 @@ def test_where_every_block_is_disturbed_nothing_is_chosen(two_ranks: Ranks) -> N
     fits = two_ranks.run(autos.train, TABLE_WISE, MS, auto=ONE_ROUND, val_check_interval=1)
     _check(two_ranks, fits, _trained(two_ranks, TABLE_WISE), FIRST)
     assert fits[0].state == {}
-    assert "nothing was chosen, as every block was disturbed" in fits[0].log
+    assert "no choice was made, because evaluations, saves, ends of epochs or data loading disturbed" in fits[0].log
 
 
 def test_auto_takes_no_options_of_a_mode() -> None:
@@ -176,7 +176,7 @@ def test_auto_takes_no_options_of_a_mode() -> None:
 
 @pytest.mark.parametrize("option", ["settle", "block", "rounds"])
 def test_too_few_batches_are_refused(option: str) -> None:
-    with pytest.raises(ValueError, match=f"{option} of Auto is a number from 1 on, got 0"):
+    with pytest.raises(ValueError, match=f"{option} of Auto must be a number >= 1, got 0"):
         Auto(**{option: 0})
 
 

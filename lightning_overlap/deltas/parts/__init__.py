@@ -1,7 +1,4 @@
-"""The form of a part, and the chain of cuts that parts make. Imports no other room.
-
-Needs pyarrow, of the extra `deltas`; isal, of the same extra, makes checksums quicker.
-"""
+"""The format of parts, and the chain of cuts. Needs pyarrow of the extra `deltas`; isal of this extra is faster."""
 
 from .arrow_stream import Piece as Piece
 from .arrow_stream import joined as joined

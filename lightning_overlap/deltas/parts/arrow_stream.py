@@ -1,4 +1,4 @@
-"""Make Arrow IPC streams without copying large values: a stream is a list of pieces, views of the values among them."""
+"""Make Arrow IPC streams without copying large values: a stream is a list of pieces, some are views of values."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ except ImportError as err:
     ) from err
 
 Piece: TypeAlias = bytes | memoryview
-"""Some bytes of a part; a view's memory is reused once the part is written."""
+"""Bytes of a part; a view's memory is reused after the part is written."""
 
 SMALL = 4096
-"""Bytes below which neighbours are joined to one piece."""
+"""Adjacent pieces below this size in bytes are joined."""
 
 
 class _Written(list[memoryview]):
-    """A file for Arrow's writer, which hands on the buffers of a batch as they are."""
+    """A file for Arrow's writer that keeps the buffers of a batch without copying."""
 
     closed = False
 
@@ -33,7 +33,7 @@ class _Written(list[memoryview]):
 
 
 def stream(schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -> list[Piece]:
-    """Return an IPC stream of record batches; their large buffers are not copied."""
+    """Return an IPC stream of record batches, without copies of large buffers."""
     written = _Written()
     with pa.ipc.new_stream(written, schema) as writer:
         for batch in batches:
@@ -46,13 +46,13 @@ def stream(schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -> list[Piece]:
 
 
 def binary(content: memoryview) -> pa.Array:
-    """Return a large_binary column of one row, whose bytes are the given memory."""
+    """Return a large_binary column of one row, a view of the given memory."""
     offsets = np.array([0, content.nbytes])
     return pa.Array.from_buffers(pa.large_binary(), 1, [None, pa.py_buffer(offsets), pa.py_buffer(content)])
 
 
 def joined(pieces: Sequence[Piece]) -> bytes:
-    """Return the bytes of pieces, copied without the interpreter's lock, which the thread that trains needs."""
+    """Return the bytes of pieces, copied without the GIL, which the training thread needs."""
     if len(pieces) == 1 and isinstance(pieces[0], bytes):
         return pieces[0]
     whole = io.BytesIO(bytes(sum(map(len, pieces))))

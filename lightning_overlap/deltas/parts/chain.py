@@ -1,4 +1,4 @@
-"""Find the cut that a replica applies next, after lost parts, crashes, resumes and bases."""
+"""Find the next cut of a replica, also after lost parts, crashes, resumes and bases."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ from .form import PartName, parse_names, read_header
 _log = logging.getLogger(__name__)
 _MOST_HEADS = 10_000
 QUICK_S = 2.0
-"""Within so many seconds, from one listing of a sink to the next, no training restarts and comes to the same step."""
+"""Seconds in which no training can restart and reach the same step again."""
 
 
 class Move(NamedTuple):
-    """What brings a replica to a newer state: one cut, or, for a new replica, the cuts from its ranks' bases on."""
+    """Chunks that bring a replica to a newer state: of one cut, or of the cuts from every rank's base on."""
 
     chunks: Sequence[tuple[Head, PartName]]
-    """The chunks to apply, in order, each with the headers of its cut."""
+    """The chunks to apply, in order, each with the head of its cut."""
     is_base: bool
-    """Whether a replica needs nothing before it: every rank's parts begin with a base."""
+    """Whether every rank's parts begin with a base, so that the replica needs nothing earlier."""
 
 
 class Chain:
-    """Finds the next cut in a sink."""
+    """The cuts in a sink."""
 
     def __init__(self, sink: PartSource) -> None:
         self.sink = sink
         self.run: str | None = None
-        """The training whose parts these are; None accepts that of the first cut."""
+        """The accepted training; None accepts any."""
         self.fit = ""
-        """The fit that wrote the cut that was applied last; empty if that is not known."""
+        """The fit that wrote the last applied cut; empty if unknown."""
         self.cuts: list[Cut] = []
         """The cuts of the last listing, whole or not, in order."""
         self._by_generation: dict[int, list[Cut]] = {}
-        self._listed, self._unseen_s = time.monotonic(), 0.0  # the last listing, and how long before it the one before
+        self._listed, self._unseen_s = time.monotonic(), 0.0  # time of the last listing, and since the previous one
         self._heads: dict[Cut, Head] = {}
 
     def list_sink(self) -> None:
@@ -52,18 +52,18 @@ class Chain:
         self._by_generation = {number: [*cuts] for number, cuts in groupby(self.cuts, key=lambda cut: cut.at[0])}
 
     def forget(self) -> None:
-        """Forget the headers that were read, so that they are read anew."""
+        """Forget headers, so that they are read again."""
         self._heads.clear()
 
     def next(self, at: CutId | None) -> Move | None:
-        """Return what a replica applies next; None if the last listing has nothing yet.
+        """Return what a replica applies next; None if the last listing has nothing.
 
         Args:
-            at: The cut that the replica has applied last; None for a new replica.
+            at: The last applied cut; None for a new replica.
 
         Raises:
-            CutError: Parts are missing and no base leads past them; the message names them.
-            KeyError: A part is not there any more.
+            CutError: Parts are missing, and there is no newer base; the message names them.
+            KeyError: A part was removed.
             PartError, SinkError: A part cannot be read.
         """
         if not self.cuts:
@@ -81,11 +81,11 @@ class Chain:
                 raise
             if start is not None:
                 base = as_words(start.chunks[-1][1].cut)
-                _log.warning("embedding deltas: begins again with the base of %s: %s", base, err)
+                _log.warning("embedding deltas: starting again from the base of %s: %s", base, err)
             return start
 
     def _following(self, at: CutId) -> Move | None:
-        """Return the next cut: the first of the newest generation that can follow, or the next of the same one."""
+        """Return the first cut of the newest generation that can follow, else the next cut of the same generation."""
         newest = self.cuts[-1]
         firsts = [cuts[0] for generation, cuts in self._by_generation.items() if generation > at[0]]
         own = self._by_generation.get(at[0], [])
@@ -98,20 +98,20 @@ class Chain:
                 head = self._head(cut)
                 self._check_not_lost(head, at)
                 if is_own and head.is_void:
-                    return self.start(newer_than=at)  # or waits for it
+                    return self.start(newer_than=at)  # None: wait for the base
                 if head.after is None or head.after == at or (head.after < at and not is_own):
                     chunks = [(head, name) for name in cut.names]
                     return Move(chunks, is_base=len(head.bases) == cut.num_ranks)
                 follows, applied = as_words(head.after), as_words(at)
-                problems.append(f"{as_words(cut.at)} follows {follows}, which is not there; applied so far: {applied}.")
+                problems.append(f"{as_words(cut.at)} follows {follows}, which is missing; applied so far: {applied}.")
             elif self._is_broken(cut):
                 problems.append(_lacks(cut))
             elif cut.at[0] == newest.at[0]:
                 waits = True
-            # else its fit crashed in its first cut, and a newer generation replaces it
+            # otherwise its fit crashed in its first cut, and a newer generation replaces it
         if problems and not waits:
             raise CutError("\n".join(problems))
-        if newest.at <= at and newest.is_whole:  # the sink was emptied or written again: the header says by which fit
+        if newest.at <= at and newest.is_whole:  # the sink may have been emptied or written by another fit
             if newest.at < at or self._unseen_s > QUICK_S:
                 self._heads.pop(newest, None)
             head = self._head(newest)
@@ -120,47 +120,46 @@ class Chain:
         return None
 
     def _check_not_lost(self, head: Head, at: CutId) -> None:
-        """Check that a cut of the same generation is of the same fit, and that another fit knew of what was applied."""
+        """Check that a cut of the same generation is of the same fit, and that another fit knew the applied cut."""
         header, problem = head.header, None
         if header.generation == at[0]:
             if self.fit and header.fit and header.fit != self.fit:
                 problem = (
-                    f"is not of the fit that wrote {as_words(at)}, which is applied: the sink lost its parts, and the "
-                    "training was resumed from a checkpoint of before them."
+                    f"is not of the fit that wrote {as_words(at)}, which is applied: the sink lost parts of that fit, "
+                    "and the training was resumed from an earlier checkpoint."
                 )
         elif head.after is not None and header.found is not None and at > header.found:
             problem = (
-                f"corrects what its fit found in the sink, up to {as_words(header.found)}; applied so far: "
+                f"replaces only cuts that its fit found in the sink, up to {as_words(header.found)}; applied so far: "
                 f"{as_words(at)}, which the sink had lost."
             )
         if problem is not None:
             raise LostError(f"{as_words(header.name.cut)} {problem}")
 
     def _first(self) -> Move | None:
-        """Return what a replica that has nothing begins with."""
         if (start := self.start()) is not None:
             return start
         newest = self._by_generation[self.cuts[-1].at[0]][0]
         if not newest.is_whole and not self._is_broken(newest):
             return None  # it is being written
         if any(cut.is_whole and self._head(cut).is_void for cut in self.cuts):
-            return None  # a base of every rank is to come
+            return None  # a base of every rank follows
         broken = [cut for cut in self.cuts if self._is_broken(cut)]
         raise CutError(
-            f"no base of every rank is in the sink, which has {len(self.cuts)} cuts, from {as_words(self.cuts[0].at)} "
-            f"to {as_words(self.cuts[-1].at)}: a replica that has nothing cannot begin. "
+            f"the sink lacks a base of every rank, so a new replica cannot start. It has {len(self.cuts)} cuts, from "
+            f"{as_words(self.cuts[0].at)} to {as_words(self.cuts[-1].at)}. "
             + "".join(f"{_lacks(cut)} " for cut in broken[:3])
-            + "Start it from a state that a replica saved, or let the training write a base."
+            + "Start from a state that a replica saved, or let the training write a base."
         )
 
     def start(self, newer_than: CutId | None = None) -> Move | None:
-        """Return the newest base of every rank: one cut, or several that follow each other."""
+        """Return the newest base of every rank, in one cut or several consecutive cuts."""
         for cuts in reversed(self._by_generation.values()):
             base_of: dict[int, int] = {}
             for index in reversed(range(len(cuts))):
                 cut = cuts[index]
                 if not cut.is_whole or self._head(cut).is_void:
-                    base_of.clear()  # cuts after it do not follow those before it
+                    base_of.clear()  # later cuts do not follow earlier cuts
                     continue
                 head = self._head(cut)
                 if base_of and self._head(cuts[index + 1]).after not in (None, cut.at):
@@ -181,10 +180,10 @@ class Chain:
         return None
 
     def _is_broken(self, cut: Cut) -> bool:
-        """Whether a cut will never be whole: it has a conflict, or a rank that lacks a part there wrote later ones.
+        """Return whether a cut will never be whole: its parts conflict, or a rank lacks a part but wrote later parts.
 
-        Each rank writes its parts in order, and ranks may be ahead of each other. (A cut that a crash has left
-        in parts is not broken; a newer generation replaces it.)
+        Each rank writes its parts in order. (A cut that a crash left incomplete is not broken; a newer generation
+        replaces it.)
         """
         if cut.conflict is not None:
             return True
@@ -193,7 +192,7 @@ class Chain:
         return bool(cut.missing.keys() & wrote_later)
 
     def _base_is_coming(self) -> bool:
-        """Whether a base is being written, after which it does not matter what is wrong before it."""
+        """Return whether a base is being written, which makes earlier problems irrelevant."""
         for cut in reversed(self.cuts):
             if cut.is_whole or self._is_broken(cut):
                 return False
@@ -203,7 +202,6 @@ class Chain:
         return False
 
     def _head(self, cut: Cut) -> Head:
-        """Return what the headers of a whole cut say; raise a CutError if it is of another run."""
         head = self._heads.get(cut)
         if head is None:
             if len(self._heads) >= _MOST_HEADS:
@@ -211,12 +209,12 @@ class Chain:
             head = self._heads[cut] = read_head(self.sink, cut)
         if self.run is not None and head.header.run != self.run:
             raise CutError(
-                f"{as_words(cut.at)} is of the run {head.header.run!r}, this replica is of the run {self.run!r}. Begin "
-                "a new replica, or give it the sink of its own run."
+                f"{as_words(cut.at)} is of the run {head.header.run!r}, this replica is of the run {self.run!r}. Start "
+                "a new replica, or use the sink of this replica's run."
             )
         return head
 
 
 def _lacks(cut: Cut) -> str:
     lacks = [name for names in cut.missing.values() for name in names]
-    return cut.conflict or f"{as_words(cut.at)} lacks {some(lacks, 8)}, and later parts are there."
+    return cut.conflict or f"{as_words(cut.at)} lacks {some(lacks, 8)}, but has later parts of these ranks."

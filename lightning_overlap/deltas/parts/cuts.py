@@ -1,4 +1,4 @@
-"""The cuts that a sink holds: which are whole, what they lack, and what their headers say."""
+"""The cuts in a sink: which are whole, which parts are missing, and their headers."""
 
 from __future__ import annotations
 
@@ -11,45 +11,45 @@ from typing import Protocol
 from .form import Header, Part, PartError, PartName, decode, read_header
 
 CutId = tuple[int, int]
-"""Generation and step: cuts follow each other in this order."""
+"""Generation and step, the order of cuts."""
 
 
-_TWO_TRAININGS = "two trainings have written into this sink. Give each run a sink of its own."
+_TWO_TRAININGS = "two trainings wrote into this sink. Use a separate sink for each run."
 
 
 class PartSource(Protocol):
-    """What a chain of cuts reads of a sink."""
+    """The methods of a sink that a chain of cuts uses."""
 
     def names(self) -> Iterable[str]:
         """Return the names of all parts."""
 
     def read(self, name: str) -> bytes:
-        """Return a part; raise a KeyError if there is none of that name."""
+        """Return a part; raise a KeyError if it does not exist."""
 
 
 class CutError(ValueError):
-    """What a sink holds makes no tables: parts are missing, repeated, out of order, or of another run."""
+    """Parts in a sink are missing, repeated, out of order, or of another run."""
 
 
 class LostError(CutError):
-    """The sink has lost cuts that a replica has applied: nothing there can follow them."""
+    """The sink lost cuts that a replica has applied, so that no cut can follow them."""
 
 
 @dataclass(frozen=True)
 class Cut:
-    """The chunks of one cut that a sink has, sorted; the cut may not be whole."""
+    """The chunks of a cut in a sink, sorted; some may be missing."""
 
     at: CutId
     names: tuple[PartName, ...]
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks write a part of it."""
+        """Number of ranks that write a part."""
         return self.names[0].world_size
 
     @cached_property
     def conflict(self) -> str | None:
-        """Why its parts cannot belong together, or None."""
+        """Why the parts cannot belong together, or None."""
         worlds = sorted({name.world_size for name in self.names})
         if len(worlds) > 1:
             ranks = " and of ".join(f"{world} ranks" for world in worlds)
@@ -58,12 +58,12 @@ class Cut:
             counts = sorted({name.num_chunks for name in names})
             if len(counts) > 1:
                 chunks = " and of ".join(f"{count} chunks" for count in counts)
-                return f"{as_words(self.at)} has the part of rank {rank} twice, of {chunks}: {_TWO_TRAININGS}"
+                return f"{as_words(self.at)} has two parts of rank {rank}, of {chunks}: {_TWO_TRAININGS}"
         return None
 
     @cached_property
     def missing(self) -> dict[int, list[str]]:
-        """By rank the names of its chunks that are not there; `*` stands for all chunks of a part."""
+        """Rank -> names of missing chunks; `*` stands for all chunks of a part."""
         found: dict[int, list[str]] = {}
         there = {name.rank: name for name in self.names}
         for rank in range(self.num_ranks):
@@ -77,31 +77,31 @@ class Cut:
 
     @property
     def is_whole(self) -> bool:
-        """Whether every chunk of every rank's part is there."""
+        """Whether every chunk of every rank's part exists."""
         return self.conflict is None and not self.missing
 
 
 @dataclass(frozen=True)
 class Head:
-    """What the headers of a whole cut say."""
+    """The headers of a whole cut."""
 
     header: Header
-    """The header of one of its parts."""
+    """The header of one part."""
     after: CutId | None
-    """The cut that it follows; None where every part is a base."""
+    """The cut that it follows; None if every part is a base."""
     bases: frozenset[int]
     """The ranks whose parts are bases."""
     is_void: bool
-    """Whether a rank says that the cut must not be applied."""
+    """Whether the cut must not be applied."""
 
 
 def read_head(sink: PartSource, cut: Cut) -> Head:
     """Read the headers of a whole cut, from the first chunk of each part.
 
     Raises:
-        KeyError: A part is not there any more.
-        PartError: One is torn, of another schema, or no part.
-        CutError: They do not belong together.
+        KeyError: A part was removed.
+        PartError: A part cannot be decoded.
+        CutError: The parts do not belong together.
     """
     headers: list[Header] = []
     for name in cut.names:
@@ -111,52 +111,44 @@ def read_head(sink: PartSource, cut: Cut) -> Head:
     follows = {header.after for header in headers if header.after is not None}
     if len(follows) > 1:
         followed = " and ".join(map(as_words, sorted(follows)))
-        raise CutError(f"{as_words(cut.at)} does not fit together: its parts follow {followed}.")
+        raise CutError(f"the parts of {as_words(cut.at)} do not belong together: they follow {followed}.")
     after = next(iter(follows), None)
     bases = frozenset(header.rank for header in headers if header.is_base)
     return Head(headers[0], after, bases, any(header.is_void for header in headers))
 
 
 def part_of(data: bytes, name: PartName, head: Head) -> Part:
-    """Read a chunk, and check that it belongs to its cut.
-
-    Args:
-        data: The chunk.
-        name: Its name in the sink.
-        head: What `read_head` returned for its cut.
+    """Decode the chunk `name`, and check that it belongs to the cut of `head`.
 
     Raises:
-        PartError: It is torn, of another schema, or no part.
-        CutError: It does not belong to the cut.
+        PartError: The chunk cannot be decoded.
+        CutError: The chunk does not belong to the cut.
     """
     part = decode(data, str(name))
     _check_belongs(part.header, name, head.header)
     if part.header.is_base != (name.rank in head.bases) or part.header.after not in (None, head.after):
-        raise CutError(f"{name} does not fit the first chunk of its part: the two follow different cuts.")
+        raise CutError(f"{name} and the first chunk of its part follow different cuts.")
     return part
 
 
 def _check_belongs(header: Header, name: PartName, first: Header) -> None:
-    """Check that a chunk is what its name says, and can belong to the cut of another one."""
+    """Check that a chunk has its original name, and belongs to the cut of another chunk."""
     if header.name != name:
-        raise PartError(
-            f"{name} says of itself that it is {header.name}: a part was copied or renamed. Only names that the "
-            "training gave can be read."
-        )
+        raise PartError(f"{name} has the header of {header.name}: it was copied or renamed. Restore the original name.")
     if header.run != first.run:
         raise CutError(
-            f"{name} is of the run {header.run!r}, {first.name} of the run {first.run!r}. Give each run a sink of its "
-            "own."
+            f"{name} is of the run {header.run!r}, {first.name} of the run {first.run!r}. Use a separate sink for each "
+            "run."
         )
     for what in ("tables", "num_pending", "global_step", "fit", "found"):
         own, others = getattr(header, what), getattr(first, what)
         if own != others:
             raise CutError(
-                f"{name} and {first.name} are parts of one cut and differ in {what} ({own} and {others}): "
+                f"{name} and {first.name} are of the same cut, but differ in {what} ({own} and {others}): "
                 f"{_TWO_TRAININGS}"
             )
 
 
 def as_words(at: CutId | None) -> str:
-    """Return what messages call a cut."""
+    """Return the description of a cut for messages."""
     return "no cut" if at is None else f"the cut of generation {at[0]}, step {at[1]}"

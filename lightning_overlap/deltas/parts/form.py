@@ -1,10 +1,10 @@
-"""The parts that carry updated rows to a served model: their names, their header, and their Arrow IPC form (schema 1).
+"""The format of parts, which carry updated rows to served models: names, header, Arrow IPC form (schema 1).
 
-At a *cut* every rank copies the rows that were updated since the cut before, and writes them as its *part*, in one
-*chunk* or several. A cut is *whole* once every chunk of every rank's part is there; a replica applies whole cuts only,
-in the order of (generation, step). A *base* is a part with all rows of its rank. A *generation* is what one fit writes:
-a fit that resumes from a checkpoint begins the next one, and its first cut has all rows that earlier generations wrote
-past that checkpoint.
+At a *cut* every rank copies the rows that were updated since the last cut, and writes them as its *part*, in one or
+more *chunks*. A cut is *whole* if every chunk of every rank's part exists; a replica applies only whole cuts, in the
+order of (generation, step). A *base* is a part with all rows of its rank. A *generation* is the output of one fit: a
+fit that resumes from a checkpoint begins the next generation, and its first cut has all rows that earlier generations
+wrote after that checkpoint.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ import torch
 from torch import Tensor
 
 try:
-    from isal.isal_zlib import crc32  # zlib's, at the speed of memory
+    from isal.isal_zlib import crc32  # as zlib's, but faster
 except ImportError:
     from zlib import crc32
 
 from .arrow_stream import Piece, binary, joined, stream
 
 SCHEMA = 1
-"""Version of what is written; a reader refuses any other."""
+"""Version of the format; a reader rejects others."""
 
 WEIGHT = "weight"
-"""The field of a table's own values; other fields are of its optimizer's state (`momentum1`, ...)."""
+"""The field of a table's weights; other fields are kinds of optimizer state (`momentum1`, ...)."""
 
 TRAILER_SIZE = len(b"CRC32:00000000")
-"""Bytes at the end of a chunk: the checksum of all that is before them."""
+"""Bytes of the checksum at the end of a chunk."""
 
 _HEADER = b"embedding_deltas.part"
 _TRAILER = re.compile(rb"CRC32:([0-9a-f]{8})")
@@ -55,11 +55,11 @@ _COLUMNS = pa.schema(
 
 
 class PartError(ValueError):
-    """A part cannot be read: it is torn, of another schema, or no part at all."""
+    """A part cannot be decoded: it is damaged, of another schema, or not a part."""
 
 
 class PartName(NamedTuple):
-    """What the name of a chunk says: names sort by generation, step, rank and chunk."""
+    """The fields of a chunk's name; names sort by generation, step, rank and chunk."""
 
     generation: int
     step: int
@@ -76,49 +76,47 @@ class PartName(NamedTuple):
 
     @classmethod
     def parse(cls, name: str) -> PartName | None:
-        """Read a name; None where it is not one of a chunk."""
+        """Return the fields of a name; None if it is not the name of a chunk."""
         found = _NAME.fullmatch(name)
         return None if found is None else cls(*map(int, found.groups()))
 
     @property
     def cut(self) -> tuple[int, int]:
-        """The cut that it belongs to: generation and step."""
+        """Generation and step."""
         return self.generation, self.step
 
 
 def parse_names(names: Iterable[str]) -> list[PartName]:
-    """Return the names that are those of chunks, sorted."""
+    """Return the sorted names of chunks; skip other names."""
     return sorted(filter(None, map(PartName.parse, names)))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Header:
-    """What every chunk says of itself.
+    """The header of a chunk.
 
     Args:
-        run: Identifies the training whose tables these are, over all of its resumes.
-        generation: Number of the fit that wrote it, from 1 on.
-        step: Batches that had been trained at the cut, over the whole training.
-        after: The cut (generation, step) that this one follows. Within a generation a replica must have applied that
-            very cut. The first cut of a generation names the newest one that was known to be whole when the
-            checkpoint was saved: a replica must have applied that one or a later one. None in a base, which needs
-            nothing before it.
-        rank: The rank that wrote it.
-        world_size: How many ranks write a part of this cut.
-        chunk: Its number in the part, from 0 on.
+        run: Identifies the training, over all of its resumes.
+        generation: Number of the fit that wrote the chunk, from 1 on.
+        step: Batches trained at the cut, over the whole training.
+        after: The cut (generation, step) that this cut follows. Within a generation a replica must have applied exactly
+            that cut. For the first cut of a generation it is the newest cut that was known to be whole when the
+            checkpoint was saved; a replica must have applied it or a later cut. None in a base.
+        rank: The rank that wrote the chunk.
+        world_size: Number of ranks that write a part.
+        chunk: Number of the chunk in its part, from 0 on.
         num_chunks: Chunks of the part.
-        num_pending: Batches among the `step` trained ones whose update of the tables was still to come at the cut
-            (modes that defer updates; else 0).
-        global_step: Steps of the optimizers at the cut, as `Trainer.global_step`.
-        time: When the cut was made, in seconds since the Unix epoch.
-        tables: Name -> (rows, columns) of every table that the run sends, whether or not this chunk has rows of it.
-        is_void: Whether the cut must not be applied: somebody wrote tables while a rank copied its rows. A cut that is
-            a base of every rank follows it.
-        fit: Identifies the fit that wrote it: if two fits have written the same generation, their cuts do not follow
-            each other. Empty if that is not known.
-        found: The newest cut of which its fit found a part in the sink. A replica that has applied a later one of an
-            earlier generation has rows that this fit did not know of. None: that is not known.
-        schema: Version of this format.
+        num_pending: Trained batches whose deferred table update was pending at the cut.
+        global_step: `Trainer.global_step` at the cut.
+        time: Time of the cut, in seconds since the Unix epoch.
+        tables: Name -> (rows, columns) of every table that the run sends.
+        is_void: Whether the cut must not be applied, because tables were written while a rank copied its rows. A base
+            of every rank follows it.
+        fit: Identifies the fit: cuts of the same generation but different fits do not follow each other. Empty if
+            unknown.
+        found: The newest cut of which the fit found a part in the sink. A replica that has applied a later cut of an
+            earlier generation has rows that the fit did not know. None if unknown.
+        schema: Version of the format.
     """
 
     run: str
@@ -140,7 +138,7 @@ class Header:
 
     @property
     def is_base(self) -> bool:
-        """Whether the part holds every row that its rank has."""
+        """Whether the part has all rows of its rank."""
         return self.after is None
 
     @property
@@ -151,15 +149,15 @@ class Header:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Rows of one table, or of one field of its optimizer's state.
+    """Rows of one table, or of one kind of its optimizer state.
 
     Args:
-        table: The name of the table's weight in the unsharded LightningModule's `state_dict`.
-        field: `WEIGHT`, or a state's name.
-        shape: Of the whole table: rows and columns; of row-wise state: rows and 1.
-        first_column: Where the columns of this shard begin.
-        rows: Row numbers in the whole table, `(N,)`, int64, on the host, each once.
-        values: `(N, num_columns)`, any dtype, on the host: as they stand in the trainer's table, bit for bit.
+        table: Name of the table's weight in the unsharded LightningModule's `state_dict`.
+        field: `WEIGHT`, or a kind of optimizer state.
+        shape: Rows and columns of the unsharded table; rows and 1 for row-wise state.
+        first_column: First column of this shard.
+        rows: Distinct row numbers in the unsharded table, `(N,)`, int64, on the host.
+        values: `(N, num_columns)`, on the host, with the dtype and bits of the trainer's table.
     """
 
     table: str
@@ -172,7 +170,7 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Dense:
-    """A whole tensor of the dense part.
+    """A tensor of the dense part.
 
     Args:
         name: Its name in the LightningModule's `state_dict`.
@@ -184,7 +182,7 @@ class Dense:
 
 
 class Part(NamedTuple):
-    """The content of one chunk, as `decode` returns it."""
+    """The content of one chunk."""
 
     header: Header
     rows: list[Rows]
@@ -192,23 +190,16 @@ class Part(NamedTuple):
 
 
 def encode(header: Header, rows: Iterable[Rows] = (), dense: Iterable[Dense] = ()) -> bytes:
-    """Return a chunk in its Arrow IPC form: an IPC stream with one record batch for each table's rows or tensor.
+    """Return the bytes of a chunk: an Arrow IPC stream with a record batch for each `Rows` and `Dense`, and a checksum.
 
-    After the end of the stream, where Arrow's readers stop, comes a checksum of all that is before it.
-
-    Args:
-        header: Goes into the schema's metadata, as JSON.
-        rows: Rows `(N,)` and values `(N, D)`, on the host.
-        dense: Whole tensors, on the host.
-
-    Returns:
-        The bytes; `decode` reads them. Rows are int64 and values raw, both little-endian as in memory.
+    The header is in the schema's metadata, as JSON. Row numbers are int64 and values raw, both little-endian. Arrow's
+    readers stop at the end of the stream, before the checksum.
     """
     return joined(encode_pieces(header, rows, dense))
 
 
 def encode_pieces(header: Header, rows: Iterable[Rows] = (), dense: Iterable[Dense] = ()) -> list[Piece]:
-    """Return the bytes of `encode` in pieces; those of rows and values are views of the given tensors, not copies."""
+    """Return the bytes of `encode` in pieces; row numbers and values are views of the tensors."""
     schema = _COLUMNS.with_metadata({_HEADER: json.dumps(vars(header)).encode()})
     entries = [
         _entry(one.rows, one.values, "rows", one.table, one.field, one.shape, one.first_column, one.values.shape[1])
@@ -223,14 +214,14 @@ def encode_pieces(header: Header, rows: Iterable[Rows] = (), dense: Iterable[Den
 
 
 def decode(data: bytes, name: str = "part") -> Part:
-    """Read a chunk whole.
+    """Return the content of a chunk.
 
     Args:
-        data: What `encode` returned.
-        name: What errors call it.
+        data: The result of `encode`.
+        name: Name of the chunk, for errors.
 
     Raises:
-        PartError: It is torn (too short, or its checksum is wrong), of another schema, or no part.
+        PartError: The data is damaged (too short, or with a wrong checksum), of another schema, or not a chunk.
     """
     header, batches = _read(data, name, rows=True)
     found = Part(header, [], [])
@@ -238,7 +229,7 @@ def decode(data: bytes, name: str = "part") -> Part:
         entry = batch.to_pylist()[0] if batch.num_rows else {}
         dtype = getattr(torch, str(entry.get("dtype")), None)
         if not isinstance(dtype, torch.dtype):
-            raise PartError(f"{name}: an entry has the dtype {entry.get('dtype')!r}, which this torch does not have.")
+            raise PartError(f"{name}: an entry has the dtype {entry.get('dtype')!r}, which this torch lacks.")
         values = _tensor(batch.column("values")[0].as_buffer(), dtype)
         if entry["kind"] == "dense":
             found.dense.append(Dense(entry["name"], values.reshape(entry["shape"])))
@@ -250,17 +241,17 @@ def decode(data: bytes, name: str = "part") -> Part:
 
 
 def read_header(data: bytes, name: str = "part") -> Header:
-    """Return the header of a chunk; arguments and errors are those of `decode`."""
+    """Return the header of a chunk; arguments and errors as for `decode`."""
     return _read(data, name, rows=False)[0]
 
 
 def _read(data: bytes, name: str, *, rows: bool) -> tuple[Header, list[Any]]:
-    # Arrow does not check what it reads, and a wrong length in it ends the process: the checksum is checked first.
+    # The checksum first: Arrow does not check its input, and a wrong length can crash the process.
     trailer = _TRAILER.fullmatch(data[-TRAILER_SIZE:])
     content = memoryview(data)[:-TRAILER_SIZE]
     if trailer is None or crc32(content) != int(trailer[1], 16):
         raise PartError(
-            f"{name} is torn, or no part of embedding deltas: its checksum is {'wrong' if trailer else 'missing'}."
+            f"{name} is damaged, or no part of embedding deltas: its checksum is {'wrong' if trailer else 'missing'}."
         )
     try:
         with pa.ipc.open_stream(pa.py_buffer(content)) as reader:
@@ -268,7 +259,7 @@ def _read(data: bytes, name: str, *, rows: bool) -> tuple[Header, list[Any]]:
             if written.get("schema") == SCHEMA:
                 return _header(written), list(reader) if rows else []
     except (pa.ArrowException, OSError, KeyError, TypeError, ValueError) as err:
-        raise PartError(f"{name} is no part of embedding deltas: {type(err).__name__}: {err}") from err
+        raise PartError(f"{name} is not a part of embedding deltas: {type(err).__name__}: {err}") from err
     raise PartError(
         f"{name} is of schema {written.get('schema')!r}, this version reads schema {SCHEMA}: read it with the version "
         "of lightning_overlap that wrote it."
@@ -288,7 +279,7 @@ def _entry(rows: Tensor, values: Tensor, kind: str, name: str, field: str, shape
     return pa.RecordBatch.from_arrays([*described, binary(_bytes(rows)), binary(_bytes(values))], schema=_COLUMNS)
 
 
-@lru_cache(maxsize=1024)  # alike in every cut; Arrow takes longer to make them than small values take to be written
+@lru_cache(maxsize=1024)  # equal in every cut, and slow to make
 def _described(*description: Any) -> list[pa.Array]:
     return [pa.array([value], column.type) for value, column in zip(description, _COLUMNS, strict=False)]
 

@@ -1,7 +1,7 @@
-"""The callback that sends updated rows: which rows the updates have written, copies of them, cuts, and their writer.
+"""The callback that sends updated rows: it marks rows, copies them, and writes cuts.
 
-A row is marked when its update is made, a deferred one's too, and never when it is looked up: lookups run ahead of
-updates, and some are dropped. Imported by `lightning_overlap.EmbeddingDeltas` alone.
+A row is marked when its update is made, also a deferred update, and not when it is looked up: lookups run ahead of
+updates, and some are dropped. Only `lightning_overlap.EmbeddingDeltas` imports this.
 """
 
 from .callback import EmbeddingDeltas as EmbeddingDeltas

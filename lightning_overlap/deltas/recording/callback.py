@@ -1,4 +1,4 @@
-"""`EmbeddingDeltas`: updated rows leave for serving while training goes on."""
+"""`EmbeddingDeltas`: streams updated rows to serving during training."""
 
 from __future__ import annotations
 
@@ -26,31 +26,30 @@ from .touched_rows import TouchedRows
 from .writer import CutWriter
 
 FAILED, BUSY, READY = range(3)
-"""States of a rank's writer; all ranks act on the lowest one."""
+"""States of a rank's writer; all ranks act on the lowest state."""
 
 CLOSE_S = 10.0
-"""Seconds that the end of a fit that failed waits for a write that is under way."""
+"""Seconds to wait for a running write after a fit fails."""
 
 
 class EmbeddingDeltas(Callback):
-    """Sends the rows that updates have written to a sink, in cuts that a replica applies to become the trainer's equal.
+    """Sends updated rows to a sink, in cuts; a replica that has applied a cut equals the trainer at that step.
 
-    A row is marked when its update is made. Every `every_n_steps` all ranks copy their marked rows, overlapped with
-    the next forward, and a thread writes them. Where the sink is slow no step waits: fewer cuts are made, each with the
-    last values of all rows that were written since the one before. A fit begins with all rows, or, resumed from a
-    checkpoint, with those that replicas may have otherwise; training waits for that first part to be written, and for
-    the last one at the end of `fit`.
+    Every `every_n_steps` batches all ranks copy the rows that were updated since the last cut, overlapped with the next
+    forward, and a thread writes them. A slow sink does not delay steps; it leads to fewer, larger cuts. A fit first
+    sends all rows, or, resumed from a checkpoint, the rows that replicas may have with other values. Training waits for
+    this first write, and for the last write at the end of `fit`.
 
     Args:
         sink: A folder (or fsspec URL), `redis://...`, or a `DeltaSink`.
-        every_n_steps: Batches from one cut to the next, if no more than two cuts are still being written by then.
-        max_lag_steps: How many batches the newest cut that is written may lag behind the training; None: any number.
-        on_lag: If it lags more: `warn` once, or `stop` the training after the step.
-        dense: Whether rank 0 sends the dense part with each cut: all parameters and buffers that are not sharded. Where
-            a run has begun to, a fit that resumes it does too: replicas would keep the old ones.
-        optimizer_state: Whether the fused optimizers' states of the rows are sent, too.
-        sink_timeout_s: How long one call of the sink may take, in seconds, a write of at most 64 MB for example; then
-            the fit ends on all ranks with an error that names the call. At most half of the strategy's `timeout`.
+        every_n_steps: Batches between cuts; longer while two cuts are being written.
+        max_lag_steps: Number of batches that the newest written cut may lag behind the training; None: unlimited.
+        on_lag: What a larger lag does: `warn` once, or `stop` the training after the step.
+        dense: Whether rank 0 sends the dense part with each cut: all parameters and buffers that are not sharded. A fit
+            cannot resume a run without it if the run has sent it.
+        optimizer_state: Whether to also send the rows' fused optimizer state.
+        sink_timeout_s: Seconds that one call of the sink may take, for example a write of up to 64 MB; a longer call
+            ends the fit on all ranks with an error. At most half of the strategy's `timeout`.
         name: Name of this callback in checkpoints and logs, if a Trainer has several.
 
     Raises:
@@ -58,7 +57,7 @@ class EmbeddingDeltas(Callback):
             `sink_timeout_s` is not above 0.
     """
 
-    reads_tables = False  # between the backward and the step: the order of a step stays as it is
+    reads_tables = False  # between the backward and the step, so the order of a step need not change
     _trainer: Trainer
     _strategy: OverlapEmbeddingStrategy
     _touched: TouchedRows
@@ -77,28 +76,28 @@ class EmbeddingDeltas(Callback):
         name: str | None = None,
     ) -> None:
         if sink is None:
-            raise ValueError("EmbeddingDeltas takes a folder or a sink to send to (overlap-train: deltas.path=FOLDER).")
+            raise ValueError("EmbeddingDeltas needs a folder or sink, got None (overlap-train: deltas.path=FOLDER).")
         if every_n_steps < 1:
-            raise ValueError(f"every_n_steps is a number of batches, from 1 on, got {every_n_steps}.")
+            raise ValueError(f"every_n_steps must be at least 1, got {every_n_steps}.")
         if max_lag_steps is not None and max_lag_steps < every_n_steps:
             raise ValueError(
-                f"max_lag_steps={max_lag_steps} is below every_n_steps={every_n_steps}: replicas are always that many "
-                "batches behind before the next cut."
+                f"max_lag_steps must be at least every_n_steps={every_n_steps}, got {max_lag_steps}: replicas always "
+                "lag by every_n_steps before the next cut."
             )
         if on_lag not in ("warn", "stop"):
-            raise ValueError(f"on_lag is one of warn, stop, got {on_lag!r}.")
+            raise ValueError(f"on_lag must be 'warn' or 'stop', got {on_lag!r}.")
         if sink_timeout_s <= 0:
-            raise ValueError(f"sink_timeout_s is a number of seconds above 0, got {sink_timeout_s}.")
+            raise ValueError(f"sink_timeout_s must be above 0, got {sink_timeout_s}.")
         self._sink = resolve_sink(sink)
         self._every, self._max_lag_steps, self._on_lag = every_n_steps, max_lag_steps, on_lag
         self._sink_timeout_s, self._name = sink_timeout_s, name
         self._sends_dense, self._states = dense, optimizer_state
-        self._run_sends_dense = False  # whether replicas have got a dense part of this run
-        self._restored: dict[str, Any] | None = None  # the state in the checkpoint that the next fit resumes from
+        self._run_sends_dense = False  # whether replicas have a dense part of this run
+        self._restored: dict[str, Any] | None = None  # from the checkpoint that the next fit resumes from
         self._columns: list[tuple[str, str, int, int]] | None = None  # `columns_of_states`; None: no states are sent
-        self._acknowledged: tuple[int, int] | None = None  # the newest cut that is known to be written on all ranks
+        self._acknowledged: tuple[int, int] | None = None  # the newest cut known to be written on all ranks
         self.run: str | None = None
-        """Identifies the training, over all of its resumes; None before its first fit."""
+        """Identifies the training, over all of its resumes; None before the first fit."""
         self.generation = 0
         """Number of this fit in the run, see `deltas.Header`."""
         self._forget_fit()
@@ -106,9 +105,9 @@ class EmbeddingDeltas(Callback):
     def _forget_fit(self) -> None:
         self._is_sending = self._is_void = self._is_late = False
         self._answer: Lowest | None = None
-        self._open: Cut | None = None  # until it is known whether tables were written while it was copied
+        self._open: Cut | None = None  # the last cut, until `_settle`
         self._outstanding: list[Cut] = []
-        self._writes = self._num_ended = 0  # calls of the hook since the last cut: at least as many as batches
+        self._writes = self._num_ended = 0  # the latter: batches since the last cut, or more
 
     @property
     @override
@@ -120,13 +119,10 @@ class EmbeddingDeltas(Callback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._restored = self._acknowledged = None  # of an evaluation, or of a fit that never began
+        self._restored = self._acknowledged = None  # from an evaluation, or a fit that never began
         self._trainer = trainer
         if stage == "fit" and not isinstance(trainer.strategy, OverlapEmbeddingStrategy):
-            raise ValueError(
-                f"EmbeddingDeltas takes OverlapEmbeddingStrategy, which shards the tables, got "
-                f"{type(trainer.strategy).__name__}."
-            )
+            raise ValueError(f"EmbeddingDeltas needs OverlapEmbeddingStrategy, got {type(trainer.strategy).__name__}.")
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -135,16 +131,16 @@ class EmbeddingDeltas(Callback):
         restored, self._restored = self._restored, None
         if self._run_sends_dense and not self._sends_dense:
             raise ValueError(
-                f"dense=False would leave the dense part of replicas as it is: run {self.run} has sent it so far. "
-                "Resume with dense=True, or train without this checkpoint and send to an empty place."
+                f"run {self.run} has sent the dense part, so dense=False would leave an old dense part in replicas. "
+                "Resume with dense=True, or train without this checkpoint and send to an empty sink."
             )
         self._run_sends_dense = self._sends_dense
         self._forget_fit()
         order = strategy.lookup_order
         if order is None:
             raise ValueError(
-                f"EmbeddingDeltas has nothing to send: {type(pl_module).__name__} has no TorchRec tables. Take the "
-                "callback out."
+                f"EmbeddingDeltas has nothing to send: {type(pl_module).__name__} has no TorchRec tables. Remove the "
+                "callback."
             )
         self._strategy = strategy
         self._touched = touched = TouchedRows(pl_module, order, strategy.num_pending_updates, states=self._states)
@@ -164,7 +160,6 @@ class EmbeddingDeltas(Callback):
 
     @property
     def _step(self) -> int:
-        """Batches trained so far."""
         return self._trainer.fit_loop.epoch_loop.total_batch_idx + 1
 
     def _dense_source(self, module: LightningModule, touched: TouchedRows) -> DenseSource:
@@ -181,7 +176,7 @@ class EmbeddingDeltas(Callback):
         return DenseSource(tensors, tables)
 
     def _begin(self, restored: dict[str, Any] | None) -> None:
-        """Begin a generation with a part of all rows, or of those that replicas may have otherwise."""
+        """Begin a generation with all rows, or with the rows that replicas may have with other values."""
         writer = self._writer
         self._fit, now, names = self._ask_first(lambda: (uuid.uuid4().hex, int(time.time()), writer.names()))
         known = parse_names(names)
@@ -191,7 +186,7 @@ class EmbeddingDeltas(Callback):
         self.generation = 1 + max([self.generation, *(name.generation for name in known)])
         if self.run is None:
             self.run = self._fit
-        elif not known:  # the sink has lost its parts, and with them the number of the last generation
+        elif not known:  # the sink lost its parts, and so the number of the last generation
             self.generation = max(self.generation, now)
         self._writes = self._touched.num_writes
         rows = None
@@ -207,20 +202,18 @@ class EmbeddingDeltas(Callback):
             self._together(lambda: self._write_cut(after))
 
     def _check_run(self, newest: PartName) -> None:
-        """Refuse a sink that has the parts of another training."""
         header: Header = self._ask_first(lambda: read_header(self._writer.read(str(newest)), str(newest)))
-        what = "this fit begins a training of its own" if self.run is None else f"this fit is of run {self.run}"
+        what = "this fit begins a new run" if self.run is None else f"this fit is of run {self.run}"
         if header.run != self.run:
             raise ValueError(
-                f"{self._sink} holds the parts of run {header.run} (generation {header.generation}, step "
-                f"{header.step}), and {what}. Give it an empty place, or resume from a checkpoint of that run "
-                "(ckpt_path)."
+                f"{self._sink} has parts of run {header.run} (generation {header.generation}, step {header.step}), but "
+                f"{what}. Use an empty sink, or resume from a checkpoint of that run (ckpt_path)."
             )
 
-    # -- errors, on all ranks alike ---------------------------------------------------------------------------------
+    # -- errors, raised on all ranks --------------------------------------------------------------------------------
 
     def _together(self, do: Callable[[], Any]) -> Any:
-        """Return `do()`; if it fails on one rank, raise on all. It must not wait for a rank that may have failed."""
+        """Return `do()`; if it fails on a rank, raise on all ranks. `do` must not wait for other ranks."""
         result, error = None, None
         try:
             result = do()
@@ -230,7 +223,7 @@ class EmbeddingDeltas(Callback):
         return result
 
     def _ask_first(self, ask: Callable[[], Any]) -> Any:
-        """Return on all ranks what `ask()` returns on rank 0, anything that can be pickled."""
+        """Return rank 0's `ask()` on all ranks; it must be picklable."""
         return self._strategy.gather(self._together(lambda: None if self._strategy.global_rank else ask()))[0]
 
     def _raise_together(self, error: BaseException | None) -> None:
@@ -268,7 +261,7 @@ class EmbeddingDeltas(Callback):
         self._writer.write_now(self._step, self._make_cut(after).chunks())
 
     def _write_base(self, *, after_all: bool) -> None:
-        """Write a base; training waits. With `after_all` all ranks do: then no replica needs the cuts before."""
+        """Write a base while training waits. With `after_all` all ranks do; then no replica needs earlier cuts."""
         self._writer.wait()
         plan = self._touched.begin_base()
         self._dense.forget()
@@ -286,7 +279,7 @@ class EmbeddingDeltas(Callback):
         if not self._is_sending:
             return
         if self._num_ended + 1 < self._every and self._answer is None and self._open is None:
-            return  # nothing is due, without a look at the trainer's counters
+            return  # nothing is due; skips the trainer's counters
         self._settle()
         if self._answer is not None:
             state, written, is_whole = self._answer()
@@ -299,17 +292,17 @@ class EmbeddingDeltas(Callback):
             self._ask()
 
     def _ask(self) -> None:
-        """Ask all ranks whether they can cut and what they have written; the end of the next step reads the answer."""
+        """Ask all ranks whether they can cut and what they have written; the next step's end reads the answer."""
         writer = self._writer
         writer.look()
         state = FAILED if writer.error is not None else READY if writer.is_ready else BUSY
         self._answer = self._strategy.lowest((state, writer.written_step, not self._is_void))
 
     def _hear(self, trainer: Trainer, state: int, written: int, is_whole: int) -> None:
-        """Act on the ranks' answers: raise errors, note what is written on all ranks, log and check the lag."""
+        """Act on the ranks' answers: raise errors, note the cuts written on all ranks, log and check the lag."""
         if state == FAILED:
             self._raise_together(self._writer.error)
-        # Replicas apply neither a void cut nor cuts after it before the coming base.
+        # Replicas apply neither a void cut nor the cuts between it and the next base.
         if is_whole and written >= 0:
             self._acknowledged = (self.generation, written)
             self._outstanding = [cut for cut in self._outstanding if cut.header.step > written]
@@ -324,26 +317,24 @@ class EmbeddingDeltas(Callback):
             self._take_as_late(trainer, behind, waiting)
 
     def _take_as_late(self, trainer: Trainer, behind: int, waiting: int) -> None:
-        """Warn of a lag that has become more than is allowed, or stop the training."""
-        goes_on = "Training goes on."
+        goes_on = "Training continues."
         if self._on_lag == "stop":
             trainer.should_stop, goes_on = True, "Training stops (on_lag='stop')."
         if trainer.is_global_zero:
             warnings.warn(
                 f"{self._sink} is {behind} batches behind the training, more than max_lag_steps={self._max_lag_steps}: "
-                f"it takes longer to write than {self._every} batches to train. {goes_on} Take a larger every_n_steps "
-                f"or a faster sink; {waiting} rows at most wait on this rank.",
+                f"writing a cut takes longer than training {self._every} batches. {goes_on} Use a larger every_n_steps "
+                f"or a faster sink. Up to {waiting} rows are waiting on this rank.",
                 UserWarning,
                 stacklevel=2,
             )
 
     def _cut(self, is_whole: int) -> None:
-        """Make a cut, as all ranks do."""
         if not is_whole:
             self._together(lambda: self._write_base(after_all=True))
             self._acknowledged = (self.generation, self._step)
         elif self._touched.num_writes != self._writes:
-            with suppress(Exception):  # which the writer keeps: the ranks hear of it together
+            with suppress(Exception):  # the writer keeps the error; all ranks get it together
                 self._write_base(after_all=False)
         else:
             self._open = self._make_cut((self.generation, self._last))
@@ -351,7 +342,7 @@ class EmbeddingDeltas(Callback):
         self._last = self._step
 
     def _settle(self) -> None:
-        """Give the last cut to the writer, once it is known whether tables were written while its rows were copied."""
+        """Give the last cut to the writer; mark it as void if tables were written while its rows were copied."""
         cut, self._open = self._open, None
         if cut is None:
             return
@@ -367,13 +358,13 @@ class EmbeddingDeltas(Callback):
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._is_sending and self._strategy.has_stashed_gradients:
-            # their steps are made after all hooks, which may save them
+            # these are applied after all hooks, which may save them
             self._strategy.call_at_end(lambda: self._finish(steps=True))
         else:
             self._finish(steps=False)
 
     def _finish(self, *, steps: bool) -> None:
-        """Write what is left of this fit, also if the dense optimizer has made `steps` after the last batch."""
+        """Write the rest of this fit; `steps` tells that the dense optimizer stepped after the last batch."""
         if not self._is_sending:
             return
         self._strategy.update_tables()
@@ -395,7 +386,7 @@ class EmbeddingDeltas(Callback):
     def _write_last(self, *, is_base: bool, after_all: bool) -> None:
         after = (self.generation, self._last)
         if self._step == self._last:
-            self.generation += 1  # no two cuts of a generation have the same step
+            self.generation += 1  # the cuts of a generation have different steps
             self._found = after
         if is_base:
             self._write_base(after_all=after_all)
@@ -404,12 +395,12 @@ class EmbeddingDeltas(Callback):
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._acknowledged = None  # nobody knows what was left
+        self._acknowledged = None  # unknown
         self._end()
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._acknowledged = None  # anybody may write tables from now on
+        self._acknowledged = None  # tables may change from now on
         self._end()
 
     def _end(self) -> None:
@@ -422,7 +413,7 @@ class EmbeddingDeltas(Callback):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed training needs to go on sending; all ranks call this when they save a checkpoint."""
+        """Return the state that a resumed training needs to continue sending; all ranks call this."""
         if self.run is None:
             return {}
         state: dict[str, Any] = {"run": self.run, "generation": self.generation, "rows": {}, "whole": []}
@@ -446,5 +437,5 @@ class EmbeddingDeltas(Callback):
             return
         self.run, self.generation = state_dict["run"], max(self.generation, int(state_dict["generation"]))
         self._run_sends_dense |= state_dict.get("dense", False)
-        # how often somebody has written this rank's fused tables, right after they were loaded
+        # the count of writes to this rank's fused tables, right after they were loaded
         self._restored = state_dict | {"writes": fused_writes(self._trainer.lightning_module)}

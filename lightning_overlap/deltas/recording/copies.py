@@ -1,4 +1,4 @@
-"""Copies of rows: marked ones in a thread on a CPU, on the lookup stream on CUDA; whole tables window by window."""
+"""Copy marked rows, on a CPU in a thread, on CUDA on the lookup stream; copy whole tables window by window."""
 
 from __future__ import annotations
 
@@ -13,20 +13,18 @@ from torch import Tensor
 
 from ...runtime import LookupOrder
 from ...tables import KernelShards, TableShard
+from ..parts import WEIGHT
 from .kept_memory import KeptMemory
 from .row_marks import DeviceMarks
 
 GATHERED_AT_ONCE = 1 << 17
-"""Rows that one operator gathers at most, of tables of several widths: its index has 8 bytes for each value."""
+"""Most rows that one operator gathers from tables of different widths: its index has 8 bytes per value."""
 
 WINDOW_BYTES = 64 << 20
-"""Bytes that one window of a whole table has at most, but a window has one row at least."""
-
-WEIGHT = "weight"
-"""The field of a table's own values."""
+"""Most bytes of a window of a table; a window has at least one row."""
 
 Fields: TypeAlias = Mapping[str, Tensor]
-"""The values of a shard (`WEIGHT`) and the states of its optimizer by kind, each `(rows, columns)`."""
+"""`WEIGHT` or a kind of optimizer state -> tensor of a shard, `(rows, columns)`."""
 
 
 class CopiedRows(NamedTuple):
@@ -36,7 +34,7 @@ class CopiedRows(NamedTuple):
         shard: The shard.
         field: `WEIGHT`, or a kind of optimizer state.
         rows_N: Row numbers in the shard, int64.
-        values_ND: The values of these rows, in the dtype of the table; row-wise state has one column.
+        values_ND: Their values, in the dtype of the table; row-wise state has one column.
     """
 
     shard: TableShard
@@ -46,7 +44,7 @@ class CopiedRows(NamedTuple):
 
 
 def fields_of(kernel: KernelShards, *, states: bool) -> list[tuple[TableShard, Fields]]:
-    """Return the shards of a kernel, each with its weight and, with `states`, its optimizer's states: no copies."""
+    """Return the shards of a kernel, each with views of its weight and, with `states`, of its optimizer state."""
     kinds: list[dict[str, Tensor]] = kernel.states() if states else [{} for _ in kernel.shards]
     return [
         (shard, {field: _two_dim(values.detach()) for field, values in {WEIGHT: shard.weight, **of_shard}.items()})
@@ -55,10 +53,7 @@ def fields_of(kernel: KernelShards, *, states: bool) -> list[tuple[TableShard, F
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """Return a copy of a tensor on the host.
-
-    From a device it is copied to pinned memory on the current stream; the caller waits for that stream.
-    """
+    """Return a copy on the host; of a device tensor in pinned memory, once the caller has waited for the stream."""
     if not tensor.is_cuda:
         return tensor.clone()
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -71,12 +66,7 @@ def to_host(tensor: Tensor) -> Tensor:
 def copy_on_host(
     shards: Iterable[tuple[TableShard, Fields]], rows: Iterable[Tensor], kept: KeptMemory
 ) -> tuple[list[CopiedRows], Tensor]:
-    """Copy rows on the host. Any thread may call this while nobody writes the tables.
-
-    Args:
-        shards: The shards with their fields.
-        rows: Row numbers in each shard, `(N,)`, int64.
-        kept: Lends the memory for the values.
+    """Copy rows, `(N,)` int64 for each shard, of host tables in any thread; the tables must not be written meanwhile.
 
     Returns:
         The copies, and the memory of their values, for `KeptMemory.give_back`.
@@ -96,33 +86,33 @@ def copy_on_host(
 
 
 class HostCopy:
-    """A copy that a thread makes, by `copy_on_host`, into kept memory."""
+    """A copy that a thread makes with `copy_on_host`."""
 
     def __init__(self, copying: Future[tuple[list[CopiedRows], Tensor]], kept: KeptMemory) -> None:
         self._copying, self._kept = copying, kept
 
     def wait_copied(self) -> None:
-        """Wait on the host until the rows are copied."""
+        """Wait until the rows are copied."""
         self._copying.exception()
 
     def tables(self) -> list[CopiedRows]:
-        """Wait until the rows are copied and return them; any thread may call this."""
+        """Wait for the copied rows and return them, in any thread."""
         return self._copying.result()[0]
 
     def give_back(self) -> None:
-        """Say that nobody reads the values any more: their memory may be written. The rows' numbers stay."""
+        """Give back the memory of the values, which must not be read any more."""
         if self._copying.exception() is None:
             self._kept.give_back(self._copying.result()[1])
 
 
 class DeviceCopy:
-    """A copy that is gathered on the lookup stream, and taken to the host on another one when `tables` is called.
+    """A copy that is gathered on the lookup stream; `tables` copies it to the host on another stream.
 
     Args:
-        kernels: The kernels, each with its marks, which are taken away.
+        kernels: The kernels, each with its marks, which are removed.
         order: The device's streams, and the order of lookups and updates on them.
-        copying: The stream that copies to the host; None if all memory is the host's.
-        states: Whether to copy the optimizers' states too.
+        copying: The stream that copies to the host; None if all memory is on the host.
+        states: Whether to also copy optimizer states.
     """
 
     def __init__(
@@ -134,38 +124,37 @@ class DeviceCopy:
         states: bool,
     ) -> None:
         self._copying, self._streams = copying, order.streams
-        order.lookup_waits()  # a module's own forward has its update on the compute stream
+        order.lookup_waits()  # updates of a module's own forward run on the compute stream
         with order.on_lookup():
             self._gathered = [_gather(kernel, marks, states=states) for kernel, marks in kernels]
         self._event = order.streams.record(order.lookup)
 
     def wait_copied(self) -> None:
-        """Let the current stream wait until the rows have been gathered; the host does not wait."""
+        """Let the current stream wait until the rows are gathered; the host does not wait."""
         self._streams.hand_to_caller((), self._event)
 
     def tables(self) -> list[CopiedRows]:
-        """Wait for the gathered rows, copy them to the host and return them; any thread may call this once."""
+        """Copy the gathered rows to the host and return them; call this once, in any thread."""
         if self._copying is None:
             return [table for take in self._gathered for table in take()]
         with torch.cuda.device(self._copying.device), torch.cuda.stream(self._copying):
-            self._event.synchronize()  # the sizes are the host's to know now, in this thread
+            self._event.synchronize()  # the host reads sizes
             copied = [table for take in self._gathered for table in take()]
         self._gathered.clear()
         return copied
 
     def give_back(self) -> None:
-        """Do nothing: pinned memory goes back to torch when nobody holds the values."""
+        """Do nothing: torch reuses pinned memory by itself."""
 
 
 RowCopy: TypeAlias = HostCopy | DeviceCopy
-"""A copy that may still be under way."""
 
 
 def _gather(kernel: KernelShards, marks: DeviceMarks, *, states: bool) -> Callable[[], list[CopiedRows]]:
-    """Gather the marked rows of all tables of a kernel on the current stream, filled up with others.
+    """Gather the marked rows of a kernel's tables on the current stream, padded to a size known on the host.
 
     Returns:
-        A function that copies the marked ones to the host and waits for them.
+        A function that copies the marked rows to the host and waits for them.
     """
     kernel.write_back_cache()
     rows, num_marked = marks.take()
@@ -191,12 +180,9 @@ def _gather(kernel: KernelShards, marks: DeviceMarks, *, states: bool) -> Callab
 
 
 def _gather_rows(parts: list[Tensor], marks: DeviceMarks, rows: Tensor) -> Tensor:
-    """Return rows of several tables, `(N, widest)`, rows of narrower tables filled up with zeros on the right.
+    """Return rows of several tables, `(N, widest)`, padded with zeros.
 
-    Args:
-        parts: The tables, `(rows, columns)`, one dtype.
-        marks: Where each table's rows begin if the rows of all tables are counted one after the other.
-        rows: Row numbers in that count, `(N,)`, int64, ascending, then zeros.
+    `rows` are numbers over all tables (`DeviceMarks`), `(N,)`, int64, ascending, then zeros.
     """
     first_rows, start, widths = marks.first_rows, parts[0], [part.shape[1] for part in parts]
     size = start.element_size()
@@ -226,11 +212,11 @@ def _two_dim(values: Tensor) -> Tensor:
 
 
 Window: TypeAlias = Callable[[], CopiedRows]
-"""Copies consecutive rows of a shard to the host, in the thread that calls it; nobody may write them until then."""
+"""Call it to copy consecutive rows of a shard to the host; they must not be written before."""
 
 
 def windows_of(shards: Iterable[tuple[TableShard, Fields]]) -> list[list[Window]]:
-    """Divide shards into windows; return them in order, in groups of `WINDOW_BYTES` at most."""
+    """Divide shards into windows; return them in order, in groups of at most `WINDOW_BYTES`."""
     packs: list[list[Window]] = []
     free = 0
     for shard, fields in shards:

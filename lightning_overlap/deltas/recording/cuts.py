@@ -1,4 +1,4 @@
-"""From copied rows to the chunks of a part."""
+"""Make the chunks of a part from copied rows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..parts import WEIGHT, Dense, Header, Piece, Rows, encode_pieces
 from .copies import Fields, RowCopy, Window, to_host
 
 CHUNK_BYTES = 5 << 20
-"""Bytes of rows in one chunk, at most: more does not fit a core's cache and is encoded and written more slowly."""
+"""Most bytes of rows in a chunk; larger chunks do not fit a core's cache and are slower."""
 
 
 DenseCopy: TypeAlias = tuple[dict[str, Tensor], torch.cuda.Event | None]
@@ -23,11 +23,11 @@ DenseCopy: TypeAlias = tuple[dict[str, Tensor], torch.cuda.Event | None]
 
 
 class DenseSource:
-    """Tensors that have no marks and may change anywhere: the dense part, and tables that are not fused.
+    """Tensors without marks on rows: the dense part, and tables that are not fused.
 
     Args:
         tensors: The dense part, by names in the unsharded model.
-        tables: Shards of the dense optimizer's tables and of replicas, each with the fields that are sent.
+        tables: Shards of the dense optimizer's tables and of replicated tables, each with the fields to send.
     """
 
     def __init__(self, tensors: dict[str, Tensor], tables: Sequence[tuple[TableShard, Fields]]) -> None:
@@ -40,7 +40,7 @@ class DenseSource:
         self._sent: dict[str, Tensor] = {}
 
     def copy(self) -> DenseCopy:
-        """Begin to copy all tensors as they are now, on a device on the current stream; the host does not wait."""
+        """Begin to copy all tensors; on a device on the current stream, without waiting."""
         now = {**self._tensors, **{key: values for key, (_, _, values) in self._tables.items()}}
         copies = {key: to_host(tensor.detach()) for key, tensor in now.items()}
         if not any(tensor.is_cuda for tensor in now.values()):
@@ -50,7 +50,7 @@ class DenseSource:
         return copies, copied
 
     def entries(self, copy: DenseCopy) -> tuple[list[Rows], list[Dense]]:
-        """Return the rows of tables that differ from the copy of the last call, and the whole dense part."""
+        """Return the rows of tables that changed since the last call's copy, and the dense part."""
         values, copied = copy
         if copied is not None:
             copied.synchronize()
@@ -64,7 +64,7 @@ class DenseSource:
         return rows, [Dense(name, values[name]) for name in self._tensors]
 
     def forget(self) -> None:
-        """Forget the copy of the last call, so that all rows count as changed."""
+        """Forget the last call's copy, so that all rows count as changed."""
         self._sent.clear()
 
 
@@ -75,28 +75,28 @@ def _changed_rows(now_RD: Tensor, before_RD: Tensor) -> Tensor:
 
 
 class Cut:
-    """One rank's part of a cut, until all ranks are known to have written theirs.
+    """One rank's part of a cut, until all ranks are known to have written their parts.
 
     Args:
-        header: Header of the part; the number of each chunk is filled in.
-        rows: The marked rows, whose copy may be under way.
-        source: Everything else that is sent.
+        header: Header of the part, without numbers of chunks.
+        rows: The copy of the marked rows, which may still run.
+        source: Everything else to send.
     """
 
     def __init__(self, header: Header, rows: RowCopy, source: DenseSource) -> None:
         self.header = header
         self._source = source
-        self._rows: RowCopy | None = rows  # until they are written
-        self._dense: DenseCopy | None = source.copy()  # likewise
+        self._rows: RowCopy | None = rows  # until written
+        self._dense: DenseCopy | None = source.copy()  # until written
         self._lock = threading.Lock()
         self._entries: list[Rows] | None = None
 
     def numbers(self) -> list[dict[str, Tensor]]:
-        """Wait for the copied rows, in any thread; return their numbers by table, also once they are written."""
+        """Wait for the copied rows, in any thread; return table -> row numbers, also after they are written."""
         return [{entry.table: entry.rows} for entry in self._wait()]
 
     def chunks(self) -> Iterator[tuple[str, list[Piece]]]:
-        """Return the name and the content of each of its chunks, made when it is asked for; once."""
+        """Yield the name and content of each chunk; call this once."""
         assert self._dense is not None
         of_dense, dense = self._source.entries(self._dense)
         packs = packed_rows([*self._wait(), *of_dense])
@@ -105,7 +105,7 @@ class Cut:
             yield str(chunk.name), encode_pieces(chunk, rows, () if number else dense)
         self._dense = None
         packs.clear()
-        with self._lock:  # let the next cut have the memory of the values
+        with self._lock:  # give the memory of the values to the next cut
             assert self._entries is not None
             assert self._rows is not None
             self._entries = [replace(entry, values=entry.values.new_empty(0, 0)) for entry in self._entries]
@@ -121,13 +121,7 @@ class Cut:
 
 
 def base_chunks(header: Header, plan: Sequence[list[Window]], source: DenseSource) -> Iterator[tuple[str, list[Piece]]]:
-    """Yield the name and content of each chunk of a base; each is read from the tables when it is asked for.
-
-    Args:
-        header: Header of the part.
-        plan: The windows of each chunk, from `TouchedRows.begin_base`.
-        source: Everything else that is sent, in a chunk of its own at the end.
-    """
+    """Yield the name and content of each chunk of a base; reads the tables chunk by chunk, `source` in the last."""
     header = replace(header, num_chunks=len(plan) + 1)
     for windows in plan:
         yield str(header.name), encode_pieces(header, [rows_of(*read()) for read in windows])
@@ -136,7 +130,7 @@ def base_chunks(header: Header, plan: Sequence[list[Window]], source: DenseSourc
 
 
 def packed_rows(entries: Iterable[Rows]) -> list[list[Rows]]:
-    """Divide rows into chunks of `CHUNK_BYTES`, in their order; one at least."""
+    """Divide rows into at least one chunk of at most `CHUNK_BYTES`, in order."""
     packs: list[list[Rows]] = [[]]
     free = CHUNK_BYTES
     for entry in entries:
@@ -154,7 +148,7 @@ def packed_rows(entries: Iterable[Rows]) -> list[list[Rows]]:
 
 
 def rows_of(shard: TableShard, field: str, rows_N: Tensor, values_ND: Tensor) -> Rows:
-    """Return rows of a shard, or of a state of its optimizer, as rows of the whole table.
+    """Return rows of a shard as rows of the unsharded table.
 
     Args:
         shard: The shard.
@@ -168,15 +162,15 @@ def rows_of(shard: TableShard, field: str, rows_N: Tensor, values_ND: Tensor) ->
     if field != WEIGHT and values_ND.shape[1] == 1 != width:
         if width == num_columns:
             return Rows(shard.name, field, (num_rows, 1), 0, rows_N, values_ND)
-        values_ND = values_ND.expand(-1, width)  # each shard of columns has a state of its own for every row
+        values_ND = values_ND.expand(-1, width)  # each column shard has its own state for every row
     return Rows(shard.name, field, shard.shape, shard.first_column, rows_N, values_ND)
 
 
 def columns_of_states(shards: Iterable[tuple[TableShard, Fields]]) -> list[tuple[str, str, int, int]]:
-    """Return the column-wise shards that have row-wise state of their own; these depend on the sharding plan.
+    """Return the column-wise shards with row-wise state, which depend on the sharding plan.
 
     Returns:
-        (name of the table, kind of state, first column, number of columns) of each, sorted.
+        Sorted (name of the table, kind of state, first column, number of columns).
     """
     return sorted(
         (shard.name, field, shard.first_column, shard.weight.shape[1])
@@ -187,7 +181,7 @@ def columns_of_states(shards: Iterable[tuple[TableShard, Fields]]) -> list[tuple
 
 
 def merged_rows(rows: Iterable[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Return the union of several sets of rows by table, each `(N,)`, int64, on the host."""
+    """Return the union of several mappings of table -> row numbers, `(N,)`, int64, on the host."""
     found: dict[str, list[Tensor]] = {}
     for one in rows:
         for table, numbers in one.items():

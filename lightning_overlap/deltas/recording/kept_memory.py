@@ -1,4 +1,4 @@
-"""Host memory that copies use again and again: getting a page from the system costs more than writing it."""
+"""Host memory that copies reuse: getting a page from the system costs more than writing it."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ ALIGNED_TO = 64
 """Alignment of each tensor in lent memory, in bytes."""
 
 LARGER = 4
-"""Kept memory that is more than so many times as large as what is asked for is freed."""
+"""Kept memory is freed if it is larger than a request by more than this factor."""
 
 
 class KeptMemory:
-    """Lends memory, and keeps one piece that was given back for the next time; further ones are freed."""
+    """Lends memory, and keeps the last piece that was given back."""
 
     def __init__(self) -> None:
         self._at_rest: deque[Tensor] = deque(maxlen=1)
@@ -31,11 +31,11 @@ class KeptMemory:
         memory = self._at_rest.pop() if self._at_rest else None
         if memory is None or not num_bytes <= memory.numel() <= LARGER * num_bytes:
             del memory
-            # NumPy asks the system for huge pages, torch does not
+            # NumPy requests huge pages, torch does not
             memory = torch.from_numpy(np.empty(num_bytes + num_bytes // 8, dtype=np.uint8))
         places = zip(firsts, sizes, wanted, strict=True)
         return [memory[first : first + size].view(dtype).view(shape) for first, size, (shape, dtype) in places], memory
 
     def give_back(self, memory: Tensor) -> None:
-        """Take memory back, in any thread, once nobody reads its tensors any more."""
+        """Take memory back, in any thread; its tensors must not be used any more."""
         self._at_rest.append(memory)

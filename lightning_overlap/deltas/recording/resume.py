@@ -1,4 +1,4 @@
-"""Find the rows that a resumed fit sends first: all that replicas may have with other values than the tables now."""
+"""Find the rows that a resumed fit sends first: all rows that replicas may have with other values."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ def rows_to_resend(
 
     Args:
         writer: Reads the sink.
-        run: The training that is resumed.
-        known: The parts in the sink, the same on all ranks. It may have more than the checkpoint knows of.
+        run: The resumed training.
+        known: The parts in the sink, equal on all ranks; may be newer than the checkpoint.
         restored: The callback's state in the checkpoint.
-        tables: Rows and columns of each table.
-        strategy: Asks the other ranks.
+        tables: Table -> rows and columns.
+        strategy: The strategy.
 
     Returns:
-        Rows by table, `(N,)`, int64; None if it cannot be known, so that all rows have to be sent.
+        Table -> row numbers, `(N,)`, int64; None if unknown, so that all rows must be sent.
     """
     acknowledged = restored["acknowledged"] and tuple(restored["acknowledged"])
     if all(name.cut != acknowledged for name in known):
-        return None  # a sink that does not hold that cut any more does not tell what replicas have applied since
+        return None  # without that cut in the sink, it is unknown what replicas have applied since
     since = [name for name in known if name.cut > acknowledged]
     found: dict[str, Tensor] | None = None
-    with suppress(Exception):  # whoever cannot read a sink may still write all rows, or say why not
+    with suppress(Exception):  # then all rows are written
         found = merged_rows(_sent_rows(writer, since[strategy.global_rank :: strategy.world_size], run))
     of_ranks = strategy.gather(found)
     if any(rows is None for rows in of_ranks):

@@ -14,18 +14,18 @@ import torch
 from torch import Tensor
 
 FLAGGED_FROM = 2
-"""From so many ids per row of a table on it is quicker to flag its rows than to sort the ids."""
+"""Ids per row of a table from which flagging its rows is faster than sorting the ids."""
 
 _Ids: TypeAlias = np.ndarray[tuple[int], np.dtype[np.int64]]
 """Ids on the host, `(N,)`."""
 
 
 class HostMarks:
-    """Keeps the ids of lookups, on a host: flags would have to be scanned. Many ids are reduced to distinct ones.
+    """Keeps the ids of lookups on the host, without scanning flags; many ids are reduced to distinct ids.
 
     Args:
         num_rows: Rows of each table.
-        table_of_feature: The number of the table of each feature.
+        table_of_feature: Feature -> number of its table.
         copies: Whether to copy the ids: on one rank they may be in a batch whose memory the loader reuses.
     """
 
@@ -33,7 +33,7 @@ class HostMarks:
         self._copies = copies
         self._num_rows, self._table_of_feature = tuple(num_rows), tuple(table_of_feature)
         self._num_all_rows = sum(num_rows)
-        # numbers of ids, ids, offsets (None: they follow the ids), batch sizes
+        # number of ids, ids, offsets (None: they follow the ids), batch sizes
         self._lookups: list[tuple[int, Tensor, Tensor | None, tuple[int, ...] | None]] = []
         self._num_ids = self._num_kept = 0
         self._rows: list[list[Tensor]] = [[] for _ in num_rows]
@@ -43,13 +43,13 @@ class HostMarks:
 
         Args:
             indices_N: Rows, integer, feature by feature.
-            offsets: Where each bag begins in them, `(sum of the features' batch sizes + 1,)`, integer.
-            batch_sizes: Batch size of each feature; None: all are the same.
+            offsets: Start of each bag, `(sum of the features' batch sizes + 1,)`, integer.
+            batch_sizes: Batch size of each feature; None if all are equal.
         """
         num_ids = indices_N.numel()
-        if not num_ids:  # there may be no bags at all, and offsets that do not say where features begin
+        if not num_ids:  # without bags the offsets may be invalid
             return
-        if self._copies:  # by one operator: each further one is slow between two steps, as its code has left the caches
+        if self._copies:  # by one operator: between two steps each operator is slow, as its code is not cached
             kept_N = torch.cat((indices_N, offsets))
             self._lookups.append((num_ids, kept_N, None, batch_sizes))
             self._num_kept += kept_N.numel()
@@ -73,10 +73,10 @@ class HostMarks:
         return min(self._num_ids, self._num_all_rows)
 
     def rows(self) -> list[Tensor]:
-        """Return the marked rows of each table, `(N,)`, int64, each once, ascending.
+        """Return the distinct marked rows of each table, `(N,)`, int64, ascending.
 
-        NumPy slices and concatenates here: torch would release the interpreter's lock for each operator, and a thread
-        that calls this would disturb the one that trains a few hundred times.
+        Uses NumPy, because torch releases the GIL in each operator, and each time the calling thread disturbs the
+        training thread.
         """
         ids = [[rows_N.numpy() for rows_N in rows] for rows in self._rows]
         num_features = len(self._table_of_feature)
@@ -89,7 +89,7 @@ class HostMarks:
         return [_unique(found, num_rows) for found, num_rows in zip(ids, self._num_rows, strict=True)]
 
     def take(self) -> list[Tensor]:
-        """Return what `rows` does, and remove the marks."""
+        """Return `rows()`, and remove the marks."""
         rows = self.rows()
         self._rows = [[] for _ in self._num_rows]
         self._lookups.clear()
@@ -98,7 +98,7 @@ class HostMarks:
 
 
 def _boundaries(num_features: int, num_offsets: int, batch_sizes: tuple[int, ...] | None) -> slice | list[int]:
-    """Return indices of F + 1 offsets: those at which the ids of each feature begin, and at which the last ones end."""
+    """Return the indices of the F + 1 offsets at which the ids of features start, and the last feature's end."""
     if batch_sizes is not None:
         return [0, *accumulate(batch_sizes)]
     batch_size = max(1, (num_offsets - 1) // max(1, num_features))
@@ -106,7 +106,6 @@ def _boundaries(num_features: int, num_offsets: int, batch_sizes: tuple[int, ...
 
 
 def _unique(ids: list[_Ids], num_rows: int) -> Tensor:
-    """Return the distinct ids of one table, `(N,)`, int64, ascending."""
     if not ids:
         return torch.empty(0, dtype=torch.int64)
     ids_N = np.concatenate(ids)
@@ -121,7 +120,7 @@ def _unique(ids: list[_Ids], num_rows: int) -> Tensor:
 
 
 def _sorted(sorted_N: _Ids) -> _Ids:
-    """Sort ids in place; return each once. NumPy sorts integers up to ten times as fast as torch does on a host."""
+    """Sort ids in place and return distinct ids. NumPy sorts integers up to ten times as fast as torch on a host."""
     sorted_N.sort()
     is_first_N = np.ones(len(sorted_N), dtype=bool)
     np.not_equal(sorted_N[1:], sorted_N[:-1], out=is_first_N[1:])
@@ -129,27 +128,27 @@ def _sorted(sorted_N: _Ids) -> _Ids:
 
 
 def _valid(ids_N: Any, num_rows: Any) -> Any:
-    """Return the ids, 0 in the place of those out of bounds: a kernel that checks bounds updates row 0 for these."""
+    """Return the ids with 0 for ids out of bounds: for these, a kernel that checks bounds updates row 0."""
     return ids_N * ((ids_N >= 0) & (ids_N < num_rows))
 
 
 class DeviceMarks:
-    """Keeps a flag of one byte for each row of the tables of one kernel, on a device.
+    """Keeps a flag of one byte per row of one kernel's tables on a device.
 
-    Everything runs on the current stream, and no tensor has a size that the host would have to wait for.
+    Runs on the current stream, without host-device syncs. Rows are numbered over all tables, table by table.
 
     Args:
         num_rows: Rows of each table.
-        table_of_feature: The number of the table of each feature.
+        table_of_feature: Feature -> number of its table.
         device: The device of the tables.
     """
 
     def __init__(self, num_rows: Sequence[int], table_of_feature: Sequence[int], device: torch.device) -> None:
         first = [0, *accumulate(num_rows)]
         self.ends_T = torch.tensor(first[1:], device=device)
-        """Where the rows of each table end if those of all tables are counted one after the other; int64."""
+        """Number of each table's last row + 1; int64."""
         self.first_rows = tuple(first)
-        """Where the rows of each table begin in that count, and where the last one's end."""
+        """Number of each table's first row, and the last row's number + 1."""
         self._first_F = torch.tensor([first[table] for table in table_of_feature], device=device)
         self._num_rows_F = torch.tensor([num_rows[table] for table in table_of_feature], device=device)
         self._flags_R = torch.zeros(first[-1], dtype=torch.bool, device=device)
@@ -157,7 +156,7 @@ class DeviceMarks:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All memory of the marks, which several streams use."""
+        """All memory of the marks, for `record_stream`."""
         return [self.ends_T, self._first_F, self._num_rows_F, self._flags_R]
 
     def add(self, indices_N: Tensor, offsets: Tensor, batch_sizes: tuple[int, ...] | None) -> None:
@@ -186,11 +185,11 @@ class DeviceMarks:
 
     @property
     def most(self) -> int:
-        """An upper bound of the number of marked rows, known on the host."""
+        """An upper bound of the number of marked rows."""
         return min(self._num_ids, self.first_rows[-1])
 
     def rows(self) -> list[Tensor]:
-        """Return the marked rows of each table, `(N,)`, int64, on the host, which waits for them."""
+        """Wait for the device, and return the marked rows of each table, `(N,)`, int64, on the host."""
         flags_R = self._flags_R.cpu()
         tables = zip(self.first_rows[:-1], self.first_rows[1:], strict=True)
         return [flags_R[first:end].nonzero().squeeze(1) for first, end in tables]
@@ -199,8 +198,8 @@ class DeviceMarks:
         """Return the marked rows, and remove the marks.
 
         Returns:
-            Their numbers in the count of all tables' rows, `(most,)`, int64, ascending and then filled up with 0; and
-            how many are marked, `()`, int64. Both are on the device.
+            Their numbers over all tables, `(most,)`, int64, ascending and padded with 0, and the number of marked rows,
+            `()`, int64, both on the device.
         """
         rows = torch.nonzero_static(self._flags_R, size=self.most, fill_value=0).squeeze(1)
         num_marked = self._flags_R.sum()

@@ -1,4 +1,4 @@
-"""The rows that the updates of a training have written since they were last copied."""
+"""The rows that updates have written since the last copy."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from .row_marks import DeviceMarks, HostMarks
 
 
 class TouchedRows:
-    """Marks rows as the fused backward writes them; copies what is marked, overlapped with the next forward.
+    """Marks rows when the fused backward writes them; copies marked rows, overlapped with the next forward.
 
-    A forward hook of each kernel gets the ids of a lookup, and a hook of its output's autograd node is called right
-    before the backward that updates these rows: in every mode, for early lookups and a module's own forward, at once or
-    deferred. A lookup without a backward (an evaluation, a batch that is dropped) marks nothing. Tables of the dense
-    optimizer have no marks.
+    A forward hook of each kernel gets the ids of a lookup, and a hook of its output's autograd node runs right before
+    the backward that updates these rows: in every mode, for early lookups and a module's own forward, immediate or
+    deferred. A lookup without a backward (an evaluation, a dropped batch) marks nothing. Tables of the dense optimizer
+    have no marks.
 
     Args:
         model: The sharded model; tables are named as in its `state_dict`.
         order: The device's streams, and the order of lookups and updates on them.
-        num_pending: Returns how many batches have ended their step and not yet updated the tables.
-        states: Whether to copy the fused optimizers' states too.
+        num_pending: Returns the number of trained batches with pending table updates.
+        states: Whether to also copy the fused optimizers' states.
 
     Attributes:
-        dense: Shards of the dense optimizer's tables and of replicas, each with its fields, and whether all ranks have
-            the same.
+        dense: Shards of the dense optimizer's tables and of replicated tables, each with its fields, and whether it is
+            replicated.
 
     Raises:
-        ValueError: The rows of some tables have no fixed numbers, as with managed collision modules.
+        ValueError: Rows have no fixed numbers, as in managed collision modules.
     """
 
     def __init__(
@@ -79,14 +79,14 @@ class TouchedRows:
     # -- marking ------------------------------------------------------------------------------------------------
 
     def attach(self) -> None:
-        """Begin to mark."""
+        """Start marking."""
         self._handles = [
             kernel.kernel.register_forward_hook(self._watch(number), with_kwargs=True)
             for number, kernel in enumerate(self._kernels)
         ]
 
     def detach(self) -> None:
-        """Remove the hooks; wait for a copy that is under way on the host."""
+        """Stop marking, and wait for a running copy on the host."""
         for handle in self._handles:
             handle.remove()
         self._copier.shutdown()
@@ -100,10 +100,10 @@ class TouchedRows:
         return looked_up
 
     def _before_update(self, kernel: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Mark the rows that the backward of a lookup is about to write; a copy of their old values comes first."""
+        """Mark the rows that a backward is about to write, after a running copy has read their old values."""
         if self._copy is not None or self._is_whole is None:
             self.settle()
-            self.wait_copied()  # on a device each stream that writes tables has to wait, not only the first
+            self.wait_copied()  # on a device every stream that writes tables must wait, not only the first
         indices = kwargs["indices"] if "indices" in kwargs else args[0]
         offsets = kwargs["offsets"] if "offsets" in kwargs else args[1]
         sizes = kwargs.get("batch_size_per_feature_per_rank")
@@ -111,11 +111,11 @@ class TouchedRows:
         self._marks[kernel].add(indices, offsets, batch_sizes)
 
     def mark(self, name: str, rows: Tensor) -> None:
-        """Mark rows of a table by their numbers in the whole table; rows in shards of other ranks are ignored.
+        """Mark rows of a table on this rank.
 
         Args:
             name: Name of the table's weight in the unsharded model.
-            rows: `(N,)`, int64, on the host.
+            rows: Row numbers in the unsharded table, `(N,)`, int64, on the host; rows of other ranks are skipped.
         """
         for number, kernel in enumerate(self._kernels):
             for table, shard in enumerate(kernel.shards):
@@ -126,11 +126,11 @@ class TouchedRows:
 
     @property
     def most(self) -> int:
-        """How many rows may be marked, at most."""
+        """An upper bound of the number of marked rows."""
         return sum(marks.most for marks in self._marks)
 
     def marked(self) -> dict[str, Tensor]:
-        """Return the rows that are marked by table, `(N,)`, int64, on the host, numbered as in the whole table."""
+        """Return table -> marked row numbers in the unsharded table, `(N,)`, int64, on the host."""
         found: dict[str, Tensor] = {}
         for kernel, marks in zip(self._kernels, self._marks, strict=True):
             for shard, rows_N in zip(kernel.shards, marks.rows(), strict=True):
@@ -140,13 +140,13 @@ class TouchedRows:
 
     @property
     def num_pending(self) -> int:
-        """How many batches have ended their step and not yet updated the tables."""
+        """Number of trained batches with pending table updates."""
         return self._num_pending()
 
     # -- reading ------------------------------------------------------------------------------------------------
 
     def copy(self) -> RowCopy:
-        """Begin to copy the marked rows as they are now, and remove their marks; `settle` says whether it succeeded."""
+        """Begin to copy the marked rows, and remove their marks; `settle` tells whether the copy is consistent."""
         self.wait_copied()
         marks = self._marks
         self._writes_before, self._is_whole = self.num_writes, None
@@ -154,16 +154,15 @@ class TouchedRows:
             kernels = zip(self._kernels, marks, strict=True)
             self._copy = DeviceCopy(kernels, self._order, self._to_host, states=self._states)
             return self._copy
-        # The spare marks are empty: those of the copy before, which is over.
+        # The spare marks, of the previous copy, are empty.
         self._marks, self._spare_marks = self._spare_marks or self._new_marks(), marks
         self._copy = HostCopy(self._copier.submit(self._copy_on_host, marks), self._kept)
         return self._copy
 
     def settle(self) -> bool:
-        """Wait for the last copy; return whether nobody has written tables while it was made.
+        """Wait for the last copy; return False if tables were written meanwhile, so that the copy may be inconsistent.
 
-        If somebody has, the copy may have some rows of before the write and some of after it. The first update after
-        the copy calls this, as do callers that need the answer before.
+        The first update after the copy also calls this.
         """
         if self._is_whole is None:
             self.wait_copied()
@@ -171,11 +170,11 @@ class TouchedRows:
         return self._is_whole
 
     def wait_copied(self) -> None:
-        """Wait until the rows of the last copy are read: the host itself, or on a device the current stream."""
+        """Wait until the last copy has read its rows: on a CPU the host waits, on a device the current stream."""
         if self._copy is not None:
             self._copy.wait_copied()
             if not self._on_device:
-                self._copy = None  # a host has waited, a device's other streams have not
+                self._copy = None  # on a device other streams have not waited
 
     def _copy_on_host(self, marks: list[HostMarks]) -> tuple[list[CopiedRows], Tensor]:
         rows = [rows_N for of_kernel in marks for rows_N in of_kernel.take()]
@@ -183,19 +182,16 @@ class TouchedRows:
 
     @property
     def fields(self) -> list[tuple[TableShard, Fields]]:
-        """The shards of all fused tables on this rank, each with its fields: no copies."""
+        """The shards of all fused tables on this rank, each with its fields."""
         return [shard for kernel in self._kernels for shard in fields_of(kernel, states=self._states)]
 
     @property
     def num_writes(self) -> int:
-        """In-place writes to this rank's fused tables, but those of their backward, and `tables_changed()` calls."""
+        """In-place writes to this rank's fused tables, except by their backward, plus `tables_changed()` calls."""
         return sum(write for module in self._modules for write in num_fused_writes(module)) + self._order.num_told
 
     def begin_base(self) -> list[list[Window]]:
-        """Return all rows of this rank's shards, a few megabytes at a time, to be read as they are now.
-
-        The marks are gone.
-        """
+        """Return windows of all rows of this rank's shards, and remove all marks."""
         self.wait_copied()
         self._marks = self._new_marks()
         for kernel in self._kernels:

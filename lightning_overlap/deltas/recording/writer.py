@@ -1,4 +1,4 @@
-"""A thread that writes cuts to a sink, one after another, so that a slow sink stalls no step."""
+"""A thread that writes cuts to a sink, so that a slow sink does not delay steps."""
 
 from __future__ import annotations
 
@@ -16,24 +16,19 @@ from ..parts import Piece, joined
 from ..sinks import DeltaSink, SinkError, check_sink, takes_pieces
 
 MOST_WAITING = 2
-"""Cuts that are being written or wait for that, at most: no further cut is made meanwhile."""
+"""Most unwritten cuts; no further cut is made meanwhile."""
 
 LOOKS_EVERY_S = 0.5
-"""Seconds between two checks whether the sink hangs, while a caller waits for it."""
+"""Seconds between checks whether the sink hangs, while a caller waits for it."""
 
 Chunks: TypeAlias = Iterable[tuple[str, list[Piece]]]
-"""Names and contents of the chunks of a part."""
+"""Name and content of each chunk of a part."""
 
 T = TypeVar("T")
 
 
 class CutWriter:
-    """Writes the parts of one rank. Its thread alone uses the sink, and no caller waits longer than `timeout_s` a call.
-
-    Args:
-        sink: Where to write.
-        timeout_s: How long one call of the sink may take, in seconds. A call that takes longer is an error.
-    """
+    """Writes the parts of one rank. Only its thread uses the sink; a call longer than `timeout_s` is an error."""
 
     def __init__(self, sink: DeltaSink, timeout_s: float = float("inf")) -> None:
         self._sink, self._timeout_s = sink, timeout_s
@@ -41,38 +36,33 @@ class CutWriter:
         self._keep: Callable[[str, list[Piece]], None] = (
             with_pieces.write_pieces if takes_pieces(sink) else lambda name, pieces: sink.write(name, joined(pieces))
         )
-        self._call: tuple[str, float] | None = None  # of the sink, under way, and since when
-        self._jobs = SimpleQueue[Callable[[], None] | None]()  # of the thread, which the last one ends
-        self._cuts = deque[Future[None]](maxlen=MOST_WAITING)  # the last ones
+        self._call: tuple[str, float] | None = None  # the current call of the sink, and its start
+        self._jobs = SimpleQueue[Callable[[], None] | None]()  # None ends the thread
+        self._cuts = deque[Future[None]](maxlen=MOST_WAITING)
         self._thread: threading.Thread | None = None
         self._ends = False
         self.error: BaseException | None = None
-        """The error of the first write that failed; nothing is written after it."""
+        """The first error of a write; nothing is written after it."""
         self.num_bytes = 0
         """Bytes written so far."""
         self.written_step = -1
-        """The step of the newest cut that was written."""
+        """The step of the newest written cut."""
 
     @property
     def is_ready(self) -> bool:
-        """Whether it would take another cut."""
+        """Whether it accepts another cut."""
         return sum(not cut.done() for cut in self._cuts) < MOST_WAITING
 
     def submit(self, step: int, chunks: Callable[[], Chunks]) -> None:
-        """Have the thread make and write the chunks of a cut's part, after all parts before it.
-
-        Args:
-            step: Batches trained at the cut.
-            chunks: Makes the chunks; called in the thread.
-        """
+        """Make and write the part of the cut at `step` in the thread, after all earlier parts."""
         self._cuts.append(self._later(partial(self._write, step, chunks, self._timed)))
 
     def write_now(self, step: int, chunks: Chunks) -> None:
-        """Write a part after those before it, and wait for it; the calling thread makes the chunks.
+        """Write a part after all earlier parts, and wait; the calling thread makes the chunks.
 
         Raises:
             SinkError: The sink hangs.
-            BaseException: What the sink raised, now or before.
+            BaseException: An error of the sink, now or in an earlier write.
         """
         self.wait()
         if self.error is None:
@@ -81,22 +71,22 @@ class CutWriter:
             raise self.error
 
     def wait(self) -> None:
-        """Wait until every part is written, or one has failed, or the sink hangs."""
+        """Wait until every part is written, a write fails, or the sink hangs."""
         for cut in self._cuts:
             self._wait_for(cut)
 
     def look(self) -> None:
-        """Set `error` if a call of the sink has not returned in time."""
+        """Set `error` if a call of the sink takes longer than the timeout."""
         if self.error is None and (call := self._overdue()) is not None:
             self.error = SinkError(
-                f"{self._sink} hangs: its {call} has not returned for {self._timeout_s:g} s. Find out why, or give it "
-                "longer (EmbeddingDeltas(sink_timeout_s=...), which the strategy's timeout= bounds)."
+                f"{self._sink} hangs: {call} has not returned for {self._timeout_s:g} s. Check the sink, or raise "
+                "EmbeddingDeltas(sink_timeout_s=...), which is limited to half of the strategy's timeout."
             )
 
     def close(self, timeout_s: float) -> None:
-        """End the thread after the write under way, for which this waits `timeout_s` seconds; drop the cuts that wait.
+        """End the thread after the current write, for which this waits up to `timeout_s` s; drop unwritten cuts.
 
-        A sink that hangs does not keep the process from ending, since the thread is a daemon.
+        The thread is a daemon, so a sink that hangs does not block process exit.
         """
         self._ends = True
         if self._thread is not None:
@@ -104,10 +94,10 @@ class CutWriter:
             self._jobs.put(None)
             self._thread.join(0 if self._overdue() else timeout_s)
 
-    # -- calls of the sink, after the parts before them: each raises what the sink does, or that it hangs -------------
+    # -- calls of the sink, after all earlier parts; each raises the sink's error, or a SinkError if it hangs ---------
 
     def check(self) -> None:
-        """Find out whether parts can be written, as far as the sink can tell."""
+        """Check that parts can be written, as far as the sink can tell."""
         self._ask("check", lambda: check_sink(self._sink))
 
     def names(self) -> list[str]:
@@ -119,13 +109,13 @@ class CutWriter:
         return self._ask(f"read of {name}", lambda: self._sink.read(name))
 
     def close_sink(self) -> None:
-        """Let go of the sink's connections."""
+        """Close the sink's connections."""
         self._ask("close", self._sink.close)
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
     def _ask(self, what: str, do: Callable[[], T]) -> T:
-        """Have the thread call the sink, and return the result; `what` names the call in errors."""
+        """Call the sink in the thread, and return the result; `what` names the call in errors."""
         answer = self._later(partial(self._timed, what, do))
         self._wait_for(answer)
         if not answer.done():
@@ -134,7 +124,6 @@ class CutWriter:
         return answer.result()
 
     def _later(self, do: Callable[[], T]) -> Future[T]:
-        """Let the thread do something after all that it was given before."""
         answer: Future[T] = Future()
 
         def job() -> None:
@@ -165,7 +154,6 @@ class CutWriter:
             self._call = None
 
     def _overdue(self) -> str | None:
-        """Return the call of the sink that has not returned in time."""
         call = self._call
         return None if call is None or time.monotonic() - call[1] < self._timeout_s else call[0]
 
@@ -176,7 +164,7 @@ class CutWriter:
             for name, pieces in chunks():
                 call(f"write of {name}", partial(self._keep, name, pieces))
                 self.num_bytes += sum(map(len, pieces))
-                if self.error is not None:  # the call returned after `look` had given it up
+                if self.error is not None:  # `look` gave up on this call
                     return
             self.written_step = step
         except BaseException as err:

@@ -1,7 +1,4 @@
-"""Replicas: tables that follow a training; an HTTP server and a command for them.
-
-Imports neither Lightning nor the strategy.
-"""
+"""Replicas: tables that follow a training, with an HTTP server and a command. Needs neither Lightning nor strategy."""
 
 from .http_server import ReplicaServer as ReplicaServer
 from .replica import Lag as Lag

@@ -1,4 +1,4 @@
-"""`overlap-replica`: follow a sink, say how far it has come, and write the tables into a file or serve them."""
+"""`overlap-replica`: follow a sink, print its progress, and write the tables into a file or serve them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _WAIT_S = 0.1
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run `overlap-replica` with some arguments, or those of this process; return 0, or 2 after a message on stderr."""
+    """Run `overlap-replica`; return the exit code: 0, or 2 with a message on stderr."""
     options = _parser().parse_args(arguments)
     try:
         start = options.state if options.state is not None and options.state.exists() else None
@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 if options.once:
                     replica.update()
                     if replica.position is None:
-                        raise ReplicaError(f"{replica.sink!r} has no whole cut: is it where the training writes?")
+                        raise ReplicaError(f"{replica.sink!r} has no whole cut. Does the training write there?")
                 else:
                     _follow(replica, options, stopped)
             finally:
@@ -41,7 +41,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _follow(replica: Replica, options: argparse.Namespace, stopped: threading.Event) -> None:
-    """Follow until a signal or `--until`, and print each new step."""
     with ExitStack() as stack:
         if options.serve is not None:
             host, port = options.serve
@@ -68,7 +67,6 @@ def _follow(replica: Replica, options: argparse.Namespace, stopped: threading.Ev
 
 
 def _write(replica: Replica, options: argparse.Namespace) -> None:
-    """Write what was asked for, also after an error: what is applied is a step of the training."""
     if replica.position is None:
         return
     if options.state is not None:
@@ -81,7 +79,7 @@ def _write(replica: Replica, options: argparse.Namespace) -> None:
 
 @contextmanager
 def _until_signal() -> Iterator[threading.Event]:
-    """Give an event that Ctrl-C and SIGTERM set, where signals may be handled at all."""
+    """Yield an event that Ctrl-C and SIGTERM set, if this is the main thread."""
     stopped = threading.Event()
     numbers = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
     before = {number: signal.signal(number, lambda *_: stopped.set()) for number in numbers}
@@ -95,7 +93,7 @@ def _until_signal() -> Iterator[threading.Event]:
 def _address(text: str) -> tuple[str, int]:
     host, _, port = text.rpartition(":")
     if not port.isdigit() or int(port) > 65535:
-        raise argparse.ArgumentTypeError(f"give PORT or HOST:PORT, a port from 0 to 65535, got {text!r}")
+        raise argparse.ArgumentTypeError(f"must be PORT or HOST:PORT with a port from 0 to 65535, got {text!r}")
     return host or "127.0.0.1", int(port)
 
 
@@ -105,7 +103,7 @@ def _seconds(text: str) -> float:
     except ValueError:
         value = 0.0
     if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"a time is a number of seconds above 0, got {text!r}")
+        raise argparse.ArgumentTypeError(f"must be a number of seconds above 0, got {text!r}")
     return value
 
 
@@ -113,19 +111,21 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="overlap-replica",
         description="Follow the deltas of a training: apply whole cuts, print the step, and write the tables into a "
-        "file or answer lookups over HTTP. Ctrl-C and SIGTERM end it.",
+        "file or answer lookups over HTTP. Stop it with Ctrl-C or SIGTERM.",
     )
-    parser.add_argument("sink", help="a folder, an address for fsspec, or redis://host:port/0?key=name")
-    parser.add_argument("--save", type=Path, metavar="FILE", help="at the end, write the tables by name (torch.save)")
+    parser.add_argument("sink", help="a folder, an fsspec URL, or redis://host:port/0?key=name")
+    parser.add_argument("--save", type=Path, metavar="FILE", help="write the tables by name at the end (torch.save)")
     parser.add_argument(
-        "--state", type=Path, metavar="FILE", help="go on from this file where it exists, and write it at the end"
+        "--state", type=Path, metavar="FILE", help="start from this file if it exists, and write it at the end"
     )
     parser.add_argument(
-        "--serve", type=_address, metavar="[HOST:]PORT", help="answer GET /step and POST /lookup (0: a free port)"
+        "--serve", type=_address, metavar="[HOST:]PORT", help="answer GET /step and POST /lookup (port 0: a free port)"
     )
-    parser.add_argument("--once", action="store_true", help="apply what is there, then end")
-    parser.add_argument("--until", type=int, metavar="STEP", help="end when this step is applied")
-    parser.add_argument("--every", type=_seconds, default=0.5, metavar="SECONDS", help="between looks at the sink")
+    parser.add_argument("--once", action="store_true", help="apply the current cuts, then end")
+    parser.add_argument("--until", type=int, metavar="STEP", help="end after applying this step")
+    parser.add_argument(
+        "--every", type=_seconds, default=0.5, metavar="SECONDS", help="time between listings (default: %(default)s)"
+    )
     return parser
 
 

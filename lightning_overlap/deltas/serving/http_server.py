@@ -1,4 +1,4 @@
-"""A small HTTP server that looks rows up in a replica: `GET /step`, `POST /lookup`."""
+"""A small HTTP server for a replica: `GET /step`, `POST /lookup`."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ _MOST_BYTES = 64 << 20
 
 
 class ReplicaServer(ThreadingHTTPServer):
-    """Answers requests from a replica's tables, each from one step, until it is closed.
+    """Serves a replica's tables until it is closed; each answer is of one step.
 
-    `GET /step` tells run, generation, step, lag and the tables' shapes. `POST /lookup` takes `{"table": name,
-    "ids": [...]}` and returns `{"generation": ..., "step": ..., "rows": [[...], ...]}`. A wrong request is answered
-    with 400, a replica that has nothing or has stopped with 503, both with `{"error": ...}`.
+    `GET /step` returns run, generation, step, lag and the tables' shapes. `POST /lookup` takes `{"table": name,
+    "ids": [...]}` and returns `{"generation": ..., "step": ..., "rows": [[...], ...]}`. A wrong request gets status
+    400, a replica without tables or with an error 503, both with `{"error": ...}`.
 
     Args:
-        replica: Which `follow()` keeps up to date.
-        host: Where to listen; only this machine by default. There is no authentication.
-        port: 0 takes a free one, see `port`.
+        replica: The replica; its `follow()` keeps it up to date.
+        host: Address to listen on, by default only this machine. There is no authentication.
+        port: Port to listen on; 0 chooses a free port, see the attribute `port`.
 
     Raises:
-        OSError: The port cannot be had.
+        OSError: The port is not available.
     """
 
     def __init__(self, replica: Replica, host: str = "127.0.0.1", port: int = 0) -> None:
@@ -59,7 +59,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._respond("/lookup", self._rows)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Keep quiet: a line for each request is of no use."""
+        """Log nothing."""
 
     def _respond(self, path: str, answer: Callable[[], dict[str, Any]]) -> None:
         status, content = HTTPStatus.NOT_FOUND, {"error": f"GET /step or POST /lookup, not {self.command} {self.path}"}
@@ -86,17 +86,17 @@ class _Handler(BaseHTTPRequestHandler):
     def _rows(self) -> dict[str, Any]:
         size = int(self.headers.get("Content-Length", 0))
         if not 0 <= size <= _MOST_BYTES:
-            raise ValueError(f"a request has 0 to {_MOST_BYTES} bytes, this one {size}: ask for fewer ids at once.")
+            raise ValueError(f"a request must have 0 to {_MOST_BYTES} bytes, got {size}: request fewer ids.")
         asked: Any = json.loads(self.rfile.read(size) or b"null")
         table, ids = (asked.get("table"), asked.get("ids")) if isinstance(asked, dict) else (None, None)
         if not isinstance(table, str) or not isinstance(ids, list) or not all(type(each) is int for each in ids):
-            raise ValueError('a request is {"table": name, "ids": [whole numbers]}')
+            raise ValueError('a request must be {"table": name, "ids": [integers]}')
         with self.server.replica.reading() as position:
             tables = {name: tensor for name, tensor in self.server.replica.state_dict().items() if tensor.dim() == 2}
             if table not in tables:
                 raise ValueError(unknown_name_message("table", table, tables))
             rows = tables[table].detach()
             if wrong := [each for each in ids if not 0 <= each < len(rows)]:
-                raise ValueError(f"{table} has rows 0 to {len(rows) - 1}, not {wrong[0]}")
+                raise ValueError(f"{table} has rows 0 to {len(rows) - 1}, got {wrong[0]}")
             found = rows[torch.tensor(ids, dtype=torch.int64, device=rows.device)].cpu().tolist()
             return {"generation": position.generation, "step": position.step, "rows": found}

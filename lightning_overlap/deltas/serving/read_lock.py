@@ -1,4 +1,4 @@
-"""A lock that many readers hold at once, or one writer alone."""
+"""A lock for many readers or one writer."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from contextlib import contextmanager, nullcontext
 
 
 class ReadLock:
-    """Lets many threads read at the same time and one write alone; a writer that waits goes before new readers.
+    """Allows many readers or one writer; a waiting writer goes before new readers.
 
-    A thread that reads may read again, and one that writes may write or read.
+    Reentrant for readers and for the writer, which may also read.
     """
 
     def __init__(self) -> None:
-        self._gate = threading.RLock()  # held by who writes or waits for readers to leave; new readers come through it
+        self._gate = threading.RLock()  # held by the current or waiting writer; new readers pass through it
         self._changed = threading.Condition()
         self._readers = Counter[int]()
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Hold it for reading."""
+        """Hold the lock for reading."""
         own = threading.get_ident()
         with nullcontext() if own in self._readers else self._gate, self._changed:
             self._readers[own] += 1
@@ -36,13 +36,9 @@ class ReadLock:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Hold it alone.
-
-        Raises:
-            RuntimeError: This thread holds it for reading: it would wait for itself.
-        """
+        """Hold the lock alone; raise a RuntimeError if this thread is reading."""
         if threading.get_ident() in self._readers:
-            raise RuntimeError("a thread that reads a replica cannot write it: leave `reading()` first.")
+            raise RuntimeError("a thread inside `reading()` cannot update the replica: leave `reading()` first.")
         with self._gate:
             with self._changed:
                 self._changed.wait_for(lambda: not self._readers)

@@ -1,4 +1,4 @@
-"""Tables that follow a training: whole cuts are applied while others read."""
+"""Tables that follow a training: apply whole cuts while other threads read."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from .served_tables import ServedTables, check_whole
 _log = logging.getLogger(__name__)
 _FORMAT = "embedding_deltas.replica"
 _MOST_TIMES = 3
-"""An update may come to the same cut so often, as when parts are written anew meanwhile; beyond that it is circling."""
+"""How often an update may reach the same cut, for example if parts are rewritten; more is an endless loop."""
 
 
 class Position(NamedTuple):
-    """What a replica has applied.
+    """The last applied cut.
 
     Attributes:
         generation: Number of the fit that wrote the cut (see `parts/form.py`).
-        step: Batches that had been trained at the cut.
-        num_pending: How many of these had not yet updated the tables.
-        global_step: Steps of the optimizers at the cut.
-        time: When the training made the cut, in seconds since the Unix epoch.
+        step: Batches trained at the cut.
+        num_pending: Trained batches with pending table updates at the cut.
+        global_step: `Trainer.global_step` at the cut.
+        time: Time of the cut, in seconds since the Unix epoch.
     """
 
     generation: int
@@ -51,12 +51,12 @@ class Position(NamedTuple):
 
 
 class Lag(NamedTuple):
-    """How far a replica lags behind its training.
+    """A replica's lag behind its training.
 
     Attributes:
-        steps: Batches from the cut that is applied to the newest whole one in the last listing of the sink.
-        seconds: Time since the training made the cut that is applied.
-        parts: Chunks of whole cuts in the last listing that are not applied yet.
+        steps: Batches from the applied cut to the newest whole cut in the last listing of the sink.
+        seconds: Time since the training made the applied cut.
+        parts: Chunks of newer whole cuts in the last listing.
     """
 
     steps: int
@@ -65,26 +65,26 @@ class Lag(NamedTuple):
 
 
 class ReplicaError(RuntimeError):
-    """A replica has nothing to read, or stopped following."""
+    """A replica has no tables yet, or stopped following."""
 
 
 class Replica:
-    """Keeps unsharded tables equal to a training's, cut by cut.
+    """Keeps unsharded tables equal to a training's tables, cut by cut.
 
-    A cut is read and checked whole before the first row is written, and written while nobody reads. What was read
-    between `with replica.reading()` and its end is therefore of one step of the training, byte for byte.
+    A cut is read and checked completely before the first row is written, and written while no thread reads. So tables
+    inside `with replica.reading()` are those of one training step, byte for byte.
 
     Args:
-        target: What to keep up to date: a module (the LightningModule that is trained, unsharded, on any device), a
-            mapping of the names in its `state_dict` to tensors, or None: tables are made, see `state_dict`.
+        target: The tables to update: the trained LightningModule, unsharded, on any device; or a mapping from names in
+            its `state_dict` to tensors; or None to make tables, see `state_dict`.
         sink: A sink, or its address (see `resolve_sink`).
-        start: A file that `save` wrote, of this replica in an earlier process: nothing before it is read again.
-        optimizer_state: Whether the state of the tables' optimizers is kept too, in `optimizer_state`.
-        kept_bytes: Cuts up to this size are held in memory between check and write; larger ones are read twice.
+        start: A file written by `save`, to continue from.
+        optimizer_state: Whether to also keep optimizer state, in `optimizer_state`.
+        kept_bytes: Cuts up to this size stay in memory between check and write; larger cuts are read twice.
 
     Raises:
-        TablesError: What is given cannot be written.
-        ReplicaError: `start` is no state of a replica.
+        TablesError: `target` cannot be written.
+        ReplicaError: `start` is not a file of `save`.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Replica:
         self._updating = threading.Lock()
         self._applied = threading.Condition()
         self.position: Position | None = None
-        """The cut that is applied; None before the first one."""
+        """The last applied cut; None before the first cut."""
         self._torn: BaseException | None = None
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
@@ -112,29 +112,29 @@ class Replica:
         if start is not None:
             self._load(Path(start))
 
-    # -- what is served ------------------------------------------------------------------------------------------------
+    # -- serving -------------------------------------------------------------------------------------------------------
 
     @property
     def lock(self) -> AbstractContextManager[None]:
-        """A lock for `with replica.lock:`: within it the replica writes nothing, and nobody else is in `reading()`."""
+        """A lock for `with replica.lock:`: inside, the replica does not write, and no other thread reads."""
         return self._lock.writing()
 
     @contextmanager
     def reading(self, *, after_error: bool = False) -> Iterator[Position]:
-        """Hold the tables as they are; any number of threads may do so at once.
+        """Keep the tables unchanged inside this context, in any number of threads.
 
-        On CUDA all rows of the cut are there. A thread that reads them on a stream of its own synchronizes it before it
-        leaves: the next cut is written on the default stream, which does not wait for others.
+        On CUDA all rows of the cut are written. A thread that reads on another stream than the default stream must
+        synchronize its stream before it leaves: the next cut is written on the default stream, without waiting.
 
         Args:
-            after_error: Whether to read also after following has stopped with an error. The tables are then those of
-                the last cut that was applied.
+            after_error: Whether to also read after following has stopped with an error; the tables are then those of
+                the last applied cut.
 
         Yields:
-            The cut that is applied.
+            The last applied cut.
 
         Raises:
-            ReplicaError: Nothing has been applied yet, or following has stopped with an error.
+            ReplicaError: No cut has been applied, or following has stopped with an error.
         """
         with self._lock.reading():
             if not after_error:
@@ -142,11 +142,7 @@ class Replica:
             yield self._whole()
 
     def check(self) -> None:
-        """Raise the error that following has stopped with, if it has.
-
-        Raises:
-            ReplicaError: It has.
-        """
+        """Raise a ReplicaError if following has stopped with an error."""
         if self._error is not None:
             raise ReplicaError(
                 f"this replica stopped following {self.sink!r} after {as_words(self.position and self.position.cut)}: "
@@ -155,26 +151,22 @@ class Replica:
 
     @property
     def step(self) -> int | None:
-        """Batches that had been trained at the cut that is applied; None while nothing is."""
+        """The `step` of `position`; None before the first cut."""
         return None if self.position is None else self.position.step
 
     @property
     def generation(self) -> int | None:
-        """Number of the fit that wrote the cut that is applied; None while nothing is."""
+        """The `generation` of `position`; None before the first cut."""
         return None if self.position is None else self.position.generation
 
     @property
     def run(self) -> str | None:
-        """The training whose tables these are; None before the first cut."""
+        """Identifies the training; None before the first cut."""
         return self._chain.run
 
     @property
     def lag(self) -> Lag:
-        """How far this replica lags behind the last listing of the sink.
-
-        Raises:
-            ReplicaError: Nothing has been applied yet, or following has stopped with an error.
-        """
+        """The lag behind the last listing of the sink; raises a ReplicaError as `reading` does."""
         self.check()
         position = self._whole()
         newer = [cut for cut in self._chain.cuts if cut.is_whole and cut.at > position.cut]
@@ -183,25 +175,25 @@ class Replica:
 
     @property
     def optimizer_state(self) -> dict[str, dict[str, Tensor]]:
-        """Table -> field -> tensor; empty without `optimizer_state=True`.
+        """Table -> kind of state -> tensor; empty without `optimizer_state=True`.
 
-        Row-wise state is `(rows, 1)`; where shards of columns have each their own, `(rows, columns)`, alike in the
+        Row-wise state is `(rows, 1)`; of a column-wise sharded table it is `(rows, columns)`, constant within the
         columns of a shard.
         """
         return self._tables.optimizer_state
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return tables and dense tensors by their names in the LightningModule's `state_dict`; no copies."""
+        """Return the tables and dense tensors, without copies, by names in the LightningModule's `state_dict`."""
         return dict(self._tables.tensors)
 
-    # -- how it follows ------------------------------------------------------------------------------------------------
+    # -- following -----------------------------------------------------------------------------------------------------
 
     def update(self) -> int:
-        """Apply every whole cut that the sink has and this replica has not; return how many.
+        """Apply every new whole cut in the sink; return their number.
 
         Raises:
             CutError: Parts are missing, out of order or of another run.
-            PartError: A part is torn, of another schema, or not what its name says.
+            PartError: A part is damaged, of another schema, or renamed.
             TablesError: Parts do not fit the tables.
             SinkError: The sink cannot be read.
         """
@@ -214,18 +206,18 @@ class Replica:
                 reached[at] += 1
                 if reached[at] > _MOST_TIMES:
                     raise CutError(
-                        f"the sink leads to {as_words(at)} again and again: cuts of fits that know nothing of each "
-                        "other are in it, as where lost parts have come back. Remove those of the fits that were given "
-                        "up, or let the training write a base."
+                        f"the sink leads to {as_words(at)} repeatedly: it has cuts of independent fits, for example "
+                        "because lost parts came back. Remove the cuts of abandoned fits, or let the training write a "
+                        "base."
                     )
             self._error = None
             return count
 
     def follow(self, every_s: float = 0.5) -> None:
-        """Apply cuts as they come, in a thread. An error ends the thread; `reading`, `lag` and `wait` then raise it.
+        """Apply new cuts in a thread, until `close`. An error ends the thread; `reading`, `lag` and `wait` raise it.
 
         Args:
-            every_s: Seconds between two listings of the sink.
+            every_s: Seconds between listings of the sink.
         """
         if self._thread is not None and self._thread.is_alive():
             return
@@ -235,18 +227,18 @@ class Replica:
         self._thread.start()
 
     def wait(self, step: int = 0, timeout: float | None = None) -> Position:
-        """Wait until a cut at or after a step is applied; return the cut that is applied.
+        """Wait until a cut at or after `step` is applied; return the last applied cut.
 
-        Without `follow()` this calls `update()` until then.
+        Without `follow()` this calls `update()`.
 
         Args:
             step: Batches trained.
-            timeout: In seconds; None waits for ever.
+            timeout: In seconds; None waits forever.
 
         Raises:
             TimeoutError: There was no such cut in time.
             ReplicaError: Following has stopped with an error.
-            CutError, PartError, TablesError, SinkError: As in `update`, if nothing follows the sink.
+            CutError, PartError, TablesError, SinkError: As for `update`, without `follow()`.
         """
         until = time.monotonic() + (float("inf") if timeout is None else timeout)
         while True:
@@ -260,14 +252,14 @@ class Replica:
                 left = until - time.monotonic()
                 if left <= 0:
                     raise TimeoutError(
-                        f"step {step} was not there after {timeout:g} s; applied: "
+                        f"step {step} was not reached after {timeout:g} s; applied: "
                         f"{as_words(self.position and self.position.cut)}. Does the training still write into "
                         f"{self.sink!r}?"
                     )
                 self._applied.wait(min(left, 0.5 if follows else 0.05))
 
     def close(self) -> None:
-        """Stop following and let go of the sink; the tables stay as they are."""
+        """Stop following and close the sink; the tables stay."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
@@ -280,15 +272,13 @@ class Replica:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # -- from one process to the next ----------------------------------------------------------------------------------
+    # -- saved state ---------------------------------------------------------------------------------------------------
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the tables and their position into a file, for `start` of a replica in another process.
-
-        A crash leaves the file of before, or the new one.
+        """Write tables and position into a file atomically, for `Replica(start=...)` in another process.
 
         Raises:
-            ReplicaError: Nothing has been applied yet.
+            ReplicaError: No cut has been applied.
         """
         with self.reading(after_error=True) as position:
             content = {
@@ -306,10 +296,10 @@ class Replica:
             saved: Any = torch.load(path, map_location="cpu", weights_only=True)
         except OSError:
             raise
-        except Exception as err:  # torch.load and pickle have errors of many kinds for what is no such file
-            raise ReplicaError(f"{path} is no state of a replica: {type(err).__name__}: {err}") from err
+        except Exception as err:  # torch.load and pickle raise errors of many types
+            raise ReplicaError(f"{path} is not a state of a replica: {type(err).__name__}: {err}") from err
         if not isinstance(saved, dict) or saved.get("format") != _FORMAT:
-            raise ReplicaError(f"{path} is no state of a replica: give a file that `Replica.save` wrote.")
+            raise ReplicaError(f"{path} is not a state of a replica: pass a file that `Replica.save` wrote.")
         self._tables.load(saved["tensors"], saved["optimizer_state"])
         self.position = Position(*saved["position"])
         self._chain.run, self._chain.fit = saved["run"], saved.get("fit", "")
@@ -322,17 +312,17 @@ class Replica:
                 self.update()
             except Exception as err:
                 self._error = err
-                _log.warning("a replica has stopped following %r: %s", self.sink, err)
+                _log.warning("a replica stopped following %r: %s", self.sink, err)
                 with self._applied:
                     self._applied.notify_all()
                 return
             self._stop.wait(every_s)
 
     def _update_once(self, *, lists: bool) -> bool:
-        """Apply the next cut, if there is one; list the sink first, or only where the last listing has none.
+        """Apply the next cut, if any; list the sink first, or without `lists` only if the last listing has no next cut.
 
-        A listing is not taken at one instant: it may have a part and lack one that was written before it. And parts may
-        be removed, and others written under their names, after it. What is wrong in three listings is wrong.
+        A listing is not atomic: it may lack a part that was written before a part that it has, and parts may be removed
+        or rewritten after it. So an error is raised only after three listings.
         """
         for is_listed in (not lists, False, False):
             try:
@@ -346,14 +336,13 @@ class Replica:
                     return False
                 continue
             except KeyError as err:
-                problem = CutError(f"{err.args[0]} was there and is not any more: parts are being removed.")
+                problem = CutError(f"{err.args[0]} was removed after it was listed: parts are being removed.")
             except CutError as err:
                 problem = err
             self._chain.forget()
         raise problem
 
     def _apply(self, move: Move) -> None:
-        """Read and check all chunks, then write them while nobody reads."""
         header = move.chunks[-1][0].header
         self._tables.check_header(header)
         kept: dict[PartName, Part] = {}
@@ -375,7 +364,7 @@ class Replica:
         with self._lock.writing():
             try:
                 if move.is_base:
-                    self._tables.optimizer_state.clear()  # it may have fields that are not sent any more
+                    self._tables.optimizer_state.clear()  # may have kinds that are not sent any more
                 for head, name in move.chunks:
                     if name in kept:
                         part = kept.pop(name)
@@ -383,7 +372,7 @@ class Replica:
                         data = self.sink.read(str(name))
                         part = part_of(data, name, head)
                         if data[-TRAILER_SIZE:] != checksums[name]:
-                            raise PartError(f"{name} was written anew with other content while it was being applied.")
+                            raise PartError(f"{name} was rewritten with other content while it was applied.")
                     self._tables.write(part)
                 self._tables.wait_written()
             except BaseException as err:
@@ -398,18 +387,16 @@ class Replica:
     def _whole(self) -> Position:
         if self._torn is not None:
             raise ReplicaError(
-                "the last update ended while rows were being written, so the tables are of no step: update() begins "
-                "again with the newest base."
+                "the last update failed while it wrote rows, so the tables are inconsistent: call update(), which "
+                "starts again from the newest base."
             ) from self._torn
         if self.position is None:
-            raise ReplicaError(
-                f"nothing has been applied yet from {self.sink!r}: call update(), or follow() and wait()."
-            )
+            raise ReplicaError(f"no cut of {self.sink!r} has been applied: call update(), or follow() and wait().")
         return self.position
 
 
 def save_whole(content: Any, path: Path) -> None:
-    """Write a file for `torch.load`, and its folder; a crash leaves the file of before, or the new one."""
+    """Write a file for `torch.load` atomically, and make its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f"{path.name}.{uuid.uuid4().hex}.unfinished")
     try:

@@ -1,4 +1,4 @@
-"""The tables of a replica: a module or tensors of the user's, or its own; checks what fits them, and writes rows."""
+"""The tables of a replica: check parts against them, and write rows."""
 
 from __future__ import annotations
 
@@ -14,23 +14,17 @@ from torch import Tensor, nn
 from ..parts import WEIGHT, Header, Part, Rows
 
 _TABLE = re.compile(r"(.*\.)?(embedding_bags|embeddings)\.[^.]+\.weight")
-"""What TorchRec's collections call the weight of a table."""
+"""The name of a table's weight in TorchRec's collections."""
 
 _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class TablesError(ValueError):
-    """A part does not fit the tables that a replica keeps up to date."""
+    """A part does not fit the tables of a replica."""
 
 
 class ServedTables:
-    """Writes rows and whole tensors by their names.
-
-    The arguments are those of `Replica`; tables that are made are on the host.
-
-    Raises:
-        TablesError: What is given cannot be written.
-    """
+    """Writes rows and dense tensors by name; arguments and errors as for `Replica`. New tables are on the host."""
 
     def __init__(self, target: nn.Module | Mapping[str, Tensor] | None, optimizer_state: bool = False) -> None:
         self._module = target if isinstance(target, nn.Module) else None
@@ -42,58 +36,51 @@ class ServedTables:
         self._not_plain = given.keys() - self.tensors.keys()
         if self._not_plain and self._module is None:
             name = min(self._not_plain)
-            raise TablesError(f"a replica writes plain tensors.\n  got: {name}, a {type(given[name]).__name__}")
+            raise TablesError(f"a replica needs plain tensors.\n  got: {name}, a {type(given[name]).__name__}")
         on_meta = [name for name, value in self.tensors.items() if value.is_meta]
         if on_meta:
             raise TablesError(
-                f"a replica cannot write tables on `meta`.\n  got: {', '.join(on_meta[:3])}\n  Build the module on a "
-                "device that has memory, for example with table_device='cpu'."
+                f"a replica cannot write tables on `meta`.\n  got: {', '.join(on_meta[:3])}\n  Build the module on "
+                "another device, for example with table_device='cpu'."
             )
 
     def check_header(self, header: Header) -> None:
-        """Check that the tables of a run are those of this replica.
-
-        Raises:
-            TablesError: They are not; the message names those that differ.
-        """
+        """Raise a TablesError if the run's tables and the replica's tables differ."""
         if self._makes:
             return
-        if self._module is not None:  # which may have been moved to another device since
+        if self._module is not None:  # it may have been moved to another device
             self.tensors = _plain(self._module.state_dict())
         sent = header.tables
         lacks = sorted(sent.keys() - self.tensors.keys())
         if lacks:
-            whole = " (it is sharded or quantized: give the unsharded module)" if self._not_plain & set(lacks) else ""
+            whole = " (it is sharded or quantized: use the unsharded module)" if self._not_plain & set(lacks) else ""
             raise TablesError(
-                f"the run {header.run!r} sends tables that this replica does not have{whole}: {', '.join(lacks)}.\n"
-                f"  It has: {', '.join(sorted(self._tables())) or 'none'}.\n"
-                "  Give the LightningModule that is trained, or a mapping of the names in its state_dict to tensors."
+                f"the run {header.run!r} sends tables that this replica lacks{whole}: {', '.join(lacks)}.\n"
+                f"  The replica has: {', '.join(sorted(self._tables())) or 'none'}.\n"
+                "  Use the trained LightningModule, or a mapping from names in its state_dict to tensors."
             )
         for name, shape in sent.items():
             have = tuple(self.tensors[name].shape)
             if have != shape:
                 raise TablesError(
-                    f"{name} has the shape {shape} in the run {header.run!r}, and {have} in this replica: give it the "
-                    "same tables."
+                    f"{name} has the shape {shape} in the run {header.run!r}, and {have} in this replica: use the same "
+                    "tables."
                 )
         unsent = sorted(self._tables() - sent.keys()) if self._module is not None else []
         if unsent:
             raise TablesError(
-                f"the module has tables that the run {header.run!r} does not send, and that would keep their first "
-                f"values: {', '.join(unsent)}.\n  It sends: {', '.join(sorted(sent))}.\n"
-                "  Give a mapping of names to tensors to keep only those up to date that are sent."
+                f"the module has tables that the run {header.run!r} does not send, so they would never change: "
+                f"{', '.join(unsent)}.\n  The run sends: {', '.join(sorted(sent))}.\n"
+                "  Use a mapping from names to tensors to update only the tables that are sent."
             )
 
     def check(self, part: Part, name: str, *, begins: bool) -> None:
-        """Check that a chunk can be written.
+        """Raise a TablesError if a chunk does not fit the tables.
 
         Args:
             part: The chunk.
             name: Its name, for messages.
-            begins: Whether it is applied with a base of all ranks, so that optimizer states may change their shape.
-
-        Raises:
-            TablesError: It does not fit the tables.
+            begins: Whether it is applied with a base of all ranks, which may change shapes of optimizer state.
         """
         for entry in part.rows:
             self._check_rows(entry, part.header, name, begins=begins)
@@ -101,16 +88,16 @@ class ServedTables:
             have = self.tensors.get(tensor.name)
             if have is not None:
                 value = tensor.value
-                _check_alike(tensor.name, value.shape, value.dtype, name, have, "give it the module that is trained")
+                _check_alike(tensor.name, value.shape, value.dtype, name, have, "use the trained module")
             elif self._module is not None:
                 raise TablesError(
-                    f"{name} has a dense tensor {tensor.name} that the module does not have: give the LightningModule "
-                    "that is trained, or a mapping of tables."
+                    f"{name} has a dense tensor {tensor.name} that the module lacks: use the trained LightningModule, "
+                    "or a mapping of tables."
                 )
 
     @torch.no_grad()
     def write(self, part: Part) -> None:
-        """Write a chunk that has been checked."""
+        """Write a checked chunk."""
         for entry in part.rows:
             if entry.field == WEIGHT or self._keeps_state:
                 _write_rows(self._tensor_of(entry), entry)
@@ -121,22 +108,22 @@ class ServedTables:
                 self.tensors[tensor.name].copy_(tensor.value)
 
     def wait_written(self) -> None:
-        """Wait until the device has written everything: readers' streams do not wait for this thread's stream."""
+        """Wait until the device has written everything, since readers' streams do not wait for this stream."""
         for device in {tensor.device for tensor in self.tensors.values() if tensor.is_cuda}:
             torch.cuda.current_stream(device).synchronize()
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor], optimizer_state: dict[str, dict[str, Tensor]]) -> None:
-        """Write whole tensors that a replica of an earlier process has saved.
+        """Load tensors that `Replica.save` wrote.
 
         Raises:
-            TablesError: A tensor is not there, or has another shape or dtype.
+            TablesError: A tensor is missing, or has another shape or dtype.
         """
         if self._makes:
             self.tensors = {name: torch.empty_like(value) for name, value in tensors.items()}
         for name, value in tensors.items():
             have = self.tensors.get(name)
-            _check_alike(name, value.shape, value.dtype, "the saved state", have, "give it the same tables")
+            _check_alike(name, value.shape, value.dtype, "the saved state", have, "use the same tables")
         for name, value in tensors.items():
             self.tensors[name].copy_(value)
         if self._keeps_state:
@@ -163,15 +150,15 @@ class ServedTables:
         )
         if not fits:
             raise TablesError(
-                f"{name} has rows of {what} that do not lie within its shape {shape}: {len(entry.rows)} rows, "
-                f"{tuple(entry.values.shape)} values from column {entry.first_column} on, of a tensor {entry.shape}."
+                f"{name} has rows of {what} outside of its shape {shape}: {len(entry.rows)} rows, values "
+                f"{tuple(entry.values.shape)} from column {entry.first_column} on, of a tensor {entry.shape}."
             )
         if is_weight:
             have = self.tensors.get(entry.table)
-            advice = "rows are written bit for bit, so give it tables of the same dtype"
+            advice = "use tables of the same shape and dtype"
         else:
             have = None if begins else self.optimizer_state.get(entry.table, {}).get(entry.field)
-            advice = "a training that changes this sends all rows first"
+            advice = "a change of shape or dtype needs a base first"
         if have is not None:
             _check_alike(what, entry.shape, entry.values.dtype, name, have, advice)
 
@@ -185,21 +172,17 @@ class ServedTables:
 
 
 def check_whole(header: Header, num_found: Counter[str]) -> None:
-    """Check that the bases of all ranks have every value of each table.
+    """Raise a TablesError unless the bases of all ranks have exactly the values of each table.
 
     Args:
-        header: The header of one of them.
-        num_found: Values found, by table.
-
-    Raises:
-        TablesError: They have more or fewer.
+        header: The header of one base.
+        num_found: Table -> number of values in all bases.
     """
     for table, shape in header.tables.items():
         if num_found[table] != prod(shape):
             raise TablesError(
                 f"the bases of generation {header.generation}, step {header.step} have {num_found[table]} values of "
-                f"{table}, which has {prod(shape)}: the training wrote them wrongly, or their parts are not of one "
-                "training."
+                f"{table}, which needs {prod(shape)}. Do all parts come from one training?"
             )
 
 
@@ -209,7 +192,7 @@ def _write_rows(table: Tensor, entry: Rows) -> None:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """Return a view as integers of the same size: writes keep every bit, and `index_copy_` takes the dtype."""
+    """Return a view as integers, so that writes keep every bit and `index_copy_` supports the dtype."""
     size = tensor.element_size()
     return tensor.detach().view(_SAME_SIZE[size]) if size in _SAME_SIZE else tensor.detach()
 
@@ -224,5 +207,5 @@ def _check_alike(
     name: str, shape: Sequence[int], dtype: torch.dtype, where: str, have: Tensor | None, advice: str
 ) -> None:
     if have is None or (have.shape, have.dtype) != (shape, dtype):
-        like = "not there" if have is None else f"{tuple(have.shape)} of {have.dtype}"
+        like = "missing" if have is None else f"{tuple(have.shape)} of {have.dtype}"
         raise TablesError(f"{name} is {tuple(shape)} of {dtype} in {where}, and {like} in this replica: {advice}.")

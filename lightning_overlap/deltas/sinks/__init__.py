@@ -1,7 +1,4 @@
-"""Where parts are kept: folders, Redis, and the protocol for sinks of a user's own.
-
-`resolve.py` knows all sinks, and no sink knows it.
-"""
+"""Sinks, which store parts: folders, Redis, and the protocol for other sinks."""
 
 from .folder_sink import FolderSink as FolderSink
 from .prune import prune as prune

@@ -1,4 +1,4 @@
-"""Parts as files in a folder: on a local disk, a shared file system or an object store."""
+"""Store parts as files in a folder on a local disk, a shared file system or an object store."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from .sink import told, without_password
 _WHOLE_PUTS = frozenset(
     {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "ossfs", "r2", "oci", "cos", "obs", "tos", "memory"}
 )
-"""File systems where a put is atomic, so that a file appears when it is complete."""
+"""File systems with atomic writes."""
 
 
 class FolderSink:
-    """Keeps each part as a file of its name.
+    """Stores each part as a file.
 
-    A file gets its name when it is complete, and on a local disk when it is flushed to the disk. The folder may have
-    files of other names. The first write makes the folder.
+    A file gets its name when it is complete, and on a local disk when it is flushed to the disk. The folder may contain
+    other files. The first write makes the folder.
 
     Args:
-        path: A folder: a local path, or an address for fsspec (`s3://bucket/folder`, `memory://folder`).
+        path: A folder: a local path or an fsspec URL (`s3://bucket/folder`, `memory://folder`).
         **options: Options of fsspec's file system.
 
     Raises:
-        ImportError: The package that fsspec needs for such addresses is not installed.
-        SinkError: fsspec knows no such addresses.
+        ImportError: The package that fsspec needs for the URL is not installed.
+        SinkError: fsspec does not know the URL's protocol.
     """
 
     def __init__(self, path: str | os.PathLike[str], **options: Any) -> None:
         self.path = self._given = os.fspath(path)
         if "://" not in self.path and "::" not in self.path:
-            self.path = os.path.abspath(self.path)  # a process may change its folder
+            self.path = os.path.abspath(self.path)  # the working directory may change
         with self._told("open"):
             self._files, self._root = fsspec.core.url_to_fs(self.path, use_listings_cache=False, **options)
 
@@ -53,11 +53,11 @@ class FolderSink:
             self._files.rm_file(self._file(name))
 
     def write(self, name: str, part: bytes) -> None:
-        """Keep a part; on a local disk it has reached the disk when this returns."""
+        """Store a part; on a local disk it is flushed to the disk."""
         self.write_pieces(name, [part])
 
     def write_pieces(self, name: str, pieces: Sequence[Piece]) -> None:
-        """Keep a part that comes in pieces, which a local disk takes as they are."""
+        """Store a part from pieces, on a local disk without joining them."""
         files, path = self._files, self._file(name)
         unfinished = self._file(f".{name}.{uuid.uuid4().hex}.unfinished")
         with self._told("write to"):
@@ -82,7 +82,7 @@ class FolderSink:
                 raise
 
     def names(self) -> list[str]:
-        """Return the names of all parts; none where the folder is not there."""
+        """Return the names of all parts; empty without the folder."""
         with self._told("read"):
             self._files.invalidate_cache(self._root)
             try:
@@ -100,7 +100,7 @@ class FolderSink:
                 raise KeyError(name) from None
 
     def remove(self, names: Iterable[str]) -> None:
-        """Remove parts, one after the other."""
+        """Remove parts."""
         with self._told("remove parts of"):
             for name in names:
                 with suppress(FileNotFoundError):
@@ -115,13 +115,13 @@ class FolderSink:
     def _told(self, what: str) -> AbstractContextManager[None]:
         return told(
             f"cannot {what} the folder of embedding deltas {without_password(self.path)!r}",
-            "Give a folder that exists or can be made, with the right to write in it.",
+            "Choose a folder that exists or can be made, and is writable.",
             *(OSError, ValueError),
         )
 
 
 def _sync_folder(path: str) -> None:
-    with suppress(OSError):  # some file systems do not open folders
+    with suppress(OSError):  # some file systems cannot open folders
         folder = os.open(path, os.O_RDONLY)
         try:
             os.fsync(folder)

@@ -1,4 +1,4 @@
-"""Remove the parts that nobody needs."""
+"""Remove parts that no replica needs."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from .sink import DeltaSink
 
 
 def prune(sink: str | os.PathLike[str] | DeltaSink) -> list[str]:
-    """Remove the parts that no replica needs any more: those older than the newest base of all ranks.
+    """Remove the parts older than the newest base of all ranks.
 
-    Replicas that are further behind go on from that base, and so does a training that resumes: a base has every row.
+    Replicas that lag further, and resumed trainings, continue from that base, which has every row.
 
     Args:
         sink: A sink, or its address.
 
     Returns:
-        The names of the parts that were removed, oldest first; none where no base of all ranks is there.
+        The names of the removed parts, oldest first; empty without a base of all ranks.
 
     Raises:
-        PartError: A part that has to be read is torn.
+        PartError: A part is damaged.
         SinkError: The sink cannot be read or written.
     """
     resolved = resolve_sink(sink)

@@ -1,4 +1,4 @@
-"""Parts in Redis: a stream of their names, which tells readers what is new, and each part under a key of its own."""
+"""Store parts in Redis: their names in a stream, each part under a separate key."""
 
 from __future__ import annotations
 
@@ -18,20 +18,19 @@ _WAIT_S = 10.0
 
 
 class RedisSink:
-    """Keeps the names of parts in a Redis stream, and each part under the key `{KEY}:NAME`.
+    """Stores the names of parts in a Redis stream, and each part under the key `{KEY}:NAME`.
 
-    A part and its entry of the stream (one field, `name`) are written in one transaction, so whoever reads the stream
-    finds the part. Names are read without the parts. What survives a crash of the server is what the server is
-    configured to keep (`appendonly yes`, `appendfsync always`).
+    A part and its stream entry (one field, `name`) are written in one transaction. The server's configuration
+    determines what a crash leaves behind (`appendonly yes`, `appendfsync always`).
 
     Args:
         url: `redis://user:password@host:port/0`, `rediss://`, `unix://`; `?key=name` is the same as `key`.
-        key: The stream; parts lie under keys that begin with it, in braces (one slot of a cluster).
-        **options: Arguments of `redis.Redis.from_url`. Sockets wait for 10 s unless `socket_timeout` says otherwise.
+        key: Name of the stream, and prefix, in braces, of the parts' keys (one slot of a cluster).
+        **options: Arguments of `redis.Redis.from_url`. `socket_timeout` is 10 s by default.
 
     Raises:
         ImportError: The package redis is not installed.
-        SinkError: It is no such address.
+        SinkError: The URL is invalid.
     """
 
     def __init__(self, url: str, key: str | None = None, **options: Any) -> None:
@@ -51,7 +50,7 @@ class RedisSink:
         return {name: value for name, value in vars(self).items() if name != "_client"}
 
     def check(self) -> None:
-        """Ask the server for the stream's length; write an entry into another stream and remove it."""
+        """Read the stream's length, and write and remove an entry of another stream."""
         other = f"{{{self.key}}}:check"
         with self._told("write to"), self._client.pipeline(transaction=True) as pipe:
             pipe.xlen(self.key)
@@ -60,14 +59,14 @@ class RedisSink:
             pipe.execute()
 
     def write(self, name: str, part: bytes) -> None:
-        """Keep a part, and its name in the stream."""
+        """Store a part, and its name in the stream."""
         with self._told("write to"), self._client.pipeline(transaction=True) as pipe:
             pipe.set(self._part(name), part)
             pipe.xadd(self.key, {_NAME: name})
             pipe.execute()
 
     def names(self) -> list[str]:
-        """Return the names of all parts, sorted; a name that was written twice comes once."""
+        """Return the distinct names of all parts, sorted."""
         with self._told("read"):
             found = {name for _, name in self._entries()}
         return sorted(filter(PartName.parse, found))
@@ -81,7 +80,7 @@ class RedisSink:
         return bytes(part)
 
     def remove(self, names: Iterable[str]) -> None:
-        """Remove parts and their entries of the stream, one after the other."""
+        """Remove parts and their stream entries."""
         with self._told("remove parts of"):
             entries: dict[str, list[bytes]] = {}
             for entry, name in self._entries():
@@ -118,7 +117,7 @@ class RedisSink:
     def _told(self, what: str) -> AbstractContextManager[None]:
         return told(
             f"cannot {what} the stream {self.key!r} of embedding deltas at {without_password(self.url)}",
-            "Start the server, or give its address and password: redis://user:password@host:port/0.",
+            "Start the server, or correct its address and password: redis://user:password@host:port/0.",
             *(_redis().RedisError, OSError, ValueError),
         )
 
@@ -128,7 +127,7 @@ def _redis() -> Any:
         import redis
     except ImportError as err:
         raise ImportError(
-            f"a sink in Redis needs the package redis, which cannot be imported ({err}): "
+            f"RedisSink needs the package redis, which cannot be imported ({err}): "
             "pip install 'lightning_overlap[deltas]'"
         ) from err
     return redis

@@ -1,4 +1,4 @@
-"""Find the sink of an address: all sinks are known here, and this is known to no sink."""
+"""Make the sink for an address."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from .sink import DeltaSink
 
 
 def resolve_sink(sink: Any) -> DeltaSink:
-    """Return the sink for an address, or the sink itself.
+    """Return the sink for an address; return a sink unchanged.
 
     Args:
-        sink: `redis://host:port/0?key=name` (`rediss://`, `unix://`) for a `RedisSink`; any other string or path, of a
-            local file system or one that fsspec knows (`s3://bucket/folder`), for a `FolderSink`; or a sink.
+        sink: `redis://host:port/0?key=name` (`rediss://`, `unix://`) for a `RedisSink`; any other path or fsspec URL
+            (`s3://bucket/folder`) for a `FolderSink`; or a sink.
 
     Raises:
-        TypeError: It is neither.
+        TypeError: The argument is neither an address nor a sink.
         ImportError: The sink needs a package that is not installed.
     """
     if isinstance(sink, (str, os.PathLike)):
@@ -29,7 +29,7 @@ def resolve_sink(sink: Any) -> DeltaSink:
     if not isinstance(sink, DeltaSink):
         lacks = [name for name in ("write", "names", "read", "remove", "close") if not hasattr(sink, name)]
         raise TypeError(
-            "a sink is a path, a redis:// address, or an object with the methods of DeltaSink.\n"
+            "a sink must be a path, a redis:// address, or an object with the methods of DeltaSink.\n"
             f"  got: {sink!r}, which lacks {', '.join(lacks)}"
         )
     return sink

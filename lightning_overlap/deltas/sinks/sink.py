@@ -1,4 +1,4 @@
-"""The protocol of a sink, and the errors of sinks."""
+"""The protocol of sinks, and their errors."""
 
 from __future__ import annotations
 
@@ -14,47 +14,35 @@ class SinkError(OSError):
 
 @runtime_checkable
 class DeltaSink(Protocol):
-    """Keeps parts by their names, for replicas to read and for a resumed training to know what they have read.
+    """Stores parts by name, for replicas and resumed trainings.
 
-    One process writes (each rank has a sink of its own, a copy of the one that the user made: it must be picklable and
-    open its connection when it is first used), any number read at the same time. A sink that cannot read back may
-    return no names: every fit then begins with a base.
+    Each rank writes through its own pickled copy of the user's sink, which must open its connection at the first use;
+    any number of processes read at the same time. A sink that cannot be read may return no names: then every fit begins
+    with a base.
 
-    A sink may have a method `check()` too, which raises a `SinkError` where nothing could be written: see `check_sink`.
-    One that writes to files may have `write_pieces(name, pieces)`, which does what `write` does for the bytes of all
-    pieces, one after the other (`bytes` or `memoryview`). It is called instead, as `write` would need a copy of them;
-    when it returns, their memory may be written again.
+    A sink may also have `check()`, which raises a `SinkError` if parts cannot be written (see `check_sink`), and
+    `write_pieces(name, pieces)`, which writes the joined bytes of `pieces` (`bytes` or `memoryview`). It is called
+    instead of `write` and saves a copy; when it returns, the memory of the pieces is reused.
     """
 
     def write(self, name: str, part: bytes) -> None:
-        """Keep a part; return once it cannot get lost and every reader may see it, whole.
-
-        Writing the same name again replaces it.
-        """
+        """Store or replace a part; return when it is durable and complete for every reader."""
 
     def names(self) -> Iterable[str]:
-        """Return the names of all parts that are kept, without other files or keys at the same place."""
+        """Return the names of all stored parts, without other files or keys."""
 
     def read(self, name: str) -> bytes:
-        """Return a part.
-
-        Raises:
-            KeyError: There is none of that name.
-        """
+        """Return a part; raise a KeyError if it does not exist."""
 
     def remove(self, names: Iterable[str]) -> None:
-        """Remove parts, in the given order; names that are not there are ignored."""
+        """Remove parts, in the given order; missing names are ignored."""
 
     def close(self) -> None:
-        """Let go of connections; the next call opens them anew."""
+        """Close connections; the next call opens them again."""
 
 
 def check_sink(sink: DeltaSink) -> None:
-    """Find out whether parts can be written, as far as the sink can tell.
-
-    Raises:
-        SinkError: They cannot.
-    """
+    """Raise a SinkError if parts cannot be written, as far as the sink can tell."""
     check = getattr(sink, "check", None)
     if check is not None:
         check()
@@ -63,7 +51,7 @@ def check_sink(sink: DeltaSink) -> None:
 
 
 def takes_pieces(sink: DeltaSink) -> bool:
-    """Return whether to call `write_pieces`: a sink has it, and no subclass or instance overrides `write` alone."""
+    """Return whether to call `write_pieces`: the sink has it, and no subclass or instance overrides only `write`."""
     if "write" in getattr(sink, "__dict__", ()):
         return False
     first = (vars(kind) for kind in type(sink).__mro__ if "write" in vars(kind) or "write_pieces" in vars(kind))
@@ -72,13 +60,7 @@ def takes_pieces(sink: DeltaSink) -> bool:
 
 @contextmanager
 def told(problem: str, advice: str, *kinds: type[Exception]) -> Iterator[None]:
-    """Within this context errors of some kinds are raised as a `SinkError`.
-
-    Args:
-        problem: What cannot be done, for the message.
-        advice: What to do about it.
-        *kinds: The exceptions to replace; their reason is in the message, without passwords.
-    """
+    """Replace exceptions of some `kinds` by a `SinkError` with problem, reason (without passwords) and advice."""
     try:
         yield
     except SinkError:
@@ -89,5 +71,5 @@ def told(problem: str, advice: str, *kinds: type[Exception]) -> Iterator[None]:
 
 
 def without_password(address: str) -> str:
-    """Return an address that may be shown: a password in it is replaced."""
+    """Return an address without its password."""
     return re.sub(r"(?<=://)([^:@/]*):[^@/]*@", r"\1:***@", re.sub(r"(?i)(password=)[^&]*", r"\1***", address))

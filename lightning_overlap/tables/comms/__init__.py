@@ -1,7 +1,4 @@
-"""What embeddings and gradients are sent in: codecs for fewer bits, and a watch over gradients that do not fit.
-
-`quantized_comms.py` resolves and checks precisions, `overflow.py` warns of gradients too large or too small for FP16.
-"""
+"""Quantized communication: `quantized_comms.py` checks precisions, `overflow.py` warns if gradients do not fit FP16."""
 
 from .overflow import OverflowWatch as OverflowWatch
 from .quantized_comms import Codecs as Codecs

@@ -1,4 +1,4 @@
-"""Watch whether gradients fit FP16 on their way between ranks, without making the host wait for a device."""
+"""Watch whether sent gradients fit FP16, without host-device syncs."""
 
 from __future__ import annotations
 
@@ -21,38 +21,38 @@ from ..supported_modules import sharding_types_of, table_modules
 from .quantized_comms import FP16_MAX, Codec
 
 ASK_EVERY = 64
-"""Steps between two all-reduces of the largest gradients; at the beginning there are more."""
+"""Steps between all-reduces of the largest gradients; at first they are more frequent."""
 
 LEAST_NORMAL = 2.0**-14
-"""The smallest normal number of FP16, with all its 11 bits; smaller ones are multiples of 2**-24."""
+"""The smallest normal number of FP16; smaller numbers are multiples of 2**-24."""
 
 HEADROOM = 4
-"""A proposed loss scale leaves room for so many doublings of the largest gradient."""
+"""Doublings of the largest gradient for which a proposed loss scale leaves room."""
 
 
 class OverflowWatch:
-    """Warns, once for each group of tables, that FP16 cuts gradients off, or that all of them are too small for it.
+    """Warns, once for each group of tables, if gradients overflow FP16, or if all gradients are too small for it.
 
-    A rank notes the largest gradient where it is encoded, and reads it once the device has computed it. An all-reduce
-    on the host, which a later step reads, finds the largest of all ranks; one of them warns.
+    A rank notes the largest gradient when it is encoded, and reads it when the device has computed it. An asynchronous
+    all-reduce on the host finds the largest gradient of all ranks.
 
     Args:
         model: The sharded model.
         consensus: Makes the all-reduces.
-        warns: Whether this rank is the one that warns.
+        warns: Whether this rank warns.
     """
 
     def __init__(self, model: nn.Module, consensus: Consensus, *, warns: bool) -> None:
         self._consensus, self._warns = consensus, warns
         self._codecs: dict[str, list[Codec]] = {}
-        """Codecs by the name of a group of tables, those of one part of a module, which have one loss scale."""
+        """Group of tables (a part of a module) -> its codecs, which share a loss scale."""
         for name, module in table_modules(model).items():
             for sharding, dist in zip(sharding_types_of(module), module._output_dists, strict=True):
                 codecs = list(_watch(dist, partial(self._note, len(self._codecs))))
                 if codecs:
                     plan = module.module_sharding_plan.items()
                     self._codecs[f"{name} ({some(t for t, one in plan if one.sharding_type == sharding)})"] = codecs
-        # Number of the group, smallest and largest of its gradients, event after which these are on the host.
+        # Number of the group, its smallest and largest gradient, event after which these are on the host.
         self._noted: deque[tuple[int, Tensor, torch.cuda.Event | None]] = deque()
         self._peaks = [0.0] * len(self._codecs)
         self._asked: tuple[int, Tensor, Any] | None = None
@@ -60,7 +60,7 @@ class OverflowWatch:
         self._said: set[str] = set()
 
     def _note(self, part: int, gradients: Tensor) -> None:
-        """Note the smallest and largest of gradients that are about to be encoded, float32, on the current stream."""
+        """Note the smallest and largest of the gradients, float32, to encode on the current stream."""
         if not gradients.numel():
             return
         ends_2 = torch.stack(torch.aminmax(gradients.detach()))
@@ -73,7 +73,6 @@ class OverflowWatch:
         self._noted.append((part, ends_2, event))
 
     def _read(self) -> None:
-        """Read the smallest and largest gradients that are on the host by now."""
         while self._noted:
             part, ends_2, event = self._noted[0]
             if event is not None and not event.query():
@@ -84,7 +83,7 @@ class OverflowWatch:
             self._peaks[part] = max(self._peaks[part], peak)
 
     def step(self) -> None:
-        """Begin a step; all ranks call this at the same point of theirs."""
+        """Begin a step; all ranks call this at the same point of a step."""
         if not self._codecs:
             return
         self._read()
@@ -96,7 +95,7 @@ class OverflowWatch:
             self._ask()
 
     def finish(self) -> None:
-        """Wait for the gradients of the last steps and warn of them; all ranks call this once training is over."""
+        """Wait for the gradients of the last steps, and warn about them; all ranks call this after training."""
         if not self._codecs:
             return
         for *_, event in self._noted:
@@ -108,7 +107,7 @@ class OverflowWatch:
         self._hear()
 
     def stop(self) -> None:
-        """Note no more."""
+        """Stop watching."""
         for codec in itertools.chain(*self._codecs.values()):
             codec.note = None
         self._noted.clear()
@@ -118,7 +117,6 @@ class OverflowWatch:
         self._asked = self._num_steps, peaks, self._consensus.start(peaks, ReduceOp.MAX)
 
     def _hear(self) -> None:
-        """Wait for the last all-reduce, and warn of what was not warned of before."""
         if self._asked is None:
             return
         (num_steps, peaks, work), self._asked = self._asked, None
@@ -132,40 +130,30 @@ class OverflowWatch:
 
 
 def _what_is_wrong(name: str, peak: float, scale: float, num_steps: int) -> str | None:
-    """Return the warning about a group of tables, or None.
-
-    Args:
-        name: Name of the group.
-        peak: The largest absolute gradient of all ranks so far.
-        scale: The loss scale that gradients are multiplied by.
-        num_steps: Steps so far.
-    """
+    """Return the warning about a group of tables, or None; `peak` is the largest absolute gradient of all ranks."""
     if not peak:
         return None
     sent = f"quantized_comms: the gradients of {name}, which are sent in FP16,"
     if math.isinf(peak):
-        return f"{sent} were not finite: TorchRec's codec sends {FP16_MAX:.0f} in the place of infinity, NaN as it is."
+        return f"{sent} were not finite: TorchRec's codec sends {FP16_MAX:.0f} instead of infinity, and NaN unchanged."
     proposal = math.floor(math.log2(FP16_MAX / peak)) - HEADROOM
     remedy = (
         f"Set backward_loss_scale=2.0**{proposal} in a QCommsConfig, or send them in another precision: "
-        "('fp16', 'fp32'), on CUDA ('fp16', 'bf16')."
+        "('fp16', 'fp32'), or on CUDA ('fp16', 'bf16')."
     )
     times = "" if scale == 1 else f" (times a loss scale of {scale:.3g})"
     if peak * scale > FP16_MAX:
-        return f"{sent} reached {peak:.3g}{times} and were cut off at {FP16_MAX:.0f}. {remedy}"
+        return f"{sent} reached {peak:.3g}{times} and were clipped to {FP16_MAX:.0f}. {remedy}"
     if num_steps >= ASK_EVERY and peak * scale < LEAST_NORMAL:
         return (
-            f"{sent} were at most {peak:.3g}{times}: below {LEAST_NORMAL:.2g} FP16 rounds to a multiple of "
+            f"{sent} were at most {peak:.3g}{times}: below {LEAST_NORMAL:.2g} FP16 rounds to multiples of "
             f"{2.0**-24:.2g}. {remedy}"
         )
     return None
 
 
 def _watch(dist: nn.Module, note: Any) -> Iterator[Codec]:
-    """Replace an output dist's codecs by ones that call `note` with gradients sent in FP16; yield those.
-
-    Codecs that the user gave stay.
-    """
+    """Replace an output dist's FP16 codecs of gradients by codecs that call `note`; yield them. User codecs stay."""
     for part in dist.modules():
         for attribute, codecs in list(vars(part).items()):
             if not isinstance(codecs, QuantizedCommCodecs) or not isinstance(codecs.backward, Codec):

@@ -1,4 +1,4 @@
-"""Choose the precision in which embeddings and their gradients are sent: a name, or TorchRec's own config."""
+"""Resolve and check the precision of communication: names, or TorchRec's config."""
 
 from __future__ import annotations
 
@@ -19,41 +19,41 @@ from ...text import some, unknown_name_message
 from ..table import Table
 
 QuantizedComms: TypeAlias = str | tuple[str, str] | QCommsConfig | None
-"""A precision for embeddings and gradients, one for each, TorchRec's config, or None for full precision."""
+"""A precision for both, (embeddings, gradients), TorchRec's config, or None for full precision."""
 
 Codecs: TypeAlias = Mapping[str, QuantizedCommCodecs]
-"""Codecs by the name of TorchRec's `CommOp`, as its sharders take them."""
+"""Name of TorchRec's `CommOp` -> codecs, for TorchRec's sharders."""
 
 PRECISIONS = {precision.value: precision for precision in CommType}
-"""The precisions by name; `docs/communication.md` has what each takes and where."""
+"""The precisions by name, explained in `docs/communication.md`."""
 
 FP16_MAX = torch.finfo(torch.float16).max
-"""The largest finite number of FP16. TorchRec's codec sends it in the place of larger ones, and of infinity."""
+"""The largest finite number of FP16. TorchRec's codec sends it instead of larger numbers and infinity."""
 
 _SCALED = (CommType.FP16, CommType.BF16)
 _CUDA_ONLY = (CommType.BF16, CommType.FP8)
 _GROUPED = (CommType.INT8, CommType.MX4)
 _GROUP = 32
-"""How many numbers share a scale in "fp8". TorchRec's FP8 without groups cannot represent more than 0.9375."""
+"""Numbers that share a scale in "fp8". TorchRec's FP8 without groups cannot represent more than 0.9375."""
 
 _SEQUENCES = (EmbeddingCollection, ManagedCollisionEmbeddingCollection)
 _SUMMED = (ShardingType.ROW_WISE.value, ShardingType.TABLE_ROW_WISE.value, ShardingType.GRID_SHARD.value)
-"""Sharding types whose embeddings go by a reduce-scatter, which sums encoded numbers."""
+"""Sharding types with a reduce-scatter of embeddings, which sums encoded numbers."""
 
 
 class Codec(QuantizedCommCodec):  # type: ignore[misc]
-    """TorchRec's codec, which divides by the loss scale in full precision, and which can be watched.
+    """TorchRec's codec, but it divides by the loss scale in full precision, and it can be watched.
 
-    TorchRec 1.8 divides by the scale in 16 bits, so that numbers which the scale has kept within their range leave it
-    again. If both stay within it, a power of two gives the same bits either way.
+    TorchRec 1.8 divides by the scale in 16 bits, which loses what the scale has gained. If all numbers stay within the
+    range of 16 bits, a power of two gives the same bits either way.
 
     Args:
         plain: TorchRec's codec, without a loss scale.
-        loss_scale: Numbers are multiplied by it before they are sent; None: they are not.
+        loss_scale: Factor for numbers before they are sent; None: no scale.
     """
 
     note: Callable[[Tensor], None] | None = None
-    """Called with each tensor that is to be encoded, if it is set."""
+    """Called with each tensor before it is encoded, if set."""
 
     def __init__(self, plain: QuantizedCommCodec, loss_scale: float | None = None) -> None:
         self.__dict__.update(vars(plain))
@@ -82,17 +82,17 @@ class Codec(QuantizedCommCodec):  # type: ignore[misc]
     def _check_groups(self, num: int, ctx: Any) -> None:
         if self.quantized_dtype is torch.uint8 and ctx is not None and ctx.row_dim > 0 and num % ctx.row_dim:
             raise ValueError(
-                f"quantized_comms: this codec sends groups of {ctx.row_dim} numbers, and a batch has {num} for a rank. "
-                "Take batches of a multiple of 8 samples, the last one and those of evaluations too, or 'fp16'."
+                f"quantized_comms: this codec sends groups of {ctx.row_dim} numbers, got {num} numbers for a rank. "
+                "Use batch sizes that are multiples of 8, also for the last batch and in evaluations, or use 'fp16'."
             )
 
 
 def resolve_quantized_comms(quantized_comms: QuantizedComms) -> QCommsConfig | None:
-    """Return TorchRec's config for what a user gave; None if all is sent in full precision.
+    """Return TorchRec's config for the user's argument; None for full precision.
 
     Raises:
-        TypeError: It is no `QuantizedComms`.
-        ValueError: A precision is unknown, or a loss scale is not positive or not possible with its precision.
+        TypeError: The argument is not a `QuantizedComms`.
+        ValueError: A precision is unknown, or a loss scale is not positive or not supported by its precision.
     """
     match quantized_comms:
         case None:
@@ -110,51 +110,47 @@ def resolve_quantized_comms(quantized_comms: QuantizedComms) -> QCommsConfig | N
             config = QCommsConfig(*precisions, fp8_quantize_dim=sizes[0], fp8_quantize_dim_bwd=sizes[1])
         case _:
             raise TypeError(
-                "quantized_comms is a precision, ('fp16', 'bf16') for embeddings and their gradients, TorchRec's "
-                f"QCommsConfig, or None, got {quantized_comms!r}. Precisions: {', '.join(PRECISIONS)}."
+                "quantized_comms must be a precision, a pair for embeddings and gradients such as ('fp16', 'bf16'), "
+                f"TorchRec's QCommsConfig, or None, got {quantized_comms!r}. Precisions: {', '.join(PRECISIONS)}."
             )
     for direction, precision, scale, _ in _directions(config):
         if scale is None:
             continue
         if precision not in _SCALED:
             raise ValueError(
-                f"quantized_comms: {direction}_loss_scale={scale} does nothing, as TorchRec scales fp16 and bf16 only, "
-                f"and {direction}_precision is {precision}. Leave it out."
+                f"quantized_comms: {direction}_loss_scale={scale} does nothing: TorchRec only scales fp16 and bf16, "
+                f"and {direction}_precision is {precision}. Remove it."
             )
         if not (isinstance(scale, int | float) and 0 < scale < float("inf")):
-            raise ValueError(f"quantized_comms: {direction}_loss_scale is a positive number, got {scale!r}.")
+            raise ValueError(f"quantized_comms: {direction}_loss_scale must be a positive number, got {scale!r}.")
     full = config.forward_precision is config.backward_precision is CommType.FP32
     return None if full else config
 
 
 def check_quantized_comms(config: QCommsConfig | None, tables: Iterable[Table], device: torch.device) -> None:
-    """Check that a device has the precisions, and that the embeddings of all tables can be sent in them.
+    """Check that the device and all tables support the precisions.
 
     Raises:
-        ValueError: The device lacks one, or sequences (EmbeddingCollection) do not divide into its groups.
+        ValueError: The device lacks a precision, or the embeddings of an EmbeddingCollection do not divide into groups.
     """
     sequences = [table.path for table in tables if issubclass(table.sharder.module_type, _SEQUENCES)]
     for direction, precision, _, fp8_group in _directions(config or QCommsConfig()):
         if device.type == "cpu" and precision in _CUDA_ONLY:
-            instead = ": TorchRec would send fp16 in its place" if precision is CommType.BF16 else ""
+            instead = ": TorchRec would send fp16 instead" if precision is CommType.BF16 else ""
             raise ValueError(
-                f"quantized_comms: {precision} ({direction}) cannot be sent by a CPU{instead}. Take 'fp16', or "
-                "train on CUDA."
+                f"quantized_comms: {precision} ({direction}) cannot be sent by a CPU{instead}. Use 'fp16', or train on "
+                "CUDA."
             )
         if sequences and (precision in _GROUPED or (precision is CommType.FP8 and fp8_group is not None)):
             raise ValueError(
-                f"quantized_comms: {precision} ({direction}) is sent in groups of numbers with one scale, which the "
-                f"embeddings of an EmbeddingCollection do not divide into: {some(sequences)}. Take 'fp16', or 'bf16' "
-                "on CUDA."
+                f"quantized_comms: {precision} ({direction}) sends groups of numbers with a common scale, but the "
+                f"embeddings of an EmbeddingCollection do not divide into groups: {some(sequences)}. Use 'fp16', or "
+                "'bf16' on CUDA."
             )
 
 
 def check_plan(config: QCommsConfig | None, plan: ShardingPlan) -> None:
-    """Check that a plan does not send the embeddings of row-wise tables in INT8.
-
-    Raises:
-        ValueError: It does; a reduce-scatter would sum encoded numbers.
-    """
+    """Raise a ValueError if a plan sends embeddings of row-wise tables in INT8, which a reduce-scatter cannot sum."""
     for direction, precision, *_ in _directions(config or QCommsConfig()):
         if precision is not CommType.INT8:
             continue
@@ -163,22 +159,18 @@ def check_plan(config: QCommsConfig | None, plan: ShardingPlan) -> None:
         summed = [name for name, one in tables if one.sharding_type in _SUMMED]
         if summed:
             raise ValueError(
-                f"quantized_comms: {precision} ({direction}) cannot be summed on the way, as embeddings of row-wise "
-                f"tables are: {some(summed)}. Take 'fp16', or shard them table- or column-wise."
+                f"quantized_comms: a reduce-scatter cannot sum {precision} ({direction}), but it sums the embeddings "
+                f"of row-wise tables: {some(summed)}. Use 'fp16', or shard them table- or column-wise."
             )
 
 
 def _directions(config: QCommsConfig) -> Iterator[tuple[str, CommType, float | None, int | None]]:
-    """Yield each direction's name, precision, loss scale, and group of FP8."""
     yield "forward", config.forward_precision, config.forward_loss_scale, config.fp8_quantize_dim
     yield "backward", config.backward_precision, config.backward_loss_scale, config.fp8_quantize_dim_bwd
 
 
 def codecs_of(config: QCommsConfig | None, device: torch.device) -> Codecs | None:
-    """Return the codecs for TorchRec's sharders; None for full precision.
-
-    They are TorchRec's own except for the loss scale, see `Codec`.
-    """
+    """Return the codecs (see `Codec`) for TorchRec's sharders; None for full precision."""
     if config is None:
         return None
     plain = dataclasses.replace(config, forward_loss_scale=None, backward_loss_scale=None)

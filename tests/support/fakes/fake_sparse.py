@@ -133,7 +133,7 @@ class FakeSparse:
             raise InjectedError(f"told to fail in {stage} of batch {batch}")
         self.stages.setdefault(batch, []).append(stage)
 
-    # -- SparseStages -------------------------------------------------------------------------------------------
+    # -- Inputs, Lookups, Updates -------------------------------------------------------------------------------
 
     can_defer_updates = True
 
@@ -260,7 +260,7 @@ class FakeSparse:
         """Fake tables have no cache, no replicas and no counts; lookups are over at once, and nothing is held."""
 
     forget_prefetched = count_lookups = _nothing
-    update_replicas = drop_replica_updates = forget_received = _nothing
+    update_replicas = hold_replicas = forget_received = _nothing
 
     def _update(self, index: int) -> None:
         self.begin(Stage.EMBEDDING_UPDATE, index)

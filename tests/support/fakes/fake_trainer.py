@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from weakref import WeakSet
 
-from lightning_overlap.runtime import Executor, FetchedBatch, LookupOrder, StageTimer
+from lightning_overlap.runtime import Executor, FetchedBatch, LookupOrder, SparseStages, StageTimer
 from lightning_overlap.schedules import Schedule, Stage, StreamName, WeightOwner
 
 from .fake_sparse import FakeSparse, Served, cache, table
@@ -86,7 +86,8 @@ class FakeTrainer:
             left_from=left_from,
         )
         order = LookupOrder(self.streams, stream, self._observe, rank)
-        self.executor = executor_type(schedule, self, self.sparse, order)
+        stages = SparseStages(self.sparse, self.sparse, self.sparse)
+        self.executor = executor_type(schedule, self, stages, order, weights=self)
         self.timeline = Timeline(schedule)
         self._num_batches = self._num_fetched = self._num_begun = self._max_in_flight = 0
         self._alive: WeakSet[FakeBatch] = WeakSet()
@@ -112,6 +113,26 @@ class FakeTrainer:
         self._alive.add(batch)
         self._max_in_flight = max(self._max_in_flight, len(self._alive))
         return FetchedBatch(batch, index, 0)
+
+    def begin_step(self, *, splits: bool) -> None:
+        """Begin a forward: the trainer is the executor's `WeightGradients`."""
+
+    def end_forward(self) -> None:
+        """End a forward."""
+
+    def begin_backward(self, loss: object) -> None:
+        """Begin a backward."""
+
+    def finish(self) -> None:
+        """Wait for an all-reduce."""
+
+    def compute(self) -> None:
+        """Compute the weight gradients of the batch being trained."""
+        assert self.executor.current is not None
+        batch = self.executor.current.index
+        if Stage.BACKWARD in self.sparse.stages[batch]:
+            self.sparse.begin(Stage.WEIGHT_GRADIENTS, batch)
+        self.streams.do(Mark(Stage.WEIGHT_GRADIENTS, batch))
 
     def run(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lightning_overlap.runtime import Executor
-from lightning_overlap.schedules import SPARSE_STAGES, STAGE_ORDER, Schedule, Stage, StreamName, WeightOwner
+from lightning_overlap.schedules import SPARSE_STAGES, Schedule, Stage, StreamName, WeightOwner
 
 from .fake_trainer import FakeTrainer, Run
 from .recording import FAKE_MODULES, RecordingStreams
@@ -58,11 +58,12 @@ def check_stages(run: Run, num_batches: int, *, ready: bool = True) -> None:
     Where the modules' inputs were not known from the start (`ready`), the first batch runs unpipelined.
     """
     assert run.trained == list(range(num_batches)), f"trained {run.trained} of {num_batches} batches\n{run}"
+    steps = [step.stage for step in run.schedule]
     for batch in range(num_batches):
         all_early = run.schedule.has_sparse_stages and (ready or batch > 0)
         expected = [
             stage
-            for stage in sorted((step.stage for step in run.schedule), key=STAGE_ORDER.__getitem__)
+            for stage in sorted(steps, key=lambda stage: (-run.schedule[stage].offset, run.schedule.position(stage)))
             if all_early or stage not in (*SPARSE_STAGES, Stage.PREFETCH, Stage.EMBEDDING_UPDATE)
         ]
         # A batch may be looked up in two parts, by the owners of the tables; FakeSparse checks that they are two.

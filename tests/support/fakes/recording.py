@@ -32,7 +32,7 @@ class Timeline:
         schedule: Says which stream each stage is on.
     """
 
-    LETTERS: Mapping[Stage, str] = MappingProxyType(dict(zip(Stage, "CSDPLFBOU", strict=True)))
+    LETTERS: Mapping[Stage, str] = MappingProxyType(dict(zip(Stage, "CSDPLFBWOU", strict=True)))
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule

@@ -1,0 +1,4 @@
+"""The dense part's backward in two halves: gradients of inputs in the backward, gradients of weights after it."""
+
+from .late_all_reduce import LateAllReduce as LateAllReduce
+from .split_layers import SplitLayers as SplitLayers

@@ -1,0 +1,91 @@
+"""Find out from the graph of a loss whether anything but a module itself uses the module's weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Uses:
+    """The calls of modules in one step. `whole` says which of them have a backward that cannot be split."""
+
+    def __init__(self) -> None:
+        self._calls: list[tuple[Any, Any, Any]] = []  # module, node of its output, node of its input
+        self._whole: dict[Any, str] = {}
+
+    def note(self, layer: Any, output: Tensor, given: Tensor | None = None) -> None:
+        """Note a call of a module.
+
+        Args:
+            layer: The module, with its `weights`.
+            output: What the call returned.
+            given: Its input; None if no input needs a gradient.
+        """
+        if _saving_is_hooked():
+            self._whole[layer] = "its saved tensors are hooked (activation checkpointing)"
+        if output.requires_grad:
+            self._calls.append((layer, output.grad_fn, None if given is None else _node_of(given)))
+            output.register_hook(lambda _: self._check(layer))
+
+    def leave(self, layer: Any, reason: str) -> None:
+        """Leave a module whole."""
+        self._whole[layer] = reason
+
+    def _check(self, layer: Any) -> None:
+        """Note a gradient that is computed before the step's own backward, which `whole` comes before."""
+        self._whole[layer] = "its gradient is computed within the step"
+
+    def whole(self, layers: Iterable[Any], loss: Tensor) -> dict[Any, str]:
+        """Return which of some modules have a backward that cannot be split, each with the reason."""
+        users: dict[Any, set[Any]] = {loss.grad_fn: set()}
+        nodes = [loss.grad_fn]
+        while nodes:
+            node = nodes.pop()
+            for following in _following(node):
+                if following not in users:
+                    users[following] = set()
+                    nodes.append(following)
+                users[following].add(node)
+        for layer in layers:
+            calls = [call for call in self._calls if call[0] is layer]
+            outputs = {output for _, output, _ in calls}
+            own = {node for _, output, given in calls for node in _between(output, given)}
+            leaves = {id(node.variable) for node in own if hasattr(node, "variable")}
+            if not outputs or not outputs <= users.keys():
+                self._whole.setdefault(layer, "the loss of the first step does not need it")
+            elif any(not users[node] <= own for node in own - outputs):
+                self._whole.setdefault(layer, "its weight is used outside of its forward")
+            elif not leaves <= {id(weight) for weight in layer.weights}:
+                self._whole.setdefault(layer, "its forward uses weights of others")
+        return self._whole
+
+
+def _following(node: Any) -> list[Any]:
+    return [] if node is None else [following for following, _ in node.next_functions if following is not None]
+
+
+def _node_of(tensor: Tensor) -> Any:
+    """Return the node of the graph that gets a tensor's gradient; None if the tensor needs none."""
+    if tensor.grad_fn is not None or not tensor.requires_grad:
+        return tensor.grad_fn
+    return torch.autograd.graph.get_gradient_edge(tensor).node
+
+
+def _between(output: Any, given: Any) -> set[Any]:
+    """Return the nodes that a call has made: from the output's node down to the weights, but not the input's node."""
+    nodes, seen = [output], {output}
+    while nodes:
+        for following in _following(nodes.pop()):
+            if following is not given and following not in seen:
+                seen.add(following)
+                nodes.append(following)
+    return seen
+
+
+def _saving_is_hooked() -> bool:
+    """Whether hooks on saved tensors are active."""
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return top is not None and top(True) is not None

@@ -1,0 +1,55 @@
+"""Wait for the all-reduce of dense gradients later than in the backward that issues it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+
+class LateAllReduce:
+    """A communication hook of DistributedDataParallel on a CPU: `wait` waits for the all-reduce of all buckets.
+
+    By itself DistributedDataParallel waits at the end of the backward that makes the last gradient, where the host
+    could go on with other work. The buckets, the division and the sum are DistributedDataParallel's own.
+
+    Args:
+        model: The model, with dense gradients on the host.
+    """
+
+    def __init__(self, model: DistributedDataParallel) -> None:
+        self._group: Any = model.process_group
+        self._factor = 1.0 / self._group.size()
+        self._under_way: list[tuple[dist.Work, Any]] = []
+        self.is_late = False
+        """Whether the gradients of the present step are waited for in `wait`; else in the backward."""
+        model.register_comm_hook(self, lambda late, bucket: late.start(bucket))
+
+    def start(self, bucket: Any) -> Future[torch.Tensor]:
+        """Start the all-reduce of a bucket; return what DistributedDataParallel waits for."""
+        buffer = bucket.buffer()
+        buffer.mul_(self._factor)
+        work: Any = dist.all_reduce(buffer, group=self._group, async_op=True)
+        if not self.is_late:
+            work.wait()
+        else:
+            self._under_way.append((work, bucket))
+        over: Future[torch.Tensor] = Future()
+        over.set_result(buffer)
+        return over
+
+    def wait(self) -> None:
+        """Wait for the gradients of all ranks, and give them to the weights."""
+        for work, bucket in self._under_way:
+            work.wait()
+            for weight, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+                if weight.grad is not None:
+                    weight.grad.copy_(gradient)
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget what is under way."""
+        self._under_way.clear()

@@ -1,0 +1,276 @@
+"""Split the backward of layers into halves: gradients of inputs at once, gradients of weights later.
+
+Gradients of inputs lead to the tables, whose update other ranks wait for. Gradients of weights lead to the optimizer
+only. Both halves are autograd's own formulas on the layer's own graph, so the two together are the whole backward, bit
+for bit. Source of the idea: `delay_wgrad_compute` of TransformerEngine (PR 1653).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .graph import Uses
+from .late_all_reduce import LateAllReduce
+
+SPLIT_TYPES = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+"""Layers of exactly these types are split. The forward of a subclass may do anything."""
+
+
+class SplitLayer:
+    """A module whose weight gradients can be computed after a backward.
+
+    Args:
+        name: Its name in the model.
+        module: A layer of `SPLIT_TYPES`, or a chain of modules (`nn.Sequential`).
+    """
+
+    def __init__(self, name: str, module: nn.Module) -> None:
+        self.name, self.module = name, module
+        self.is_layer = type(module) in SPLIT_TYPES
+        """Whether gradients of its input are computed in the backward; a chain of layers is split if it needs none."""
+        self.weights = list(module.parameters())
+        self.forward: Callable[..., Any] = module.forward
+        """The forward that takes the place of the module's own in a step."""
+        self.why_whole: str | None = None
+        """Why its backward is not split; None if it is."""
+        self.calls: list[_Call] = []
+        """Calls of this step whose weight gradients are to be computed, in the order of their backwards."""
+
+
+class _Call:
+    """A call of a module in a step, until its weight gradients are there."""
+
+    __slots__ = ("gradient", "input", "layer", "output")
+
+    def __init__(self, layer: SplitLayer, given: Tensor | None, output: Tensor) -> None:
+        self.layer, self.input, self.output = layer, given, output
+        self.gradient: Tensor | None = None
+
+
+class SplitLayers:
+    """Computes the weight gradients of a model's layers after the backward that leaves the gradients of their outputs.
+
+    Modules have other forwards within a step. In the first step they run whole, and its graph shows which of them can
+    be split: those whose weights are used nowhere else.
+
+    Args:
+        model: The model.
+        without: Modules that are not part of the dense model: sharded modules.
+        agree: Called once with the modules that this rank cannot split, by name with the reason; returns those of all
+            ranks.
+        all_reduce: Waits for the all-reduce of gradients; None if the backward does.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        without: Iterable[nn.Module] = (),
+        agree: Callable[[dict[str, str]], Mapping[str, str]] = lambda whole: whole,
+        all_reduce: LateAllReduce | None = None,
+    ) -> None:
+        self.layers = list(_candidates(model, {id(part) for module in without for part in module.modules()}))
+        self._agree, self._all_reduce = agree, all_reduce
+        self._pending: dict[SplitLayer, None] = {}  # in the order of their backwards
+        self._uses: Uses | None = Uses()
+        self._inside = False  # a larger module that is split as one
+        self._in_backward = self._splits = False
+        self._before: list[tuple[nn.Parameter, object]] = []  # each weight's gradient as the backward began
+        self._split = [layer for layer in self.layers if layer.why_whole is None]
+        for layer in self._split:
+            forward = self._layer_forward if layer.is_layer else self._module_forward
+            layer.forward = partial(forward, layer, layer.module.forward)
+
+    def detach(self) -> None:
+        """Give all modules their own forwards back; forget what is pending."""
+        self.end_forward()
+        self._forget_pending()
+        if self._all_reduce is not None:
+            self._all_reduce.forget()
+        self._in_backward = self._splits = False
+
+    # -- a step -------------------------------------------------------------------------------------------------
+
+    def begin_step(self, *, splits: bool) -> None:
+        """Begin the forward of a batch, whose backward is split or not: replace the forwards of modules to split."""
+        self._splits = splits
+        for layer in self._split if splits else ():
+            vars(layer.module)["forward"] = layer.forward
+
+    def end_forward(self) -> None:
+        """End the forward: callbacks, evaluations and copies of modules find their own forwards."""
+        for layer in self._split:
+            vars(layer.module).pop("forward", None)
+
+    def begin_backward(self, loss: Tensor) -> None:
+        """Begin the backward whose weight gradients are computed later; `compute` ends it."""
+        if self._splits and self._uses is not None and loss.requires_grad:
+            self._discover(self._uses, loss)
+        self._in_backward = self._splits
+        self._before = [(weight, _state(weight)) for layer in self._split for weight in layer.weights]
+        if self._all_reduce is not None:
+            self._all_reduce.is_late = self._splits
+
+    def compute(self) -> None:
+        """Compute the weight gradients that the backward has left, in a backward of their own."""
+        self._in_backward = False
+        if self._pending and any(_state(weight) != before for weight, before in self._before):
+            raise RuntimeError(
+                "a weight got a gradient from outside of its layer, which the first step has not shown: its layer's "
+                "backward cannot be split. Use pipeline='fused_sparse_dist'."
+            )
+        calls = [call for layer in self._pending for call in layer.calls]
+        weights = [weight for layer in self._pending for weight in layer.weights if weight.requires_grad]
+        self._forget_pending()
+        if calls:
+            torch.autograd.backward([call.output for call in calls], [call.gradient for call in calls], inputs=weights)
+
+    def finish(self) -> None:
+        """Wait for the all-reduce of gradients; all of them are whole afterwards."""
+        if self._all_reduce is not None:
+            self._all_reduce.wait()
+
+    def _forget_pending(self) -> None:
+        for layer in self._pending:
+            layer.calls = []
+        self._pending.clear()
+
+    def _discover(self, uses: Uses, loss: Tensor) -> None:
+        """Find out from the graph of the first step's loss which modules can be split; the others are let go of."""
+        self._uses = None
+        reasons = uses.whole(self.layers, loss)
+        whole = {layer.name: layer.why_whole or reasons.get(layer) for layer in self.layers}
+        agreed = self._agree({name: why for name, why in whole.items() if why is not None})
+        for layer in self.layers:
+            layer.why_whole = agreed.get(layer.name)
+        self._split = [layer for layer in self.layers if layer.why_whole is None]
+
+    # -- forwards and the first half ----------------------------------------------------------------------------
+
+    def _runs_whole(self) -> bool:
+        if torch.compiler.is_compiling() or self._inside or not torch.is_grad_enabled():
+            return True
+        return bool(torch._C._current_graph_task_id() != -1)  # a checkpoint() repeats the forward
+
+    def _layer_forward(
+        self, layer: SplitLayer, forward: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any
+    ) -> Tensor:
+        [given] = (*args, *kwargs.values()) or (None,)
+        if self._uses is not None and not torch.is_grad_enabled():
+            self._uses.leave(layer, "it is called without gradients, as a reentrant checkpoint() does")
+        if self._runs_whole():
+            return forward(given)
+        if self._uses is not None:
+            output = forward(given)
+            self._uses.note(layer, output, given)
+            return output
+        if not given.requires_grad:
+            return self._joined(_Call(layer, None, forward(given)), _anchor())
+        own = given.detach().requires_grad_()
+        return self._joined(_Call(layer, own, forward(own)), given)
+
+    def _module_forward(self, layer: SplitLayer, forward: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Any:
+        [given] = (*args, *kwargs.values()) or (None,)
+        if given.requires_grad or self._runs_whole():
+            return forward(given)
+        self._inside = True
+        try:
+            output = forward(given)
+        finally:
+            self._inside = False
+        if self._uses is not None:
+            self._uses.note(layer, output)
+            return output
+        return self._joined(_Call(layer, None, output), _anchor()) if output.requires_grad else output
+
+    def _joined(self, call: _Call, start: Tensor) -> Tensor:
+        joined: Tensor = _Halves.apply(start, call, self)  # type: ignore[no-untyped-call]
+        return joined
+
+    def take(self, call: _Call, gradient: Tensor) -> Tensor | None:
+        """Take the gradient of a call's output; return the gradient of its input."""
+        if torch.is_grad_enabled() or not self._in_backward:
+            how = "differentiated again (create_graph=True)" if torch.is_grad_enabled() else "computed within the step"
+            raise RuntimeError(
+                f"the gradient of {call.layer.name!r} is {how}, which its split backward cannot do and the first step "
+                "has not shown. Use pipeline='fused_sparse_dist'."
+            )
+        call.gradient = gradient
+        call.layer.calls.append(call)
+        self._pending[call.layer] = None
+        if call.input is None:
+            return None
+        [found] = torch.autograd.grad(call.output, call.input, gradient, retain_graph=True)
+        return found
+
+
+class _Halves(torch.autograd.Function):
+    """The output of a module, whose backward computes the gradient of the input alone."""
+
+    @staticmethod
+    def forward(ctx: Any, start: Tensor, call: _Call, layers: SplitLayers) -> Tensor:
+        ctx.call, ctx.layers = call, layers
+        return call.output.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None]:
+        return ctx.layers.take(ctx.call, gradient), None, None
+
+
+def _state(weight: Tensor) -> object:
+    """Return what changes where a gradient is added to a weight's."""
+    return None if weight.grad is None else (id(weight.grad), weight.grad._version)
+
+
+def _anchor() -> Tensor:
+    """Return an input that needs a gradient, so that autograd calls the backward of a module without such an input."""
+    return torch.empty(0, requires_grad=True)
+
+
+def _candidates(model: nn.Module, without: set[int]) -> Iterator[SplitLayer]:
+    """Yield the modules of a model that may be split, each with a reason if it cannot be."""
+    holders: dict[int, int] = {}
+    for module in model.modules():
+        for weight in module.parameters(recurse=False):
+            holders[id(weight)] = holders.get(id(weight), 0) + 1
+    compiled: set[int] = set()
+    for module in model.modules():
+        if isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl is not None:
+            compiled |= {id(part) for part in module.modules()}
+    for name, module in model.named_modules():
+        layer = SplitLayer(name, module)
+        trained = any(weight.requires_grad for weight in layer.weights)
+        if not trained or any(id(part) in without for part in module.modules()):
+            continue
+        if layer.is_layer:
+            layer.why_whole = _why_whole(layer, compiled, holders)
+            yield layer
+        elif _is_plain(module) and _why_whole(layer, compiled, holders) is None:
+            yield layer
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Whether a module is a chain of torch.nn's own modules: its output depends on its one input alone."""
+    parts = list(module.modules())
+    own = all(type(part).__module__.startswith("torch.nn.modules") for part in parts)
+    return type(module) is nn.Sequential and own and not any(part._forward_hooks for part in parts[1:])
+
+
+def _why_whole(layer: SplitLayer, compiled: set[int], holders: Mapping[int, int]) -> str | None:
+    module = layer.module
+    if any(id(part) in compiled for part in module.modules()):
+        return "it is compiled"
+    if "forward" in vars(module):
+        return "its forward was replaced"
+    if module._backward_hooks or module._backward_pre_hooks:
+        return "it has backward hooks"
+    if layer.is_layer and "weight" not in dict(module.named_parameters(recurse=False)):
+        return "its weight is computed"
+    own = [id(weight) for part in module.modules() for weight in part.parameters(recurse=False)]
+    if any(holders[weight] > own.count(weight) for weight in own):
+        return "another module has its weight"
+    return None

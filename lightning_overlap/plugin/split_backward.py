@@ -1,0 +1,101 @@
+"""The mode that splits the backward of the dense part: whether a fit can, and which layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from ..dense import LateAllReduce, SplitLayers
+from ..runtime import Updates
+from ..tables import sharded_modules
+from ..text import some
+from .first_words import tell
+
+
+def why_whole(
+    module: LightningModule, optimizers: list[Optimizer], ddp_options: Mapping[str, Any], updates: Updates
+) -> str | None:
+    """Return why a fit cannot split its backward, or None.
+
+    Args:
+        module: The module that is fitted.
+        optimizers: Its dense optimizers.
+        ddp_options: Arguments of DistributedDataParallel.
+        updates: Knows whether an update of the tables can come later than its backward.
+    """
+    if not updates.can_defer_updates:
+        return "one rank on a CPU waits for nobody"
+    if not module.automatic_optimization:
+        return "with manual optimization a step may have several backwards"
+    if type(module).backward is not LightningModule.backward:
+        return "the module has a backward of its own"
+    callbacks = module.trainer.callbacks  # type: ignore[attr-defined]
+    hooks = [type(module).on_before_backward is not LightningModule.on_before_backward]
+    hooks += [type(one).on_before_backward is not Callback.on_before_backward for one in callbacks]
+    if any(hooks):
+        return "on_before_backward may compute gradients"
+    for option in ("static_graph", "find_unused_parameters"):
+        if ddp_options.get(option):
+            return f"{option}=True looks for weights in the graph of the loss, where those of split layers are not"
+    if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
+        return "LBFGS runs several backwards in a step"
+    return None
+
+
+def late_all_reduce(model: Any, comm_hook: object | None) -> LateAllReduce | None:
+    """Return what waits for the all-reduce after the backward; None where DistributedDataParallel has to do it.
+
+    Args:
+        model: The wrapped model. On CUDA a stream waits, not the host. Gradients that are views of buckets may be
+            divided, where others are multiplied: the same to the bit if the number of ranks is a power of two.
+        comm_hook: The user's communication hook.
+    """
+    if not isinstance(model, DistributedDataParallel) or comm_hook is not None:
+        return None
+    num_ranks = model.process_group.size()
+    divides_alike = not model.gradient_as_bucket_view or num_ranks & (num_ranks - 1) == 0
+    return LateAllReduce(model) if divides_alike and model.device_type == "cpu" else None
+
+
+def split_layers(
+    module: LightningModule, gather: Callable[[Any], list[Any]], late: LateAllReduce | None
+) -> SplitLayers:
+    """Return the layers of a sharded module whose backward is to be split.
+
+    Args:
+        module: The module.
+        gather: Returns the values of all ranks, by rank.
+        late: Waits for the all-reduce after the backward.
+    """
+
+    def agree(whole: dict[str, str]) -> dict[str, str]:
+        known = gather((whole, [layer.name for layer in layers.layers]))
+        if any(names != known[0][1] for _, names in known):
+            raise RuntimeError(
+                "the ranks have other layers in the dense part, so the order of their gradients would differ. Make the "
+                "same module on all ranks, or use pipeline='fused_sparse_dist'."
+            )
+        agreed = {name: why for of_rank, _ in reversed(known) for name, why in of_rank.items()}
+        split = [layer.name for layer in layers.layers if layer.name not in agreed]
+        inside = tuple(f"{name}." for name in split)
+        left = [layer.name for layer in layers.layers if layer.is_layer and not f"{layer.name}.".startswith(inside)]
+        if module.global_rank == 0:
+            tell(_in_words(split, {name: agreed[name] for name in left}))
+        return agreed
+
+    layers = SplitLayers(module, sharded_modules(module).values(), agree, late)
+    return layers
+
+
+def _in_words(split: list[str], whole: Mapping[str, str]) -> str:
+    text = f"weight gradients of {some(split)} come after the backward"
+    reasons: dict[str, list[str]] = {}
+    for name, why in whole.items():
+        reasons.setdefault(why, []).append(name)
+    lines = [f"split backward: {text if split else 'no layer can be split'}"]
+    return "\n  ".join([*lines, *(f"{some(names)}: whole, {why}" for why, names in reasons.items())])

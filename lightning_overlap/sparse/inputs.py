@@ -1,0 +1,208 @@
+"""The inputs of sharded modules: which part of a batch each module gets, and its way to the ranks of the tables."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn import ModuleList
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from ..preprocessing import StagedCalls
+from ..runtime import InFlightBatch, LookupOrder, Path, resolve
+from ..schedules import Stage, StreamName
+from ..tables import SentInput, has_model_parallel_tables
+from .freed_features import release
+from .input_dist import InputExchange, splits_only
+from .input_sizes import check_types, types_in
+from .module_context import ModuleContext, Progress, wait_for
+from .options import SparseOptions
+from .pipelined_forward import PipelinedForwards, inputs_of
+
+
+class SparseInputs:
+    """Finds the inputs of all sharded modules of a model, and sends their ids.
+
+    Args:
+        forwards: The sharded modules with their pipelined forwards.
+        group: Process group of the input dist alone, so that it never queues after other traffic; None on one rank.
+        order: The device's streams and the order of lookups.
+        options: Options of the pipeline.
+    """
+
+    def __init__(
+        self, forwards: PipelinedForwards, group: dist.ProcessGroup | None, order: LookupOrder, options: SparseOptions
+    ) -> None:
+        self._forwards, self._group, self._order, self._options = forwards, group, order, options
+        self.staged = StagedCalls(
+            options.model, step=options.step, trains=options.trains, rank=options.rank, warned=options.warned
+        )
+        self._exchange = None if group is None else InputExchange(group, order.streams)
+        self._is_first = True
+        self.ready = False
+        """Whether it is known which input of a batch feeds which module."""
+        self.releases = options.releases
+        """Whether the ids of a batch are freed once they have been sent."""
+
+    def forget(self) -> None:
+        """Forget the sizes of batches that were dropped."""
+        if self._exchange is not None:
+            self._exchange.forget()
+
+    # -- which input feeds which module -------------------------------------------------------------------------
+
+    def check_types(self, inflight: InFlightBatch) -> None:
+        """Check the types of the first batch's inputs, which the modules' own forwards send."""
+        is_first, self._is_first = self._is_first, False
+        if (
+            not is_first
+            or self._group is None
+            or not has_model_parallel_tables(ModuleList(one.module for one in self._forwards.values()))
+        ):
+            return
+        names_and_types = ((", ".join(kjt.keys()), kjt.dist_tensors()) for kjt in keyed_jagged_tensors(inflight.batch))
+        check_types({f"the input of features {names}": types_in(sent) for names, sent in names_and_types}, self._group)
+
+    def discover(self, inflight: InFlightBatch) -> None:
+        """Find the inputs of the modules' calls in the staged batch, by identity: the stages are ready from then on.
+
+        All ranks call this after the forward of the same batch: they agree on what they have found.
+        """
+        self.staged.discover(inflight)
+        self._forwards.discover(self.staged.searched(inflight))
+        self.ready = True
+        if self.staged.is_used:
+            self.keep_features("staged methods may be called anew in their step, with the ids of the batch")
+        if names := ", ".join(repr(one.name) for one in self._forwards.values() if one.path is None):
+            self.keep_features(f"{self._options.step} makes the input of {names} itself, perhaps of ids to be released")
+
+    def keep_features(self, reason: str) -> None:
+        """Release no ids from now on; warn that `release_features` is without effect, once, of the reason."""
+        if self.releases:
+            self.releases = False
+            if self._options.rank == 0:
+                warnings.warn(f"release_features=True releases nothing: {reason}.", UserWarning, stacklevel=2)
+
+    def make_inputs(self, inflight: InFlightBatch) -> None:
+        """Call the staged methods for a batch, on the stream of its copy, which whoever reads the batch waits for."""
+        if not self.staged.is_used:
+            return
+        streams, (stream, _) = self._order.streams, inflight.done[Stage.COPY_BATCH_TO_DEVICE]
+        if self.staged.state_has_changed():
+            streams.wait(stream, streams.record(StreamName.COMPUTE))
+        with streams.on(stream):
+            made = self.staged.make(inflight)
+        for reader in (StreamName.DATA_DIST, StreamName.COMPUTE):
+            streams.record_stream(made, reader)
+        inflight.done[Stage.COPY_BATCH_TO_DEVICE] = (stream, streams.record(stream))
+
+    # -- input dist ---------------------------------------------------------------------------------------------
+
+    def input_splits_dist(self, inflight: InFlightBatch) -> None:
+        """Start the all-to-all of split sizes: one for all modules.
+
+        Source: `_start_data_dist` and `_fuse_input_dist_splits`, TorchRec 1.8.
+        """
+        searched = self.staged.searched(inflight)
+        kjts = inputs_of(searched) if self._group is not None else []
+        num_found: dict[str, int] = {}
+        for name, pipelined in self._forwards.items():
+            kjt = _input_in(searched, pipelined.path) if pipelined.early else None
+            if kjt is None or pipelined.keys != frozenset(kjt.keys()):
+                continue
+            # The step may pass another input with the same keys: of the batch, or of what staged methods made of it.
+            alike = [path for path, other in kjts if pipelined.keys == frozenset(other.keys())]
+            num_found[name] = sum(self.staged.are_alike(path, pipelined.path) for path in alike)
+            module = pipelined.module
+            state = inflight.modules[name] = ModuleContext(
+                name, inflight.index, module, kjt, context=module.create_context()
+            )
+            sent = _shared(kjt)  # TorchRec may keep the object that it is given and replace its weights
+            state.outside = self._forwards.ids_outside(pipelined, kjt, inflight)
+            if state.outside is not None:  # an error if the step calls the module with these ids, and does not map them
+                sent._values = torch.zeros_like(kjt.values())
+            with splits_only(module, self._group, narrow=self._options.multi_node):
+                state.splits_awaitable = module.input_dist(state.context, sent)
+            state.sent = SentInput(kjt)
+        taking_part = [name for name, pipelined in self._forwards.items() if pipelined.takes_part]
+        if self._exchange is not None and (taking_part or self._options.trains):
+            inflight.sizes = self._exchange.start_sizes(taking_part, inflight.modules, num_found, inflight.latest_none)
+
+    def input_data_dist(self, inflight: InFlightBatch) -> None:
+        """Read the sizes on the host, the one host sync of the step; start the all-to-all of lengths, ids, weights."""
+        if self._exchange is None:
+            for state in inflight.modules.values():
+                self._order.observe("wait", Stage.INPUT_SPLITS_DIST, inflight.index)
+                state.tensors_awaitable, state.splits_awaitable = wait_for(state.splits_awaitable), None
+        elif inflight.sizes is not None:
+            self._order.observe("wait", Stage.INPUT_SPLITS_DIST, inflight.index)
+            self._exchange.start_data(inflight)
+        if self.releases:
+            self._release_sent(inflight)
+
+    def _release_sent(self, inflight: InFlightBatch) -> None:
+        """Free the ids of a batch, but those that a module is going to read in its own forward."""
+        searched = self.staged.searched(inflight)
+        read_later = [_input_in(searched, one.path) for one in self._forwards.values() if not one.early]
+        for state in inflight.modules.values():
+            if all(state.kjt is not kjt for kjt in read_later):
+                assert state.sent is not None
+                release(state.kjt)
+                state.sent.forget_ids()
+
+    def receive_input(self, inflight: InFlightBatch) -> list[Any]:
+        """Wait for the ids that this rank receives, and assemble them.
+
+        Returns:
+            Everything that holds received tensors (ids and TorchRec's contexts), for `Streams.record_stream`.
+        """
+        received: list[Any] = []
+        for state in inflight.modules.values():
+            if state.tensors_awaitable is not None:
+                self._order.observe("wait", Stage.INPUT_DATA_DIST, inflight.index)
+                state.dist_input, state.tensors_awaitable = wait_for(state.tensors_awaitable), None
+                state.advance(Progress.RECEIVED)
+            received += [state.dist_input, state.context]
+        return received
+
+    def drain(self, inflight: InFlightBatch) -> None:
+        """Complete the exchanges of sizes and ids that were started for a batch."""
+        if inflight.sizes is not None or any(state.splits_awaitable is not None for state in inflight.modules.values()):
+            streams = self._order.streams  # the splits were made on the input dist's stream, and are sent from this one
+            streams.wait(StreamName.COMPUTE, streams.record(StreamName.DATA_DIST))
+            self.input_data_dist(inflight)
+        self.receive_input(inflight)
+
+
+def keyed_jagged_tensors(batch: Any) -> list[KeyedJaggedTensor]:
+    """Return every KeyedJaggedTensor of a batch, in a fixed order."""
+    return [kjt for _, kjt in inputs_of(batch)]
+
+
+def note_lengths(kjts: Iterable[KeyedJaggedTensor]) -> None:
+    """Cache the number of ids of each feature in inputs that are still on the host; the input dist asks for it.
+
+    On the device it would be one more host sync for each KeyedJaggedTensor.
+    """
+    for kjt in kjts:
+        if kjt.device().type == "cpu":
+            kjt.sync()
+
+
+def _shared(kjt: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    """Return another object with the same tensors: what `copy.copy` does, without its 10 microseconds."""
+    shared: KeyedJaggedTensor = object.__new__(type(kjt))
+    vars(shared).update(vars(kjt))
+    return shared
+
+
+def _input_in(batch: Any, path: Path | None) -> KeyedJaggedTensor | None:
+    """The KJT at a path, or None where this batch has none there: the module then runs its own forward."""
+    try:
+        kjt = resolve(batch, path or ())
+    except LookupError:
+        return None
+    return kjt if isinstance(kjt, KeyedJaggedTensor) else None

@@ -1,0 +1,141 @@
+"""The two halves of a backward are the whole backward, bit for bit; what cannot be split is left whole and says why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_overlap.dense import SplitLayers
+
+NUM_STEPS = 3
+
+
+class Dense(nn.Module):
+    """Two linear layers over what stands for embeddings, between norms; `also` changes what the loss is."""
+
+    def __init__(self, also: Callable[[Dense, Tensor, Tensor], Tensor] | None = None) -> None:
+        super().__init__()
+        self.also = also
+        self.bottom = nn.Sequential(nn.Linear(3, 5), nn.ReLU(inplace=True), nn.Linear(5, 4), nn.LayerNorm(4))
+        self.first = nn.Linear(8, 6)
+        self.norm = nn.LayerNorm(6)
+        self.second = nn.Linear(6, 4, bias=False)
+        self.out = nn.Linear(4, 1)
+
+    def forward(self, dense: Tensor, rows: Tensor) -> Tensor:
+        found = torch.cat([self.bottom(dense), rows], dim=-1)
+        found = self.norm(self.first(found).relu())
+        loss = self.out(self.second(found).tanh()).square().mean()
+        return loss if self.also is None else loss + self.also(self, found, rows)
+
+
+def one_more_call(model: Dense, found: Tensor, rows: Tensor) -> Tensor:
+    return model.second(found * 2).mean()
+
+
+def weight_read_outside(model: Dense, found: Tensor, rows: Tensor) -> Tensor:
+    return model.second.weight.square().sum()
+
+
+def weight_in_a_product(model: Dense, found: Tensor, rows: Tensor) -> Tensor:
+    return nn.functional.linear(found, model.second.weight).mean()
+
+
+def weight_of_a_part(model: Dense, found: Tensor, rows: Tensor) -> Tensor:
+    return model.bottom[3].weight.square().sum()
+
+
+def gradient_penalty(model: Dense, found: Tensor, rows: Tensor) -> Tensor:
+    scores = model.out(model.second(found))
+    [gradient] = torch.autograd.grad(scores.sum(), rows, create_graph=True)
+    return gradient.square().sum()
+
+
+def gradient_without_graph(model: Dense, found: Tensor, rows: Tensor) -> Tensor:
+    [gradient] = torch.autograd.grad(model.second(found).sum(), rows, retain_graph=True)
+    return (gradient * rows).sum()
+
+
+def checkpointed(use_reentrant: bool) -> Callable[[Dense, Tensor, Tensor], Tensor]:
+    def loss(model: Dense, found: Tensor, rows: Tensor) -> Tensor:
+        return checkpoint(model.second, found, use_reentrant=use_reentrant).mean()  # type: ignore[no-any-return]
+
+    return loss
+
+
+def train(model: Dense, split: SplitLayers | None, **context: Any) -> list[Tensor]:
+    """Return the gradients of embeddings and all weights over some steps, split or not."""
+    found = []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    random = torch.Generator().manual_seed(1)
+    for _ in range(NUM_STEPS):
+        dense, rows = (torch.randn(5, *size, generator=random) for size in context.get("sizes", ((3,), (4,))))
+        rows.requires_grad_()
+        optimizer.zero_grad()
+        if split is not None:
+            split.begin_step(splits=True)
+        with torch.autocast("cpu", torch.bfloat16, enabled=context.get("autocast", False)):
+            loss = model(dense, rows)
+        if split is not None:
+            split.end_forward()
+            split.begin_backward(loss)
+        loss.backward()
+        assert rows.grad is not None
+        found.append(rows.grad)
+        if split is not None:
+            split.compute()
+            split.finish()
+        found += [weight.grad.clone() for weight in model.parameters() if weight.grad is not None]
+        optimizer.step()
+    if split is not None:
+        split.detach()
+        assert all("forward" not in vars(module) for module in model.modules())
+    return found
+
+
+def make(also: Callable[[Dense, Tensor, Tensor], Tensor] | None = None) -> Dense:
+    torch.manual_seed(0)
+    return Dense(also)
+
+
+ALL = ["bottom", "first", "second", "out"]
+
+
+@pytest.mark.parametrize(
+    ("also", "context", "split"),
+    [
+        (None, {}, ALL),
+        (None, {"autocast": True}, ALL),
+        (None, {"sizes": ((2, 3), (2, 4))}, ALL),
+        (one_more_call, {}, ALL),
+        (one_more_call, {"autocast": True}, ALL),
+        (weight_read_outside, {}, ["bottom", "first", "out"]),
+        (weight_in_a_product, {}, ["bottom", "first", "out"]),
+        (weight_in_a_product, {"autocast": True}, ["bottom", "first", "out"]),
+        (weight_of_a_part, {}, ["first", "second", "out"]),
+        (gradient_penalty, {}, ["bottom"]),
+        (gradient_without_graph, {}, ["bottom", "out"]),
+        (checkpointed(False), {}, ["bottom", "first", "out"]),
+        (checkpointed(True), {}, ["bottom", "first", "out"]),
+    ],
+    ids=[
+        *("layers", "autocast", "more_dimensions", "called_twice", "called_twice_under_autocast", "penalty", "product"),
+        *("product_under_autocast", "weight_of_a_part", "create_graph", "gradient_without_graph"),
+        *("checkpoint", "reentrant_checkpoint"),
+    ],
+)
+def test_both_halves_are_the_whole_backward(
+    also: Callable[[Dense, Tensor, Tensor], Tensor] | None, context: dict[str, Any], split: list[str]
+) -> None:
+    expected = train(make(also), None, **context)
+    model = make(also)
+    layers = SplitLayers(model)
+    actual = train(model, layers, **context)
+    assert [layer.name for layer in layers.layers if layer.why_whole is None] == split
+    assert len(actual) == len(expected)
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))

@@ -1,0 +1,121 @@
+"""Fits in `split_backward`, beside the same fits in `base`. Functions that ranks run."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback
+from torch import Tensor, nn
+
+from ..support.cases import TABLE_WISE, Batch, Batches, Model
+from ..support.fits import make_strategy, make_trainer
+from ..support.reference import collect
+
+NUM_STEPS = 8
+
+
+class Grads(Callback):
+    """Keeps what hooks see of dense gradients, and of tables, between the backward and the step."""
+
+    def __init__(self) -> None:
+        self.seen: list[Tensor] = []
+
+    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+        self.seen += [weight.grad.clone() for weight in pl_module.top.parameters()]
+        self.seen += [
+            shard.tensor.clone() for value in pl_module.ebc.state_dict().values() for shard in value.local_shards()
+        ]
+
+
+class Deep(Model):
+    """Has more kinds of layers; `kind` adds what its backward does besides."""
+
+    def __init__(self, kind: str = "") -> None:
+        torch.manual_seed(3)
+        super().__init__(TABLE_WISE)
+        self.kind = kind
+        width = self.top[0].in_features
+        self.top = nn.Sequential(
+            nn.Linear(width, 12),
+            nn.BatchNorm1d(12),
+            nn.ReLU(),
+            nn.Linear(12, 12, bias=False),
+            nn.GELU(),
+            nn.Linear(12, 1),
+        )
+        if kind == "compiled":
+            self.top[3] = torch.compile(self.top[3], backend="eager")
+        if kind == "post_hook":
+            self.num_hooked = 0
+            self.top[0].weight.register_post_accumulate_grad_hook(self._count)
+        if kind == "raises":
+            self.top[0].weight.register_hook(self._raise)
+        if kind == "manual":
+            self.automatic_optimization = False
+
+    def _count(self, weight: Tensor) -> None:
+        self.num_hooked += 1
+
+    def _raise(self, gradient: Tensor) -> None:
+        if self.global_rank == 1 and self.trainer.global_step == 3:  # type: ignore[attr-defined]
+            raise ArithmeticError("a hook of the user's in the second half")
+
+    def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
+        if self.kind == "used_between_steps":
+            copied = copy.deepcopy(self.top)
+            copied(torch.ones(2, self.top[0].in_features)).sum().backward()
+            assert all(weight.grad is not None for weight in copied.parameters())
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor | None:
+        loss = super().training_step(batch, batch_idx)
+        if self.kind == "own_gradients":
+            [gradient] = torch.autograd.grad(loss, self.top[3].weight, retain_graph=True)
+            loss = loss + gradient.square().sum().detach()
+        if self.kind == "tied":
+            loss = loss + self.top[3].weight.square().mean()
+        if self.kind != "manual":
+            return loss
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        return None
+
+    def configure_optimizers(self) -> Any:
+        if self.kind == "lbfgs":
+            return torch.optim.LBFGS([*self.bottom.parameters(), *self.top.parameters()], lr=0.1, max_iter=2)
+        return super().configure_optimizers()
+
+
+class Words(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def fit(kind: str, pipeline: str, options: dict[str, Any], hooks: bool, **kwargs: Any) -> tuple[Any, list[Tensor], str]:
+    """Fit a `Deep`; return the result, what hooks have seen, and what was logged."""
+    model, grads, words = Deep(kind), Grads(), Words()
+    trainer = make_trainer(make_strategy(model, pipeline, **options), callbacks=[grads] if hooks else [], **kwargs)
+    logger = logging.getLogger("lightning.pytorch.lightning_overlap")
+    logger.addHandler(words)
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    try:
+        trainer.fit(model, datamodule=Batches(TABLE_WISE, NUM_STEPS))
+    finally:
+        logger.setLevel(level)
+        logger.removeHandler(words)
+    parts = [part for part in model.modules() if type(part) in (nn.Linear, nn.Sequential)]
+    assert not any("forward" in vars(part) for part in parts)
+    if kind == "post_hook":
+        assert model.num_hooked == NUM_STEPS
+    return collect(model, trainer.optimizers[0], model.losses), grads.seen, "\n".join(words.texts)

@@ -1,0 +1,77 @@
+"""`split_backward` under Lightning: every fit equals `base` bit for bit, split or whole, and says which."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from ..support import reference
+from ..support.ranks import RankError, Ranks
+from . import split_backwards
+
+SPLIT = "split backward: weight gradients of bottom, top.0, top.3, top.5 come after the backward"
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "hooks", "kwargs", "words"),
+    [
+        ("", {}, False, {}, SPLIT),
+        ("", {}, True, {}, SPLIT),
+        ("", {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.0001}, True, {}, SPLIT),
+        ("", {}, True, {"accumulate_grad_batches": 3, "gradient_clip_val": 0.1}, SPLIT),
+        ("", {}, False, {"precision": "bf16-mixed"}, SPLIT),
+        ("post_hook", {}, False, {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"}, SPLIT),
+        ("tied", {}, False, {}, "top.3: whole, its weight is used outside of its forward"),
+        ("compiled", {}, False, {}, "top.3._orig_mod: whole, it is compiled"),
+        ("used_between_steps", {}, False, {}, SPLIT),
+        ("own_gradients", {}, False, {}, "top.3, top.5: whole, its gradient is computed within the step"),
+        ("lbfgs", {}, False, {}, "the backward runs whole: LBFGS runs several backwards in a step"),
+        ("manual", {}, False, {}, "the backward runs whole: with manual optimization"),
+        ("", {"static_graph": True}, False, {}, "the backward runs whole: static_graph=True"),
+        ("", {"find_unused_parameters": True}, False, {}, "the backward runs whole: find_unused_parameters=True"),
+    ],
+    ids=[
+        *(
+            "split",
+            "hooks",
+            "small_buckets",
+            "accumulated_and_clipped",
+            "autocast",
+            "hook_of_a_weight",
+            "tied",
+            "compiled",
+        ),
+        *("used_between_steps", "own_gradients", "lbfgs", "manual", "static_graph", "find_unused_parameters"),
+    ],
+)
+def test_a_fit_equals_base(
+    two_ranks: Ranks, kind: str, options: dict[str, Any], hooks: bool, kwargs: dict[str, Any], words: str
+) -> None:
+    """Also what hooks see between the backward and the step: whole gradients, updated tables."""
+    expected = two_ranks.run(split_backwards.fit, kind, "base", options, hooks, **kwargs)
+    actual = two_ranks.run(split_backwards.fit, kind, "split_backward", options, hooks, **kwargs)
+    for (mine, seen, told), (theirs, seen_in_base, _) in zip(actual, expected, strict=True):
+        assert reference.differences([mine], [theirs]) == [[]]
+        assert len(seen) == len(seen_in_base)
+        assert all(torch.equal(a, b) for a, b in zip(seen, seen_in_base, strict=True))
+        assert words in told or told == ""
+    assert words in actual[0][2]
+
+
+def test_above_two_ranks_and_on_one(get_ranks: Callable[..., Ranks]) -> None:
+    """DistributedDataParallel's buckets are those of a whole backward: the sums of three ranks round alike."""
+    for num_ranks, words in ((3, SPLIT), (1, "the backward runs whole: one rank on a CPU waits for nobody")):
+        ranks = get_ranks(num_ranks)
+        options = {"bucket_cap_mb": 0.001}
+        expected = ranks.run(split_backwards.fit, "", "base", options, False)
+        actual = ranks.run(split_backwards.fit, "", "split_backward", options, False)
+        assert reference.differences([a for a, *_ in actual], [e for e, *_ in expected]) == [[]] * num_ranks
+        assert words in actual[0][2]
+
+
+def test_a_hook_that_raises_in_the_second_half_ends_all_ranks(two_ranks: Ranks) -> None:
+    with pytest.raises(RankError, match="a hook of the user's in the second half"):
+        two_ranks.run(split_backwards.fit, "raises", "split_backward", {}, False)
