@@ -67,7 +67,10 @@ def test_accumulated_gradients_are_none_of_a_hand_written_loop(tmp_path: Path) -
     done = bench(tmp_path, *SMALL, "rounds=1", "arms=[loop_dmp]", "trainer.accumulate_grad_batches=2")
     assert done.returncode == 0, done.stderr
     _, arms = results(tmp_path)
-    assert "steps after every batch, not after accumulate_grad_batches=2" in arms["loop_dmp"]["failure"]
+    assert (
+        "a hand-written loop does not accumulate gradients, got accumulate_grad_batches=2"
+        in arms["loop_dmp"]["failure"]
+    )
     assert arms["base"]["final_loss"] == pytest.approx(0.69, abs=0.1)  # of a batch, not its share of a step
 
 

@@ -153,8 +153,8 @@ SCHEDULES = sorted(
 )
 
 FILES = (executor, stage_issue, deferred_updates, lookup_order)
-OF_REAL_STAGES = ("hand_to_compute", "hand_to_lookup", "hand_to_caller")
-"""What only the real stages ask for (`test_checked_streams.py`, `test_lookup_order.py`)."""
+OF_REAL_STAGES = ("hand_to_compute", "hand_to_lookup", "hand_to_caller", "_finish_backward")
+"""What only real stages and a real backward ask for (`test_checked_streams.py`, `test_lookup_order.py`)."""
 
 MUTANTS = [
     (file, line, text)
