@@ -34,9 +34,8 @@ class LateAllReduce:
         buffer.mul_(self._factor)
         work: Any = dist.all_reduce(buffer, group=self._group, async_op=True)
         if not self.is_late:
-            work.wait()
-        else:
-            self._under_way.append((work, bucket))
+            return work.get_future().then(lambda done: done.value()[0])  # type: ignore[no-any-return]
+        self._under_way.append((work, bucket))
         over: Future[torch.Tensor] = Future()
         over.set_result(buffer)
         return over

@@ -229,16 +229,16 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
             self._run.sparse = sparse = self._make_pipeline(self.schedule, "training_step")
             sparse.attach()
             whole = why_whole(self.lightning_module, self.optimizers, self._ddp_kwargs, sparse.updates)
-            if self.schedule.splits_backward and whole is None:
+            splits = self.schedule.splits_backward or self._tuner is not None
+            if splits and whole is None:
                 late = late_all_reduce(self.model, self._ddp_comm_hook)
                 self._run.split = split_layers(self.lightning_module, self.gather, late)
             if self._tuner is not None:
                 self._run.tuner = self._tuner
                 tell = first_words.tell if self.global_rank == 0 else (lambda text: None)
-                every = trainer.accumulate_grad_batches
-                self._tuner.begin(
-                    self.root_device, self._streams, self.gather, tell, per_step=every, moves_lookups=sends_embeddings
-                )
+                options: dict[str, Any] = {"moves_lookups": sends_embeddings, "splits": whole is None}
+                options["per_step"] = trainer.accumulate_grad_batches
+                self._tuner.begin(self.root_device, self._streams, self.gather, tell, **options)
             if self.quantized_comms is not None and self._consensus is not None:
                 warns = self.global_rank == 0
                 self._run.overflow = OverflowWatch(self.lightning_module, self._consensus, warns=warns)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from ..schedules import MODES, SPARSE_STAGES, STREAMS, Schedule, Stage, Step, StreamName
 
-TRIED = ("fused_sparse_dist", "fused_sparse_dist_after_optimizer", "sparse_dist", "base")
+TRIED = ("fused_sparse_dist", "fused_sparse_dist_after_optimizer", "split_backward", "sparse_dist", "base")
 """The modes to try; the first mode trains until the trial begins.
 
 `prefetch` is exact but excluded: it is for tables with a cache, and cannot follow another mode in a run."""
@@ -46,9 +46,14 @@ class Arm:
         return self.schedule.steps[self.schedule.position(Stage.EMBEDDING_LOOKUP)].offset
 
     @property
-    def held(self) -> tuple[int, int, int]:
-        """Key to compare memory: batches in flight, batches of embeddings ahead, index of the stream in `STREAMS`."""
-        return self.schedule.depth, self.ahead, list(STREAMS).index(self.stream) if self.ahead else 0
+    def held(self) -> tuple[int, int, bool, int]:
+        """Key to compare memory.
+
+        Batches in flight, batches of embeddings ahead, whether layers keep their inputs for weight gradients, index of
+        the stream in `STREAMS`.
+        """
+        stream = list(STREAMS).index(self.stream) if self.ahead else 0
+        return self.schedule.depth, self.ahead, self.schedule.splits_backward, stream
 
 
 _TABLES = {name: following(MODES[name]) for name in TRIED}
@@ -57,9 +62,9 @@ BRIDGE = _TABLES["sparse_dist"]
 """A table without lookups ahead: one batch under it lets lookups move to another stream."""
 
 
-def modes_on(stream: str) -> list[Arm]:
-    """Return every mode to try, on one stream."""
-    return [Arm(mode, stream) for mode in TRIED]
+def modes_on(stream: str, *, splits: bool = True) -> list[Arm]:
+    """Return every mode to try, on one stream; `splits`: whether the fit can split its backward."""
+    return [Arm(mode, stream) for mode in TRIED if splits or not _TABLES[mode].splits_backward]
 
 
 def streams_of(arm: Arm) -> list[Arm]:

@@ -84,6 +84,7 @@ class Tuner:
         *,
         per_step: int = 1,
         moves_lookups: bool = True,
+        splits: bool = True,
     ) -> None:
         """Begin a fit: try arms, unless a choice has been made.
 
@@ -94,13 +95,14 @@ class Tuner:
             tell: Logs a message.
             per_step: Batches per optimizer step.
             moves_lookups: Whether there are model-parallel tables, whose lookups run on the lookup stream.
+            splits: Whether the fit can split its backward; otherwise `split_backward` is not tried.
         """
         self._gather, self._tell, self._per_step = gather, tell, per_step
         self._streams = streams if moves_lookups and isinstance(streams, CudaStreams) else None
         self._move_lookups(self.arm.stream)  # an earlier fit may have moved them
         if not self.has_chosen:
             self._num_left = self._num_before = self._auto.warm_up
-            self._trial = Trial(modes_on(self.arm.stream), self._auto, timestamps_of(device), per_step)
+            self._trial = Trial(modes_on(self.arm.stream, splits=splits), self._auto, timestamps_of(device), per_step)
             self._walk(self._trial.arm)
 
     def finish(self) -> None:
@@ -126,7 +128,7 @@ class Tuner:
             return f"auto (chose {self.arm.mode})"
         assert self._trial is not None
         num_batches = self._num_before + self._trial.num_batches
-        return f"auto (tries {len(TRIED)} exact modes, chooses after at least {num_batches} batches)"
+        return f"auto (tries {len(self._trial.arms)} exact modes, chooses after at least {num_batches} batches)"
 
     @property
     def _tries_modes(self) -> bool:

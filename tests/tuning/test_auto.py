@@ -22,17 +22,25 @@ from .autos import NUM_STEPS
 MS: dict[str, tuple[float, ...]] = {
     "fused_sparse_dist": (8.0,),
     "fused_sparse_dist_after_optimizer": (9.0,),
+    "split_backward": (8.5,),
     "sparse_dist": (6.0,),
     "base": (10.0,),
 }
 """What a batch takes in each mode, as the clock says."""
-ROUND = list(MS)
 ONE_ROUND = Auto(warm_up=1, settle=1, block=2, rounds=1)
 """Too few blocks to compare: there is another round, and with its blocks no more."""
-WARM_UP = ["fused_sparse_dist"]
-TWO_ROUNDS = [*WARM_UP, *[mode for mode in [*ROUND, *ROUND[1:], *ROUND[:1]] for _ in range(3)]]
-CHOSEN, FIRST = ([*TWO_ROUNDS, *[mode] * 5] for mode in ("sparse_dist", "fused_sparse_dist"))
-"""The modes of a fit that chooses the fastest one, or goes on with the first one."""
+
+
+def _two_rounds(ranks: Ranks, *, splits: bool = True, block: int = 3) -> list[str]:
+    """The modes of the warm-up and of two rounds; one rank on a CPU waits for nobody, so it splits no backward."""
+    tried = [mode for mode in MS if mode != "split_backward" or (splits and ranks.world_size > 1)]
+    return ["fused_sparse_dist", *[mode for mode in [*tried, *tried[1:], *tried[:1]] for _ in range(block)]]
+
+
+def _chosen(ranks: Ranks, mode: str = "sparse_dist", *, splits: bool = True) -> list[str]:
+    """The modes of a fit that chooses a mode after two rounds."""
+    modes = _two_rounds(ranks, splits=splits)
+    return [*modes, *[mode] * (NUM_STEPS - len(modes))]
 
 
 def _trained(ranks: Ranks, case: Case) -> list[Result]:
@@ -51,13 +59,13 @@ def _check(ranks: Ranks, fits: list[autos.Fit], expected: list[Result], modes: l
 @pytest.mark.parametrize("case", [ALL_KINDS, SEQUENCE, ROWWISE_ADAGRAD], ids=lambda case: case.name)
 def test_equals_the_plain_loop_across_its_switches(ranks: Ranks, case: Case) -> None:
     fits = ranks.run(autos.train, case, MS)
-    _check(ranks, fits, _trained(ranks, case), CHOSEN)
+    _check(ranks, fits, _trained(ranks, case), _chosen(ranks))
 
 
 @pytest.mark.parametrize("model", ["manual", "makes_input"])
 def test_manual_optimization_and_modules_that_run_their_own_forward(two_ranks: Ranks, model: str) -> None:
     fits = two_ranks.run(autos.train, MIXED, MS, model=model)
-    assert fits[0].modes == CHOSEN
+    assert fits[0].modes == _chosen(two_ranks, splits=model != "manual")
     if model == "makes_input":
         _check(two_ranks, fits, _trained(two_ranks, MIXED))
 
@@ -66,50 +74,55 @@ def test_accumulated_gradients(ranks: Ranks) -> None:
     """Blocks are as long as whole optimizer steps: 4 batches in the place of 2, so that nothing is chosen here."""
     fits = ranks.run(autos.train, ALL_KINDS, MS, accumulate_grad_batches=4)
     expected = ranks.run_once(train_windows, ALL_KINDS, windows_of(NUM_STEPS, 4), updates_in_backward=True)
-    blocks = [mode for mode in [*ROUND, *ROUND[1:], *ROUND[:1]] for _ in range(5)]
-    _check(ranks, fits, expected, [*WARM_UP, *blocks][:NUM_STEPS])
+    modes = _two_rounds(ranks, block=5)
+    _check(ranks, fits, expected, modes[:NUM_STEPS])
     assert fits[0].state == {}
-    assert "training ended before a mode was chosen. A choice takes 41 batches of a fit, or up to 81 if" in fits[0].log
-    assert "5 blocks of 5 batches were finished, 0 of them disturbed" in fits[0].log
+    least = len(modes)
+    takes = f"A choice takes {least} batches of a fit, or up to {2 * least - 1} if"
+    assert f"training ended before a mode was chosen. {takes}" in fits[0].log
+    assert "7 blocks of 5 batches were finished, 0 of them disturbed" in fits[0].log
 
 
 def test_a_training_that_ends_early_says_what_was_disturbed(two_ranks: Ranks) -> None:
     """Of four blocks of three batches three have an evaluation in them. The first line names `auto`, not a mode."""
     log = two_ranks.run(autos.train, TABLE_WISE, MS, num_steps=14, val_check_interval=4)[0].log
     begin, end = log.splitlines()
-    assert begin.startswith("lightning_overlap: auto (tries 4 exact modes, chooses after at least 25 batches), ")
+    assert begin.startswith("lightning_overlap: auto (tries 5 exact modes, chooses after at least 31 batches), ")
     assert "4 blocks of 3 batches were finished, 3 of them disturbed" in end
 
 
 def test_evaluations_and_ends_of_epochs_void_blocks_and_change_nothing(ranks: Ranks) -> None:
-    """Three epochs of ten batches, an evaluation after every fifth one: both blocks of two modes are void."""
+    """Three epochs of ten batches, an evaluation after every fifth one: both blocks of two of four modes are void."""
+    whole = {"find_unused_parameters": True}  # no backward is split
     kwargs: dict[str, Any] = {"num_steps": 10, "max_epochs": 3, "reload_dataloaders_every_n_epochs": 1}
     ms = {**MS, "base": (1.0,)}
-    fits = ranks.run(autos.train, ALL_KINDS, ms, auto=ONE_ROUND, val_check_interval=5, **kwargs)
-    _check(ranks, fits, _trained(ranks, ALL_KINDS), CHOSEN)
+    fits = ranks.run(autos.train, ALL_KINDS, ms, auto=ONE_ROUND, val_check_interval=5, options=whole, **kwargs)
+    expected = ranks.run_once(train, ALL_KINDS, num_steps=30)
+    _check(ranks, fits, expected, _chosen(ranks, splits=False)[:30])
     counted = [line.split()[4] for line in fits[0].log.splitlines()[4:]]
     assert counted == ["2", "0", "2", "0"]
 
 
 def test_a_stalled_loader_voids_the_block_on_all_ranks(two_ranks: Ranks) -> None:
-    """The loader of rank 0 stalls in both blocks of the fastest mode: batches 8 and 9, 17 and 18 are timed, and two
+    """The loader of rank 0 stalls in both blocks of the fastest mode: batches 11 and 12, 23 and 24 are timed, and two
     batches later ones are fetched meanwhile."""
-    stalls = {10: 30.0, 20: 30.0}
+    stalls = {13: 30.0, 26: 30.0}
     fits = two_ranks.run(autos.train, TABLE_WISE, MS, auto=ONE_ROUND, stalls=stalls)
-    _check(two_ranks, fits, _trained(two_ranks, TABLE_WISE), FIRST)
+    _check(two_ranks, fits, _trained(two_ranks, TABLE_WISE), _chosen(two_ranks, "fused_sparse_dist"))
 
 
 def test_all_ranks_choose_alike_though_they_measure_different_times(two_ranks: Ranks) -> None:
     """Each rank alone would take another mode; the slowest rank's time counts."""
-    ms = dict(zip(ROUND, [(8.0, 8.0), (3.0, 10.0), (7.0, 7.0), (10.0, 3.0)], strict=True))
+    ms = dict(zip(MS, [(8.0, 8.0), (3.0, 10.0), (9.0, 2.0), (7.0, 7.0), (10.0, 3.0)], strict=True))
     fits = two_ranks.run(autos.train, TABLE_WISE, ms)
-    _check(two_ranks, fits, _trained(two_ranks, TABLE_WISE), CHOSEN)
+    _check(two_ranks, fits, _trained(two_ranks, TABLE_WISE), _chosen(two_ranks))
     assert [bool(fit.log) for fit in fits] == [True, False]
     _, words, _, _, *rows = fits[0].log.splitlines()
     assert words.startswith("pipeline='auto': sparse_dist, stream data_dist: no other is more than 5% faster")
     assert [row.split() for row in rows] == [
         ["fused_sparse_dist", "data_dist", "8.00", "0.00", "2", "3"],
         ["fused_sparse_dist_after_optimizer", "data_dist", "10.00", "0.00", "2", "3"],
+        ["split_backward", "data_dist", "9.00", "0.00", "2", "3"],
         ["sparse_dist", "data_dist", "7.00", "0.00", "2", "3", "chosen"],
         ["base", "data_dist", "10.00", "0.00", "2", "1"],
     ]
@@ -117,38 +130,49 @@ def test_all_ranks_choose_alike_though_they_measure_different_times(two_ranks: R
 
 def test_batches_that_are_none_move_no_switch(two_ranks: Ranks) -> None:
     """They are skipped, and count in no block."""
-    fits = two_ranks.run(autos.train, TABLE_WISE, MS, num_steps=32, nones=(3, 20))
+    fits = two_ranks.run(autos.train, TABLE_WISE, MS, num_steps=38, nones=(3, 20))
     assert fits[0].modes == fits[1].modes
     assert fits[0].state["mode"] == "sparse_dist"
 
 
-@pytest.mark.parametrize("stop", [8, 27], ids=["in the trial", "after the choice"])
+@pytest.mark.parametrize("stop", [8, 33], ids=["in the trial", "after the choice"])
 def test_a_resumed_run_goes_on_with_the_choice(ranks: Ranks, stop: int, tmp_path: Path) -> None:
     expected = _trained(ranks, ROWWISE_ADAGRAD)
     runs = ranks.run(autos.save_and_go_on, ROWWISE_ADAGRAD, MS, stop, str(tmp_path))
     for (whole, rest), theirs in zip(runs, expected, strict=True):
         assert whole.result.differences(theirs) == []
         assert rest.result.differences(dataclasses.replace(theirs, losses=theirs.losses[stop:])) == []
-        if stop == 27:
+        if stop == 33:
             assert rest.modes == ["sparse_dist"] * 3
             assert rest.state == whole.state
         else:
-            assert rest.modes == TWO_ROUNDS[:22], "tried anew"
-    if stop == 27:
+            assert rest.modes == _chosen(ranks)[: NUM_STEPS - stop], "tried anew"
+    if stop == 33:
         told = runs[0][1].log.splitlines()
         assert told[1] == "pipeline='auto': sparse_dist, stream data_dist, chosen before the checkpoint."
         assert told[2:] == runs[0][0].log.splitlines()[2:]
 
 
+def test_a_split_backward_is_chosen_where_it_is_the_fastest(two_ranks: Ranks, tmp_path: Path) -> None:
+    """And a resumed run goes on with it: it splits from its first batch on."""
+    expected = _trained(two_ranks, ALL_KINDS)
+    runs = two_ranks.run(autos.save_and_go_on, ALL_KINDS, {**MS, "split_backward": (5.0,)}, 33, str(tmp_path))
+    _check(two_ranks, [whole for whole, _ in runs], expected, _chosen(two_ranks, "split_backward"))
+    for (_, rest), theirs in zip(runs, expected, strict=True):
+        assert rest.modes == ["split_backward"] * 3
+        assert rest.result.differences(dataclasses.replace(theirs, losses=theirs.losses[33:])) == []
+
+
 def test_streams_are_tried_after_the_modes(two_ranks: Ranks) -> None:
     """Between two streams one batch is trained under a table that looks nothing up ahead; lookups are moved then."""
     ms = {**MS, "fused_sparse_dist": (4.0,), "fused_sparse_dist/dedicated": (3.0,)}
-    runs = two_ranks.run(autos.train_on_streams, TABLE_WISE, ms, num_steps=60)
+    runs = two_ranks.run(autos.train_on_streams, TABLE_WISE, ms, num_steps=66)
     streams = ["data_dist", "current", "dedicated", "current", "dedicated", "data_dist", "dedicated"]
     bridged = ["sparse_dist", *["fused_sparse_dist"] * 3]
-    modes = [*TWO_ROUNDS, *["fused_sparse_dist"] * 3, *bridged * 5, "sparse_dist", *["fused_sparse_dist"] * 11]
+    kept = ["sparse_dist", *["fused_sparse_dist"] * 11]
+    modes = [*_two_rounds(two_ranks), *["fused_sparse_dist"] * 3, *bridged * 5, *kept]
     names = {"data_dist": "data_dist", "current": "compute", "dedicated": "lookup"}
-    _check(two_ranks, [fit for fit, _ in runs], two_ranks.run_once(train, TABLE_WISE, num_steps=60), modes)
+    _check(two_ranks, [fit for fit, _ in runs], two_ranks.run_once(train, TABLE_WISE, num_steps=66), modes)
     for fit, moves in runs:
         assert moves == [names[stream] for stream in streams]
         assert (fit.state["mode"], fit.state["stream"]) == ("fused_sparse_dist", "dedicated")
@@ -164,7 +188,7 @@ def test_a_choice_is_not_kept_for_another_module(two_ranks: Ranks) -> None:
 
 def test_where_every_block_is_disturbed_nothing_is_chosen(two_ranks: Ranks) -> None:
     fits = two_ranks.run(autos.train, TABLE_WISE, MS, auto=ONE_ROUND, val_check_interval=1)
-    _check(two_ranks, fits, _trained(two_ranks, TABLE_WISE), FIRST)
+    _check(two_ranks, fits, _trained(two_ranks, TABLE_WISE), _chosen(two_ranks, "fused_sparse_dist"))
     assert fits[0].state == {}
     assert "no choice was made, because evaluations, saves, ends of epochs or data loading disturbed" in fits[0].log
 

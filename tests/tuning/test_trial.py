@@ -10,7 +10,7 @@ from lightning_overlap.tuning import Arm
 from lightning_overlap.tuning.arms import modes_on, streams_of
 from lightning_overlap.tuning.trial import Block, choose, table, times_of
 
-FUSED, AFTER, SPARSE, BASE = ARMS = modes_on("data_dist")
+FUSED, AFTER, SPARSE, BASE = ARMS = modes_on("data_dist", splits=False)
 
 
 def blocks(
