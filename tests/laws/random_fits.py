@@ -11,7 +11,10 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any, TypeVar
 
-EXACT = ("fused_sparse_dist", "sparse_dist", "fused_sparse_dist_after_optimizer", "prefetch", "base")
+EXACT = (
+    *("fused_sparse_dist", "split_backward", "sparse_dist", "fused_sparse_dist_after_optimizer", "prefetch"),
+    *("auto", "base"),
+)
 STALE = ("semi_sync", "semi_sync_deferred", "async_lookup")
 ORDERED = ("values", "to_dict")
 """Uses that see the order of columns."""
@@ -136,7 +139,7 @@ def draw(choose: Choose, without: Collection[str] = (), seed: int = 0) -> Fit:
         return choose([choice for choice in choices if choice not in without or not isinstance(choice, str)])
 
     num_ranks = choose([2, 1, 2])
-    pipeline = pick(*EXACT[:4], *STALE, EXACT[4])
+    pipeline = pick(*EXACT[:-1], *STALE, EXACT[-1])
     weighted = choose([False, False, True])
     change = pick("", "", "", "ids", *(["weights"] if weighted else []), "made")
     parts = tuple(_draw_part(pick, choose, at, weighted) for at in range(choose([1, 1, 2, 3])))

@@ -15,6 +15,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardingEnv
 
 from lightning_overlap import OverlapEmbeddingStrategy
+from lightning_overlap.tuning import Auto
 
 from ..support.fits import make_trainer, mode_and_options
 from ..support.reference import Result, collect
@@ -23,6 +24,8 @@ from .random_models import Data, Net, make_batch, make_plan, opened
 
 COLLECTIVE_TIMEOUT_S = 20
 NOT_DRAWN = "plain training fails: "
+EVERY_SECOND_BATCH = Auto(warm_up=1, settle=1, block=1, rounds=1)
+"""`pipeline="auto"` that switches to another mode after every second batch."""
 
 
 class _InOrder(dict[str, Any]):
@@ -137,7 +140,8 @@ def train_under_the_strategy(fit: Fit, **options: Any) -> Result:
     """Lightning, with the plan of the loop."""
     logging.getLogger("torchrec").setLevel(logging.ERROR)
     module = Net(fit)
-    mode, others = mode_and_options(fit.pipeline, {**dict(fit.options), **options})
+    named = EVERY_SECOND_BATCH if fit.pipeline == "auto" else fit.pipeline
+    mode, others = mode_and_options(named, {**dict(fit.options), **options})
     strategy = OverlapEmbeddingStrategy(
         pipeline=mode,
         stream=fit.stream,
