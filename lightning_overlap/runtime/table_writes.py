@@ -18,7 +18,7 @@ other.
 
 
 class TableWrites:
-    """Drops early lookups, on all ranks alike, if the tables that they read were written since.
+    """Drops early lookups, on all ranks alike, if the tables that they read were written afterwards.
 
     Args:
         lookups: The early lookups; None if nothing is looked up early.
@@ -69,7 +69,7 @@ class TableWrites:
         if self._any_rank is not None:
             everyone = self._asks and self._any_rank(written)
         if everyone:
-            self._num_asks = NUM_ASKS  # who has written tables once does it again
+            self._num_asks = NUM_ASKS  # code that has written tables once will write them again
             self.tables_changed()
         elif written:
             raise RuntimeError(
