@@ -22,7 +22,7 @@ KNOWN_RECORDS: Mapping[str, str] = {
     "torch.fx._symbolic_trace": "is_fx_tracing will return true",  # TorchRec's own call of it
     "": "Sharding spec not found",  # of each data-parallel table
 }
-"""Logger -> text in the records that are filtered out: TorchRec's own calls cause them, and users cannot act on them."""
+"""Logger -> text in the records that are filtered out: TorchRec's own calls cause them, users cannot act on them."""
 
 KNOWN_WARNINGS = (
     r"HeuristicalStorageReservation is known to cause issues",
@@ -66,8 +66,8 @@ def tell_set_up(
         model: The sharded model.
         mode: The mode, with its staleness if it is not 0.
         stream: The stream policy's name.
-        num_ranks: Number of ranks.
-        optimizers: The optimizers of `configure_optimizers`.
+        num_ranks: How many ranks there are.
+        optimizers: Those of `configure_optimizers`.
         scheduled: Whether there are learning-rate schedulers.
         unpipelined: Modules that run in their own forward, each with the reason.
     """

@@ -164,8 +164,8 @@ class WalksSteps(HasRun):
         def exchange() -> Any:
             if next(calls) > 0:
                 raise RuntimeError(
-                    f"{type(optimizer).__name__} asks for its gradients several times in a step, so it cannot apply "
-                    "the gradients of an earlier step: train without stash_gradients."
+                    f"{type(optimizer).__name__} asks for its gradients several times in a step, so they cannot be "
+                    "those of an earlier one: train without stash_gradients."
                 )
             output = closure()
             self._stash.exchange(optimizer, delay)
