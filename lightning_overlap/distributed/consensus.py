@@ -60,9 +60,7 @@ SKIP_ALIKE = (
 def check_none_batches(latest: Mapping[int, int]) -> None:
     """Check that ranks have skipped the same None batches.
 
-    Args:
-        latest: By rank, the number in the epoch of its last None batch before the batch that is compared; -1 if there
-            is none.
+    `latest` has by rank the number in the epoch of its last None batch before the compared batch; -1 if there is none.
 
     Raises:
         RuntimeError: The numbers differ; all ranks raise this alike.
@@ -115,12 +113,10 @@ class PollInterval:
         return MAX_INTERVAL - interval
 
     def hear(self, requested_interval: int, num_batches: float = float("inf")) -> None:
-        """Set the next batch to ask about.
+        """Set the next batch to ask about, by the largest value that `ask` returned on any rank.
 
-        Args:
-            requested_interval: The largest value that `ask` returned on any rank.
-            num_batches: Length of the epoch. The next question comes after half of the rest at most, since a rank that
-                skips batches ends earlier.
+        If the length of the epoch is known, it comes after half of the remaining batches at most, since a rank that
+        skips batches ends earlier.
         """
         assert self._asked is not None
         self._interval = MAX_INTERVAL - requested_interval
@@ -206,9 +202,7 @@ def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[A
 def together(action: Callable[[], T], gather: Callable[[Any], list[Any]]) -> T:
     """Call a function on every rank and return its result; if it fails on one rank, raise on all ranks.
 
-    Args:
-        action: The function. It must not wait for other ranks after anything that may fail on a single rank.
-        gather: Returns the values of all ranks, by rank.
+    The function must not wait for other ranks after anything that may fail on a single rank.
 
     Raises:
         RuntimeError: The function failed on some rank; the message is from the first such rank.

@@ -54,10 +54,7 @@ class SavesShards(HasRun):
             self._folder_saver = FolderSaver(self.checkpoint_group)
 
     def finish_save(self, error: BaseException | None = None) -> None:
-        """Wait for the save that is under way in a thread, if there is one.
-
-        Args:
-            error: The error that is being handled, if any: it gets a note if the save has failed.
+        """Wait for the save under way in a thread, if there is one; a handled error gets a note if the save has failed.
 
         Raises:
             Exception: The save has failed, and no other error is being handled.

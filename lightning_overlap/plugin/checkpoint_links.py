@@ -45,11 +45,7 @@ def stems(trainer: Trainer | None) -> set[str]:
 
 
 def bridges(trainer: Trainer | None, path: Path) -> list[tuple[Path, bool]]:
-    """Return the links that "last" finds while the last checkpoint is incomplete.
-
-    Args:
-        trainer: The trainer with the callbacks; None if there are no callbacks.
-        path: A checkpoint that is being saved.
+    """Return the links that "last" finds while the last checkpoint is incomplete, for a checkpoint that is being saved.
 
     Returns:
         For each callback that saves into the folder of `path`, the link and whether `path` is a last checkpoint itself.

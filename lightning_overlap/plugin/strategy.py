@@ -325,10 +325,7 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
     ) -> LookaheadFetcher:
         """Return a fetcher that stages the batches of Lightning's fetcher `inner` ahead of their step.
 
-        Args:
-            inner: Lightning's fetcher.
-            step_arguments: Returns the arguments of the user's step.
-            next_number: Returns the `batch_idx` of the next batch to train; None in an evaluation.
+        `next_number` returns the `batch_idx` of the next batch to train; None in an evaluation.
         """
         run, trains = self._run, next_number is not None
         assert run is not None
@@ -366,10 +363,9 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
         return run.executor
 
     def begin_evaluation(self, step: str) -> None:
-        """Update the tables, and replace the modules' forwards for an evaluation; all ranks call this.
+        """Update the tables, and replace the modules' forwards for an evaluation (`step`: the user's method).
 
-        Args:
-            step: The user's method: `validation_step`, `test_step` or `predict_step`.
+        All ranks call this.
         """
         run = self._run
         assert run is not None

@@ -58,12 +58,7 @@ def check_arguments(kind: type[DDPStrategy], given: Iterable[str]) -> None:
 
 
 def refuse(precision: Any, given: Iterable[Callback], model: nn.Module) -> None:
-    """Refuse a precision and callbacks that do not work with sharded tables.
-
-    Args:
-        precision: The name that the precision plugin has.
-        given: The trainer's callbacks.
-        model: The model, before its tables are sharded.
+    """Refuse a precision and callbacks that do not work with sharded tables, before the tables are sharded.
 
     Raises:
         ValueError: The precision is in `PRECISIONS`, or a callback copies, freezes or prunes tables.

@@ -134,11 +134,11 @@ class DeferredUpdates:
             self._make(step, inflight)
 
     def make_up_to(self, index: int, step: Step, *, overlaps_forward: bool, overlaps_dense: bool = False) -> None:
-        """Issue the updates of all batches up to `index`.
+        """Issue the updates of all batches up to `index`, inclusive, on the stream of `step`.
 
         Args:
-            index: Number of the last batch, inclusive.
-            step: The schedule's step, whose stream they run on.
+            index: Number of the last batch.
+            step: The schedule's step.
             overlaps_forward: Whether they may overlap with the forward on the compute stream, as it reads no table.
                 Otherwise they wait for all work issued on the compute stream.
             overlaps_dense: Whether the compute stream goes on with the dense part of the step, which reads no table.
@@ -170,11 +170,8 @@ class DeferredUpdates:
 
         The tables then match the dense weights: both have had the same batches.
 
-        Args:
-            timeout_s: How long to wait for gradients of other ranks, in seconds.
-
         Returns:
-            The updates that the tables lack, in words, if not all gradients arrive; else None.
+            The updates that the tables lack, in words, if not all gradients arrive within `timeout_s`; else None.
         """
         for index in [index for index in self.to_update if index >= self.num_stepped]:
             inflight = self.to_update.pop(index)  # it gets neither the dense step nor the update

@@ -19,13 +19,8 @@ class EndOfData:
     - If not, each rank says with a question how many further batches it surely has (`BatchSource.num_certain`). The
       next question is about the last batch that all ranks surely have; if one rank is sure of none, about every batch.
 
-    All ranks decide by the same answers, at the same step of the schedule, and so decide alike.
-
-    Args:
-        source: Provides this rank's batches.
-        consensus: Asks the other ranks; None on one rank.
-        rank: This process's rank, for messages.
-        depth: The most batches in flight at once.
+    All ranks decide by the same answers, at the same step of the schedule, and so decide alike. `depth` is the most
+    batches in flight at once.
     """
 
     def __init__(self, source: BatchSource, consensus: Consensus | None, rank: int, depth: int) -> None:
@@ -57,12 +52,9 @@ class EndOfData:
         return self.num_batches == index + 1
 
     def ask(self, index: int, *, lacks: bool, latest_none: int = -1) -> None:
-        """Ask all ranks whether they have batch `index`, if this batch needs a question. Does not wait.
+        """Ask all ranks whether they have batch `index`, without None batches, if it needs a question. Does not wait.
 
-        Args:
-            index: Number of the batch in the epoch, without None batches.
-            lacks: Whether this rank does not have it.
-            latest_none: Number of this rank's last None batch before it; -1 if there is none.
+        `latest_none` is the number of this rank's last None batch before it; -1 if there is none.
 
         Raises:
             RuntimeError: This rank's data ends before the length of its loader, since its last batches are None.

@@ -387,12 +387,7 @@ class Executor:
         self._order.note_update()
 
     def begin_backward(self, loss: torch.Tensor, *, is_only: bool) -> None:
-        """Begin the backward of the current batch's loss.
-
-        Args:
-            loss: The loss, whose gradient may not be needed.
-            is_only: Whether it is the step's only backward, with automatic optimization.
-        """
+        """Begin the backward of the current batch's loss; `is_only`: the step's only one (automatic optimization)."""
         if self.current is None:
             return
         if is_only and self._weights is not None:

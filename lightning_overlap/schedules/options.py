@@ -23,13 +23,7 @@ def resolve_stream(stream: str) -> StreamName:
 
 
 def named(kind: str, name: object, known: Mapping[str, _T], also: tuple[str, ...] = ()) -> _T:
-    """Return the entry of a name.
-
-    Args:
-        kind: The argument's name, for the message.
-        name: The user's name.
-        known: The entries by name.
-        also: Further names that the caller accepts, for the message.
+    """Return the entry of a name; messages name the argument (`kind`) and further valid names (`also`).
 
     Raises:
         ValueError: The name is unknown; the message lists the nearest names.

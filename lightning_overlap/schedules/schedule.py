@@ -69,7 +69,8 @@ class Schedule:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "steps", tuple(self.steps))
-        _validate(self)
+        for check in (_check_steps, _check_training_steps, _check_sparse_steps, _check_prefetch, _check_batch_order):
+            check(self)
 
     def __iter__(self) -> Iterator[Step]:
         return iter(self.steps)
@@ -277,13 +278,7 @@ class AccumulatingSchedule(_WithoutUpdates):
 
 
 def check_number(name: str, value: object, *, least: int = 0, instead: str = "") -> None:
-    """Check a number of batches that a user passes.
-
-    Args:
-        name: The argument's name, for messages.
-        value: The user's value.
-        least: The smallest valid number.
-        instead: What to do instead; ends the message about a smaller number.
+    """Check a number of batches that a user passes; `instead` ends the message about a smaller number than `least`.
 
     Raises:
         TypeError: The value is not an integer.
@@ -304,14 +299,6 @@ def _parse_step(name: str, text: str) -> Step:
     except ValueError as err:
         known = f"stages: {', '.join(map(str, Stage))}; streams: {', '.join(map(str, StreamName))}"
         raise ScheduleError(f"{name!r}: {text!r} names an unknown stage or stream. Known {known}.") from err
-
-
-def _validate(schedule: Schedule) -> None:
-    _check_steps(schedule)
-    _check_training_steps(schedule)
-    _check_sparse_steps(schedule)
-    _check_prefetch(schedule)
-    _check_batch_order(schedule)
 
 
 def _check_steps(schedule: Schedule) -> None:

@@ -81,11 +81,6 @@ class Answers:
         Only the first call in a step gets early embeddings. `checkpoint()` repeats a call in the backward, and gets the
         same answer again.
 
-        Args:
-            pipelined: The pipelined forward that was called.
-            args: Its positional arguments.
-            kwargs: Its keyword arguments.
-
         Returns:
             An awaitable of embeddings; for some kinds of modules a tuple of it and further values.
 
@@ -204,7 +199,7 @@ class Answers:
         form = given.lengths().dtype, given.values().dtype, None if weights is None else weights.dtype, varies
         before, pipelined.form = pipelined.form, form
         if before in (None, form):
-            self._forwards.sent_as_before(pipelined)
+            self._forwards.served(pipelined, own=True)
         else:
             self._forwards.check_all_ranks(
                 pipelined,
@@ -298,14 +293,15 @@ def _waited_for_as_called(found: Any, *, keeps_saved: bool, note: Callable[[Any]
     """Return an awaitable that waits in the modes of the call, not of the first use, and notes the answer."""
     if not isinstance(found, LazyAwaitable):
         return found
-    receive = partial(_keep_saved, found.wait) if keeps_saved else found.wait
-    return LazyEmbeddings(receive if note is None else partial(_noted, receive, note))
 
+    def receive() -> Any:
+        with _keeping_saved() if keeps_saved else nullcontext():
+            answer = found.wait()
+        if note is not None:
+            note(answer)
+        return answer
 
-def _noted(receive: Callable[[], Any], note: Callable[[Any], None]) -> Any:
-    answer = receive()
-    note(answer)
-    return answer
+    return LazyEmbeddings(receive)
 
 
 def _saving_is_hooked() -> bool:
@@ -317,11 +313,6 @@ def _saving_is_hooked() -> bool:
 def _keeping_saved() -> AbstractContextManager[Any]:
     """Within this context operators keep saved tensors until their backward, whatever hooks are active outside."""
     return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
-
-
-def _keep_saved(call: Callable[[], Any]) -> Any:
-    with _keeping_saved():
-        return call()
 
 
 @contextmanager

@@ -138,9 +138,6 @@ class DeferredUpdate:
         TorchRec makes a collective of two autograd functions: the first starts it, the second waits for it. An empty
         tensor joins them. In the backward the second one runs first and starts the all-to-all of gradients, then the
         first one waits for it. The cut is at the empty tensor, or, on one rank, at the embeddings themselves.
-
-        Args:
-            started: What an output dist returned.
         """
         num_cuts = len(self._under_way)
         for part in _under_way(started):

@@ -38,12 +38,8 @@ MAX_RECATS = 256
 def splits_only(module: Any, group: dist.ProcessGroup | None, *, narrow: bool = False) -> Iterator[None]:
     """Within this context a module's `input_dist` describes its all-to-alls of sizes instead of starting them.
 
-    `InputExchange` then sends the sizes of all modules at once.
-
-    Args:
-        module: A sharded module of a kind in `SUPPORTED_MODULES`.
-        group: Process group of the input dist; None on one rank, where `input_dist` sends nothing and stays as it is.
-        narrow: Whether to send ids and lengths as int32, if all ids of the module fit.
+    `InputExchange` then sends the sizes of all modules at once. On one rank (`group` is None) nothing changes.
+    `narrow` sends ids and lengths as int32, if all ids of the module fit.
     """
     if group is None:
         yield
@@ -198,12 +194,8 @@ class InputExchange:
 class _Received(KJTAllToAllTensorsAwaitable):  # type: ignore[misc]
     """TorchRec's awaitable of the ids that one part of a module receives, as a KeyedJaggedTensor.
 
-    Its tensors come by a `PackedExchange`, and the number of ids of each feature is known before they arrive.
-
-    Args:
-        meta: What this rank sends.
-        sizes: What it receives.
-        first: Number of its first tensor (lengths) among the parts of the exchange; ids and weights follow.
+    Its tensors come by a `PackedExchange`, and the number of ids of each feature is known before they arrive. `first`
+    is the number of its first tensor (lengths) among the parts of the exchange; ids and weights follow.
     """
 
     exchange: PackedExchange

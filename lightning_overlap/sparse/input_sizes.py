@@ -116,9 +116,7 @@ def types_in(tensors: Iterable[Tensor]) -> str:
 def check_types(mine: Mapping[str, str], group: dist.ProcessGroup) -> None:
     """Check that inputs have tensors of the same types on all ranks that have them; all ranks call this.
 
-    Args:
-        mine: For each input, by its name in the message, what `types_in` returns on this rank.
-        group: The ranks.
+    `mine` has the result of `types_in` on this rank for each input, by its name in the message.
 
     Raises:
         RuntimeError: Types differ. gloo would end the process on data of another size than expected.

@@ -229,12 +229,8 @@ def _look_up(
     A module of one owner takes TorchRec's own `compute_and_output_dist`. In a mixed module each call looks up the parts
     of the given owners, and the last call assembles the module's output.
 
-    Args:
-        state: The batch in this module, with its received ids; gets the output (`embeddings`) after the last part.
-        owners: Owners of the tables to look up.
-        set_rates: Gives the kernels the present learning rates. The update of this batch then takes the rate at its
-            backward, not at this lookup. None if no scheduler moves the rates.
-        defers_update: Whether to cut the graph of fused tables' embeddings for a deferred update.
+    With `set_rates` (None if no scheduler moves the rates) the update of this batch takes the learning rate at its
+    backward, not at this lookup. `defers_update` cuts the graph of fused tables' embeddings.
     """
     parts = _parts_to_look_up(state, owners)
     with (

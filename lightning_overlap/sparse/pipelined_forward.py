@@ -119,11 +119,7 @@ Answer = Callable[["PipelinedForward", tuple[Any, ...], dict[str, Any]], Any]
 class PipelinedForward:
     """The `forward` of one sharded module while a pipeline is attached.
 
-    Args:
-        name: The module's name in the model, for messages.
-        module: The sharded module.
-        group: The ranks among which early input dists are sent; None on one rank.
-        prefetches: Whether tables in a UVM cache can be looked up early.
+    `prefetches` says whether tables in a UVM cache can be looked up early.
 
     Raises:
         ImportError: The installed TorchRec lacks a private name that is used for this module.
@@ -277,15 +273,10 @@ class PipelinedForwards(dict[str, PipelinedForward]):
             warnings.warn(f"{text} FBGEMM takes row 0 of a shard for an id that is too large.", stacklevel=2)
         return None
 
-    def served(self, pipelined: PipelinedForward) -> None:
-        """Note that a module's call was served from early embeddings."""
+    def served(self, pipelined: PipelinedForward, *, own: bool = False) -> None:
+        """Note that a call was served early; with `own`: that a module's own forward sends the same types as before."""
         if self._mismatches is not None:
-            self._mismatches.served(pipelined.name, self.num_steps)
-
-    def sent_as_before(self, pipelined: PipelinedForward) -> None:
-        """Note that a module's own forward sends tensors of the same types as at the call before."""
-        if self._mismatches is not None:
-            self._mismatches.served(_OWN.format(pipelined.name), self.num_steps)
+            self._mismatches.served(_OWN.format(pipelined.name) if own else pipelined.name, self.num_steps)
 
     def forget_answers(self) -> None:
         """Let go of the answers kept for calls that a `checkpoint()` repeats."""
@@ -338,15 +329,11 @@ class PipelinedForwards(dict[str, PipelinedForward]):
         """Make sure that all ranks run a module's own forward for the same call, before this one issues a collective.
 
         Ranks that take early embeddings, or do not call the module, issue no collective for the call. So no collective
-        can ask them: this rank's collectives would wait for them, or match other collectives of theirs.
-
-        Args:
-            pipelined: The module that this rank has to run in its own forward.
-            problem: The message of the error.
-            own: Whether to ask about the types that the own forward sends, not about early embeddings.
+        can ask them: this rank's collectives would wait for them, or match other collectives of theirs. With `own` the
+        question is about the types that the own forward sends, not about early embeddings.
 
         Raises:
-            RuntimeError: Another rank has taken early embeddings for this call, or does not make it in time.
+            RuntimeError: `problem`: another rank has taken early embeddings, or does not make the call in time.
         """
         call = _OWN.format(pipelined.name) if own else pipelined.name
         if self._mismatches is not None and not self._mismatches.all_ranks(call, self.num_steps):

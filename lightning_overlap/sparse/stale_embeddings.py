@@ -54,12 +54,8 @@ class StaleRows:
     """Counts the stale rows of single batches.
 
     Each rank counts the rows of its shards from the ids that it has received; then the ranks add their counts up. The
-    host does not wait. On CUDA the rows are counted on a stream of their own, after the lookup.
-
-    Args:
-        sparse: The pipeline of training.
-        executor: Returns the executor of training; None before its first batch.
-        group: Process group of the sum over ranks, which all start at the same point of a step; None on one rank.
+    host does not wait. On CUDA the rows are counted on a stream of their own, after the lookup. `executor` returns the
+    executor of training, or None before its first batch.
     """
 
     def __init__(

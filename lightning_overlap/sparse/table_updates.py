@@ -42,10 +42,7 @@ class TableUpdates:
     def register_backward_hook(self, inflight: InFlightBatch, stage: Stage, call: Callable[[], None]) -> bool:
         """Let the backward of a batch call a function where it first waits for other ranks, before it writes a table.
 
-        Args:
-            inflight: The batch being trained.
-            stage: The first stage that the function issues.
-            call: The function. One backward may call it several times.
+        One backward may call it several times. `stage` is the first stage that it issues.
 
         Returns:
             Whether the backward will call it. If not, the caller has to issue the stage, before the backward.
@@ -122,11 +119,9 @@ class TableUpdates:
         self._to_come.clear()
 
     def count_lookups(self, inflight: InFlightBatch, times: int) -> None:
-        """Change the iteration counts of fused optimizers by the early lookups of a batch.
+        """Change the iteration counts of fused optimizers by the early lookups of a batch that is not updated yet.
 
-        Args:
-            inflight: A batch that has been looked up and not yet updated.
-            times: -1 takes its lookups out of the counts, so that a checkpoint has updates only; 1 adds them again.
+        `times=-1` takes its lookups out of the counts, so that a checkpoint has updates only; 1 adds them again.
         """
         for state in inflight.modules.values():
             for num_lookups in (state.num_lookups, state.num_own_lookups):

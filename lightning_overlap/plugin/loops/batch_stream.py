@@ -36,12 +36,8 @@ class BatchStream:
     Lightning skips a *None batch*, for which the collate function has returned None. All ranks have to skip the same
     batches.
 
-    Args:
-        inner: Lightning's fetcher, whose iterator may be running.
-        trainer: Stages the batches.
-        epoch: The number of batches, and how many may be fetched.
-        trains: Whether the batches are trained, not evaluated.
-        sends_sizes: Whether the ranks compare their None batches with each batch's sizes. If not, they ask each other.
+    The iterator of `inner`, Lightning's fetcher, may be running. With `sends_sizes` the ranks compare their None
+    batches with each batch's sizes; otherwise they ask each other.
     """
 
     def __init__(

@@ -14,12 +14,7 @@ Gather = Callable[[Any], list[Any]]
 
 
 class Epoch:
-    """Number of batches of an epoch on all ranks, and how many of them may be fetched by now.
-
-    Args:
-        trainer: The trainer that runs the epoch.
-        trains: Whether the batches are trained: `max_steps` does not limit an evaluation.
-    """
+    """Number of batches of an epoch on all ranks, and how many of them may be fetched by now."""
 
     def __init__(self, trainer: Trainer, *, trains: bool) -> None:
         self._trainer, self._trains = trainer, trains
@@ -33,10 +28,7 @@ class Epoch:
     def agree(self, own: float, gather: Gather, *, knows: bool) -> None:
         """Set the length to the shortest rank's; all ranks call this.
 
-        Args:
-            own: Length of this rank's epoch; `inf` if it is not known.
-            gather: Asks the ranks.
-            knows: Whether this rank is sure to have `own` batches.
+        `own` is the length of this rank's epoch, `inf` if it is not known; `knows`, whether it surely has that many.
         """
         lengths, known = zip(*gather((own, knows)), strict=True)
         self.num_batches, self.lengths_known = min(lengths), all(known)
@@ -54,10 +46,8 @@ class Epoch:
     def num_none_at_end(self, nones: list[int], gather: Gather, *, goes_on: bool) -> int:
         """Return how many None batches end the epoch, the same on all ranks; all of them call this.
 
-        Args:
-            nones: Numbers of the None batches that follow on this rank after the last batch that all ranks train.
-            gather: Asks the ranks.
-            goes_on: Whether this rank has another batch after these.
+        `nones` numbers the None batches on this rank after the last batch that all ranks train; `goes_on` says whether
+        another batch follows on this rank.
 
         Raises:
             RuntimeError: A rank has a None batch where another rank has a batch to train.

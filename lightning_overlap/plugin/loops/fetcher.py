@@ -32,15 +32,8 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
     """Gives a loop the batches that the executor has staged, and the None batches between them.
 
     It is a subclass of the fetcher for `dataloader_iter`, for which Lightning's loop does no batch transfer itself.
-    The loop sets `executor` before it takes the first batch.
-
-    Args:
-        inner: Lightning's fetcher, from which the stream takes batches.
-        stream: Stages the batches for the executor.
-        epoch: The number of batches.
-        step_arguments: Returns the arguments of the user's step.
-        next_number: Returns the `batch_idx` of the loop's next batch; None if a batch keeps its loader's number.
-        gather: Returns the values of all ranks.
+    The loop sets `executor` before it takes the first batch. `next_number` returns the `batch_idx` of the loop's next
+    batch; it is None if a batch keeps its loader's number.
     """
 
     def __init__(
