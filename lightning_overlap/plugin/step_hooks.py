@@ -154,7 +154,7 @@ class WalksSteps(HasRun):
         return 0 if executor is None else executor.lasting_staleness
 
     def _exchanging_gradients(self, optimizer: Optimizer, closure: Callable[[], Any], delay: int) -> Callable[[], Any]:
-        """Return a closure that runs `closure`, stashes its gradients and shows those of `delay` steps earlier.
+        """Return a closure that runs `closure`, stashes its gradients and shows gradients of `delay` steps earlier.
 
         Raises:
             RuntimeError: When it is called: the optimizer calls it several times in a step, as LBFGS does.

@@ -90,7 +90,7 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
             data-parallel: whole on every rank, for the optimizer of `configure_optimizers`.
         quantized_comms: Precision in which embeddings and their gradients are sent between ranks: "fp16", "bf16",
             "fp8", "int8" or "mx4", one for each direction (`("fp16", "bf16")`), or TorchRec's `QCommsConfig`; None:
-            full precision. Losses are those of a plain loop with the same codecs. The strategy warns of gradients that
+            full precision. Losses equal a plain loop's with the same codecs. The strategy warns of gradients that
             are too large or too small for FP16.
         replicate_tables: Tables that every rank holds whole, since their gradients are fewer bytes than their
             embeddings; their fused optimizer updates them in the backward, alike on all ranks. None: tables with fewer

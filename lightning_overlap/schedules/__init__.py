@@ -5,11 +5,11 @@ Standard library only. A new mode is a table in `modes.py`; `Mode` holds a mode'
 
 from .mode import Mode as Mode
 from .mode import resolve_mode as resolve_mode
+from .mode import resolve_stream as resolve_stream
 from .modes import MODES as MODES
 from .modes import STREAMS as STREAMS
 from .modes import ModeName as ModeName
 from .modes import StreamPolicy as StreamPolicy
-from .options import resolve_stream as resolve_stream
 from .schedule import Schedule as Schedule
 from .schedule import ScheduleError as ScheduleError
 from .schedule import Step as Step

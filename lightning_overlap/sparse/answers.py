@@ -129,7 +129,7 @@ class Answers:
             raise ValueError(outside)
         self._updates.make_before_forward(pipelined.name)
         # checkpoint() drops what operators save, and repeats the forward in the backward, at another time on each rank:
-        # collectives of a repeated lookup would not match. So a lookup keeps what it saves, and is not repeated.
+        # collectives of a repeated lookup would not match. So a lookup keeps its saved tensors, and is not repeated.
         checkpointed = inflight is not None and torch.is_grad_enabled() and _saving_is_hooked()
         with _keeping_saved() if checkpointed else nullcontext():
             found = self._on_compute_stream(pipelined.module, inflight, look_up_now)

@@ -97,7 +97,7 @@ class DeferredUpdate:
         """Return an output dist that also cuts the graph of its embeddings.
 
         Raises:
-            RuntimeError: When it is called: no all-to-all was found in what the output dist has started.
+            RuntimeError: When it is called: the output dist has started no all-to-all.
         """
 
         def start(embeddings: Tensor, *context: Any) -> Awaitable[Tensor]:

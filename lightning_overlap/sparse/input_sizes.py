@@ -47,7 +47,7 @@ Form: TypeAlias = tuple[PartForm, ...]
 
 
 def form_of(request: Any) -> Form:
-    """Return the form of a module's input from what its `input_dist` returned under `splits_only`."""
+    """Return the form of a module's input from the result of its `input_dist` under `splits_only`."""
     return tuple(
         PartForm(len(meta.splits_tensors), tuple(meta.splits), not meta._input.variable_stride_per_key())
         for meta in _metas_of(request)
@@ -220,7 +220,7 @@ class InputSizes:
         """Wait for the rows of the other ranks and read them on the host: the one host sync of a step.
 
         Returns:
-            By module: how many inputs each rank has for it, and what this rank receives of each part.
+            By module: the number of its inputs on each rank, and the sizes that this rank receives of each part.
 
         Raises:
             RuntimeError: Ranks have skipped different None batches, or have inputs of different types.

@@ -375,8 +375,8 @@ class PipelinedForwards(dict[str, PipelinedForward]):
             self._warn(
                 pipelined,
                 "variable batch sizes",
-                f"TorchRec 1.8 looks up {pipelined} otherwise than unsharded where batch sizes vary by feature, and "
-                "does not train its tables on a CPU. Give it one batch size.",
+                f"If batch sizes vary by feature, TorchRec 1.8 looks up {pipelined} differently from the unsharded "
+                "module, and does not train its tables on a CPU. Give it one batch size.",
             )
 
     def _warn(self, pipelined: PipelinedForward, reason: str, text: str) -> None:

@@ -101,7 +101,7 @@ class _FusedLookup:
 
     def run_again(self, features: KeyedJaggedTensor, counts: list[int]) -> GradientEdge:
         """Look up again with the iteration counts of the first lookup, then restore the present counts."""
-        ahead = lookups_since(self.kernels, counts)  # this lookup, and those of later batches
+        ahead = lookups_since(self.kernels, counts)  # this lookup, and lookups of later batches
         _uncount(self.kernels, ahead)
         _, edge = self.run(features)
         repeated = lookups_since(self.kernels, counts)
