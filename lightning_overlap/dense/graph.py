@@ -1,4 +1,4 @@
-"""Find out from the graph of a loss whether anything but a module itself uses the module's weights."""
+"""Find out from the graph of a loss whether only the module itself uses a module's weights."""
 
 from __future__ import annotations
 
@@ -10,20 +10,14 @@ from torch import Tensor
 
 
 class Uses:
-    """The calls of modules in one step. `whole` says which of them have a backward that cannot be split."""
+    """The calls of modules in one step; `whole` returns the modules whose backward cannot be split."""
 
     def __init__(self) -> None:
         self._calls: list[tuple[Any, Any, Any]] = []  # module, node of its output, node of its input
         self._whole: dict[Any, str] = {}
 
     def note(self, layer: Any, output: Tensor, given: Tensor | None = None) -> None:
-        """Note a call of a module.
-
-        Args:
-            layer: The module, with its `weights`.
-            output: What the call returned.
-            given: Its input; None if no input needs a gradient.
-        """
+        """Note a call of a module, its output, and its input if that needs a gradient."""
         if _saving_is_hooked():
             self._whole[layer] = "its saved tensors are hooked (activation checkpointing)"
         if output.requires_grad:
@@ -35,11 +29,11 @@ class Uses:
         self._whole[layer] = reason
 
     def _check(self, layer: Any) -> None:
-        """Note a gradient that is computed before the step's own backward, which `whole` comes before."""
+        """Note a gradient that is computed within the step, before `whole` and the step's own backward."""
         self._whole[layer] = "its gradient is computed within the step"
 
     def whole(self, layers: Iterable[Any], loss: Tensor) -> dict[Any, str]:
-        """Return which of some modules have a backward that cannot be split, each with the reason."""
+        """Return the modules whose backward cannot be split, each with the reason."""
         users: dict[Any, set[Any]] = {loss.grad_fn: set()}
         nodes = [loss.grad_fn]
         while nodes:

@@ -25,11 +25,11 @@ class LateAllReduce:
         self._factor = 1.0 / self._group.size()
         self._under_way: list[tuple[dist.Work, Any]] = []
         self.is_late = False
-        """Whether the gradients of the present step are waited for in `wait`; else in the backward."""
+        """Whether `wait` waits for the gradients of the present step; else the backward does."""
         model.register_comm_hook(self, lambda late, bucket: late.start(bucket))
 
     def start(self, bucket: Any) -> Future[torch.Tensor]:
-        """Start the all-reduce of a bucket; return what DistributedDataParallel waits for."""
+        """Start the all-reduce of a bucket; return the future for which DistributedDataParallel waits."""
         buffer = bucket.buffer()
         buffer.mul_(self._factor)
         work: Any = dist.all_reduce(buffer, group=self._group, async_op=True)
@@ -50,5 +50,5 @@ class LateAllReduce:
         self.forget()
 
     def forget(self) -> None:
-        """Forget what is under way."""
+        """Forget the all-reduces under way."""
         self._under_way.clear()

@@ -35,7 +35,7 @@ class SplitLayer:
         """Whether gradients of its input are computed in the backward; a chain of layers is split if it needs none."""
         self.weights = list(module.parameters())
         self.forward: Callable[..., Any] = module.forward
-        """The forward that takes the place of the module's own in a step."""
+        """The forward that replaces the module's own forward in a step."""
         self.why_whole: str | None = None
         """Why its backward is not split; None if it is."""
         self.calls: list[_Call] = []
@@ -61,8 +61,8 @@ class SplitLayers:
     Args:
         model: The model.
         without: Modules that are not part of the dense model: sharded modules.
-        agree: Called once with the modules that this rank cannot split, by name with the reason; returns those of all
-            ranks.
+        agree: Called once with the modules that this rank cannot split, by name with the reason; returns the modules
+            that some rank cannot split.
         all_reduce: Waits for the all-reduce of gradients; None if the backward does.
     """
 
@@ -130,7 +130,7 @@ class SplitLayers:
             torch.autograd.backward([call.output for call in calls], [call.gradient for call in calls], inputs=weights)
 
     def finish(self) -> None:
-        """Wait for the all-reduce of gradients; all of them are whole afterwards."""
+        """Wait for the all-reduce of gradients; afterwards they are complete."""
         if self._all_reduce is not None:
             self._all_reduce.wait()
 
@@ -140,7 +140,7 @@ class SplitLayers:
         self._pending.clear()
 
     def _discover(self, uses: Uses, loss: Tensor) -> None:
-        """Find out from the graph of the first step's loss which modules can be split; the others are let go of."""
+        """Find out from the graph of the first step's loss which modules can be split; forget the others."""
         self._uses = None
         reasons = uses.whole(self.layers, loss)
         whole = {layer.name: layer.why_whole or reasons.get(layer) for layer in self.layers}
@@ -222,7 +222,7 @@ class _Halves(torch.autograd.Function):
 
 
 def _state(weight: Tensor) -> object:
-    """Return what changes where a gradient is added to a weight's."""
+    """Return a value that changes when a gradient is added to a weight's gradient."""
     return None if weight.grad is None else (id(weight.grad), weight.grad._version)
 
 

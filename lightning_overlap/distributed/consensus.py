@@ -27,7 +27,7 @@ class StepFlags(NamedTuple):
     latest_none: int = -1
     """Number in the epoch of its last None batch before this one; -1 if there is none."""
     requested_interval: int = 0
-    """`MAX_INTERVAL` minus the batches after which it wants to be asked again; as an answer, for the earliest one."""
+    """`MAX_INTERVAL` minus the number of batches until its next question; the answer has the earliest question."""
 
 
 class Answer(NamedTuple):
@@ -60,12 +60,10 @@ SKIP_ALIKE = (
 def check_none_batches(latest: Mapping[int, int]) -> None:
     """Check that ranks have skipped the same None batches.
 
-    Args:
-        latest: By rank, the number in the epoch of its last None batch before the batch that is compared; -1 if there
-            is none.
+    `latest` has by rank the number in the epoch of its last None batch before the compared batch; -1 if there is none.
 
     Raises:
-        RuntimeError: They differ. All ranks see it alike.
+        RuntimeError: The numbers differ; all ranks raise this alike.
     """
     if len(set(latest.values())) <= 1:
         return
@@ -85,9 +83,9 @@ Lowest = Callable[[], list[int]]
 class PollInterval:
     """Decides about which batches the ranks ask each other, if every rank knows its number of batches.
 
-    They ask about the first batch, the last ones, and now and then one in between, to hear of a rank that was told to
-    stop, or of a None batch; in that case they ask about every batch from then on. A question costs as much as
-    a small model's forward. All decide alike, by batch numbers and by answers. An interval is at most twice the last.
+    They ask about the first batch, the last batches and occasional batches in between, to learn of a rank that was told
+    to stop, or of a None batch, after which they ask about every batch. A question costs as much as a small model's
+    forward. All ranks decide alike, by batch numbers and answers. An interval is at most twice the last.
     """
 
     def __init__(self) -> None:
@@ -115,12 +113,10 @@ class PollInterval:
         return MAX_INTERVAL - interval
 
     def hear(self, requested_interval: int, num_batches: float = float("inf")) -> None:
-        """Set the next batch to ask about.
+        """Set the next batch to ask about, by the largest value that `ask` returned on any rank.
 
-        Args:
-            requested_interval: The largest value that `ask` returned on any rank.
-            num_batches: Length of the epoch. The next batch comes after half of the rest at most, since a rank that
-                skips some ends earlier.
+        If the length of the epoch is known, it comes after half of the remaining batches at most, since a rank that
+        skips batches ends earlier.
         """
         assert self._asked is not None
         self._interval = MAX_INTERVAL - requested_interval
@@ -128,7 +124,7 @@ class PollInterval:
 
 
 ASK_FOR_LAST = 8
-"""How many of an epoch's last batches the ranks ask about one by one: some may be None on some ranks."""
+"""Number of batches at an epoch's end that the ranks ask about one by one: some may be None on some ranks."""
 
 ASK_EVERY_S = 0.5
 """Approximate seconds between two questions. A rank that was told to stop may go on for this long."""
@@ -206,9 +202,7 @@ def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[A
 def together(action: Callable[[], T], gather: Callable[[Any], list[Any]]) -> T:
     """Call a function on every rank and return its result; if it fails on one rank, raise on all ranks.
 
-    Args:
-        action: The function. It must not wait for other ranks after anything that may fail on a single rank.
-        gather: Returns the values of all ranks, by rank.
+    The function must not wait for other ranks after anything that may fail on a single rank.
 
     Raises:
         RuntimeError: The function failed on some rank; the message is from the first such rank.

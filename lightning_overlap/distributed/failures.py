@@ -122,7 +122,7 @@ class FirstCause:
         """
         verdict = "alone"
         with contextlib.suppress(Exception):
-            # The first rank to know decides for all: another rank's time may be up at this very moment.
+            # The first rank to know decides for all: another rank may time out at this moment.
             mine = "together" if self._all_come(f"{self._key}/here {place}", num_ranks, timeout_s) else "alone"
             verdict = self._store.compare_set(f"{self._key}/verdict", "", mine).decode()
         return verdict == "together"

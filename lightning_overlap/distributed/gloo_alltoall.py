@@ -24,8 +24,8 @@ class ReceivesFirst(dist.ProcessGroup):
     is ready to receive: the earlier rank begins to send when it has received everything. On a link of limited
     bandwidth the all-to-all then takes twice as long. Posted first, the announcement travels ahead of the data.
 
-    All other calls go to gloo, from here and not through the base class: it would hold Python's lock meanwhile, for
-    which a gloo thread that holds its own lock may wait. All ranks issue a group's all-to-alls in the same order.
+    All other calls go to gloo directly and not through the base class: that would hold Python's lock, for which a gloo
+    thread with its own lock may wait. All ranks issue a group's all-to-alls in the same order.
     """
 
     def __init__(self, gloo: dist.ProcessGroupGloo, rank: int, size: int) -> None:
@@ -134,7 +134,7 @@ class Exchange(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        """Whether a wait has ended; before that gloo does not tell whether the all-to-all has."""
+        """Whether a wait has ended; gloo does not tell earlier whether the all-to-all is over."""
         return not self._works
 
     def get_future(self) -> torch.futures.Future[None]:

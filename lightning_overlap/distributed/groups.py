@@ -109,14 +109,14 @@ def destroyed_at_exit() -> Iterator[None]:
 
 
 _owner = 0
-"""The process that made the default group: a process that is forked from it has the group, without its threads."""
+"""The process that made the default group: a process forked from it has the group without its threads."""
 _FREED_WITHIN_S = 0.05
 """Modules and trainers keep groups, and so their threads. Each thread then has at most a few tensors left to free."""
 
 
 def _destroy() -> None:
-    """Destroy all groups at the end of a process that has not failed; no other rank is waited for."""
-    # After an error other ranks may be gone or wait, and a group ends when its collectives that are under way have.
+    """Destroy all groups at the end of a process that has not failed, without waiting for other ranks."""
+    # After an error other ranks may be gone or wait, and a group ends only after its collectives under way.
     if os.getpid() == _owner and dist.is_initialized() and not hasattr(sys, "last_value"):
         _made.clear()
         dist.destroy_process_group()

@@ -20,11 +20,7 @@ LOOK_EVERY_S = 1.0
 class Mismatches:
     """The calls of this run's modules that some rank cannot serve from early embeddings.
 
-    Args:
-        store: Carries messages between the ranks.
-        key: Prefix of all keys of this run, the same on all ranks.
-        num_ranks: Number of ranks.
-        timeout_s: How long `all_ranks` waits, in seconds.
+    `key` begins all keys of this run in the store; `all_ranks` waits for `timeout_s` seconds at most.
     """
 
     def __init__(self, store: Store, key: str, num_ranks: int, timeout_s: float) -> None:

@@ -26,7 +26,7 @@ class Part(NamedTuple):
 
 
 class _Streams(Protocol):
-    """What an exchange needs of a device's streams: these methods of `runtime.Streams`."""
+    """The methods of `runtime.Streams` that an exchange needs."""
 
     def current(self) -> Any: ...
     def record(self, name: Any) -> Any: ...

@@ -1,6 +1,6 @@
-"""The Lightning side: the strategy and its hooks; `loops/` has what feeds and ends Lightning's loops.
+"""The Lightning side: the strategy and its hooks; `loops/` feeds and ends Lightning's loops.
 
-`private_names.py` lists what it uses of Lightning beyond its public interface.
+`private_names.py` lists the private names of Lightning that it uses.
 """
 
 from . import first_words as first_words

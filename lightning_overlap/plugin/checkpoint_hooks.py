@@ -21,11 +21,11 @@ from . import checkpoint_links
 from .run import HasRun
 
 _LOADERS, _LOADER = "loader_states", "combined_loader"
-"""Entry of a checkpoint with every rank's state of the data loaders, and Lightning's with this rank's."""
+"""Entry of a checkpoint with every rank's state of the data loaders, and Lightning's entry with this rank's."""
 _ASSIGNING_RANKS = "managed_collision_ranks"
-"""Entry of a checkpoint: on how many ranks its managed collision modules assigned rows to ids."""
+"""Entry of a checkpoint: the number of ranks on which its managed collision modules assigned rows to ids."""
 _CHOICE = "lightning_overlap_auto"
-"""Entry of a checkpoint: what `pipeline="auto"` has chosen."""
+"""Entry of a checkpoint: the mode that `pipeline="auto"` has chosen."""
 _NUM_STASHED = "num_stashed_gradients"
 """Entry of an optimizer's state: the number of steps whose gradients are stashed in it."""
 
@@ -54,10 +54,7 @@ class SavesShards(HasRun):
             self._folder_saver = FolderSaver(self.checkpoint_group)
 
     def finish_save(self, error: BaseException | None = None) -> None:
-        """Wait for the save that is under way in a thread, if there is one.
-
-        Args:
-            error: The error that is being handled, if any: it gets a note where the save has failed, too.
+        """Wait for the save under way in a thread, if there is one; a handled error gets a note if the save has failed.
 
         Raises:
             Exception: The save has failed, and no other error is being handled.
@@ -67,7 +64,7 @@ class SavesShards(HasRun):
         except Exception as err:
             if error is None:
                 raise
-            error.add_note(f"And the checkpoint that was being written while training went on failed: {err}")
+            error.add_note(f"The checkpoint that was being written in the background has failed as well: {err}")
 
     @override
     def on_train_end(self) -> None:
@@ -77,7 +74,7 @@ class SavesShards(HasRun):
     @property
     @override
     def restore_checkpoint_after_setup(self) -> bool:
-        # A checkpoint of shards can be loaded into sharded tables only; TorchRec cuts up whole ones as it loads them.
+        # A checkpoint of shards can be loaded into sharded tables only; TorchRec splits whole tables as it loads them.
         return self.model is not None and has_tables(self.model)
 
     @override
@@ -97,12 +94,12 @@ class SavesShards(HasRun):
         if module is None or not sharded_modules(module):
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
-        self._folder_saver.wait()  # its thread uses `checkpoint_group`, as all of the following does
+        self._folder_saver.wait()  # its thread uses `checkpoint_group`, as everything below does
         with self.saving():
             self._save(module, checkpoint, self.broadcast(filepath), storage_options)
 
     def _save(self, module: LightningModule, checkpoint: dict[str, Any], filepath: Any, storage_options: Any) -> None:
-        # Rank 0 alone writes what is not sharded, so it gets the loader states of all ranks.
+        # Rank 0 alone writes the state that is not sharded, so it gets the loader states of all ranks.
         states = gather_objects(_fit_loop(checkpoint).get(_LOADER), self.checkpoint_group)
         if any(states):
             checkpoint[_LOADERS] = states
@@ -110,7 +107,7 @@ class SavesShards(HasRun):
             if self._saved_format == FULL:
                 raise ValueError(
                     "checkpoint_format='full' cannot hold managed collision modules: each shard assigns rows to the "
-                    "ids that its rank gets, which TorchRec loads from shards only. Take checkpoint_format='sharded'."
+                    "ids that its rank gets, which TorchRec loads from shards only. Use checkpoint_format='sharded'."
                 )
             checkpoint[_ASSIGNING_RANKS] = self.world_size
         if self._tuner is not None and self._tuner.has_chosen:
@@ -125,14 +122,14 @@ class SavesShards(HasRun):
             checkpoints.write_file(content, path, self.checkpoint_group, also=first)
         else:
             checkpoints.check_folder_path(filepath, storage_options)
-            asynchronous = self.async_checkpoint and self._running_trainer is not None  # else nobody would wait for it
+            asynchronous = self.async_checkpoint and self._running_trainer is not None  # else nothing would wait for it
             self._folder_saver.save(checkpoint, path, module, asynchronous=asynchronous, also=first)
         self._take_newest(path, resumable)
 
     def _first_last(self, path: Path) -> Path | None:
         """Return a second name under which "last" finds this checkpoint, if there is no last checkpoint yet.
 
-        With `save_last=True` Lightning saves it once more as the last one; until then nothing else is found.
+        With `save_last=True` Lightning saves it again as the last checkpoint; until then "last" finds nothing else.
         """
         for bridge, is_last in checkpoint_links.bridges(self._running_trainer, path):
             found = path.parent.glob(f"{bridge.name.partition('.new')[0]}*{bridge.suffix}")
@@ -141,7 +138,7 @@ class SavesShards(HasRun):
         return None
 
     def _take_newest(self, path: Path, resumable: bool) -> None:
-        """Let "last" find what was saved, as soon as it is complete; on rank 0."""
+        """Let "last" find a checkpoint as soon as it is complete; on rank 0."""
         self._newest = path  # complete before `on_commit` calls anything
         for bridge, is_last in checkpoint_links.bridges(self._running_trainer, path) if self.is_global_zero else []:
             if is_last:
@@ -159,7 +156,7 @@ class SavesShards(HasRun):
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:
-        # Not before the checkpoint that was saved after it is complete.
+        # Only once the checkpoint that was saved after it is complete.
         if not _is_plain_file(filepath, None, self.checkpoint_io):
             self._folder_saver.on_commit(partial(super().remove_checkpoint, filepath))
         elif self.is_global_zero:
@@ -189,7 +186,7 @@ class SavesShards(HasRun):
                 with_optimizers=self._is_fitting(),
             )
         states = checkpoint.pop(_LOADERS, [])
-        if len(states) == self.world_size:  # else all get what rank 0's loaders had
+        if len(states) == self.world_size:  # else all ranks take the states of rank 0
             _fit_loop(checkpoint)[_LOADER] = states[self.global_rank] or []
         return checkpoint
 
@@ -199,7 +196,7 @@ class SavesShards(HasRun):
         if num_ranks != self.world_size:
             raise RuntimeError(
                 f"the checkpoint has managed collision modules of {num_ranks} ranks, this run has {self.world_size}: "
-                "the ids would be looked up in shards that did not assign their rows. Load it on as many ranks."
+                f"the ids would be looked up in shards that did not assign their rows. Load it on {num_ranks} ranks."
             )
         module = self.lightning_module
         assert module is not None
@@ -207,7 +204,7 @@ class SavesShards(HasRun):
             checkpoints.check_tables(module, checkpoint["state_dict"])
             super().load_model_state_dict(checkpoint, strict)
         except RuntimeError as err:
-            err.add_note("The checkpoint is of a module with other tables or another dense part than this one.")
+            err.add_note("The checkpoint's module has other tables or another dense part than this module.")
             raise
         if self._is_fitting() and sharded_modules(module):
             if self._tuner is not None:
@@ -228,7 +225,7 @@ class SavesShards(HasRun):
         module = self.lightning_module
         try:
             return module is not None and module.trainer.state.fn == TrainerFn.FITTING
-        except RuntimeError:  # it has no trainer: that of the process that has spawned the ranks of a fit
+        except RuntimeError:  # it has no trainer, as in the process that has spawned the ranks of a fit
             return False
 
 
@@ -238,7 +235,7 @@ def _fit_loop(checkpoint: dict[str, Any]) -> dict[str, Any]:
 
 
 def _remove(path: Path, newest: Path | None, stems: set[str]) -> None:
-    """Remove a checkpoint; links to it whose names begin with one of `stems` then lead to the newest one."""
+    """Remove a checkpoint; links to it whose names begin with one of `stems` then lead to the newest checkpoint."""
     if newest is not None and newest != path:
         for link in checkpoints.links_to(path, stems):
             checkpoints.lead(link, newest)
@@ -246,5 +243,5 @@ def _remove(path: Path, newest: Path | None, stems: set[str]) -> None:
 
 
 def _is_plain_file(path: Any, storage_options: Any, checkpoint_io: Any) -> bool:
-    """Whether a checkpoint is a local file, written without storage options or a CheckpointIO of the user's."""
+    """Whether a checkpoint is a local file, written without storage options or a CheckpointIO of the user."""
     return "://" not in str(path) and storage_options is None and type(checkpoint_io) is TorchCheckpointIO

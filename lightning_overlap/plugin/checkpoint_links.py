@@ -1,9 +1,9 @@
 """`ModelCheckpoint(save_last=...)`: `ckpt_path="last"` finds the newest complete checkpoint at any time.
 
 With "link", Lightning removes the checkpoint that the link leads to, then the link, and makes a new link at once,
-though the new checkpoint may not be written yet. Here it links when that is complete. With True, Lightning saves a
-checkpoint under its own name first, and then once more as the last one. Until that one is complete, a link
-`last.new.ckpt` (a *bridge*) leads to the first one; Lightning's search for "last" finds it as well.
+though the new checkpoint may not be written yet. Here it links when the new checkpoint is complete. With True,
+Lightning saves a checkpoint under its own name first, and then again as the last checkpoint. Until that is complete, a
+link `last.new.ckpt` (a *bridge*) leads to the first; Lightning's search for "last" finds the bridge as well.
 """
 
 from __future__ import annotations
@@ -29,12 +29,7 @@ OnCommit = Callable[[Callable[[], None]], None]
 
 @contextmanager
 def installed(trainer: Trainer, on_commit: OnCommit) -> Iterator[None]:
-    """Within this context callbacks link to complete checkpoints only; a subclass keeps a link method of its own.
-
-    Args:
-        trainer: The trainer with the callbacks.
-        on_commit: Calls a function once the save under way has succeeded.
-    """
+    """Within this context callbacks link to complete checkpoints only; a subclass keeps a link method of its own."""
     linking = [callback for callback in _keeping_last(trainer) if callback.save_last == "link"]
     for callback in linking:
         if type(callback)._link_checkpoint is ModelCheckpoint._link_checkpoint:
@@ -45,16 +40,12 @@ def installed(trainer: Trainer, on_commit: OnCommit) -> Iterator[None]:
 
 
 def stems(trainer: Trainer | None) -> set[str]:
-    """Return the beginnings of the names of last checkpoints."""
+    """Return how the names of last checkpoints begin."""
     return {callback.CHECKPOINT_NAME_LAST for callback in _keeping_last(trainer)}
 
 
 def bridges(trainer: Trainer | None, path: Path) -> list[tuple[Path, bool]]:
-    """Return the links that "last" finds in the place of a last checkpoint that is not complete yet.
-
-    Args:
-        trainer: The trainer with the callbacks; None: there are none.
-        path: A checkpoint that is being saved.
+    """Return the links that "last" finds while the last checkpoint is incomplete, for a checkpoint that is being saved.
 
     Returns:
         For each callback that saves into the folder of `path`, the link and whether `path` is a last checkpoint itself.
@@ -86,10 +77,10 @@ def _link(on_commit: OnCommit, trainer: Trainer, filepath: Any, linkpath: Any) -
 
 
 def explain_folders() -> None:
-    """Let `Module.load_from_checkpoint` say what to do with a folder, which Lightning opens as a file.
+    """Let `Module.load_from_checkpoint` explain its error about a folder, which Lightning opens as a file.
 
-    This is the only change of Lightning that stays once the package is imported: the error gets a note. No trainer or
-    strategy takes part in that call, so nothing could make the change for a time only.
+    This is the only change of Lightning that stays once the package is imported: no trainer or strategy takes part in
+    that call, so no run could make and undo the change.
     """
     if getattr(lightning_module, "_load_from_checkpoint", None) is saving._load_from_checkpoint:
         lightning_module._load_from_checkpoint = _load  # type: ignore[attr-defined]
@@ -106,7 +97,7 @@ def _load(cls: Any, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:
                 "unsharded module, make one file of it:\n"
                 f"  python -m lightning.pytorch.utilities.consolidate_checkpoint {checkpoint_path}\n"
                 f"  {cls.__name__}.load_from_checkpoint('{checkpoint_path}.consolidated')\n"
-                "or save with OverlapEmbeddingStrategy(checkpoint_format='full'). To go on training, give the folder "
-                "as ckpt_path= of trainer.fit, validate, test or predict."
+                "or save with OverlapEmbeddingStrategy(checkpoint_format='full'). To continue with a Trainer, pass the "
+                "folder as ckpt_path= to trainer.fit, validate, test or predict."
             )
         raise

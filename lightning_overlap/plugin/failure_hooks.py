@@ -1,4 +1,4 @@
-"""The hooks of a strategy when a rank fails: each rank reports the first error, and none waits for one that is gone.
+"""The hooks of a strategy when a rank fails: each rank reports the first error, and no rank waits for a lost one.
 
 Lightning calls the callbacks' `on_exception` first, and some of them save a checkpoint there, which takes all ranks. If
 not all ranks have failed in the same place, the save is given up and the run's own error is raised.
@@ -21,14 +21,14 @@ from .checkpoint_hooks import SavesShards
 T = TypeVar("T")
 
 SAVE_TIMEOUT_S = 20
-"""How long a rank that failed waits for the others to fail too, before it saves with them."""
+"""How long a rank that failed waits for the others to fail before it saves with them, in seconds."""
 
 
 class FailsTogether(SavesShards):
-    """The hooks of a strategy around errors, and around what callbacks do while one is handled.
+    """The hooks of a strategy around errors, and around the work of callbacks that handle an error.
 
-    Owns what the ranks tell each other of the first error, through the store (`_first_cause`), and whether all of them
-    have failed in the same place (`_all_failed`).
+    Owns the ranks' messages about the first error in the store (`_first_cause`), and whether all ranks have failed in
+    the same place (`_all_failed`).
     """
 
     @override
@@ -41,7 +41,7 @@ class FailsTogether(SavesShards):
     def setup_environment(self) -> None:
         with remember_sockets(), groups.destroyed_at_exit():
             super().setup_environment()
-        # All ranks come here: what they tell each other begins anew with each run.
+        # All ranks come here, so their messages begin anew with each run.
         store = default_store()
         self._first_cause = FirstCause(store, self.global_rank) if store is not None else None
         self._all_failed = False
@@ -54,8 +54,8 @@ class FailsTogether(SavesShards):
         place = "outside of training" if executor is None else executor.place
         if timed_out(exception):
             exception.add_note(
-                f"Another rank did not answer within {self.timeout_s:g} s: see what it said last. If it only takes "
-                "longer, pass a longer timeout= to the strategy."
+                f"Another rank did not answer within {self.timeout_s:g} s: see its last message. If it is only slow, "
+                "pass a longer timeout= to the strategy."
             )
         if executor is not None:
             exception.add_note(f"rank {self.global_rank} was {place}")
@@ -89,27 +89,22 @@ class FailsTogether(SavesShards):
         """Let callbacks save in `on_exception` only if all ranks have failed in the same place, and so save too.
 
         Raises:
-            BaseException: They have not: this rank's own error, with a note, in the place of a later timeout.
+            BaseException: They have not: this rank's own error, with a note, instead of a later timeout.
         """
         first = sys.exception()
         if first is None or self._first_cause is None or self._all_failed or not self._interrupted:
             return
-        # Shorter than the group's timeout: ranks that fail since they have waited for this one are not meant.
+        # Shorter than the group's timeout: a rank that fails because it has waited for this one does not count.
         timeout_s = min(SAVE_TIMEOUT_S, self.timeout_s / 2)
         executor = self._executor
         place = "" if executor is None else f"{executor.place} of {executor.queue.num_fetched}"
         self._all_failed = self._first_cause.all_failed(self.world_size, place, timeout_s)
         if not self._all_failed:
-            first.add_note(f"no checkpoint of it was saved: other ranks did not fail there too, within {timeout_s:g} s")
+            first.add_note(f"no checkpoint of it was saved: other ranks did not fail there within {timeout_s:g} s")
             raise self._torn_down(first)
 
     def _first_error_first(self, what: str, action: Callable[[], T]) -> T:
-        """Return `action()`. While a run's error is handled, raise that error, with a note of what `action` raised.
-
-        Args:
-            what: What it means that `action` fails, for the note.
-            action: What to do.
-        """
+        """Return `action()`; if it fails while a run's error is handled, raise that error with a note (`what`)."""
         first = sys.exception() if self._interrupted else None
         try:
             return action()
@@ -120,7 +115,7 @@ class FailsTogether(SavesShards):
         raise self._torn_down(first)
 
     def _torn_down(self, first: BaseException) -> BaseException:
-        """Do what Lightning does after the callbacks' `on_exception`; return the run's error, to be raised there."""
+        """Do what Lightning does after the callbacks' `on_exception`; return the run's error, for a `raise`."""
         trainer = self._running_trainer
         self.on_exception(first)
         if trainer is not None:
@@ -133,14 +128,10 @@ class FailsTogether(SavesShards):
 
 
 def _name_unused_parameters(exception: BaseException, model: Any, strategy: str) -> None:
-    """Put this package's words into DistributedDataParallel's error about parameters without a gradient.
+    """Reword DistributedDataParallel's error about parameters without a gradient: Lightning would name DDPStrategy.
 
-    Lightning's own words would tell the user to take DDPStrategy.
-
-    Args:
-        exception: Any error; others stay as they are.
-        model: The model; the parameters are named if it is wrapped and the gradients of the step are still there.
-        strategy: Name of the strategy's class.
+    Other errors stay as they are. The text names the parameters if `model` is wrapped and still has the step's
+    gradients.
     """
     if not any("Expected to have finished reduction in the prior iteration" in str(arg) for arg in exception.args):
         return

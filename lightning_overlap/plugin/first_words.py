@@ -1,4 +1,4 @@
-"""Log a short block at the start of a fit; filter out what TorchRec and FBGEMM log and warn of about themselves."""
+"""Log a short block at the start of a fit; filter out records and warnings of TorchRec and FBGEMM about themselves."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from ..tables import rate_setter, table_lines
 
 LOGGER = "lightning.pytorch.lightning_overlap"
-"""A child of Lightning's logger, and so with its handler and level."""
+"""A child of Lightning's logger, with its handler and level."""
 
 KNOWN_RECORDS: Mapping[str, str] = {
     "torchrec.distributed.planner.types": "The topology was constructed directly",
@@ -22,7 +22,7 @@ KNOWN_RECORDS: Mapping[str, str] = {
     "torch.fx._symbolic_trace": "is_fx_tracing will return true",  # TorchRec's own call of it
     "": "Sharding spec not found",  # of each data-parallel table
 }
-"""Logger -> text in the records that are filtered out: they are about TorchRec's own calls, no user can act on them."""
+"""Logger -> text in the records that are filtered out: TorchRec's own calls cause them, users cannot act on them."""
 
 KNOWN_WARNINGS = (
     r"HeuristicalStorageReservation is known to cause issues",
@@ -31,7 +31,7 @@ KNOWN_WARNINGS = (
     r"Please use DTensor instead and we are deprecating ShardedTensor",  # at each save and load
     r".isinstance\(treespec, LeafSpec\). is deprecated",  # Lightning's own call
 )
-"""How the warnings begin that are filtered out."""
+"""Beginnings of the warnings that are filtered out."""
 
 
 def _lets_through(text: str, record: logging.LogRecord) -> bool:
@@ -64,8 +64,8 @@ def tell_set_up(
 
     Args:
         model: The sharded model.
-        mode: The mode, and its staleness if it has one.
-        stream: The stream policy, as the user has named it.
+        mode: The mode, with its staleness if it is not 0.
+        stream: The stream policy's name.
         num_ranks: How many ranks there are.
         optimizers: Those of `configure_optimizers`.
         scheduled: Whether there are learning-rate schedulers.

@@ -12,9 +12,9 @@ _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
 MMAP_THRESHOLD = 32 << 20
 """Blocks up to this size, in bytes, come from the heap: the most that glibc accepts."""
 TRIM_THRESHOLD = (1 << 31) - 1
-"""The heap keeps as many free bytes."""
+"""The heap keeps this many free bytes."""
 TOP_PAD = 64 << 20
-"""The heap grows by as many bytes at once."""
+"""The heap grows by this many bytes at once."""
 
 
 class _Symbol(ctypes.Structure):
@@ -29,8 +29,8 @@ class _Symbol(ctypes.Structure):
 def keep_freed_memory() -> bool:
     """Let glibc's malloc keep freed memory, for the whole process; return whether it does.
 
-    Nothing happens where another library serves `malloc` (jemalloc, tcmalloc), or where the environment has settings of
-    malloc's already (`MALLOC_...`, `GLIBC_TUNABLES`).
+    Does nothing if another library provides `malloc` (jemalloc, tcmalloc), or if the environment configures malloc
+    already (`MALLOC_...`, `GLIBC_TUNABLES`).
     """
     if any(name.startswith("MALLOC_") for name in os.environ) or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
         return False

@@ -1,6 +1,6 @@
-"""What this folder uses of Lightning beyond its public interface: an upgrade that lacks a name is told so.
+"""Lightning's private names that this folder uses: an upgrade that lacks a name fails with a clear error.
 
-A test asks the installed Lightning for each; each run asks the objects that it is going to change.
+A test looks for each name in the installed Lightning; each run looks in the objects that it changes.
 """
 
 from __future__ import annotations
@@ -39,14 +39,8 @@ PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
     ),
     "CombinedLoader": ("_state_dicts",),
     "DDPStrategy": (
-        "_configure_launcher",
-        "_ddp_comm_hook",
-        "_ddp_kwargs",
-        "_launcher",
-        "_lightning_module",
-        "_model",
-        "_optimizers",
-        "_start_method",
+        *("_configure_launcher", "_ddp_comm_hook", "_ddp_kwargs", "_launcher", "_lightning_module", "_model"),
+        *("_optimizers", "_start_method"),
     ),
     "LightningModule": ("_current_fx_name", "_on_before_batch_transfer"),
     "ModelCheckpoint": ("_link_checkpoint",),
@@ -61,7 +55,7 @@ def check_lightning(trainer: Trainer) -> None:
     """Look for the names in a trainer that is about to run.
 
     Raises:
-        ImportError: The installed Lightning lacks one.
+        ImportError: The installed Lightning lacks a name.
     """
     check_names("lightning", PRIVATE_NAMES, {"Trainer": trainer})
     epoch_loop = trainer.fit_loop.epoch_loop

@@ -1,7 +1,7 @@
-"""A strategy that is copied, pickled, or starts processes by `spawn` or `fork`: what is copied and what comes back.
+"""A strategy that is copied, pickled, or starts processes by `spawn` or `fork`.
 
-A copy has no state of a run. After a fit in started processes the parent gets what Lightning's launcher returns, with
-whole tables in the place of shards: the parent's own module is not sharded.
+A copy has no state of a run. After a fit in started processes the parent gets the results of Lightning's launcher with
+whole tables instead of shards: the parent's own module is not sharded.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from ..text import some
 from .run import HasRun
 
 _NOT_IN_NOTEBOOKS = (
-    "a notebook or an interactive Python has no script that {number} processes could run. For several devices take "
+    "a notebook or an interactive Python has no script that {number} processes could run. For several devices use "
     "strategy='overlap_embedding_notebook', or OverlapEmbeddingStrategy(start_method='fork', ...): it forks this "
-    "process, which must not have used CUDA, nor have trained on one device, before. devices=1 works with any "
-    "start_method; a script works with any number of devices."
+    "process, which must not have used CUDA or trained on one device before. devices=1 works with any start_method; a "
+    "script works with any number of devices."
 )
 
 _TABLE_OPTIMIZERS = "table_optimizers"
-"""Entry of a copy's state: what is applied in backward to the tables of its module."""
+"""Entry of a copy's state: the optimizers that are applied in backward to the tables of its module."""
 
 
 class StartsProcesses(HasRun):
@@ -67,10 +67,10 @@ class StartsProcesses(HasRun):
 
     @override
     def _configure_launcher(self) -> None:
-        is_interactive = hasattr(sys, "ps1") or sys.flags.interactive  # as Lightning asks
+        is_interactive = hasattr(sys, "ps1") or sys.flags.interactive  # Lightning's own test
         if is_interactive and self._start_method == "popen":
             if self.world_size == 1:
-                self._launcher = None  # Lightning's would start nobody, and is refused in notebooks
+                self._launcher = None  # Lightning's launcher would start no process, and is refused in notebooks
                 return
             if self.cluster_environment is None or not self.cluster_environment.creates_processes_externally:
                 raise ValueError(_NOT_IN_NOTEBOOKS.format(number=self.world_size))
@@ -105,7 +105,7 @@ def own_memory(module: nn.Module) -> None:
 
 
 class Launcher(_MultiProcessingLauncher):
-    """Lightning's launcher by `spawn`, `fork` or `forkserver`, for sharded tables too."""
+    """Lightning's launcher by `spawn`, `fork` or `forkserver`, which also handles sharded tables."""
 
     _strategy: StartsProcesses
 
@@ -128,7 +128,7 @@ class Launcher(_MultiProcessingLauncher):
         module = trainer.lightning_module
         if trainer.state.fn != TrainerFn.FITTING or not sharded_modules(module):
             return super()._collect_rank_zero_results(trainer, results)
-        # Lightning asks every rank for the module's state, and saves that of rank 0 for the parent.
+        # Lightning takes the module's state on every rank, and saves the state of rank 0 for the parent.
         make_whole = partial(_make_whole, self._strategy.checkpoint_group)
         handle = module.register_state_dict_post_hook(make_whole)  # type: ignore[no-untyped-call]
         try:
@@ -140,15 +140,7 @@ class Launcher(_MultiProcessingLauncher):
 def _make_whole(
     group: dist.ProcessGroup | None, module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]
 ) -> None:
-    """Replace the shards in a state dict by whole tensors, on rank 0. All ranks call this.
-
-    Args:
-        group: A gloo group of all ranks; None on one rank.
-        module: Not used; like `prefix` and `metadata` an argument of every `state_dict` hook.
-        state: The module's state dict, changed in place.
-        prefix: Not used.
-        metadata: Not used.
-    """
+    """Replace the shards in a state dict by whole tensors on rank 0; a `state_dict` hook that all ranks run."""
     tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
     state.update(gather(tensors, group))
 
@@ -157,33 +149,30 @@ _OTHERWISE = "or start a process per rank: run the script itself (start_method='
 
 
 def _check_same_tables(module: nn.Module, of_parent: frozenset[str], start_method: str) -> None:
-    """Check in a started process that its sharded modules have the same state, by name, as the parent's module.
+    """Check in a started process that its sharded modules have the same names of state as the parent's module.
 
-    Args:
-        module: The module that is trained here.
-        of_parent: Names in the `state_dict` of the parent's module.
-        start_method: For the message.
+    `of_parent` has the names in the `state_dict` of the parent's module.
 
     Raises:
-        ValueError: They have other names. Lightning would drop what has no place in the parent, without a word.
+        ValueError: The names differ. Lightning would silently drop tables that the parent lacks.
     """
     sharded = tuple(f"{name}." for name in sharded_modules(module))
     here, there = ({key for key in keys if key.startswith(sharded)} for keys in (module.state_dict(), of_parent))
     if here != there:
         mine, theirs = (some(sorted(keys)) or "nothing" for keys in (here - there, there - here))
         raise ValueError(
-            f"start_method={start_method!r}: the module that is trained has {mine} and the one of the "
-            f"process that started this one has {theirs} in its place: that could not take what is "
-            f"learned. Make all tables in the module's __init__, not in setup or configure_model, {_OTHERWISE}"
+            f"start_method={start_method!r}: the trained module has {mine} where the module of the parent process has "
+            f"{theirs}, so the parent could not take the trained tables. Make all tables in the module's __init__, not "
+            f"in setup or configure_model, {_OTHERWISE}"
         )
 
 
 def _refuse_launch(strategy: DDPStrategy, start_method: str, module: LightningModule, trainer: Trainer) -> None:
-    """Refuse what started processes cannot share with this one, before they are started.
+    """Refuse state that started processes cannot share with this process, before they are started.
 
     Raises:
         ValueError: The module is sharded, or its tables could not be given back.
-        RuntimeError: This process has a process group, which a forked one would take for its own.
+        RuntimeError: This process has a process group, which a forked process would take for its own.
     """
     reason = None
     on_meta = [table.path for table in find_tables(module) if table.parameter.is_meta]
@@ -191,22 +180,22 @@ def _refuse_launch(strategy: DDPStrategy, start_method: str, module: LightningMo
         reason = "the module was sharded in this process. Make it anew (load a checkpoint of it)"
     elif start_method == "fork" and dist.is_initialized():
         raise RuntimeError(
-            "start_method='fork': this process has a process group, of a fit or an evaluation before, which the "
+            "start_method='fork': this process has a process group from an earlier fit or evaluation, which the "
             "started processes would take for theirs. Call torch.distributed.destroy_process_group() first, restart "
             "the notebook's kernel, or use start_method='spawn'."
         )
     elif trainer.state.fn != TrainerFn.FITTING:
         return  # nothing is given back
     elif strategy.num_nodes > 1:
-        reason = "tables are given back on the first of several nodes only. Train on one"
+        reason = "tables are given back on the first of several nodes only. Train on one node"
     elif any(isinstance(part, BaseManagedCollisionEmbeddingCollection) for part in module.modules()):
         reason = (
             "managed collision modules cannot be given back: each shard assigns rows to the ids that its rank gets. "
-            "Take plain tables"
+            "Use plain tables"
         )
     elif on_meta:
         reason = (
-            f"{', '.join(sorted(on_meta))} are on the meta device in this process, which cannot take what they learn. "
+            f"{', '.join(sorted(on_meta))} are on the meta device in this process, which cannot take trained rows. "
             "Make them on a CPU"
         )
     if reason is not None:

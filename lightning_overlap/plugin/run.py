@@ -1,4 +1,4 @@
-"""What the base classes of the strategy share: the run that goes on, and what outlives it.
+"""State that the base classes of the strategy share: the current run, and the objects that outlive it.
 
 The strategy makes its `Run` in `setup` and drops it in `stop_run`. The hooks read it as `self._run`; each base class
 sets its own attributes only.
@@ -40,14 +40,14 @@ def batch_size_of(module: LightningModule | None) -> int | None:
 class Run:
     """One fit, validate, test or predict of a module with tables.
 
-    Owns the pipeline and the executor of training, which a run that does not fit lacks, and those of the evaluation
-    that goes on: each evaluation step has a pipeline of its own, which training's does not see.
+    Owns the pipeline and the executor of training, if the run fits, and of the current evaluation. Each evaluation step
+    has its own pipeline.
     """
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
         self.installed = ExitStack()
-        """Contexts that undo, when they are closed, what was changed in Lightning's objects."""
+        """Contexts that undo the changes of Lightning's objects when they are closed."""
         self.sparse: SparsePipeline | None = None
         """The pipeline of training, as soon as the tables are sharded."""
         self.executor: Executor | None = None
@@ -57,9 +57,9 @@ class Run:
         self.pipelines: dict[str, SparsePipeline] = {}
         """The pipelines of evaluations, by the user's method (`validation_step`, ...)."""
         self.evaluating: SparsePipeline | None = None
-        """The pipeline of the evaluation that goes on; None between evaluations."""
+        """The pipeline of the current evaluation; None between evaluations."""
         self.evaluator: Executor | None = None
-        """The executor of the evaluation that goes on, as soon as its loop asks for the first batch."""
+        """The executor of the current evaluation, as soon as its loop asks for the first batch."""
         self.overflow: OverflowWatch | None = None
         """Watches gradients that are sent in fewer bits; None if they are sent in full precision."""
         self.at_end: list[Callable[[], None]] = []
@@ -68,7 +68,7 @@ class Run:
         """Tries modes until it has chosen one; None if the user has named a mode."""
 
     def finish(self) -> None:
-        """Complete what training has started, on all ranks alike."""
+        """Complete the work that training has started, on all ranks alike."""
         if self.executor is not None:
             self.executor.drain()
             self.executor.wait_for_lookups()
@@ -83,7 +83,7 @@ class Run:
             self.tuner.void(what)
 
     def abandon_evaluation(self) -> None:
-        """Drop what is in flight of an evaluation, without a collective."""
+        """Drop an evaluation's work in flight, without a collective."""
         if self.evaluator is not None:
             self.evaluator.abandon()
             self.evaluator = None
@@ -92,7 +92,7 @@ class Run:
             self.evaluating = None
 
     def stop(self) -> None:
-        """Drop what is in flight, without a collective, and give the modules their own forwards back."""
+        """Drop all work in flight, without a collective, and give the modules their own forwards back."""
         if self.executor is not None:
             with suppress(RuntimeError):  # a broken device must not hide what broke it
                 self.executor.wait_for_lookups()
@@ -112,10 +112,10 @@ class Run:
 
 
 class HasRun(DDPStrategy):
-    """Base of the strategy's other base classes: what several of them need, and what the ranks of a run ask each other.
+    """Base of the strategy's other base classes: state that several of them need, and questions between ranks.
 
-    Owns the run that goes on (`_run`), and what outlives it: the process groups (`_groups`), the streams (`_streams`),
-    the dense gradients that wait for their optimizer step (`_stash`) and the chosen mode (`_tuner`).
+    Owns the current run (`_run`), and the objects that outlive it: the process groups (`_groups`), the streams
+    (`_streams`), the dense gradients that wait for their optimizer step (`_stash`) and the chosen mode (`_tuner`).
     """
 
     _run: Run | None
@@ -126,7 +126,7 @@ class HasRun(DDPStrategy):
     """None before the tables are sharded."""
     _stash: GradientStash
     _tuner: Tuner | None = None
-    """What `pipeline="auto"` has chosen, or is trying."""
+    """With `pipeline="auto"`: tries modes, or has chosen one."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -134,12 +134,12 @@ class HasRun(DDPStrategy):
         self.forget_run()
 
     def forget_run(self) -> None:
-        """Reset all state of runs, as before the first one; a copy of the strategy starts so too."""
+        """Reset all state of runs, as before the first run; a copy of the strategy also starts like this."""
         self._run = self._groups = self._streams = None
         self._stash = GradientStash()
 
     def stop_run(self) -> None:
-        """Drop what is in flight, if a run goes on, and put everything back that was put in place."""
+        """If a run goes on, drop its work in flight and undo its changes."""
         if self._run is not None:
             self._run.stop()
             self._run = None
@@ -165,7 +165,7 @@ class HasRun(DDPStrategy):
 
     @property
     def streams(self) -> Streams | None:
-        """The streams that the stages run on; None for a module without tables, which has no pipeline."""
+        """The streams of the stages; None for a module without tables."""
         return self._streams
 
     @property
@@ -182,17 +182,17 @@ class HasRun(DDPStrategy):
         return executor.num_ahead + (executor.current is not None) + executor.num_to_update
 
     def watch(self, timer: StageTimer | None) -> None:
-        """Let a timer record the coming steps of this fit; None: nothing records them."""
+        """Let a timer record the coming steps of this fit; None stops recording."""
         if self._run is not None and self._run.sparse is not None:
             self._run.sparse.order.timer = timer
 
     def call_at_end(self, do: Callable[[], None]) -> None:
-        """Have a function called at the end of this fit, after all hooks and after the steps of stashed gradients."""
+        """Call a function at the end of this fit, after all hooks and after the steps of stashed gradients."""
         if self._run is not None:
             self._run.at_end.append(do)
 
     def update_tables(self) -> None:
-        """Make the updates of tables that a deferring schedule has left for later; all ranks call this."""
+        """Make the updates of tables that a deferring schedule has deferred; all ranks call this."""
         if self._executor is not None:
             self._executor.updates.make_all()
 
@@ -203,9 +203,9 @@ class HasRun(DDPStrategy):
             self.update_tables()
 
     def tables_changed(self) -> None:
-        """Say that a callback or a hook has written tables between two steps; all ranks call this alike.
+        """Announce that a callback or a hook has written tables between two steps; all ranks call this alike.
 
-        The early lookups of the batches to come are dropped; these batches are looked up anew in their own step.
+        The early lookups of coming batches are dropped and repeated in the batches' own steps.
 
         Raises:
             RuntimeError: An update of tables is still to come (`defer_update`, `frozen_window`), or the ids of the
@@ -218,7 +218,7 @@ class HasRun(DDPStrategy):
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Within this context tables and the kernels' iteration counts are those of the last trained batch."""
+        """Within this context tables and kernels' iteration counts have the state after the last trained batch."""
         if self._run is not None:
             self._run.disturbs("save")
         executor = self._executor
@@ -231,7 +231,7 @@ class HasRun(DDPStrategy):
             executor.writes.ask()
             yield
 
-    # -- what ranks tell each other -----------------------------------------------------------------------------
+    # -- messages between ranks -----------------------------------------------------------------------------------
 
     def join_groups(self) -> None:
         """Join the process groups of the coming run; all ranks call this at the same point."""
@@ -247,15 +247,11 @@ class HasRun(DDPStrategy):
         return None if self._groups is None else self._groups.consensus
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the values of all ranks, by rank, anything that can be pickled. All ranks call this and wait."""
+        """Return every rank's value, any picklable object, by rank; all ranks call this and wait."""
         return [value] if self._consensus is None else self._consensus.gather(value)
 
     def lowest(self, numbers: Sequence[int]) -> Lowest:
-        """Start to find the minimum of each number over all ranks; all of them call this at the same point.
-
-        Returns:
-            A function that waits for the minima and returns them.
-        """
+        """Start to find the minima over all ranks; return a function that waits for them. All ranks call this alike."""
         return partial(list, numbers) if self._consensus is None else self._consensus.lowest(numbers)
 
     def any_rank(self, flag: bool) -> bool:

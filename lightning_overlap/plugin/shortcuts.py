@@ -1,10 +1,10 @@
-"""Leave out what Lightning does in a step without effect; whatever has an effect stays.
+"""Skip work of Lightning that has no effect on a step.
 
-- Lightning's `self.log` moves a logged value to the device each time: a value that is there already stays.
-- Hooks that nobody has overridden are not called, and others without a profiler that records nothing.
+- Lightning's `self.log` moves a logged value to the device each time. Here a value that is there already stays.
+- Hooks that are not overridden are not called. Other hooks are called without a profiler that records nothing.
 
 Each hook is looked up anew at each call, so callbacks and methods that are added during a run are seen.
-`docs/lightning.md` says what Lightning itself could do about it.
+`docs/lightning.md` proposes changes of Lightning itself.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ def _to(result: _ResultMetric, *args: Any, **kwargs: Any) -> Any:
 
 
 def _is_on(result: _ResultMetric, device: torch.device) -> bool:
-    """Whether all that moves with a logged value is on a device already."""
+    """Whether a logged value is on a device already, with all its states."""
     if not _states_are_on(result, device):
         return False
     if result.is_tensor:
         return True
     metric = vars(result).get("value")
-    # A metric that is made of others, or moves in its own way, may move more than its states.
+    # A metric that contains other metrics, or moves in its own way, may move more than its states.
     return (
         isinstance(metric, Metric)
         and (type(metric).to, type(metric)._apply) == (nn.Module.to, Metric._apply)
@@ -144,15 +144,15 @@ def _call(module: LightningModule, hook_name: str, hook: Any, args: tuple[Any, .
     return output
 
 
-# -- all of it ------------------------------------------------------------------------------------------------------
+# -- installation ---------------------------------------------------------------------------------------------------
 
 _REPLACEMENTS: tuple[tuple[Any, str, Any], ...] = (
     *((call, own.__name__, own) for own in (_call_callback_hooks, _call_lightning_module_hook, _call_strategy_hook)),
     (_ResultMetric, "to", _to),
 )
-"""The module or class that has something of Lightning's, its name there, what takes its place while any run is on."""
+"""(module or class of Lightning, name of its attribute, replacement while any run goes on)."""
 _replaced: list[tuple[Any, str, Any, Any]] = []
-"""Where that has been done: the place, the name, what was there, what is there now."""
+"""The replacements made: (module or class, name, Lightning's attribute, replacement)."""
 _running: set[int] = set()
 """The ids of the trainers that run."""
 
@@ -162,7 +162,7 @@ def installed(trainer: Trainer) -> Iterator[None]:
     """Take the shortcuts in the run of a trainer; Lightning gets everything back after the last run."""
     for place, name, mine in _REPLACEMENTS if not _running else ():
         own = getattr(place, name)
-        if type(own) is FunctionType and own.__module__.startswith("lightning."):  # not what a test put there
+        if type(own) is FunctionType and own.__module__.startswith("lightning."):  # not another replacement
             _replaced.append((place, name, own, mine))
             setattr(place, name, mine)
     _running.add(id(trainer))

@@ -20,14 +20,7 @@ from .first_words import tell
 def why_whole(
     module: LightningModule, optimizers: list[Optimizer], ddp_options: Mapping[str, Any], updates: Updates
 ) -> str | None:
-    """Return why a fit cannot split its backward, or None.
-
-    Args:
-        module: The module that is fitted.
-        optimizers: Its dense optimizers.
-        ddp_options: Arguments of DistributedDataParallel.
-        updates: Knows whether an update of the tables can come later than its backward.
-    """
+    """Return why a fit cannot split its backward, or None."""
     if not updates.can_defer_updates:
         return "one rank on a CPU waits for nobody"
     if not module.automatic_optimization:
@@ -48,12 +41,10 @@ def why_whole(
 
 
 def late_all_reduce(model: Any, comm_hook: object | None) -> LateAllReduce | None:
-    """Return what waits for the all-reduce after the backward; None where DistributedDataParallel has to do it.
+    """Return a wait for the all-reduce after the backward; None if DistributedDataParallel has to wait.
 
-    Args:
-        model: The wrapped model. On CUDA a stream waits, not the host. Gradients that are views of buckets may be
-            divided, where others are multiplied: the same to the bit if the number of ranks is a power of two.
-        comm_hook: The user's communication hook.
+    On CUDA a stream waits, not the host. Gradients that are views of buckets may be divided, others are multiplied: the
+    same to the bit if the number of ranks is a power of two.
     """
     if not isinstance(model, DistributedDataParallel) or comm_hook is not None:
         return None
@@ -65,13 +56,7 @@ def late_all_reduce(model: Any, comm_hook: object | None) -> LateAllReduce | Non
 def split_layers(
     module: LightningModule, gather: Callable[[Any], list[Any]], late: LateAllReduce | None
 ) -> SplitLayers:
-    """Return the layers of a sharded module whose backward is to be split.
-
-    Args:
-        module: The module.
-        gather: Returns the values of all ranks, by rank.
-        late: Waits for the all-reduce after the backward.
-    """
+    """Return the layers of a sharded module whose backward is split; all ranks agree on them through `gather`."""
 
     def agree(whole: dict[str, str]) -> dict[str, str]:
         known = gather((whole, [layer.name for layer in layers.layers]))

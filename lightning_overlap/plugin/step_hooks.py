@@ -25,10 +25,10 @@ from .run import HasRun
 
 
 class WalksSteps(HasRun):
-    """The hooks of a strategy around the parts of a step; without an executor they are those of DDPStrategy.
+    """The hooks of a strategy around the parts of a step; without an executor they do the same as DDPStrategy.
 
-    Owns the event after the user's last `on_after_batch_transfer` (`_transferred`), which the next `training_step`
-    waits for. Drives the executor of the run, and decides which stashed gradients an optimizer step applies.
+    Owns the event after the user's last `on_after_batch_transfer` (`_transferred`), for which the next `training_step`
+    waits. Drives the executor of the run, and decides which stashed gradients an optimizer step applies.
     """
 
     _stash_gradients: bool
@@ -154,12 +154,7 @@ class WalksSteps(HasRun):
         return 0 if executor is None else executor.lasting_staleness
 
     def _exchanging_gradients(self, optimizer: Optimizer, closure: Callable[[], Any], delay: int) -> Callable[[], Any]:
-        """Return a closure that puts the gradients of `delay` steps before into `.grad` and stashes those of this step.
-
-        Args:
-            optimizer: The optimizer that calls the closure.
-            closure: Lightning's closure: forward and backward.
-            delay: How many steps later gradients are applied.
+        """Return a closure that runs `closure`, stashes its gradients and shows gradients of `delay` steps earlier.
 
         Raises:
             RuntimeError: When it is called: the optimizer calls it several times in a step, as LBFGS does.
@@ -179,7 +174,7 @@ class WalksSteps(HasRun):
         return exchange
 
     def _apply_stashed(self, optimizer: Optimizer, step: Callable[..., Any], delay: int = 0) -> None:
-        """Make an optimizer step for each of the stashed gradients but the last `delay`; they are clipped as usual."""
+        """Make an optimizer step for each of the stashed gradients except the last `delay`; clipping works as usual."""
         while self._stash.num(optimizer) > delay:
             step(closure=partial(self._stash.show_oldest, optimizer))
 
@@ -195,7 +190,7 @@ class WalksSteps(HasRun):
 
     @property
     def has_stashed_gradients(self) -> bool:
-        """Whether any gradients are stashed; the end of `fit` applies those that are left."""
+        """Whether any gradients are stashed; the end of `fit` applies the remaining ones."""
         return any(self._stash.num(optimizer) for optimizer in self.optimizers)
 
     @property
@@ -237,7 +232,7 @@ _BETWEEN_BACKWARD_AND_STEP = ("on_after_backward", "on_before_optimizer_step")
 
 
 def runs_between_backward_and_step(trainer: Trainer) -> bool:
-    """Whether a hook of the user's, or of a callback, which may read tables, runs between backward and step now."""
+    """Whether a hook of the user or of a callback, which may read tables, runs between this backward and its step."""
     module, callbacks = trainer.lightning_module, trainer.callbacks  # type: ignore[attr-defined]
     hooks = (*_BETWEEN_BACKWARD_AND_STEP, "optimizer_step", "configure_gradient_clipping")
     return any(_is_own(module, hook, LightningModule) for hook in hooks) or any(

@@ -73,7 +73,7 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
     """Trains an unmodified LightningModule with TorchRec tables, the lookup of coming batches overlapped.
 
     The tables are sharded over all ranks; the rest of the module is wrapped in DistributedDataParallel (on one rank
-    only where options of its are given). A module without tables trains exactly as with `DDPStrategy`.
+    only if you pass options of it). A module without tables trains exactly as with `DDPStrategy`.
 
     Args:
         pipeline: A mode's name (see `lightning_overlap.MODES`), a `Mode` (a name and its options), a `Schedule`, or
@@ -90,12 +90,12 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
             data-parallel: whole on every rank, for the optimizer of `configure_optimizers`.
         quantized_comms: Precision in which embeddings and their gradients are sent between ranks: "fp16", "bf16",
             "fp8", "int8" or "mx4", one for each direction (`("fp16", "bf16")`), or TorchRec's `QCommsConfig`; None:
-            full precision. Losses are those of a plain loop with the same codecs. The strategy warns of gradients that
+            full precision. Losses equal a plain loop's with the same codecs. The strategy warns of gradients that
             are too large or too small for FP16.
         replicate_tables: Tables that every rank holds whole, since their gradients are fewer bytes than their
-            embeddings; their fused optimizer updates them in the backward, alike on all ranks. None: of the tables
-            without a sharding type of the user's those with fewer rows than a rank's batch, where `batch_size` of the
-            data module or the module tells it; a number: those with fewer rows; names: these; False: none.
+            embeddings; their fused optimizer updates them in the backward, alike on all ranks. None: tables with fewer
+            rows than a rank's batch (`batch_size` of the data module or the module), unless `sharding` names their
+            sharding type; a number: tables with fewer rows; names: these tables; False: no table.
         release_features: Free the memory of a batch's ids as soon as they are sent, steps before the batch is trained.
             `training_step` can then pass a KeyedJaggedTensor to its module and read its keys and lengths; reading its
             values or weights raises an error that says why.
@@ -103,12 +103,12 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
             can use again, and not in a pool of their own. The copy of a batch then begins after the forward.
         out_of_range_ids: On a CPU, what to do about an id that its table has no row for: "error", "warning" (once, then
             as FBGEMM does) or "fbgemm" (no check). On CUDA the kernels' `bounds_check_mode` alone decides.
-        observer: Called with ("issue" | "wait", stage, batch) for every stage issued and every result waited for.
+        observer: Called with ("issue" | "wait", stage, batch) for every issued stage and every wait for a result.
         checkpoint_format: `sharded` (a folder, every rank writes its shards), `full` (one file, gathered on the host
-            of rank 0, for the unsharded module too), or None: sharded above one rank or with `async_checkpoint`.
-            Either loads whatever the format, the number of ranks and the sharding plan of the run.
+            of rank 0, which the unsharded module can load), or None: sharded above one rank or with
+            `async_checkpoint`. A run loads both formats, from any number of ranks and any sharding plan.
         async_checkpoint: Write folders while training goes on, from a copy of this rank's shards on the host. The next
-            save and the end of `fit` wait for the one under way, and raise its error.
+            save and the end of `fit` wait for the save under way, and raise its error.
         calm_libraries: Filter out log records and warnings of TorchRec and FBGEMM about their own calls.
         keep_freed_memory: On a CPU, let glibc's malloc keep freed memory for the next step (see docs/memory.md).
         **kwargs: Arguments of `DDPStrategy`. With a `start_method` of "spawn" or "fork" (in notebooks) the module of
@@ -117,7 +117,7 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
     Raises:
         ValueError: Unknown mode, stream, precision or checkpoint format (the nearest names are listed), a Schedule
             that cannot run, or `async_checkpoint` with `checkpoint_format="full"`.
-        TypeError: An argument of the wrong type, or one that neither this class nor `DDPStrategy` nor
+        TypeError: An argument of the wrong type, or an argument that neither this class nor `DDPStrategy` nor
             DistributedDataParallel has (the nearest names are listed).
     """
 
@@ -172,7 +172,7 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
 
     @property
     def schedule(self) -> Schedule:
-        """The mode; with `pipeline="auto"` that of the next batch, which changes until one is chosen."""
+        """The mode; with `pipeline="auto"` the mode of the next batch, which changes until one is chosen."""
         return self._schedule if self._tuner is None else self._tuner.schedule
 
     # -- set-up -------------------------------------------------------------------------------------------------
@@ -276,7 +276,7 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
     def configure_ddp(self) -> None:
         assert self.model is not None
         if self._groups is not None and self.world_size == 1 and not self._has_ddp_options:
-            return  # one rank has nobody to average gradients with
+            return  # one rank has no gradients to average
         ignored = tables.ShardedStateNames(self.model)
         if not any(p.requires_grad for name, p in self.model.named_parameters() if name not in ignored):
             return
@@ -325,10 +325,7 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
     ) -> LookaheadFetcher:
         """Return a fetcher that stages the batches of Lightning's fetcher `inner` ahead of their step.
 
-        Args:
-            inner: Lightning's fetcher.
-            step_arguments: Returns the arguments of the user's step.
-            next_number: Returns the `batch_idx` of the next batch to train; None in an evaluation.
+        `next_number` returns the `batch_idx` of the next batch to train; None in an evaluation.
         """
         run, trains = self._run, next_number is not None
         assert run is not None
@@ -366,10 +363,9 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
         return run.executor
 
     def begin_evaluation(self, step: str) -> None:
-        """Update the tables, and replace the modules' forwards for an evaluation; all ranks call this.
+        """Update the tables, and replace the modules' forwards for an evaluation (`step`: the user's method).
 
-        Args:
-            step: The user's method: `validation_step`, `test_step` or `predict_step`.
+        All ranks call this.
         """
         run = self._run
         assert run is not None
@@ -381,7 +377,7 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
         run.evaluating.attach()
 
     def end_evaluation(self) -> None:
-        """Complete what was started for batches that are not evaluated, on all ranks alike.
+        """Complete the work that was started for batches that are not evaluated, on all ranks alike.
 
         Before the next training batch the ranks ask each other whether the evaluation has written tables.
         """
@@ -408,7 +404,7 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
         return None if self._run is None or self._run.sparse is None else self._run.sparse.order
 
     def num_pending_updates(self) -> int:
-        """Return how many batches have ended their step and not yet updated the tables."""
+        """Return the number of batches that have ended their step and not yet updated the tables."""
         executor = None if self._run is None else self._run.executor
         return 0 if executor is None else len(executor.updates.to_update)
 

@@ -1,4 +1,4 @@
-"""What would train wrongly with sharded tables and say nothing: refused before training starts, with a way out."""
+"""Refuse setups that would silently train wrongly with sharded tables, before training starts, with a way out."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PRECISIONS: Mapping[str, str] = {
     "bf16-true": f"{_TRUE}. Use precision='bf16-mixed'",
     "64-true": f"{_TRUE}. Use precision='32-true', and .double() on the dense modules that need it",
 }
-"""Lightning's name of a precision -> why not. On a CPU Lightning turns 16-mixed into bf16-mixed before it gets here."""
+"""Lightning's name of a precision -> why it is refused. On a CPU Lightning turns 16-mixed into bf16-mixed first."""
 
 _AVERAGING = (
     callbacks.StochasticWeightAveraging,
@@ -40,10 +40,10 @@ _AVERAGING = (
 
 
 def check_arguments(kind: type[DDPStrategy], given: Iterable[str]) -> None:
-    """Check the names of arguments that a strategy hands on to `DDPStrategy`, and that to DistributedDataParallel.
+    """Check the names of arguments that a strategy passes to `DDPStrategy` and to DistributedDataParallel.
 
     Raises:
-        TypeError: Nobody has an argument of this name: Lightning alone says so in the middle of `fit`.
+        TypeError: None of them has an argument of this name. Lightning would notice in the middle of `fit`.
     """
     owners: list[Any] = [owner for owner in kind.__mro__ if issubclass(owner, DDPStrategy)]
     parameters = [one for owner in (*owners, DistributedDataParallel) for one in signature(owner).parameters.values()]
@@ -58,15 +58,10 @@ def check_arguments(kind: type[DDPStrategy], given: Iterable[str]) -> None:
 
 
 def refuse(precision: Any, given: Iterable[Callback], model: nn.Module) -> None:
-    """Refuse a precision and callbacks that do not go together with sharded tables.
-
-    Args:
-        precision: The precision plugin's name of it.
-        given: The trainer's callbacks.
-        model: The model, before its tables are sharded.
+    """Refuse a precision and callbacks that do not work with sharded tables, before the tables are sharded.
 
     Raises:
-        ValueError: It is one of `PRECISIONS`, or a callback copies, freezes or prunes tables.
+        ValueError: The precision is in `PRECISIONS`, or a callback copies, freezes or prunes tables.
     """
     if str(precision) in PRECISIONS:
         raise ValueError(f"precision={precision!r} {PRECISIONS[str(precision)]}.")
@@ -80,15 +75,15 @@ def _why_refused(callback: Callback, model: nn.Module) -> str | None:
     tables = find_tables(model)
     if isinstance(callback, _AVERAGING):
         return (
-            "it has copied the module with its whole tables and pairs the copy's parameters with those of the sharded "
-            "module. Average the dense modules alone: in a callback of your own, make "
+            "it has copied the module with its whole tables and pairs the copy's parameters with the sharded module's. "
+            "Average the dense modules alone: in a callback of your own, make "
             "torch.optim.swa_utils.AveragedModel(module.top) in on_fit_start and call its "
             "update_parameters(module.top) in on_train_batch_end"
         )
     if isinstance(callback, callbacks.BaseFinetuning) and not all(one.parameter.requires_grad for one in tables):
         return (
-            "it has frozen tables, and once they are sharded it cannot unfreeze them: a fused update does not look at "
-            "requires_grad. Leave the tables out of what it freezes; to hold them still for a while, schedule their "
+            "it has frozen tables, and once they are sharded it cannot unfreeze them: a fused update ignores "
+            "requires_grad. Let it freeze other modules only; to keep tables constant for a while, schedule their "
             "learning rate with combined_optimizer"
         )
     if isinstance(callback, callbacks.ModelPruning):
@@ -103,7 +98,7 @@ def _why_refused(callback: Callback, model: nn.Module) -> str | None:
 
 
 def refuse_hashing(model: nn.Module) -> None:
-    """Refuse to train modules on a CPU whose new ids get rows by multi-probe zero-collision hashing (MPZCH).
+    """Refuse to train modules with multi-probe zero-collision hashing (MPZCH) on a CPU.
 
     Raises:
         ValueError: The model has such modules.
@@ -112,7 +107,7 @@ def refuse_hashing(model: nn.Module) -> None:
     if found:
         raise ValueError(
             f"{some(found)}: HashZchManagedCollisionModule (MPZCH) cannot be trained on a CPU, where FBGEMM's "
-            "zero_collision_hash gives no rows to new ids. Train on CUDA, or take MCHManagedCollisionModule."
+            "zero_collision_hash gives no rows to new ids. Train on CUDA, or use MCHManagedCollisionModule."
         )
 
 
@@ -120,7 +115,7 @@ def refuse_static_graph(trainer: Trainer) -> None:
     """Refuse accumulated gradients under `static_graph=True`, which DistributedDataParallel aborts in the first batch.
 
     Raises:
-        ValueError: The trainer accumulates gradients, at some time or always.
+        ValueError: The trainer accumulates gradients, now or later.
     """
     accumulates = _accumulates(trainer)
     if accumulates:
@@ -134,12 +129,12 @@ def refuse_held_updates(module: LightningModule) -> None:
     """Refuse a module whose tables cannot be updated with the optimizer step.
 
     Raises:
-        ValueError: It steps its optimizers itself, or one of its sharded modules updates tables in their backward.
+        ValueError: The module steps its optimizers itself, or a sharded module has to update tables in the backward.
     """
     if not module.automatic_optimization:
         raise ValueError(
-            "frozen_window=True: with manual optimization nobody says which backwards share an optimizer step. Use "
-            "automatic optimization with Trainer(accumulate_grad_batches=...)."
+            "frozen_window=True: with manual optimization it is not known which backwards share an optimizer step. "
+            "Use automatic optimization with Trainer(accumulate_grad_batches=...)."
         )
     for name, sharded in sharded_modules(module).items():
         reason = why_never_held(sharded)
@@ -151,11 +146,11 @@ def refuse_held_updates(module: LightningModule) -> None:
 
 @contextmanager
 def refusing_clipping(trainer: Trainer, module: LightningModule) -> Iterator[None]:
-    """Within this context nobody clips by a norm of which each rank would know another part.
+    """Within this context gradients are not clipped by a norm that would differ between ranks.
 
     Raises:
-        ValueError: The trainer has that option. `clip_gradients` raises it, too: for an optimizer that trains shards of
-            this rank's own, of tables with a dense kernel.
+        ValueError: The trainer clips by norm, and tables with a dense kernel are sharded. `clip_gradients` raises it
+            for an optimizer that trains such shards.
     """
     names = tables_in_dense_shards(module) if trainer.world_size > 1 else []
     paths = {id(weight): path.split(".") for path, weight in module.named_parameters()} if names else {}
@@ -165,9 +160,9 @@ def refusing_clipping(trainer: Trainer, module: LightningModule) -> Iterator[Non
 
     def refuse(value: float) -> None:
         raise ValueError(
-            f"gradient_clip_val={value}: {some(names)} have a dense kernel and are sharded, so "
-            "each rank's optimizer has gradients of its own, and the norm would be another one on each rank: dense "
-            "weights would no longer be the same. Use gradient_clip_algorithm='value', or make them data-parallel."
+            f"gradient_clip_val={value}: {some(names)} have a dense kernel and are sharded, so the norm of gradients "
+            "would differ between ranks, and so would the dense weights. Use gradient_clip_algorithm='value', or make "
+            "them data-parallel."
         )
 
     def clip_or_refuse(optimizer: Optimizer, clip_val: float) -> None:
@@ -197,7 +192,7 @@ def warn_of_ignored_options(trainer: Trainer, *, holds_updates: bool) -> None:
         )
     if trainer.gradient_clip_val:
         warnings.warn(
-            f"gradient_clip_val={trainer.gradient_clip_val} clips dense gradients only: those of fused tables "
+            f"gradient_clip_val={trainer.gradient_clip_val} clips dense gradients only: gradients of fused tables "
             "never leave the backward kernel (FBGEMM clips them by its own fused_params).",
             UserWarning,
             stacklevel=2,
@@ -205,7 +200,7 @@ def warn_of_ignored_options(trainer: Trainer, *, holds_updates: bool) -> None:
 
 
 def _accumulates(trainer: Trainer) -> str | None:
-    """Return what makes a trainer accumulate gradients, now or later; None if nothing does."""
+    """Return the option or callback that makes a trainer accumulate gradients, now or later; else None."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         kind = callbacks.GradientAccumulationScheduler
         if isinstance(callback, kind) and callback.going_to_accumulate_grad_batches():

@@ -18,13 +18,7 @@ from .stage_issue import StageIssuer
 class BackwardFill:
     """Lets a backward that would wait run the steps right above BACKWARD in the schedule.
 
-    Args:
-        updates: Knows where a backward waits.
-        stages: Assembles received ids.
-        queue: The batches in flight.
-        rank: This process's rank, for messages.
-        current: Returns the batch being trained, or None.
-        run_left: Runs the steps that were left to the backward.
+    `current` returns the batch being trained, or None; `run_left` runs the steps that were left to the backward.
     """
 
     def __init__(

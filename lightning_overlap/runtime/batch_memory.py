@@ -31,15 +31,15 @@ _IsGone = Callable[[], bool]
 class BatchMemory:
     """Copies the batches of a loader until the loader is seen to allocate memory for each one.
 
-    A loader that reuses buffers overwrites batches in flight while it makes a later one. Only a loader that keeps the
-    memory can do that: a reader with one or several buffers, one that fills a chunk and returns views of it, one whose
-    arrays belong to NumPy. So for the first batches of each epoch a copy is used and the batch itself is dropped: if
-    its memory is freed then, the loader cannot reuse it. If it is not (also with a loader that keeps all its data),
-    every batch is copied. Tensors on another device than the one that trains are not copied, as their transfer is a
-    copy; pinned ones are, whose transfer goes on while the loader makes the next batch.
+    A loader that reuses buffers overwrites batches in flight while it makes a later batch. Only a loader that keeps
+    the memory can do that: it reads into buffers, returns views of a chunk, or returns arrays of NumPy. So the first
+    batches of each epoch are copied and then dropped. If their memory is freed, the loader cannot reuse it. If not
+    (also with a loader that keeps all its data), every batch is copied. Tensors on another device than the training
+    device are not copied, as their transfer is a copy. Pinned tensors are copied: their transfer goes on while the
+    loader makes the next batch.
 
     Args:
-        device_type: Where batches are trained. Tensors that are there already are copied, pinned ones, and arrays.
+        device_type: The training device. Tensors on it, pinned tensors and arrays are copied.
         is_own: Whether the loader is known never to reuse memory.
     """
 
@@ -106,7 +106,7 @@ class BatchMemory:
             self._has_failed = True
             warnings.warn(
                 f"Batches of the type {type(batch).__name__} cannot be copied ({type(error).__name__}: {error}). "
-                "Several are in flight at a time: the data loader must not fill the memory of one anew for another.",
+                "Several batches are in flight at a time: the data loader must not reuse the memory of a batch.",
                 UserWarning,
                 stacklevel=2,
             )

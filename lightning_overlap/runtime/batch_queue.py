@@ -11,20 +11,14 @@ from .profiler_ranges import InStage
 
 
 class BatchQueue:
-    """Fetches batches and holds them until their step is over.
-
-    Args:
-        source: Provides the batches.
-        end: Determines the batch after which the epoch ends on all ranks.
-        order: The device's streams, the observer and the timer.
-    """
+    """Fetches batches and holds them until their step is over; `end` determines the last one on all ranks."""
 
     def __init__(self, source: BatchSource, end: EndOfData, order: LookupOrder) -> None:
         self._source, self._end, self._order = source, end, order
         self.in_flight: dict[int, InFlightBatch] = {}
         """The batches in flight by number."""
         self.num_fetched = 0
-        """Batches fetched in this epoch."""
+        """Number of batches fetched in this epoch."""
 
     def reset(self) -> None:
         """Begin an epoch."""
@@ -33,10 +27,10 @@ class BatchQueue:
         self._end.reset()
 
     def fetch(self, step: Step, index: int) -> None:
-        """Fetch batch `index`, and those before it that were held back, on the stream of a COPY_BATCH_TO_DEVICE step.
+        """Fetch batch `index`, and earlier batches that were held back, on the stream of a COPY_BATCH_TO_DEVICE step.
 
-        A source holds back batches that `max_steps` seems to leave out. On several ranks this fetches one batch a call,
-        so that all ask the same questions though the data of one may end here.
+        A source holds back batches that `max_steps` seems to exclude. On several ranks this fetches one batch a call,
+        so that all ranks ask the same questions though the data of one rank may end here.
         """
         end, order = self._end, self._order
         while self.num_fetched <= index and (end.num_batches is None or self.num_fetched < end.num_batches):

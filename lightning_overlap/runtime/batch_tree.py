@@ -93,7 +93,7 @@ class _LeavesOut(pickle.Pickler):
             return None
         if type(node) in _CONTAINERS:
             is_searched = True
-        elif type(node) is weakref.ref:  # to what holds it; another one stays the same
+        elif type(node) is weakref.ref:  # searched if it refers to a searched object; else it stays the same
             is_searched = id(node()) in self._searched
         elif isinstance(node, _KEPT):
             is_searched = False
@@ -122,7 +122,7 @@ def _collect(
     elif id(node) not in above:  # else an object that holds itself
         above = above | {id(node)}
         for step, child in children:
-            if isinstance(child, torch.Tensor):  # most are
+            if isinstance(child, torch.Tensor):  # the most common leaf
                 found.append(((*path, step), child))
             else:
                 _collect(child, (*path, step), is_leaf, above, found)

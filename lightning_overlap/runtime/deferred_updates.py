@@ -39,11 +39,9 @@ class DeferredUpdates:
         return index - min(self.to_update, default=self.num_updated)
 
     def note_lookup(self, inflight: InFlightBatch, *, defers: bool) -> None:
-        """Note at the lookup of a batch's fused tables which updates it does not see, and whether its own comes later.
+        """Note at the lookup of a batch's fused tables its staleness, and whether its own update is deferred.
 
-        Args:
-            inflight: The batch.
-            defers: Whether the schedule defers updates.
+        `defers` says whether the schedule defers updates.
         """
         inflight.num_unseen = self.num_unseen_by(inflight.index)
         inflight.defers_update = defers and self._tables.can_defer_updates
@@ -51,7 +49,7 @@ class DeferredUpdates:
     # -- updates that wait for an optimizer step ----------------------------------------------------------------
 
     def hold(self, inflight: InFlightBatch) -> None:
-        """Let the updates from this batch on wait for `note_step`, those of modules' own forwards too."""
+        """Let the updates from this batch on wait for `note_step`, also the updates of modules' own forwards."""
         inflight.is_held = True
         inflight.defers_update = self._tables.can_defer_updates
 
@@ -60,7 +58,7 @@ class DeferredUpdates:
         self.num_stepped = index + 1
         for inflight in self.to_update.values():
             inflight.is_held = False
-        self._tables.update_replicas()  # at once: what the dense optimizer writes is looked up next, these with it
+        self._tables.update_replicas()  # at once, as the next lookup reads tables of the dense optimizer and replicas
 
     @property
     def held(self) -> list[InFlightBatch]:
@@ -80,7 +78,7 @@ class DeferredUpdates:
         self._tables.hold_replicas()
 
     def make_for_second_forward(self, inflight: InFlightBatch) -> None:
-        """Make all updates: a second forward of a batch, as LBFGS makes, sees what the first one's backward did.
+        """Make all updates: a second forward of a batch (LBFGS) sees the update of the first forward's backward.
 
         Raises:
             RuntimeError: Updates of earlier batches are held for the optimizer step that runs.
@@ -98,7 +96,7 @@ class DeferredUpdates:
     # -- updates that wait for a place in the schedule ------------------------------------------------------------
 
     def refuse_writes(self) -> None:
-        """Raise a RuntimeError if an update is still to come: the user has written tables, and it would go on top."""
+        """Raise a RuntimeError if an update is still to come: it would change the tables that the user has written."""
         if self.held:
             raise RuntimeError(
                 "tables were written between two batches of one optimizer step, but their updates wait for that step "
@@ -113,7 +111,7 @@ class DeferredUpdates:
             )
 
     def begin_iteration(self) -> None:
-        """Record an event after all that evaluations, checkpoints and callbacks between two steps have issued."""
+        """Record an event after all work that evaluations, checkpoints and callbacks between two steps have issued."""
         for inflight in self.to_update.values():
             inflight.batch = None  # trained: the update reads the received ids only
         self._between_steps = self._streams.record(StreamName.COMPUTE) if self.to_update else None
@@ -129,20 +127,20 @@ class DeferredUpdates:
     def make_all(self) -> None:
         """Issue all updates that wait for no optimizer step, on all ranks alike.
 
-        What the compute stream runs afterwards finds them made.
+        Later work on the compute stream finds the tables updated.
         """
         step = Step(Stage.EMBEDDING_UPDATE, 0, self._order.lookup)
         for inflight in self.due:
             self._make(step, inflight)
 
     def make_up_to(self, index: int, step: Step, *, overlaps_forward: bool, overlaps_dense: bool = False) -> None:
-        """Issue the updates of all batches up to `index`.
+        """Issue the updates of all batches up to `index`, inclusive, on the stream of `step`.
 
         Args:
-            index: Number of the last batch, inclusive.
-            step: The schedule's step, whose stream they run on.
+            index: Number of the last batch.
+            step: The schedule's step.
             overlaps_forward: Whether they may overlap with the forward on the compute stream, as it reads no table.
-                Otherwise they wait for all that was issued on the compute stream.
+                Otherwise they wait for all work issued on the compute stream.
             overlaps_dense: Whether the compute stream goes on with the dense part of the step, which reads no table.
                 Otherwise it waits for an update of the present batch.
         """
@@ -156,30 +154,27 @@ class DeferredUpdates:
         self._order.observe("issue", step.stage, index)
         del self.to_update[index]
         with InStage(step.stage, index, self._order.rank):
-            # The update waits for whatever reads tables on the compute stream: code between two steps, or a module's
-            # own forward. It does not wait for any other forward, which it is to overlap with.
-            # `start` has let it wait for the backward, which is all that a dense part after that has to be behind.
+            # The update waits for readers of tables on the compute stream: code between two steps, or a module's own
+            # forward. It waits for no other forward, as it overlaps with that. `start` has let it wait for the
+            # backward: nothing else matters if it overlaps with the dense part.
             after = self._between_steps if overlaps_forward else self._streams.record(StreamName.COMPUTE)
             self._streams.wait(step.stream, None if overlaps_dense else after)
             with self._order.on(step.stage, index, step.stream):
                 self._tables.embedding_update(inflight)
         self._order.note_update()
         if step.offset == 0 and not overlaps_dense:
-            self._order.compute_waits_for_update()  # what comes between two steps finds it made
+            self._order.compute_waits_for_update()  # code between two steps finds the tables updated
 
     def settle(self, timeout_s: float) -> str | None:
         """After an error, make the updates of batches whose optimizer step has ended, and drop the others.
 
         The tables then match the dense weights: both have had the same batches.
 
-        Args:
-            timeout_s: How long to wait for gradients of other ranks, in seconds.
-
         Returns:
-            The updates that the tables lack, in words, if not all gradients arrive; else None.
+            The updates that the tables lack, in words, if not all gradients arrive within `timeout_s`; else None.
         """
         for index in [index for index in self.to_update if index >= self.num_stepped]:
-            inflight = self.to_update.pop(index)  # neither the dense step nor the update
+            inflight = self.to_update.pop(index)  # it gets neither the dense step nor the update
             inflight.is_held = True  # no module's own forward makes it either
             with suppress(RuntimeError):  # a broken device must not hide what broke it
                 self._tables.count_lookups(inflight, -1)

@@ -10,21 +10,17 @@ from .interfaces import BatchSource
 
 
 class EndOfData:
-    """Asks all ranks whether they have the next batches too, and hears where the first of them ends.
+    """Asks all ranks whether they have the next batches, and learns where the data of the first rank ends.
 
-    A question is an all-reduce on the host (`Consensus.ask`), whose answer is read a step later. The ranks ask few:
+    A question is an exchange on the host (`Consensus.ask`), and its answer is read a step later. Questions are rare:
 
-    - If the length of every rank's epoch is known, the ranks ask now and then (`PollInterval`), and for the last ones.
-    - If not, each says with a question how many further batches it is sure to have (`BatchSource.num_certain`). They
-      ask next about the last batch that all of them are sure of; if one rank is sure of none, about every batch.
+    - If the length of every rank's epoch is known, the ranks ask about occasional batches (`PollInterval`), and about
+      each of the last ones.
+    - If not, each rank says with a question how many further batches it surely has (`BatchSource.num_certain`). The
+      next question is about the last batch that all ranks surely have; if one rank is sure of none, about every batch.
 
-    All ranks decide by the same answers, at the same step of the schedule, and so alike.
-
-    Args:
-        source: Provides this rank's batches.
-        consensus: Asks the other ranks; None on one rank.
-        rank: This process's rank, for messages.
-        depth: Batches in flight at once, at most.
+    All ranks decide by the same answers, at the same step of the schedule, and so decide alike. `depth` is the most
+    batches in flight at once.
     """
 
     def __init__(self, source: BatchSource, consensus: Consensus | None, rank: int, depth: int) -> None:
@@ -36,10 +32,10 @@ class EndOfData:
         self.answers: dict[int, Answer] = {}
         """Questions with unread answers, by batch number."""
         self.num_batches: int | None = None
-        """How many batches all ranks have, without None batches; None until that is known."""
+        """Number of batches that all ranks have, without None batches; None until it is known."""
         self.stop_agreed = False
         """Whether a rank was told to stop."""
-        self._poll_interval: PollInterval | None = None  # between questions; None: lengths are not known
+        self._poll_interval: PollInterval | None = None  # between questions; None if lengths are not known
         self._next_asked = 0  # if lengths are not known: the first batch that needs a question
         self._ask_all_from: float = 0  # if lengths are known: from this batch on each one needs a question
         self._asked_now_and_then = -1  # the last batch asked about before `_ask_all_from`
@@ -56,12 +52,9 @@ class EndOfData:
         return self.num_batches == index + 1
 
     def ask(self, index: int, *, lacks: bool, latest_none: int = -1) -> None:
-        """Ask all ranks whether they have batch `index`, if this batch needs a question. Does not wait.
+        """Ask all ranks whether they have batch `index`, without None batches, if it needs a question. Does not wait.
 
-        Args:
-            index: Number of the batch in the epoch, without None batches.
-            lacks: Whether this rank does not have it.
-            latest_none: Number of this rank's last None batch before it; -1 if there is none.
+        `latest_none` is the number of this rank's last None batch before it; -1 if there is none.
 
         Raises:
             RuntimeError: This rank's data ends before the length of its loader, since its last batches are None.
@@ -75,9 +68,9 @@ class EndOfData:
         if self._poll_interval is not None and index < self._ask_all_from:
             if lacks and self._source.exhausted:
                 raise RuntimeError(
-                    f"rank {self._rank} has only {index} batches to train of the {self._source.num_batches:g} that its "
-                    "loader says: most of the last ones are None. The other ranks have more, and would wait for it. "
-                    "Drop samples in place of whole batches, or give the loader no length."
+                    f"rank {self._rank} has only {index} batches to train of the {self._source.num_batches:g} in its "
+                    "loader's length: most of the last batches are None. The other ranks have more and would wait for "
+                    "it. Drop samples instead of whole batches, or give the loader no length."
                 )
             if lacks or not self._poll_interval.due(index):
                 return  # `max_steps` holds it back, on every rank
@@ -98,10 +91,10 @@ class EndOfData:
         self.answers.setdefault(index, self._consensus.ask(flags))
 
     def hear(self, index: int, in_flight: dict[int, InFlightBatch]) -> None:
-        """Read the answer whether all ranks have a batch, before the first collective that is made for it.
+        """Read the answer whether all ranks have a batch, before the first collective for it.
 
-        All ranks come here at the same step of the schedule, whether they have the batch or not, and so end after the
-        same one. Batches past the end are dropped from `in_flight`.
+        All ranks come here at the same step of the schedule, with or without the batch, and so end after the same
+        batch. Batches past the end are dropped from `in_flight`.
 
         Raises:
             RuntimeError: A batch before it is None on some ranks only.
@@ -114,7 +107,7 @@ class EndOfData:
         if self._poll_interval is not None and index == self._asked_now_and_then:
             self._poll_interval.hear(said.requested_interval, self._source.num_batches)
         if self._poll_interval is None:
-            # A batch that a rank lacked may only be held back by `max_steps`: ask about it again.
+            # If a rank lacked the batch, `max_steps` may only have held it back: ask about it again.
             self._next_asked = index if said.lacks else index + MAX_INTERVAL - said.requested_interval
         if said.latest_none >= 0:  # the epoch is shorter: ask about each batch, from the first that no rank has reached
             self._ask_all_from = min(self._ask_all_from, index + self._depth + 1)

@@ -1,8 +1,8 @@
 """Walk a schedule: run its steps around the trainer's own forward, backward and optimizer step.
 
-`stage_issue.py` says what a sparse stage waits for, `lookup_order.py` orders the lookup stream and the compute stream,
-`batch_queue.py` fetches the batches, `backward_fill.py` leaves steps to a backward that would wait, and
-`deferred_updates.py` makes updates that come later than their backward.
+`stage_issue.py` lets a sparse stage wait for what it reads, `lookup_order.py` orders the lookup stream and the compute
+stream, `batch_queue.py` fetches the batches, `backward_fill.py` leaves steps to a backward that would wait, and
+`deferred_updates.py` makes updates after their backward.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ class Executor:
         source: Provides the batches.
         sparse: Runs the sparse stages, and serves early embeddings in a forward.
         order: The device's streams, the order of lookups, the observer and the timer, shared with `sparse`.
-        consensus: Asks all ranks whether they have the next batch too; None on one rank.
+        consensus: Asks all ranks whether they have the next batch; None on one rank.
         lookup_context: Entered around every early lookup (autocast, as around `training_step`).
         num_before: Returns the number of batches trained so far, over all epochs.
         any_rank: Returns whether any rank passed True: an all-reduce on the host, for which all ranks wait.
         hooks_read_tables: Returns whether the user's hooks run between this step's backward and its end.
         accumulates: Returns whether the batch whose forward begins has no optimizer step of its own.
-        weights: Computes the weight gradients of the dense part; None: the backward does.
+        weights: Computes the weight gradients of the dense part; None if the backward does.
     """
 
     def __init__(
@@ -71,8 +71,8 @@ class Executor:
         self.order = self._order = order
         self._streams = order.streams
         self._hooks_read_tables = hooks_read_tables
-        self._finished_backward = False  # before the trainer says so
-        self._trainer_stage = ExitStack()  # what the trainer does now: it begins and ends at places far from each other
+        self._finished_backward = False  # whether BACKWARD has ended before the trainer reports it
+        self._trainer_stage = ExitStack()  # the trainer's present stage, which begins and ends in different methods
         self.end = EndOfData(source, consensus, order.rank, schedule.depth)
         self.queue = BatchQueue(source, self.end, order)
         self.updates = DeferredUpdates(self._tables, order)
@@ -96,7 +96,7 @@ class Executor:
         self._reset()
 
     def _use_schedule(self, schedule: Schedule) -> None:
-        """Take a mode's table from the next iteration on; with `frozen_window` it has a second one, `_accumulating`."""
+        """Take a mode's table from the next iteration on; `frozen_window` has a second table, `_accumulating`."""
         self._last_of_window, self._accumulating = schedule, schedule.accumulating
         self._walk(schedule)
 
@@ -105,7 +105,7 @@ class Executor:
         self.schedule = self._stages.schedule = schedule
         self._backward_fill.left = schedule.fills_backward_wait
         self._dense_owned = schedule.dense_owned_lookup
-        # Whose tables the step EMBEDDING_LOOKUP looks up; `_dense_owned`, if there is one, looks up the others.
+        # EMBEDDING_LOOKUP looks up the tables of these owners; `_dense_owned`, if there is one, looks up the others.
         self._lookup_owners = EARLY_OWNERS if self._dense_owned is None else frozenset({WeightOwner.FUSED_BACKWARD})
 
     def _reset(self) -> None:
@@ -113,7 +113,7 @@ class Executor:
         self._iteration = -1
         self._cursor = len(self.schedule.steps)  # the step of the schedule that comes next
         self._finished_backward = False
-        self._in_forward = False  # of the user's step, which with manual optimization is all of it
+        self._in_forward = False  # of `training_step`, which with manual optimization contains all stages
         self._order.reset()
         self.queue.reset()
         self._stages.reset()
@@ -149,7 +149,7 @@ class Executor:
 
     @property
     def lasting_staleness(self) -> int:
-        """The smaller staleness of the tables of the current batch and the next one, as the mode may change between."""
+        """The smaller staleness of the tables for the current and the next batch, as the mode may change in between."""
         batch = self._first_batch + self._iteration
         return min(self._schedules.at(batch).staleness, self._schedules.at(batch + 1).staleness)
 
@@ -234,8 +234,8 @@ class Executor:
     def stage_done(self, stage: Stage) -> None:
         """Note that the trainer has done a stage of the current batch; run the steps up to its next stage.
 
-        Steps above `stage` that have not run yet run too, if the trainer has skipped a stage. A second backward in
-        one iteration, as LBFGS makes, writes the tables again: early lookups made in between are dropped.
+        If the trainer has skipped a stage, the steps above `stage` run now. A second backward in one iteration
+        (LBFGS) writes the tables again: early lookups made in between are dropped.
         """
         current = self.current
         if stage is Stage.BACKWARD and self._finished_backward:
@@ -294,7 +294,7 @@ class Executor:
 
     @contextmanager
     def without_lookups_ahead(self) -> Iterator[None]:
-        """Within this context the kernels' iteration counts lack lookups of batches whose optimizer step is to come."""
+        """Within this context the kernels do not count lookups of batches whose optimizer step is to come."""
         self._count_lookups_ahead(-1)
         try:
             yield
@@ -328,7 +328,7 @@ class Executor:
         self._fill(0)
 
     def _fill(self, start: int) -> None:
-        """Issue what the table would have issued before iteration `start`, if a table before it has not done so."""
+        """Issue what the table would have issued before iteration `start`, unless the former table has issued it."""
         for iteration in range(start - self.schedule.max_offset, start):
             self._iteration = iteration
             for step in self.schedule.steps:
@@ -369,7 +369,7 @@ class Executor:
         if current.consumed and not self._in_forward:
             self._stages.discover(current)
         if stage is Stage.OPTIMIZER_STEP:
-            # What comes between two steps (a callback's averages, clamps, norms) finds the tables written.
+            # Code between two steps (a callback's averages, clamps, norms) finds the tables written.
             self._order.compute_waits_for_update()
             self._run_deferred_lookup()
 
@@ -382,17 +382,12 @@ class Executor:
         if current.defers_update:
             self.updates.start(current)
             if not self.schedule.defers_update:
-                self.updates.make_all()  # looked up under the table before this one
+                self.updates.make_all()  # looked up under the former table
         self._lookups.forget_received(current)
         self._order.note_update()
 
     def begin_backward(self, loss: torch.Tensor, *, is_only: bool) -> None:
-        """Begin the backward of the current batch's loss.
-
-        Args:
-            loss: The loss, whose gradient may not be needed.
-            is_only: Whether it is the step's only backward, with automatic optimization.
-        """
+        """Begin the backward of the current batch's loss; `is_only`: the step's only one (automatic optimization)."""
         if self.current is None:
             return
         if is_only and self._weights is not None:

@@ -20,7 +20,7 @@ class InFlightBatch:
     batch: Any
     """The staged batch: the same object that `training_step` gets."""
     batch_idx: int = 0
-    """Its number in its data loader, those that are None included."""
+    """Its number in its data loader; None batches count."""
     dataloader_idx: int = 0
     """Index of its data loader."""
     latest_none: int = -1
@@ -32,7 +32,7 @@ class InFlightBatch:
     modules: dict[str, Any] = field(default_factory=dict)
     """State of each pipelined module for this batch, by the module's name; the sparse stages own it."""
     made: dict[Any, Any] = field(default_factory=dict)
-    """What staged methods have made of it, until its backward is over; `preprocessing.StagedCalls` owns it."""
+    """Results of staged methods for it, until its backward is over; `preprocessing.StagedCalls` owns them."""
     missing: frozenset[str] = frozenset()
     """Modules whose input only some ranks' batches contain; known once the sizes are read."""
     sizes: Any = None

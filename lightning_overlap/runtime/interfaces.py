@@ -1,4 +1,4 @@
-"""What an executor is given: a source of batches, the sparse stages by what they work on, an observer and a timer."""
+"""The inputs of an executor: a source of batches, the sparse stages, an observer and a timer."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ def observe_nothing(kind: str, stage: Stage, index: int) -> None:
 
 
 class FetchedBatch(NamedTuple):
-    """A batch that a source gives."""
+    """A batch from a source."""
 
     batch: Any
     batch_idx: int
-    """Its number in its data loader, those that are None included."""
+    """Its number in its data loader; None batches count."""
     dataloader_idx: int
-    """Number of its data loader."""
+    """Index of its data loader."""
     latest_none: int = -1
     """Number in its data loader of the last None batch before it in the epoch; -1 if there is none."""
     loader_states: Any = None
@@ -34,12 +34,12 @@ class FetchedBatch(NamedTuple):
 class BatchSource(Protocol):
     """Where batches come from; `plugin.BatchStream` takes them from Lightning's loaders.
 
-    - `fetch` returns the staged batch of a number; None if there is none (any more, or as long as `max_steps` does not
-      ask for it). Batches that are None are skipped. A timer times the wait for the data loader.
+    - `fetch` returns the staged batch with this number; None after the last batch, or while `max_steps` excludes it.
+      Batches that are None are skipped. A timer times the wait for the data loader.
     - `num_batches` is the length of the shortest rank's epoch, None batches included; `inf` if it is not known.
-    - `length_known` says whether all ranks are known to have as many, so that they ask for the last one only.
-    - `exhausted` says whether this rank has no further batch, `num_certain` how many it is sure to have after the last
-      one fetched.
+    - `length_known` says whether all ranks are known to have equally many batches.
+    - `exhausted` says whether this rank has no further batch, `num_certain` how many it surely has after the last
+      fetched batch.
     - `stop_requested` says whether this process was told to stop.
     """
 
@@ -57,10 +57,10 @@ class BatchSource(Protocol):
 
 
 class Inputs(Protocol):
-    """What the input dist does for one batch, and what it needs to know; `sparse.SparseInputs` does it with TorchRec.
+    """The input dist of one batch; `sparse.SparseInputs` implements it with TorchRec.
 
-    Here and below, a method named as a `Stage` issues that stage on the current stream. The docstrings of the classes
-    in `sparse/` say what each method is for.
+    Here and below, a method named as a `Stage` issues that stage on the current stream. The classes in `sparse/`
+    document the methods.
     """
 
     @property
@@ -74,7 +74,7 @@ class Inputs(Protocol):
 
 
 class Lookups(Protocol):
-    """What the lookup does for one batch, from the cache to the end of its use; `sparse.SparseLookups` does it."""
+    """The lookup of one batch, from the cache to the end of its use; `sparse.SparseLookups` implements it."""
 
     def prefetch(self, inflight: InFlightBatch) -> None: ...
     def forget_prefetched(self) -> None: ...
@@ -88,7 +88,7 @@ class Lookups(Protocol):
 
 
 class Updates(Protocol):
-    """What the backward and the update of the tables do for one batch; `sparse.TableUpdates` does it."""
+    """The backward of one batch and its update of the tables; `sparse.TableUpdates` implements them."""
 
     @property
     def can_defer_updates(self) -> bool: ...
@@ -113,11 +113,11 @@ class SparseStages(NamedTuple):
 class WeightGradients(Protocol):
     """The second half of a backward: `dense.SplitLayers` computes the weight gradients of the dense part.
 
-    - `begin_step` begins the forward of a batch, whose backward is to be split or not.
+    - `begin_step` begins the forward of a batch; `splits` says whether to split its backward.
     - `end_forward` ends the forward.
     - `begin_backward` begins the backward of a loss.
     - `compute` computes the weight gradients that the backward has left.
-    - `finish` waits for what was started for other ranks; all gradients are whole afterwards.
+    - `finish` waits for the collectives that were started; afterwards all gradients are complete.
     """
 
     def begin_step(self, *, splits: bool) -> None: ...

@@ -12,17 +12,11 @@ from .streams import Streams
 
 
 class LookupOrder:
-    """What an executor shares with the sparse stages: streams, observer, timer, and the order of the two streams.
+    """State that an executor shares with the sparse stages: streams, observer, timer, and the order of the two streams.
 
     Early lookups and updates of tables run on the lookup stream, in the order in which they are issued. A module's own
     forward, and code between two steps, use the tables on the compute stream: then one of the two streams waits for
     the other.
-
-    Args:
-        streams: The device's streams.
-        lookup: Name of the lookup stream.
-        observe: Called for every issued stage and every wait for a result.
-        rank: This process's rank, for errors.
     """
 
     def __init__(
@@ -92,13 +86,9 @@ class LookupOrder:
         self.streams.record_stream(value, self.lookup)
 
     def hand_to_caller(self, value: Any, event: Any, batch: int, *, is_first: bool) -> None:
-        """Let the compute stream and the current one use embeddings after an event.
+        """Let the compute stream and the current stream use embeddings, nested or not, after an event.
 
-        Args:
-            value: The embeddings, nested or not.
-            event: Recorded on the lookup stream once the embeddings have arrived.
-            batch: Number of their batch.
-            is_first: Whether this is the batch's first use; only then the timer records the wait.
+        The timer records the wait of a batch's first use only.
         """
         with self.timer.merge(batch) if is_first and self.timer is not None else _NOTHING:
             self.streams.hand_to_caller(value, event)

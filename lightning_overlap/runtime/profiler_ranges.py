@@ -47,7 +47,7 @@ class RangesLeftOut:
         if not self._users:
             for module in self._modules:
                 own = vars(module).get("record_function")
-                if own is torch.autograd.profiler.record_function:  # not what somebody else has put there
+                if own is torch.autograd.profiler.record_function:  # not another replacement
                     module.record_function = _range_if_profiled  # type: ignore[attr-defined]
                     self._replaced.append((module, own))
         self._users.add(id(user))

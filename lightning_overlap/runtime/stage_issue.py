@@ -17,13 +17,8 @@ from .profiler_ranges import InStage
 class StageIssuer:
     """Issues the sparse stages of batches, each after everything it reads.
 
-    Args:
-        inputs: Runs the stages of the input dist.
-        lookups: Runs prefetches and lookups.
-        order: The device's streams and the order of lookups.
-        updates: Knows the updates that a lookup does not see.
-        current: Returns the batch being trained, or None.
-        lookup_contexts: Two contexts that are entered around every lookup: grad mode, autocast.
+    `current` returns the batch being trained, or None. Every lookup runs within both `lookup_contexts`: grad mode and
+    autocast.
     """
 
     def __init__(
@@ -54,10 +49,7 @@ class StageIssuer:
     def issue(self, step: Step, inflight: InFlightBatch, owners: frozenset[WeightOwner]) -> None:
         """Issue one stage of one batch on its stream; postpone it while `discover` has not found the modules' inputs.
 
-        Args:
-            step: The stage and its stream.
-            inflight: The batch.
-            owners: The writers of the tables to look up; other stages ignore this.
+        A lookup reads the tables of `owners`; other stages ignore them.
         """
         if not self._inputs.ready:
             self._waiting.append((step, inflight, owners))
@@ -65,7 +57,7 @@ class StageIssuer:
         if step.stage is Stage.EMBEDDING_LOOKUP:
             if not self._lookups.has_lookup(inflight, owners):
                 return
-        elif step.stage in inflight.done:  # issued under the table before this one
+        elif step.stage in inflight.done:  # issued under the former table
             return
         previous = self.schedule.stage_before(step.stage)
         if previous not in inflight.done:  # the batch was fetched later than that step was walked
@@ -127,8 +119,8 @@ class StageIssuer:
             self._streams.wait(step.stream, self._streams.record(StreamName.COMPUTE))
 
     def _look_up(self, step: Step, inflight: InFlightBatch, owners: frozenset[WeightOwner]) -> None:
-        # Fused tables: the TBE backward ran on this very stream, except after a module's own forward. Tables of
-        # the dense optimizer: its step was issued on the compute stream.
+        # Fused tables: the TBE backward ran on this stream, except after a module's own forward. Tables of the dense
+        # optimizer: its step was issued on the compute stream.
         self._order.wait_for_writes(step.stream)
         if WeightOwner.DENSE_OPTIMIZER in owners:
             self._streams.wait(step.stream, self._streams.record(StreamName.COMPUTE))

@@ -18,15 +18,10 @@ other.
 
 
 class TableWrites:
-    """Drops early lookups, on all ranks alike, if the tables that they read were written since.
+    """Drops early lookups, on all ranks alike, if the tables that they read were written afterwards.
 
-    Args:
-        lookups: The early lookups; None if nothing is looked up early.
-        order: The device's streams and the order of lookups.
-        updates: The deferred updates, which exclude writes by the user.
-        ahead: Returns the batches that may have been looked up and whose step has not begun.
-        any_rank: Returns whether any rank passed True, and waits for all ranks; None on one rank.
-        num_asks: Number of batches before which `any_rank` is asked; afterwards only a call of `ask` asks.
+    `lookups` is None if nothing is looked up early. `ahead` returns the batches that may have been looked up and whose
+    step has not begun. `any_rank` (None on one rank) is asked before the first `num_asks` batches, and after `ask`.
     """
 
     def __init__(
@@ -69,7 +64,7 @@ class TableWrites:
         if self._any_rank is not None:
             everyone = self._asks and self._any_rank(written)
         if everyone:
-            self._num_asks = NUM_ASKS  # who has written tables once does it again
+            self._num_asks = NUM_ASKS  # code that has written tables once will write them again
             self.tables_changed()
         elif written:
             raise RuntimeError(

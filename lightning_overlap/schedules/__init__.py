@@ -5,20 +5,17 @@ Standard library only. A new mode is a table in `modes.py`; `Mode` holds a mode'
 
 from .mode import Mode as Mode
 from .mode import resolve_mode as resolve_mode
+from .mode import resolve_stream as resolve_stream
 from .modes import MODES as MODES
 from .modes import STREAMS as STREAMS
 from .modes import ModeName as ModeName
 from .modes import StreamPolicy as StreamPolicy
-from .options import resolve_stream as resolve_stream
 from .schedule import Schedule as Schedule
 from .schedule import ScheduleError as ScheduleError
 from .schedule import Step as Step
 from .sequential import Schedules as Schedules
-from .sequential import SequentialSchedule as SequentialSchedule
-from .sequential import with_exact_warmup as with_exact_warmup
 from .stages import EARLY_OWNERS as EARLY_OWNERS
 from .stages import SPARSE_STAGES as SPARSE_STAGES
-from .stages import STAGE_ORDER as STAGE_ORDER
 from .stages import TRAINING_STAGES as TRAINING_STAGES
 from .stages import Stage as Stage
 from .stages import StreamName as StreamName

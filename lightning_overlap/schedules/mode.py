@@ -1,13 +1,18 @@
-"""A mode with its options: one value, checked on construction."""
+"""A mode with its options: one value, checked on construction. Modes and stream policies are found by name."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
-from .modes import ASYNC_LOOKUP, MODES, ModeName, async_lookup, defer_update, frozen_window
-from .options import named
+from ..text import unknown_name_message
+from .modes import ASYNC_LOOKUP, MODES, STREAMS, ModeName, async_lookup, defer_update, frozen_window
 from .schedule import Schedule
 from .sequential import Schedules, with_exact_warmup
+from .stages import StreamName
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +64,7 @@ class Mode:
             raise ValueError(
                 "pipeline='auto' compares modes of equal losses and takes no mode options. Name a mode to set them."
             )
-        schedule = self.name if isinstance(self.name, Schedule) else named("pipeline", self.name, MODES, ("auto",))
+        schedule = self.name if isinstance(self.name, Schedule) else _named("pipeline", self.name, MODES, ("auto",))
         if self.staleness is not None:
             if self.name != ASYNC_LOOKUP.name:
                 raise ValueError(
@@ -80,3 +85,27 @@ class Mode:
 def resolve_mode(pipeline: str | Schedule | Mode) -> Mode:
     """Return the mode that a name or a schedule stands for; a `Mode` is returned as is."""
     return pipeline if isinstance(pipeline, Mode) else Mode(pipeline)  # type: ignore[arg-type]
+
+
+def resolve_stream(stream: str) -> StreamName:
+    """Return the stream on which a policy runs early lookups.
+
+    Raises:
+        ValueError: No policy has this name; the message lists the nearest names.
+        TypeError: The name is not a string.
+    """
+    return _named("stream", stream, STREAMS)
+
+
+def _named(kind: str, name: object, known: Mapping[str, _T], also: tuple[str, ...] = ()) -> _T:
+    """Return the entry of a name; messages name the argument (`kind`) and further valid names (`also`).
+
+    Raises:
+        ValueError: The name is unknown; the message lists the nearest names.
+        TypeError: The name is not a string.
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"{kind} must be a name ({', '.join((*known, *also))}), got {name!r}.")
+    if name not in known:
+        raise ValueError(unknown_name_message(kind, name, (*known, *also)))
+    return known[name]

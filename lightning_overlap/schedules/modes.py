@@ -57,7 +57,7 @@ FUSED_SPARSE_DIST_AFTER_OPTIMIZER = Schedule(
 """The same lookup, issued after the dense optimizer. Source: `embedding_lookup_after_opt` of TorchRec PR 2916."""
 
 SPLIT_BACKWARD = Schedule("split_backward", (
-    *_FUSED,  # of the dense part the gradients of inputs alone: the tables' gradients leave earlier
+    *_FUSED,  # BACKWARD computes only gradients of inputs in the dense part: the tables' gradients leave earlier
     Step(_WEIGHTS, 0, _COMPUTE),  # while the tables' gradients travel; the dense all-reduce follows these
     Step(_UPDATE, 0, _SIDE),
     Step(_LOOKUP, 1, _SIDE),  # the wait for the dense all-reduce comes after it
@@ -65,7 +65,7 @@ SPLIT_BACKWARD = Schedule("split_backward", (
 ))  # fmt: skip
 """As `fused_sparse_dist`; the weight gradients of the dense part overlap the all-to-all of the tables' gradients.
 
-Sources: `delay_wgrad_compute` of TransformerEngine (PR 1653), for its all-to-alls of experts; here for tables."""
+Source: `delay_wgrad_compute` of TransformerEngine (PR 1653), there for the all-to-alls of experts."""
 
 PREFETCH = Schedule("prefetch", (
     Step(_DATA, 1, _DIST),

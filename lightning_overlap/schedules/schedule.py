@@ -69,7 +69,8 @@ class Schedule:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "steps", tuple(self.steps))
-        _validate(self)
+        for check in (_check_steps, _check_training_steps, _check_sparse_steps, _check_prefetch, _check_batch_order):
+            check(self)
 
     def __iter__(self) -> Iterator[Step]:
         return iter(self.steps)
@@ -143,7 +144,7 @@ class Schedule:
 
     @cached_property
     def with_whole_backward(self) -> Schedule:
-        """This table without `WEIGHT_GRADIENTS`, and without the update that stands between it and `BACKWARD`."""
+        """This table without `WEIGHT_GRADIENTS`, and without an update above `OPTIMIZER_STEP`: `BACKWARD` does both."""
         if not self.splits_backward:
             return self
         left_out = {Stage.WEIGHT_GRADIENTS, *([Stage.EMBEDDING_UPDATE] if self.updates_before_step else [])}
@@ -277,13 +278,7 @@ class AccumulatingSchedule(_WithoutUpdates):
 
 
 def check_number(name: str, value: object, *, least: int = 0, instead: str = "") -> None:
-    """Check a number of batches that a user passes.
-
-    Args:
-        name: The argument's name, for messages.
-        value: The user's value.
-        least: The smallest valid number.
-        instead: What to do instead; ends the message about a smaller number.
+    """Check a number of batches that a user passes; `instead` ends the message about a smaller number than `least`.
 
     Raises:
         TypeError: The value is not an integer.
@@ -304,14 +299,6 @@ def _parse_step(name: str, text: str) -> Step:
     except ValueError as err:
         known = f"stages: {', '.join(map(str, Stage))}; streams: {', '.join(map(str, StreamName))}"
         raise ScheduleError(f"{name!r}: {text!r} names an unknown stage or stream. Known {known}.") from err
-
-
-def _validate(schedule: Schedule) -> None:
-    _check_steps(schedule)
-    _check_training_steps(schedule)
-    _check_sparse_steps(schedule)
-    _check_prefetch(schedule)
-    _check_batch_order(schedule)
 
 
 def _check_steps(schedule: Schedule) -> None:
@@ -380,8 +367,8 @@ def _check_prefetch(schedule: Schedule) -> None:
         bad.append(schedule.position(Stage.EMBEDDING_UPDATE))
         raise _error(schedule, bad, problem, "Leave out prefetch or embedding_update.")
     if prefetch.offset != lookup.offset or schedule.staleness:
-        # The kernel matches lookups with prefetches in order, and an evaluation may come between two iterations. Its
-        # backward belongs to its last lookup.
+        # The kernel matches lookups with prefetches in order, and its backward belongs to its last lookup. Between two
+        # iterations may come an evaluation.
         problem = f"{prefetch} and {lookup} are in different iterations, or the lookup misses an update it needs"
         raise _error(schedule, bad, problem, "Give both the same offset: 0, or 1 with the lookup below BACKWARD.")
 
@@ -401,10 +388,11 @@ def _check_batch_order(schedule: Schedule) -> None:
                 f"{late.stage}{late.offset:+d} (step {late_index + 1}) runs before "
                 f"{early.stage}{early.offset:+d} (step {early_index + 1}) of the same batch"
             )
+            higher = f"Raise the offset of {early.stage} to at least +{late.offset}"
             remedy = (
                 f"Move {early.stage} above step {late_index + 1}, or raise its batch offset to +{late.offset + 1}."
                 if early.offset == late.offset
-                else f"Raise the offset of {early.stage} to at least +{late.offset}, or lower that of {late.stage}."
+                else f"{higher}, or lower the offset of {late.stage}."
             )
             raise _error(schedule, [late_index], problem, remedy)
 

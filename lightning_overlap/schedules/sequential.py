@@ -53,7 +53,7 @@ def with_exact_warmup(
     Args:
         schedule: A mode with a staleness of 1 or more.
         start_batch: Number of batches to train in `fused_sparse_dist` first.
-        end_batch: The batch that returns to `fused_sparse_dist`; None: never.
+        end_batch: The batch that returns to `fused_sparse_dist`; None if no batch does.
 
     Raises:
         ValueError: A number is negative, `end_batch` is not larger than `start_batch`, the schedule is exact, or

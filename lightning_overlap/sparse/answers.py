@@ -1,6 +1,6 @@
-"""Decide what a call of a sharded module returns: early embeddings, or those of its own forward, on all ranks alike.
+"""Decide whether a call of a sharded module gets early embeddings or runs its own forward, on all ranks alike.
 
-An answer is what the module's own forward would return in the caller's modes: grad mode, inference mode, autocast and
+An answer equals the answer of the module's own forward in the caller's modes: grad mode, inference mode, autocast and
 hooks on saved tensors.
 """
 
@@ -37,15 +37,7 @@ from .update_rates import lookup_counts, lookups_since, take_back
 
 
 class Answers:
-    """Answers the calls of all sharded modules of a model.
-
-    Args:
-        forwards: The pipelined forwards, which pass their calls to `answer`.
-        inputs: Waits for the ids of a batch, for modules that are looked up when they are called.
-        updates: Makes deferred updates that a module's own forward has to see.
-        order: The device's streams and the order of lookups.
-        options: Options of the pipeline.
-    """
+    """Answers the calls of all sharded modules of a model, which their pipelined forwards pass to `answer`."""
 
     def __init__(
         self,
@@ -86,20 +78,15 @@ class Answers:
     def answer(self, pipelined: PipelinedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return early embeddings if the module's own forward would give the same; else run that forward.
 
-        Only the first call in a step gets early embeddings. `checkpoint()` repeats a call in the backward, and gets
-        what that call got before.
-
-        Args:
-            pipelined: The pipelined forward that was called.
-            args: Its positional arguments.
-            kwargs: Its keyword arguments.
+        Only the first call in a step gets early embeddings. `checkpoint()` repeats a call in the backward, and gets the
+        same answer again.
 
         Returns:
-            What the module itself returns: an awaitable of embeddings, for some kinds in a tuple with further values.
+            An awaitable of embeddings; for some kinds of modules a tuple of it and further values.
 
         Raises:
-            RuntimeError: This rank has to run the module's own forward, and another one was served early embeddings.
-            ValueError: An id numbers no row of its table.
+            RuntimeError: This rank has to run the module's own forward, and another rank has taken early embeddings.
+            ValueError: An id is no row of its table.
         """
         in_backward = torch._C._current_graph_task_id() != -1
         inflight = self._in_step if in_backward else self._current
@@ -142,11 +129,11 @@ class Answers:
             raise ValueError(outside)
         self._updates.make_before_forward(pipelined.name)
         # checkpoint() drops what operators save, and repeats the forward in the backward, at another time on each rank:
-        # collectives of a repeated lookup would not match. So a lookup keeps what it saves, and is not repeated.
+        # collectives of a repeated lookup would not match. So a lookup keeps its saved tensors, and is not repeated.
         checkpointed = inflight is not None and torch.is_grad_enabled() and _saving_is_hooked()
         with _keeping_saved() if checkpointed else nullcontext():
             found = self._on_compute_stream(pipelined.module, inflight, look_up_now)
-        # Between two steps, or in an evaluation: nobody sees the end of a backward that may follow.
+        # Between two steps and in evaluations no hook sees the end of a backward that may follow.
         watched = torch.is_grad_enabled() and (inflight is None or not self._options.trains)
         note = partial(count_backwards, pipelined.module) if watched else None
         as_called = partial(_waited_for_as_called, keeps_saved=checkpointed, note=note)
@@ -158,7 +145,7 @@ class Answers:
     # -- early or not -----------------------------------------------------------------------------------------------
 
     def _why_not_early(self, pipelined: PipelinedForward, state: ModuleContext, given: Any) -> str | None:
-        """Return why early embeddings may differ from those of the module's own forward now; None: they do not."""
+        """Return why early embeddings may differ from the module's own forward now; None if they do not."""
         assert state.sent is not None
         if given is not state.kjt:
             return "it was called with another input than the one in the batch"
@@ -173,25 +160,22 @@ class Answers:
         return None
 
     def _all_ranks_take_early(self, pipelined: PipelinedForward, inflight: InFlightBatch, reason: str | None) -> bool:
-        """Whether all ranks serve this call early; if not all run the module's own forward from now on.
+        """Whether all ranks serve this call early; otherwise all run the module's own forward from now on.
 
-        Args:
-            pipelined: The module.
-            inflight: The batch of the step.
-            reason: Why this rank cannot serve it; None: it can.
+        `reason` says why this rank cannot serve the call early; None if it can.
 
         Raises:
-            RuntimeError: This rank cannot, and others, which nobody has asked, have served theirs.
+            RuntimeError: This rank cannot, and other ranks, which did not vote, have served theirs.
         """
         if inflight.modules[pipelined.name].votes:
             if self._options.any_rank(reason is not None):
                 reason = reason or "another rank called it with another input of the batch"
         elif reason is not None:
             problem = (
-                f"rank {self._options.rank}: the early embeddings of {pipelined.name!r} are not those of batch "
-                f"{inflight.index}'s call in {self._options.step}: {reason}. Other ranks called it with theirs. Early "
-                f"embeddings need the same on all ranks: change inputs before {self._options.step} "
-                "(on_after_batch_transfer), or use pipeline='base'."
+                f"rank {self._options.rank}: the early embeddings of {pipelined.name!r} do not fit its call in "
+                f"{self._options.step} of batch {inflight.index}: {reason}. Other ranks took theirs. All ranks have to "
+                f"call it alike: change inputs before {self._options.step} (on_after_batch_transfer), or use "
+                "pipeline='base'."
             )
             self._forwards.check_all_ranks(pipelined, problem)
         if reason is not None:
@@ -199,10 +183,9 @@ class Answers:
         return reason is None
 
     def _check_form(self, pipelined: PipelinedForward, given: Any, inflight: InFlightBatch) -> None:
-        """Check that an input whose tensors have other types than in the call before has them on all ranks.
+        """If the types of an input have changed since the call before, check that they have changed on all ranks.
 
-        A module's own forward sends these tensors, and gloo ends the process if they have not the size that others
-        expect.
+        A module's own forward sends these tensors, and gloo ends the process on data of another size than expected.
 
         Raises:
             RuntimeError: Another rank calls the module with the types of the call before.
@@ -212,26 +195,26 @@ class Answers:
         takes = getattr(pipelined.module, "takes_weights", None)
         weights, varies = given.weights_or_none() if takes is not False else None, given.variable_stride_per_key()
         if takes and weights is None:
-            return  # the module's own forward refuses that
+            return  # the module's own forward raises an error
         form = given.lengths().dtype, given.values().dtype, None if weights is None else weights.dtype, varies
         before, pipelined.form = pipelined.form, form
         if before in (None, form):
-            self._forwards.sent_as_before(pipelined)
+            self._forwards.served(pipelined, own=True)
         else:
             self._forwards.check_all_ranks(
                 pipelined,
                 f"rank {self._options.rank} calls {pipelined.name!r} in {self._options.step} of batch {inflight.index} "
-                f"with {_in_words(form)}, before that with {_in_words(before)}, as other ranks do: what they send "
-                "would not have the size that this rank expects. Make types, weights and batch sizes alike on all "
-                "ranks in the dataset or the collate function.",
+                f"with {_in_words(form)}, before that with {_in_words(before)}, as other ranks do: their data would "
+                "not have the size that this rank expects. Make types, weights and batch sizes alike on all ranks in "
+                "the dataset or the collate function.",
                 own=True,
             )
 
     def _nobody_else_calls(self, pipelined: PipelinedForward, inflight: InFlightBatch) -> str:
         return (
             f"rank {self._options.rank} calls {pipelined.name!r} in {self._options.step} of batch {inflight.index}, "
-            "another rank does not: its batch has no input for it. All ranks call a sharded module, or none does: give "
-            "it an empty KeyedJaggedTensor (lengths of zero) where there are no ids."
+            "another rank does not: its batch has no input for it. Either all ranks have to call a sharded module or "
+            "none: give it an empty KeyedJaggedTensor (lengths of zero) if there are no ids."
         )
 
     # -- early embeddings -------------------------------------------------------------------------------------------
@@ -261,7 +244,7 @@ class Answers:
         self._order.compute_waits()  # the lookup stream may still be writing the tables that this reads
         if self._options.set_rates is not None:
             self._options.set_rates()
-        # Without a batch in flight: an evaluation by hand, or a module that does its own fetching (`dataloader_iter`).
+        # No batch is in flight in an evaluation by hand, or if a module does its own fetching (`dataloader_iter`).
         trains = self._options.trains and (inflight is not None or torch.is_grad_enabled())
         stage = Stage.EMBEDDING_LOOKUP
         timed = nullcontext() if inflight is None else self._order.timed(stage, inflight.index, StreamName.COMPUTE)
@@ -279,7 +262,7 @@ class Answers:
         return found
 
     def _look_up_deferring(self, state: ModuleContext, look_up_now: Callable[[], Any]) -> Any:
-        """Run the module's own forward; its update waits for the optimizer step, as those of early lookups do."""
+        """Run the module's own forward; its update waits for the optimizer step, as after early lookups."""
         with state.deferring_update(), state.counting(state.num_own_lookups):
             return look_up_now()
 
@@ -307,33 +290,29 @@ def _in_words(form: tuple[torch.dtype, torch.dtype, torch.dtype | None, bool]) -
 
 
 def _waited_for_as_called(found: Any, *, keeps_saved: bool, note: Callable[[Any], None] | None) -> Any:
-    """Return an awaitable that waits in the modes of the call, not in those of the first use, and notes the answer."""
+    """Return an awaitable that waits in the modes of the call, not of the first use, and notes the answer."""
     if not isinstance(found, LazyAwaitable):
         return found
-    receive = partial(_keep_saved, found.wait) if keeps_saved else found.wait
-    return LazyEmbeddings(receive if note is None else partial(_noted, receive, note))
 
+    def receive() -> Any:
+        with _keeping_saved() if keeps_saved else nullcontext():
+            answer = found.wait()
+        if note is not None:
+            note(answer)
+        return answer
 
-def _noted(receive: Callable[[], Any], note: Callable[[Any], None]) -> Any:
-    answer = receive()
-    note(answer)
-    return answer
+    return LazyEmbeddings(receive)
 
 
 def _saving_is_hooked() -> bool:
-    """Whether hooks on saved tensors are active: a non-reentrant `checkpoint()` uses them to drop what is saved."""
+    """Whether hooks on saved tensors are active: a non-reentrant `checkpoint()` uses them to drop saved tensors."""
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     return top is not None and top(True) is not None
 
 
 def _keeping_saved() -> AbstractContextManager[Any]:
-    """Within this context operators keep what they save for their backward, whatever hooks are active outside."""
+    """Within this context operators keep saved tensors until their backward, whatever hooks are active outside."""
     return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
-
-
-def _keep_saved(call: Callable[[], Any]) -> Any:
-    with _keeping_saved():
-        return call()
 
 
 @contextmanager
@@ -343,9 +322,9 @@ def _outside_inference_mode(*, grad: bool, keeps_saved: bool = False) -> Iterato
 
 
 def _own_graph() -> AbstractContextManager[Any]:
-    """Within this context a wait connects embeddings to the graph of their lookup, whatever the modes of the caller.
+    """Within this context a wait connects embeddings to the graph of their lookup, whatever the caller's modes.
 
-    The hooks of a `checkpoint()` do not see what is saved for it.
+    The hooks of a `checkpoint()` do not see the tensors that this saves.
     """
     is_hooked = _saving_is_hooked()
     if torch.is_grad_enabled() and not torch.is_inference_mode_enabled() and not is_hooked:

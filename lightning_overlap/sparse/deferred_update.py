@@ -35,14 +35,14 @@ class _Cut(NamedTuple):
 
 @dataclass(slots=True)
 class _Backward:
-    """What one backward of the dense part has left at the cuts: pairs of a cut graph and the gradient of its output."""
+    """The gradients that one backward of the dense part has left at the cuts: pairs of a cut graph and a gradient."""
 
     rates: list[float]
-    """The learning rate of each kernel at that time, where a scheduler moves them; else empty."""
+    """The learning rate of each kernel at that time, if a scheduler moves them; else empty."""
     to_send: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     """Pairs at received embeddings: their backward starts the all-to-all of gradients."""
     to_apply: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    """Pairs on one rank: their backward is the TBE's, no gradient is sent."""
+    """Pairs on one rank: their backward is the TBE's, and no gradient is sent."""
 
 
 class DeferredUpdate:
@@ -50,34 +50,27 @@ class DeferredUpdate:
 
     The graph is cut at the embeddings that the output dist returns, so that `loss.backward()` stops there, and between
     sending and receiving their gradients. `send` starts the all-to-all of gradients; `apply` waits for it and runs the
-    TBE backward, which applies the fused optimizer. A second backward of the same step is a second update, as it is
-    where nothing is deferred.
+    TBE backward, which applies the fused optimizer. A second backward of the same step is a second update, as in modes
+    that defer nothing.
     """
 
     def __init__(self) -> None:
         self._set_present: SetRates | None = None  # gives the kernels the scheduler's rates; None: no scheduler
         self._kernels: Kernels = []
-        self._rates: list[float] | None = None  # that the batch was trained at, while its update is made
-        self._at_embeddings: list[Tensor] = []  # leaves in the place of embeddings that have arrived
+        self._rates: list[float] | None = None  # rates of the batch's backward, while its update is made
+        self._at_embeddings: list[Tensor] = []  # leaves that replace embeddings that have arrived
         self._under_way: list[_Cut] = []
-        self._backwards: dict[int, _Backward] = {}  # by autograd's id of the backward, those not sent yet
-        self._sent: _Backward | None = None  # the one whose gradients are under way
+        self._backwards: dict[int, _Backward] = {}  # by autograd's id of the backward; not sent yet
+        self._sent: _Backward | None = None  # its gradients are under way
 
     def __bool__(self) -> bool:
         """Whether a graph was cut that is still to be applied or dropped."""
         return bool(self._at_embeddings or self._under_way)
 
     def with_rates(self, set_present: SetRates, kernels: Kernels) -> SetRates:
-        """Wrap the function that gives kernels their learning rates, so that the deferred update takes older ones.
+        """Return a function that gives `kernels` the rates of a backward while `apply` runs, else the present rates.
 
-        From now on the rates at each backward are noted, and `apply` uses them.
-
-        Args:
-            set_present: Gives the kernels the rates that the scheduler has now.
-            kernels: The TBEs of the module.
-
-        Returns:
-            A function that sets the noted rates while `apply` runs, and otherwise the present ones.
+        From now on the rates at each backward are noted. `set_present` gives the kernels the scheduler's present rates.
         """
         self._set_present, self._kernels = set_present, kernels
 
@@ -91,7 +84,7 @@ class DeferredUpdate:
 
     @contextmanager
     def _at_rates(self, rates: list[float]) -> Iterator[None]:
-        """Within this context the kernels have the rates of a backward; afterwards those that they had before."""
+        """Within this context the kernels have the rates of a backward; afterwards their former rates."""
         present, self._rates = kernel_rates(self._kernels), rates
         set_kernel_rates(self._kernels, rates)
         try:
@@ -101,10 +94,10 @@ class DeferredUpdate:
             set_kernel_rates(self._kernels, present)
 
     def deferring(self, output_dist: OutputDist) -> OutputDist:
-        """Return an output dist that does as this one and cuts the graph of its embeddings.
+        """Return an output dist that also cuts the graph of its embeddings.
 
         Raises:
-            RuntimeError: When it is called: no all-to-all was found in what the output dist has started.
+            RuntimeError: When it is called: the output dist has started no all-to-all.
         """
 
         def start(embeddings: Tensor, *context: Any) -> Awaitable[Tensor]:
@@ -122,13 +115,10 @@ class DeferredUpdate:
         return start
 
     def call_after_backward(self, call: Callable[[], None]) -> list[RemovableHandle]:
-        """Have a function called once the backward of the dense part has run all its nodes.
+        """Call a function once the backward of the dense part has run all its nodes; return handles of the hooks.
 
         It is queued when a gradient arrives at received embeddings, and so before DistributedDataParallel queues its
         wait for the all-reduce. A backward that reaches none of these embeddings does not call it.
-
-        Returns:
-            Handles that remove the hooks; none where no embeddings have been received.
         """
         engine = torch.autograd.Variable._execution_engine
         return [leaf.register_hook(lambda _: engine.queue_callback(call)) for leaf in self._at_embeddings]
@@ -148,9 +138,6 @@ class DeferredUpdate:
         TorchRec makes a collective of two autograd functions: the first starts it, the second waits for it. An empty
         tensor joins them. In the backward the second one runs first and starts the all-to-all of gradients, then the
         first one waits for it. The cut is at the empty tensor, or, on one rank, at the embeddings themselves.
-
-        Args:
-            started: What an output dist returned.
         """
         num_cuts = len(self._under_way)
         for part in _under_way(started):
@@ -167,12 +154,9 @@ class DeferredUpdate:
         return len(self._under_way) > num_cuts
 
     def _arrived(self, graph: Tensor, leaf: Tensor, *, sends: bool) -> None:
-        """Take the gradient that a backward has left at a cut.
+        """Take the gradient that a backward has left at `leaf`, which replaces `graph`, the output of the cut part.
 
-        Args:
-            graph: Where the backward goes on: the output of the cut part of the graph.
-            leaf: The leaf in its place, with the gradient.
-            sends: Whether going on starts an all-to-all of gradients.
+        `sends` says whether the backward of `graph` starts an all-to-all of gradients.
         """
         if leaf.grad is None:  # the loss does not depend on these embeddings
             return
@@ -188,7 +172,7 @@ class DeferredUpdate:
     def send(self) -> list[Tensor]:
         """Start the all-to-alls of the gradients that the last backward has left.
 
-        What earlier backwards of the step have left is sent and applied first.
+        Gradients of earlier backwards of the step are sent and applied first.
 
         Returns:
             The gradients that are being sent, each of the shape of the received embeddings.
@@ -231,26 +215,26 @@ class DeferredUpdate:
 
     def _apply_sent(self, *, retain_graph: bool) -> None:
         assert self._sent is not None
-        # The second half of a collective has given its dummy tensor a gradient.
+        # The second half of each collective has given its dummy tensor a gradient.
         received = [(cut.graph, cut.leaf.grad) for cut in self._under_way if cut.leaf.grad is not None]
         with self._at_rates(self._sent.rates):
             _go_on([*received, *self._sent.to_apply], retain_graph=retain_graph)
         for cut in self._under_way:
             cut.leaf.grad = None
             if cut.request is not None:
-                # TorchRec has let go of it, and takes it for the gradient of the next backward.
+                # TorchRec has dropped it, but needs it for the gradient of the next backward.
                 cut.request.dummy_tensor = cut.leaf
         self._sent = None
 
 
 def _under_way(started: Any) -> Iterator[Request[Any] | NoWait[Any]]:
-    """Yield the collectives that an awaitable consists of; `NoWait` on one rank."""
+    """Yield the collectives in an awaitable; `NoWait` on one rank."""
     kind = _kind_of(started.__class__)
     if kind is Request:
         yield started
     elif kind is not None:
         for part in started if kind is list else vars(started).values():
-            if _kind_of(part.__class__) is not None:  # thirty objects a step have none
+            if _kind_of(part.__class__) is not None:  # thirty objects a step have no kind
                 yield from _under_way(part)
 
 
@@ -268,7 +252,7 @@ def before_gradients(embeddings: object, num_parts: int) -> list[Tensor] | None:
     """Return the tensors on which a hook runs right before the backward of embeddings waits for gradients.
 
     Args:
-        embeddings: What was looked up early: an awaitable of the output dists of all parts.
+        embeddings: The early lookup: an awaitable of the output dists of all parts.
         num_parts: How many parts have fused tables, and so an all-to-all of gradients.
 
     Returns:
@@ -281,7 +265,7 @@ def before_gradients(embeddings: object, num_parts: int) -> list[Tensor] | None:
 
 
 class _AtLeaf(torch.autograd.Function):
-    """Gives what a leaf holds a graph that ends at it."""
+    """Gives the tensor that a leaf holds a graph that ends at the leaf."""
 
     @staticmethod
     def forward(ctx: Any, leaf: Tensor, held: list[Tensor]) -> Tensor:

@@ -1,4 +1,4 @@
-"""Applies dense gradients k steps late, so that they are as old as the embeddings of a lookup with staleness k."""
+"""Apply dense gradients k steps late, so that they are as old as the embeddings of a lookup with staleness k."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ from torch.optim import Optimizer
 from torchrec.distributed.types import ShardedTensor
 
 Gradients = list[tuple[Tensor, Tensor]]
-"""Parameters, and the gradient of each; those without one are left out."""
+"""Parameters that have a gradient, each with its gradient."""
 
 _STATE = "stashed_gradient_"
-"""Kinds of optimizer state that hold stashed gradients in a checkpoint, numbered from the oldest."""
+"""Prefix of the optimizer state that holds stashed gradients in a checkpoint, numbered from the oldest."""
 
 
 class GradientStash:
     """Keeps the gradients that each optimizer has yet to apply, the oldest first.
 
-    Gradients are copied: DistributedDataParallel, of which TorchRec puts one around data-parallel tables, may have made
-    them views of its buckets, which the next backward writes.
+    Gradients are copied: TorchRec puts a DistributedDataParallel around data-parallel tables, which may make them views
+    of its buckets, and the next backward writes these.
 
-    Source: `stash_gradients` of TrainPipelineSemiSync, TorchRec 1.8, which knows one batch and loses the last one's.
+    Source: `stash_gradients` of TrainPipelineSemiSync, TorchRec 1.8, which never applies the last batch's.
     """
 
     def __init__(self) -> None:
         self._waiting: WeakKeyDictionary[Optimizer, deque[Gradients]] = WeakKeyDictionary()
 
     def num(self, optimizer: Optimizer) -> int:
-        """How many steps' gradients an optimizer has yet to apply."""
+        """Return the number of steps whose gradients an optimizer has yet to apply."""
         return len(self._waiting.get(optimizer, ()))
 
     def exchange(self, optimizer: Optimizer, delay: int) -> None:
-        """Stash the gradients of this step and put those of `delay` steps ago into `.grad`.
+        """Stash this step's gradients and put the gradients of `delay` steps ago into `.grad`.
 
-        In the first `delay` steps every `.grad` is None: the optimizers of torch.optim then leave the parameter and its
+        In the first `delay` steps every `.grad` is None: optimizers of torch.optim then leave the parameter and its
         state alone.
         """
         waiting = self._waiting.setdefault(optimizer, deque())
@@ -44,7 +44,7 @@ class GradientStash:
         self.show_oldest(optimizer, delay)
 
     def show_oldest(self, optimizer: Optimizer, delay: int = 0) -> None:
-        """Put the oldest gradients into `.grad`; None where no more than `delay` steps are stashed."""
+        """Put the oldest gradients into `.grad`; None if no more than `delay` steps are stashed."""
         for weight in _weights(optimizer):
             weight.grad = None
         waiting = self._waiting[optimizer]
@@ -61,7 +61,7 @@ class GradientStash:
         return state
 
     def take_from(self, optimizer: Optimizer, num: int) -> None:
-        """Move the gradients of `num` steps from a loaded optimizer state into the stash, which they replace."""
+        """Replace the stash by the gradients of `num` steps, which are removed from a loaded optimizer state."""
         waiting: deque[Gradients] = deque([] for _ in range(num))
         for weight in _weights(optimizer):
             for index, gradients in enumerate(waiting):
@@ -69,7 +69,7 @@ class GradientStash:
                 if gradient is not None:
                     gradients.append((weight, gradient))
             if not optimizer.state.get(weight, True):
-                del optimizer.state[weight]  # optimizers take an entry for one that they have filled
+                del optimizer.state[weight]  # an optimizer expects its own state in every entry
         self._waiting[optimizer] = waiting
 
 

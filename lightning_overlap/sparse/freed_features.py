@@ -1,16 +1,15 @@
-"""Ids of a batch that have been sent: their memory is given back before the batch's step."""
+"""Free the memory of a batch's ids once they have been sent, before the batch's step."""
 
 from __future__ import annotations
 
 from typing import Any, NoReturn
 
-import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 
 class FreedTensor:
-    """What stands where a KeyedJaggedTensor had its values or weights: a device and a type, and no numbers."""
+    """Replaces the values or weights of a KeyedJaggedTensor: it has their device and type, and no numbers."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.device, self.dtype, self.is_cuda = tensor.device, tensor.dtype, tensor.is_cuda
@@ -26,7 +25,7 @@ class FreedTensor:
         )
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # what Python asks of any object, to copy it for one
+        if name.startswith("__"):  # Python asks any object for these, for example to copy it
             raise AttributeError(name)
         self._refuse()
 
@@ -40,10 +39,10 @@ class FreedTensor:
 def release(kjt: KeyedJaggedTensor) -> None:
     """Let go of a KeyedJaggedTensor's values and weights; its keys, lengths and offsets stay.
 
-    Nothing is written: what else holds these tensors, such as an all-to-all under way, keeps them. On CUDA the
+    Nothing is overwritten: an all-to-all under way, for example, still holds these tensors. On CUDA the
     caching allocator waits for the streams that they were recorded on.
     """
     for name in ("_values", "_weights"):
         tensor = getattr(kjt, name)
-        if isinstance(tensor, torch.Tensor):
+        if isinstance(tensor, Tensor):
             setattr(kjt, name, FreedTensor(tensor))

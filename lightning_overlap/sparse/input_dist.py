@@ -1,7 +1,7 @@
 """The input dist of all sharded modules: one exchange of sizes, then lengths, ids and weights in one all-to-all.
 
-Between hosts ids and lengths are sent as int32. The sizes of the next batch are sent with the ids of this one, where
-they are known by then.
+Between hosts ids and lengths are sent as int32. The sizes of the next batch are sent with the ids of this batch if they
+are known by then.
 """
 
 from __future__ import annotations
@@ -31,19 +31,15 @@ from .input_sizes import Form, InputSizes, PartSizes, form_of, is_counted_on_dev
 from .module_context import ModuleContext, replaced
 
 MAX_RECATS = 256
-"""Index tensors that are cached at most, one for each part of each module; see `_cached_recat`."""
+"""The most index tensors that are cached, one for each part of each module; see `_cached_recat`."""
 
 
 @contextmanager
 def splits_only(module: Any, group: dist.ProcessGroup | None, *, narrow: bool = False) -> Iterator[None]:
     """Within this context a module's `input_dist` describes its all-to-alls of sizes instead of starting them.
 
-    `InputExchange` then sends those of all modules at once.
-
-    Args:
-        module: A sharded module of a kind in `SUPPORTED_MODULES`.
-        group: Process group of the input dist. None (one rank): nothing is sent, `input_dist` is left as it is.
-        narrow: Whether to send ids and lengths as int32, if all ids of the module fit.
+    `InputExchange` then sends the sizes of all modules at once. On one rank (`group` is None) nothing changes.
+    `narrow` sends ids and lengths as int32, if all ids of the module fit.
     """
     if group is None:
         yield
@@ -88,9 +84,9 @@ def _describe(
 
 
 def _narrowed(kjt: KeyedJaggedTensor) -> list[Tensor]:
-    """Return the tensors to send, ids and lengths as int32. An id that does not fit names no row, and clamped neither.
+    """Return the tensors to send, 1-D, in the order of `kjt.dist_labels()`; ids and lengths as int32.
 
-    Each is `(number of its elements,)`, in the order of `kjt.dist_labels()`.
+    An id that does not fit is no row of its table, and its clamped value is no row either.
     """
     limits = torch.iinfo(torch.int32)
     tensors = dict(zip(kjt.dist_labels(), kjt.dist_tensors(), strict=True))
@@ -103,15 +99,15 @@ def _narrowed(kjt: KeyedJaggedTensor) -> list[Tensor]:
 class InputExchange:
     """Exchanges the inputs of all modules, batch by batch: first the sizes, then lengths, ids and weights.
 
-    All ranks have to send sizes of the same form (`input_sizes.Form`), with an input for a module or without. So they
-    agree on each module's form with the first batch in which any rank has an input for it.
+    All ranks have to send sizes of the same form (`input_sizes.Form`), also a rank without an input for a module. They
+    agree on each module's form at the first batch in which any rank has an input for it.
     """
 
     def __init__(self, group: dist.ProcessGroup, streams: Streams) -> None:
         self._group, self._streams = group, streams
         self._forms: dict[str, Form] = {}
         self._waiting: list[InputSizes] = []
-        """Sizes of batches whose ids have not been sent, the oldest first; of the same batches on all ranks."""
+        """Sizes of batches whose ids have not been sent, the oldest first; the same batches on all ranks."""
 
     def forget(self) -> None:
         """Forget the sizes of batches that were dropped."""
@@ -122,15 +118,14 @@ class InputExchange:
     ) -> InputSizes:
         """Start the exchange of sizes of these modules, whether or not this rank's batch has their inputs.
 
-        With it the ranks compare their None batches, also if no module takes part. The sizes are sent at once, or with
+        With it the ranks compare their None batches, even if no module takes part. The sizes are sent at once, or with
         the ids of an earlier batch if these have not been sent yet.
 
         Args:
             taking_part: Names of the modules, the same on all ranks.
-            modules: States of those that have an input in this rank's batch. A module whose input has another form
-                than the agreed one is removed; its own forward then raises TorchRec's error.
+            modules: States of the modules that have an input in this rank's batch. A module whose input does not have
+                the agreed form is removed; its own forward then raises TorchRec's error.
             num_found: How many KeyedJaggedTensors of this rank's batch have the keys of each module's input.
-
             latest_none: Number of the last None batch before this batch; -1 if there is none.
 
         Returns:
@@ -143,7 +138,7 @@ class InputExchange:
             for theirs in everyone:  # a rank may have no input for a module in its first batch
                 self._forms = {**theirs, **self._forms}
         for name, form in described.items():
-            if self._forms.get(name) != form:  # with per-id weights where the first one had none, say
+            if self._forms.get(name) != form:  # for example with per-id weights that the first one lacked
                 del modules[name]
         forms = {name: self._forms[name] for name in taking_part if name in self._forms}
         sizes = InputSizes(forms, modules, num_found, latest_none, self._group, self._streams)
@@ -153,9 +148,9 @@ class InputExchange:
         return sizes
 
     def start_data(self, inflight: InFlightBatch) -> None:
-        """Read the sizes of a batch; start one all-to-all of what TorchRec would send in several.
+        """Read the sizes of a batch; start one all-to-all where TorchRec would start several.
 
-        Afterwards each `state.tensors_awaitable` is TorchRec's own, which assembles what was received. An input that
+        Afterwards each `state.tensors_awaitable` is TorchRec's own, which assembles the received tensors. An input that
         the batch of some rank lacks is not sent: its state is removed, and `inflight.missing` names the module.
 
         Source: `FusedKJTListSplitsAwaitable`, TorchRec 1.8.
@@ -187,7 +182,7 @@ class InputExchange:
                 state.votes = max(found) > 1
         if parts:
             unsent = [later for later in self._waiting if not later.is_sent]
-            device = parts[0].tensor.device  # a gloo group may send what is on a GPU, too
+            device = parts[0].tensor.device  # a gloo group may send tensors of a GPU
             parts += [later.part(device) for later in unsent]
             exchange = PackedExchange(parts, self._group, self._streams)
             for number, later in enumerate(unsent, len(parts) - len(unsent)):
@@ -199,12 +194,8 @@ class InputExchange:
 class _Received(KJTAllToAllTensorsAwaitable):  # type: ignore[misc]
     """TorchRec's awaitable of the ids that one part of a module receives, as a KeyedJaggedTensor.
 
-    Its tensors come by a `PackedExchange`, and the number of ids of each feature is known before they arrive.
-
-    Args:
-        meta: What this rank sends.
-        sizes: What it receives.
-        first: Number of its first tensor (lengths) among the parts of the exchange; ids and weights follow.
+    Its tensors come by a `PackedExchange`, and the number of ids of each feature is known before they arrive. `first`
+    is the number of its first tensor (lengths) among the parts of the exchange; ids and weights follow.
     """
 
     exchange: PackedExchange
@@ -253,22 +244,18 @@ def _cached_recat(
 ) -> Tensor | None:
     """Return TorchRec's `recat`, the index that orders received features, from a cache.
 
-    TorchRec makes it anew and copies it to the device in every step, though it depends on the sharding alone.
-
-    Args:
-        own: TorchRec's `_get_recat`.
-        batch_size_per_rank: Where these differ the index depends on them too, and is not cached.
-        **splits: The other arguments of `_get_recat`.
+    TorchRec makes it anew and copies it to the device in every step, though it depends on the sharding alone if ranks
+    have equal batch sizes.
 
     Returns:
         The index, `(num_splits * local_split,)`, int32, on the device; None where this rank has no features.
     """
     if batch_size_per_rank and any(size != batch_size_per_rank[0] for size in batch_size_per_rank):
-        return own(batch_size_per_rank=batch_size_per_rank, **splits)  # depends on the sizes
+        return own(batch_size_per_rank=batch_size_per_rank, **splits)
     return _recat(own, **splits)
 
 
 @lru_cache(MAX_RECATS)
 def _recat(own: Callable[..., Tensor | None], **splits: Any) -> Tensor | None:
-    with torch.inference_mode(False):  # an evaluation may come first, training uses it too
+    with torch.inference_mode(False):  # training uses the index even if an evaluation has made it
         return own(**splits)

@@ -1,10 +1,10 @@
 """The exchange of sizes before ids are sent: how many elements of each tensor, and how many ids of each feature.
 
-TorchRec 1.8 makes the host wait twice more: it reads the sizes that it sends back from the device, for an overflow
-check, and later the number of received ids, feature by feature, once they have arrived. Here the sizes are copied to
-the device once, from pinned memory, and the ids per feature are sent with them: the host knows both from its one read.
-How many ids of a row-wise table go to each rank the device alone knows: a kernel adds these numbers to the sizes on
-the device, and the host reads them with the rest.
+TorchRec 1.8 makes the host wait two more times: it reads the sizes that it sends back from the device, for an overflow
+check, and later it reads the number of received ids, feature by feature. Here the sizes are copied to the device once,
+from pinned memory, and the ids per feature are sent with them, so that one read tells the host both.
+Only the device knows how many ids of a row-wise table go to each rank: a kernel adds these numbers to the sizes on the
+device, and the host reads them with the rest.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ class PartForm(NamedTuple):
     num_sizes: int
     """Tensors whose sizes are sent (lengths, ids, weights), and the batch size."""
     splits: tuple[int, ...]
-    """Features that go to each rank."""
+    """Number of features that go to each rank."""
     with_lengths: bool
-    """Whether the number of ids of each of these features is sent, too; not where batch sizes vary by feature."""
+    """Whether the number of ids of each feature is sent; not where batch sizes vary by feature."""
 
     @property
     def width(self) -> int:
-        """Columns that it takes."""
+        """Number of columns."""
         return self.num_sizes + (max(self.splits) if self.with_lengths else 0)
 
 
@@ -47,7 +47,7 @@ Form: TypeAlias = tuple[PartForm, ...]
 
 
 def form_of(request: Any) -> Form:
-    """Return the form of what a module's `input_dist` returned under `splits_only`."""
+    """Return the form of a module's input from the result of its `input_dist` under `splits_only`."""
     return tuple(
         PartForm(len(meta.splits_tensors), tuple(meta.splits), not meta._input.variable_stride_per_key())
         for meta in _metas_of(request)
@@ -69,7 +69,7 @@ def is_device(device: torch.device) -> bool:
 
 
 class _Counted(NamedTuple):
-    """Sizes of one part that the device computes: ids per feature, and their sums, ids per destination."""
+    """Sizes of one part that the device computes: ids per feature, and ids per destination."""
 
     column: int
     """First column of the part."""
@@ -85,7 +85,7 @@ class _Counted(NamedTuple):
         by_rank = lengths.view(len(splits), -1) if even else pad_sequence(lengths.split(splits), batch_first=True)
         first = self.column + self.part.num_sizes
         rows[:, first : first + by_rank.shape[1]] = by_rank
-        # Sizes of ids and weights; column 0 has that of lengths, the last one before `first` the batch size.
+        # Sizes of ids and weights. The part's column 0 has the size of lengths, its last before `first` the batch size.
         rows[:, self.column + 1 : first - 1] = by_rank.sum(1, keepdim=True)
 
     def tell(self, sent: Sequence[Sequence[int]]) -> None:
@@ -98,16 +98,13 @@ class PartSizes(NamedTuple):
     """What this rank receives of one part."""
 
     by_tensor: list[list[int]]
-    """For lengths, ids and weights the number of elements from each rank; then each rank's batch size, if it has one.
-
-    Where batch sizes vary by feature there is none.
-    """
+    """Elements of lengths, ids and weights from each rank; then batch sizes by rank, unless these vary by feature."""
     lengths: list[int] | None
-    """Ids of each feature of this rank, from all ranks together; None where they were not sent."""
+    """Number of ids of each feature of this rank, from all ranks together; None if these numbers were not sent."""
 
 
 _MOST_FOUND = 1 << 16
-"""Numbers below are of inputs found, multiples of it checksums of types: both are sent as one number."""
+"""Each rank sends one number: its number of inputs found plus this constant times a checksum of their types."""
 
 
 def types_in(tensors: Iterable[Tensor]) -> str:
@@ -119,12 +116,10 @@ def types_in(tensors: Iterable[Tensor]) -> str:
 def check_types(mine: Mapping[str, str], group: dist.ProcessGroup) -> None:
     """Check that inputs have tensors of the same types on all ranks that have them; all ranks call this.
 
-    Args:
-        mine: For each input, by its name in the message, what `types_in` gives on this rank.
-        group: The ranks.
+    `mine` has the result of `types_in` on this rank for each input, by its name in the message.
 
     Raises:
-        RuntimeError: They differ. gloo would end the process, as what comes has not the size that it should have.
+        RuntimeError: Types differ. gloo would end the process on data of another size than expected.
     """
     everyone: list[Mapping[str, str]] = [{}] * group.size()
     dist.all_gather_object(everyone, mine, group=group)
@@ -133,8 +128,8 @@ def check_types(mine: Mapping[str, str], group: dist.ProcessGroup) -> None:
         if len(set(by_rank.values())) > 1:
             has = "; ".join(f"rank {rank} has {types}" for rank, types in by_rank.items())
             raise RuntimeError(
-                f"{what} has not the same types on all ranks, and cannot be sent: {has}. Make them the same in the "
-                "dataset or the collate function, also those of empty tensors: torch.tensor([]) is of float32."
+                f"{what} has different types on different ranks and cannot be sent: {has}. Make the types equal in the "
+                "dataset or the collate function, also of empty tensors: torch.tensor([]) has float32."
             )
 
 
@@ -146,9 +141,8 @@ class InputSizes:
 
     All ranks have to skip the same None batches (`InFlightBatch.latest_none`). Above `inputs found` is a checksum of
     the tensors' types. `sizes` are the numbers of elements of lengths, ids and weights that go to that rank, and the
-    batch size. The ids per feature are those of the features that the rank looks up, filled up with zeros to the most
-    features of any rank. So all rows have one width, on ranks without an input for a module too: these send
-    zeros.
+    batch size. The ids per feature belong to the features that the rank looks up. Zeros fill them up to the largest
+    number of features of any rank, so that all rows have one width. A rank without an input for a module sends zeros.
 
     Args:
         forms: Form of each module's input, in an order that is the same on all ranks.
@@ -190,7 +184,7 @@ class InputSizes:
                     self._add(part, meta, meta._input.length_per_key() if meta and part.with_lengths else [])
 
     def _add(self, part: PartForm, meta: KJTSplitsAllToAllMeta | None, length_per_key: Iterable[int]) -> None:
-        """Append the columns of one part to the rows: zeros where `meta` is None, as this rank lacks the input."""
+        """Append the columns of one part to the rows: zeros if `meta` is None, as this rank lacks the input."""
         lengths = iter(length_per_key)
         for destination, (row, num_features) in enumerate(zip(self._rows, part.splits, strict=True)):
             sizes = [] if meta is None else [sizes[destination] for sizes in meta.splits_tensors]
@@ -199,7 +193,7 @@ class InputSizes:
 
     @property
     def is_sent(self) -> bool:
-        """Whether the all-to-all that has the rows was started."""
+        """Whether the all-to-all with the rows was started."""
         return self._exchange is not None
 
     def part(self, device: torch.device) -> Part:
@@ -213,7 +207,7 @@ class InputSizes:
         return Part(rows, one_each, one_each)
 
     def send(self) -> None:
-        """Start an all-to-all of the rows alone, where no ids are sent in time that they could go with."""
+        """Start an all-to-all of the rows alone, if no ids are sent in time to travel with."""
         nccl = "nccl" in str(dist.get_backend(self._group))
         device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
         self.travel_with(PackedExchange([self.part(device)], self._group, self._streams, even=True), 0)
@@ -226,12 +220,12 @@ class InputSizes:
         """Wait for the rows of the other ranks and read them on the host: the one host sync of a step.
 
         Returns:
-            By module: how many inputs each rank has for it, and what this rank receives of each part.
+            By module: the number of its inputs on each rank, and the sizes that this rank receives of each part.
 
         Raises:
             RuntimeError: Ranks have skipped different None batches, or have inputs of different types.
         """
-        if self._exchange is None:  # no ids were sent since
+        if self._exchange is None:  # no ids have been sent since
             self.send()
         assert self._exchange is not None
         [received] = self._exchange.take(slice(self._number, self._number + 1))

@@ -1,4 +1,4 @@
-"""The inputs of sharded modules: which part of a batch each module gets, and its way to the ranks of the tables."""
+"""The inputs of sharded modules: find each module's input in the batch and send its ids to the tables' ranks."""
 
 from __future__ import annotations
 
@@ -24,14 +24,7 @@ from .pipelined_forward import PipelinedForwards, inputs_of
 
 
 class SparseInputs:
-    """Finds the inputs of all sharded modules of a model, and sends their ids.
-
-    Args:
-        forwards: The sharded modules with their pipelined forwards.
-        group: Process group of the input dist alone, so that it never queues after other traffic; None on one rank.
-        order: The device's streams and the order of lookups.
-        options: Options of the pipeline.
-    """
+    """Finds the inputs of all sharded modules of a model, and sends their ids; see `SparsePipeline`."""
 
     def __init__(
         self, forwards: PipelinedForwards, group: dist.ProcessGroup | None, order: LookupOrder, options: SparseOptions
@@ -80,14 +73,14 @@ class SparseInputs:
             self.keep_features(f"{self._options.step} makes the input of {names} itself, perhaps of ids to be released")
 
     def keep_features(self, reason: str) -> None:
-        """Release no ids from now on; warn that `release_features` is without effect, once, of the reason."""
+        """Release no ids from now on; warn once that `release_features` has no effect, and why."""
         if self.releases:
             self.releases = False
             if self._options.rank == 0:
                 warnings.warn(f"release_features=True releases nothing: {reason}.", UserWarning, stacklevel=2)
 
     def make_inputs(self, inflight: InFlightBatch) -> None:
-        """Call the staged methods for a batch, on the stream of its copy, which whoever reads the batch waits for."""
+        """Call the staged methods for a batch on the stream of its copy, for which every reader of the batch waits."""
         if not self.staged.is_used:
             return
         streams, (stream, _) = self._order.streams, inflight.done[Stage.COPY_BATCH_TO_DEVICE]
@@ -113,7 +106,7 @@ class SparseInputs:
             kjt = _input_in(searched, pipelined.path) if pipelined.early else None
             if kjt is None or pipelined.keys != frozenset(kjt.keys()):
                 continue
-            # The step may pass another input with the same keys: of the batch, or of what staged methods made of it.
+            # The step may pass another input with the same keys, from the batch or made by staged methods.
             alike = [path for path, other in kjts if pipelined.keys == frozenset(other.keys())]
             num_found[name] = sum(self.staged.are_alike(path, pipelined.path) for path in alike)
             module = pipelined.module
@@ -144,7 +137,7 @@ class SparseInputs:
             self._release_sent(inflight)
 
     def _release_sent(self, inflight: InFlightBatch) -> None:
-        """Free the ids of a batch, but those that a module is going to read in its own forward."""
+        """Free the ids of a batch, except ids that a module will read in its own forward."""
         searched = self.staged.searched(inflight)
         read_later = [_input_in(searched, one.path) for one in self._forwards.values() if not one.early]
         for state in inflight.modules.values():
@@ -193,14 +186,14 @@ def note_lengths(kjts: Iterable[KeyedJaggedTensor]) -> None:
 
 
 def _shared(kjt: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    """Return another object with the same tensors: what `copy.copy` does, without its 10 microseconds."""
+    """Return another object with the same tensors; `copy.copy` does the same and takes 10 microseconds."""
     shared: KeyedJaggedTensor = object.__new__(type(kjt))
     vars(shared).update(vars(kjt))
     return shared
 
 
 def _input_in(batch: Any, path: Path | None) -> KeyedJaggedTensor | None:
-    """The KJT at a path, or None where this batch has none there: the module then runs its own forward."""
+    """Return the KJT at a path, or None if the batch has none there; the module then runs its own forward."""
     try:
         kjt = resolve(batch, path or ())
     except LookupError:

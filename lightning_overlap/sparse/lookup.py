@@ -1,15 +1,12 @@
-"""Look up sharded modules' tables early: in parts by who writes them, each after its last update."""
+"""Look up sharded modules' tables early: in parts by their owner, each after its last update."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from typing import Any
 
-import torch
-from torch import Tensor
-from torchrec.distributed.types import Awaitable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from ..runtime import InFlightBatch, LookupOrder
@@ -33,19 +30,11 @@ from .pipelined_forward import WRITTEN, PipelinedForwards
 from .update_rates import _updates_at_present_rate, take_back
 
 MAX_OVERWRITTEN = 3
-"""The number of drops after which the modules whose tables were written are looked up in their own forward."""
+"""The number of drops after which modules whose tables were written run in their own forward."""
 
 
 class SparseLookups:
-    """Looks up the tables of all sharded modules of a model early, and serves the embeddings in the step.
-
-    Args:
-        forwards: The sharded modules with their pipelined forwards.
-        inputs: The modules' inputs.
-        answers: Answers the modules' calls in the step.
-        order: The device's streams and the order of lookups.
-        options: Options of the pipeline.
-    """
+    """Looks up the tables of all sharded modules of a model early, and serves the embeddings in the step."""
 
     def __init__(
         self,
@@ -59,16 +48,16 @@ class SparseLookups:
         self._order, self._options = order, options
         self.keep_ids = False
         """Whether batches that are looked up from now on keep their ids until their step is over."""
-        self._num_drops = 0  # of lookups of tables that were written since
+        self._num_drops = 0  # of lookups whose tables were written afterwards
         self._written: set[str] = set()  # modules whose tables this rank has found written at these drops
         self._seen: Any = None  # rates and writes at the last search
 
     # -- lookup and output dist ---------------------------------------------------------------------------------
 
     def prefetch(self, inflight: InFlightBatch) -> None:
-        """Copy the rows that the lookup will read from UVM into the cache, for the tables that have one.
+        """Copy the rows that the lookup will read from UVM into the cache, for tables with a cache.
 
-        FBGEMM locks them there until their backward, and the backward of the batch before waits for this.
+        FBGEMM locks them there until their backward. The backward of the batch before waits for this copy.
 
         Source: `prefetch_embeddings`, TorchRec 1.8.
         """
@@ -76,11 +65,11 @@ class SparseLookups:
             if not caching_tbes(state.module):
                 continue
             assert state.dist_input is not None, f"the prefetch of batch {inflight.index} comes before its input"
-            stream = self._order.streams[self._order.lookup]  # on which the prefetched rows are read, and updated
+            stream = self._order.streams[self._order.lookup]  # reads and updates the prefetched rows
             state.module.prefetch(state.dist_input, forward_stream=stream, ctx=state.context)
 
     def forget_prefetched(self) -> None:
-        """Drop what was prefetched and not looked up: FBGEMM matches prefetches to lookups by their order alone."""
+        """Drop prefetches without a lookup: FBGEMM matches prefetches to lookups by their order alone."""
         for pipelined in self._forwards.values():
             with self._order.streams.on(StreamName.PREFETCH):
                 forget_prefetched(pipelined.module)
@@ -127,7 +116,7 @@ class SparseLookups:
     def forward(self, inflight: InFlightBatch) -> Iterator[None]:
         """Serve early embeddings while the step of one batch runs.
 
-        Where a module runs its own forward for it instead, `inflight.ran_unpipelined` says so.
+        If a module runs its own forward instead, `inflight.ran_unpipelined` is set.
         """
         self._inputs.check_types(inflight)
         self._answers.begin(inflight)
@@ -148,7 +137,7 @@ class SparseLookups:
         self._answers.forget(inflight)
         self._inputs.staged.forget(inflight)
 
-    # -- what is not used after all -----------------------------------------------------------------------------
+    # -- lookups that are not used --------------------------------------------------------------------------------
 
     def drop_lookups(self, inflight: InFlightBatch) -> None:
         """Wait for the early lookups of a batch and drop them: its modules will run in their own forward."""
@@ -159,7 +148,7 @@ class SparseLookups:
                 del inflight.modules[name]
 
     def _drop(self, state: ModuleContext) -> None:
-        """Wait for what is under way for a module and was not asked for; take its lookup back from the kernels."""
+        """Wait for a module's collectives under way and drop them; take its lookup back from the kernels' counts."""
         if state.tensors_awaitable is not None:  # ids for a lookup at the module's call, which did not come
             state.tensors_awaitable.wait()
             state.tensors_awaitable = None
@@ -175,7 +164,7 @@ class SparseLookups:
         take_back(tbes(state.module), state.num_lookups, self._order)
         state.num_lookups = []
 
-    # -- tables that were written since -------------------------------------------------------------------------
+    # -- tables that were written after their lookup -----------------------------------------------------------------
 
     @cached_property
     def _has_dense_tables(self) -> bool:
@@ -188,7 +177,7 @@ class SparseLookups:
 
     def is_overwritten(self, batches: Iterable[InFlightBatch]) -> bool:
         """Whether tables of this rank, or their rates, were written since one of these batches was looked up."""
-        # No write since the last search, which left no overwritten lookup: the usual case.
+        # The usual case: no write since the last search, which left no overwritten lookup.
         modules = [pipelined.module for pipelined in self._forwards.values()]
         rates = [rates_of(module) for module in modules] if self._options.holds_rates else []
         seen = rates, [num_writes(module, WeightOwner.FUSED_BACKWARD) for module in modules]
@@ -200,10 +189,10 @@ class SparseLookups:
         )
 
     def leave_overwritten(self, batches: Iterable[InFlightBatch]) -> None:
-        """Drop the early lookups of these batches, on all ranks alike: the tables were written since.
+        """Drop the early lookups of these batches, on all ranks alike: the tables were written afterwards.
 
-        At every third drop the modules that were written on any rank run in their own forward from then on; all modules
-        do if no rank has found a write (`tables_changed` was called without one).
+        From every third drop on, modules whose tables were written on any rank run in their own forward. All modules do
+        if no rank has found a write (`tables_changed` was called without a write).
 
         Raises:
             RuntimeError: The ids of these batches were released, so that they cannot be looked up anew.
@@ -237,15 +226,11 @@ def _look_up(
 ) -> None:
     """Look up the tables of a module that belong to `owners` and start their output dists, on the current stream.
 
-    A module of one owner takes TorchRec's own `compute_and_output_dist`. In a mixed one each call looks up the parts of
-    the given owners, and the last call assembles the module's output.
+    A module of one owner takes TorchRec's own `compute_and_output_dist`. In a mixed module each call looks up the parts
+    of the given owners, and the last call assembles the module's output.
 
-    Args:
-        state: The batch in this module, with its received ids; gets the output (`embeddings`) once all parts are there.
-        owners: Who writes the tables that are to be looked up.
-        set_rates: Gives the kernels the present learning rates. The update of this batch then takes the rate that holds
-            in its backward, not at this lookup. None: no scheduler moves the rates.
-        defers_update: Whether to cut the graph of fused tables' embeddings for a deferred update.
+    With `set_rates` (None if no scheduler moves the rates) the update of this batch takes the learning rate at its
+    backward, not at this lookup. `defers_update` cuts the graph of fused tables' embeddings.
     """
     parts = _parts_to_look_up(state, owners)
     with (
@@ -256,27 +241,22 @@ def _look_up(
             state.embeddings = state.module.compute_and_output_dist(state.context, state.dist_input)
             state.dist_input = None
         else:
-            _start_output_dist(state, _compute(state, parts))
+            _look_up_parts(state, parts)
 
 
-def _compute(state: ModuleContext, parts: list[int]) -> dict[int, Tensor]:
-    """Run the kernels of some parts; return the embeddings by part, before their output dist."""
+def _look_up_parts(state: ModuleContext, parts: list[int]) -> None:
+    """Run the kernels of some parts and start their output dists; after the last part assemble the module's output."""
     module = state.module
     lookups = [lookup if part in parts else _NOTHING for part, lookup in enumerate(module._lookups)]
     with replaced(module, "_lookups", lookups):
         embeddings = module.compute(state.context, state.dist_input)
-    return {part: embeddings[part] for part in parts}
-
-
-def _start_output_dist(state: ModuleContext, embeddings: Mapping[int, Tensor]) -> None:
-    """Start the output dists of some parts; once all parts have theirs, assemble the module's output."""
-    module = state.module
-    num_parts = len(owners_of_parts(module))
-    for part, of_part in embeddings.items():
-        state.output_dist_awaitables[part] = module._output_dists[part](of_part, state.context.sharding_contexts[part])
+    for part in parts:
+        context = state.context.sharding_contexts[part]
+        state.output_dist_awaitables[part] = module._output_dists[part](embeddings[part], context)
+    num_parts = len(lookups)
     if len(state.output_dist_awaitables) == num_parts:
         started = [state.output_dist_awaitables[part] for part in range(num_parts)]
-        with replaced(module, "_output_dists", [_already_started] * num_parts):
+        with replaced(module, "_output_dists", [lambda output, context: output] * num_parts):
             state.embeddings = module.output_dist(state.context, started)
         state.output_dist_awaitables = {}
         state.dist_input = None
@@ -292,7 +272,7 @@ def _parts_to_look_up(state: ModuleContext, owners: frozenset[WeightOwner]) -> l
 
 
 class _Nothing:
-    """Stands for the lookup of a part that is not run now, and for its embeddings."""
+    """Replaces the lookup of a part that is not run now, and its embeddings."""
 
     def __call__(self, features: KeyedJaggedTensor) -> _Nothing:
         return self
@@ -302,8 +282,3 @@ class _Nothing:
 
 
 _NOTHING = _Nothing()
-
-
-def _already_started(output: Awaitable[torch.Tensor], context: Any) -> Awaitable[torch.Tensor]:
-    """Stand for an output dist where the module assembles what `_start_output_dist` has started."""
-    return output

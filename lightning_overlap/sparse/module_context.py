@@ -54,7 +54,7 @@ _NEXT = {
 class ModuleContext:
     """State of one batch in one module, from the exchange of sizes to the end of its backward.
 
-    Source: `TrainPipelineContext`, TorchRec 1.8, whose words the first fields have.
+    Source: `TrainPipelineContext`, TorchRec 1.8, which has the same names for the first fields.
     """
 
     name: str
@@ -62,11 +62,10 @@ class ModuleContext:
     batch: int
     """The batch's number, for messages."""
     module: Any
-    """The sharded module."""
     kjt: KeyedJaggedTensor
-    """Its input in the batch."""
+    """The module's input in the batch."""
     progress: Progress = Progress.SENT
-    """Its state; `advance` changes it."""
+    """Changed by `advance`."""
     context: Any = None
     """TorchRec's own context of this module and batch, from `create_context`."""
     splits_awaitable: Any = None
@@ -84,19 +83,19 @@ class ModuleContext:
     sent: SentInput | None = None
     """What the input held when its ids were sent."""
     outside: str | None = None
-    """The message about an id that numbers no row: in its place row 0 was looked up. None: all ids have rows."""
+    """The error about an id that is no row, for which row 0 was looked up; None if all ids are rows."""
     num_writes: dict[WeightOwner, tuple[int, ...]] = field(default_factory=dict)
-    """`tables.num_writes` by owner when they were looked up: in-place writes by anybody but the fused backward."""
+    """`tables.num_writes` by owner at the lookup: in-place writes other than the fused backward's."""
     rates: list[float] | None = None
-    """The learning rates of its kernels when they were looked up, where nothing else gives its update those of then."""
+    """The learning rates of its kernels at the lookup; None unless `SparseOptions.holds_rates`."""
     autocast: tuple[bool, torch.dtype] | None = None
-    """`autocast_of` when it was looked up."""
+    """`autocast_of` at the lookup."""
     votes: bool = False
     """Whether all ranks vote when the module is called: on some rank another input of the batch has the same keys."""
     served_in: int = -1
-    """Number of the forward whose call got them (`PipelinedForwards.num_steps`); LBFGS asks for several in a step."""
+    """Number of the forward that got the embeddings (`PipelinedForwards.num_steps`); LBFGS runs several in a step."""
     without_graph: bool = False
-    """Whether a call under `no_grad` got them; a reentrant `checkpoint()` makes such a call, and repeats it later."""
+    """Whether a call under `no_grad` got them; a reentrant `checkpoint()` makes such a call and repeats it later."""
     received: Any = None
     """The embeddings, once waited for, until the backward is over."""
     received_at: Any = None
@@ -104,9 +103,9 @@ class ModuleContext:
     num_lookups: list[int] = field(default_factory=list)
     """How much the early lookup of this batch added to the iteration count of each kernel (`tables.tbes`)."""
     num_own_lookups: list[int] = field(default_factory=list)
-    """The same of the module's own forward, where its update waits for the optimizer step."""
+    """How much the module's own forward added, if its update waits for the optimizer step."""
     ids: KJTList | None = None
-    """The ids that were looked up, where `SparseLookups.keep_ids` says so."""
+    """The ids that were looked up, kept if `SparseLookups.keep_ids` is set."""
 
     def advance(self, to: Progress) -> None:
         """Enter the next state.
@@ -123,7 +122,7 @@ class ModuleContext:
 
     @property
     def served(self) -> bool:
-        """Whether no further call may get early embeddings: one got them, or they were dropped."""
+        """Whether no further call may get early embeddings: a call got them, or they were dropped."""
         return self.progress >= Progress.SERVED
 
     @property
@@ -152,12 +151,12 @@ class ModuleContext:
         counted[:] = [a + b for a, b in zip(counted, done, strict=True)] if counted else done
 
     def note_lookup(self, owners: frozenset[WeightOwner]) -> None:
-        """Note what has to stay unchanged until the call for an early lookup of these owners' tables to hold."""
+        """Note what has to stay unchanged until the call, after an early lookup of these owners' tables."""
         self.num_writes |= {owner: num_writes(self.module, owner) for owner in owners}
         self.autocast = autocast_of(self.module, self.kjt)
 
     def is_overwritten(self) -> bool:
-        """Whether somebody has written tables of this rank, or their rates, since they were looked up."""
+        """Whether tables of this rank, or their learning rates, were written since the lookup."""
         if self.rates is not None and rates_of(self.module) != self.rates:
             return True
         return any(num_writes(self.module, owner) != before for owner, before in self.num_writes.items())
@@ -175,7 +174,7 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def wait_for(awaitable: Awaitable[Any]) -> Any:
-    """Return `awaitable.wait()`, without its profiler range where no profiler runs: the range alone takes 5 us."""
+    """Return `awaitable.wait()`; without a profiler, skip its profiler range, which takes 5 us."""
     if is_profiled() or type(awaitable).wait is not Awaitable.wait:
         return awaitable.wait()
     found = awaitable._wait_impl()
@@ -185,7 +184,7 @@ def wait_for(awaitable: Awaitable[Any]) -> Any:
 
 
 def autocast_of(module: Any, kjt: KeyedJaggedTensor) -> tuple[bool, torch.dtype] | None:
-    """Return whether autocast is on and its dtype; None for modules whose lookup computes nothing that it changes."""
+    """Return whether autocast is on and its dtype; None for modules whose lookup does not depend on it."""
     kind = spec_of(module)
     if kind is None or kind.feature_processors is None:
         return None

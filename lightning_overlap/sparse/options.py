@@ -13,26 +13,26 @@ from ..tables import OutOfRangeIds, SetRates
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SparseOptions:
-    """Options of the sparse stages; the defaults are those of a training on one rank.
+    """Options of the sparse stages; the defaults suit training on one rank.
 
     Args:
         step: Name of the LightningModule's method in which sharded modules get early embeddings.
-        trains: Whether a backward follows; lookups without one must not count for the fused optimizers.
+        trains: Whether a backward follows. Lookups without a backward must not count for the fused optimizers.
         rank: This process's rank; rank 0 prints warnings.
         store: Key-value store in which ranks compare their calls; needed with more than one rank.
         set_rates: Copies the scheduler's learning rates to the TBE kernels; None where no scheduler moves them.
         any_rank: Returns whether any rank passed True: an all-reduce on the host, which all ranks call.
         warned: Warnings given so far, shared by the pipelines of a run.
         releases: Whether the memory of a batch's ids is freed once they have been sent.
-        multi_node: Whether ranks are on several hosts, where bytes and ranks that are late cost most: ids then
-            are sent as int32 if the tables' rows fit, and deferred updates wait for the backward's end.
+        multi_node: Whether ranks are on several hosts, where traffic and late ranks cost most. Ids are then sent as
+            int32 if the tables' rows fit, and deferred updates wait for the backward's end.
         fills_waits: Whether steps of the schedule may run inside a backward, while it waits for other ranks.
         prefetches: Whether the schedule has a `PREFETCH` step, so that tables in a UVM cache can be looked up early.
-        holds_updates: Whether the updates of all batches of an optimizer step come with that step (`frozen_window`),
-            those of a module's own forward, too.
+        holds_updates: Whether the updates of all batches of an optimizer step, also by a module's own forward, come
+            with that step (`frozen_window`).
         model: The model whose staged methods are called before a batch's step (`preprocessing.staged`).
-        out_of_range_ids: What is done about ids that number no row of their table; on a CPU only.
-        timeout_s: How long a rank waits for one that is late, in seconds.
+        out_of_range_ids: What to do about ids that are no row of their table; on a CPU only.
+        timeout_s: How long a rank waits for a late rank, in seconds.
 
     Raises:
         ValueError: `timeout_s` is not positive.
@@ -60,7 +60,7 @@ class SparseOptions:
 
     @property
     def holds_rates(self) -> bool:
-        """Whether a kernel's update takes the rate of its lookup: no setter of rates gives it that of its own time."""
+        """Whether an update takes the learning rate of its lookup, since no `set_rates` gives it the present rate."""
         return self.trains and self.set_rates is None
 
     @property

@@ -18,13 +18,13 @@ from .table_updates import TableUpdates
 
 
 class SparsePipeline:
-    """Makes the sparse stages of all sharded modules of a model, and puts them in front of the modules' forwards.
+    """The sparse stages of all sharded modules of a model, and the pipelined forwards of these modules.
 
     Args:
         modules: The outermost sharded modules of a model, by name.
         group: Process group of the input dist alone, so that it never queues after other traffic; None on one rank.
         order: The device's streams and the order of lookups, shared with the executor.
-        options: What differs between training and evaluations, and between runs.
+        options: Options of the stages.
     """
 
     def __init__(
@@ -48,21 +48,18 @@ class SparsePipeline:
 
     @property
     def unpipelined(self) -> dict[str, str]:
-        """The modules that run in their own forward, as far as is known now, each with the reason."""
+        """Names of the modules known so far to run in their own forward, each with the reason."""
         reasons = {name: pipelined.unpipelined_reason for name, pipelined in self._forwards.items()}
         return {name: reason for name, reason in reasons.items() if reason is not None}
 
     def attach(self) -> None:
-        """Replace the modules' forwards by pipelined ones; those of an evaluation replace those of training for a time.
-
-        `detach` puts back what was replaced.
-        """
+        """Replace the modules' forwards until `detach`; an evaluation's pipeline replaces the training's for a time."""
         self._forwards.attach(self.answers.answer)
         self.inputs.staged.attach()
         self.updates.hold_replicas()
 
     def detach(self) -> None:
-        """Give every module the forward back that it had before; forget all state of batches, without a collective."""
+        """Give every module its former forward back and forget all batches, without a collective."""
         self._forwards.detach()
         self.inputs.staged.detach()
         self.updates.release_replicas()

@@ -30,24 +30,24 @@ from .options import SparseOptions
 _num_made = itertools.count()
 _RANGES = RangesLeftOut([comm_ops, types, utils, jagged_tensor])
 
-# Why a module runs in its own forward, and what its user can do about it.
+# Why a module runs in its own forward, and how to avoid it.
 WRITTEN = (
     "its tables are written between two steps again and again (or their learning rates are set by hand, which only "
     "combined_optimizer can move while tables are looked up early)"
 )
-WRITTEN_IN_STEP = "its tables were written after it had been looked up"
+WRITTEN_IN_STEP = "its tables were written after its early lookup"
 CHANGED_IN_PLACE = "its input was changed in place after its ids had been sent"
 WITH_GRADIENTS = "it was called with gradients enabled in an evaluation"
-OTHER_AUTOCAST = "it was called under another autocast than that of its early lookup"
+OTHER_AUTOCAST = "it was called under another autocast than its early lookup"
 
 _CALL = (
     "To overlap it, call it once per {step} with a KeyedJaggedTensor that is part of the batch (made in the dataset, "
-    "the collate function, on_before_batch_transfer or on_after_batch_transfer), or that a method makes of the batch "
-    "which is decorated with @lightning_overlap.staged."
+    "the collate function, on_before_batch_transfer or on_after_batch_transfer), or that a method decorated with "
+    "@lightning_overlap.staged makes of the batch."
 )
 _WRITE_SELDOM = (
-    "To overlap it, write its tables seldom, once in an epoch say: each time one lookup is repeated. Or train with "
-    "pipeline='sparse_dist', which sends the ids early and looks up nothing early."
+    "To overlap it, write its tables seldom, for example once an epoch: each time one lookup is repeated. Or train "
+    "with pipeline='sparse_dist', which sends the ids early and looks up nothing early."
 )
 _ADVICE: Mapping[str, str] = {
     WRITTEN: _WRITE_SELDOM,
@@ -56,14 +56,14 @@ _ADVICE: Mapping[str, str] = {
     WITH_GRADIENTS: "To overlap it, call it without gradients (inference_mode of the Trainer, torch.no_grad).",
     OTHER_AUTOCAST: "To overlap it, leave autocast to Trainer(precision=...).",
 }
-"""By the reason; all others are about calls, and have `_CALL`."""
+"""Advice by reason; all other reasons are about calls and take `_CALL`."""
 
 
 class LazyEmbeddings(LazyGetItemMixin[str, Any], LazyAwaitable[Any]):  # type: ignore[misc]
-    """Embeddings that are waited for where they are first used, in the grad mode in which the module was called.
+    """Embeddings that wait at their first use, in the grad mode in which the module was called.
 
-    TorchRec's awaitables wait in the mode of the first use: embeddings that a step looks at under `no_grad` first, for
-    a statistic say, would have no gradient when it trains on them afterwards.
+    TorchRec's awaitables wait in the mode of the first use. If a step first reads embeddings under `no_grad`, for
+    example for a statistic, they would have no gradient when it trains on them afterwards.
 
     Args:
         receive: Waits for the embeddings and returns them: a KeyedTensor, or a dict of JaggedTensors by feature.
@@ -74,7 +74,7 @@ class LazyEmbeddings(LazyGetItemMixin[str, Any], LazyAwaitable[Any]):  # type: i
         self._receive = receive
         self._mode = _grad_mode()
 
-    # What the dict of an EmbeddingCollection offers; TorchRec's awaitables lack it.
+    # Methods of an EmbeddingCollection's dict that TorchRec's awaitables lack.
     def __iter__(self) -> Iterator[str]:
         return iter(self.keys())
 
@@ -85,7 +85,7 @@ class LazyEmbeddings(LazyGetItemMixin[str, Any], LazyAwaitable[Any]):  # type: i
         return len(self.keys())
 
     def wait(self) -> Any:
-        """Return the embeddings. Without a profiler it goes past TorchRec's `wait`, whose profiler range takes 5 us."""
+        """Return the embeddings; without a profiler, skip TorchRec's `wait`, whose profiler range takes 5 us."""
         return super().wait() if is_profiled() or self.callbacks else self._wait_impl()
 
     def _wait_impl(self) -> Any:
@@ -110,7 +110,7 @@ def _grad_mode() -> tuple[bool, bool]:
 
 
 _OWN = "{} in its own forward"
-"""What a call is named to other ranks where they compare what own forwards send."""
+"""The name of a call where ranks compare the tensors that own forwards send."""
 
 Answer = Callable[["PipelinedForward", tuple[Any, ...], dict[str, Any]], Any]
 """Returns the embeddings for a call of a module's pipelined forward with these arguments."""
@@ -119,14 +119,10 @@ Answer = Callable[["PipelinedForward", tuple[Any, ...], dict[str, Any]], Any]
 class PipelinedForward:
     """The `forward` of one sharded module while a pipeline is attached.
 
-    Args:
-        name: The module's name in the model, for messages.
-        module: The sharded module.
-        group: The ranks among which early input dists are sent; None on one rank.
-        prefetches: Whether tables in a UVM cache can be looked up early.
+    `prefetches` says whether tables in a UVM cache can be looked up early.
 
     Raises:
-        ImportError: The installed TorchRec lacks a private name that is used of this module.
+        ImportError: The installed TorchRec lacks a private name that is used for this module.
     """
 
     def __init__(
@@ -136,40 +132,40 @@ class PipelinedForward:
         self.name, self.module = name, module
         self.ranges = IdRanges(module)
         self.before: Any = vars(module).get("forward")
-        """The instance's `forward` that this one replaces: another pipeline's; None where the class's stood there."""
+        """The instance's former `forward`, another pipeline's; None if the instance had only the class's."""
         self.original_forward: Callable[..., Any] = (
             self.before.original_forward if isinstance(self.before, PipelinedForward) else module.forward
         )
         self.path: Path | None = None
-        """Where in the batch its input is; None where it is no object of the batch, and before `discover`."""
+        """Where in the batch its input is; None before `discover`, and if its input is no object of the batch."""
         self.keys: frozenset[str] = frozenset()
-        """Keys of its input; other KeyedJaggedTensors of the batch with these keys may be passed in its place."""
+        """Keys of its input; a step may pass another KeyedJaggedTensor of the batch with the same keys instead."""
         self.form: Any = None
-        """Types of the tensors that the last call of its own forward has sent; None before that."""
+        """Types of the tensors that the last call of its own forward has sent; None before the first call."""
         self.takes_part = False
         """Whether the exchange of sizes has columns for its input.
 
-        All ranks set this alike in `discover`. A rank on which the module runs unpipelined later on keeps the columns.
+        All ranks set this alike in `discover`. If the module runs unpipelined later on a rank, the columns stay.
         """
         self.unpipelined_reason: str | None = why_never_early(module, group, prefetches=prefetches)
-        """Why it runs in its own forward; None as long as nothing speaks against early lookups."""
+        """Why it runs in its own forward; None if it can be looked up early."""
         self.calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
         """Arguments of its calls in the step that runs."""
-        # By the input's id: what was passed to the module in this step, and what it returned, for `checkpoint()`.
+        # Inputs of this step's calls, by `id`, each with its answer, for `checkpoint()`.
         self._answers: dict[int, tuple[SentInput, KeyedJaggedTensor, Any]] = {}
 
     def keep_answer(self, given: Any, answer: Any) -> None:
-        """Keep what a call with this input returned, until `forget_answers`: `checkpoint()` repeats the call."""
+        """Keep the answer to a call with this input until `forget_answers`: `checkpoint()` repeats the call."""
         if isinstance(given, KeyedJaggedTensor):
             self._answers[id(given)] = SentInput(given), given, answer
 
     def answer_again(self, given: Any) -> Any:
-        """Return what was kept for an input, if nobody has changed that input since; else None."""
+        """Return the kept answer for an input that has not changed since; else None."""
         sent, known, answer = self._answers.get(id(given), (None, None, None))
         return answer if sent is not None and known is given and sent.is_unchanged(given) else None
 
     def forget_answers(self) -> None:
-        """Let go of what `keep_answer` has kept."""
+        """Let go of the kept answers."""
         self._answers.clear()
 
     def __str__(self) -> str:
@@ -187,7 +183,7 @@ class PipelinedForward:
             self.module.forward = self
 
     def detach(self) -> None:
-        """Put back what was there before."""
+        """Restore the former forward."""
         if vars(self.module).get("forward") is not self:
             return
         if self.before is None:
@@ -230,7 +226,7 @@ class PipelinedForwards(dict[str, PipelinedForward]):
         _RANGES.begin(self)
 
     def detach(self) -> None:
-        """Give every module the forward back that it had before."""
+        """Give every module its former forward back."""
         for pipelined in self.values():
             pipelined.detach()
         _RANGES.end(self)
@@ -238,7 +234,7 @@ class PipelinedForwards(dict[str, PipelinedForward]):
             self._mismatches.end()
 
     def refuse_trained_weights(self, pipelined: PipelinedForward, given: Any) -> None:
-        """Refuse to send weights of ids that the loss is to train: TorchRec sends their gradients back from no rank.
+        """Refuse to send weights of ids that the loss trains: TorchRec never returns their gradients.
 
         Raises:
             RuntimeError: The weights of the module's input have a graph.
@@ -246,21 +242,18 @@ class PipelinedForwards(dict[str, PipelinedForward]):
         weights = given.weights_or_none() if isinstance(given, KeyedJaggedTensor) else None
         trained = isinstance(weights, torch.Tensor) and weights.requires_grad and torch.is_grad_enabled()
         if trained and not takes_weights(pipelined.module):
-            return  # nobody reads them
+            return  # the module does not read them
         if trained and self._group is not None and has_model_parallel_tables(pipelined.module):
             raise RuntimeError(
-                f"the weights of the ids passed to {pipelined.name!r} are trained, but are sent to other ranks, from "
-                "which no gradients come back to them. Weight the embeddings of an EmbeddingCollection, make the "
-                "tables data-parallel, take a FeatureProcessedEmbeddingBagCollection, or .detach() the weights."
+                f"the weights of the ids passed to {pipelined.name!r} are trained, but are sent to other ranks, which "
+                "return no gradients. Weight the embeddings of an EmbeddingCollection, make the tables data-parallel, "
+                "take a FeatureProcessedEmbeddingBagCollection, or .detach() the weights."
             )
 
     def ids_outside(self, pipelined: PipelinedForward, given: Any, inflight: InFlightBatch | None) -> str | None:
-        """Return the error about an input with an id that numbers no row; None: all do, or it is no error.
+        """Return the error about an id of the input `given` that is no row; None if there is none, or only a warning.
 
-        Args:
-            pipelined: The module that the input is for.
-            given: The input.
-            inflight: The batch that it belongs to; None: a call between two steps.
+        `inflight` is the batch of the input; None for a call between two steps.
         """
         if self._out_of_range_ids == "fbgemm" or not isinstance(given, KeyedJaggedTensor):
             return None
@@ -275,28 +268,23 @@ class PipelinedForwards(dict[str, PipelinedForward]):
                 f"{text} Map ids to rows in the dataset, or raise num_embeddings. With out_of_range_ids='warning' the "
                 "strategy trains on as FBGEMM does: an id that is too large reads and trains row 0 of a shard."
             )
-        if (pipelined.name, feature) not in self._warned:  # by each rank: others have other ids
+        if (pipelined.name, feature) not in self._warned:  # on each rank: ranks have different ids
             self._warned.add((pipelined.name, feature))
             warnings.warn(f"{text} FBGEMM takes row 0 of a shard for an id that is too large.", stacklevel=2)
         return None
 
-    def served(self, pipelined: PipelinedForward) -> None:
-        """Note that a module's call was served from early embeddings."""
+    def served(self, pipelined: PipelinedForward, *, own: bool = False) -> None:
+        """Note that a call was served early; with `own`: that a module's own forward sends the same types as before."""
         if self._mismatches is not None:
-            self._mismatches.served(pipelined.name, self.num_steps)
-
-    def sent_as_before(self, pipelined: PipelinedForward) -> None:
-        """Note that a module's own forward sends tensors of the same types as in the call before."""
-        if self._mismatches is not None:
-            self._mismatches.served(_OWN.format(pipelined.name), self.num_steps)
+            self._mismatches.served(_OWN.format(pipelined.name) if own else pipelined.name, self.num_steps)
 
     def forget_answers(self) -> None:
-        """Let go of what is kept for calls that a `checkpoint()` repeats."""
+        """Let go of the answers kept for calls that a `checkpoint()` repeats."""
         for pipelined in self.values():
             pipelined.forget_answers()
 
     def begin_step(self) -> None:
-        """Forget the calls of the step before, and what is kept of them."""
+        """Forget the calls of the step before, and their answers."""
         self.num_steps += 1
         for pipelined in self.values():
             pipelined.calls.clear()
@@ -323,7 +311,7 @@ class PipelinedForwards(dict[str, PipelinedForward]):
             pipelined.calls.clear()
 
     def _agree(self, found: dict[str, tuple[Path | None, str | None]]) -> dict[str, tuple[Path | None, str | None]]:
-        """Return the path of each module's input if all ranks have found it there, else why none looks it up early."""
+        """Return the path of each module's input if all ranks have found the same path, else why it is not early."""
         if self._group is None:
             return found
         everyone: list[Any] = [None] * self._group.size()
@@ -332,7 +320,7 @@ class PipelinedForwards(dict[str, PipelinedForward]):
             name: (
                 next((other[name] for other in everyone if other[name][1] is not None), mine)
                 if all(other[name][0] == mine[0] for other in everyone)
-                else (None, "its input stands at different places of the batch on different ranks")
+                else (None, "its input is at different places of the batch on different ranks")
             )
             for name, mine in found.items()
         }
@@ -341,25 +329,20 @@ class PipelinedForwards(dict[str, PipelinedForward]):
         """Make sure that all ranks run a module's own forward for the same call, before this one issues a collective.
 
         Ranks that take early embeddings, or do not call the module, issue no collective for the call. So no collective
-        can ask them, and those of this rank's forward would wait for them, or be matched with others of theirs.
-
-        Args:
-            pipelined: The module that this rank has to run in its own forward.
-            problem: The message of the error.
-            own: Whether to ask about types of what the own forward sends, not about early embeddings.
+        can ask them: this rank's collectives would wait for them, or match other collectives of theirs. With `own` the
+        question is about the types that the own forward sends, not about early embeddings.
 
         Raises:
-            RuntimeError: Another rank was served early embeddings for this call, or does not make it in time.
+            RuntimeError: `problem`: another rank has taken early embeddings, or does not make the call in time.
         """
         call = _OWN.format(pipelined.name) if own else pipelined.name
         if self._mismatches is not None and not self._mismatches.all_ranks(call, self.num_steps):
             raise RuntimeError(problem)
 
     def check_calls(self, begun: Container[str]) -> None:
-        """Run modules unpipelined from now on that the step has not called exactly once; forget its calls.
+        """Run modules unpipelined from now on if the step has not called them exactly once; forget its calls.
 
-        Args:
-            begun: Names of the modules whose input dist was started for the step's batch. Others may be left uncalled.
+        `begun` names the modules whose input dist was started for the step's batch; a step need not call the others.
         """
         for pipelined in self.values():
             num_calls = len(pipelined.calls)
@@ -392,8 +375,8 @@ class PipelinedForwards(dict[str, PipelinedForward]):
             self._warn(
                 pipelined,
                 "variable batch sizes",
-                f"TorchRec 1.8 looks up {pipelined} otherwise than unsharded where batch sizes vary by feature, and "
-                "does not train its tables on a CPU. Give it one batch size.",
+                f"If batch sizes vary by feature, TorchRec 1.8 looks up {pipelined} differently from the unsharded "
+                "module, and does not train its tables on a CPU. Give it one batch size.",
             )
 
     def _warn(self, pipelined: PipelinedForward, reason: str, text: str) -> None:
@@ -404,12 +387,9 @@ class PipelinedForwards(dict[str, PipelinedForward]):
 
 
 def _find(pipelined: PipelinedForward, by_id: Mapping[int, Path], step: str) -> tuple[Path | None, str | None]:
-    """Return where in the batch a module's input is, or why its lookup cannot start early; the other one is None.
+    """Return where in the batch a module's input is, or why its lookup cannot start early; the other is None.
 
-    Args:
-        pipelined: The module, with the calls of the first step.
-        by_id: Path of each KeyedJaggedTensor of the batch by its `id`.
-        step: Name of the user's method, for the reason.
+    `by_id` has the path of each KeyedJaggedTensor of the batch by its `id`, `step` the name of the user's method.
     """
     if not pipelined.calls:
         return None, "it was not called for the first batch"
@@ -421,8 +401,8 @@ def _find(pipelined: PipelinedForward, by_id: Mapping[int, Path], step: str) -> 
     if path is None:
         kind = type(given).__name__ if given is not None else f"{len(args)} arguments and {sorted(kwargs)}"
         return None, (
-            f"its input ({kind}) is made inside {step}, it is not an object of the batch (in whose dataclass fields, "
-            "named tuples, sequences, mappings, attributes and slots it was looked for)"
+            f"its input ({kind}) is made inside {step}, it is not an object of the batch (whose dataclass fields, "
+            "named tuples, sequences, mappings, attributes and slots were searched)"
         )
     return path, None
 

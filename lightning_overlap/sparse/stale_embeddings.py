@@ -1,4 +1,4 @@
-"""Count the rows that a lookup reads stale: those that an update writes which the lookup could not see yet."""
+"""Count the stale rows of a lookup: rows that it reads before the update of an earlier batch has written them."""
 
 from __future__ import annotations
 
@@ -24,11 +24,9 @@ class StaleCounts:
     """Stale rows of one batch over all ranks; the counts may still be under way (T tables)."""
 
     tables: tuple[str, ...]
-    """Names of the tables."""
     counts_T2: Tensor
     """On the host, int64: distinct rows read stale, and distinct rows read, by table."""
     streams: Streams
-    """The device's streams."""
     event: Any
     """Recorded after the copy to the host."""
     work: dist.Work | None = None
@@ -40,27 +38,24 @@ class StaleCounts:
         return self.streams.is_over(self.event) if self.work is None else self.work.is_completed()
 
     def wait(self) -> None:
-        """Wait until they can be read."""
+        """Wait until the counts can be read."""
         if self.work is None:
             self.streams.let_host_wait(self.event)
         else:
             self.work.wait()
 
     def read(self) -> dict[str, tuple[int, int]]:
-        """Return rows read stale and rows read by table, without the tables of which no row was read."""
+        """Return the stale rows and all rows that were read, by table; tables of which no row was read are left out."""
         counts = zip(self.tables, self.counts_T2.tolist(), strict=True)
         return {table: (stale, read) for table, (stale, read) in counts if read}
 
 
 class StaleRows:
-    """Counts the stale rows of single batches: each rank those of its shards, from the ids it received, then the sum.
+    """Counts the stale rows of single batches.
 
-    The host does not wait. On CUDA the rows are counted on a stream of their own, after the lookup.
-
-    Args:
-        sparse: The pipeline of training.
-        executor: Returns the executor of training; None before its first batch.
-        group: Process group of the sum over ranks, which all start at the same point of a step; None on one rank.
+    Each rank counts the rows of its shards from the ids that it has received; then the ranks add their counts up. The
+    host does not wait. On CUDA the rows are counted on a stream of their own, after the lookup. `executor` returns the
+    executor of training, or None before its first batch.
     """
 
     def __init__(
@@ -73,7 +68,7 @@ class StaleRows:
         self._number = {key: number for number, key in enumerate(fused)}
         names = [table for _, table in fused]
         self.tables = tuple(table if names.count(table) == 1 else f"{name}.{table}" for name, table in fused)
-        """Names of the tables that are counted, with the module's name where two tables share one."""
+        """Names of the counted tables; the module's name comes first where two tables have the same name."""
 
     @property
     def staleness(self) -> int:
@@ -82,7 +77,7 @@ class StaleRows:
         return 0 if executor is None else executor.schedule.staleness
 
     def keep_ids(self, keep: bool) -> None:
-        """Say whether coming lookups keep their ids; `count` needs those of the last `staleness + 1` lookups."""
+        """Set whether coming lookups keep their ids; `count` needs the ids of the last `staleness + 1` lookups."""
         self._sparse.lookups.keep_ids = keep
 
     def count(self) -> StaleCounts | None:
@@ -108,7 +103,7 @@ class StaleRows:
         self._streams.record_stream(kept, StreamName.SIDE)
         with self._streams.on(StreamName.SIDE), torch.no_grad():
             batch.counted = self._sum_up(self._count(ids))
-        counts: StaleCounts = batch.counted  # held by the batch too: a fit that fails lets go of it with the batch
+        counts: StaleCounts = batch.counted  # held by the batch too, so that a failed fit frees it with the batch
         return counts
 
     def _count(self, ids: Mapping[str, Sequence[Any]]) -> Tensor:
@@ -136,9 +131,9 @@ class StaleRows:
 
 
 def _looked_up_last(in_flight: Mapping[int, InFlightBatch]) -> list[InFlightBatch]:
-    """Return the batch that was looked up last and then those whose updates it did not see, the same on all ranks.
+    """Return the batch looked up last, then the batches whose updates it did not see; the same on all ranks.
 
-    The list is empty if it saw all updates, or if one of these batches is no longer in flight.
+    The list is empty if it saw all updates, or if any of these batches is no longer in flight.
     """
     latest = max((index for index, batch in in_flight.items() if Stage.EMBEDDING_LOOKUP in batch.done), default=None)
     if latest is None or not (num_unseen := in_flight[latest].num_unseen):
@@ -166,12 +161,12 @@ def _rows(ids: Any, places: Sequence[tuple[int, int, int]]) -> Tensor:
 def add_counts(counts_T2: Tensor, read_N: Tensor, unseen_M: Tensor) -> None:
     """Add, by table, the rows that are both read and unseen, and the rows that are read; each row once.
 
-    Nothing here has a size that depends on the ids, which the host would have to wait for.
+    No size here depends on the ids: the host would have to wait for it.
 
     Args:
         counts_T2: Rows read stale and rows read, by table, `(number of tables, 2)`, int64; the counts are added to it.
         read_N: Rows that were looked up, `(N,)`, int64, as `table << ROW_BITS | row`; repetitions count once.
-        unseen_M: Rows of the updates that this lookup could not see, `(M,)`, int64, numbered likewise.
+        unseen_M: Rows of the updates that this lookup could not see, `(M,)`, int64, in the same form.
     """
     if not read_N.numel():
         return

@@ -20,50 +20,39 @@ from .update_rates import take_back
 
 
 class TableUpdates:
-    """Updates the tables of batches whose backward stopped where their embeddings were received.
-
-    Args:
-        forwards: The sharded modules with their pipelined forwards.
-        group: The ranks among which gradients are sent; None on one rank.
-        order: The device's streams and the order of lookups and updates.
-        options: Options of the pipeline.
-    """
+    """Updates the tables of batches whose backward stopped at the received embeddings; see `SparsePipeline`."""
 
     def __init__(
         self, forwards: PipelinedForwards, group: dist.ProcessGroup | None, order: LookupOrder, options: SparseOptions
     ) -> None:
         self._order, self._multi_node = order, options.multi_node
         is_async = order.streams.is_async
-        # Only where the host itself waits: for the gradient all-to-all, on a CPU.
+        # Only on a CPU, where the host itself waits for the gradient all-to-all.
         self._fills_waits = options.fills_waits and options.trains and group is not None and not is_async
         self.can_defer_updates = options.trains and (group is not None or is_async or options.holds_updates)
-        """Whether an update can come later than its backward: not on a CPU with one rank, where nothing is gained."""
+        """Whether an update can come later than its backward; on a CPU with one rank only `frozen_window` needs it."""
         self._hooks: list[RemovableHandle] = []
         self._to_come: dict[int, InFlightBatch] = {}  # batches whose gradients are sent and whose update is to come
-        # Only the pipeline of training holds updates: one of an evaluation has the same kernels and must not drop them.
+        # Only the pipeline of training holds updates: an evaluation's has the same kernels and must not drop them.
         holding = [pipelined.module for pipelined in forwards.values()] if options.holds_updates else []
         self._holding_replicas = [kernel for module in holding for kernel in replica_kernels(module)]
 
     # -- within a backward ------------------------------------------------------------------------------------------
 
     def register_backward_hook(self, inflight: InFlightBatch, stage: Stage, call: Callable[[], None]) -> bool:
-        """Have a function called where the backward of a batch first waits for other ranks, before it writes a table.
+        """Let the backward of a batch call a function where it first waits for other ranks, before it writes a table.
 
-        Args:
-            inflight: The batch being trained.
-            stage: The first stage that the function issues.
-            call: The function. One backward may call it several times.
+        One backward may call it several times. `stage` is the first stage that it issues.
 
         Returns:
-            Whether the backward will call it. If not, or if the stage is better issued before the backward, the caller
-            has to issue it.
+            Whether the backward will call it. If not, the caller has to issue the stage, before the backward.
         """
         for handle in self._hooks:  # some tensors outlive their backward
             handle.remove()
         self._hooks.clear()
         if not self._fills_waits or torch.is_anomaly_enabled():
-            # On CUDA the lookup overlaps with the dense part anyway. Anomaly mode would keep this backward alive as
-            # long as each graph that is made inside it.
+            # On CUDA the lookup overlaps with the dense part anyway. Anomaly mode would keep this backward alive with
+            # each graph that is made inside it.
             return False
         if self._multi_node and stage in (Stage.INPUT_DATA_DIST, Stage.PREFETCH):
             return False  # both wait for ids, which may still be on the link: gradients would queue after them
@@ -71,8 +60,8 @@ class TableUpdates:
             return False  # a forward that checkpoint() repeats may write tables before this is called
         if inflight.defers_update:
             if stage is not Stage.INPUT_SPLITS_DIST and not self._multi_node:
-                # The backward waits for no gradients here, at its end only for the slowest rank. Within a host the
-                # embeddings gain more if they are sent before the backward.
+                # This backward waits for no gradients, only for the slowest rank at its end. Within a host embeddings
+                # gain more if they are sent before the backward.
                 return False
             for state in inflight.modules.values():
                 self._hooks += state.deferred.call_after_backward(call)
@@ -130,11 +119,9 @@ class TableUpdates:
         self._to_come.clear()
 
     def count_lookups(self, inflight: InFlightBatch, times: int) -> None:
-        """Change the iteration counts of fused optimizers by the early lookups of a batch.
+        """Change the iteration counts of fused optimizers by the early lookups of a batch that is not updated yet.
 
-        Args:
-            inflight: A batch that has been looked up and not yet updated.
-            times: -1 takes its lookups out of the counts, so that a checkpoint has updates only; 1 adds them again.
+        `times=-1` takes its lookups out of the counts, so that a checkpoint has updates only; 1 adds them again.
         """
         for state in inflight.modules.values():
             for num_lookups in (state.num_lookups, state.num_own_lookups):
@@ -156,7 +143,7 @@ class TableUpdates:
             kernel.release()
 
     def make_before_forward(self, name: str) -> None:
-        """Make the deferred updates of the module `name`, but those that wait for an optimizer step."""
+        """Make the deferred updates of the module `name`, except those that wait for an optimizer step."""
         due = [self._to_come[index] for index in sorted(self._to_come) if not self._to_come[index].is_held]
         waiting = [inflight for inflight in due if name in inflight.modules]
         if waiting:

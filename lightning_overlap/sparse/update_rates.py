@@ -1,4 +1,4 @@
-"""The learning rates of the fused kernels: a backward updates at the rate of its own time, not of its lookup's."""
+"""Learning rates of the fused kernels: a backward updates at the present rate, not at the rate of its lookup."""
 
 from __future__ import annotations
 
@@ -32,25 +32,21 @@ def set_kernel_rates(kernels: Kernels, rates: list[float]) -> None:
 
 
 def lookup_counts(kernels: Kernels) -> list[int]:
-    """Return the iteration count of each kernel, from its copy on the host: no sync."""
+    """Return the iteration count of each kernel, from its copy on the host, without a sync."""
     return [int(tbe.iter_cpu) for tbe in kernels]
 
 
 def lookups_since(kernels: Kernels, counts: list[int]) -> list[int]:
-    """Return how much the iteration count of each kernel has grown since it was one of `counts`."""
+    """Return how much the iteration count of each kernel has grown since `counts`."""
     return [now - before for now, before in zip(lookup_counts(kernels), counts, strict=True)]
 
 
 def take_back(kernels: Kernels, num_lookups: list[int], order: LookupOrder) -> None:
-    """Take lookups that no update follows out of the iteration counts of the kernels.
+    """Subtract lookups without an update from the kernels' iteration counts; negative numbers add lookups.
 
-    FBGEMM 1.8 counts lookups, not updates, and Adam corrects its bias by that count: an evaluation, or a lookup that
-    is dropped, would change training, and differently so in each mode.
-
-    Args:
-        kernels: The TBEs of a module.
-        num_lookups: What to subtract from the count of each; negative to add.
-        order: Has the lookup stream, on which the counts change. It does not wait for another stream here.
+    FBGEMM 1.8 counts lookups, not updates, and Adam corrects its bias by that count. Without this, evaluations and
+    dropped lookups would change training, in each mode differently. The counts change on the lookup stream, which
+    waits for no other stream here.
     """
     if any(num_lookups):
         with order.on_lookup():
@@ -59,17 +55,16 @@ def take_back(kernels: Kernels, num_lookups: list[int], order: LookupOrder) -> N
 
 @contextmanager
 def _updates_at_present_rate(module: Any, set_rates: SetRates | None) -> Iterator[None]:
-    """Within this context fused tables return embeddings whose backward takes the learning rate of backward time.
+    """Within this context fused tables return embeddings whose backward takes the learning rate of its own time.
 
-    Args:
-        module: The sharded module that is looked up.
-        set_rates: Gives the kernels the scheduler's present rates; None: no scheduler moves them, nothing changes.
+    `set_rates` gives the kernels the scheduler's present rates. If it is None, no scheduler moves the rates, and
+    nothing changes.
     """
     if set_rates is None or not torch.is_grad_enabled():
         yield
         return
     set_rates()
-    # Every part with a TBE, whoever owns it: one table with a dense kernel makes a part the dense optimizer's.
+    # Every part with a TBE, also of the dense optimizer, which owns a part if one of its tables has a dense kernel.
     patched = [
         lookup for lookup in tables_of(module)._lookups if isinstance(lookup, nn.Module) and tbes_within([lookup])
     ]
@@ -91,7 +86,7 @@ class _FusedLookup:
     set_rates: SetRates
 
     def __call__(self, features: KeyedJaggedTensor) -> Tensor:
-        # Without an input that needs a gradient there would be no backward; feature processors' weights need one.
+        # There is no backward without an input that requires a gradient, as weights of feature processors do.
         weights = features.weights_or_none()
         anchor = weights if weights is not None and weights.requires_grad else torch.zeros((), requires_grad=True)
         embeddings: Tensor = _AtPresentRate.apply(anchor, self, features)  # type: ignore[no-untyped-call]
@@ -99,14 +94,14 @@ class _FusedLookup:
 
     def run(self, features: KeyedJaggedTensor) -> tuple[Tensor, GradientEdge]:
         """Return the embeddings, detached, and the edge at which their graph begins."""
-        # A copy: TorchRec puts weights that scale gradients into what it is given, and must not do so twice.
+        # A copy: TorchRec writes weights that scale gradients into its input, and must not do so twice.
         with torch.enable_grad():
             embeddings = self.forward(copy.copy(features))
         return embeddings.detach(), get_gradient_edge(embeddings)
 
     def run_again(self, features: KeyedJaggedTensor, counts: list[int]) -> GradientEdge:
-        """Look up once more with the iteration counts of the first lookup; put the present ones back afterwards."""
-        ahead = lookups_since(self.kernels, counts)  # this lookup, and those of later batches
+        """Look up again with the iteration counts of the first lookup, then restore the present counts."""
+        ahead = lookups_since(self.kernels, counts)  # this lookup, and lookups of later batches
         _uncount(self.kernels, ahead)
         _, edge = self.run(features)
         repeated = lookups_since(self.kernels, counts)
@@ -126,22 +121,22 @@ def _uncount(kernels: Kernels, num_lookups: list[int]) -> None:
 class _AtPresentRate(torch.autograd.Function):
     """Embedding lookup whose TBE backward uses the learning rate at backward time.
 
-    FBGEMM 1.8 reads the rate in the forward and keeps it for the backward. But batch N is looked up before the
-    scheduler has stepped to N. So the graph is cut at the embeddings: if the rate has changed by the time of the
-    backward, the kernels' forward runs once more on the same ids and its graph takes the gradient. The embeddings of
-    that repetition are thrown away (in a stale mode they may be newer); the gradient of a row does not depend on them.
+    FBGEMM 1.8 reads the rate in the forward and keeps it for the backward, but batch N is looked up before the
+    scheduler steps to N. So the graph is cut at the embeddings. If the rate has changed by the backward, the kernels'
+    forward runs again on the same ids, and its graph takes the gradient. The repeated embeddings are thrown away: in a
+    stale mode they may be newer, but the gradient of a row does not depend on them.
 
-    On CUDA autograd runs a backward on the stream of its forward, this one too: on the lookup stream, where the
-    repeated forward and the inner backward then run in turn, after the last update and before the next lookup: nodes
-    that are made within a backward are of the stream that it runs on.
-    The inner graph has the kernels' weights for its only leaves, which accumulate nothing, so no stream is joined
-    but this one. DistributedDataParallel ignores these weights, its hooks see nothing of the inner backward.
+    On CUDA autograd runs a backward on the stream of its forward, here on the lookup stream. Nodes made within a
+    backward belong to its stream. So the repeated forward and the inner backward run there too, after the last update
+    and before the next lookup. The only leaves of the inner graph are the kernels' weights, which accumulate nothing,
+    so autograd joins no other stream. DistributedDataParallel ignores these weights, and its hooks do not see the inner
+    backward.
     """
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, lookup: _FusedLookup, features: KeyedJaggedTensor) -> Tensor:
         weights, ctx.weights = features.weights_or_none(), None
-        if weights is not None and weights.requires_grad:  # feature processors': a graph begins at them
+        if weights is not None and weights.requires_grad:  # the graph of feature processors begins here
             features = copy.copy(features)
             features._weights = ctx.weights = weights.detach().requires_grad_()
         ctx.lookup, ctx.features = lookup, features
@@ -152,7 +147,7 @@ class _AtPresentRate(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
         lookup: _FusedLookup = ctx.lookup
-        edge, ctx.edge = ctx.edge, None  # a second backward (retain_graph=True) finds the first one's graph used up
+        edge, ctx.edge = ctx.edge, None  # a second backward (retain_graph=True) finds this graph used up
         lookup.set_rates()
         if edge is None or kernel_rates(lookup.kernels) != ctx.rates:
             edge = lookup.run_again(ctx.features, ctx.counts)

@@ -7,9 +7,8 @@ from collections import defaultdict
 
 import pytest
 
-from lightning_overlap.schedules.mode import Mode
+from lightning_overlap.schedules.mode import Mode, resolve_stream
 from lightning_overlap.schedules.modes import MODES, STREAMS
-from lightning_overlap.schedules.options import resolve_stream
 from lightning_overlap.schedules.schedule import Schedule, Step
 from lightning_overlap.schedules.stages import Stage, StreamName
 

@@ -282,7 +282,7 @@ WRONG = {
      5  dense_forward+0/compute
      6  backward+0/compute
      7  optimizer_step+0/compute
-  Raise the offset of copy_batch_to_device to at least +1, or lower that of input_splits_dist.""",
+  Raise the offset of copy_batch_to_device to at least +1, or lower the offset of input_splits_dist.""",
     ),
     "a_stage_twice": (
         "mine: copy_batch_to_device+1/memcpy dense_forward+0/compute copy_batch_to_device+0/memcpy backward+0/compute",

@@ -194,7 +194,7 @@ def test_ids_of_another_type_on_another_rank_are_an_error(
 ) -> None:
     """gloo alone ends the process, without a word of which input."""
     for message in two_ranks.run(caller_fits.fails, model, pipeline):
-        assert f"the input of {what} has not the same types on all ranks" in message
+        assert f"the input of {what} has different types on different ranks" in message
         assert "rank 0 has lengths of int64, ids of int64; rank 1 has lengths of int64, ids of int32" in message
 
 

@@ -67,8 +67,8 @@ def test_a_call_that_differs_on_one_rank_is_an_error_not_a_hang(two_ranks: Ranks
     """The others take their early embeddings and issue no collective: this rank's own forward would wait for them."""
     with pytest.raises(
         RankError,
-        match=r"rank 1: the early embeddings of 'ebc' are not those of batch 3's call in training_step: it was "
-        r"called with another input than the one in the batch\. Other ranks called it with theirs",
+        match=r"rank 1: the early embeddings of 'ebc' do not fit its call in training_step of batch 3: it was called "
+        r"with another input than the one in the batch\. Other ranks took theirs",
     ):
         two_ranks.run(variants.one_rank_differs)
 

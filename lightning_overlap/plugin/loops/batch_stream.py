@@ -1,7 +1,6 @@
 """The stream of batches: it takes them from Lightning's fetcher and stages each for the executor.
 
-It skips batches that are None, copies those that the loader may overwrite, and notes the loaders' states for
-checkpoints.
+It skips None batches, copies batches that the loader may overwrite, and notes the loaders' states for checkpoints.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from . import sigterm
 from .epoch import Epoch
 
 NUM_AT_HAND = 2
-"""Batches taken from a loader of unknown length before they are staged: so ranks ask about every other batch only."""
+"""Batches taken from a loader of unknown length before they are staged, so that ranks ask only every other batch."""
 
 
 class SkippedBatch(NamedTuple):
-    """A batch that is None, of which the loop is still to be told."""
+    """A None batch that the loop has not seen yet."""
 
     num_before: int
     """Batches of the epoch before it that are not None."""
@@ -34,15 +33,11 @@ class SkippedBatch(NamedTuple):
 class BatchStream:
     """The batches of a fit or an evaluation, staged in the order of Lightning's fetcher: a `runtime.BatchSource`.
 
-    A *None batch* is one for which the collate function returns None: Lightning skips it. All ranks have to skip the
-    same ones.
+    Lightning skips a *None batch*, for which the collate function has returned None. All ranks have to skip the same
+    batches.
 
-    Args:
-        inner: Lightning's fetcher, whose iterator may be running.
-        trainer: Stages the batches.
-        epoch: How many batches there are, and how many may be fetched.
-        trains: Whether the batches are trained, not evaluated.
-        sends_sizes: Whether the ranks compare their None batches with each batch's sizes. If not, they ask each other.
+    The iterator of `inner`, Lightning's fetcher, may be running. With `sends_sizes` the ranks compare their None
+    batches with each batch's sizes; otherwise they ask each other.
     """
 
     def __init__(
@@ -51,14 +46,14 @@ class BatchStream:
         self.inner, self.trains = inner, trains
         self._trainer, self._epoch, self._sends_sizes = trainer, epoch, sends_sizes
         self.skipped: deque[SkippedBatch] = deque()
-        """None batches to come, of those that the loader has given so far."""
+        """None batches from the loader that the loop has not seen yet, the oldest first."""
         self._buffered: deque[FetchedBatch] = deque()  # taken from the loader, not staged yet
         is_own = all(map(keeps_its_data, inner.combined_loader.flattened))
         self._memory = BatchMemory(trainer.strategy.root_device.type, is_own=is_own)
         self._own_those_of_inner()
         self._iterated = False  # whether `iter(self.inner)` was called here
         self.states = self._read_states()
-        """States of the loaders after the last batch that they have given; empty if no loader has a state."""
+        """States of the loaders after the last batch that was taken; empty if no loader has a state."""
         self.forget()
 
     def forget(self) -> None:
@@ -67,8 +62,8 @@ class BatchStream:
         self.skipped.clear()
         self._index = -1  # of the batch fetched last
         self.latest_none = -1
-        """Number in the epoch of the last None batch that the loader has given; -1 if there is none."""
-        self._is_whole = False  # whether this epoch began at its first batch: not if it is resumed in the middle
+        """Number in the epoch of the last None batch that was taken; -1 if there is none."""
+        self._is_whole = False  # whether this epoch began at its first batch, not resumed in the middle
 
     def begin_epoch(self) -> None:
         """Begin to iterate the loaders anew."""
@@ -103,7 +98,7 @@ class BatchStream:
 
     @property
     def num_certain(self) -> int:
-        """How many batches after the one fetched last are sure to be staged."""
+        """Number of batches after the last fetched batch that will surely be staged."""
         if not self._buffered or self.latest_none >= 0:
             return 0
         in_inner: list[Any] = getattr(self.inner, "batches", [])[:1]
@@ -122,7 +117,7 @@ class BatchStream:
             The staged batch; None at the end of the epoch, and while `max_steps` allows no more.
 
         Raises:
-            RuntimeError: The data has ended before the length of its loader, on which the other ranks rely.
+            RuntimeError: The data ends before the length of its loader, on which the other ranks rely.
         """
         if index >= self._epoch.num_allowed:
             return None
@@ -142,11 +137,11 @@ class BatchStream:
     # -- what the fetcher asks for ----------------------------------------------------------------------------------
 
     def nones_after(self, num_before: int) -> list[int]:
-        """Numbers of the None batches that come next after so many others."""
+        """Return the numbers of the None batches that come right after `num_before` other batches."""
         return [skipped.batch_idx for skipped in self.skipped if skipped.num_before == num_before]
 
     def goes_on_after(self, num_before: int) -> bool:
-        """Whether another batch follows that is not None; looks for it if need be, to call at an epoch's end."""
+        """Return whether another batch follows that is not None; may fetch it, so call this at an epoch's end."""
         if self.num_fetched <= num_before and not self.exhausted:
             following = self._next_to_train(num_before, None)
             self._buffered.extend([] if following is None else [following])
@@ -160,12 +155,12 @@ class BatchStream:
 
     @property
     def _num_to_buffer(self) -> int:
-        """How many batches to take from the loader before they are staged, so that the ranks know of its end."""
+        """Number of batches to take from the loader before they are staged, so that the ranks learn of its end."""
         if self.length_known:
-            # Only among the last batches, which the ranks ask about: further ones may all be None.
+            # Only among the last batches, which the ranks ask about: the remaining batches may all be None.
             return int(self.num_batches - self.inner.fetched <= ASK_FOR_LAST)
         keeps = self._trainer.world_size > 1 and self._memory.is_own
-        return NUM_AT_HAND - (self.inner.length is None) if keeps else 0  # without a length the inner one holds one
+        return NUM_AT_HAND - (self.inner.length is None) if keeps else 0  # without a length the inner fetcher holds one
 
     def _next_to_train(self, index: int, timer: StageTimer | None) -> FetchedBatch | None:
         """Return the batch `index`, past None batches; None at the end."""
@@ -177,7 +172,7 @@ class BatchStream:
         return None
 
     def _is_skipped(self, batch: Any) -> bool:
-        """Whether the loop trains no such batch."""
+        """Whether the loop skips this batch."""
         return self.trains and batch is None
 
     def _next_of_inner(self, timer: StageTimer | None) -> FetchedBatch | None:
@@ -185,15 +180,15 @@ class BatchStream:
             if not self._inner_is_exhausted:
                 with suppress(StopIteration), nullcontext() if timer is None else timer.data():
                     batch, batch_idx, dataloader_idx = next(self.inner)
-                    if self.inner.length is None:  # it holds one batch more; this one was copied when it came
+                    if self.inner.length is None:  # it holds the next batch; this batch was copied when it came
                         self._own_those_of_inner()
                     else:
                         batch = self._memory.own(batch)
                     return FetchedBatch(batch, batch_idx, dataloader_idx, loader_states=self._states_after())
             if self.inner.fetched > 0 or self._iterated or not self.states:
                 break
-            # Resumed after an epoch's last batch: the loader's iterator goes on there, at its end. Lightning begins the
-            # next epoch with that iterator, as it makes a new one only if it has not resumed.
+            # Resumed after an epoch's last batch: the loader's iterator continues at its end. Lightning begins the next
+            # epoch with this iterator, as it makes a new one only if it has not resumed.
             self._iterated = True
             iter(self.inner)
             self._own_those_of_inner()
@@ -210,20 +205,20 @@ class BatchStream:
         held[:] = [(self._memory.own(batch), batch_idx, dataloader_idx) for batch, batch_idx, dataloader_idx in held]
 
     def _states_after(self) -> Any:
-        """Return the states of the loaders after the batch that the inner fetcher has just given."""
+        """Return the states of the loaders after the batch that the inner fetcher has just returned."""
         if not self.states:
-            return self.states  # no loader has a state: Lightning takes long to look for it
+            return self.states  # no loader has a state, and Lightning is slow to look for it
         before, self.states = self.states, self._read_states()
-        # Without a length the inner fetcher has fetched one batch more, to know whether it is the last.
+        # Without a length the inner fetcher has fetched the next batch, to know whether this is the last.
         return before if self.inner.length is None else self.states
 
     def _read_states(self) -> Any:
-        # Lightning takes the state of loaders that have one. No checkpoint holds the position of an evaluation.
+        # Only loaders with a state count. No checkpoint holds the position of an evaluation.
         return self.inner.combined_loader._state_dicts() if self.trains else []
 
 
 def stage_batch(trainer: Trainer, batch: Any, dataloader_idx: int) -> Any:
-    """Do what Lightning's loops do with a batch before its step: convert, transfer hooks, copy to the device."""
+    """Prepare a batch as Lightning's loops do before its step: convert, transfer hooks, copy to the device."""
     module: LightningModule = trainer.lightning_module
     batch = trainer.precision_plugin.convert_input(batch)
     batch = module._on_before_batch_transfer(batch, dataloader_idx=dataloader_idx)

@@ -1,4 +1,4 @@
-"""The count of an epoch: how many batches it has on all ranks, how many may be fetched, and how it ends."""
+"""The length of an epoch: its batches on all ranks, how many may be fetched, and how it ends."""
 
 from __future__ import annotations
 
@@ -14,12 +14,7 @@ Gather = Callable[[Any], list[Any]]
 
 
 class Epoch:
-    """How many batches an epoch has on all ranks, and how many of them may be fetched by now.
-
-    Args:
-        trainer: Whose epoch it is.
-        trains: Whether the batches are trained: `max_steps` limits no evaluation.
-    """
+    """Number of batches of an epoch on all ranks, and how many of them may be fetched by now."""
 
     def __init__(self, trainer: Trainer, *, trains: bool) -> None:
         self._trainer, self._trains = trainer, trains
@@ -28,21 +23,18 @@ class Epoch:
         self.lengths_known = False
         """Whether the lengths of all ranks are known."""
         self.num_allowed: float = 0
-        """Batches that may be fetched in this epoch: further ones would be lost for a later `fit`."""
+        """Number of batches that may be fetched in this epoch: a later `fit` would miss any others."""
 
     def agree(self, own: float, gather: Gather, *, knows: bool) -> None:
-        """Set the length to that of the shortest rank; all ranks call this.
+        """Set the length to the shortest rank's; all ranks call this.
 
-        Args:
-            own: Length of this rank's epoch; `inf` if it is not known.
-            gather: Asks the ranks.
-            knows: Whether this rank is sure to have `own` batches.
+        `own` is the length of this rank's epoch, `inf` if it is not known; `knows`, whether it surely has that many.
         """
         lengths, known = zip(*gather((own, knows)), strict=True)
         self.num_batches, self.lengths_known = min(lengths), all(known)
 
     def allow(self, num_trained: int) -> None:
-        """Allow the batches to be fetched that `max_steps` leaves after so many trained ones."""
+        """Set the number of batches that may be fetched: `max_steps` limits it after `num_trained` batches."""
         loop, trainer = self._trainer.fit_loop.epoch_loop, self._trainer
         if not self._trains or loop.max_steps == -1 or not trainer.lightning_module.automatic_optimization:
             self.num_allowed = float("inf")
@@ -54,13 +46,11 @@ class Epoch:
     def num_none_at_end(self, nones: list[int], gather: Gather, *, goes_on: bool) -> int:
         """Return how many None batches end the epoch, the same on all ranks; all of them call this.
 
-        Args:
-            nones: Numbers of the None batches that follow on this rank after the last batch that all ranks train.
-            gather: Asks the ranks.
-            goes_on: Whether this rank has another batch after these.
+        `nones` numbers the None batches on this rank after the last batch that all ranks train; `goes_on` says whether
+        another batch follows on this rank.
 
         Raises:
-            RuntimeError: A rank has a None batch where another one has a batch to train.
+            RuntimeError: A rank has a None batch where another rank has a batch to train.
         """
         told: list[tuple[list[int], bool]] = gather((nones, goes_on))
         for other, (fewer, follows) in enumerate(told):

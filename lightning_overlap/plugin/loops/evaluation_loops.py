@@ -1,6 +1,6 @@
 """Lightning's evaluation loops with a lookahead: `validate`, `test`, `predict`, and validation inside a fit.
 
-As in `fit_loop.py` the trainer's loop objects get a subclass of their class with a mixin for the time of a run.
+As in `fit_loop.py` the trainer's loop objects have a subclass of their class with a mixin during a run.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from .fit_loop import mixed_in
 
 
 class _LookaheadMixin:
-    """What the two evaluation loops have in common."""
+    """The common part of both evaluation loops."""
 
     _data_fetcher: _DataFetcher | None
     _is_sequential: bool
     _step: str
-    """The user's method that takes the batches."""
+    """The user's method for a batch."""
     num_dataloaders: int
     trainer: Trainer
 
@@ -68,7 +68,7 @@ class _LookaheadMixin:
             self._data_fetcher = fetcher
 
     def _stop_together(self) -> None:
-        """Leave after the same step on all ranks when one of them has received SIGTERM."""
+        """Leave after the same step on all ranks if one of them has received SIGTERM."""
         fetcher = self._data_fetcher
         executor = fetcher.executor if isinstance(fetcher, LookaheadFetcher) else None
         if executor is not None and executor.end.stop_agreed and not executor.is_last:

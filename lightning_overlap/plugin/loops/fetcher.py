@@ -1,4 +1,4 @@
-"""The fetcher that Lightning's loops take staged batches from: an adapter of the stream of batches and the executor."""
+"""The fetcher from which Lightning's loops take staged batches: it adapts the stream of batches and the executor."""
 
 from __future__ import annotations
 
@@ -17,10 +17,7 @@ StepArguments = Callable[[Any, int, int], tuple[Any, ...]]
 
 
 class StagedBatch:
-    """What a loop passes to the strategy's step instead of the batch: the arguments of the user's step.
-
-    `executor` runs the stages around it.
-    """
+    """Replaces the batch in the strategy's step: the arguments of the user's step, and the executor around it."""
 
     def __init__(self, arguments: tuple[Any, ...], executor: Executor) -> None:
         self.arguments, self.executor = arguments, executor
@@ -35,15 +32,8 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
     """Gives a loop the batches that the executor has staged, and the None batches between them.
 
     It is a subclass of the fetcher for `dataloader_iter`, for which Lightning's loop does no batch transfer itself.
-    The loop sets `executor` before it takes the first batch.
-
-    Args:
-        inner: Lightning's fetcher, which the stream takes batches from.
-        stream: Stages the batches for the executor.
-        epoch: How many batches there are.
-        step_arguments: Returns the arguments of the user's step.
-        next_number: Returns the `batch_idx` of the loop's next batch; None: each batch has its loader's number.
-        gather: Returns the values of all ranks.
+    The loop sets `executor` before it takes the first batch. `next_number` returns the `batch_idx` of the loop's next
+    batch; it is None if a batch keeps its loader's number.
     """
 
     def __init__(
@@ -57,7 +47,7 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
     ) -> None:
         self.inner = inner
         kept = {name: getattr(inner, name) for name in ("fetched", "length", "_start_profiler", "_stop_profiler")}
-        super().__init__()  # resets them, by way of the properties below, on the inner one, which is running already
+        super().__init__()  # resets them through the properties below on the inner fetcher, which is running already
         for name, value in kept.items():
             setattr(inner, name, value)
         self.stream, self.epoch = stream, epoch
@@ -80,7 +70,7 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
         self._num_none_left: int | None = None  # None batches that end the epoch; None until its last batch is known
         self._has_ended = False  # whether the executor said that the epoch is over
         self.trained_states: Any = self.stream.states
-        """States of the loaders after the batch being trained, not after those fetched ahead; empty if none has one."""
+        """States of the loaders after the batch being trained, not after batches fetched ahead; empty if none exist."""
 
     @override
     def __iter__(self) -> LookaheadFetcher:
@@ -110,14 +100,14 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
         return StagedBatch(self._step_arguments(self._batch, self._batch_idx, self._dataloader_idx), self.executor)
 
     def peek(self) -> Any:
-        """Return the batch that `next` is going to deliver; begin the executor's iteration for it.
+        """Return the batch that `next` will deliver; begin the executor's iteration for it.
 
         None batches come after the executor has begun the batch that follows them: by then all ranks have compared
-        theirs.
+        their None batches.
 
         Raises:
             StopIteration: The epoch's data has ended.
-            RuntimeError: A batch is None on this rank alone, or on others alone.
+            RuntimeError: A batch is None on some ranks only.
         """
         if self._peeked:
             return self._batch
@@ -142,7 +132,7 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
         return self._batch
 
     def _count_none_at_end(self) -> int:
-        """Return how many None batches are left at the end of the epoch; all ranks come here after their last batch."""
+        """Return the number of None batches left at the epoch's end; all ranks come here after their last batch."""
         if self._num_none_left is None:
             here, stream = self._num_delivered, self.stream
             goes_on = stream.trains and stream.goes_on_after(here)
@@ -158,7 +148,7 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
 
 
 class NoneFetcher(_DataFetcher):
-    """Gives a loop the next batch of a fetcher, which is None, so that it warns and skips as Lightning's loops do."""
+    """Gives a loop a fetcher's next batch, which is None: Lightning's loop warns of it and skips it."""
 
     def __init__(self, fetcher: LookaheadFetcher) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
 """Lightning's fit loop with a lookahead: the loops keep their class names, states and checkpoints.
 
-For the time of a fit the trainer's loop objects get a subclass of their class, with the mixins below; no loop method is
-copied. `fetcher.py` has the fetcher that they get.
+During a fit the trainer's loop objects have a subclass of their class with the mixins below, and the fetcher of
+`fetcher.py`; no loop method is copied.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class _AutomaticOptimizationMixin(_AutomaticOptimization):
     @override
     def run(self, *args: Any, **kwargs: Any) -> Any:
         outputs = super().run(*args, **kwargs)
-        # Also without an optimizer step (accumulation, the user's optimizer_step): hooks that follow may read tables.
+        # Also without an optimizer step (accumulation, the user's optimizer_step): later hooks may read tables.
         self.trainer.strategy.end_optimization()  # type: ignore[attr-defined]
         return outputs
 
@@ -53,7 +53,7 @@ class _FitLoopMixin(_FitLoop):
         return tuple(self.epoch_loop._build_kwargs(OrderedDict(), batch, batch_idx).values())
 
     def _end_together(self, fetcher: LookaheadFetcher) -> None:
-        """Set the epoch's length to that of the shortest rank; all ranks call this, those with more batches warn."""
+        """Set the epoch's length to the shortest rank's; all ranks call this, and ranks with more batches warn."""
         own, shortest = self.max_batches, fetcher.epoch
         gather = self.trainer.strategy.gather  # type: ignore[attr-defined]
         shortest.agree(own, gather, knows=_has_known_length(fetcher.combined_loader))
@@ -61,7 +61,7 @@ class _FitLoopMixin(_FitLoop):
             return
         warnings.warn(
             f"Rank {self.trainer.global_rank} has {own} batches, another rank {shortest.num_batches:g}: all ranks end "
-            "the epoch after the fewest, this rank's others are not trained.",
+            "the epoch there, and the remaining batches of this rank are not trained.",
             UserWarning,
             stacklevel=2,
         )
@@ -82,14 +82,14 @@ class _FitLoopMixin(_FitLoop):
     def on_advance_end(self) -> None:
         self.trainer.strategy.end_epoch()  # type: ignore[attr-defined]
         super().on_advance_end()
-        # A SIGTERM in the last steps of the epoch comes too late for the questions that are asked with batches.
+        # A SIGTERM in the last steps of the epoch comes too late for the questions about batches.
         _leave_if_agreed(self.trainer)
 
 
 class _EpochLoopMixin(_TrainingEpochLoop):
     @override
     def reset(self) -> None:
-        # Lightning's loop finds by the loader's length that a checkpoint is of an epoch's last batch. Not all have one.
+        # By the loader's length Lightning's loop knows that a checkpoint is of an epoch's last batch. Some have none.
         begins_anew = self.restarted_on_train_batch_end and self.batch_progress.is_last_batch
         super().reset()
         if begins_anew and self.batch_progress.current.ready > 0:
@@ -107,7 +107,7 @@ class _EpochLoopMixin(_TrainingEpochLoop):
         super().advance(data_fetcher)
 
     def _look_at_next(self, fetcher: LookaheadFetcher) -> _DataFetcher:
-        """Look at the next batch, and return the fetcher to take it from: another one for a batch that is None.
+        """Look at the next batch, and return the fetcher to take it from: a `NoneFetcher` for a None batch.
 
         Raises:
             StopIteration: The epoch's data has ended.
@@ -119,7 +119,7 @@ class _EpochLoopMixin(_TrainingEpochLoop):
             batch = fetcher.peek()
         except StopIteration:
             if self.restarting:
-                # Resumed in the validation after an epoch's last batch: Lightning's loop still has to run that.
+                # Resumed in the validation after an epoch's last batch, which Lightning's loop still has to run.
                 return fetcher
             raise
         if fetcher.executor.end.stop_agreed:
@@ -135,13 +135,13 @@ class _EpochLoopMixin(_TrainingEpochLoop):
         inner = data_fetcher.inner if isinstance(data_fetcher, LookaheadFetcher) else data_fetcher
         decision = super()._should_check_val_fx(inner)
         if self.trainer.val_check_batch is None:
-            # With a time interval each rank decides by its own clock, and one that validates alone waits forever.
+            # With a time interval each rank decides by its own clock, and a rank that validates alone waits forever.
             decision = self.trainer.strategy.broadcast(decision)
         return decision
 
 
 def _has_known_length(combined_loader: CombinedLoader) -> bool:
-    """Whether all loaders are sure to have as many batches as their length, unlike those with classes of the user's."""
+    """Whether all loaders surely have as many batches as their length, unlike loaders with the user's classes."""
     return all(
         type(loader) is data.DataLoader
         and not isinstance(loader.dataset, data.IterableDataset)
@@ -170,8 +170,8 @@ def installed(trainer: Trainer) -> Iterator[None]:
         yield
     fetcher = loop._data_fetcher
     if fetcher is not None and not isinstance(fetcher, LookaheadFetcher) and fetcher.iterator is None:
-        # The loader could not be iterated. Lightning would ask it for its length on the way out and raise once more,
-        # in the place of the loader's own error.
+        # The loader could not be iterated. Lightning would ask for its length while it handles the error, and hide the
+        # loader's own error by another.
         loop._data_fetcher = None
 
 

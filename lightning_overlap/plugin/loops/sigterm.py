@@ -1,8 +1,8 @@
 """SIGTERM on any rank ends all ranks after the same step.
 
 Lightning broadcasts inside the signal handler, between any other collectives of the rank, and again for every training
-batch; and the rank that got the signal leaves its loop at once. Here the handler only notes the signal, and the ranks
-hear of it in the consensus that they ask with batches.
+batch. The rank with the signal leaves its loop at once. Here the handler only notes the signal, and the ranks learn of
+it from the consensus about batches.
 """
 
 from __future__ import annotations
@@ -16,17 +16,14 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 
 class Sigterm:
-    """Replaces Lightning's handler of SIGTERM while several ranks run.
-
-    Owns whether this process has received one (`heard`).
-    """
+    """Replaces Lightning's handler of SIGTERM while several ranks run; `heard` says whether a signal has come."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self.heard = False
 
     def __call__(self, signum: int, frame: Any) -> None:
-        """Forward the signal to the processes that this one launched, and note it for the next consensus."""
+        """Forward the signal to the processes that this process launched, and note it for the next consensus."""
         if not self.heard and self._trainer.strategy.launcher is not None:
             self._trainer.strategy.launcher.kill(signum)
         self.heard = True
@@ -34,7 +31,7 @@ class Sigterm:
 
 @contextmanager
 def installed(trainer: Trainer) -> Iterator[None]:
-    """Within this context `Sigterm` handles the signal if there are several ranks; one leaves as with Lightning."""
+    """Within this context `Sigterm` handles the signal if there are several ranks; a single rank ends as before."""
     connector = trainer._signal_connector
     if trainer.world_size > 1:
         connector._sigterm_notifier_fn = Sigterm(trainer)  # type: ignore[method-assign, assignment]
