@@ -3,12 +3,14 @@
     python benchmarks/memory.py                   # 2 CPU ranks: under a minute
     python benchmarks/memory.py --pools           # 2 CPU ranks, on each stream: what CUDA's allocator would reserve
     python benchmarks/memory.py --device cuda     # one rank per GPU: every stream policy, reserved memory too
+    python benchmarks/memory.py --layers 512 512 512 512 --modes base fused_sparse_dist split_backward
 
 A model of 8 tables whose inputs and embeddings are large beside its dense part. On a CPU glibc tells what of its heap
 is in use, as every stage is issued and in every hook of a step; a data loader makes each batch anew, as a copy to a
 device would. On CUDA the caching allocator counts. With `--pools` every tensor of the run is given memory by a model of
 that allocator, in the pool of the stream that would have made it; kernels' own workspaces are out of its sight. Bytes
-of the rank that has most.
+of the rank that has most. With `--layers` the dense part has hidden layers of these widths, and the heap is also looked
+at as each of their gradients is there.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 from unittest import mock
 
@@ -43,12 +46,14 @@ def main() -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--pools", action="store_true", help="count the pools of streams; on a CPU")
     parser.add_argument("--batch-size", type=int, default=4096, help="samples per rank")
+    parser.add_argument("--layers", type=int, nargs="*", default=[], help="widths of hidden layers")
+    parser.add_argument("--modes", nargs="*", default=[], help="base and other modes, without options; default: all")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     for logger in ("torchrec", "lightning.pytorch", "lightning.fabric", "torch.fx"):
         logging.getLogger(logger).setLevel(logging.ERROR)
     if "RANK" in os.environ:
-        measure("pools" if options.pools else options.device, options.batch_size)
+        measure("pools" if options.pools else options.device, Work(options.batch_size, options.layers), options.modes)
         return
     num_ranks = 2
     if options.device == "cuda":
@@ -57,6 +62,14 @@ def main() -> None:
         num_ranks = torch.cuda.device_count()
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
     subprocess.check_call([*launcher, *sys.argv], env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is trained: samples per rank, and widths of hidden layers."""
+
+    batch_size: int
+    layers: list[int]
 
 
 @dataclass(frozen=True)
@@ -71,21 +84,23 @@ class Arm:
         return f"{self.pipeline}{f'/{self.stream}' if self.stream else ''}{f', {self.option}' if self.option else ''}"
 
 
-def arms(device: str) -> Iterator[Arm]:
-    """Every mode; on CUDA on each stream, since each has a pool of memory of its own."""
+def arms(device: str, modes: list[str]) -> Iterator[Arm]:
+    """Every mode, or some; on CUDA on each stream, since each has a pool of memory of its own."""
     from lightning_overlap import MODES, STREAMS, Stage
 
     for name, schedule in MODES.items():
+        if modes and name not in modes:
+            continue
         lookup = schedule.step_of(Stage.EMBEDDING_LOOKUP)
         early = lookup is not None and lookup.offset > 0
         for stream in STREAMS if device != "cpu" and early else ("",):
-            for option in OPTIONS:
+            for option in OPTIONS if not modes else ("",):
                 if (option == "copy_in_place" and device != "cuda") or (option and lookup is None):
                     continue
                 yield Arm(name, stream, option)
 
 
-def measure(device: str, batch_size: int) -> None:
+def measure(device: str, work: Work, modes: list[str]) -> None:
     """Train every arm and print the table."""
     import torch
     import torch.distributed as dist
@@ -96,8 +111,8 @@ def measure(device: str, batch_size: int) -> None:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     rank = int(os.environ["RANK"])
     held: dict[str, dict[str, int]] = {}
-    for arm in tqdm(list(arms(device)), disable=rank != 0, desc="memory", unit="arm"):
-        mine = MEASURES[device](arm, batch_size)
+    for arm in tqdm(list(arms(device, modes)), disable=rank != 0, desc="memory", unit="arm"):
+        mine = MEASURES[device](arm, work)
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, mine)
         held[str(arm)] = {name: max(one[name] for one in everyone) for name in mine}
@@ -118,7 +133,7 @@ def print_table(held: dict[str, dict[str, int]]) -> None:
     print("base: " + ", ".join(f"{name} {base[name] / 2**20:.1f} MiB" for name in names))
 
 
-def train(arm: Arm, batch_size: int, device: str, at_start: Any, look: Any, strategy_type: Any = None) -> None:
+def train(arm: Arm, work: Work, device: str, at_start: Any, look: Any, strategy_type: Any = None) -> None:
     """Train an arm; `at_start` is called with the number of each step as it begins, `look` at many places of it."""
     import torch
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -127,6 +142,7 @@ def train(arm: Arm, batch_size: int, device: str, at_start: Any, look: Any, stra
 
     from lightning_overlap import OverlapEmbeddingStrategy
 
+    batch_size = work.batch_size
     features = [f"f{index}" for index in range(NUM_TABLES)]
 
     class Data(IterableDataset[Any]):
@@ -150,11 +166,19 @@ def train(arm: Arm, batch_size: int, device: str, at_start: Any, look: Any, stra
                 ],
                 device=torch.device("meta"),
             )
-            self.top = torch.nn.Linear(NUM_TABLES * DIM + NUM_DENSE, 1)
+            widths = [NUM_TABLES * DIM + NUM_DENSE, *work.layers]
+            layers: list[Any] = []
+            for width_in, width_out in pairwise(widths):
+                layers += [torch.nn.Linear(width_in, width_out), torch.nn.ReLU()]
+            self.top = torch.nn.Sequential(*layers, torch.nn.Linear(widths[-1], 1))
+            for weight in self.top.parameters() if work.layers else ():
+                weight.register_post_accumulate_grad_hook(lambda _: look())
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             embeddings = self.tables(batch["sparse"]).values()
-            return self.top(torch.cat([embeddings, batch["dense"]], dim=1)).square().mean()
+            loss = self.top(torch.cat([embeddings, batch["dense"]], dim=1)).square().mean()
+            loss.register_hook(lambda _: look())  # with on_before_backward no backward would be split
+            return loss
 
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.top.parameters(), 0.1)
@@ -163,10 +187,10 @@ def train(arm: Arm, batch_size: int, device: str, at_start: Any, look: Any, stra
         def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
             at_start(batch_idx)
 
-        def on_before_backward(self, *_: Any) -> None:
+        def on_after_backward(self, *_: Any) -> None:
             look()
 
-        on_after_backward = on_before_optimizer_step = on_before_zero_grad = on_train_batch_end = on_before_backward
+        on_before_optimizer_step = on_before_zero_grad = on_train_batch_end = on_after_backward
 
     strategy = (strategy_type or OverlapEmbeddingStrategy)(
         arm.pipeline,
@@ -214,7 +238,7 @@ def heap_in_use() -> int:
     return found.in_use()
 
 
-def measure_on_cpu(arm: Arm, batch_size: int) -> dict[str, int]:
+def measure_on_cpu(arm: Arm, work: Work) -> dict[str, int]:
     """Return the bytes in use at the peak of a steady step, and as it begins."""
     starts: dict[int, int] = {}
     peaks: dict[int, int] = {}
@@ -231,14 +255,14 @@ def measure_on_cpu(arm: Arm, batch_size: int) -> dict[str, int]:
 
     gc.collect()
     before = heap_in_use()
-    train(arm, batch_size, "cpu", at_start, look)
+    train(arm, work, "cpu", at_start, look)
     return {
         "peak": statistics.median_high(peaks[step] for step in STEADY) - before,
         "between two steps": statistics.median_high(starts[step] for step in STEADY) - before,
     }
 
 
-def measure_on_cuda(arm: Arm, batch_size: int) -> dict[str, int]:
+def measure_on_cuda(arm: Arm, work: Work) -> dict[str, int]:
     """Return what the caching allocator had given out at most, as a step begins, and reserved."""
     import torch
 
@@ -255,11 +279,11 @@ def measure_on_cuda(arm: Arm, batch_size: int) -> dict[str, int]:
             reserved.append(torch.cuda.max_memory_reserved())
         torch.cuda.reset_peak_memory_stats()
 
-    train(arm, batch_size, "cuda", at_start, lambda: None)
+    train(arm, work, "cuda", at_start, lambda: None)
     return {"peak": max(peaks), "between two steps": max(starts), "peak reserved": max(reserved)}
 
 
-def measure_pools(arm: Arm, batch_size: int) -> dict[str, int]:
+def measure_pools(arm: Arm, work: Work) -> dict[str, int]:
     """Return what a caching allocator would have given out at most, and reserved, by stream."""
     from pools import PooledStreams
 
@@ -288,7 +312,7 @@ def measure_pools(arm: Arm, batch_size: int) -> dict[str, int]:
         return made[-1]
 
     with mock.patch("lightning_overlap.plugin.strategy.make_streams", make_streams):
-        train(arm, batch_size, "cpu", lambda step: None, lambda: None, Counted)
+        train(arm, work, "cpu", lambda step: None, lambda: None, Counted)
     [streams] = made
     pools = {f"pool of {name}": streams.reserved.get(name, 0) for name in StreamName}
     return {"peak": streams.peak_allocated, "reserved": sum(streams.reserved.values()), **pools}

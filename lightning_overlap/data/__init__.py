@@ -4,6 +4,7 @@ from .adult import AdultDataModule as AdultDataModule
 from .batch import BatchLoader as BatchLoader
 from .batch import RecBatch as RecBatch
 from .batch import RecDataModule as RecDataModule
+from .batch import check_tables as check_tables
 from .batch import collate_batch as collate_batch
 from .criteo import CriteoDataModule as CriteoDataModule
 from .synthetic import SyntheticDataModule as SyntheticDataModule

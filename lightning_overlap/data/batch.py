@@ -265,3 +265,13 @@ def table_rows(rows_per_table: int | Sequence[int], features: Sequence[str]) -> 
     sizes = dict(zip(features, rows, strict=True))
     check_at_least(1, **{f"rows_per_table[{name}]": num_rows for name, num_rows in sizes.items()})
     return sizes
+
+
+def check_tables(name: str, values: Mapping[str, int], features: Sequence[str]) -> None:
+    """Raise a ValueError if an argument gives a value to an unknown table, or a value below 1."""
+    if unknown := [table for table in values if table not in features]:
+        raise ValueError(
+            f"{name} names a table that does not exist.\n  got: {unknown[0]!r}\n"
+            f"  Name tables of {', '.join(features[:8])}{', ...' if len(features) > 8 else ''}."
+        )
+    check_at_least(1, **{f"{name}[{table}]": value for table, value in values.items()})

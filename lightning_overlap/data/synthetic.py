@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,7 +15,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .batch import Batches, RecBatch, RecDataModule, check_at_least, collate_batch, stable_hash, table_rows
+from .batch import (
+    Batches,
+    RecBatch,
+    RecDataModule,
+    check_at_least,
+    check_tables,
+    collate_batch,
+    stable_hash,
+    table_rows,
+)
 
 EMPTY_BAG_RATE = 0.05
 """Share of bags that are empty on purpose; a Poisson draw of 0 adds more."""
@@ -116,6 +125,7 @@ class SyntheticDataModule(RecDataModule):
         seed: Non-negative.
         num_workers: Loader processes per rank.
         persistent_workers: Keep the loader processes between epochs.
+        rows_of: Rows of single tables, by name, that differ from `rows_per_table`.
     """
 
     def __init__(
@@ -132,12 +142,16 @@ class SyntheticDataModule(RecDataModule):
         seed: int = 0,
         num_workers: int = 0,
         persistent_workers: bool = True,
+        rows_of: Mapping[str, int] | None = None,
     ) -> None:
         super().__init__(batch_size, num_workers, persistent_workers)
         check_at_least(1, num_tables=num_tables, num_dense=num_dense, num_batches=num_batches)
         check_at_least(0, num_val_batches=num_val_batches, num_test_batches=num_test_batches)
         check_at_least(0, pooling=pooling, zipf_skew=zipf_skew, seed=seed)
         self.table_sizes = table_rows(rows_per_table, [f"cat_{index}" for index in range(num_tables)])
+        rows_of = {str(name): int(num_rows) for name, num_rows in (rows_of or {}).items()}
+        check_tables("rows_of", rows_of, list(self.table_sizes))
+        self.table_sizes |= rows_of
         self.model = ClickModel(self.table_sizes, num_dense, pooling, zipf_skew, seed)
         self.num_dense = num_dense
         self.num_batches = {"train": num_batches, "val": num_val_batches, "test": num_test_batches}

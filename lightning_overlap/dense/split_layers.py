@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from .graph import Uses
 from .late_all_reduce import LateAllReduce
@@ -48,7 +49,8 @@ class _Call:
     __slots__ = ("gradient", "input", "layer", "output")
 
     def __init__(self, layer: SplitLayer, given: Tensor | None, output: Tensor) -> None:
-        self.layer, self.input, self.output = layer, given, output
+        self.layer, self.input = layer, given
+        self.output = get_gradient_edge(output)  # its graph; an activation may free the output itself
         self.gradient: Tensor | None = None
 
 
@@ -169,9 +171,9 @@ class SplitLayers:
             self._uses.note(layer, output, given)
             return output
         if not given.requires_grad:
-            return self._joined(_Call(layer, None, forward(given)), _anchor())
+            return self._joined(layer, None, forward(given), _anchor())
         own = given.detach().requires_grad_()
-        return self._joined(_Call(layer, own, forward(own)), given)
+        return self._joined(layer, own, forward(own), given)
 
     def _module_forward(self, layer: SplitLayer, forward: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Any:
         [given] = (*args, *kwargs.values()) or (None,)
@@ -185,10 +187,11 @@ class SplitLayers:
         if self._uses is not None:
             self._uses.note(layer, output)
             return output
-        return self._joined(_Call(layer, None, output), _anchor()) if output.requires_grad else output
+        return self._joined(layer, None, output, _anchor()) if output.requires_grad else output
 
-    def _joined(self, call: _Call, start: Tensor) -> Tensor:
-        joined: Tensor = _Halves.apply(start, call, self)  # type: ignore[no-untyped-call]
+    def _joined(self, layer: SplitLayer, given: Tensor | None, output: Tensor, start: Tensor) -> Tensor:
+        call = _Call(layer, given, output)
+        joined: Tensor = _Halves.apply(start, output.detach(), call, self)  # type: ignore[no-untyped-call]
         return joined
 
     def take(self, call: _Call, gradient: Tensor) -> Tensor | None:
@@ -212,13 +215,13 @@ class _Halves(torch.autograd.Function):
     """The output of a module, whose backward computes the gradient of the input alone."""
 
     @staticmethod
-    def forward(ctx: Any, start: Tensor, call: _Call, layers: SplitLayers) -> Tensor:
+    def forward(ctx: Any, start: Tensor, output: Tensor, call: _Call, layers: SplitLayers) -> Tensor:
         ctx.call, ctx.layers = call, layers
-        return call.output.detach()
+        return output.detach()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None]:
-        return ctx.layers.take(ctx.call, gradient), None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None, None]:
+        return ctx.layers.take(ctx.call, gradient), None, None, None
 
 
 def _state(weight: Tensor) -> object:

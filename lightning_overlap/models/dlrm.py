@@ -165,8 +165,7 @@ class DLRM(LightningModule):
         )
         self.features = list(table_sizes)
         self.learning_rate = learning_rate
-        tables = [_table(name, num_rows, embedding_dim) for name, num_rows in table_sizes.items()]
-        self.ebc = EmbeddingBagCollection(tables, device=torch.device(table_device))
+        self._add_tables(dict.fromkeys(table_sizes, embedding_dim), table_device)
         added = [] if bottom_layers[-1:] == [embedding_dim] else [embedding_dim]
         num_vectors = len(self.features) + 1
         num_inputs = embedding_dim + num_vectors * (num_vectors - 1) // 2
@@ -175,12 +174,18 @@ class DLRM(LightningModule):
         self._pairs: Tensor | None = None  # not a buffer: DDP broadcasts buffers in every forward
         self.val_auc, self.val_ne = BinnedAUC(), NormalizedEntropy()
         self.test_auc, self.test_ne = BinnedAUC(), NormalizedEntropy()
-        if table_learning_rate is not None:
-            fused = FUSED_OPTIMIZERS[fused_optimizer or "rowwise_adagrad"]
+
+    def _add_tables(self, embedding_dims: Mapping[str, int], table_device: str | torch.device) -> None:
+        """Set `ebc` to tables of these columns, with the fused optimizer of `hparams` applied if it has a rate."""
+        sizes, options = self.hparams["table_sizes"], self.hparams
+        tables = [_table(name, sizes[name], embedding_dim) for name, embedding_dim in embedding_dims.items()]
+        self.ebc = EmbeddingBagCollection(tables, device=torch.device(table_device))
+        if options["table_learning_rate"] is not None:
+            fused = FUSED_OPTIMIZERS[options["fused_optimizer"] or "rowwise_adagrad"]
             with warnings.catch_warnings():
                 # TorchRec's public function warns in favour of the private PyTorch function that it calls.
                 warnings.filterwarnings("ignore", message="This API is deprecated", category=DeprecationWarning)
-                apply_optimizer_in_backward(fused, self.ebc.parameters(), {"lr": table_learning_rate})
+                apply_optimizer_in_backward(fused, self.ebc.parameters(), {"lr": options["table_learning_rate"]})
 
     def forward(self, batch: RecBatch) -> Tensor:
         """Logits of a click, `(B,)`, float32."""

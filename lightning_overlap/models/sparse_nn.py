@@ -6,11 +6,13 @@ Shape suffixes: B batch size per rank, D dense features, E sum of the tables' em
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
+from torchrec.modules.activation import SwishLayerNorm
 
-from ..data import RecBatch
+from ..data import RecBatch, check_tables
 from .dlrm import DLRM, mlp
 
 
@@ -23,13 +25,16 @@ class SparseNN(DLRM):
     Args:
         table_sizes: As for `DLRM`.
         num_dense: Dense features per sample.
-        embedding_dim: Columns of every table.
+        embedding_dim: Columns of every table that `embedding_dim_of` does not name.
         over_layers: Widths of the over arch's hidden layers; a layer to one logit is added.
         learning_rate: Learning rate of SGD for dense parameters and for tables without a fused optimizer.
         fused_optimizer, table_learning_rate, table_device: As for `DLRM`.
+        embedding_dim_of: Columns of single tables, by name.
+        dense_layers: Widths of linear layers, without activations, that the dense features pass first.
+        swish_layer_norm: Follow each hidden layer by `x * sigmoid(LayerNorm(x))`, and not by a ReLU.
 
     Raises:
-        ValueError: As for `DLRM`.
+        ValueError: As for `DLRM`; or `embedding_dim_of` names an unknown table, or gives it no column.
 
     Source: TorchRec 1.8, `torchrec.distributed.test_utils.test_model`.
     """
@@ -46,6 +51,9 @@ class SparseNN(DLRM):
         fused_optimizer: str | None = None,
         table_learning_rate: float | None = None,
         table_device: str | torch.device = "meta",
+        embedding_dim_of: Mapping[str, int] | None = None,
+        dense_layers: Sequence[int] = (),
+        swish_layer_norm: bool = False,
     ) -> None:
         super().__init__(
             table_sizes,
@@ -59,14 +67,38 @@ class SparseNN(DLRM):
             table_device=table_device,
         )
         del self.hparams["bottom_layers"], self.hparams["top_layers"]
-        self.save_hyperparameters({"over_layers": [int(width) for width in over_layers]})
-        num_inputs = num_dense + embedding_dim * len(self.features)
-        self.top = nn.Sequential(mlp(num_inputs, list(over_layers)), nn.Linear([num_inputs, *over_layers][-1], 1))
-        del self.bottom
+        dim_of = {str(name): int(dim) for name, dim in (embedding_dim_of or {}).items()}
+        dense_layers, over_layers = [int(width) for width in dense_layers], [int(width) for width in over_layers]
+        self.save_hyperparameters(
+            {
+                **{"embedding_dim_of": dim_of, "dense_layers": dense_layers, "over_layers": over_layers},
+                **{"swish_layer_norm": swish_layer_norm},
+            }
+        )
+        check_tables("embedding_dim_of", dim_of, self.features)
+        dims = dict.fromkeys(self.features, embedding_dim) | dim_of
+        if dim_of:
+            self._add_tables(dims, table_device)
+        self.bottom = nn.Sequential(*_linear_layers([num_dense, *dense_layers]))
+        num_inputs = [num_dense, *dense_layers][-1] + sum(dims.values())
+        hidden = _swish_layers([num_inputs, *over_layers]) if swish_layer_norm else mlp(num_inputs, over_layers)
+        self.top = nn.Sequential(hidden, nn.Linear([num_inputs, *over_layers][-1], 1))
 
     def forward(self, batch: RecBatch) -> Tensor:
         """Logits of a click, `(B,)`, float32."""
-        pooled = self.ebc(batch.sparse).to_dict()
+        # Tables first: a sharded lookup is lazy, and the dense layers run during its all-to-all.
+        lookup = self.ebc(batch.sparse)
+        dense_BD = self.bottom(batch.dense)
+        pooled = lookup.to_dict()
         rows_BE = torch.cat([pooled[name] for name in self.features], dim=1)
-        logits_B1: Tensor = self.top(torch.cat([batch.dense.to(rows_BE.dtype), rows_BE], dim=1))
+        logits_B1: Tensor = self.top(torch.cat([dense_BD.to(rows_BE.dtype), rows_BE], dim=1))
         return logits_B1.squeeze(1).float()
+
+
+def _linear_layers(widths: Sequence[int]) -> list[nn.Linear]:
+    return [nn.Linear(width_in, width_out) for width_in, width_out in pairwise(widths)]
+
+
+def _swish_layers(widths: Sequence[int]) -> nn.Sequential:
+    pairs = ((linear, SwishLayerNorm([linear.out_features])) for linear in _linear_layers(widths))
+    return nn.Sequential(*(part for pair in pairs for part in pair))

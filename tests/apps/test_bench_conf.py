@@ -5,13 +5,17 @@ from __future__ import annotations
 import inspect
 import re
 import subprocess
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from torch import nn
 from torchrec.distributed.train_pipeline import train_pipelines
+from torchrec.modules.activation import SwishLayerNorm
 
-from lightning_overlap import MODES, STREAMS
+from lightning_overlap import MODES, STREAMS, Mode
 from lightning_overlap.apps import build, config_checks
+from lightning_overlap.data import SyntheticDataModule
 
 from .test_conf import CONF, composed, names
 
@@ -36,6 +40,62 @@ def test_the_gpu_bench_is_of_the_scale_that_it_is_named_for() -> None:
     model = build.build_model(config, build.build_data(config))
     assert type(model).__name__ == "SparseNN"
     assert sum(weight.numel() for weight in model.ebc.parameters()) * 4 == 200 * 100_000 * 512 * 4
+
+
+@dataclass(frozen=True)
+class Published:
+    """A model of TorchRec's benchmark, and by what this package's bench divides it."""
+
+    num_tables: int  # of 256 columns; one of 512 and one of 2048 are added
+    pooling: int
+    num_dense: int
+    dense_layers: tuple[int, ...]
+    over_layers: tuple[int, ...]
+    tables_by: int
+    columns_and_pooling_by: int
+    batch_size_by: int
+    layers_by: int
+
+
+PUBLISHED = {
+    "sparse_data_dist_base": Published(90 + 80, 30, 100, (128,) * 4, (1024,) * 6, 2, 16, 32, 8),
+    "base_pipeline_light": Published(20 + 20, 10, 10, (8,), (16,) * 6, 1, 8, 16, 1),
+}
+
+
+@pytest.mark.parametrize("bench", PUBLISHED)
+def test_a_bench_of_torchrec_has_the_published_sizes_over_the_stated_factors(bench: str) -> None:
+    of, config = PUBLISHED[bench], bench_config(f"bench={bench}")
+    data = build.build_data(config)
+    assert isinstance(data, SyntheticDataModule)
+    model = build.build_model(config, data)
+    dims = [512 // of.columns_and_pooling_by, 2048 // of.columns_and_pooling_by]
+    dims = [256 // of.columns_and_pooling_by] * (of.num_tables // of.tables_by) + dims
+    rows = [100_000 // 10] * (len(dims) - 1) + [1_000_000 // 10]
+    assert [(table.num_embeddings, table.embedding_dim) for table in model.ebc.embedding_bag_configs()] == list(
+        zip(rows, dims, strict=True)
+    )
+    assert data.model.pooling == of.pooling / of.columns_and_pooling_by
+    assert (data.num_dense, data.batch_size) == (of.num_dense, 16_384 // of.batch_size_by)
+    dense, over = ([width // of.layers_by for width in widths] for widths in (of.dense_layers, of.over_layers))
+    assert [layer.out_features for layer in model.modules() if isinstance(layer, nn.Linear)] == [*dense, *over, 1]
+    assert sum(isinstance(layer, SwishLayerNorm) for layer in model.modules()) == len(over)
+    strategy = build.build_strategy(config, Mode("base"), model)
+    assert isinstance(strategy.sharding, dict)
+    by_columns = [name for name, kind in strategy.sharding.items() if kind == "column_wise"]
+    assert by_columns == [model.ebc.embedding_bag_configs()[-1].name]
+    page = (Path(__file__).resolve().parents[2] / "docs" / "commands.md").read_text(encoding="utf-8")
+    assert f"| {16_384 // of.batch_size_by} | {of.batch_size_by} |" in page
+
+
+@pytest.mark.parametrize("bench", PUBLISHED)
+def test_a_bench_of_torchrec_runs_the_arms_of_the_other_benches(bench: str) -> None:
+    chosen = config_checks.arms(bench_config(f"bench={bench}"))
+    others = {
+        arm for other in ("two_cpu_ranks", "two_hosts") for arm in config_checks.arms(bench_config(f"bench={other}"))
+    }
+    others = {arm for arm in others if not arm.startswith("fused_sparse_dist/")}
+    assert others | {"split_backward", "semi_sync_deferred", "loop_dmp"} <= set(chosen)
 
 
 def test_every_name_has_an_arm_and_every_arm_a_name() -> None:

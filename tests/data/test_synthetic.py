@@ -111,6 +111,16 @@ def test_the_most_frequent_id_is_as_frequent_as_the_skew_says(skew, expected):
     assert (counts.max() / counts.sum()).item() == pytest.approx(expected, rel=0.05, abs=7e-4)
 
 
+def test_single_tables_can_have_other_rows():
+    data = SyntheticDataModule(num_tables=3, rows_per_table=4, rows_of={"cat_1": 900}, zipf_skew=0.0)
+    largest = {
+        name: int(ids.values().max()) for name, ids in next(iter(data.train_dataloader())).sparse.to_dict().items()
+    }
+    assert data.table_sizes == {"cat_0": 4, "cat_1": 900, "cat_2": 4}
+    assert largest["cat_0"] == largest["cat_2"] == 3
+    assert 4 < largest["cat_1"] < 900
+
+
 def test_every_row_of_a_table_can_be_drawn():
     data = SyntheticDataModule(num_tables=1, rows_per_table=30, batch_size=5000, num_batches=1, zipf_skew=0.5)
     (batch,) = data.train_dataloader()
@@ -281,6 +291,8 @@ def test_a_fit_resumed_in_the_middle_of_an_epoch_sees_what_was_left(tmp_path):
         ({"num_dense": 0}, "num_dense must be at least 1"),
         ({"seed": -1}, "seed must be at least 0"),
         ({"num_tables": 2, "rows_per_table": [5]}, "each of the 2 tables"),
+        ({"num_tables": 2, "rows_of": {"cat_2": 5}}, "rows_of names a table that does not exist.\n  got: 'cat_2'"),
+        ({"num_tables": 2, "rows_of": {"cat_1": 0}}, r"rows_of\[cat_1\] must be at least 1"),
         ({"num_tables": 2, "rows_per_table": [5, 0]}, r"rows_per_table\[cat_1\] must be at least 1"),
     ],
 )

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from lightning_overlap.dense import SplitLayers
@@ -139,3 +140,57 @@ def test_both_halves_are_the_whole_backward(
     assert [layer.name for layer in layers.layers if layer.why_whole is None] == split
     assert len(actual) == len(expected)
     assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+
+
+class Layers(nn.Module):
+    """Linear layers with activations over an input that needs a gradient; notes what the layers return."""
+
+    def __init__(self, *, inplace: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.out = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 1)
+        self.activation = nn.ReLU(inplace=inplace)
+        self.outputs: list[StorageWeakRef] = []
+
+    def forward(self, rows: Tensor) -> Tensor:
+        for layer in (self.first, self.second):
+            rows = layer(rows)
+            self.outputs.append(StorageWeakRef(rows.untyped_storage()))
+            rows = self.activation(rows)
+        return self.out(rows).square().mean()  # type: ignore[no-any-return]
+
+
+def test_the_output_of_a_layer_is_freed_as_its_activation_is_there() -> None:
+    model = Layers(inplace=False)
+    split = SplitLayers(model)
+    for _ in range(2):
+        model.outputs.clear()
+        split.begin_step(splits=True)
+        loss = model(torch.randn(4, 8, requires_grad=True))
+        split.end_forward()
+        assert [output.expired() for output in model.outputs] == [True, True]
+        split.begin_backward(loss)
+        loss.backward()
+        split.compute()
+    assert all(layer.why_whole is None for layer in split.layers)
+
+
+def test_an_activation_in_place_gets_the_whole_backwards_gradients() -> None:
+    found: list[list[Tensor]] = []
+    for splits in (False, True):
+        model = Layers(inplace=True)
+        split = SplitLayers(model)
+        random = torch.Generator().manual_seed(1)
+        for _ in range(2):
+            model.zero_grad()
+            rows = torch.randn(4, 8, generator=random).requires_grad_()
+            split.begin_step(splits=splits)
+            loss = model(rows)
+            split.end_forward()
+            split.begin_backward(loss)
+            loss.backward()
+            split.compute()
+        assert rows.grad is not None
+        found.append([rows.grad, *(weight.grad for weight in model.parameters() if weight.grad is not None)])
+    assert len(found[0]) == 7
+    assert all(torch.equal(whole, halves) for whole, halves in zip(*found, strict=True))

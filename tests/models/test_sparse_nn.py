@@ -31,6 +31,32 @@ def test_its_logits_are_those_of_rows_and_dense_features_side_by_side() -> None:
     assert [layer.out_features for layer in net.modules() if isinstance(layer, torch.nn.Linear)] == [6, 5, 1]
 
 
+def test_tables_of_other_widths_dense_layers_and_normalized_layers() -> None:
+    torch.manual_seed(0)
+    net = model(embedding_dim_of={"cat_1": 12}, dense_layers=(4, 3), swish_layer_norm=True, table_learning_rate=0.1)
+    assert [table.embedding_dim for table in net.ebc.embedding_bag_configs()] == [8, 12, 8]
+    batch = next(iter(data().train_dataloader()))
+    pooled = net.ebc(batch.sparse).to_dict()
+    hidden = torch.cat([net.bottom[1](net.bottom[0](batch.dense)), *(pooled[f"cat_{i}"] for i in range(3))], dim=1)
+    for linear in (net.top[0][0], net.top[0][2]):  # type: ignore[index]
+        hidden = linear(hidden)
+        hidden = hidden * torch.sigmoid(torch.nn.functional.layer_norm(hidden, hidden.shape[1:]))
+    torch.testing.assert_close(net(batch), net.top[1](hidden).squeeze(1))
+    dense = [*net.bottom.parameters(), *net.top.parameters()]
+    [group] = net.configure_optimizers().param_groups
+    assert {id(weight) for weight in group["params"]} == {id(weight) for weight in dense}, "wide tables are fused, too"
+    again = SparseNN(**net.hparams)
+    assert {name: weight.shape for name, weight in again.named_parameters()} == {
+        name: weight.shape for name, weight in net.named_parameters()
+    }
+
+
+@pytest.mark.parametrize(("dims", "message"), [({"cat_9": 4}, "got: 'cat_9'"), ({"cat_1": 0}, r"\[cat_1\] must be at")])
+def test_widths_of_tables_that_cannot_be_are_named(dims: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        model(embedding_dim_of=dims)
+
+
 def test_sgd_has_what_no_backward_updates() -> None:
     dense = {id(weight) for weight in model().top.parameters()}
     for rate, tables in ((None, 3), (0.1, 0)):
