@@ -139,3 +139,35 @@ def test_both_halves_are_the_whole_backward(
     assert [layer.name for layer in layers.layers if layer.why_whole is None] == split
     assert len(actual) == len(expected)
     assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+
+
+class OwnLinear(nn.Linear):
+    """Its forward may do anything."""
+
+
+class Holds(nn.Module):
+    """Modules of other types than those that are split, with matrices of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.position = nn.Parameter(torch.zeros(3, 4))
+        self.attention = nn.MultiheadAttention(4, 2)
+        self.lstm = nn.LSTM(4, 4)
+        self.own = OwnLinear(4, 4)
+        self.norm = nn.LayerNorm(4)
+        self.frozen = nn.Embedding(3, 4).requires_grad_(False)
+        self.layer = nn.TransformerEncoderLayer(4, 2)
+
+
+def test_modules_of_other_types_are_named_once_with_their_weights() -> None:
+    """Norms are not, nor what takes part of a module of torch.nn that is named."""
+    layers = SplitLayers(Holds()).layers
+    assert [layer.name for layer in layers if layer.why_whole is None] == ["layer.linear1", "layer.linear2"]
+    whole = {layer.name: layer.why_whole.split(" itself")[0] for layer in layers if layer.why_whole is not None}
+    assert whole == {
+        "": "Holds uses position",
+        "attention": "MultiheadAttention uses in_proj_weight, in_proj_bias",
+        "lstm": "LSTM uses weight_ih_l0, weight_hh_l0, bias_ih_l0, bias_hh_l0",
+        "own": "OwnLinear uses weight, bias",
+        "layer.self_attn": "MultiheadAttention uses in_proj_weight, in_proj_bias",
+    }
