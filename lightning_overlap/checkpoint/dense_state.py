@@ -7,18 +7,23 @@ sharding plan and the rank.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torchrec.distributed.types import ShardedTensor
 from torchrec.optim.keyed import KeyedOptimizer
 
+from ..tables import optimizer_name
+from ..text import some
 from .table_state import Piece, dense_kernel_tables, local_parts, map_shards, split_like, table_weights
 
 State = dict[str, Any]
+
+Sized: TypeAlias = tuple[object, Tensor | None]
+"""Name or number of a parameter, and a tensor of its shape; None if it has no state."""
 
 
 def by_name(
@@ -63,19 +68,19 @@ def load_by_name(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], mod
     if not is_by_name(saved):
         optimizer.load_state_dict(dict(saved))
         return set()
-    groups = optimizer.param_groups
+    groups, named = optimizer.param_groups, names_of(optimizer, model)
     if len(groups) != len(saved["param_groups"]):
         raise RuntimeError(
             f"the checkpoint's optimizer has {len(saved['param_groups'])} parameter groups, this run's "
-            f"{type(optimizer).__name__} has {len(groups)} (combined_optimizer adds one for each fused learning rate): "
-            "load with the configure_optimizers that the checkpoint was saved with."
+            f"{optimizer_name(optimizer)} has {len(groups)} (combined_optimizer adds one for each fused learning "
+            "rate): load with the configure_optimizers that the checkpoint was saved with."
+            f"{both_sides(saved, optimizer, named)}"
         )
-    named = names_of(optimizer, model)
     moved = set(itertools.chain(*named)) ^ {name for group in saved["param_groups"] for name in group["params"]}
     other = moved - table_weights(model)
     if other:
         raise RuntimeError(
-            f"the saved optimizer and this run's {type(optimizer).__name__} have different parameters: "
+            f"the saved optimizer and this run's {optimizer_name(optimizer)} have different parameters: "
             f"{sorted(other)[:5]}. Load with the module and configure_optimizers that the checkpoint was saved with."
         )
     if isinstance(optimizer, KeyedOptimizer):  # its load_state_dict requires existing state
@@ -97,6 +102,39 @@ def load_by_name(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], mod
     states = {position: saved["state"][name] for position, name in every_name if name in saved["state"]}
     optimizer.load_state_dict({**saved, "state": states, "param_groups": new_groups})
     return moved
+
+
+def shapes(parameters: Iterable[Sized]) -> str:
+    """Return the parameters of a group with their shapes, for a message that shows why two groups do not match."""
+    shown = [f"{name} {'without state' if value is None else tuple(value.shape)}" for name, value in parameters]
+    return some(shown, 30) or "no parameters (a learning rate of fused tables)"
+
+
+def both_sides(saved: Mapping[str, Any], optimizer: torch.optim.Optimizer, named: list[list[str]]) -> str:
+    """Return a line for each parameter group, for a message that shows why a saved optimizer does not match.
+
+    Args:
+        saved: A `state_dict()` of `torch.optim`, or a result of `by_name`.
+        optimizer: This run's optimizer.
+        named: The parameters' names of its first groups.
+    """
+    theirs: list[list[Sized]] = [
+        [(key, next(iter(shaped(saved["state"].get(key, {})).values()), None)) for key in group["params"]]
+        for group in saved["param_groups"]
+    ]
+    mine: list[list[Sized]] = [
+        list(zip(names, group["params"], strict=True))
+        for names, group in zip(named, optimizer.param_groups, strict=False)
+    ]
+    sides = (("saved", theirs), ("this run's", mine))
+    return "".join(
+        f"\n  {whose} group {index}: {shapes(group)}" for whose, groups in sides for index, group in enumerate(groups)
+    )
+
+
+def shaped(state: State) -> dict[str, Tensor]:
+    """Return the tensors of a parameter's state that have its shape or a part of it, by kind."""
+    return {kind: value for kind, value in state.items() if isinstance(value, Tensor) and value.dim()}
 
 
 def table_key(index: int, name: str, kind: str) -> str:

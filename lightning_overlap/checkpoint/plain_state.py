@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..distributed import gather_objects
-from ..tables import fused_only_tables, keep_dense
-from .dense_state import State, is_by_name, names_of, take_table_states
+from ..tables import fused_only_tables, keep_dense, optimizer_name
+from .dense_state import State, both_sides, is_by_name, names_of, shaped, shapes, take_table_states
 from .sharded_folder import FUSED, TABLE_OPTIMIZERS, is_rank_zero
 from .table_state import ITERATION, KERNEL_KINDS, StateKey, fused_kernels, fused_state, table_weights
 
@@ -30,6 +30,13 @@ _SOURCES: Mapping[str, Mapping[str, str]] = {
     "PARTIAL_ROWWISE_ADAM": {"momentum1": "exp_avg", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"},
 }
 """FBGEMM's optimizer -> kind of its state -> the corresponding kind in `torch.optim`."""
+
+_ADAGRAD = "torch.optim.Adagrad"
+_FUSED_CLASSES = {("sum",): _ADAGRAD, ("exp_avg", "exp_avg_sq"): "torch.optim.Adam"}
+"""Kinds of saved state -> the class whose fused form takes them."""
+
+_Unused: TypeAlias = tuple[tuple[str, ...], str]
+"""Kinds of saved state that a fused optimizer of this run cannot use, and its name."""
 
 
 def take_plain_state(
@@ -77,25 +84,51 @@ def take_plain_state(
     checkpoint[TABLE_OPTIMIZERS] = take_table_states(named, model, are_whole=True)
     checkpoint[FUSED], unused = _as_fused(of_fused, model, group)
     if unused and is_rank_zero(group):
-        way = keep_dense(sorted(set().union(*unused.values())), fused_only_tables(model))
-        lines = [f"{', '.join(sorted(names))}: {what}" for what, names in unused.items()]
+        lines = [
+            f"{', '.join(sorted(names))}: saved with {', '.join(kinds)}, which this run's {now} cannot use"
+            for (kinds, now), names in unused.items()
+        ]
         warnings.warn(
             "the checkpoint is of a run without this strategy, and this run cannot use all of its optimizer state: "
-            f"{'; '.join(lines)}. The weights are loaded, the optimizer state of these tables is reset. To keep it, "
-            "pass the fused form of the same optimizer to the strategy (on a CPU SGD, Adagrad, RowWiseAdagrad) or let "
-            f"configure_optimizers train these tables: {way}",
+            f"{'; '.join(lines)}. The weights are loaded, the optimizer state of these tables is reset. "
+            f"{_how_to_keep(unused, fused_only_tables(model))}",
             UserWarning,
             stacklevel=2,
         )
     return {name for names in unused.values() for name in names}
 
 
-def _unknown(why: str) -> RuntimeError:
+def _how_to_keep(unused: Mapping[_Unused, Collection[str]], fused_only: Collection[str]) -> str:
+    """Return sentences: how to keep the state of tables, or that nothing keeps it.
+
+    Args:
+        unused: Kinds of the state -> names of the tables' weights.
+        fused_only: Names of those that no dense optimizer can train: tables of sequences on a CPU.
+    """
+    fused_class = {kinds: _FUSED_CLASSES[kinds] for kinds, _ in unused if kinds in _FUSED_CLASSES}
+    ways = [
+        f"To keep {', '.join(kinds)}: fused_optimizer=({name}, {{'lr': ...}}){', on CUDA only' * (name != _ADAGRAD)}."
+        for kinds, name in fused_class.items()
+    ]
+    ways.append(keep_dense(sorted(set().union(*unused.values())), fused_only))
+    lost = [
+        kinds for (kinds, _), names in unused.items() if fused_class.get(kinds) != _ADAGRAD and {*names} & {*fused_only}
+    ]
+    if lost:
+        ways.append(
+            "There nothing keeps their state: this run trains them on from their weights. A RowWiseAdagrad begins with "
+            "ten times Adam's rate."
+        )
+    return " ".join(ways)
+
+
+def _unknown(why: str, groups: str = "") -> RuntimeError:
     return RuntimeError(
         "the checkpoint is of a run without this strategy, whose optimizers number their parameters, and these numbers "
         f"cannot be matched with this run's parameters: {why}. Pass the dense parameters to the optimizer in the saved "
         "run's order, or load only the weights, with "
-        "module.load_state_dict(torch.load(PATH, weights_only=True)['state_dict']), and fit without ckpt_path."
+        "module.load_state_dict(torch.load(PATH, weights_only=True)['state_dict']), and fit without ckpt_path, from "
+        f"step 0.{groups}"
     )
 
 
@@ -138,14 +171,17 @@ def _match(
             matched = list(zip(orders, saved, strict=True))
             if all(_fit(names, states, weights, tables) for names, states in matched):
                 found = {name: s for names, states in matched for name, s in zip(names, states, strict=True)}
-                where = sorted((name, id(one)) for name, one in found.items() if _tensors(one))
+                where = sorted((name, id(one)) for name, one in found.items() if shaped(one))
                 fitting[tuple(kept), tuple(where)] = kept, found
     if len(fitting) != 1:
         of_tables = f" and {len(free)} fused tables" if free else ""
+        fits = "several orders of them fit" if fitting else "no order of them fits"
+        fused = f"\n  this run's fused tables: {shapes((name, weights[name]) for name in free)}" if free else ""
         raise _unknown(
             f"it has parameter groups of {[len(states) for states in saved]} parameters, this run's "
-            f"{type(optimizer).__name__} has groups of {[len(names) for names in mine]}{of_tables}, and "
-            f"{'several orders' if fitting else 'no order'} of them {'fit' if fitting else 'fits'} the sizes and shapes"
+            f"{optimizer_name(optimizer)} has groups of {[len(names) for names in mine]}{of_tables}, and "
+            f"{fits} the sizes and shapes",
+            f"{both_sides(state, optimizer, mine)}{fused}",
         )
     return next(iter(fitting.values()))
 
@@ -168,12 +204,8 @@ def _fit(names: Sequence[str], states: Sequence[State], weights: Mapping[str, An
     return all(
         value.shape == weights[name].shape
         for name, state in zip(names, states, strict=True)
-        for value in _tensors(state).values()
+        for value in shaped(state).values()
     )
-
-
-def _tensors(state: State) -> dict[str, Tensor]:
-    return {kind: value for kind, value in state.items() if isinstance(value, Tensor) and value.dim()}
 
 
 def _fit_lists(saved: State, current: Mapping[str, Any], kept: Sequence[int], num_saved: int) -> None:
@@ -193,11 +225,11 @@ def _fit_lists(saved: State, current: Mapping[str, Any], kept: Sequence[int], nu
 
 def _as_fused(
     states: Mapping[str, State], model: nn.Module, group: dist.ProcessGroup | None
-) -> tuple[dict[str, Tensor], dict[str, list[str]]]:
+) -> tuple[dict[str, Tensor], dict[_Unused, list[str]]]:
     """Convert states of unsharded tables into fused state; all ranks call this.
 
     Returns:
-        Unsharded tensors by name of the piece, and reason -> tables whose state is not used.
+        Unsharded tensors by name of the piece, and kinds of state -> tables whose state is not used.
     """
     kernels = {name: kernel.optimizer.name for name, _, kernel in fused_kernels(model)}
     keys_of: dict[str, set[StateKey]] = {}
@@ -207,14 +239,13 @@ def _as_fused(
         for key in keys:
             keys_of.setdefault(key.weight, set()).update([] if key.kind in KERNEL_KINDS else [key])
     taken: dict[str, Tensor] = {}
-    unused: dict[str, list[str]] = {}
+    unused: dict[_Unused, list[str]] = {}
     for name, state in states.items():
-        now, there = optimizer_of.get(name, "no fused optimizer"), _tensors(state)
+        now, there = optimizer_of.get(name, "no fused optimizer"), shaped(state)
         source_of = {key: _SOURCES.get(now, {}).get(key.kind) for key in keys_of.get(name, ())}
         if now not in _SOURCES or set(source_of.values()) != there.keys():
             if there:
-                kinds, now = ", ".join(sorted(there)), now.removeprefix("EXACT_")
-                unused.setdefault(f"saved with {kinds}, which this run's {now} cannot use", []).append(name)
+                unused.setdefault((tuple(sorted(there)), now.removeprefix("EXACT_")), []).append(name)
             continue
         for key, source in source_of.items():
             value = there[str(source)]

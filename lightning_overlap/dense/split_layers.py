@@ -22,12 +22,16 @@ SPLIT_TYPES = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 """Layers of exactly these types are split. The forward of a subclass may do anything."""
 
 
+_LEFT = "{kind} uses {names} itself; only weights of Linear, Conv1d, Conv2d and Conv3d are split"
+"""Why a module of another type is left whole."""
+
+
 class SplitLayer:
     """A module whose weight gradients can be computed after a backward.
 
     Args:
         name: Its name in the model.
-        module: A layer of `SPLIT_TYPES`, or a chain of modules (`nn.Sequential`).
+        module: A layer of `SPLIT_TYPES`, a chain of modules (`nn.Sequential`), or a module that is left whole.
     """
 
     def __init__(self, name: str, module: nn.Module) -> None:
@@ -235,7 +239,11 @@ def _anchor() -> Tensor:
 
 
 def _candidates(model: nn.Module, without: set[int]) -> Iterator[SplitLayer]:
-    """Yield the modules of a model that may be split, each with a reason if it cannot be."""
+    """Yield the modules of a model that may be split, each with a reason if it cannot be.
+
+    Also other modules that multiply by weights of their own, with the reason. Norms and biases take little time and are
+    not mentioned.
+    """
     holders: dict[int, int] = {}
     for module in model.modules():
         for weight in module.parameters(recurse=False):
@@ -244,6 +252,7 @@ def _candidates(model: nn.Module, without: set[int]) -> Iterator[SplitLayer]:
     for module in model.modules():
         if isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl is not None:
             compiled |= {id(part) for part in module.modules()}
+    parts_of_left: set[int] = set()
     for name, module in model.named_modules():
         layer = SplitLayer(name, module)
         trained = any(weight.requires_grad for weight in layer.weights)
@@ -254,13 +263,23 @@ def _candidates(model: nn.Module, without: set[int]) -> Iterator[SplitLayer]:
             yield layer
         elif _is_plain(module) and _why_whole(layer, compiled, holders) is None:
             yield layer
+        elif id(module) not in parts_of_left:
+            own = [key for key, weight in module.named_parameters(recurse=False) if weight.requires_grad]
+            if any(module.get_parameter(key).dim() > 1 for key in own):
+                layer.why_whole = _LEFT.format(names=", ".join(own), kind=type(module).__name__)
+                parts_of_left |= {id(part) for part in module.modules()} if _is_of_torch(module) else set()
+                yield layer
 
 
 def _is_plain(module: nn.Module) -> bool:
     """Whether a module is a chain of torch.nn's own modules: its output depends on its one input alone."""
     parts = list(module.modules())
-    own = all(type(part).__module__.startswith("torch.nn.modules") for part in parts)
+    own = all(map(_is_of_torch, parts))
     return type(module) is nn.Sequential and own and not any(part._forward_hooks for part in parts[1:])
+
+
+def _is_of_torch(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("torch.nn.modules")
 
 
 def _why_whole(layer: SplitLayer, compiled: set[int], holders: Mapping[int, int]) -> str | None:

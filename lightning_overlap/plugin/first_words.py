@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import partial
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
-from ..tables import rate_setter, table_lines
+from ..tables import table_lines
 
 LOGGER = "lightning.pytorch.lightning_overlap"
 """A child of Lightning's logger, with its handler and level."""
@@ -57,7 +58,7 @@ def tell_set_up(
     num_ranks: int,
     optimizers: Iterable[Optimizer],
     *,
-    scheduled: bool,
+    schedulers: Collection[Any],
     unpipelined: Mapping[str, str],
 ) -> None:
     """Log what a user has to know before the first step.
@@ -68,14 +69,14 @@ def tell_set_up(
         stream: The stream policy's name.
         num_ranks: How many ranks there are.
         optimizers: Those of `configure_optimizers`.
-        scheduled: Whether there are learning-rate schedulers.
+        schedulers: The learning-rate schedulers.
         unpipelined: Modules that run in their own forward, each with the reason.
     """
     optimizers = list(optimizers)
-    moved = rate_setter(optimizers) is not None
+    moved = any(getattr(one.optimizer, "fused_groups", None) for one in schedulers)  # of combined_optimizer
     ranks = f"{num_ranks} rank{'s' * (num_ranks != 1)}"
     lines = [f"lightning_overlap: {mode}, stream {stream}, {ranks}"]
-    lines += table_lines(model, optimizers, scheduled=scheduled, moved=moved)
+    lines += table_lines(model, optimizers, scheduled=bool(schedulers), moved=moved)
     lines += [f"{name} runs unpipelined: {reason}" for name, reason in unpipelined.items()]
     tell("\n  ".join(lines))
 

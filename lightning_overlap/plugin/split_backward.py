@@ -35,7 +35,9 @@ def why_whole(
     for option in ("static_graph", "find_unused_parameters"):
         if ddp_options.get(option):
             return f"{option}=True looks for weights in the graph of the loss, where those of split layers are not"
-    if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
+    if any(
+        isinstance(getattr(one, "dense", one), torch.optim.LBFGS) for one in optimizers
+    ):  # of combined_optimizer too
         return "LBFGS runs several backwards in a step"
     return None
 
@@ -68,7 +70,8 @@ def split_layers(
         agreed = {name: why for of_rank, _ in reversed(known) for name, why in of_rank.items()}
         split = [layer.name for layer in layers.layers if layer.name not in agreed]
         inside = tuple(f"{name}." for name in split)
-        left = [layer.name for layer in layers.layers if layer.is_layer and not f"{layer.name}.".startswith(inside)]
+        named = [layer.name for layer in layers.layers if not isinstance(layer.module, torch.nn.Sequential)]
+        left = [name for name in named if not f"{name}.".startswith(inside)]
         if module.global_rank == 0:
             tell(_in_words(split, {name: agreed[name] for name in left}))
         return agreed
@@ -83,4 +86,5 @@ def _in_words(split: list[str], whole: Mapping[str, str]) -> str:
     for name, why in whole.items():
         reasons.setdefault(why, []).append(name)
     lines = [f"split backward: {text if split else 'no layer can be split'}"]
-    return "\n  ".join([*lines, *(f"{some(names)}: whole, {why}" for why, names in reasons.items())])
+    lines += [f"{some(name or 'the module' for name in names)}: whole, {why}" for why, names in reasons.items()]
+    return "\n  ".join(lines)

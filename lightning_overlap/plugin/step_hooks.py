@@ -19,7 +19,7 @@ from typing_extensions import override
 from ..runtime import BatchCopies, CudaStreams
 from ..schedules import Stage, StreamName
 from ..sparse import keyed_jagged_tensors, note_lengths
-from ..tables import count_writes
+from ..tables import count_writes, optimizer_name
 from .loops import StagedBatch
 from .run import HasRun
 
@@ -164,7 +164,7 @@ class WalksSteps(HasRun):
         def exchange() -> Any:
             if next(calls) > 0:
                 raise RuntimeError(
-                    f"{type(optimizer).__name__} asks for its gradients several times in a step, so they cannot be "
+                    f"{optimizer_name(optimizer)} asks for its gradients several times in a step, so they cannot be "
                     "those of an earlier one: train without stash_gradients."
                 )
             output = closure()

@@ -243,13 +243,13 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
                 warns = self.global_rank == 0
                 self._run.overflow = OverflowWatch(self.lightning_module, self._consensus, warns=warns)
             if self.global_rank == 0:
-                schedulers = bool(self.lr_scheduler_configs)
+                schedulers = [config.scheduler for config in self.lr_scheduler_configs]
                 mode = self.schedule.name + f", staleness {self.schedule.staleness}" * bool(self.schedule.staleness)
                 mode = mode if self._tuner is None else self._tuner.first_words
                 mode += f" (the backward runs whole: {whole})" if self.schedule.splits_backward and whole else ""
                 words = (mode, self.stream, self.world_size, self.optimizers)
                 first_words.tell_set_up(
-                    self.lightning_module, *words, scheduled=schedulers, unpipelined=sparse.unpipelined
+                    self.lightning_module, *words, schedulers=schedulers, unpipelined=sparse.unpipelined
                 )
 
     @override

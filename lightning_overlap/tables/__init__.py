@@ -5,6 +5,7 @@
 
 from .columns import without_graph as without_graph
 from .combined_optimizer import combined_optimizer as combined_optimizer
+from .combined_optimizer import optimizer_name as optimizer_name
 from .combined_optimizer import rate_setter as rate_setter
 from .comms import OverflowWatch as OverflowWatch
 from .comms import QuantizedComms as QuantizedComms

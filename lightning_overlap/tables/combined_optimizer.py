@@ -149,6 +149,13 @@ def combined_optimizer(module: nn.Module, dense: Optimizer) -> DenseAndFused:
     return DenseAndFused(dense, dict(sorted(by_rate.items())))
 
 
+def optimizer_name(optimizer: Optimizer) -> str:
+    """Return the name of an optimizer's class for a message; for a combined optimizer the class of its dense one."""
+    if isinstance(optimizer, DenseAndFused):
+        return f"{type(optimizer.dense).__name__} (in combined_optimizer)"
+    return type(optimizer).__name__
+
+
 def rate_setter(optimizers: Iterable[Optimizer]) -> SetRates | None:
     """Return a function that passes the combined optimizer's rates to the kernels; None without such an optimizer.
 

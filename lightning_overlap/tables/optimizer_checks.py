@@ -102,6 +102,7 @@ def check_dense_optimizers(model: nn.Module, optimizers: Iterable[torch.optim.Op
     refuse_dense_owner(fused, optimizers, fused_only_tables(model))
     # Of a model on `meta` TorchRec replaces dense parameters as well.
     early = {name: optimizer for optimizer in optimizers for name in _replaced(optimizer)}
+    by_cli = _made_by_cli(model)
     tables = {name for name, _ in parameters}
     parameters += [(name, p) for name, p in model.named_parameters() if name in early]
     dense = dict(in_backward_optimizer_filter(iter(parameters)))
@@ -110,17 +111,17 @@ def check_dense_optimizers(model: nn.Module, optimizers: Iterable[torch.optim.Op
     if untrained:
         why = (
             "These tables are data-parallel (or have a dense kernel), so that the optimizer of configure_optimizers "
-            "has to train them, not the one applied in backward: add them there."
+            "has to train them, not the one applied in backward: add them there. "
         )
         owner = next((early[name] for name in untrained if name in early), None)
         if owner is not None:
             why = (
                 f"{_kind(owner).__name__} was made before the tables were sharded: it has weights of these names that "
-                f"are no longer the module's. {_how_to_make(owner)}"
+                f"are no longer the module's. {_how_to_make(owner, by_cli)}\n"
             )
         sharding = {_table_of(name): ShardingType.TABLE_WISE.value for name in untrained if name in tables}
         raise ValueError(
-            f"no optimizer has the weights of {some(untrained)}. {why} To train tables in backward, give the strategy "
+            f"no optimizer has the weights of {some(untrained)}. {why}To train tables in backward, give the strategy "
             f"fused_optimizer=(torch.optim.SGD, {{'lr': 0.1}}){f' and sharding={sharding}' if sharding else ''}; to "
             "leave them untrained, set requires_grad=False."
         )
@@ -128,7 +129,7 @@ def check_dense_optimizers(model: nn.Module, optimizers: Iterable[torch.optim.Op
     combined = [optimizer for optimizer in optimizers if isinstance(optimizer, DenseAndFused)]
     without_rates = combined if has_rates and not any(optimizer.fused_groups for optimizer in combined) else []
     for optimizer in optimizers:
-        _let_go_of_replaced(optimizer, optimizer in without_rates)
+        _let_go_of_replaced(optimizer, optimizer in without_rates, by_cli)
 
 
 def _replaced(optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
@@ -137,7 +138,7 @@ def _replaced(optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
     return {getattr(p, NAME_BEFORE): p for p in owned if hasattr(p, NAME_BEFORE)}
 
 
-def _let_go_of_replaced(optimizer: torch.optim.Optimizer, without_rates: bool) -> None:
+def _let_go_of_replaced(optimizer: torch.optim.Optimizer, without_rates: bool, by_cli: bool) -> None:
     """Take replaced parameters out of an optimizer, and warn of them and of a combined optimizer without rates."""
     replaced = _replaced(optimizer)
     for group in optimizer.param_groups if replaced else ():  # an empty group stays: schedulers count them
@@ -160,15 +161,32 @@ def _let_go_of_replaced(optimizer: torch.optim.Optimizer, without_rates: bool) -
         )
     if words and dist.get_rank() == 0:
         words += "" if without_rates else "This run is right; to leave this warning out: "
-        warnings.warn(f"{words}{_how_to_make(optimizer)}", UserWarning, stacklevel=2)
+        warnings.warn(f"{words}{_how_to_make(optimizer, by_cli)}", UserWarning, stacklevel=2)
 
 
-def _how_to_make(optimizer: torch.optim.Optimizer) -> str:
-    """Return how to make an optimizer of the sharded module's dense parameters, also with LightningCLI."""
+def _made_by_cli(model: nn.Module) -> bool:
+    """Whether LightningCLI has replaced the module's configure_optimizers by the answer of its `--optimizer`."""
+    replaced = getattr(vars(model).get("configure_optimizers"), "__func__", None)
+    return isinstance(replaced, functools.partial) and "optimizer" in replaced.keywords
+
+
+def _how_to_make(optimizer: torch.optim.Optimizer, by_cli: bool) -> str:
+    """Return how to make an optimizer of the sharded module's dense parameters.
+
+    Args:
+        optimizer: The optimizer that was made before.
+        by_cli: Whether LightningCLI's `--optimizer` has made it.
+    """
+    if not by_cli:
+        return f"Make it in configure_optimizers:\n{_lines(optimizer).rstrip()}"
+    kind, lr = _kind(optimizer), optimizer.defaults.get("lr")
+    path = f"{'torch.optim' if kind.__module__.startswith('torch.optim') else kind.__module__}.{kind.__name__}"
+    rate = f" --model.optimizer.lr={lr}" if isinstance(lr, float) else ""
     return (
-        f"Make it in configure_optimizers:\n{_lines(optimizer)}LightningCLI's --optimizer is made before sharding. "
-        "Instead, give the module an argument `optimizer: OptimizerCallable` (of lightning.pytorch.cli), and return "
-        "self.optimizer(dense)."
+        "LightningCLI's --optimizer makes it too early, and replaces configure_optimizers. Give the module an argument "
+        "`optimizer: OptimizerCallable` (of lightning.pytorch.cli), keep it as self.optimizer, and call it in "
+        f"configure_optimizers:\n{_lines(optimizer, 'self.optimizer(dense)')}"
+        f"On the command line: --model.optimizer={path}{rate}"
     )
 
 
@@ -176,11 +194,13 @@ def _kind(optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimizer]:
     return type(optimizer.dense if isinstance(optimizer, DenseAndFused) else optimizer)
 
 
-def _lines(optimizer: torch.optim.Optimizer) -> str:
-    kind, lr = _kind(optimizer), optimizer.defaults.get("lr")
-    package = "torch.optim." if kind.__module__.startswith("torch.optim") else ""
-    rate = f", lr={lr}" if isinstance(lr, float) else ""
-    call = f"{package}{kind.__name__}(dense{rate})"
+def _lines(optimizer: torch.optim.Optimizer, call: str | None = None) -> str:
+    """Return the lines of configure_optimizers; `call` makes the optimizer of `dense`, by default its class does."""
+    if call is None:
+        kind, lr = _kind(optimizer), optimizer.defaults.get("lr")
+        package = "torch.optim." if kind.__module__.startswith("torch.optim") else ""
+        rate = f", lr={lr}" if isinstance(lr, float) else ""
+        call = f"{package}{kind.__name__}(dense{rate})"
     scheduled = any("initial_lr" in group for group in optimizer.param_groups)  # a scheduler writes it
     call = f"combined_optimizer(self, {call})" if scheduled or isinstance(optimizer, DenseAndFused) else call
     line = (
@@ -206,18 +226,18 @@ def fused_only_tables(model: nn.Module) -> set[str]:
 
 
 def keep_dense(names: Collection[str], fused_only: Collection[str]) -> str:
-    """Return what to write so that the optimizer of `configure_optimizers` trains tables.
+    """Return sentences: how to have the optimizer of `configure_optimizers` train tables, and which it cannot train.
 
     Args:
         names: The tables' paths, or the names of their weights.
         fused_only: Those of sequences on a CPU, which TorchRec would pool if they were whole on every rank.
     """
     refused = [name for name in names if name in fused_only]
-    if not refused:
-        return "sharding='data_parallel', and no fused_optimizer."
     whole = {_table_of(name): ShardingType.DATA_PARALLEL.value for name in names if name not in fused_only}
-    way = f"sharding={whole}. " if whole else ""
-    return f"{way}On a CPU tables of an EmbeddingCollection have to have a fused optimizer: {some(refused)}."
+    way = f"sharding={whole}" if refused else "sharding='data_parallel', and no fused_optimizer"
+    said = f"To train tables by configure_optimizers, with its state, whole on every rank: {way}." if whole else ""
+    only = f"On a CPU tables of an EmbeddingCollection need a fused optimizer: {some(refused)}." if refused else ""
+    return f"{said} {only}".strip()
 
 
 def _table_of(name: str) -> str:
@@ -262,8 +282,7 @@ def refuse_dense_owner(
 
 _ADAPTIVE = (
     "What trains the tables is the strategy's fused_optimizer. On CUDA it may be (torch.optim.Adam, {'lr': ...}); on a "
-    "CPU FBGEMM fuses no Adam or AdamW: take (torchrec.optim.RowWiseAdagrad, {'lr': ...}), with a rate of its own. To "
-    "keep this optimizer for tables, which are then whole on every rank:"
+    "CPU FBGEMM fuses no Adam or AdamW: take (torchrec.optim.RowWiseAdagrad, {'lr': ...}), with a rate of its own."
 )
 
 
@@ -287,16 +306,7 @@ def apply_fused_optimizer(
     """
     missing = [t for t in in_backward if t.parameter.requires_grad and t.fused_optimizer is None]
     if missing and fused is None:
-        module = ".".join(["self", *filter(None, [missing[0].module])])
-        raise ValueError(
-            f"no fused optimizer for {some(table.path for table in missing)}: these tables are updated inside the "
-            "backward (TorchRec alone would train them with SGD at lr=0.01, without a word). Give them an optimizer in "
-            "either way:\n"
-            "  OverlapEmbeddingStrategy(fused_optimizer=(torch.optim.SGD, {'lr': 0.1}))\n"
-            "  from torchrec.optim import apply_optimizer_in_backward  # in the module's __init__\n"
-            f"  apply_optimizer_in_backward(torch.optim.SGD, {module}.parameters(), {{'lr': 0.1}})"
-            f"{_way_to_dense_optimizer(missing, device)}"
-        )
+        raise ValueError(_without_fused_optimizer(missing, device))
     for table in in_backward:
         if not table.parameter.requires_grad:
             _freeze(table)
@@ -304,6 +314,33 @@ def apply_fused_optimizer(
         if fused is not None:
             table.apply_fused_optimizer(*fused)
         _check_can_fuse(table, device)
+
+
+def _without_fused_optimizer(missing: list[Table], device: torch.device) -> str:
+    """Return what to do about tables without a fused optimizer: a line for each collection, and lines to write."""
+    by_module: dict[str, list[str]] = {}
+    for table in missing:
+        by_module.setdefault(f"self.{table.module}".rstrip("."), []).append(table.name)
+    listed = "".join(f"  {module}: {some(names)}\n" for module, names in by_module.items())
+    applied = "".join(
+        f"  apply_optimizer_in_backward(RowWiseAdagrad, {module}.parameters(), {{'lr': 0.01}})\n"
+        for module in by_module
+    )
+    adam = "" if device.type == "cpu" else " Or (torch.optim.Adam, {'lr': 0.001}), which FBGEMM fuses on CUDA."
+    return (
+        "no fused optimizer for these tables, which are updated inside the backward (TorchRec alone would train them "
+        f"with SGD at lr=0.01, without a word):\n{listed}"
+        "Give them an optimizer, by the strategy:\n"
+        "  from torchrec.optim import RowWiseAdagrad\n"
+        "  OverlapEmbeddingStrategy(fused_optimizer=(RowWiseAdagrad, {'lr': 0.01}))"
+        "  # in YAML: [torchrec.optim.RowWiseAdagrad, {lr: 0.01}]\n"
+        "or by the module, in its __init__:\n"
+        "  from torchrec.optim import RowWiseAdagrad, apply_optimizer_in_backward\n"
+        f"{applied}"
+        f"If Adam trained them, begin with ten times its rate: 0.01 for 1e-3.{adam} If SGD or Adagrad trained them, "
+        "take (torch.optim.SGD, {'lr': ...}) or (torch.optim.Adagrad, {'lr': ...}) with its rate."
+        f"{_way_to_dense_optimizer(missing, device)}"
+    )
 
 
 def _way_to_dense_optimizer(tables: list[Table], device: torch.device) -> str:

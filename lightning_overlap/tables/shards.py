@@ -18,6 +18,7 @@ from torchrec.distributed.types import ShardingType
 
 from ..schedules import WeightOwner
 from ..text import some
+from .combined_optimizer import optimizer_name
 from .replicas import ReplicaKernel
 from .supported_modules import sharded_modules, spec_of, table_modules, tables_of
 from .table import Rule
@@ -126,9 +127,9 @@ def table_lines(model: nn.Module, optimizers: Iterable[Optimizer], *, scheduled:
         model: The sharded model.
         optimizers: The optimizers of `configure_optimizers`.
         scheduled: Whether there is a learning-rate scheduler.
-        moved: Whether it also changes the rates of fused tables (`combined_optimizer`).
+        moved: Whether one changes the rates of fused tables (`combined_optimizer`).
     """
-    owner_of = {id(p): type(one).__name__ for one in optimizers for group in one.param_groups for p in group["params"]}
+    owner_of = {id(p): optimizer_name(one) for one in optimizers for group in one.param_groups for p in group["params"]}
     lines = []
     for name, module in sharded_modules(model).items():
         collection = module if spec_of(module) is None else tables_of(module)
@@ -143,8 +144,9 @@ def table_lines(model: nn.Module, optimizers: Iterable[Optimizer], *, scheduled:
                 trainer = f"{owner} of configure_optimizers"
             elif rule := (fused or {}).get(table):
                 kind = "replicated" if kind == ShardingType.DATA_PARALLEL.value else kind
-                constant = ", constant: the scheduler does not move it (see combined_optimizer)"
-                trainer = f"{rule.name} in the backward, lr {rule.rate:g}{constant if scheduled and not moved else ''}"
+                constant = "constant: the scheduler does not move it (see combined_optimizer)"
+                how = f", {'moved by the scheduler' if moved else constant}" if scheduled else ""
+                trainer = f"{rule.name} in the backward, lr {rule.rate:g}{how}"
             elif fused is None and parameter.compute_kernel != EmbeddingComputeKernel.DENSE.value:
                 trainer = "the optimizer of its kernel"
             alike.setdefault((kind, trainer), []).append(table)

@@ -39,9 +39,13 @@ class Plain(Model):
     """Trains its tables with the optimizer of the dense part, but for those that a strategy trains in backward."""
 
     def __init__(
-        self, optimizer: Optimizer = ("SGD", {"lr": 0.1}), groups: str = "one", schedules: bool = False
+        self,
+        optimizer: Optimizer = ("SGD", {"lr": 0.1}),
+        groups: str = "one",
+        schedules: bool = False,
+        case: Case = CASE,
     ) -> None:
-        super().__init__(CASE, fused_optimizer=False)
+        super().__init__(case, fused_optimizer=False)
         self.optimizer, self.groups, self.schedules = optimizer, groups, schedules
 
     def configure_optimizers(self) -> Any:
@@ -62,12 +66,14 @@ class Plain(Model):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
 
 
-def train_plain(path: str, optimizer: Optimizer, groups: str = "one", schedules: bool = False) -> Any:
+def train_plain(
+    path: str, optimizer: Optimizer, groups: str = "one", schedules: bool = False, case: Case = CASE
+) -> Any:
     """Train two epochs under DDPStrategy; save after the first. Return losses, weights and states of the second."""
-    model = Plain(optimizer, groups, schedules)
+    model = Plain(optimizer, groups, schedules, case)
     for epochs in (1, 2):
         trainer = make_trainer(DDPStrategy(), max_epochs=epochs)
-        trainer.fit(model, datamodule=Batches(CASE, EPOCH), ckpt_path=path if epochs == 2 else None)
+        trainer.fit(model, datamodule=Batches(case, EPOCH), ckpt_path=path if epochs == 2 else None)
         if epochs == 1:
             trainer.save_checkpoint(path)
     weights = {name: weight.detach() for name, weight in model.named_parameters()}
@@ -83,15 +89,16 @@ def go_on(
     epochs: int = 2,
     schedules: bool = False,
     replicated: Any = False,
+    case: Case = CASE,
 ) -> Any:
     """Go on under the strategy; return losses, this rank's parts of tables and states, what was said, the rates."""
-    model: Any = zeroed(Plain(optimizer, groups, schedules))
+    model: Any = zeroed(Plain(optimizer, groups, schedules, case))
     strategy = OverlapEmbeddingStrategy(sharding=sharding, fused_optimizer=fused, replicate_tables=replicated)
     trainer = make_trainer(strategy, max_epochs=epochs)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         try:
-            trainer.fit(model, datamodule=Batches(CASE, EPOCH), ckpt_path=path)
+            trainer.fit(model, datamodule=Batches(case, EPOCH), ckpt_path=path)
         except (RuntimeError, ValueError) as err:
             return f"{type(err).__name__}: {err}"
     rates = [group["lr"] for group in trainer.optimizers[0].param_groups]

@@ -9,6 +9,9 @@ import pytest
 import torch
 from torchrec.optim import RowWiseAdagrad
 
+from lightning_overlap.checkpoint.plain_state import _how_to_keep
+
+from ..support.cases import SEQUENCE
 from ..support.ranks import Ranks
 from . import plain_runs
 from .checkpoints import whole
@@ -70,7 +73,8 @@ def test_what_does_not_fit_is_said(two_ranks: Ranks, tmp_path: Path) -> None:
     first, second = two_ranks.run(plain_runs.go_on, path, ADAM, FUSED_ADAGRAD, epochs=1)
     [said] = [said for said in first.said if "is reset" in said]
     assert "ebc.embedding_bags.t0.weight, ebc.embedding_bags.t1.weight: saved with exp_avg, exp_avg_sq" in said
-    assert "sharding='data_parallel'" in said
+    assert "To keep exp_avg, exp_avg_sq: fused_optimizer=(torch.optim.Adam, {'lr': ...}), on CUDA only." in said
+    assert said.endswith("whole on every rank: sharding='data_parallel', and no fused_optimizer.")
     assert not any("is reset" in said for said in second.said)
     saved = torch.load(path, weights_only=True)["state_dict"]
     assert all(torch.equal(value, saved[name]) for name, value in first.dense.items())
@@ -81,8 +85,47 @@ def test_what_does_not_fit_is_said(two_ranks: Ranks, tmp_path: Path) -> None:
     said = two_ranks.run(plain_runs.go_on, path, ADAM, FUSED_ADAGRAD, "other order")[0]
     assert "these numbers cannot be matched with this run's parameters" in said
     assert "torch.load(PATH, weights_only=True)['state_dict']" in said
+    assert "\n  saved group 0: 0 (120, 8), 1 (120, 8), " in said
+    assert "\n  this run's group 0: top.2.bias (1,), top.2.weight (1, " in said
+    assert "\n  this run's fused tables: ebc.embedding_bags.t0.weight (120, 8), ebc.embedding_bags.t1" in said
     for rank in two_ranks.run(plain_runs.evaluate, path):
         assert [close(*answer) for answer in rank] == [True, True]
+
+
+SEQUENCES = ["ec.embeddings.t0.weight", "ec.embeddings.t1.weight"]
+ONLY_FUSED = "On a CPU tables of an EmbeddingCollection need a fused optimizer: ec.embeddings.t0.weight"
+
+
+LOST = f"{ONLY_FUSED}. There nothing keeps their state: this run trains them on from their weights."
+
+
+@pytest.mark.parametrize(
+    ("unused", "words"),
+    [
+        (
+            {(("exp_avg", "exp_avg_sq"), "ROWWISE_ADAGRAD"): ["ebc.embedding_bags.b.weight", SEQUENCES[0]]},
+            f"with its state, whole on every rank: sharding={{'b': 'data_parallel'}}. {LOST}",
+        ),
+        ({(("momentum_buffer",), "SGD"): SEQUENCES[:1]}, LOST),
+        (
+            {(("sum",), "SGD"): SEQUENCES},
+            f"To keep sum: fused_optimizer=(torch.optim.Adagrad, {{'lr': ...}}). {ONLY_FUSED}, {SEQUENCES[1]}.",
+        ),
+    ],
+)
+def test_the_advice_about_sequences_on_a_cpu_can_be_followed(unused: Any, words: str) -> None:
+    said = _how_to_keep(unused, SEQUENCES)
+    assert words in said
+    assert ("nothing keeps" in said) == ("nothing keeps" in words)
+
+
+def test_adams_state_of_sequences_is_reset_with_a_word(two_ranks: Ranks, tmp_path: Path) -> None:
+    path = str(tmp_path / "ddp.ckpt")
+    two_ranks.run(plain_runs.train_plain, path, ADAM, case=SEQUENCE)
+    first, _ = two_ranks.run(plain_runs.go_on, path, ADAM, FUSED_ADAGRAD, epochs=1, case=SEQUENCE)
+    [said] = [said for said in first.said if "is reset" in said]
+    assert "sharding=" not in said
+    assert said.endswith("from their weights. A RowWiseAdagrad begins with ten times Adam's rate.")
 
 
 @pytest.mark.parametrize(("sharding", "width"), [("table_wise", 8), ("column_wise", 4)])

@@ -194,3 +194,35 @@ def test_an_activation_in_place_gets_the_whole_backwards_gradients() -> None:
         found.append([rows.grad, *(weight.grad for weight in model.parameters() if weight.grad is not None)])
     assert len(found[0]) == 7
     assert all(torch.equal(whole, halves) for whole, halves in zip(*found, strict=True))
+
+
+class OwnLinear(nn.Linear):
+    """Its forward may do anything."""
+
+
+class Holds(nn.Module):
+    """Modules of other types than those that are split, with matrices of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.position = nn.Parameter(torch.zeros(3, 4))
+        self.attention = nn.MultiheadAttention(4, 2)
+        self.lstm = nn.LSTM(4, 4)
+        self.own = OwnLinear(4, 4)
+        self.norm = nn.LayerNorm(4)
+        self.frozen = nn.Embedding(3, 4).requires_grad_(False)
+        self.layer = nn.TransformerEncoderLayer(4, 2)
+
+
+def test_modules_of_other_types_are_named_once_with_their_weights() -> None:
+    """Norms are not, nor what takes part of a module of torch.nn that is named."""
+    layers = SplitLayers(Holds()).layers
+    assert [layer.name for layer in layers if layer.why_whole is None] == ["layer.linear1", "layer.linear2"]
+    whole = {layer.name: layer.why_whole.split(" itself")[0] for layer in layers if layer.why_whole is not None}
+    assert whole == {
+        "": "Holds uses position",
+        "attention": "MultiheadAttention uses in_proj_weight, in_proj_bias",
+        "lstm": "LSTM uses weight_ih_l0, weight_hh_l0, bias_ih_l0, bias_hh_l0",
+        "own": "OwnLinear uses weight, bias",
+        "layer.self_attn": "MultiheadAttention uses in_proj_weight, in_proj_bias",
+    }

@@ -10,6 +10,8 @@ import torch
 from lightning.pytorch import Callback
 from torch import Tensor, nn
 
+from lightning_overlap import combined_optimizer
+
 from ..support.cases import TABLE_WISE, Batch, Batches, Model
 from ..support.fits import make_strategy, make_trainer
 from ..support.reference import collect
@@ -30,6 +32,18 @@ class Grads(Callback):
         ]
 
 
+class Attends(nn.Module):
+    """Has a layer of torch.nn that is not split, whose parts are not either."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(12, 2, batch_first=True)
+
+    def forward(self, given: Tensor) -> Tensor:
+        found, _ = self.attention(*[given.unflatten(0, (-1, 4))] * 3)
+        return given + found.flatten(0, 1)
+
+
 class Deep(Model):
     """Has more kinds of layers; `kind` adds what its backward does besides."""
 
@@ -46,6 +60,8 @@ class Deep(Model):
             nn.GELU(),
             nn.Linear(12, 1),
         )
+        if kind == "attention":
+            self.top[4] = Attends()
         if kind == "compiled":
             self.top[3] = torch.compile(self.top[3], backend="eager")
         if kind == "post_hook":
@@ -85,8 +101,9 @@ class Deep(Model):
         return None
 
     def configure_optimizers(self) -> Any:
-        if self.kind == "lbfgs":
-            return torch.optim.LBFGS([*self.bottom.parameters(), *self.top.parameters()], lr=0.1, max_iter=2)
+        if self.kind.endswith("lbfgs"):
+            lbfgs = torch.optim.LBFGS([*self.bottom.parameters(), *self.top.parameters()], lr=0.1, max_iter=2)
+            return lbfgs if self.kind == "lbfgs" else combined_optimizer(self, lbfgs)
         return super().configure_optimizers()
 
 

@@ -29,7 +29,7 @@ from lightning_overlap import OverlapEmbeddingStrategy, combined_optimizer
 from lightning_overlap.distributed import default_store, groups
 from lightning_overlap.tables.supported_modules import sharded_modules
 
-from ..support.cases import MIXED, SEQUENCE, TABLE_WISE, UNUSED, Batches, ByHand, Model, make_plan
+from ..support.cases import MIXED, SEQUENCE, TABLE_WISE, TWO_COLLECTIONS, UNUSED, Batches, ByHand, Model, make_plan
 from ..support.fits import make_trainer
 from ..support.reference import Result, collect
 
@@ -203,7 +203,7 @@ REFUSED: dict[str, Any] = {
     "impossible_type": lambda: fit_model(sharding={"t0": "grid_shard"}),
     "unknown_type": lambda: fit_model(sharding="table_wize"),
     "sharding_of_wrong_type": lambda: fit_model(sharding=3),
-    "no_fused_optimizer": lambda: fit_model(Model(TABLE_WISE, fused_optimizer=False), sharding="table_wise"),
+    "no_fused_optimizer": lambda: fit_model(Model(TWO_COLLECTIONS, fused_optimizer=False), sharding="table_wise"),
     "no_fused_optimizer_planned": lambda: fit_model(Model(TABLE_WISE, fused_optimizer=False)),
     "no_fused_optimizer_by_name": lambda: fit_model(
         Model(TABLE_WISE, fused_optimizer=False), sharding={"t0": "data_parallel"}

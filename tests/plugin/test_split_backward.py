@@ -13,6 +13,7 @@ from ..support.ranks import RankError, Ranks
 from . import split_backwards
 
 SPLIT = "split backward: weight gradients of bottom, top.0, top.3, top.5 come after the backward"
+ATTENTION = "MultiheadAttention uses in_proj_weight, in_proj_bias itself; only weights of Linear, Conv1d, Conv2d and"
 
 
 @pytest.mark.parametrize(
@@ -25,10 +26,12 @@ SPLIT = "split backward: weight gradients of bottom, top.0, top.3, top.5 come af
         ("", {}, False, {"precision": "bf16-mixed"}, SPLIT),
         ("post_hook", {}, False, {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"}, SPLIT),
         ("tied", {}, False, {}, "top.3: whole, its weight is used outside of its forward"),
+        ("attention", {}, False, {}, f"{SPLIT}\n  top.4.attention: whole, {ATTENTION}"),
         ("compiled", {}, False, {}, "top.3._orig_mod: whole, it is compiled"),
         ("used_between_steps", {}, False, {}, SPLIT),
         ("own_gradients", {}, False, {}, "top.3, top.5: whole, its gradient is computed within the step"),
         ("lbfgs", {}, False, {}, "the backward runs whole: LBFGS runs several backwards in a step"),
+        ("combined_lbfgs", {}, False, {}, "the backward runs whole: LBFGS runs several backwards in a step"),
         ("manual", {}, False, {}, "the backward runs whole: with manual optimization"),
         ("", {"static_graph": True}, False, {}, "the backward runs whole: static_graph=True"),
         ("", {"find_unused_parameters": True}, False, {}, "the backward runs whole: find_unused_parameters=True"),
@@ -42,9 +45,18 @@ SPLIT = "split backward: weight gradients of bottom, top.0, top.3, top.5 come af
             "autocast",
             "hook_of_a_weight",
             "tied",
+            "attention",
             "compiled",
         ),
-        *("used_between_steps", "own_gradients", "lbfgs", "manual", "static_graph", "find_unused_parameters"),
+        *(
+            "used_between_steps",
+            "own_gradients",
+            "lbfgs",
+            "combined_lbfgs",
+            "manual",
+            "static_graph",
+            "find_unused_parameters",
+        ),
     ],
 )
 def test_a_fit_equals_base(

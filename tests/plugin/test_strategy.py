@@ -193,12 +193,20 @@ def test_registry_name(two_ranks: Ranks) -> None:
         ("impossible_type", ["ValueError", "'t0'", "'grid_shard' is not possible on cpu", "row_wise."]),
         ("unknown_type", ["ValueError", "unknown sharding type 'table_wize'", "Did you mean 'table_wise'"]),
         ("sharding_of_wrong_type", ["TypeError", "got int: 3"]),
-        ("no_fused_optimizer", ["ValueError", "ebc.t0", "fused_optimizer=(", "SGD, self.ebc.parameters(), {"]),
-        ("no_fused_optimizer_planned", ["no fused optimizer for ebc.t0, ebc.t1, ebc.t2:", "sharding='data_parallel'"]),
         (
-            "no_fused_optimizer_by_name",
-            ["no fused optimizer for ebc.t1, ebc.t2:", "sharding={'t1': 'data_parallel', 't2':"],
+            "no_fused_optimizer",
+            [
+                "ValueError: no fused optimizer for these tables",
+                "\n  self.ebc: t0, t1\n  self.second: u0, u1\nGive",
+                "\n  from torchrec.optim import RowWiseAdagrad\n  OverlapEmbeddingStrategy(fused_optimizer=("
+                "RowWiseAdagrad, {'lr': 0.01}))  # in YAML: [torchrec.optim.RowWiseAdagrad, {lr: 0.01}]\n",
+                "\n  apply_optimizer_in_backward(RowWiseAdagrad, self.ebc.parameters(), {'lr': 0.01})\n"
+                "  apply_optimizer_in_backward(RowWiseAdagrad, self.second.parameters(), {'lr': 0.01})\nIf Adam",
+                "begin with ten times its rate: 0.01 for 1e-3. If SGD or",
+            ],
         ),
+        ("no_fused_optimizer_planned", ["\n  self.ebc: t0, t1, t2\n", "sharding='data_parallel'"]),
+        ("no_fused_optimizer_by_name", ["\n  self.ebc: t1, t2\n", "sharding={'t1': 'data_parallel', 't2':"]),
         ("adam_on_cpu", ["ValueError", "Adam is fused on CUDA only", "RowWiseAdagrad"]),
         ("momentum", ["ValueError", "table ebc.t0: FBGEMM's fused SGD has no momentum=0.9", "Leave it out"]),
         ("lr_decay", ["ValueError", "table ebc.t0: FBGEMM's fused Adagrad has no lr_decay=0.1", "Leave it out"]),
@@ -206,7 +214,7 @@ def test_registry_name(two_ranks: Ranks) -> None:
         ("owns_fused_tables", ["ValueError", "ebc.embedding_bags.t0.weight", "in_backward_optimizer_filter"]),
         (
             "owns_sequences",
-            ["On a CPU tables of an EmbeddingCollection have to have a fused optimizer: ebc.embeddings.t0"],
+            ["On a CPU tables of an EmbeddingCollection need a fused optimizer: ebc.embeddings.t0"],
         ),
         (
             "nobody_trains_a_table",
@@ -282,11 +290,13 @@ def test_said_once(two_ranks: Ranks, kwargs: dict[str, Any], word: str) -> None:
 def test_the_first_words_name_tables_optimizers_and_rates(two_ranks: Ranks, combined: bool) -> None:
     seen, others = two_ranks.run(strategies.first_words, combined)
     [block] = {text for text in seen if text.startswith("lightning_overlap: ")}
-    constant = "" if combined else ", constant: the scheduler does not move it (see combined_optimizer)"
-    owner = "DenseAndFused" if combined else "Adam"
+    constant = (
+        "moved by the scheduler" if combined else "constant: the scheduler does not move it (see combined_optimizer)"
+    )
+    owner = "Adam (in combined_optimizer)" if combined else "Adam"
     assert sorted(block.splitlines()) == [
         f"  ebc: d0, d1: data_parallel, trained by {owner} of configure_optimizers",
-        f"  ebc: t0, t1: table_wise, trained by SGD in the backward, lr 2{constant}",
+        f"  ebc: t0, t1: table_wise, trained by SGD in the backward, lr 2, {constant}",
         "lightning_overlap: fused_sparse_dist, stream data_dist, 2 ranks",
     ]
     assert not any(text.startswith("lightning_overlap: ") for text in others)  # rank 0 speaks

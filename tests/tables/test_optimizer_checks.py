@@ -34,19 +34,20 @@ def test_the_line_to_write(optimizer: type[torch.optim.Optimizer], line: str, on
     refuse_dense_owner({"ebc": table}, [made([dense])])
 
 
+BAG, SEQUENCE = "m.ebc.embedding_bags.t0.weight", "m.ec.embeddings.t1.weight"
+TO_TRAIN = "To train tables by configure_optimizers, with its state, whole on every rank: sharding="
+NEEDS_FUSED = f"On a CPU tables of an EmbeddingCollection need a fused optimizer: {SEQUENCE}."
+
+
 @pytest.mark.parametrize(
-    ("fused_only", "way"),
+    ("names", "fused_only", "way"),
     [
-        ([], "sharding='data_parallel', and no fused_optimizer."),
-        (
-            ["m.ec.embeddings.t1.weight"],
-            "sharding={'t0': 'data_parallel'}. On a CPU tables of an EmbeddingCollection have to have a fused "
-            "optimizer: m.ec.embeddings.t1.weight.",
-        ),
+        ([BAG, SEQUENCE], [], f"{TO_TRAIN}'data_parallel', and no fused_optimizer."),
+        ([BAG, SEQUENCE], [SEQUENCE], f"{TO_TRAIN}{{'t0': 'data_parallel'}}. {NEEDS_FUSED}"),
+        ([SEQUENCE], [SEQUENCE], NEEDS_FUSED),
     ],
 )
-def test_what_keeps_a_table_for_the_dense_optimizer(fused_only: list[str], way: str) -> None:
-    names = ["m.ebc.embedding_bags.t0.weight", "m.ec.embeddings.t1.weight"]
+def test_what_keeps_a_table_for_the_dense_optimizer(names: list[str], fused_only: list[str], way: str) -> None:
     assert keep_dense(names, fused_only) == way
 
 

@@ -154,5 +154,9 @@ def test_an_optimizer_that_was_made_before_lets_go_of_them(
         seen = rank == 0 and "--model.optimizer=torch.optim.Adagrad" not in arguments
         assert said.count("Adagrad was made before") == seen
         assert ("ebc.embedding_bags.t0.weight, ebc.embedding_bags.t1" in said) == seen
-        assert ("Make it in configure_optimizers:" in said and "OptimizerCallable" in said) == seen
+        by_cli = "--optimizer=torch.optim.Adagrad" in arguments  # each way to write it where it helps, and there alone
+        assert ("Make it in configure_optimizers:" in said) == (seen and not by_cli)
+        assert ("`optimizer: OptimizerCallable`" in said) == (seen and by_cli)
+        assert ("self.optimizer(dense)" in said) == (seen and by_cli)
+        assert said.endswith("--model.optimizer=torch.optim.Adagrad --model.optimizer.lr=0.1") == (seen and by_cli)
         assert ("combined_optimizer was called before" in said) == (seen and way.startswith("combined"))
