@@ -223,13 +223,17 @@ class Executor:
         self._begin_trainer_stage(Stage.DENSE_FORWARD)
         self._in_forward = True
         try:
-            with self._lookups.forward(current):
+            with self._lookups.forward(current, self._send_next):
                 yield
         finally:
             self._in_forward = False
             if self._weights is not None:
                 self._weights.end_forward()
             self._trainer_stage.close()
+
+    def _send_next(self) -> None:
+        for step in self.schedule.sends_after_forward:
+            self._run(step, self._lookup_owners)
 
     def stage_done(self, stage: Stage) -> None:
         """Note that the trainer has done a stage of the current batch; run the steps up to its next stage.

@@ -174,6 +174,13 @@ class Schedule:
         return AccumulatingSchedule(self.name, tuple(steps))
 
     @cached_property
+    def sends_after_forward(self) -> tuple[Step, ...]:
+        """The steps right below `DENSE_FORWARD` that send sizes and ids; they may run inside it (CPU only)."""
+        below = self.steps[self.position(Stage.DENSE_FORWARD) + 1 :]
+        sends = (Stage.INPUT_SPLITS_DIST, Stage.INPUT_DATA_DIST)
+        return tuple(itertools.takewhile(lambda step: step.stage in sends, below))
+
+    @cached_property
     def fills_backward_wait(self) -> range:
         """Indices of the steps that may run inside `BACKWARD`, while autograd waits for other ranks (CPU only).
 

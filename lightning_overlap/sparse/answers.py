@@ -49,21 +49,30 @@ class Answers:
     ) -> None:
         self._forwards, self._inputs, self._updates = forwards, inputs, updates
         self._order, self._options = order, options
+        self._sends_within = options.fills_waits and options.trains and not order.streams.is_async
         self._current: InFlightBatch | None = None  # the batch whose step runs, until the step returns
         self._in_step: InFlightBatch | None = None  # the same batch, until its backward is over
+        self._send_next: Callable[[], None] | None = None  # until it was called, and until the step returns
 
-    def begin(self, inflight: InFlightBatch) -> None:
-        """Begin the step of a batch."""
+    def begin(self, inflight: InFlightBatch, send_next: Callable[[], None]) -> None:
+        """Begin the step of a batch.
+
+        Args:
+            inflight: The batch.
+            send_next: Sends sizes and ids of coming batches. On a CPU it is called within the step, as soon as all
+                early embeddings of this batch have arrived: from then on the link is free.
+        """
         self._forwards.begin_step()
         self._current = self._in_step = inflight
+        self._send_next = send_next if self._sends_within else None
 
     def end(self) -> None:
         """End the step; its backward may follow."""
-        self._current = None
+        self._current = self._send_next = None
 
     def abandon(self) -> None:
         """Forget the step."""
-        self._current = self._in_step = None
+        self._current = self._in_step = self._send_next = None
 
     def forget(self, inflight: InFlightBatch) -> None:
         """Let go of the embeddings of a batch whose backward is over."""
@@ -235,7 +244,22 @@ class Answers:
                 state.received = wait_for(state.embeddings)
             state.received_at = self._order.streams.record(self._order.lookup)
         self._order.hand_to_caller(state.received, state.received_at, index, is_first=is_first)
+        if is_first and self._send_next is not None:
+            self._send_ids_of_next()
         return state.received
+
+    def _send_ids_of_next(self) -> None:
+        """Send the ids of coming batches, if no early embeddings of this batch are under way."""
+        assert self._current is not None
+        # Staged methods run in the modes of the step, and tensors made in inference mode train nothing.
+        other_modes = self._inputs.staged.is_used or torch.is_inference_mode_enabled() or _saving_is_hooked()
+        states = self._current.modules.values()
+        if other_modes or any(state.embeddings is not None and state.received is None for state in states):
+            return
+        send_next, self._send_next = self._send_next, None
+        assert send_next is not None
+        with torch.enable_grad(), torch.autocast("cpu", enabled=False):
+            send_next()
 
     # -- the module's own forward -----------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from typing import Any
@@ -113,13 +113,13 @@ class SparseLookups:
     # -- the step -----------------------------------------------------------------------------------------------
 
     @contextmanager
-    def forward(self, inflight: InFlightBatch) -> Iterator[None]:
+    def forward(self, inflight: InFlightBatch, send_next: Callable[[], None]) -> Iterator[None]:
         """Serve early embeddings while the step of one batch runs.
 
         If a module runs its own forward instead, `inflight.ran_unpipelined` is set.
         """
         self._inputs.check_types(inflight)
-        self._answers.begin(inflight)
+        self._answers.begin(inflight, send_next)
         self._inputs.staged.begin(inflight)
         try:
             yield

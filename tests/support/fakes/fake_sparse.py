@@ -144,7 +144,7 @@ class FakeSparse:
         self.ready = True
 
     @contextmanager
-    def forward(self, inflight: InFlightBatch) -> Iterator[None]:
+    def forward(self, inflight: InFlightBatch, send_next: Callable[[], None]) -> Iterator[None]:
         """Serve early results while a `training_step` runs."""
         assert self._current is None, "a forward inside a forward"
         self._current = inflight
