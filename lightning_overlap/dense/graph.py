@@ -18,7 +18,7 @@ class Uses:
 
     def note(self, layer: Any, output: Tensor, given: Tensor | None = None) -> None:
         """Note a call of a module, its output, and its input if that needs a gradient."""
-        if _saving_is_hooked():
+        if saving_is_hooked():
             self._whole[layer] = "its saved tensors are hooked (activation checkpointing)"
         if output.requires_grad:
             self._calls.append((layer, output.grad_fn, None if given is None else _node_of(given)))
@@ -79,7 +79,7 @@ def _between(output: Any, given: Any) -> set[Any]:
     return seen
 
 
-def _saving_is_hooked() -> bool:
-    """Whether hooks on saved tensors are active."""
+def saving_is_hooked() -> bool:
+    """Whether hooks on saved tensors are active: a non-reentrant `checkpoint()` uses them to drop saved tensors."""
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     return top is not None and top(True) is not None

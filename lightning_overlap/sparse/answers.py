@@ -15,6 +15,7 @@ import torch
 from torchrec.distributed.types import LazyAwaitable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from ..dense import saving_is_hooked
 from ..runtime import InFlightBatch, LookupOrder
 from ..schedules import Stage, StreamName
 from ..tables import count_backwards, tbes, without_backward, without_graph
@@ -49,7 +50,8 @@ class Answers:
     ) -> None:
         self._forwards, self._inputs, self._updates = forwards, inputs, updates
         self._order, self._options = order, options
-        self._sends_within = options.fills_waits and options.trains and not order.streams.is_async
+        on_host = not order.streams.is_async
+        self._sends_within = options.multi_node and options.fills_waits and options.trains and on_host
         self._current: InFlightBatch | None = None  # the batch whose step runs, until the step returns
         self._in_step: InFlightBatch | None = None  # the same batch, until its backward is over
         self._send_next: Callable[[], None] | None = None  # until it was called, and until the step returns
@@ -59,12 +61,14 @@ class Answers:
 
         Args:
             inflight: The batch.
-            send_next: Sends sizes and ids of coming batches. On a CPU it is called within the step, as soon as all
-                early embeddings of this batch have arrived: from then on the link is free.
+            send_next: Sends sizes and ids of coming batches. Between hosts on a CPU it is called within the step, as
+                soon as all early embeddings of this batch have arrived: from then on the link is idle.
         """
         self._forwards.begin_step()
         self._current = self._in_step = inflight
-        self._send_next = send_next if self._sends_within else None
+        # A mode that watches operators (of a host-sync audit) would not see the read of the sizes within the step.
+        is_watched = torch._C._len_torch_function_stack() > 0 or torch._C._len_torch_dispatch_stack() > 0
+        self._send_next = send_next if self._sends_within and not is_watched else None
 
     def end(self) -> None:
         """End the step; its backward may follow."""
@@ -139,7 +143,7 @@ class Answers:
         self._updates.make_before_forward(pipelined.name)
         # checkpoint() drops what operators save, and repeats the forward in the backward, at another time on each rank:
         # collectives of a repeated lookup would not match. So a lookup keeps its saved tensors, and is not repeated.
-        checkpointed = inflight is not None and torch.is_grad_enabled() and _saving_is_hooked()
+        checkpointed = inflight is not None and torch.is_grad_enabled() and saving_is_hooked()
         with _keeping_saved() if checkpointed else nullcontext():
             found = self._on_compute_stream(pipelined.module, inflight, look_up_now)
         # Between two steps and in evaluations no hook sees the end of a backward that may follow.
@@ -252,7 +256,7 @@ class Answers:
         """Send the ids of coming batches, if no early embeddings of this batch are under way."""
         assert self._current is not None
         # Staged methods run in the modes of the step, and tensors made in inference mode train nothing.
-        other_modes = self._inputs.staged.is_used or torch.is_inference_mode_enabled() or _saving_is_hooked()
+        other_modes = self._inputs.staged.is_used or torch.is_inference_mode_enabled() or saving_is_hooked()
         states = self._current.modules.values()
         if other_modes or any(state.embeddings is not None and state.received is None for state in states):
             return
@@ -328,12 +332,6 @@ def _waited_for_as_called(found: Any, *, keeps_saved: bool, note: Callable[[Any]
     return LazyEmbeddings(receive)
 
 
-def _saving_is_hooked() -> bool:
-    """Whether hooks on saved tensors are active: a non-reentrant `checkpoint()` uses them to drop saved tensors."""
-    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-    return top is not None and top(True) is not None
-
-
 def _keeping_saved() -> AbstractContextManager[Any]:
     """Within this context operators keep saved tensors until their backward, whatever hooks are active outside."""
     return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
@@ -350,7 +348,7 @@ def _own_graph() -> AbstractContextManager[Any]:
 
     The hooks of a `checkpoint()` do not see the tensors that this saves.
     """
-    is_hooked = _saving_is_hooked()
+    is_hooked = saving_is_hooked()
     if torch.is_grad_enabled() and not torch.is_inference_mode_enabled() and not is_hooked:
         return nullcontext()
     return _outside_inference_mode(grad=True, keeps_saved=is_hooked)

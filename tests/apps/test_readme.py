@@ -39,7 +39,7 @@ def test_programs_of_the_readme_and_the_quickstart_run(tmp_path: Path) -> None:
 
 
 def test_code_on_optimizers_runs(two_ranks: Ranks) -> None:
-    assert len(readme.python_blocks("docs/optimizers.md")) == 3
+    assert len(readme.python_blocks("docs/optimizers.md")) == 4
     assert two_ranks.run(readme.run) == [(2, True), (2, True)]  # three batches, dealt out by Lightning's sampler
 
 

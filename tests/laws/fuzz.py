@@ -23,13 +23,14 @@ class Runner:
     """Keeps rank processes between fits."""
 
     def __init__(self) -> None:
-        self._pools: dict[int, Ranks] = {}
+        self._pools: dict[tuple[int, int], Ranks] = {}
 
     def run(self, fit: Fit) -> str:
         """Return what is wrong with a fit, or '', or why it is not one to draw."""
-        ranks = self._pools.get(fit.num_ranks)
+        place = fit.num_ranks, fit.num_hosts
+        ranks = self._pools.get(place)
         if ranks is None or not ranks.alive:
-            ranks = self._pools[fit.num_ranks] = Ranks(fit.num_ranks)
+            ranks = self._pools[place] = Ranks(fit.num_ranks, num_nodes=fit.num_hosts)
             ranks.run(os.getpid, timeout_s=180)  # a start may take longer than a fit
         try:
             found = ranks.run(differences, fit, timeout_s=TIMEOUT_S)

@@ -95,6 +95,7 @@ class Fit:
     skips_steps: bool = False
     skips_losses: bool = False
     late_rank: int | None = None
+    num_hosts: int = 1
 
     @property
     def stale(self) -> bool:
@@ -173,6 +174,7 @@ def draw(choose: Choose, without: Collection[str] = (), seed: int = 0) -> Fit:
         skips_steps=skips == "steps",
         skips_losses=skips == "losses",
         late_rank=choose([None, 0, 1]) if num_ranks > 1 else None,
+        num_hosts=choose([1, 2]) if num_ranks > 1 else 1,
     )
 
 

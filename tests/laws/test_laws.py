@@ -35,11 +35,12 @@ def test_a_mode_equals_the_plain_loop(
     assert _differences(get_ranks(num_ranks), BY_NAME[name], pipeline, staleness) == [[]] * num_ranks
 
 
-@pytest.mark.parametrize(("name", "pipeline"), in_turn(BY_NAME, STALE))
-def test_stale_mode_between_hosts_equals_the_plain_loop_with_delayed_updates(
-    get_ranks: Callable[..., Ranks], name: str, pipeline: str
-) -> None:
-    """There a deferred update and the lookup behind it are made at the end of the backward."""
+@pytest.mark.parametrize(
+    ("name", "pipeline"),
+    [*in_turn(BY_NAME, STALE), *in_turn(BY_NAME, ["fused_sparse_dist", "split_backward"])],
+)
+def test_a_mode_between_hosts_equals_the_plain_loop(get_ranks: Callable[..., Ranks], name: str, pipeline: str) -> None:
+    """There the ids of the next batch are sent within the forward, and a deferred update comes after the backward."""
     staleness = MODES[pipeline].staleness
     assert _differences(get_ranks(2, num_nodes=2), BY_NAME[name], pipeline, staleness) == [[], []]
 

@@ -33,7 +33,7 @@ SETTINGS: dict[str, Any] = {
 
 def _check(get_ranks: Callable[..., Ranks], fit: Fit) -> None:
     _say(f"{fit}\nagain: make fuzz SEED={fit.seed}")
-    for found in get_ranks(fit.num_ranks).run(random_loops.differences, fit):
+    for found in get_ranks(fit.num_ranks, num_nodes=fit.num_hosts).run(random_loops.differences, fit):
         assert found == [] or NOT_DRAWN in found[0]
 
 
@@ -67,6 +67,7 @@ def test_batches_whose_layout_and_size_differ_by_rank(get_ranks: Callable[..., R
         sizes="by_rank",
         empty=data.draw(st.booleans(), "empty"),
         late_rank=data.draw(st.sampled_from([None, 0, 1]), "late rank"),
+        num_hosts=data.draw(st.sampled_from([1, 2]), "hosts"),
     )
     _check(get_ranks, fit)
 

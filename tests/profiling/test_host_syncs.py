@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -39,7 +40,17 @@ def _without_lines(found: list[str]) -> Counter[str]:
 )
 def test_one_read_of_sizes_a_step(two_ranks: Ranks, name: str, pipeline: str) -> None:
     """For all modules; TorchRec would read the lengths of what was received too, when the ids are there."""
-    for found in two_ranks.run(syncs.of_steps, CASES[name], pipeline):
+    _check_reads(two_ranks, name, pipeline)
+
+
+@pytest.mark.parametrize("pipeline", ["fused_sparse_dist", "split_backward"])
+def test_one_read_of_sizes_a_step_between_hosts(get_ranks: Callable[..., Ranks], pipeline: str) -> None:
+    """There a step that nobody watches reads them within the forward."""
+    _check_reads(get_ranks(2, num_nodes=2), "two_collections", pipeline)
+
+
+def _check_reads(ranks: Ranks, name: str, pipeline: str) -> None:
+    for found in ranks.run(syncs.of_steps, CASES[name], pipeline):
         counts = _without_lines(found)
         for text in ON_THE_HOST:
             counts.pop(text, None)

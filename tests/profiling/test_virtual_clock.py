@@ -34,9 +34,14 @@ FUSED_SPARSE_DIST = (
     "< embeddings 4,forward,> ids 5,backward,> gradients,< ids 5,< gradients exposed 40,> embeddings 5,step"
 )
 #        |forward |backward|grads |step    |                            exposed: grads
-#                  |ids 5 ........|emb. 5 .|    they may be on the link still: waited for after the gradients
+#         |ids 5 ...              |emb. 5 .|    sent within the forward; waited for after the gradients
 FUSED_SPARSE_DIST_BETWEEN_HOSTS = (
-    "< embeddings 4,forward,> ids 5,backward,> gradients,< gradients exposed 40,< ids 5,> embeddings 5,step"
+    "< embeddings 4,> ids 5,forward,backward,> gradients,< gradients exposed 40,< ids 5,> embeddings 5,step"
+)
+#        |forward |bwd |weights |grads|step    |                            exposed: 15 ms of grads
+#         |ids 5 ...|grads ....|emb. 5 .|
+SPLIT_BACKWARD_BETWEEN_HOSTS = (
+    "< embeddings 4,> ids 5,forward,backward,> gradients,weights,< ids 5,< gradients exposed 15,> embeddings 5,step"
 )
 #        |forward |bwd |weights |grads|step    |                            exposed: 15 ms of grads
 #                  |ids 5 ...|grads ....|emb. 5 .|
@@ -91,6 +96,7 @@ PREFETCH_BETWEEN_HOSTS = (
         ("semi_sync_deferred", 1, SEMI_SYNC_DEFERRED, 150),
         ("prefetch", 1, PREFETCH, 190),
         ("fused_sparse_dist", 2, FUSED_SPARSE_DIST_BETWEEN_HOSTS, 190),
+        ("split_backward", 2, SPLIT_BACKWARD_BETWEEN_HOSTS, 165),
         ("prefetch", 2, PREFETCH_BETWEEN_HOSTS, 190),
         ("semi_sync", 2, SEMI_SYNC, 190),
         ("semi_sync_deferred", 2, SEMI_SYNC_DEFERRED_BETWEEN_HOSTS, 150),
