@@ -175,7 +175,7 @@ class Schedule:
 
     @cached_property
     def sends_after_forward(self) -> tuple[Step, ...]:
-        """The steps right below `DENSE_FORWARD` that send sizes and ids; they may run inside it, between hosts on a CPU."""
+        """The steps right below `DENSE_FORWARD` that send sizes and ids; between hosts on a CPU they run inside it."""
         below = self.steps[self.position(Stage.DENSE_FORWARD) + 1 :]
         sends = (Stage.INPUT_SPLITS_DIST, Stage.INPUT_DATA_DIST)
         return tuple(itertools.takewhile(lambda step: step.stage in sends, below))

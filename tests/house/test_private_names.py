@@ -51,6 +51,8 @@ TORCH_PRIVATE = {
     "_get_default_store",
     "_get_sequence_nr",
     "_init_from_local_shards_and_global_metadata",
+    "_len_torch_dispatch_stack",
+    "_len_torch_function_stack",
     "_profiler_enabled",
     "_register_backend",
     "_schema",
