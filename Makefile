@@ -16,15 +16,14 @@ INSTALLED := $(VENV)/.installed-$(VARIANT)
 DOCS := $(VENV)/.docs
 SAID := $(VENV)/.said-by-lint-and-docs
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input -qq
-# Locked packages only: no dependency is resolved, and what must be built is built with the locked setuptools.
-AS_LOCKED := --no-deps --no-build-isolation
-UNCOMPILED := --no-compile
-# Of the packages: what no program here imports, or one alone, which then compiles it. A third of all.
-SELDOM := /tests/|/torch/testing/_internal/|-packages/(aiohttp|backrefs|debugpy|fontTools|google|IPython|jedi|mypyc?|networkx|pip|prompt_toolkit|pyarrow|pygments|pymdownx|pytorch_lightning|redis|torchgen|tornado|wcwidth)/
+# Locked packages only: no dependency is resolved, and what must be built is built with the locked setuptools. Python
+# compiles what it imports, once.
+AS_LOCKED := --no-deps --no-build-isolation --no-compile
 
 # Each of some sixty interpreters would compile the package and its tests anew.
 unexport PYTHONDONTWRITEBYTECODE
 
+PYTEST := $(BIN)/python -m pytest
 # Of OpenMP: programs with several would look for work all the time, on the CPUs that other runs need.
 THREADS := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive
 
@@ -60,7 +59,7 @@ test: CHECKS = $(MAKE) --no-print-directory -j2 lint docs
 test:
 	@$(MAKE) --no-print-directory -j3 $(INSTALLED) $(DOCS) redis-server
 	@{ $(CHECKS) >$(SAID) 2>&1; code=$$?; cat $(SAID); exit $$code; } & checks=$$!; \
-	$(THREADS) $(BIN)/python -m tests.support.side_by_side; tests=$$?; \
+	$(THREADS) $(PYTEST) --numprocesses=3 --dist=loadgroup; tests=$$?; \
 	wait $$checks || { cat $(SAID); echo "lint or docs failed: see above"; exit 1; }; \
 	exit $$tests
 
@@ -68,7 +67,7 @@ check: $(INSTALLED)
 	@$(MAKE) --no-print-directory -j2 lint quick
 
 quick: $(INSTALLED)
-	$(THREADS) $(BIN)/python -m tests.support.side_by_side --quick
+	$(THREADS) $(PYTEST) --numprocesses=2 --dist=loadgroup -m "not ranks and not slow and not gpu"
 
 # With the packages of the machine, which may be other versions: nothing is installed.
 gpu:
@@ -109,8 +108,7 @@ clean:
 	rm -rf $(VENV) .venv-* build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 # The locked packages, from nothing, so that neither an older lock nor the other variant is left behind. torch keeps its
-# dependencies (a CUDA build brings its own), held to the lock where the lock names them. Two pips at once, as no package
-# is in two locks; then all CPUs compile what has not been, but for what is seldom imported. A file in the syntax of a newer Python stays.
+# dependencies (a CUDA build brings its own), held to the lock where the lock names them.
 $(LOCKED): $(LOCKS) $(OVERLAY) requirements/check_lock.py
 	@[ -n "$(PYTHON)" ] && "$(PYTHON)" -c 'import ensurepip, sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
 		echo "lightning_overlap needs Python 3.11 or newer with its venv module; '$(or $(PYTHON),python3)' is not one."; \
@@ -120,12 +118,9 @@ $(LOCKED): $(LOCKS) $(OVERLAY) requirements/check_lock.py
 	@"$(PYTHON)" -m venv --clear $(VENV)
 	@$(PIP) install --no-deps $$(grep -hE '^(setuptools|wheel)==' $(LOCKS))
 	@echo "installing into $(VENV): torch and the packages of $(LOCKS)"
-	@{ $(PIP) install $(UNCOMPILED) --no-warn-conflicts --constraint requirements/$(VARIANT).lock \
-			$$(grep '^torch==' requirements/$(VARIANT).lock) \
-		&& $(PIP) install $(UNCOMPILED) $(AS_LOCKED) -r requirements/$(VARIANT).lock; } & variant=$$!; \
-	$(PIP) install $(UNCOMPILED) $(AS_LOCKED) -r requirements/dev.lock; dev=$$?; \
-	wait $$variant && exit $$dev
-	@$(BIN)/python -m compileall -qq -j 0 -x '$(SELDOM)' $(VENV)/lib || true
+	@$(PIP) install --no-compile --no-warn-conflicts --constraint requirements/$(VARIANT).lock \
+		$$(grep '^torch==' requirements/$(VARIANT).lock)
+	@$(PIP) install $(AS_LOCKED) $(LOCKS:%=-r %)
 	@$(if $(OVERLAY),$(PIP) install $(AS_LOCKED) -r $(OVERLAY))
 	@$(BIN)/python requirements/check_lock.py $(LOCKS) $(OVERLAY)
 	@touch $@

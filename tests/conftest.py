@@ -16,11 +16,8 @@ from hypothesis import settings
 from lightning_overlap.schedules.modes import MODES
 from lightning_overlap.schedules.schedule import Schedule
 
-from .support import interpreters
 from .support.ranks import Ranks
-from .support.side_by_side import run_of
 
-interpreters.start_anew()  # one of three runs side by side
 settings.register_profile("no_deadline", deadline=None)  # no test asserts a time: a busy machine has none to promise
 settings.load_profile("no_deadline")
 
@@ -113,11 +110,15 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests that have rank processes, and their run; skip `gpu` ones where there is no CUDA device."""
+    """Mark the tests that have rank processes, and group tests for pytest-xdist; skip `gpu` ones without a CUDA device.
+
+    A worker runs all tests of a group. Tests in rank processes share references within their folder (`run_once`).
+    """
     for item in items:
         ranks = "get_ranks" in getattr(item, "fixturenames", ())
         if ranks:
             item.add_marker(pytest.mark.ranks)
-        item.add_marker(run_of(item.path.parent.name, ranks=ranks))
+        group = f"ranks {item.path.parent.name}" if ranks else str(item.path.relative_to(item.config.rootpath))
+        item.add_marker(pytest.mark.xdist_group(group))
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

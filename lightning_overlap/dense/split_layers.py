@@ -91,6 +91,11 @@ class SplitLayers:
             forward = self._layer_forward if layer.is_layer else self._module_forward
             layer.forward = partial(forward, layer, layer.module.forward)
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the modules that are split; none before the first backward has shown which modules can be split."""
+        return () if self._uses is not None else tuple(layer.name for layer in self._split)
+
     def detach(self) -> None:
         """Give all modules their own forwards back; forget what is pending."""
         self.end_forward()

@@ -40,6 +40,12 @@ class WalksSteps(HasRun):
         super().forget_run()
         self._transferred: Any = None
 
+    @property
+    def split_modules(self) -> tuple[str, ...]:
+        """Names of the modules whose weight gradients come after the backward; known after a fit's first backward."""
+        split = None if self._run is None else self._run.split
+        return () if split is None else split.names
+
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         device = device or self.root_device

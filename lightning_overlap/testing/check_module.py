@@ -57,6 +57,7 @@ class ModuleReport:
         early: Module -> share of batches, after the first, with embeddings from an early lookup.
         plain: Module that ran its own forward -> the reason.
         host_syncs: Place in the code -> syncs per step, without the read of sizes; on a CPU predicted from operators.
+        split: Modules whose weight gradients came after the backward; None if the mode does not split the backward.
     """
 
     schedule: Schedule
@@ -66,6 +67,7 @@ class ModuleReport:
     early: Mapping[str, float]
     plain: Mapping[str, str]
     host_syncs: Mapping[str, float]
+    split: tuple[str, ...] | None = None
 
     @property
     def holds(self) -> bool:
@@ -77,6 +79,11 @@ class ModuleReport:
             f"{self.schedule.name}: staleness {self.schedule.staleness}, {self.num_steps} steps, "
             f"{self.num_ranks} rank{'s' if self.num_ranks > 1 else ''}"
         )
+        if self.split is not None:
+            whole = "; the backward ran whole: the log of a fit says why" + (
+                ", and one rank on a CPU waits for nobody: check on two ranks, under torchrun" * (self.num_ranks == 1)
+            )
+            head += f"; weight gradients of {some(self.split)} came after the backward" if self.split else whole
         width = max(len(verdict.law) for verdict in self.verdicts)
         lines = [
             f"  {'BROKEN' if each.problem else 'holds':6s}  {each.law:{width}s}  {each.problem or each.said}"
@@ -189,6 +196,7 @@ def check_module(
             _shares(first),
             first.plain_reasons if overlaps else {},
             syncs,
+            first.split if schedule.splits_backward else None,
         )
     broken = [f"{verdict.law}: {verdict.problem}" for verdict in report.verdicts if verdict.problem]
     assert not broken, "\n".join([*broken, str(report)])

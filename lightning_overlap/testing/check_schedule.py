@@ -3,34 +3,60 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
-from ..data import SyntheticDataModule
-from ..models import DLRM
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+
 from ..schedules import STREAMS, Schedule
 from .check_module import check_module
 
-_SHARDING = {"cat_0": "table_wise", "cat_1": "column_wise", "cat_2": "data_parallel"}
+_SHARDING = {"a": "table_wise", "b": "column_wise", "c": "data_parallel"}
 """Table -> sharding; the dense optimizer writes the data-parallel table."""
+_NUM_ROWS = 50
+_BATCH_SIZE = 8
+
+
+class _Ranker(LightningModule):
+    """Pooled embeddings of three tables and a linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        tables = [EmbeddingBagConfig(_NUM_ROWS, 4, name=name, feature_names=[name]) for name in _SHARDING]
+        self.ebc = EmbeddingBagCollection(tables=tables)
+        self.top = nn.Linear(4 * len(tables), 1)
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        logits = self.top(self.ebc(batch["ids"]).values()).squeeze(1)
+        return nn.functional.binary_cross_entropy_with_logits(logits, batch["labels"])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        data_parallel = [p for name, p in self.named_parameters() if name.startswith("top.") or ".c." in name]
+        return torch.optim.SGD(data_parallel, lr=1.0)
+
+
+def _make_batch(seed: int) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(seed)
+    num_ids = len(_SHARDING) * _BATCH_SIZE
+    ids = torch.randint(_NUM_ROWS, (num_ids,), generator=generator)
+    kjt = KeyedJaggedTensor(list(_SHARDING), ids, lengths=torch.ones(num_ids, dtype=torch.int64))
+    return {"ids": kjt, "labels": torch.randint(2, (_BATCH_SIZE,), generator=generator).float()}
 
 
 def check_laws(schedule: Schedule) -> None:
     """Check the laws of your schedule on one CPU rank.
 
-    `check_module` trains a small DLRM for 2 x depth + 1 batches, with each `stream` option: fused tables are read with
+    `check_module` trains a small model for 2 x depth + 1 batches, with each `stream` option: fused tables are read with
     the schedule's staleness, tables of the dense optimizer are never stale.
 
     Raises:
         AssertionError: A law is broken; the message names it. For a race it names the missing call.
     """
-    num_steps = 2 * schedule.depth + 1
-    data = SyntheticDataModule(
-        *(len(_SHARDING), 50), num_dense=2, batch_size=8, num_batches=num_steps, num_val_batches=2, num_test_batches=0
-    )
-
-    def make_model() -> DLRM:
-        return DLRM(data.table_sizes, data.num_dense, 4, (4,), (4,), fused_optimizer="sgd", table_learning_rate=1.0)
-
+    batches = [_make_batch(index) for index in range(2 * schedule.depth + 1)]
+    options: dict[str, Any] = {"sharding": _SHARDING, "fused_optimizer": (torch.optim.SGD, {"lr": 1.0})}
     for stream in STREAMS:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the data-parallel table loses its fused optimizer, as intended
-            check_module(make_model, data, schedule, num_steps=num_steps, stream=stream, sharding=_SHARDING)
+            warnings.simplefilter("ignore")  # the data-parallel table gets no fused optimizer, as intended
+            check_module(_Ranker, batches, schedule, num_steps=len(batches), stream=stream, **options)

@@ -97,6 +97,8 @@ class Watched(Callback):
         """Batch -> the batches whose backward was over when its lookup was issued."""
         self.early: dict[int, dict[str, bool]] = {}
         """Batch -> module -> whether all its calls got the embeddings of an early lookup."""
+        self.split: tuple[str, ...] = ()
+        """Modules whose weight gradients came after the backward."""
         self.plain_reasons: dict[str, str] = {}
         """Module -> why it ran in its own forward."""
         self.fused: frozenset[str] = frozenset()
@@ -172,6 +174,8 @@ class Watched(Callback):
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.open.close()
+        assert isinstance(trainer.strategy, OverlapEmbeddingStrategy)
+        self.split = trainer.strategy.split_modules
 
 
 def fit(

@@ -223,11 +223,6 @@ def _fork_or_execute(popen: Any, args: Any, *rest: Any) -> None:
         _execute(popen, args, *rest)
 
 
-def start_anew() -> None:
-    """Let `subprocess` start interpreters anew here, if this process was forked itself."""
-    subprocess.Popen._execute_child = _execute  # type: ignore[attr-defined]
-
-
 def _parse(arguments: Sequence[Any]) -> tuple[list[str], list[str]]:
     """Return an interpreter's options, `-W` as `-Wignore`, and the arguments from `-m`, `-c` or the script on.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 
 import pytest
@@ -64,6 +65,12 @@ def test_nothing_of_the_check_is_left(caplog: pytest.LogCaptureFixture) -> None:
     assert torch.equal(torch.get_rng_state(), state)
     assert signal.getsignal(signal.SIGTERM) == handler
     assert set(os.environ.items()) ^ set(environment.items()) == set()
+
+
+def test_the_report_says_what_was_split(two_ranks: Ranks) -> None:
+    for text in two_ranks.run(checked.what_is_said, TABLE_WISE, "split_backward", Model):
+        assert re.search(r"weight gradients of .*'top.0'.* came after the backward", text.splitlines()[0])
+    assert "the backward ran whole" in checked.what_is_said(TABLE_WISE, "split_backward", Model).splitlines()[0]
 
 
 def test_a_module_whose_embeddings_are_sent_in_fewer_bits(two_ranks: Ranks) -> None:
