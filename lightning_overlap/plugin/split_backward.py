@@ -42,6 +42,29 @@ def why_whole(
     return None
 
 
+def check_all_ranks(mode: str, whole: str | None, gather: Callable[[Any], list[Any]]) -> None:
+    """Check that all ranks train in the same mode, and that all of them or none can split the backward.
+
+    Args:
+        mode: This rank's mode.
+        whole: Why this rank cannot split the backward; None if it can.
+        gather: Returns the values of all ranks.
+
+    Raises:
+        RuntimeError: On all ranks, if they differ.
+    """
+    known = gather((mode, whole))
+    if len({mode for mode, _ in known}) > 1:
+        modes = ", ".join(f"rank {rank}: {mode!r}" for rank, (mode, _) in enumerate(known))
+        raise RuntimeError(f"the ranks train in different modes ({modes}). Give every rank the same pipeline=.")
+    if len({whole is None for _, whole in known}) > 1:
+        reasons = ", ".join(f"rank {rank}: {whole}" for rank, (_, whole) in enumerate(known) if whole is not None)
+        raise RuntimeError(
+            f"some ranks can split the backward and others cannot ({reasons}). Give every rank the same module, "
+            "callbacks and strategy, or use pipeline='fused_sparse_dist'."
+        )
+
+
 def late_all_reduce(model: Any, comm_hook: object | None) -> LateAllReduce | None:
     """Return a wait for the all-reduce after the backward; None if DistributedDataParallel has to wait.
 

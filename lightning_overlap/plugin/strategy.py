@@ -42,7 +42,7 @@ from .loops import BatchStream, Epoch, LookaheadFetcher, StepArguments, evaluati
 from .private_names import check_lightning
 from .processes import StartsProcesses
 from .run import Run, batch_size_of
-from .split_backward import late_all_reduce, split_layers, why_whole
+from .split_backward import check_all_ranks, late_all_reduce, split_layers, why_whole
 from .step_hooks import WalksSteps, runs_between_backward_and_step
 from .unsupported import (
     check_arguments,
@@ -229,6 +229,7 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
             self._run.sparse = sparse = self._make_pipeline(self.schedule, "training_step")
             sparse.attach()
             whole = why_whole(self.lightning_module, self.optimizers, self._ddp_kwargs, sparse.updates)
+            check_all_ranks(self.schedule.name, whole, self.gather)
             splits = self.schedule.splits_backward or self._tuner is not None
             if splits and whole is None:
                 late = late_all_reduce(self.model, self._ddp_comm_hook)

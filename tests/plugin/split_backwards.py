@@ -7,6 +7,7 @@ import logging
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback
 from torch import Tensor, nn
 
@@ -136,3 +137,21 @@ def fit(kind: str, pipeline: str, options: dict[str, Any], hooks: bool, **kwargs
     if kind == "post_hook":
         assert model.num_hooked == NUM_STEPS
     return collect(model, trainer.optimizers[0], model.losses), grads.seen, "\n".join(words.texts)
+
+
+class _HooksBackward(Callback):
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
+        pass
+
+
+def fit_of_ranks_that_differ(pipelines: tuple[str, str], hooked: int | None) -> str:
+    """Return the error, and after how many steps it came; each rank has its own mode, `hooked` one more callback."""
+    rank = dist.get_rank()
+    model = Model(TABLE_WISE)
+    strategy = make_strategy(model, pipelines[rank])
+    trainer = make_trainer(strategy, callbacks=[_HooksBackward()] if rank == hooked else [])
+    try:
+        trainer.fit(model, datamodule=Batches(TABLE_WISE, NUM_STEPS))
+    except RuntimeError as err:
+        return f"{err} after {trainer.global_step} steps"
+    return "no error"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -87,3 +88,18 @@ def test_above_two_ranks_and_on_one(get_ranks: Callable[..., Ranks]) -> None:
 def test_a_hook_that_raises_in_the_second_half_ends_all_ranks(two_ranks: Ranks) -> None:
     with pytest.raises(RankError, match="a hook of the user's in the second half"):
         two_ranks.run(split_backwards.fit, "raises", "split_backward", {}, False)
+
+
+@pytest.mark.parametrize(
+    ("pipelines", "hooked", "message"),
+    [
+        (("split_backward", "fused_sparse_dist"), None, "rank 0: 'split_backward', rank 1: 'fused_sparse_dist'"),
+        (("split_backward", "split_backward"), 1, r"others cannot \(rank 1: on_before_backward may compute gradients\)"),
+    ],
+)
+def test_ranks_that_differ_are_an_error_before_the_first_step(
+    two_ranks: Ranks, pipelines: tuple[str, str], hooked: int | None, message: str
+) -> None:
+    for text in two_ranks.run(split_backwards.fit_of_ranks_that_differ, pipelines, hooked):
+        assert re.search(message, text)
+        assert text.endswith("after 0 steps")
