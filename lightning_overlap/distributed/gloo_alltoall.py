@@ -110,6 +110,7 @@ class Exchange(dist.Work):
         self._tensors = tensors
         self._turn = threading.Lock()
         self._error: RuntimeError | None = None
+        self._watcher: threading.Thread | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait on the host until all data was received and sent.
@@ -134,20 +135,26 @@ class Exchange(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        """Whether a wait has ended; gloo does not tell earlier whether the all-to-all is over."""
+        """Whether the all-to-all is over. gloo tells only a wait: the first question starts a thread that waits."""
+        if self._works and self._watcher is None:
+            self._watcher = self._waiting_thread(lambda: None)
         return not self._works
 
     def get_future(self) -> torch.futures.Future[None]:
         """Return a future that a waiting thread completes at the end; `wait` raises a failure, the future does not."""
         future: torch.futures.Future[None] = torch.futures.Future()
+        self._waiting_thread(lambda: future.set_result(None))
+        return future
 
+    def _waiting_thread(self, done: Callable[[], None]) -> threading.Thread:
         def wait() -> None:
             with suppress(RuntimeError):
                 self.wait()
-            future.set_result(None)
+            done()
 
-        threading.Thread(target=wait, daemon=True, name="end of an all-to-all").start()
-        return future
+        thread = threading.Thread(target=wait, daemon=True, name="end of an all-to-all")
+        thread.start()
+        return thread
 
 
 def register() -> None:

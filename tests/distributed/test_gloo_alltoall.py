@@ -99,6 +99,11 @@ def test_two_hosts_train_as_the_plain_loop(case: Case, pipeline: str, get_ranks:
     assert reference.differences(actual, reference.on_ranks(ranks, case)) == [[], []]
 
 
+def test_an_exchange_is_over_without_a_wait(two_ranks: Ranks) -> None:
+    """A rank that fails asks for its gradients, and waits no longer than a time."""
+    assert two_ranks.run(exchanges.is_over_without_a_wait) == [(True, [1.0, 2.0])] * 2
+
+
 @pytest.mark.slow
 def test_everyone_who_waits_hears_of_a_failure() -> None:
     ranks = Ranks(2)  # of its own: the group is of no more use

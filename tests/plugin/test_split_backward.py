@@ -94,7 +94,11 @@ def test_a_hook_that_raises_in_the_second_half_ends_all_ranks(two_ranks: Ranks) 
     ("pipelines", "hooked", "message"),
     [
         (("split_backward", "fused_sparse_dist"), None, "rank 0: 'split_backward', rank 1: 'fused_sparse_dist'"),
-        (("split_backward", "split_backward"), 1, r"others cannot \(rank 1: on_before_backward may compute gradients\)"),
+        (
+            ("split_backward", "split_backward"),
+            1,
+            r"others cannot \(rank 1: on_before_backward may compute gradients\)",
+        ),
     ],
 )
 def test_ranks_that_differ_are_an_error_before_the_first_step(
