@@ -306,7 +306,7 @@ def test_a_killed_rank_keeps_the_old_checkpoint(get_ranks: Any, checkpoint_forma
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads the peak of memory from Linux")
 def test_what_saving_holds(get_ranks: Any, tmp_path: Path) -> None:
-    """In tables, of which each rank has three, in one kernel. New processes: malloc keeps freed memory of other tests."""
+    """In tables: each rank has three in one kernel. New processes, as malloc keeps freed memory of other tests."""
     get_ranks(2).close()
     two_ranks = get_ranks(2)
     for rank in two_ranks.run(saves.memory_of_saving, str(tmp_path / "sharded"), "sharded"):
