@@ -74,7 +74,7 @@ MUTANTS = (
     Mutant(
         1,
         "a deferred update is applied twice",
-        ("laws/test_laws.py::test_a_mode_equals_the_plain_loop[two_collections-semi_sync_deferred-2]",),
+        ("laws/test_laws.py::test_a_mode_equals_the_plain_loop[embedding_collection-semi_sync_deferred-2]",),
         "sparse/deferred_update.py",
         "            _go_on([*received, *self._sent.to_apply], retain_graph=retain_graph)\n",
         "            _go_on([*received, *self._sent.to_apply], retain_graph=True)\n"
