@@ -1,4 +1,4 @@
-"""Check who trains which table: the optimizer in the backward, or one of `configure_optimizers`."""
+"""Check which optimizer trains each table: the fused optimizer in the backward, or one of `configure_optimizers`."""
 
 from __future__ import annotations
 
@@ -376,7 +376,7 @@ def _check_can_fuse(table: Table, device: torch.device) -> None:
     except ValueError as err:
         raise ValueError(
             f"table {table.path}: FBGEMM has no fused form of {optimizer_class.__name__}. "
-            "Take torch.optim.SGD, Adagrad or (on CUDA) Adam, or one of torchrec.optim; in the place of AdamW, "
+            "Take torch.optim.SGD, Adagrad or (on CUDA) Adam, or one of torchrec.optim; instead of AdamW, "
             "on CUDA (torch.optim.Adam, {'lr': ...}), on a CPU (torchrec.optim.RowWiseAdagrad, {'lr': ...})."
         ) from err
     if device.type == "cpu" and kind not in CPU_FUSED_OPTIMIZERS:

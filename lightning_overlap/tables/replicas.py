@@ -120,7 +120,7 @@ class ReplicaKernel(DenseTableBatchedEmbeddingBagsCodegen):  # type: ignore[misc
         if kwargs.get("batch_size_per_feature_per_rank"):
             raise RuntimeError(
                 "replicated tables got a KeyedJaggedTensor whose batch size varies by feature, which TorchRec does not "
-                "support for data-parallel tables beside others. Train with replicate_tables=False."
+                "support where a module has data-parallel and other tables. Train with replicate_tables=False."
             )
         if not torch.is_grad_enabled():
             return super().forward(*args, **kwargs)  # type: ignore[no-any-return]

@@ -228,15 +228,15 @@ class ShardsLeftBehind(nn.Module):
     @override
     def forward(self, *_: Any, **__: Any) -> NoReturn:
         raise RuntimeError(
-            f"this module is a copy, in which nothing stands in the place of a {self.kind}: shards stay with their "
-            "process. Make the module anew, and load a checkpoint of the one that was copied."
+            f"this module is a copy, and its {self.kind} has no shards: shards stay with their process. Make a new "
+            "module, and load a checkpoint of the copied module."
         )
 
 
 def _left_behind(module: nn.Module) -> tuple[type[ShardsLeftBehind], tuple[str]]:
     warnings.warn(
-        f"a copy of a {type(module).__name__} leaves its shards behind: save a checkpoint to keep the tables, and pass "
-        "a module to fit() and the like of a copied trainer.",
+        f"a copy of a {type(module).__name__} has no shards: save a checkpoint to keep the tables, and pass a module to "
+        "fit() and the other methods of a copied trainer.",
         UserWarning,
         stacklevel=3,
     )

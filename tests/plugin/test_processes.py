@@ -155,7 +155,7 @@ def test_a_copied_trainer_trains_as_the_original(two_ranks: Ranks, how: str, tab
 
 def test_a_copied_module_says_that_its_shards_are_elsewhere(get_ranks: Callable[..., Ranks]) -> None:
     [message] = get_ranks(1).run(started.copied_module)
-    assert "in the place of a ShardedEmbeddingBagCollection: shards stay with their process" in message
+    assert "its ShardedEmbeddingBagCollection has no shards: shards stay with their process" in message
 
 
 @pytest.mark.parametrize("fn", ["fit", "validate", "test", "predict"])
