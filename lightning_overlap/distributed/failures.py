@@ -1,4 +1,4 @@
-"""Let failing ranks tell each other the cause through the store (collectives may hang), and choose the rank that prints it.
+"""Let failing ranks tell each other the cause through the store (collectives may hang); choose the rank that prints.
 
 Ranks share a terminal: the first error is printed once, after the output of all other ranks. Otherwise a rank that lost
 a peer would print the last and longest traceback, about a connection.

@@ -235,8 +235,8 @@ class ShardsLeftBehind(nn.Module):
 
 def _left_behind(module: nn.Module) -> tuple[type[ShardsLeftBehind], tuple[str]]:
     warnings.warn(
-        f"a copy of a {type(module).__name__} has no shards: save a checkpoint to keep the tables, and pass a module to "
-        "fit() and the other methods of a copied trainer.",
+        f"a copy of a {type(module).__name__} has no shards: save a checkpoint to keep the tables, and pass a module "
+        "to fit() and the other methods of a copied trainer.",
         UserWarning,
         stacklevel=3,
     )
