@@ -59,7 +59,7 @@ test: CHECKS = $(MAKE) --no-print-directory -j2 lint docs
 test:
 	@$(MAKE) --no-print-directory -j3 $(INSTALLED) $(DOCS) redis-server
 	@{ $(CHECKS) >$(SAID) 2>&1; code=$$?; cat $(SAID); exit $$code; } & checks=$$!; \
-	$(THREADS) $(PYTEST) --numprocesses=3 --dist=loadgroup; tests=$$?; \
+	$(THREADS) $(PYTEST) --numprocesses=3 --dist=loadfile; tests=$$?; \
 	wait $$checks || { cat $(SAID); echo "lint or docs failed: see above"; exit 1; }; \
 	exit $$tests
 
@@ -67,7 +67,7 @@ check: $(INSTALLED)
 	@$(MAKE) --no-print-directory -j2 lint quick
 
 quick: $(INSTALLED)
-	$(THREADS) $(PYTEST) --numprocesses=2 --dist=loadgroup -m "not ranks and not slow and not gpu"
+	$(THREADS) $(PYTEST) --numprocesses=2 --dist=loadfile -m "not ranks and not slow and not gpu"
 
 # With the packages of the machine, which may be other versions: nothing is installed.
 gpu:

@@ -109,16 +109,9 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if config.option.markexpr in ("gpu", "gpu_first") and folder not in ("tests", "gpu") else None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests that have rank processes, and group tests for pytest-xdist; skip `gpu` ones without a CUDA device.
-
-    A worker runs all tests of a group. Tests in rank processes share references within their folder (`run_once`).
-    """
-    for item in items:
-        ranks = "get_ranks" in getattr(item, "fixturenames", ())
-        if ranks:
-            item.add_marker(pytest.mark.ranks)
-        group = f"ranks {item.path.parent.name}" if ranks else str(item.path.relative_to(item.config.rootpath))
-        item.add_marker(pytest.mark.xdist_group(group))
-        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Mark a test that has rank processes; skip a `gpu` test without a CUDA device."""
+    if "get_ranks" in getattr(item, "fixturenames", ()):
+        item.add_marker(pytest.mark.ranks)
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
