@@ -339,11 +339,14 @@ def read_file(path: Path, *, weights_only: bool | None, mmap: bool = False) -> d
 
     Raises:
         RuntimeError: The file has objects that `weights_only` rejects; the message tells how to load it.
+        ValueError: The file is no checkpoint.
     """
     try:
         content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=weights_only, mmap=mmap)
     except pickle.UnpicklingError as err:
         raise _untrusted(path, err) from err
+    except (IndexError, EOFError) as err:  # of a text file
+        raise ValueError(f"{path} is no checkpoint: torch.load cannot read it.") from err
     return content
 
 

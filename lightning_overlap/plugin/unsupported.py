@@ -185,8 +185,8 @@ def warn_of_ignored_options(trainer: Trainer, *, holds_updates: bool) -> None:
     if accumulates and not holds_updates:
         warnings.warn(
             f"{accumulates} accumulates dense gradients only: "
-            "fused tables are updated inside the backward of every batch. With frozen_window=True they are updated "
-            "with the optimizer step.",
+            "fused tables are updated inside the backward of every batch. "
+            "pipeline=Mode('fused_sparse_dist', frozen_window=True) updates them with the optimizer step.",
             UserWarning,
             stacklevel=2,
         )

@@ -156,7 +156,7 @@ def stale_table(rows: Mapping[str, tuple[int, int]]) -> Table:
     """Return the table of stale rows: for the stalest tables and for all tables together."""
     worst = sorted(rows, key=lambda table: (-rows[table][0] / rows[table][1], table))[:NUM_STALEST]
     lines = {table: rows[table] for table in worst}
-    name = "all tables" if len(worst) == len(rows) else f"all {len(rows)} tables"
+    name = "all sharded tables" if len(worst) == len(rows) else f"all {len(rows)} sharded tables"
     lines[name] = sum(stale for stale, _ in rows.values()), sum(read for _, read in rows.values())
     cells = [(table, str(read), str(stale), f"{stale / read:.1%}") for table, (stale, read) in lines.items()]
     return Table(("rows in the steps counted", "read", "stale", "stale %"), cells)

@@ -160,12 +160,15 @@ def frozen_window(schedule: Schedule) -> Schedule:
         schedule: A mode of staleness 0.
 
     Raises:
-        ValueError: The mode has a staleness, has no sparse stages, or prefetches.
+        ValueError: The mode has a staleness, has no sparse stages, prefetches, or splits its backward.
     """
-    if schedule.staleness or not schedule.has_sparse_stages or schedule.prefetches:
+    splits = schedule.splits_backward
+    if schedule.staleness or not schedule.has_sparse_stages or schedule.prefetches or splits:
         why = (
             f"has a staleness of {schedule.staleness}, but a window sees all earlier updates"
             if schedule.staleness
+            else "updates the tables of each batch while its weight gradients are computed"
+            if splits
             else "keeps rows in a cache until their backward"
             if schedule.has_sparse_stages
             else "leaves the lookup to the modules"

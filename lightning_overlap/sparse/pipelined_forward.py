@@ -266,11 +266,11 @@ class PipelinedForwards(dict[str, PipelinedForward]):
         if self._out_of_range_ids == "error":
             return (
                 f"{text} Map ids to rows in the dataset, or raise num_embeddings. With out_of_range_ids='warning' the "
-                "strategy trains on as FBGEMM does: an id that is too large reads and trains row 0 of a shard."
+                "strategy trains on as FBGEMM does: an id outside reads and trains row 0 of the table's shard."
             )
         if (pipelined.name, feature) not in self._warned:  # on each rank: ranks have different ids
             self._warned.add((pipelined.name, feature))
-            warnings.warn(f"{text} FBGEMM takes row 0 of a shard for an id that is too large.", stacklevel=2)
+            warnings.warn(f"{text} FBGEMM takes row 0 of the table's shard for an id outside.", stacklevel=2)
         return None
 
     def served(self, pipelined: PipelinedForward, *, own: bool = False) -> None:

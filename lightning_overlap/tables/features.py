@@ -63,7 +63,7 @@ def _check_ids(module: Any, kjt: KeyedJaggedTensor) -> None:
     if dtype not in (torch.int64, torch.int32) and module.takes_numbers:
         raise TypeError(
             f"the ids for a {type(module).__name__} (features {some(kjt.keys())}) must be torch.int64 or torch.int32, "
-            f"got {dtype}. (torch.tensor([]) is torch.float32.)"
+            f"got {dtype}. Convert them in the dataset or the collate function; torch.tensor([]) is torch.float32."
         )
 
 

@@ -73,7 +73,8 @@ class IdRanges:
         of_feature = ids[starts[place] : starts[place] + counts[at]]
         [wrong] = np.nonzero(of_feature > last[place])
         example, table = values[int(starts[place] + wrong[0])].item(), self._tables[keys[at]]
+        padding = ". A negative id is no padding: leave it out of values and lengths" if example < 0 else ""
         return keys[at], (
             f"feature {keys[at]!r} has id {example}, but table {table.name!r} has rows 0 to {table.num_embeddings - 1} "
-            f"({len(wrong)} of {counts[at]} ids of the feature are outside)"
+            f"({len(wrong)} of {counts[at]} ids of the feature are outside){padding}"
         )

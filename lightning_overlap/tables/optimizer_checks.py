@@ -376,7 +376,7 @@ def _check_can_fuse(table: Table, device: torch.device) -> None:
     except ValueError as err:
         raise ValueError(
             f"table {table.path}: FBGEMM has no fused form of {optimizer_class.__name__}. "
-            "Take torch.optim.SGD, Adagrad or (on CUDA) Adam, or one of torchrec.optim; instead of AdamW, "
+            "Take torch.optim.SGD, Adagrad or (on CUDA) Adam, or a class of torchrec.optim: for AdamW or SparseAdam, "
             "on CUDA (torch.optim.Adam, {'lr': ...}), on a CPU (torchrec.optim.RowWiseAdagrad, {'lr': ...})."
         ) from err
     if device.type == "cpu" and kind not in CPU_FUSED_OPTIMIZERS:

@@ -279,7 +279,7 @@ def _seen(schedule: Schedule, watched: Watched, at_least: bool) -> tuple[str, st
 def _race(setting: Setting, pipeline: str | Mode | Schedule, overlaps: bool) -> tuple[str, str]:
     """Train once more, on one CPU rank, with simulated streams that follow every operator's memory."""
     if not overlaps or setting.accelerator != "cpu" or dist.get_world_size() > 1:
-        return "", "not checked"
+        return "", "only checked in one CPU process, in modes with early lookups"
     try:
         fit(setting, pipeline, every_state=False, races=True)
     except RaceError as err:

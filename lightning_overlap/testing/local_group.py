@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 @contextlib.contextmanager
 def process_group(accelerator: str) -> Iterator[None]:
-    """Use the existing process group, or a temporary group of one rank.
+    """Use the existing process group, or a temporary group: of all ranks under torchrun, else of one rank.
 
     Sets torchrun's environment variables for Lightning. Restores random state, log levels and the environment.
     """
@@ -25,7 +25,10 @@ def process_group(accelerator: str) -> Iterator[None]:
         stack.enter_context(torch.random.fork_rng(devices=[]))
         stack.callback(random.setstate, random.getstate())
         stack.callback(np.random.set_state, np.random.get_state())
-        if not dist.is_initialized():
+        if not dist.is_initialized() and dist.is_torchelastic_launched():
+            dist.init_process_group("gloo" if accelerator == "cpu" else "nccl")
+            stack.callback(dist.destroy_process_group)
+        elif not dist.is_initialized():
             store = dist.HashStore()  # type: ignore[attr-defined]
             dist.init_process_group("gloo" if accelerator == "cpu" else "nccl", store=store, rank=0, world_size=1)
             stack.callback(dist.destroy_process_group)

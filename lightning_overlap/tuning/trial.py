@@ -139,10 +139,14 @@ def choose(found: Mapping[Arm, Sequence[float]], tie: float) -> Arm | None:
         found: Arm -> time of a batch in each block, in ms.
         tie: Arms within this share of the fastest arm's time tie; ties go to the arm that uses the least memory.
     """
+    return min(as_fast(found, tie), key=lambda arm: (arm.held, median(found[arm])), default=None)
+
+
+def as_fast(found: Mapping[Arm, Sequence[float]], tie: float) -> set[Arm]:
+    """Return the arms with `FEWEST` blocks whose median is within `tie` of the fastest median."""
     measured = {arm: median(times) for arm, times in found.items() if len(times) >= FEWEST}
     limit_ms = min(measured.values(), default=0.0) * (1 + tie)
-    as_fast = [arm for arm, ms in measured.items() if ms <= limit_ms]
-    return min(as_fast, key=lambda arm: (arm.held, measured[arm]), default=None)
+    return {arm for arm, ms in measured.items() if ms <= limit_ms}
 
 
 def table(found: Mapping[Arm, Sequence[float]], chosen: Arm | None) -> str:

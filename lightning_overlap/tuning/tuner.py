@@ -13,7 +13,7 @@ from ..runtime import BatchSource, CudaStreams, FetchedBatch, StageTimer, Stream
 from ..schedules import STREAMS, Schedule
 from .arms import BRIDGE, TRIED, Arm, modes_on, streams_of
 from .auto import Auto
-from .trial import FEWEST, Trial, choose, table, times_of
+from .trial import FEWEST, Trial, as_fast, choose, table, times_of
 
 
 class TimedSource:
@@ -206,7 +206,11 @@ class Tuner:
             self._num_before += trial.num_over[0] * trial.num_batches // self._auto.rounds
             self._trial = Trial(streams, self._auto, trial.clock, self._per_step)
             return
-        why = f"no other is more than {self._auto.tie:.0%} faster; among equally fast modes it uses the least memory"
+        why = "it is the fastest"
+        if len(as_fast(found, self._auto.tie)) > 1:
+            why = (
+                f"no other is more than {self._auto.tie:.0%} faster; among equally fast modes it uses the least memory"
+            )
         if chosen is None:
             why = "no choice was made, because evaluations, saves, ends of epochs or data loading disturbed every block"
         self._trial, self.has_chosen = None, chosen is not None

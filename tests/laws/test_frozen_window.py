@@ -173,6 +173,7 @@ def test_what_has_no_window_is_refused(get_ranks: Callable[..., Ranks], model: s
         ("base", "'base' leaves the lookup to the modules"),
         ("prefetch", "'prefetch' keeps rows in a cache"),
         ("semi_sync", "'semi_sync' has a staleness of 1"),
+        ("split_backward", "'split_backward' updates the tables of each batch while its weight gradients are computed"),
     ],
 )
 def test_a_mode_that_cannot_is_refused(pipeline: str, message: str) -> None:
