@@ -116,8 +116,8 @@ def _how_to_keep(unused: Mapping[_Unused, Collection[str]], fused_only: Collecti
     ]
     if lost:
         ways.append(
-            "There nothing keeps their state: this run trains them on from their weights. A RowWiseAdagrad begins with "
-            "ten times Adam's rate."
+            "For these tables nothing keeps the state on a CPU: this run trains them on from their weights. If Adam "
+            "trained them, give RowWiseAdagrad about ten times its rate."
         )
     return " ".join(ways)
 
