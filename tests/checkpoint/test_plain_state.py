@@ -96,7 +96,7 @@ SEQUENCES = ["ec.embeddings.t0.weight", "ec.embeddings.t1.weight"]
 ONLY_FUSED = "On a CPU tables of an EmbeddingCollection need a fused optimizer: ec.embeddings.t0.weight"
 
 
-LOST = f"{ONLY_FUSED}. There nothing keeps their state: this run trains them on from their weights."
+LOST = f"{ONLY_FUSED}. For these tables nothing keeps the state on a CPU: this run trains them on from their weights."
 
 
 @pytest.mark.parametrize(
