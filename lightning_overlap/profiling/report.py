@@ -186,7 +186,7 @@ def slowest_sentence(ranks: Sequence[Breakdown]) -> str:
     slowest = min(range(len(ranks)), key=lambda rank: waits[rank])
     most = max(waits)
     if most - waits[slowest] < EVEN * ranks[slowest].step_ms:
-        return "The ranks are even: none is slower than the others."
+        return "The ranks wait about equally long for each other."
     return (
         f"Rank {slowest} is the slowest: it waits {waits[slowest]:.2f} ms per step, rank {waits.index(most)} waits "
         f"{most:.2f} ms."

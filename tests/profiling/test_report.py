@@ -63,7 +63,7 @@ def test_the_slowest_rank_is_the_one_that_waits_least() -> None:
         "Rank 1 is the slowest: it waits 3.00 ms per step, rank 0 waits 20.00 ms."
     )
     even = report.slowest_sentence([one(blocked=20), one(blocked=19.5)])
-    assert even == "The ranks are even: none is slower than the others.", "though all wait for what is on its way"
+    assert even == "The ranks wait about equally long for each other.", "though all wait for what is on its way"
 
 
 def test_closing_table() -> None:
