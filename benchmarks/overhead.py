@@ -67,7 +67,7 @@ class _Nothing:
 
         return FetchedBatch(object(), 0, 0)
 
-    def forward(self, inflight: Any) -> AbstractContextManager[None]:
+    def forward(self, inflight: Any, send_next: Any) -> AbstractContextManager[None]:
         return nullcontext()
 
     def has_lookup(self, inflight: Any, owners: Any) -> bool:

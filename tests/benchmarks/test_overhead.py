@@ -1,0 +1,15 @@
+"""`benchmarks/overhead.py`: the executor alone runs with sparse stages that do nothing."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+
+import pytest
+
+OVERHEAD = Path(__file__).resolve().parents[2] / "benchmarks" / "overhead.py"
+
+
+def test_the_executor_alone_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(OVERHEAD))["_measure_executor"](20)
+    assert "fused_sparse_dist" in capsys.readouterr().out
