@@ -125,7 +125,7 @@ def test_adams_state_of_sequences_is_reset_with_a_word(two_ranks: Ranks, tmp_pat
     first, _ = two_ranks.run(plain_runs.go_on, path, ADAM, FUSED_ADAGRAD, epochs=1, case=SEQUENCE)
     [said] = [said for said in first.said if "is reset" in said]
     assert "sharding=" not in said
-    assert said.endswith("from their weights. A RowWiseAdagrad begins with ten times Adam's rate.")
+    assert said.endswith("If Adam trained them, give RowWiseAdagrad about ten times its rate.")
 
 
 @pytest.mark.parametrize(("sharding", "width"), [("table_wise", 8), ("column_wise", 4)])
