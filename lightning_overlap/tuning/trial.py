@@ -142,11 +142,14 @@ def choose(found: Mapping[Arm, Sequence[float]], tie: float) -> Arm | None:
     return min(as_fast(found, tie), key=lambda arm: (arm.held, median(found[arm])), default=None)
 
 
-def as_fast(found: Mapping[Arm, Sequence[float]], tie: float) -> set[Arm]:
-    """Return the arms with `FEWEST` blocks whose median is within `tie` of the fastest median."""
+def as_fast(found: Mapping[Arm, Sequence[float]], tie: float) -> list[Arm]:
+    """Return the arms with `FEWEST` blocks whose median is within `tie` of the fastest median.
+
+    They keep the order of `found`, so that all ranks choose alike where arms are equal.
+    """
     measured = {arm: median(times) for arm, times in found.items() if len(times) >= FEWEST}
     limit_ms = min(measured.values(), default=0.0) * (1 + tie)
-    return {arm for arm, ms in measured.items() if ms <= limit_ms}
+    return [arm for arm, ms in measured.items() if ms <= limit_ms]
 
 
 def table(found: Mapping[Arm, Sequence[float]], chosen: Arm | None) -> str:
