@@ -25,7 +25,16 @@ from ..distributed import gather_objects, together
 from .atomic import atomic_replace, remove, sibling
 from .dense_state import empty_table_states, load_by_name, put_table_states
 from .plain_state import take_plain_state
-from .sharded_folder import FUSED, MODEL, TABLE_OPTIMIZERS, is_rank_zero, on_rank_zero, read_file, take_state
+from .sharded_folder import (
+    FUSED,
+    FUSED_CLASSES,
+    MODEL,
+    TABLE_OPTIMIZERS,
+    is_rank_zero,
+    on_rank_zero,
+    read_file,
+    take_state,
+)
 from .table_state import Loading, fill_from_whole, local_parts, plan_loading
 
 
@@ -148,7 +157,7 @@ def load_fused(
         return
 
     def plan_and_fill() -> Loading:
-        loading = plan_loading(model, saved, told)
+        loading = plan_loading(model, saved, checkpoint.get(FUSED_CLASSES, {}), told)
         fill_from_whole(loading.pieces, saved)
         return loading
 

@@ -35,7 +35,7 @@ from ..text import some, unknown_name_message
 from .atomic import atomic_replace, being_replaced, remove, sibling
 from .dense_state import empty_table_states, put_table_states, take_table_states
 from .safe_metadata import SafePlanner, SafeReader
-from .table_state import Loading, fused_state, on_host, plan_loading
+from .table_state import Loading, fused_classes, fused_state, on_host, plan_loading
 
 METADATA_NAME = "meta.pt"
 """The file that marks a checkpoint folder and has the unsharded state: loops, callbacks, dense optimizers."""
@@ -45,6 +45,9 @@ SHARDED, FULL = FORMATS = "sharded", "full"
 
 MODEL, FUSED, TABLE_OPTIMIZERS = "model", "fused_optimizer", "table_optimizers"
 """Parts of a folder: weights, state of fused optimizers, state of dense optimizers for shards of tables."""
+
+FUSED_CLASSES = "fused_optimizer_classes"
+"""Entry of a checkpoint: `fused_classes`."""
 
 
 def check_format(checkpoint_format: str | None, async_checkpoint: bool) -> None:
@@ -81,6 +84,7 @@ def take_state(checkpoint: dict[str, Any], model: nn.Module) -> dict[str, dict[s
     """
     state = {MODEL: checkpoint.pop("state_dict")}
     if "optimizer_states" in checkpoint:
+        checkpoint[FUSED_CLASSES] = fused_classes(model)
         state[FUSED] = {str(key): piece for key, piece in fused_state(model).items()}
         state[TABLE_OPTIMIZERS] = take_table_states(checkpoint["optimizer_states"], model)
     # An empty part would be written as an object, and ranks differ in their parts.
@@ -297,7 +301,8 @@ def load_folder(
     state: dict[str, Any] = {MODEL: {key: value for key, value in state_dict.items() if key in saved[MODEL]}}
     loading = Loading({}, lambda: None)
     if with_optimizers and "optimizer_states" in rest:
-        loading = together(lambda: plan_loading(model, saved[FUSED]), partial(gather_objects, group=group))
+        plan = partial(plan_loading, model, saved[FUSED], rest.get(FUSED_CLASSES, {}))
+        loading = together(plan, partial(gather_objects, group=group))
         tables = empty_table_states(saved[TABLE_OPTIMIZERS], model)
         state |= {FUSED: loading.pieces, TABLE_OPTIMIZERS: tables}
     state = {part: values for part, values in state.items() if values}

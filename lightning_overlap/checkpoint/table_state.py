@@ -28,7 +28,7 @@ from torchrec.distributed.types import (
 )
 from torchrec.optim.keyed import CombinedOptimizer
 
-from ..tables import kernel_of, table_modules
+from ..tables import kernel_of, sharded_modules, table_modules
 from ..text import some
 
 Piece: TypeAlias = Tensor | ShardedTensor
@@ -102,7 +102,22 @@ def fused_state(model: nn.Module) -> dict[StateKey, Piece]:
     return pieces
 
 
-def plan_loading(model: nn.Module, saved: Iterable[str], told: Collection[str] = ()) -> Loading:
+def fused_classes(model: nn.Module) -> dict[str, str]:
+    """Return the weight's name -> class of the fused optimizer, of the tables of all ranks."""
+    rules = {
+        path: getattr(module, "trained_in_backward", None) or {} for path, module in sharded_modules(model).items()
+    }
+    return {
+        name: trained[table].name
+        for name in table_weights(model)
+        for path, trained in rules.items()
+        if name.startswith(f"{path}.") and (table := name.split(".")[-2]) in trained
+    }
+
+
+def plan_loading(
+    model: nn.Module, saved: Iterable[str], classes: Mapping[str, str], told: Collection[str] = ()
+) -> Loading:
     """Match the fused state of this run to the names of saved pieces.
 
     Row-wise state that was saved for other ranges of columns is averaged over the saved ranges that a shard overlaps,
@@ -113,6 +128,7 @@ def plan_loading(model: nn.Module, saved: Iterable[str], told: Collection[str] =
     Args:
         model: The sharded model.
         saved: Names of the saved pieces.
+        classes: The saved `fused_classes`; empty in older checkpoints.
         told: Tables about whose state the user has been warned.
 
     Raises:
@@ -127,9 +143,12 @@ def plan_loading(model: nn.Module, saved: Iterable[str], told: Collection[str] =
     for weight, wanted in kinds_by_weight(mine).items():
         if kinds.get(weight, wanted) != wanted:
             there, here = (some(sorted(each)) or "no state" for each in (kinds[weight], wanted))
+            was, now = classes.get(weight), fused_classes(model).get(weight)
+            known = f" (saved with {was}, this run has {now})" if was and now else ""
             raise RuntimeError(
-                f"the fused optimizer of {weight} was saved with {there}, this run's has {here}: load with the fused "
-                "optimizer that the checkpoint was saved with."
+                f"the fused optimizer of {weight} was saved with {there}, this run's has {here}{known}: load with the "
+                f"fused optimizer that the checkpoint was saved with{f', fused_optimizer=({was}, ...)' if was else ''}."
+                " Or keep only the weights: load them with trainer.validate(ckpt_path=...), then fit without ckpt_path."
             )
     for key, piece in mine.items():
         if key in keys:

@@ -195,6 +195,20 @@ def load_from(case: Case, path: str, fn: str = "fit", model_class: Any = None, *
     return "loaded"
 
 
+def fit_with_another_optimizer(path: str, case: Case) -> tuple[str, bool]:
+    """Return what the user reads who resumes, and whether the advice that it ends with keeps the weights."""
+    said = load_from(case, path)
+    model = zeroed(Evaluated(case))
+    trainer = make_trainer(make_strategy(model), max_steps=0)
+    trainer.validate(model, datamodule=EvaluatedBatches(case, 1), ckpt_path=path, verbose=False)
+    loaded = parts_of(model, trainer)
+    trainer.fit(model, datamodule=Batches(case, 1))
+    after = parts_of(model, trainer)
+    tables = [name for name in loaded if name in ("t0", "t1")]
+    kept = [(before, now) for name in tables for (_, before), (_, now) in zip(loaded[name], after[name], strict=True)]
+    return said, all(before.any() and torch.equal(before, now) for before, now in kept)
+
+
 # -- evaluation -------------------------------------------------------------------------------------------------
 
 

@@ -199,6 +199,27 @@ def test_torchrecs_keyed_optimizer(ranks: Ranks, checkpoint_format: str, tmp_pat
     goes_on(ranks, ROWWISE_ADAGRAD, tmp_path, model_class=checkpoints.Keyed, checkpoint_format=checkpoint_format)
 
 
+@pytest.mark.parametrize("checkpoint_format", FORMATS)
+def test_another_fused_optimizer_is_named(get_ranks: Any, checkpoint_format: str, tmp_path: Path) -> None:
+    """Also on a rank that has none of the tables; an older checkpoint has no names."""
+    ranks = get_ranks(2)
+    path = Path(ranks.run(train, ADAGRAD, str(tmp_path), plan="0 0", checkpoint_format=checkpoint_format)[0].checkpoint)
+    case = checkpoints.dataclasses.replace(ADAGRAD, optimizer=ROWWISE_ADAGRAD.optimizer)
+    for said, keeps_weights in ranks.run(checkpoints.fit_with_another_optimizer, str(path), case):
+        assert "was saved with momentum1, this run's has momentum1 (row-wise)" in said
+        assert "(saved with Adagrad, this run has RowWiseAdagrad): load with the fused optimizer that" in said
+        assert "was saved with, fused_optimizer=(Adagrad, ...). Or keep only the weights: " in said
+        assert keeps_weights
+    names = path / "meta.pt" if checkpoint_format == "sharded" else path
+    older = torch.load(names, weights_only=True)
+    assert set(older.pop("fused_optimizer_classes").values()) == {"Adagrad"}
+    torch.save(older, names)
+    for said in ranks.run(checkpoints.load_from, case, str(path)):
+        assert "this run's has momentum1 (row-wise): load with the fused optimizer that" in said
+        assert "was saved with. Or keep only the weights" in said
+    assert ranks.run(checkpoints.load_from, ADAGRAD, str(path)) == ["loaded"] * 2
+
+
 def test_counters_and_learning_rates_of_the_kernels(ranks: Ranks, tmp_path: Path) -> None:
     for rank in goes_on(ranks, ROWWISE_ADAGRAD, tmp_path, model_class=checkpoints.Scheduled):
         assert rank.whole["kernels"][0][1].tolist() == [[2 * EPOCH, 2 * EPOCH, 0.125]]
