@@ -146,12 +146,21 @@ def load_fused(
     """Copy fused optimizer state from a full file into the kernels; all ranks call this.
 
     First converts the optimizer state of a run without this strategy in place (`take_plain_state`). Copies nothing if
-    `load_folder` has loaded the state.
+    `load_folder` has loaded the state. Rank 0 warns of learning-rate schedulers that only the checkpoint has.
 
     Raises:
         RuntimeError: The state was saved from another model, or with another fused optimizer.
     """
     told = take_plain_state(checkpoint, optimizers, schedulers, model, group)
+    num_schedulers = len(checkpoint.get("lr_schedulers", []))
+    if num_schedulers > len(schedulers) and is_rank_zero(group):  # Lightning drops the others without a word
+        warnings.warn(
+            f"the checkpoint has {num_schedulers} learning-rate scheduler(s), this run has {len(schedulers) or 'none'}: "
+            "their state is not used, and a learning rate that no scheduler of this run moves stays as it was saved. "
+            "To go on with the schedule, return the same schedulers from configure_optimizers.",
+            UserWarning,
+            stacklevel=2,
+        )
     saved = checkpoint.get(FUSED, {})
     if saved is None:  # `load_folder` has loaded it
         return

@@ -301,6 +301,26 @@ class Scheduled(Model):
                 fused.step()
 
 
+class Stepped(Model):
+    """Has a schedule that halves the rate of the dense part in each epoch."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD([p for _, p in in_backward_optimizer_filter(self.named_parameters())], 0.25)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+
+class Unscheduled(Stepped):
+    """The same without the schedule."""
+
+    def configure_optimizers(self) -> Any:
+        [[optimizer], _] = super().configure_optimizers()
+        return optimizer
+
+    def on_train_end(self) -> None:
+        [group] = self.trainer.optimizers[0].param_groups
+        assert group["lr"] == 0.125  # as it was saved
+
+
 class Opaque:
     """What torch.load does not load unless told to trust the file."""
 

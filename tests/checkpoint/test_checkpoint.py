@@ -225,6 +225,19 @@ def test_counters_and_learning_rates_of_the_kernels(ranks: Ranks, tmp_path: Path
         assert rank.whole["kernels"][0][1].tolist() == [[2 * EPOCH, 2 * EPOCH, 0.125]]
 
 
+@pytest.mark.parametrize("checkpoint_format", FORMATS)
+def test_a_schedule_that_only_the_checkpoint_has(two_ranks: Ranks, checkpoint_format: str, tmp_path: Path) -> None:
+    """Its state is not used, which is said once; Lightning says nothing."""
+    run = partial(two_ranks.run, train, ROWWISE_ADAGRAD, checkpoint_format=checkpoint_format)
+    path = run(str(tmp_path / "a"), model_class=checkpoints.Stepped)[0].checkpoint
+    first, second = run(str(tmp_path / "b"), model_class=checkpoints.Unscheduled, epochs=2, resume=path)
+    [said] = first.warnings
+    assert said.startswith("the checkpoint has 1 learning-rate scheduler(s), this run has none: ")
+    assert second.warnings == []
+    again, _ = run(str(tmp_path / "c"), model_class=checkpoints.Stepped, epochs=2, resume=path)
+    assert again.warnings == []
+
+
 # -- evaluation, other tools ------------------------------------------------------------------------------------
 
 
