@@ -12,7 +12,7 @@ import ctypes
 import os
 import shutil
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +27,19 @@ def being_replaced(path: Path) -> Path:
     return path.with_name(f"{path.stem}.old{path.suffix}")
 
 
+def write_synced(path: Path, write: Callable[[Any], object]) -> None:
+    """Write a file by a function of the open file; it survives a power failure."""
+    with path.open("wb") as file:
+        write(file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
 def atomic_replace(unfinished: Path, path: Path, also: Path | None = None) -> None:
     """Rename a complete checkpoint to `path`, and remove what had that name; each is a file, a folder or a link.
 
     At any moment `path` is the new or the old checkpoint, or, if names cannot be swapped, `being_replaced(path)` is the
-    old checkpoint.
-
-    Args:
-        unfinished: The complete checkpoint under its first name.
-        path: Its new name.
-        also: A second name that it gets first, by hard links; skipped if the file system has no hard links.
+    old checkpoint. `also` is a second name that the checkpoint gets first, if the file system has hard links.
     """
     if also is not None:
         _twin(unfinished, also)
@@ -63,8 +66,8 @@ def _twin(path: Path, name: Path) -> None:
             os.link(path, new)
     except OSError:  # no hard links there
         remove(new)
-        return
-    atomic_replace(new, name)
+    else:
+        atomic_replace(new, name)
 
 
 def lead(link: Path, to: Path) -> None:
@@ -80,10 +83,8 @@ def lead(link: Path, to: Path) -> None:
 
 def links_to(path: Path, stems: Iterable[str]) -> list[Path]:
     """Return the links in a checkpoint's folder that lead to it and whose names begin with any of `stems`."""
-    stems = tuple(stems)
-    if not stems or not path.parent.is_dir():
-        return []
-    named = [entry for entry in path.parent.iterdir() if entry.name.startswith(stems) and entry.suffix == path.suffix]
+    starts = tuple(stems)
+    named = [entry for entry in path.parent.glob("*") if entry.name.startswith(starts) and entry.suffix == path.suffix]
     return [entry for entry in named if entry.is_symlink() and entry.resolve() == path.resolve()]
 
 
@@ -125,7 +126,7 @@ def _is_real_folder(path: Path) -> bool:
 
 
 def _sync(folder: Path) -> None:
-    """Flush the names in a folder to the disk, to survive a power failure."""
+    """Flush the names in a folder to the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -8,29 +8,23 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping
-from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torchrec.distributed.types import ShardedTensor
 from torchrec.optim.keyed import KeyedOptimizer
 
 from ..tables import optimizer_name
 from ..text import some
-from .table_state import Piece, dense_kernel_tables, local_parts, map_shards, split_like, table_weights
+from .table_state import Piece, dense_kernel_tables, local_parts, split_like, table_weights
 
 State = dict[str, Any]
 
-Sized: TypeAlias = tuple[object, Tensor | None]
-"""Name or number of a parameter, and a tensor of its shape; None if it has no state."""
-
 
 def by_name(
-    optimizer: torch.optim.Optimizer,
-    state: Mapping[str, Any],
-    model: nn.Module,
-    more: Mapping[Tensor, Mapping[str, Tensor]],
+    optimizer: Optimizer, state: Mapping[str, Any], model: nn.Module, more: Mapping[Tensor, Mapping[str, Tensor]]
 ) -> State:
     """Return an optimizer's `state_dict()` with the model's parameter names instead of positions.
 
@@ -44,19 +38,17 @@ def by_name(
         state = {"state": optimizer.state, "param_groups": optimizer.param_groups}
     if "param_groups" not in state:
         return dict(state)
-    name_of: dict[Any, str] = {}
-    further: dict[str, Mapping[str, Tensor]] = {}
-    groups, saved_groups = [], state["param_groups"]
-    for names, group, own in zip(names_of(optimizer, model), saved_groups, optimizer.param_groups, strict=True):
-        name_of.update(zip(group["params"], names, strict=True))
-        groups.append({**group, "params": names})
-        further |= {name: more[weight] for name, weight in zip(names, own["params"], strict=True) if weight in more}
-    states = {name_of[key]: value for key, value in state["state"].items() if key in name_of}
-    states |= {name: {**states.get(name, {}), **kinds} for name, kinds in further.items()}
+    named = names_of(optimizer, model)
+    groups = [{**group, "params": names} for names, group in zip(named, state["param_groups"], strict=True)]
+    states: State = {}
+    for names, group, own in zip(named, state["param_groups"], optimizer.param_groups, strict=True):
+        for name, key, weight in zip(names, group["params"], own["params"], strict=True):
+            if key in state["state"] or weight in more:
+                states[name] = {**state["state"].get(key, {}), **more.get(weight, {})}
     return {**state, "state": states, "param_groups": groups}
 
 
-def load_by_name(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], model: nn.Module) -> set[str]:
+def load_by_name(optimizer: Optimizer, saved: Mapping[str, Any], model: nn.Module) -> set[str]:
     """Load a result of `by_name`, or a `state_dict()` of `torch.optim`, into an optimizer.
 
     Returns:
@@ -104,32 +96,27 @@ def load_by_name(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], mod
     return moved
 
 
-def shapes(parameters: Iterable[Sized]) -> str:
-    """Return the parameters of a group with their shapes, for a message that shows why two groups do not match."""
+def shapes(parameters: Iterable[tuple[object, Tensor | None]]) -> str:
+    """Return names or numbers of parameters with the shapes of their tensors, for a message; None: without state."""
     shown = [f"{name} {'without state' if value is None else tuple(value.shape)}" for name, value in parameters]
     return some(shown, 30) or "no parameters (a learning rate of fused tables)"
 
 
-def both_sides(saved: Mapping[str, Any], optimizer: torch.optim.Optimizer, named: list[list[str]]) -> str:
-    """Return a line for each parameter group, for a message that shows why a saved optimizer does not match.
+def both_sides(saved: Mapping[str, Any], optimizer: Optimizer, named: list[list[str]]) -> str:
+    """Return a line for each group of a saved `state_dict()` and of an optimizer, whose first groups have these names.
 
-    Args:
-        saved: A `state_dict()` of `torch.optim`, or a result of `by_name`.
-        optimizer: This run's optimizer.
-        named: The parameters' names of its first groups.
+    It shows in a message why they do not match.
     """
-    theirs: list[list[Sized]] = [
-        [(key, next(iter(shaped(saved["state"].get(key, {})).values()), None)) for key in group["params"]]
-        for group in saved["param_groups"]
+    lines = [
+        f"\n  saved group {index}: "
+        + shapes((key, next(iter(shaped(saved["state"].get(key, {})).values()), None)) for key in group["params"])
+        for index, group in enumerate(saved["param_groups"])
     ]
-    mine: list[list[Sized]] = [
-        list(zip(names, group["params"], strict=True))
-        for names, group in zip(named, optimizer.param_groups, strict=False)
+    lines += [
+        f"\n  this run's group {index}: {shapes(zip(names, group['params'], strict=True))}"
+        for index, (names, group) in enumerate(zip(named, optimizer.param_groups, strict=False))
     ]
-    sides = (("saved", theirs), ("this run's", mine))
-    return "".join(
-        f"\n  {whose} group {index}: {shapes(group)}" for whose, groups in sides for index, group in enumerate(groups)
-    )
+    return "".join(lines)
 
 
 def shaped(state: State) -> dict[str, Tensor]:
@@ -150,15 +137,9 @@ def split_table_key(key: str) -> tuple[int, str, str]:
 
 
 def take_table_states(states: list[State], model: nn.Module, *, are_whole: bool = False) -> dict[str, Piece]:
-    """Move the state of dense-kernel tables out of `by_name` states, in place.
+    """Move the state of dense-kernel tables out of the `by_name` state of each optimizer, in place.
 
-    Args:
-        states: A result of `by_name` for each optimizer.
-        model: The sharded model.
-        are_whole: Whether the states are of unsharded tables; otherwise of this rank's shards.
-
-    Returns:
-        Pieces by `table_key`.
+    It is of this rank's shards; with `are_whole` of unsharded tables. Returns pieces by `table_key`.
     """
     weights = dense_kernel_tables(model)
     pieces: dict[str, Piece] = {}
@@ -179,8 +160,9 @@ def empty_table_states(saved: Mapping[str, tuple[torch.Size, torch.dtype]], mode
     for key, (size, dtype) in saved.items():
         weight = weights.get(split_table_key(key)[1])
         if weight is not None:
-            empty = partial(torch.zeros_like, dtype=dtype)
-            pieces[key] = map_shards(weight, empty) if len(size) else torch.zeros(size, dtype=dtype)
+            # The update count of Adam is one number.
+            stacked = torch.cat([torch.zeros_like(s.tensor, dtype=dtype) for s in weight.local_shards()])
+            pieces[key] = split_like(weight, stacked) if len(size) else torch.zeros(size, dtype=dtype)
     return pieces
 
 
@@ -193,7 +175,7 @@ def put_table_states(pieces: Mapping[str, Piece], states: list[State]) -> None:
         states[index]["state"].setdefault(name, {})[kind] = value
 
 
-def names_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[list[str]]:
+def names_of(optimizer: Optimizer, model: nn.Module) -> list[list[str]]:
     """Return the parameters' names by group; for parameters that the model lacks, "group:position"."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return [

@@ -2,17 +2,14 @@
 
 Saving gathers table by table on the host. Rank 0 needs host memory for the whole model and its fused state, except for
 tensors that are already whole on its host; other ranks need a copy of one shard, if it is on a device. No device needs
-more memory. Loading maps the file into memory; each rank reads only its shards. In this file `group` is a gloo group of
-all ranks; None on one rank.
+more memory. Loading maps the file into memory; each rank reads only its shards.
 """
 
 from __future__ import annotations
 
-import os
 import warnings
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +17,10 @@ import torch
 import torch.distributed as dist
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ..distributed import gather_objects, together
-from .atomic import atomic_replace, remove, sibling
+from .atomic import atomic_replace, remove, sibling, write_synced
 from .dense_state import empty_table_states, load_by_name, put_table_states
 from .plain_state import take_plain_state
 from .sharded_folder import (
@@ -34,13 +32,12 @@ from .sharded_folder import (
     on_rank_zero,
     read_file,
     take_state,
+    writing,
 )
-from .table_state import Loading, fill_from_whole, local_parts, plan_loading
+from .table_state import Group, Loading, fill_from_whole, local_parts
 
 
-def gather_checkpoint(
-    checkpoint: dict[str, Any], model: nn.Module, group: dist.ProcessGroup | None
-) -> dict[str, Any] | None:
+def gather_checkpoint(checkpoint: dict[str, Any], model: nn.Module, group: Group) -> dict[str, Any] | None:
     """Return Lightning's checkpoint, changed in place, with unsharded tensors on rank 0; None on other ranks.
 
     Every rank calls this.
@@ -49,13 +46,12 @@ def gather_checkpoint(
     gathered = {part: dict(gather(state.get(part, {}), group)) for part in (MODEL, FUSED, TABLE_OPTIMIZERS)}
     if not is_rank_zero(group):
         return None
-    others = {key: value for key, value in state[MODEL].items() if not isinstance(value, Tensor)}
-    state_dict = {key: (gathered[MODEL] | others)[key] for key in state[MODEL]}
-    parts = {part: gathered[part] for part in (FUSED, TABLE_OPTIMIZERS) if gathered[part]}
-    return {**checkpoint, "state_dict": state_dict, **parts}
+    weights = gathered.pop(MODEL)
+    state_dict = {key: weights.get(key, value) for key, value in state[MODEL].items()}
+    return {**checkpoint, "state_dict": state_dict, **{part: pieces for part, pieces in gathered.items() if pieces}}
 
 
-def gather(pieces: Mapping[str, Any], group: dist.ProcessGroup | None) -> Iterator[tuple[str, Tensor]]:
+def gather(pieces: Mapping[str, Any], group: Group) -> Iterator[tuple[str, Tensor]]:
     """Gather pieces one by one; yield (name, unsharded tensor on the host) on rank 0, nothing on other ranks.
 
     All ranks call this and iterate to the end; they may have different names. Skips values that are not tensors.
@@ -91,10 +87,7 @@ def gather(pieces: Mapping[str, Any], group: dist.ProcessGroup | None) -> Iterat
 
 
 def _distinct(windows: list[list[tuple[slice, ...]]]) -> list[tuple[int, tuple[slice, ...]]]:
-    """Return (rank, window) for each part of a tensor; `windows` has each rank's parts, as slices of the whole tensor.
-
-    If several ranks have a part, the first rank sends it.
-    """
+    """Return (rank, window) for each part of a tensor, of the first rank that has it; `windows` is by rank."""
     chunks: list[tuple[int, tuple[slice, ...]]] = []
     for rank, theirs in enumerate(windows):
         for window in theirs:
@@ -104,9 +97,7 @@ def _distinct(windows: list[list[tuple[slice, ...]]]) -> list[tuple[int, tuple[s
     return chunks
 
 
-def write_file(
-    content: dict[str, Any] | None, path: Path, group: dist.ProcessGroup | None, *, also: Path | None = None
-) -> None:
+def write_file(content: dict[str, Any] | None, path: Path, group: Group, *, also: Path | None = None) -> None:
     """Write a result of `gather_checkpoint` atomically; every rank calls this. `also` is as for `atomic_replace`.
 
     Raises:
@@ -117,13 +108,11 @@ def write_file(
     def write() -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         remove(unfinished)  # may be a folder
-        with unfinished.open("wb") as file:
-            torch.save(content, file)
-            file.flush()
-            os.fsync(file.fileno())
+        write_synced(unfinished, lambda file: torch.save(content, file))
         atomic_replace(unfinished, path, also)
 
-    on_rank_zero(write, path, group)
+    with writing(path):
+        on_rank_zero(write, group)
 
 
 def load_file(path: Path, *, weights_only: bool | None) -> dict[str, Any]:
@@ -138,10 +127,10 @@ def load_file(path: Path, *, weights_only: bool | None) -> dict[str, Any]:
 
 def load_fused(
     checkpoint: dict[str, Any],
-    optimizers: Sequence[torch.optim.Optimizer],
+    optimizers: Sequence[Optimizer],
     schedulers: Sequence[Any],
     model: nn.Module,
-    group: dist.ProcessGroup | None,
+    group: Group,
 ) -> None:
     """Copy fused optimizer state from a full file into the kernels; all ranks call this.
 
@@ -155,8 +144,8 @@ def load_fused(
     num_schedulers = len(checkpoint.get("lr_schedulers", []))
     if num_schedulers > len(schedulers) and is_rank_zero(group):  # Lightning drops the others without a word
         warnings.warn(
-            f"the checkpoint has {num_schedulers} learning-rate scheduler(s), this run has {len(schedulers) or 'none'}: "
-            "their state is not used, and a learning rate that no scheduler of this run moves stays as it was saved. "
+            f"the checkpoint has {num_schedulers} learning-rate scheduler(s), this run has {len(schedulers) or 'none'}:"
+            " their state is not used, and a learning rate that no scheduler of this run moves stays as it was saved. "
             "To go on with the schedule, return the same schedulers from configure_optimizers.",
             UserWarning,
             stacklevel=2,
@@ -166,19 +155,14 @@ def load_fused(
         return
 
     def plan_and_fill() -> Loading:
-        loading = plan_loading(model, saved, checkpoint.get(FUSED_CLASSES, {}), told)
+        loading = Loading(model, saved, checkpoint.get(FUSED_CLASSES, {}), told)
         fill_from_whole(loading.pieces, saved)
         return loading
 
-    together(plan_and_fill, partial(gather_objects, group=group)).finish()
+    together(plan_and_fill, group).finish()
 
 
-def load_dense(
-    checkpoint: Mapping[str, Any],
-    optimizers: Sequence[torch.optim.Optimizer],
-    model: nn.Module,
-    group: dist.ProcessGroup | None,
-) -> None:
+def load_dense(checkpoint: Mapping[str, Any], optimizers: Sequence[Optimizer], model: nn.Module, group: Group) -> None:
     """Load the state of the optimizers of `configure_optimizers`, including this rank's part for tables.
 
     Call this after `load_fused`. Rank 0 warns.

@@ -13,14 +13,14 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ..distributed import gather_objects
 from ..tables import fused_only_tables, keep_dense, optimizer_name
 from .dense_state import State, both_sides, is_by_name, names_of, shaped, shapes, take_table_states
 from .sharded_folder import FUSED, TABLE_OPTIMIZERS, is_rank_zero
-from .table_state import ITERATION, KERNEL_KINDS, StateKey, fused_kernels, fused_state, table_weights
+from .table_state import ITERATION, KERNEL_KINDS, Group, StateKey, fused_kernels, fused_state, table_weights
 
 _SOURCES: Mapping[str, Mapping[str, str]] = {
     "EXACT_SGD": {},
@@ -41,10 +41,10 @@ _Unused: TypeAlias = tuple[tuple[str, ...], str]
 
 def take_plain_state(
     checkpoint: dict[str, Any],
-    optimizers: Sequence[torch.optim.Optimizer],
+    optimizers: Sequence[Optimizer],
     schedulers: Sequence[Any],
     model: nn.Module,
-    group: dist.ProcessGroup | None,
+    group: Group,
 ) -> set[str]:
     """Convert the optimizer state of a checkpoint in place, and return the names of tables whose state is not used.
 
@@ -60,26 +60,33 @@ def take_plain_state(
     if len(states) != len(optimizers):
         raise _unknown(f"it has the state of {len(states)} optimizers, this run has {len(optimizers)}")
     tables = table_weights(model)
-    # Without the fused groups of `combined_optimizer`, which come last.
-    num_fused = [len(getattr(optimizer, "fused_groups", [])) for optimizer in optimizers]
-    mine = [names_of(one, model)[: len(one.param_groups) - num] for one, num in zip(optimizers, num_fused, strict=True)]
+    # `combined_optimizer` adds fused groups, which come last.
+    fused_groups = [getattr(optimizer, "fused_groups", []) for optimizer in optimizers]
+    mine = [
+        names_of(optimizer, model)[: len(optimizer.param_groups) - len(fused)]
+        for optimizer, fused in zip(optimizers, fused_groups, strict=True)
+    ]
     weights = {name: value for name, value in checkpoint["state_dict"].items() if isinstance(value, Tensor)}
     owned = {name for groups in mine for names in groups for name in names}
     free = [name for name in weights if name in tables - owned]
     of_fused: dict[str, State] = {}
     named: list[State] = []
-    for optimizer, groups, state in zip(optimizers, mine, states, strict=True):
+    for optimizer, groups, fused, state in zip(optimizers, mine, fused_groups, states, strict=True):
+        saved_groups = state["param_groups"]
         kept, found = _match(optimizer, groups, state, weights, free, tables)
-        new_groups = [{**state["param_groups"][at], "params": names} for at, names in zip(kept, groups, strict=True)]
+        new_groups = [{**saved_groups[at], "params": names} for at, names in zip(kept, groups, strict=True)]
         for new_group in new_groups:
             new_group.pop("param_names", None)
-        new_groups += [{**fused, "params": []} for fused in getattr(optimizer, "fused_groups", [])]
+        new_groups += [{**group, "params": []} for group in fused]
         of_run = {name: values for name, values in found.items() if name in owned and values}
         named.append({**state, "state": of_run, "param_groups": new_groups})
         of_fused |= {name: values for name, values in found.items() if name in free}
-        for scheduler, lists in zip(schedulers, checkpoint.get("lr_schedulers", []), strict=False):
+        for scheduler, saved in zip(schedulers, checkpoint.get("lr_schedulers", []), strict=False):
             if getattr(scheduler, "optimizer", None) is optimizer:
-                _fit_lists(lists, scheduler.state_dict(), kept, len(state["param_groups"]))
+                for key, here in scheduler.state_dict().items():  # lists have an entry for each group
+                    there = saved.get(key)
+                    if isinstance(there, list) and isinstance(here, list) and len(there) == len(saved_groups):
+                        saved[key] = [there[at] for at in kept] + here[len(kept) :]
     checkpoint["optimizer_states"] = named
     checkpoint[TABLE_OPTIMIZERS] = take_table_states(named, model, are_whole=True)
     checkpoint[FUSED], unused = _as_fused(of_fused, model, group)
@@ -99,22 +106,14 @@ def take_plain_state(
 
 
 def _how_to_keep(unused: Mapping[_Unused, Collection[str]], fused_only: Collection[str]) -> str:
-    """Return sentences: how to keep the state of tables, or that nothing keeps it.
-
-    Args:
-        unused: Kinds of the state -> names of the tables' weights.
-        fused_only: Names of those that no dense optimizer can train: tables of sequences on a CPU.
-    """
+    """Return sentences: how to keep the state of tables, or that nothing keeps that of `fused_only` ones."""
     fused_class = {kinds: _FUSED_CLASSES[kinds] for kinds, _ in unused if kinds in _FUSED_CLASSES}
     ways = [
         f"To keep {', '.join(kinds)}: fused_optimizer=({name}, {{'lr': ...}}){', on CUDA only' * (name != _ADAGRAD)}."
         for kinds, name in fused_class.items()
     ]
     ways.append(keep_dense(sorted(set().union(*unused.values())), fused_only))
-    lost = [
-        kinds for (kinds, _), names in unused.items() if fused_class.get(kinds) != _ADAGRAD and {*names} & {*fused_only}
-    ]
-    if lost:
+    if any(fused_class.get(kinds) != _ADAGRAD and {*names} & {*fused_only} for (kinds, _), names in unused.items()):
         ways.append(
             "For these tables nothing keeps the state on a CPU: this run trains them on from their weights. If Adam "
             "trained them, give RowWiseAdagrad about ten times its rate."
@@ -133,7 +132,7 @@ def _unknown(why: str, groups: str = "") -> RuntimeError:
 
 
 def _match(
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizer,
     mine: list[list[str]],
     state: Mapping[str, Any],
     weights: Mapping[str, Tensor],
@@ -142,14 +141,8 @@ def _match(
 ) -> tuple[list[int], dict[str, State]]:
     """Match saved parameter groups, which number their parameters, to this run's groups.
 
-    Args:
-        optimizer: This run's optimizer, for messages.
-        mine: Parameter names of its dense groups.
-        state: The saved `state_dict()`.
-        weights: The checkpoint's weights by name, in their order.
-        free: Tables that no dense optimizer of this run trains. One saved group, perhaps with other parameters, had all
-            of them, or none had any.
-        tables: Names of all tables.
+    `mine` has the parameter names of this run's dense groups, and `free` the tables that no dense optimizer of this run
+    trains. One saved group, perhaps with other parameters, had all of them, or none had any.
 
     Returns:
         For each of this run's groups the index of the saved group, and parameter name -> saved state.
@@ -169,7 +162,7 @@ def _match(
         choices = [_orders(*names, tables, list(weights)) for names in zip(of_run, more, strict=True)]
         for orders in itertools.product(*choices):
             matched = list(zip(orders, saved, strict=True))
-            if all(_fit(names, states, weights, tables) for names, states in matched):
+            if all(_fits(names, states, weights, tables) for names, states in matched):
                 found = {name: s for names, states in matched for name, s in zip(names, states, strict=True)}
                 where = sorted((name, id(one)) for name, one in found.items() if shaped(one))
                 fitting[tuple(kept), tuple(where)] = kept, found
@@ -187,7 +180,7 @@ def _match(
 
 
 def _orders(mine: list[str], free: list[str], tables: set[str], weights: list[str]) -> list[list[str]]:
-    """Return possible orders of parameters in a saved group: the module's order, or tables first or last."""
+    """Return possible orders of parameters in a saved group, perhaps alike: the module's, or tables first or last."""
     dense = [name for name in mine if name not in tables]
     of_tables = sorted({*mine, *free} & tables, key=weights.index)
     if not of_tables:
@@ -195,42 +188,23 @@ def _orders(mine: list[str], free: list[str], tables: set[str], weights: list[st
     orders = [[*of_tables, *dense], [*dense, *of_tables]]
     if dense == sorted(dense, key=weights.index):
         orders.insert(0, sorted([*dense, *of_tables], key=weights.index))
-    return [order for index, order in enumerate(orders) if order not in orders[:index]]
+    return orders
 
 
-def _fit(names: Sequence[str], states: Sequence[State], weights: Mapping[str, Any], tables: set[str]) -> bool:
-    if not any(name in tables for name in names):
-        return True
-    return all(
+def _fits(names: Sequence[str], states: Sequence[State], weights: Mapping[str, Any], tables: set[str]) -> bool:
+    """Whether a group has no tables, or its states have the shapes of the weights."""
+    shapes_match = (
         value.shape == weights[name].shape
         for name, state in zip(names, states, strict=True)
         for value in shaped(state).values()
     )
-
-
-def _fit_lists(saved: State, current: Mapping[str, Any], kept: Sequence[int], num_saved: int) -> None:
-    """Convert lists with an entry per group in a scheduler's saved state to this run's groups.
-
-    Args:
-        saved: The scheduler's saved state, changed in place.
-        current: The state of this run's scheduler; gives the entries of groups that were not saved.
-        kept: For each of this run's dense groups the index of the saved group.
-        num_saved: Number of saved groups.
-    """
-    for key, value in saved.items():
-        here = current.get(key)
-        if isinstance(value, list) and isinstance(here, list) and len(value) == num_saved:
-            saved[key] = [value[index] for index in kept] + here[len(kept) :]
+    return tables.isdisjoint(names) or all(shapes_match)
 
 
 def _as_fused(
-    states: Mapping[str, State], model: nn.Module, group: dist.ProcessGroup | None
+    states: Mapping[str, State], model: nn.Module, group: Group
 ) -> tuple[dict[str, Tensor], dict[_Unused, list[str]]]:
-    """Convert states of unsharded tables into fused state; all ranks call this.
-
-    Returns:
-        Unsharded tensors by name of the piece, and kinds of state -> tables whose state is not used.
-    """
+    """Convert states of unsharded tables into fused state by name of the piece; all ranks call this."""
     kernels = {name: kernel.optimizer.name for name, _, kernel in fused_kernels(model)}
     keys_of: dict[str, set[StateKey]] = {}
     optimizer_of: dict[str, str] = {}

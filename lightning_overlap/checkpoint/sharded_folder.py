@@ -1,25 +1,25 @@
 """Checkpoints of sharded tables as a folder: every rank writes its shards with torch.distributed.checkpoint.
 
 Lightning's default pickles only rank 0's shards. A folder loads on any number of ranks and under any sharding plan
-(`table_state`). Until it is complete it is called `NAME.unfinished`, and an old NAME stays (`atomic`). Shards are
-written one after the other, each into a file. A shard on a device, or in a kernel's memory with other tables, is
-copied to the host first, one at a time. An asynchronous save copies all of this rank's shards to the host.
+(`table_state`). Until it is complete it is called `NAME.unfinished`, and an old NAME stays (`atomic`). Each shard is a
+file. One on a device, or in a kernel's memory with other tables, is first copied to the host, one at a time. An
+asynchronous save copies all of this rank's shards to the host.
 """
 
 from __future__ import annotations
 
 import io
-import os
 import pickle
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
-import torch.distributed as dist
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -30,12 +30,12 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from typing_extensions import override
 
-from ..distributed import gather_objects, together
+from ..distributed import together
 from ..text import some, unknown_name_message
-from .atomic import atomic_replace, being_replaced, remove, sibling
+from .atomic import atomic_replace, being_replaced, remove, sibling, write_synced
 from .dense_state import empty_table_states, put_table_states, take_table_states
 from .safe_metadata import SafePlanner, SafeReader
-from .table_state import Loading, fused_classes, fused_state, on_host, plan_loading
+from .table_state import Group, Loading, fused_classes, fused_state, on_host
 
 METADATA_NAME = "meta.pt"
 """The file that marks a checkpoint folder and has the unsharded state: loops, callbacks, dense optimizers."""
@@ -43,11 +43,16 @@ METADATA_NAME = "meta.pt"
 SHARDED, FULL = FORMATS = "sharded", "full"
 """A folder written by all ranks; one file, gathered on rank 0."""
 
+State: TypeAlias = dict[str, dict[str, Any]]
+"""Part -> name -> piece of state."""
+
 MODEL, FUSED, TABLE_OPTIMIZERS = "model", "fused_optimizer", "table_optimizers"
 """Parts of a folder: weights, state of fused optimizers, state of dense optimizers for shards of tables."""
 
 FUSED_CLASSES = "fused_optimizer_classes"
 """Entry of a checkpoint: `fused_classes`."""
+
+_OTHER_TABLES = "Was it saved from other tables?"
 
 
 def check_format(checkpoint_format: str | None, async_checkpoint: bool) -> None:
@@ -76,65 +81,52 @@ def check_folder_path(path: Any, storage_options: Any) -> None:
         )
 
 
-def take_state(checkpoint: dict[str, Any], model: nn.Module) -> dict[str, dict[str, Any]]:
+def take_state(checkpoint: dict[str, Any], model: nn.Module) -> State:
     """Move sharded state out of Lightning's checkpoint, in place, and add the fused optimizers' state.
 
-    Returns:
-        Part, name -> piece: `MODEL`, and unless `save_weights_only=True` `FUSED` and `TABLE_OPTIMIZERS`, unless empty.
+    Returns the parts that are not empty; `MODEL` alone with `save_weights_only=True`.
     """
     state = {MODEL: checkpoint.pop("state_dict")}
     if "optimizer_states" in checkpoint:
         checkpoint[FUSED_CLASSES] = fused_classes(model)
         state[FUSED] = {str(key): piece for key, piece in fused_state(model).items()}
         state[TABLE_OPTIMIZERS] = take_table_states(checkpoint["optimizer_states"], model)
-    # An empty part would be written as an object, and ranks differ in their parts.
+    return _not_empty(state)
+
+
+def _not_empty(state: State) -> State:
+    """Leave out empty parts: one would be an object of the folder, and ranks differ in their parts."""
     return {part: values for part, values in state.items() if values}
 
 
 class FolderSaver:
-    """Writes checkpoint folders one at a time, optionally in a thread.
+    """Writes checkpoint folders one at a time, optionally in a thread; `group` is only for saves."""
 
-    Args:
-        group: A gloo group of all ranks that is only for saves; None on one rank.
-    """
-
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, group: Group) -> None:
         self._group = group
         self._executor: ThreadPoolExecutor | None = None
         self._under_way: list[Future[None]] = []  # a save, and then the actions of `on_commit`
 
     def save(
-        self,
-        checkpoint: dict[str, Any],
-        path: Path,
-        model: nn.Module,
-        *,
-        asynchronous: bool = False,
-        also: Path | None = None,
+        self, checkpoint: dict[str, Any], path: Path, model: nn.Module, *, asynchronous: bool, also: Path | None
     ) -> None:
         """Write Lightning's checkpoint and the model's shards into a folder; every rank calls this.
 
         Moves sharded state out of `checkpoint`. If `asynchronous`, only copies this rank's part to the host now, and
-        writes in a thread. `also` is as for `atomic_replace`.
-
-        Raises:
-            OSError: A rank could not write, in this save or an earlier asynchronous save; raised on every rank.
+        writes in a thread. `also` is as for `atomic_replace`. Raises as `wait` does, also for an earlier save.
         """
         self.wait()
         state = take_state(checkpoint, model)
         buffer = io.BytesIO()
         if is_rank_zero(self._group):
             torch.save(checkpoint, buffer)
+        write = partial(_write, path, also, self._group, buffer.getbuffer())
         if not asynchronous:
-            _write(state, buffer.getbuffer(), path, self._group, also)
+            write(state)
             return
         # Not torch.distributed.checkpoint.async_save: the folder must be renamed after it.
-        state = {
-            part: {key: on_host(value) if isinstance(value, Tensor) else value for key, value in values.items()}
-            for part, values in state.items()
-        }
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._under_way = [self._executor.submit(_write, state, buffer.getbuffer(), path, self._group, also)]
+        self._under_way = [self._executor.submit(write, apply_to_collection(state, Tensor, on_host))]
 
     def on_commit(self, action: Callable[[], None]) -> None:
         """Call a function after the current save succeeds; at once if there is none."""
@@ -142,12 +134,7 @@ class FolderSaver:
             action()
             return
         save = self._under_way[0]
-
-        def if_succeeded() -> None:
-            if save.exception() is None:
-                action()
-
-        self._under_way.append(self._executor.submit(if_succeeded))
+        self._under_way.append(self._executor.submit(lambda: None if save.exception() else action()))
 
     def wait(self) -> None:
         """Wait for the current save and for actions of `on_commit`.
@@ -163,34 +150,22 @@ class FolderSaver:
             done.result()
 
 
-def is_rank_zero(group: dist.ProcessGroup | None) -> bool:
+def is_rank_zero(group: Group) -> bool:
     """Return whether this is rank 0 of a group, or the only rank."""
     return group is None or group.rank() == 0
 
 
-def _write(
-    state: dict[str, Any], rest: memoryview, path: Path, group: dist.ProcessGroup | None, also: Path | None
-) -> None:
-    unfinished = sibling(path, "unfinished")
+def on_rank_zero(action: Callable[[], None], group: Group) -> None:
+    """Call a function on rank 0; all ranks call this, and raise a RuntimeError if it fails."""
+    together(action if is_rank_zero(group) else lambda: None, group)
 
-    def begin() -> None:
-        remove(unfinished)
-        unfinished.mkdir(parents=True)
 
-    def finish() -> None:
-        with (unfinished / METADATA_NAME).open("wb") as file:
-            file.write(rest)
-            file.flush()
-            os.fsync(file.fileno())
-        atomic_replace(unfinished, path, also)
-
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Raise an OSError for an error that every rank raises, also for a rank that does not respond."""
     try:
-        on_rank_zero(begin, path, group)
-        # With one file per rank, the writer of torch 2.13 keeps host copies of all tensors until the file is complete.
-        writer = FileSystemWriter(unfinished, single_file_per_rank=False, per_thread_copy_ahead=0)
-        save(state, storage_writer=writer, planner=_OneCopy(), process_group=group, no_dist=group is None)
-        on_rank_zero(finish, path, group)
-    except (CheckpointException, RuntimeError) as err:  # raised on every rank, or another rank does not respond
+        yield
+    except (CheckpointException, RuntimeError) as err:
         raise OSError(f"could not write the checkpoint {path}: {_said(err)}") from err
 
 
@@ -200,6 +175,25 @@ def _said(err: BaseException) -> str:
         return str(err)
     ranks = {f"{type(error).__name__}: {error}": rank for rank, (error, _) in err.failures.items()}
     return "; ".join(f"rank {rank}: {error}" for error, rank in ranks.items())
+
+
+def _write(path: Path, also: Path | None, group: Group, rest: memoryview, state: State) -> None:
+    unfinished = sibling(path, "unfinished")
+
+    def begin() -> None:
+        remove(unfinished)
+        unfinished.mkdir(parents=True)
+
+    def finish() -> None:
+        write_synced(unfinished / METADATA_NAME, lambda file: file.write(rest))
+        atomic_replace(unfinished, path, also)
+
+    with writing(path):
+        on_rank_zero(begin, group)
+        # With one file per rank, the writer of torch 2.13 keeps host copies of all tensors until the file is complete.
+        writer = FileSystemWriter(unfinished, single_file_per_rank=False, per_thread_copy_ahead=0)
+        save(state, storage_writer=writer, planner=_OneCopy(), process_group=group, no_dist=group is None)
+        on_rank_zero(finish, group)
 
 
 class _OneCopy(DefaultSavePlanner):
@@ -224,28 +218,11 @@ class _OneCopy(DefaultSavePlanner):
         return data
 
 
-def on_rank_zero(action: Callable[[], None], path: Path, group: dist.ProcessGroup | None) -> None:
-    """Call a function on rank 0; all ranks call this.
-
-    Raises:
-        OSError: The function failed, or rank 0 does not respond; raised on all ranks.
-    """
-    try:
-        together(action if is_rank_zero(group) else lambda: None, partial(gather_objects, group=group))
-    except RuntimeError as err:
-        raise OSError(f"could not write the checkpoint {path}: {err}") from err
-
-
 # -- loading ----------------------------------------------------------------------------------------------------
 
 
 def resolve_path(path: Path) -> Path:
-    """Return the path of a checkpoint, which may be its old name after a crash.
-
-    Raises:
-        FileNotFoundError: Nothing has this name.
-        ValueError: The path is not a complete checkpoint.
-    """
+    """Return the path of a checkpoint, perhaps its old name after a crash; raise a ValueError if it is not complete."""
     if not path.exists() and (is_folder(before := being_replaced(path)) or before.is_file()):
         warnings.warn(f"{path} was being replaced; loading the previous checkpoint {before}.", stacklevel=2)
         return before
@@ -266,23 +243,12 @@ def resolve_path(path: Path) -> Path:
 
 
 def load_folder(
-    path: Path,
-    model: nn.Module,
-    group: dist.ProcessGroup | None,
-    *,
-    weights_only: bool | None,
-    strict: bool,
-    with_optimizers: bool,
+    path: Path, model: nn.Module, group: Group, *, weights_only: bool | None, strict: bool, with_optimizers: bool
 ) -> dict[str, Any]:
     """Read a checkpoint folder into a sharded module, in place; all ranks call this.
 
-    Args:
-        path: The folder, saved on any number of ranks under any plan.
-        model: The module, under any plan.
-        group: A gloo group of all ranks; None on one rank.
-        weights_only: As for `torch.load`, for objects other than tensors.
-        strict: Whether the folder must have exactly the module's weights.
-        with_optimizers: Whether to load the optimizer state of tables.
+    The folder was saved on any number of ranks under any plan. With `strict` it must have exactly the module's weights.
+    `with_optimizers` also loads the optimizer state of tables.
 
     Returns:
         Lightning's checkpoint. Its `state_dict` is the module's, and `FUSED` is None: that state is already loaded.
@@ -290,69 +256,64 @@ def load_folder(
     Raises:
         RuntimeError: The folder is of another model or another fused optimizer, or is damaged.
     """
-    saved = _saved(path)
     state_dict = model.state_dict()  # shares the module's memory: filling it loads the module
-    weights = {key: value for key, value in state_dict.items() if isinstance(value, Tensor)}
+    saved = _saved(path, [key for key, value in state_dict.items() if not isinstance(value, Tensor)])
     rest = read_file(path / METADATA_NAME, weights_only=weights_only)
-    objects = state_dict.keys() - weights.keys()  # of get_extra_state; a dict is saved entry by entry
-    there = {name: next((key for key in objects if name.startswith(f"{key}.")), name) for name in saved[MODEL]}
-    saved[MODEL] = {there[name]: value for name, value in saved[MODEL].items()}
-    _check_same_model(path, state_dict.keys(), weights, saved[MODEL], strict)
-    state: dict[str, Any] = {MODEL: {key: value for key, value in state_dict.items() if key in saved[MODEL]}}
-    loading = Loading({}, lambda: None)
+    _check_same_model(path, state_dict, saved[MODEL], strict)
+    state: State = {MODEL: {key: value for key, value in state_dict.items() if key in saved[MODEL]}}
+    loading = None
     if with_optimizers and "optimizer_states" in rest:
-        plan = partial(plan_loading, model, saved[FUSED], rest.get(FUSED_CLASSES, {}))
-        loading = together(plan, partial(gather_objects, group=group))
-        tables = empty_table_states(saved[TABLE_OPTIMIZERS], model)
-        state |= {FUSED: loading.pieces, TABLE_OPTIMIZERS: tables}
-    state = {part: values for part, values in state.items() if values}
-    _load(state, path, weights_only, group)
-    loading.finish()
-    put_table_states(state.get(TABLE_OPTIMIZERS, {}), rest.get("optimizer_states", []))
+        loading = together(partial(Loading, model, saved[FUSED], rest.get(FUSED_CLASSES, {})), group)
+        state[FUSED], state[TABLE_OPTIMIZERS] = loading.pieces, empty_table_states(saved[TABLE_OPTIMIZERS], model)
+    state = _not_empty(state)
+    try:
+        reader, planner = SafeReader(path), SafePlanner(weights_only)
+        load(state, storage_reader=reader, planner=planner, process_group=group, no_dist=group is None)
+    except CheckpointException as err:  # on every rank
+        for error, _ in err.failures.values():
+            if isinstance(error, pickle.UnpicklingError):
+                raise _untrusted(path, error) from err
+        raise RuntimeError(f"could not load {path} into this model: {_said(err)}. {_OTHER_TABLES}") from err
+    if loading is not None:
+        loading.finish()
+        put_table_states(state.get(TABLE_OPTIMIZERS, {}), rest["optimizer_states"])
     return {**rest, "state_dict": {**state_dict, **state.get(MODEL, {})}, FUSED: None}
 
 
-def _load(state: dict[str, Any], path: Path, weights_only: bool | None, group: dist.ProcessGroup | None) -> None:
-    planner = SafePlanner(weights_only)
-    try:
-        load(state, storage_reader=SafeReader(path), planner=planner, process_group=group, no_dist=group is None)
-    except CheckpointException as err:  # on every rank
-        untrusted = [error for error, _ in err.failures.values() if isinstance(error, pickle.UnpicklingError)]
-        if untrusted:
-            raise _untrusted(path, untrusted[0]) from err
-        raise RuntimeError(
-            f"could not load {path} into this model: {_said(err)}. Was it saved from other tables?"
-        ) from err
-
-
-def _saved(path: Path) -> dict[str, dict[str, tuple[torch.Size, torch.dtype]]]:
-    """Return part -> name -> shape and dtype of the tensors in a folder; None for objects."""
+def _saved(path: Path, objects: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Return part -> name -> shape and dtype of the tensors in a folder; None for `objects` (of `get_extra_state`)."""
     found: dict[str, dict[str, Any]] = {MODEL: {}, FUSED: {}, TABLE_OPTIMIZERS: {}}
     for name, metadata in SafeReader(path).read_metadata().state_dict_metadata.items():
         part, _, key = name.partition(".")
-        if part not in found:
-            continue
-        if isinstance(metadata, TensorStorageMetadata):
-            found[part][key] = metadata.size, metadata.properties.dtype
-        elif part == MODEL:
-            found[part][key] = None  # an object of the module's get_extra_state
+        if part == MODEL:  # a dict among the objects is saved entry by entry
+            key = next((one for one in objects if key.startswith(f"{one}.")), key)
+        is_tensor = isinstance(metadata, TensorStorageMetadata)
+        if is_tensor or part == MODEL:
+            found.setdefault(part, {})[key] = (metadata.size, metadata.properties.dtype) if is_tensor else None
     return found
 
 
-def read_file(path: Path, *, weights_only: bool | None, mmap: bool = False) -> dict[str, Any]:
-    """Read a file with `torch.load`, onto the host.
+def _check_same_model(path: Path, state_dict: Mapping[str, Any], saved: Mapping[str, Any], strict: bool) -> None:
+    missing, unexpected = some(sorted(state_dict.keys() - saved.keys())), some(sorted(saved.keys() - state_dict.keys()))
+    if strict and (missing or unexpected):
+        raise RuntimeError(
+            f"could not load {path} into this model. {_OTHER_TABLES}"
+            f"{f' Missing in the checkpoint: {missing}.' if missing else ''}"
+            f"{f' Not in this model: {unexpected}.' if unexpected else ''}"
+        )
+    saved_objects = {key for key, entry in saved.items() if entry is None}
+    if objects := some(sorted(key for key in saved_objects if isinstance(state_dict.get(key), Tensor))):
+        raise RuntimeError(f"could not load {path} into this model: its {objects} are objects, not tensors.")
 
-    Raises:
-        RuntimeError: The file has objects that `weights_only` rejects; the message tells how to load it.
-        ValueError: The file is no checkpoint.
-    """
+
+def read_file(path: Path, *, weights_only: bool | None, mmap: bool = False) -> dict[str, Any]:
+    """Read a file with `torch.load`, onto the host; raise a RuntimeError for objects that `weights_only` rejects."""
     try:
-        content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=weights_only, mmap=mmap)
+        return dict(torch.load(path, map_location="cpu", weights_only=weights_only, mmap=mmap))
     except pickle.UnpicklingError as err:
         raise _untrusted(path, err) from err
     except (IndexError, EOFError) as err:  # of a text file
         raise ValueError(f"{path} is no checkpoint: torch.load cannot read it.") from err
-    return content
 
 
 def _untrusted(path: Path, err: Exception) -> RuntimeError:
@@ -362,18 +323,3 @@ def _untrusted(path: Path, err: Exception) -> RuntimeError:
         "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1 in the environment. (Lightning 2.6 does not pass weights_only of "
         "trainer.fit() and similar calls to a strategy that loads after sharding.)"
     )
-
-
-def _check_same_model(
-    path: Path, names: Set[str], weights: Iterable[str], saved: Mapping[str, Any], strict: bool
-) -> None:
-    missing, unexpected = some(sorted(names - saved.keys())), some(sorted(saved.keys() - names))
-    if strict and (missing or unexpected):
-        raise RuntimeError(
-            f"could not load {path} into this model. Was it saved from other tables?"
-            f"{f' Missing in the checkpoint: {missing}.' if missing else ''}"
-            f"{f' Not in this model: {unexpected}.' if unexpected else ''}"
-        )
-    objects = some(sorted(key for key in weights if key in saved and saved[key] is None))
-    if objects:
-        raise RuntimeError(f"could not load {path} into this model: its {objects} are objects, not tensors.")

@@ -37,6 +37,9 @@ Piece: TypeAlias = Tensor | ShardedTensor
 Columns: TypeAlias = tuple[int, int]
 """First column, last column + 1."""
 
+Group: TypeAlias = dist.ProcessGroup | None
+"""A gloo group of all ranks; None on one rank."""
+
 ITERATION, LR, APPLIED_LR = "iteration", "lr", "applied_lr"
 KERNEL_KINDS = (ITERATION, LR, APPLIED_LR)
 _NAME = re.compile(r"(?P<weight>.*)\.(?P<kind>[^.\[]+)(?:\[:, (?P<start>\d+):(?P<stop>\d+)\])?", re.DOTALL)
@@ -66,15 +69,6 @@ class StateKey(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.weight}.{self.kind}" + ("" if self.columns is None else "[:, {}:{}]".format(*self.columns))
-
-
-class Loading(NamedTuple):
-    """How to load fused state."""
-
-    pieces: dict[str, Piece]
-    """The pieces to fill, by their saved names."""
-    finish: Callable[[], None]
-    """Call this after the pieces are filled; it writes the rest into the kernels."""
 
 
 def fused_state(model: nn.Module) -> dict[StateKey, Piece]:
@@ -115,63 +109,57 @@ def fused_classes(model: nn.Module) -> dict[str, str]:
     }
 
 
-def plan_loading(
-    model: nn.Module, saved: Iterable[str], classes: Mapping[str, str], told: Collection[str] = ()
-) -> Loading:
-    """Match the fused state of this run to the names of saved pieces.
+class Loading:
+    """Loads fused state: matches that of this run to the names of saved pieces.
 
     Row-wise state that was saved for other ranges of columns is averaged over the saved ranges that a shard overlaps,
     weighted by the number of common columns. So a part of a saved range gets that range's state. RowWiseAdagrad's state
     sums mean squares of gradients: the average over column shards equals the state of the whole row for the same
     gradients; the state of a part of a range is unknown.
 
-    Args:
-        model: The sharded model.
-        saved: Names of the saved pieces.
-        classes: The saved `fused_classes`; empty in older checkpoints.
-        told: Tables about whose state the user has been warned.
+    `saved` has the names of the saved pieces, `classes` the saved `fused_classes` (empty in older checkpoints), `told`
+    the tables about whose state the user has been warned.
 
     Raises:
         RuntimeError: A table was saved with the state of another fused optimizer.
     """
-    keys = set(map(StateKey.parse, saved))
-    kinds = kinds_by_weight(keys)
-    pieces: dict[str, Piece] = {}
-    averages: list[tuple[Piece, dict[str, int]]] = []
-    averaged = set()
-    mine = fused_state(model)
-    for weight, wanted in kinds_by_weight(mine).items():
-        if kinds.get(weight, wanted) != wanted:
-            there, here = (some(sorted(each)) or "no state" for each in (kinds[weight], wanted))
-            was, now = classes.get(weight), fused_classes(model).get(weight)
-            known = f" (saved with {was}, this run has {now})" if was and now else ""
-            raise RuntimeError(
-                f"the fused optimizer of {weight} was saved with {there}, this run's has {here}{known}: load with the "
-                f"fused optimizer that the checkpoint was saved with{f', fused_optimizer=({was}, ...)' if was else ''}."
-                " Or keep only the weights: load them with trainer.validate(ckpt_path=...), then fit without ckpt_path."
-            )
-    for key, piece in mine.items():
-        if key in keys:
-            pieces[str(key)] = piece
-            continue
-        sources = overlapping(key, keys) if local_parts(piece) else {}
-        if sources:
-            # A value for each of the table's rows, on every rank.
-            for source in sources:
-                pieces.setdefault(source, torch.zeros(piece.size()[0], dtype=piece.dtype))
-            averages.append((piece, sources))
-            if len(sources) > 1:
-                averaged.add(key.weight)
-    _warn_of_states_left_out(model, set(kinds), averaged, set(told))
 
-    def finish() -> None:
-        for piece, sources in averages:
+    def __init__(
+        self, model: nn.Module, saved: Iterable[str], classes: Mapping[str, str], told: Collection[str] = ()
+    ) -> None:
+        self.pieces: dict[str, Piece] = {}
+        """The pieces to fill before `finish`, by their saved names."""
+        self._model = model
+        self._averages: list[tuple[Piece, dict[str, int]]] = []
+        keys = set(map(StateKey.parse, saved))
+        kinds = kinds_by_weight(keys)
+        mine = fused_state(model)
+        for weight, wanted in kinds_by_weight(mine).items():
+            if kinds.get(weight, wanted) != wanted:
+                now = fused_classes(model).get(weight)
+                raise _other_optimizer(weight, kinds[weight], wanted, classes.get(weight), now)
+        averaged = set()
+        for key, piece in mine.items():
+            if key in keys:
+                self.pieces[str(key)] = piece
+            elif local_parts(piece) and (sources := overlapping(key, keys)):
+                # A value for each of the table's rows, on every rank.
+                for source in sources:
+                    self.pieces.setdefault(source, torch.zeros(piece.size()[0], dtype=piece.dtype))
+                self._averages.append((piece, sources))
+                if len(sources) > 1:
+                    averaged.add(key.weight)
+        _warn_of_states_left_out(model, set(kinds), averaged, set(told))
+
+    def finish(self) -> None:
+        """Write the rest of the loaded state into the kernels."""
+        for piece, sources in self._averages:
             total = sum(sources.values())
             for rows, shard in local_parts(piece):
-                parts = [pieces[source][rows].double() * (share / total) for source, share in sources.items()]
+                parts = [self.pieces[source][rows].double() * (share / total) for source, share in sources.items()]
                 shard.copy_(torch.stack(parts).sum(0))
-        for weight, fused, kernel in fused_kernels(model):
-            numbers = [pieces.get(f"{weight}.{kind}") for kind in KERNEL_KINDS]
+        for weight, fused, kernel in fused_kernels(self._model):
+            numbers = [self.pieces.get(f"{weight}.{kind}") for kind in KERNEL_KINDS]
             iteration, lr, applied_lr = (None if number is None else number.item() for number in numbers)
             if iteration is not None:
                 kernel.iter.fill_(iteration)
@@ -181,7 +169,15 @@ def plan_loading(
                 for group in fused.param_groups:
                     group["lr"] = lr
 
-    return Loading(pieces, finish)
+
+def _other_optimizer(weight: str, saved: set[str], wanted: set[str], was: str | None, now: str | None) -> RuntimeError:
+    there, here = (some(sorted(kinds)) or "no state" for kinds in (saved, wanted))
+    known = f" (saved with {was}, this run has {now})" if was and now else ""
+    return RuntimeError(
+        f"the fused optimizer of {weight} was saved with {there}, this run's has {here}{known}: load with the "
+        f"fused optimizer that the checkpoint was saved with{f', fused_optimizer=({was}, ...)' if was else ''}. "
+        "Or keep only the weights: load them with trainer.validate(ckpt_path=...), then fit without ckpt_path."
+    )
 
 
 def check_tables(model: nn.Module, weights: Mapping[str, Any]) -> None:
@@ -223,7 +219,7 @@ def on_host(piece: Piece) -> Piece:
     """Return a copy on the host."""
     if not isinstance(piece, ShardedTensor):
         return piece.detach().to("cpu", copy=True)
-    return map_shards(piece, lambda shard: shard.to("cpu", copy=True))
+    return map_shards(piece, lambda shard: shard.tensor.detach().to("cpu", copy=True))
 
 
 def split_like(weight: ShardedTensor, stacked: Tensor) -> ShardedTensor:
@@ -270,46 +266,43 @@ def _row_wise(weight: Piece, state: Piece) -> list[tuple[Columns, Piece]]:
     if not isinstance(weight, ShardedTensor):  # replicated
         return [((0, weight.shape[1]), state)]
     assert isinstance(state, ShardedTensor)
-    metadata = weight.metadata()
-    parts: list[tuple[Columns, Piece]] = []
-    for columns in sorted({_columns(shard) for shard in metadata.shards_metadata}):
-        shards = [shard for shard in metadata.shards_metadata if _columns(shard) == columns]
-        local = {  # TorchRec lists shards of a weight and of its state in the same order
-            tuple(of_weight.metadata.shard_offsets[:1]): of_state.tensor.detach()
-            for of_weight, of_state in zip(weight.local_shards(), state.local_shards(), strict=True)
-            if _columns(of_weight.metadata) == columns
-        }
-        rows = [ShardMetadata(shard.shard_offsets[:1], shard.shard_sizes[:1], shard.placement) for shard in shards]
-        properties = state.metadata().tensor_properties
-        parts.append((columns, _sharded(ShardedTensorMetadata(rows, metadata.size[:1], properties), local)))
-    return parts
+    # TorchRec lists shards of a weight and of its state in the same order.
+    state_of = dict(zip(map(id, weight.local_shards()), state.local_shards(), strict=True))
+    ranges = sorted({_columns(shard) for shard in weight.metadata().shards_metadata})
+    return [
+        (of, map_shards(weight, lambda shard: state_of[id(shard)].tensor.detach(), of, state.dtype)) for of in ranges
+    ]
 
 
 def _columns(shard: ShardMetadata) -> Columns:
     return shard.shard_offsets[1], shard.shard_offsets[1] + shard.shard_sizes[1]
 
 
-def _sharded(metadata: ShardedTensorMetadata, local: Mapping[tuple[int, ...], Tensor]) -> ShardedTensor:
-    """Make a ShardedTensor of local shards, given by offsets, without communication."""
-    rank = dist.get_rank()
+def map_shards(
+    piece: ShardedTensor,
+    change: Callable[[Shard], Tensor],
+    columns: Columns | None = None,
+    dtype: torch.dtype | None = None,
+) -> ShardedTensor:
+    """Apply a function to each of this rank's shards, without communication; keep the sharding.
+
+    With `columns` only to the shards of these columns; each result has one value a row.
+    """
+    num_dims = None if columns is None else 1
+    metadata = piece.metadata()
+    local = {tuple(shard.metadata.shard_offsets): shard for shard in piece.local_shards()}
     shards, mine = [], []
     for shard in metadata.shards_metadata:
-        owner = shard.placement.rank()
-        tensor = local[tuple(shard.shard_offsets)] if owner == rank else None
-        place = f"rank:{owner}/{'cpu' if tensor is None else tensor.device}"
-        shards.append(ShardMetadata(list(shard.shard_offsets), list(shard.shard_sizes), place))
-        if tensor is not None:
-            mine.append(Shard(tensor, shards[-1]))
-    dtype = mine[0].tensor.dtype if mine else metadata.tensor_properties.dtype
-    return ShardedTensor._init_from_local_shards_and_global_metadata(
-        mine, sharded_tensor_metadata=ShardedTensorMetadata(shards, metadata.size, TensorProperties(dtype=dtype))
-    )
-
-
-def map_shards(piece: ShardedTensor, change: Callable[[Tensor], Tensor]) -> ShardedTensor:
-    """Apply a function to each of this rank's shards; keep the sharding."""
-    local = {tuple(shard.metadata.shard_offsets): change(shard.tensor.detach()) for shard in piece.local_shards()}
-    return _sharded(piece.metadata(), local)
+        if columns is None or columns == _columns(shard):
+            own = local.get(tuple(shard.shard_offsets))
+            tensor = None if own is None else change(own)
+            place = f"rank:{shard.placement.rank()}/{'cpu' if tensor is None else tensor.device}"
+            shards.append(ShardMetadata(shard.shard_offsets[:num_dims], shard.shard_sizes[:num_dims], place))
+            if tensor is not None:
+                mine.append(Shard(tensor, shards[-1]))
+    dtype = mine[0].tensor.dtype if mine else dtype or piece.dtype
+    whole = ShardedTensorMetadata(shards, metadata.size[:num_dims], TensorProperties(dtype=dtype))
+    return ShardedTensor._init_from_local_shards_and_global_metadata(mine, sharded_tensor_metadata=whole)
 
 
 def kinds_by_weight(keys: Iterable[StateKey]) -> dict[str, set[str]]:

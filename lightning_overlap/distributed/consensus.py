@@ -39,11 +39,7 @@ class Answer(NamedTuple):
     """The all-to-all of the flags."""
 
     def wait(self) -> StepFlags:
-        """Wait for the flags of all ranks and return the maximum of each.
-
-        Raises:
-            RuntimeError: Ranks have skipped different None batches.
-        """
+        """Wait for the flags of all ranks and return the maximum of each; raises as `check_none_batches` does."""
         self.work.wait()
         by_rank = [StepFlags(*row) for row in self.flags.view(-1, len(StepFlags._fields)).tolist()]
         check_none_batches({rank: flags.latest_none for rank, flags in enumerate(by_rank) if flags.has})
@@ -58,12 +54,9 @@ SKIP_ALIKE = (
 
 
 def check_none_batches(latest: Mapping[int, int]) -> None:
-    """Check that ranks have skipped the same None batches.
+    """Raise a RuntimeError, alike on all ranks, if ranks have skipped different None batches.
 
     `latest` has by rank the number in the epoch of its last None batch before the compared batch; -1 if there is none.
-
-    Raises:
-        RuntimeError: The numbers differ; all ranks raise this alike.
     """
     if len(set(latest.values())) <= 1:
         return
@@ -84,8 +77,8 @@ class PollInterval:
     """Decides about which batches the ranks ask each other, if every rank knows its number of batches.
 
     They ask about the first batch, the last batches and occasional batches in between, to learn of a rank that was told
-    to stop, or of a None batch, after which they ask about every batch. A question costs as much as a small model's
-    forward. All ranks decide alike, by batch numbers and answers. An interval is at most twice the last.
+    to stop, or of a None batch. A question costs as much as a small model's forward. All ranks decide alike, by batch
+    numbers and answers. An interval is at most twice the last.
     """
 
     def __init__(self) -> None:
@@ -98,10 +91,9 @@ class PollInterval:
         return index >= self._next
 
     def ask(self, index: int) -> int:
-        """Note that the ranks ask about a batch; no other batch is due before `hear`.
+        """Note that the ranks ask about a batch, and return `MAX_INTERVAL` minus this rank's preferred interval.
 
-        Returns:
-            `MAX_INTERVAL - interval` for this rank's preferred interval, 0 to `MAX_INTERVAL - 1`.
+        No other batch is due before `hear`.
         """
         now, asked = time.monotonic(), self._asked
         self._asked = index, now
@@ -163,8 +155,7 @@ class Consensus:
 
         def wait() -> list[int]:
             work.wait()
-            lowest: list[int] = tensor.tolist()
-            return lowest
+            return list(tensor.tolist())
 
         return wait
 
@@ -199,8 +190,8 @@ def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[A
     return values
 
 
-def together(action: Callable[[], T], gather: Callable[[Any], list[Any]]) -> T:
-    """Call a function on every rank and return its result; if it fails on one rank, raise on all ranks.
+def together(action: Callable[[], T], group: dist.ProcessGroup | None) -> T:
+    """Call a function on every rank of a group and return its result; if it fails on one rank, raise on all ranks.
 
     The function must not wait for other ranks after anything that may fail on a single rank.
 
@@ -212,7 +203,7 @@ def together(action: Callable[[], T], gather: Callable[[Any], list[Any]]) -> T:
         result = action()
     except Exception as err:
         error, cause = str(err) if isinstance(err, RuntimeError) else f"{type(err).__name__}: {err}", err
-    for message in gather(error):
+    for message in gather_objects(error, group):
         if message is not None:
             raise RuntimeError(message) from cause
     return cast(T, result)

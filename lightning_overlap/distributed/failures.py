@@ -15,9 +15,11 @@ import socket
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from types import TracebackType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # as public as `dist.Store`
@@ -40,9 +42,7 @@ _num_runs = itertools.count()
 
 def default_store() -> Store | None:
     """Return the store of the default process group."""
-    if not dist.is_initialized():
-        return None
-    return dist.distributed_c10d._get_default_store()
+    return dist.distributed_c10d._get_default_store() if dist.is_initialized() else None
 
 
 class Word(NamedTuple):
@@ -69,7 +69,8 @@ def _stderr() -> str:
 class FirstCause:
     """Finds the rank that failed first, so that a rank that lost a peer can report why the peer failed.
 
-    Every rank makes equally many of these objects, in the same order. The first failing rank leaves a `Word`.
+    Every rank makes equally many of these objects, in the same order. The first failing rank leaves a `Word`. No method
+    raises: the store ends with the rank that keeps it.
     """
 
     def __init__(self, store: Store, rank: int) -> None:
@@ -80,11 +81,6 @@ class FirstCause:
         """The word of the first failing rank, set when this rank has failed; None if unknown."""
 
     @property
-    def is_first(self) -> bool:
-        """Whether this rank is known to have failed first."""
-        return self.first is not None and self.first.rank == self.rank
-
-    @property
     def store_port(self) -> int | None:
         """The TCP port of the store; None for stores without a port, such as files."""
         store = self._store
@@ -93,55 +89,50 @@ class FirstCause:
         return store.port if isinstance(store, TCPStore) else None
 
     def note(self, error: BaseException, place: str) -> None:
-        """Report an error; if another rank reported one earlier, add its word as a note. Never raises."""
+        """Report an error; if another rank reported one earlier, add its word as a note."""
         mine = Word(self.rank, f"{type(error).__name__}: {error}", place, _stderr())
-        with contextlib.suppress(Exception):  # the store ends with the rank that keeps it
+        with contextlib.suppress(Exception):
             self.first = Word(*json.loads(self._store.compare_set(self._key, "", json.dumps(mine))))
             if self.first.rank != self.rank and self.first.error != mine.error:
                 error.add_note(f"rank {self.first.rank} had failed {self.first.place}: {self.first.error}")
 
     def leave(self, num_ranks: int, timeout_s: float) -> None:
-        """Count this rank as about to end; the first failing rank waits until `num_ranks` are. Never raises."""
-        with contextlib.suppress(Exception):
-            self._all_come(f"{self._key}/gone", num_ranks if self.is_first else 1, timeout_s)
+        """Count this rank as about to end, and wait until `num_ranks` are."""
+        self._all_come("gone", num_ranks, timeout_s)
 
     def told(self) -> None:
-        """Report that the first cause was printed. Never raises."""
+        """Report that the first cause was printed."""
         with contextlib.suppress(Exception):
             self._store.set(f"{self._key}/told", "")
 
     def wait_until_told(self, timeout_s: float) -> None:
-        """Wait until the first cause was printed, at most `timeout_s`; then the store may end. Never raises."""
+        """Wait until the first failing rank has printed."""
         with contextlib.suppress(Exception):
             self._store.wait([f"{self._key}/told"], timedelta(seconds=timeout_s))
 
     def all_failed(self, num_ranks: int, place: str, timeout_s: float) -> bool:
-        """Return whether all ranks call this from the same place within `timeout_s`, so that they may save together.
-
-        Never raises.
-        """
-        verdict = "alone"
+        """Return whether all ranks call this from the same place within `timeout_s`, so that they may save together."""
+        mine = "together" if self._all_come(f"here {place}", num_ranks, timeout_s) else "alone"
         with contextlib.suppress(Exception):
             # The first rank to know decides for all: another rank may time out at this moment.
-            mine = "together" if self._all_come(f"{self._key}/here {place}", num_ranks, timeout_s) else "alone"
-            verdict = self._store.compare_set(f"{self._key}/verdict", "", mine).decode()
-        return verdict == "together"
+            return self._store.compare_set(f"{self._key}/verdict", "", mine) == b"together"
+        return False
 
-    def _all_come(self, key: str, num_ranks: int, timeout_s: float) -> bool:
+    def _all_come(self, what: str, num_ranks: int, timeout_s: float) -> bool:
         """Count this rank; return whether `num_ranks` are counted within `timeout_s`."""
         deadline = time.monotonic() + timeout_s
-        num_here = self._store.add(key, 1)
-        while num_here < num_ranks and time.monotonic() < deadline:
-            time.sleep(0.01)
-            num_here = self._store.add(key, 0)
-        return num_here >= num_ranks
+        with contextlib.suppress(Exception):
+            num_here = self._store.add(f"{self._key}/{what}", 1)
+            while num_here < num_ranks and time.monotonic() < deadline:
+                time.sleep(0.01)
+                num_here = self._store.add(f"{self._key}/{what}", 0)
+            return num_here >= num_ranks
+        return False
 
 
 def timed_out(error: BaseException) -> bool:
-    """Whether a gloo collective failed because another rank did not answer in time.
-
-    If several collectives are under way, gloo reports a timeout for one and a closed pair for the others.
-    """
+    """Whether a gloo collective failed because another rank did not answer in time."""
+    # If several collectives are under way, gloo reports a timeout for one and a closed pair for the others.
     return any(said in str(error) for said in ("Timed out waiting", "Application timeout caused pair closure"))
 
 
@@ -154,8 +145,8 @@ def tell_last(error: BaseException, cause: FirstCause) -> None:
         _causes.clear()
         _causes[id(cause)] = cause
         vars(error)[_MARK] = id(cause)
-        if not isinstance(sys.excepthook, _Hook):
-            sys.excepthook = _Hook()
+        if getattr(sys.excepthook, "func", None) is not _print_in_turn:
+            sys.excepthook = partial(_print_in_turn, sys.excepthook)
 
 
 def is_told_last(error: BaseException) -> bool:
@@ -163,35 +154,32 @@ def is_told_last(error: BaseException) -> bool:
     return vars(error).get(_MARK) in _causes
 
 
-class _Hook:
-    """The excepthook for uncaught errors."""
-
-    def __init__(self) -> None:
-        self._before = sys.excepthook
-
-    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        cause = _causes.get(vars(error).get(_MARK, 0))
-        if cause is None or cause.first is None:
-            self._before(kind, error, trace)
-        elif cause.is_first:
-            # Ranks that wait for this rank fail and print now, not only after its end.
-            others_notice = end_connections(cause.store_port)
-            cause.leave(dist.get_world_size() if others_notice and dist.is_initialized() else 1, LEAVE_S)
-            if not _torchrun_prints(error):
-                self._before(kind, error, trace)
-            sys.stderr.flush()
-            cause.told()
+def _print_in_turn(
+    print_whole: Callable[..., Any], kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    cause = _causes.get(vars(error).get(_MARK, 0))
+    first = None if cause is None else cause.first
+    if cause is None or first is None:
+        print_whole(kind, error, trace)
+    elif first.rank == cause.rank:
+        # Ranks that wait for this rank fail and print now, not only after its end.
+        others_notice = end_connections(cause.store_port)
+        cause.leave(dist.get_world_size() if others_notice and dist.is_initialized() else 1, LEAVE_S)
+        if not _torchrun_prints(error):
+            print_whole(kind, error, trace)
+        sys.stderr.flush()
+        cause.told()
+    else:
+        if f"{kind.__name__}: {error}" != first.error and not _is_of_a_lost_peer(error):
+            print_whole(kind, error, trace)
+        elif first.stderr == _stderr():  # the first rank prints everything except this rank's own notes
+            own = [note for note in getattr(error, "__notes__", []) if not _PLACE.match(note)]
+            sys.stderr.write("".join(f"rank {cause.rank}: {note}\n" for note in own))
         else:
-            if f"{kind.__name__}: {error}" != cause.first.error and not _is_of_a_lost_peer(error):
-                self._before(kind, error, trace)
-            elif cause.first.stderr == _stderr():  # the first rank prints everything except this rank's own notes
-                own = [note for note in getattr(error, "__notes__", []) if not _PLACE.match(note)]
-                sys.stderr.write("".join(f"rank {cause.rank}: {note}\n" for note in own))
-            else:
-                sys.stderr.write("".join(traceback.format_exception_only(error)))
-            sys.stderr.flush()
-            cause.leave(1, 0.0)
-            cause.wait_until_told(LEAVE_S)
+            sys.stderr.write("".join(traceback.format_exception_only(error)))
+        sys.stderr.flush()
+        cause.leave(1, 0.0)
+        cause.wait_until_told(LEAVE_S)
 
 
 def _is_of_a_lost_peer(error: BaseException) -> bool:

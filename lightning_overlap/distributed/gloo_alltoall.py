@@ -45,14 +45,9 @@ class ReceivesFirst(dist.ProcessGroup):
         input_split_sizes: Sequence[int],
         opts: Any = None,
     ) -> dist.Work:
-        """Start an all-to-all of contiguous tensors on the host.
+        """Start an all-to-all of contiguous tensors of one dtype on the host.
 
-        Args:
-            output: Receives the data, by rank along dimension 0.
-            input: The data to send, by rank along dimension 0; of the output's dtype.
-            output_split_sizes: Elements of dimension 0 from each rank; empty for equal parts.
-            input_split_sizes: Elements of dimension 0 to each rank; empty for equal parts.
-            opts: Not used.
+        The split sizes are elements of dimension 0 from and to each rank; empty for equal parts. `opts` is not used.
         """
         me, size = self.rank(), self.size()
         received, sent = (
@@ -99,27 +94,20 @@ _hand_on(ReceivesFirst, dist.ProcessGroupGloo)
 
 
 class Exchange(dist.Work):
-    """The receives and sends of one all-to-all; gloo allows a single wait for each.
-
-    This object keeps the all-to-all's input and output alive.
-    """
+    """The receives and sends of one all-to-all; gloo allows a single wait for each."""
 
     def __init__(self, works: list[dist.Work], tensors: tuple[Tensor, Tensor]) -> None:
         super().__init__()
-        self._works = works
-        self._tensors = tensors
+        self._works, self._tensors = works, tensors  # keeps the all-to-all's input and output alive
         self._turn = threading.Lock()
         self._error: RuntimeError | None = None
-        self._watcher: threading.Thread | None = None
+        self._future: torch.futures.Future[None] | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait on the host until all data was received and sent.
 
-        Args:
-            timeout: For each receive and send; None: the group's timeout.
-
         Raises:
-            RuntimeError: A rank is gone, or the time is up; every later wait raises it again.
+            RuntimeError: A rank is gone, or the time of a receive or send is up; every later wait raises it again.
         """
         with self._turn:  # a second thread waits for the first one
             if self._error is not None:
@@ -136,32 +124,30 @@ class Exchange(dist.Work):
 
     def is_completed(self) -> bool:
         """Whether the all-to-all is over. gloo tells only a wait: the first question starts a thread that waits."""
-        if self._works and self._watcher is None:
-            self._watcher = self._waiting_thread(lambda: None)
+        if self._works:
+            self.get_future()
         return not self._works
 
     def get_future(self) -> torch.futures.Future[None]:
         """Return a future that a waiting thread completes at the end; `wait` raises a failure, the future does not."""
-        future: torch.futures.Future[None] = torch.futures.Future()
-        self._waiting_thread(lambda: future.set_result(None))
-        return future
+        if self._future is None:
+            self._future = torch.futures.Future()
+            threading.Thread(target=self._complete, daemon=True, name="end of an all-to-all").start()
+        return self._future
 
-    def _waiting_thread(self, done: Callable[[], None]) -> threading.Thread:
-        def wait() -> None:
-            with suppress(RuntimeError):
-                self.wait()
-            done()
-
-        thread = threading.Thread(target=wait, daemon=True, name="end of an all-to-all")
-        thread.start()
-        return thread
+    def _complete(self) -> None:
+        with suppress(RuntimeError):
+            self.wait()
+        assert self._future is not None
+        self._future.set_result(None)
 
 
-def register() -> None:
-    """Register the backend with `torch.distributed`, once."""
+def register() -> str:
+    """Register the backend with `torch.distributed`, once, and return its name."""
 
     def create(store: Any, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
         return ReceivesFirst(dist.ProcessGroupGloo(store, rank, size, timeout=timeout), rank, size)
 
     if BACKEND not in dist.Backend.backend_list:
         dist.Backend.register_backend(BACKEND, create, devices=["cpu"])
+    return BACKEND

@@ -25,10 +25,7 @@ class Groups:
     """Groups of all ranks. On one rank only the default group exists, for the tables."""
 
     tables: dist.ProcessGroup
-    """The tables' collectives: an early all-to-all must not queue with DDP's gradients.
-
-    A backward sends both in an order that depends on where a step first uses its embeddings; it may differ by rank.
-    """
+    """The tables' collectives, apart from DDP's gradients: ranks may send these in another order."""
     lookahead: dist.ProcessGroup | None = None
     """The input dist of coming batches."""
     consensus: Consensus | None = None
@@ -47,10 +44,10 @@ _made: dict[tuple[dist.ProcessGroup, str, timedelta, bool, int], Groups] = {}
 def join(timeout: timedelta, *, multi_node: bool = False) -> Groups:
     """Return the groups of this process; every rank calls this at the same point, after a barrier.
 
-    A group has its own threads or communicators, which live as long as the process, and sharded modules keep their
-    groups: so the runs of a process share groups. After a run that failed on any rank, all ranks make new groups.
-    Between hosts gloo uses both directions of a link at once. Within a host its own all-to-all is faster: its threads
-    make the system calls instead of the training thread.
+    The threads or communicators of a group live as long as the process, and sharded modules keep their groups: so the
+    runs of a process share groups. After a run that failed on any rank, all ranks make new groups. Between hosts gloo
+    uses both directions of a link at once. Within a host its own all-to-all is faster: its threads make the system
+    calls instead of the training thread.
     """
     world, store = dist.group.WORLD, default_store()
     assert world is not None
@@ -65,10 +62,7 @@ def join(timeout: timedelta, *, multi_node: bool = False) -> Groups:
     if key not in _made:
         for other in [other for other in _made if (other[0], other[-1]) != (world, num_failures[0])]:
             del _made[other]
-        of_tables: str = backend
-        if backend == "gloo" and multi_node:
-            gloo_alltoall.register()
-            of_tables = gloo_alltoall.BACKEND
+        of_tables = gloo_alltoall.register() if backend == "gloo" and multi_node else backend
         with remember_sockets():
             make = partial(dist.new_group, timeout=timeout)
             consensus = make(backend="gloo", group_desc=CONSENSUS)
@@ -82,13 +76,12 @@ def join(timeout: timedelta, *, multi_node: bool = False) -> Groups:
 def forget() -> None:
     """Let the next run make new groups on all ranks: these may have collectives that other ranks never join.
 
-    Nor does this process destroy its groups at its end: that would wait for them. Never raises: the store ends with
-    its host rank.
+    Nor does this process destroy its groups at its end: that would wait for them.
     """
     atexit.unregister(_destroy)
-    with contextlib.suppress(Exception):
-        store = default_store()
-        if store is not None:
+    store = default_store()
+    if store is not None:
+        with contextlib.suppress(Exception):  # the store ends with its host rank
             store.add(_FAILURES, 1)
 
 

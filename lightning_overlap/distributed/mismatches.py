@@ -1,8 +1,8 @@
 """Find out whether all ranks run a module's own forward for the same call, where no collective can ask.
 
 A rank that cannot serve a call from early embeddings reports it in the store and waits until all ranks have. A rank
-that served the call goes on, perhaps into a collective. So a thread of each rank polls for another rank that waits for
-a call served here, and answers it.
+that served the call goes on, perhaps into a collective. So a thread of each rank answers ranks that wait for such a
+call.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,28 +25,17 @@ class Part(NamedTuple):
     """Number of rows from each rank."""
 
 
-class _Streams(Protocol):
-    """The methods of `runtime.Streams` that an exchange needs."""
-
-    def current(self) -> Any: ...
-    def record(self, name: Any) -> Any: ...
-    def wait(self, name: Any, event: Any) -> None: ...
-    def record_stream(self, value: Any, name: Any) -> None: ...
-
-
 class PackedExchange:
     """One all-to-all of several tensors; the constructor starts it on the current stream.
 
     Args:
         parts: At least one tensor, of the same dtypes and in the same order on all ranks, on one device.
         group: The process group.
-        streams: The device's streams.
+        streams: The device's `runtime.Streams`.
         even: Whether every rank sends the same number of rows to each rank; equal on all ranks.
     """
 
-    def __init__(
-        self, parts: Sequence[Part], group: dist.ProcessGroup, streams: _Streams, *, even: bool = False
-    ) -> None:
+    def __init__(self, parts: Sequence[Part], group: dist.ProcessGroup, streams: Any, *, even: bool = False) -> None:
         self._parts = [(part.tensor.dtype, part.tensor.shape[1:]) for part in parts]
         row_bytes = [part.tensor.element_size() * prod(part.tensor.shape[1:]) for part in parts]
         # The widest integer that divides every row: NCCL counts at most 2**31 elements.
@@ -71,10 +60,7 @@ class PackedExchange:
         self._received: list[Tensor | None] = []
 
     def take(self, place: slice) -> list[Tensor]:
-        """Wait for the exchange and return some received parts. Take each part once: the exchange drops its reference.
-
-        Args:
-            place: The positions of the parts.
+        """Wait for the exchange and return the received parts at some positions. Take each part once: it is not kept.
 
         Returns:
             Each part, `(sum(received), ...)`, contiguous, ready for the current stream.
