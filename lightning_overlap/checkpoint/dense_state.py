@@ -28,11 +28,7 @@ def by_name(
 ) -> State:
     """Return an optimizer's `state_dict()` with the model's parameter names instead of positions.
 
-    Args:
-        optimizer: The optimizer.
-        state: Its `state_dict()`; on ranks without it empty, and then the result is empty.
-        model: The model with its parameters.
-        more: Parameter -> further kinds of state, tensors of any shape.
+    It is empty if `state`, the `state_dict()`, is. `more` has further kinds of state by parameter, of any shape.
     """
     if isinstance(optimizer, KeyedOptimizer):  # its state_dict lacks the parameter groups
         state = {"state": optimizer.state, "param_groups": optimizer.param_groups}
@@ -51,11 +47,7 @@ def by_name(
 def load_by_name(optimizer: Optimizer, saved: Mapping[str, Any], model: nn.Module) -> set[str]:
     """Load a result of `by_name`, or a `state_dict()` of `torch.optim`, into an optimizer.
 
-    Returns:
-        Names of the tables that only the optimizer or only the saved state has.
-
-    Raises:
-        RuntimeError: The saved optimizer has other dense parameters.
+    Returns the names of the tables that only one of the two has; raises a RuntimeError for other dense parameters.
     """
     if not is_by_name(saved):
         optimizer.load_state_dict(dict(saved))
@@ -85,13 +77,12 @@ def load_by_name(optimizer: Optimizer, saved: Mapping[str, Any], model: nn.Modul
                         for kind, value in saved["state"][name].items()
                     }
         return moved
-    positions = itertools.count()
+    position_of = {name: position for position, name in enumerate(itertools.chain(*named))}
     new_groups = [
-        {**saved_group, "params": list(itertools.islice(positions, len(names)))}
-        for names, saved_group in zip(named, saved["param_groups"], strict=True)
+        {**group, "params": [position_of[name] for name in names]}
+        for names, group in zip(named, saved["param_groups"], strict=True)
     ]
-    every_name = enumerate(itertools.chain(*named))
-    states = {position: saved["state"][name] for position, name in every_name if name in saved["state"]}
+    states = {position: saved["state"][name] for name, position in position_of.items() if name in saved["state"]}
     optimizer.load_state_dict({**saved, "state": states, "param_groups": new_groups})
     return moved
 

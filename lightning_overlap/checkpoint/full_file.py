@@ -7,7 +7,6 @@ more memory. Loading maps the file into memory; each rank reads only its shards.
 
 from __future__ import annotations
 
-import warnings
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,7 +18,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..distributed import gather_objects, together
+from ..distributed import Group, gather_objects, together, warn_on_rank_zero
 from .atomic import atomic_replace, remove, sibling, write_synced
 from .dense_state import empty_table_states, load_by_name, put_table_states
 from .plain_state import take_plain_state
@@ -34,7 +33,7 @@ from .sharded_folder import (
     take_state,
     writing,
 )
-from .table_state import Group, Loading, fill_from_whole, local_parts
+from .table_state import Loading, fill_from_whole, local_parts
 
 
 def gather_checkpoint(checkpoint: dict[str, Any], model: nn.Module, group: Group) -> dict[str, Any] | None:
@@ -142,13 +141,11 @@ def load_fused(
     """
     told = take_plain_state(checkpoint, optimizers, schedulers, model, group)
     num_schedulers = len(checkpoint.get("lr_schedulers", []))
-    if num_schedulers > len(schedulers) and is_rank_zero(group):  # Lightning drops the others without a word
-        warnings.warn(
+    if num_schedulers > len(schedulers):  # Lightning drops the others without a word
+        warn_on_rank_zero(
             f"the checkpoint has {num_schedulers} learning-rate scheduler(s), this run has {len(schedulers) or 'none'}:"
             " their state is not used, and a learning rate that no scheduler of this run moves stays as it was saved. "
-            "To go on with the schedule, return the same schedulers from configure_optimizers.",
-            UserWarning,
-            stacklevel=2,
+            "To go on with the schedule, return the same schedulers from configure_optimizers."
         )
     saved = checkpoint.get(FUSED, {})
     if saved is None:  # `load_folder` has loaded it
@@ -162,23 +159,18 @@ def load_fused(
     together(plan_and_fill, group).finish()
 
 
-def load_dense(checkpoint: Mapping[str, Any], optimizers: Sequence[Optimizer], model: nn.Module, group: Group) -> None:
+def load_dense(checkpoint: Mapping[str, Any], optimizers: Sequence[Optimizer], model: nn.Module) -> None:
     """Load the state of the optimizers of `configure_optimizers`, including this rank's part for tables.
 
-    Call this after `load_fused`. Rank 0 warns.
-
-    Raises:
-        RuntimeError: A saved optimizer has other dense parameters. For other tables the state is reset.
+    Call this after `load_fused`. Raises as `load_by_name` does; for other tables the state is reset, and rank 0 warns.
     """
     states, saved = checkpoint["optimizer_states"], checkpoint.get(TABLE_OPTIMIZERS, {})
     pieces = empty_table_states({key: (value.shape, value.dtype) for key, value in saved.items()}, model)
     fill_from_whole(pieces, saved)
     put_table_states(pieces, states)
     moved = set().union(*(load_by_name(*pair, model) for pair in zip(optimizers, states, strict=False)))
-    if moved and is_rank_zero(group):
-        warnings.warn(
+    if moved:
+        warn_on_rank_zero(
             f"{', '.join(sorted(moved))}: the dense optimizer trains these tables only in the saved run or only in "
-            "this run; its state for them is reset or not used.",
-            UserWarning,
-            stacklevel=2,
+            "this run; its state for them is reset or not used."
         )

@@ -8,7 +8,6 @@ table goes to the dense optimizer if that trains it now, else to its fused optim
 from __future__ import annotations
 
 import itertools
-import warnings
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -16,11 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..distributed import gather_objects
+from ..distributed import Group, gather_objects, warn_on_rank_zero
 from ..tables import fused_only_tables, keep_dense, optimizer_name
 from .dense_state import State, both_sides, is_by_name, names_of, shaped, shapes, take_table_states
-from .sharded_folder import FUSED, TABLE_OPTIMIZERS, is_rank_zero
-from .table_state import ITERATION, KERNEL_KINDS, Group, StateKey, fused_kernels, fused_state, table_weights
+from .sharded_folder import FUSED, TABLE_OPTIMIZERS
+from .table_state import ITERATION, KERNEL_KINDS, StateKey, fused_kernels, fused_state, table_weights
 
 _SOURCES: Mapping[str, Mapping[str, str]] = {
     "EXACT_SGD": {},
@@ -60,24 +59,20 @@ def take_plain_state(
     if len(states) != len(optimizers):
         raise _unknown(f"it has the state of {len(states)} optimizers, this run has {len(optimizers)}")
     tables = table_weights(model)
-    # `combined_optimizer` adds fused groups, which come last.
-    fused_groups = [getattr(optimizer, "fused_groups", []) for optimizer in optimizers]
-    mine = [
-        names_of(optimizer, model)[: len(optimizer.param_groups) - len(fused)]
-        for optimizer, fused in zip(optimizers, fused_groups, strict=True)
-    ]
     weights = {name: value for name, value in checkpoint["state_dict"].items() if isinstance(value, Tensor)}
+    mine = [names_of(optimizer, model) for optimizer in optimizers]
     owned = {name for groups in mine for names in groups for name in names}
     free = [name for name in weights if name in tables - owned]
     of_fused: dict[str, State] = {}
     named: list[State] = []
-    for optimizer, groups, fused, state in zip(optimizers, mine, fused_groups, states, strict=True):
-        saved_groups = state["param_groups"]
+    for optimizer, groups, state in zip(optimizers, mine, states, strict=True):
+        saved_groups, fused_groups = state["param_groups"], getattr(optimizer, "fused_groups", [])
+        groups = groups[: len(groups) - len(fused_groups)]  # `combined_optimizer` adds its own at the end
         kept, found = _match(optimizer, groups, state, weights, free, tables)
         new_groups = [{**saved_groups[at], "params": names} for at, names in zip(kept, groups, strict=True)]
         for new_group in new_groups:
             new_group.pop("param_names", None)
-        new_groups += [{**group, "params": []} for group in fused]
+        new_groups += [{**fused, "params": []} for fused in fused_groups]
         of_run = {name: values for name, values in found.items() if name in owned and values}
         named.append({**state, "state": of_run, "param_groups": new_groups})
         of_fused |= {name: values for name, values in found.items() if name in free}
@@ -90,17 +85,15 @@ def take_plain_state(
     checkpoint["optimizer_states"] = named
     checkpoint[TABLE_OPTIMIZERS] = take_table_states(named, model, are_whole=True)
     checkpoint[FUSED], unused = _as_fused(of_fused, model, group)
-    if unused and is_rank_zero(group):
+    if unused:
         lines = [
             f"{', '.join(sorted(names))}: saved with {', '.join(kinds)}, which this run's {now} cannot use"
             for (kinds, now), names in unused.items()
         ]
-        warnings.warn(
+        warn_on_rank_zero(
             "the checkpoint is of a run without this strategy, and this run cannot use all of its optimizer state: "
             f"{'; '.join(lines)}. The weights are loaded, the optimizer state of these tables is reset. "
-            f"{_how_to_keep(unused, fused_only_tables(model))}",
-            UserWarning,
-            stacklevel=2,
+            f"{_how_to_keep(unused, fused_only_tables(model))}"
         )
     return {name for names in unused.values() for name in names}
 

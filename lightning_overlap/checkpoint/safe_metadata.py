@@ -1,8 +1,8 @@
 """Read folders of `torch.distributed.checkpoint` without executing their content.
 
 A folder's list of tensors, `.metadata`, is a pickle, and unpickling calls whatever the pickle names. Here only the
-classes of such a list are allowed, and each is read as a class without behaviour (`_Record`). The list is built from
-these records. `torch.load` reads objects other than tensors, with `weights_only`.
+classes of such a list are allowed. Each is read as a class without behaviour (`_Record`), and the list is built from
+these records. `torch.load` reads other objects, with `weights_only`.
 """
 
 from __future__ import annotations
@@ -21,13 +21,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageIn
 from torch.distributed.checkpoint.planner import ReadItem
 from typing_extensions import override
 
-_REAL = {
-    kind.__name__: kind
-    for kind in (
-        *(dcp.MetadataIndex, dcp.TensorStorageMetadata, dcp.BytesStorageMetadata, dcp.ChunkStorageMetadata),
-        _StorageInfo,
-    )
-}
+_CLASSES = (dcp.MetadataIndex, dcp.TensorStorageMetadata, dcp.BytesStorageMetadata, dcp.ChunkStorageMetadata)
+_REAL = {kind.__name__: kind for kind in (*_CLASSES, _StorageInfo)}
 """Name -> class of which a list is built."""
 
 _RECORDS = {
@@ -96,8 +91,7 @@ class _Unpickler(pickle.Unpickler):
     def __init__(self, file: Any) -> None:
         super().__init__(file)
         # A pickle can set attributes of classes: each reading gets new classes.
-        records = {(module, name): type(name, (_Record,), {}) for module, name in _RECORDS}
-        self._known: Mapping[tuple[str, str], Any] = {**records, **_VALUES}
+        self._known = {**{(module, name): type(name, (_Record,), {}) for module, name in _RECORDS}, **_VALUES}
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in self._known:

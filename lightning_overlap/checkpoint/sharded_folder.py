@@ -30,12 +30,12 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from typing_extensions import override
 
-from ..distributed import together
+from ..distributed import Group, together
 from ..text import some, unknown_name_message
 from .atomic import atomic_replace, being_replaced, remove, sibling, write_synced
 from .dense_state import empty_table_states, put_table_states, take_table_states
 from .safe_metadata import SafePlanner, SafeReader
-from .table_state import Group, Loading, fused_classes, fused_state, on_host
+from .table_state import Loading, fused_classes, fused_state, on_host
 
 METADATA_NAME = "meta.pt"
 """The file that marks a checkpoint folder and has the unsharded state: loops, callbacks, dense optimizers."""
@@ -178,8 +178,6 @@ def _said(err: BaseException) -> str:
 
 
 def _write(path: Path, also: Path | None, group: Group, rest: memoryview, state: State) -> None:
-    unfinished = sibling(path, "unfinished")
-
     def begin() -> None:
         remove(unfinished)
         unfinished.mkdir(parents=True)
@@ -188,6 +186,7 @@ def _write(path: Path, also: Path | None, group: Group, rest: memoryview, state:
         write_synced(unfinished / METADATA_NAME, lambda file: file.write(rest))
         atomic_replace(unfinished, path, also)
 
+    unfinished = sibling(path, "unfinished")
     with writing(path):
         on_rank_zero(begin, group)
         # With one file per rank, the writer of torch 2.13 keeps host copies of all tensors until the file is complete.
@@ -287,9 +286,10 @@ def _saved(path: Path, objects: Sequence[str]) -> dict[str, dict[str, Any]]:
         part, _, key = name.partition(".")
         if part == MODEL:  # a dict among the objects is saved entry by entry
             key = next((one for one in objects if key.startswith(f"{one}.")), key)
-        is_tensor = isinstance(metadata, TensorStorageMetadata)
-        if is_tensor or part == MODEL:
-            found.setdefault(part, {})[key] = (metadata.size, metadata.properties.dtype) if is_tensor else None
+        if isinstance(metadata, TensorStorageMetadata):
+            found.setdefault(part, {})[key] = metadata.size, metadata.properties.dtype
+        elif part == MODEL:
+            found[part][key] = None
     return found
 
 

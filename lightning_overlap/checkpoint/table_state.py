@@ -2,8 +2,7 @@
 
 A *piece* is a named tensor or `ShardedTensor`. State with the shape of its table is one piece,
 `ebc.embedding_bags.t1.weight.momentum1`. Row-wise state (one value per row) is one piece per column shard,
-`....momentum1[:, 0:8]`: TorchRec's own form concatenates column shards, so that its size depends on the plan. The
-kernels' iteration counts and learning rates are also pieces.
+`....momentum1[:, 0:8]`: TorchRec's own form concatenates column shards, so its size depends on the plan.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.types import (
@@ -28,6 +26,7 @@ from torchrec.distributed.types import (
 )
 from torchrec.optim.keyed import CombinedOptimizer
 
+from ..distributed import warn_on_rank_zero
 from ..tables import kernel_of, sharded_modules, table_modules
 from ..text import some
 
@@ -36,9 +35,6 @@ Piece: TypeAlias = Tensor | ShardedTensor
 
 Columns: TypeAlias = tuple[int, int]
 """First column, last column + 1."""
-
-Group: TypeAlias = dist.ProcessGroup | None
-"""A gloo group of all ranks; None on one rank."""
 
 ITERATION, LR, APPLIED_LR = "iteration", "lr", "applied_lr"
 KERNEL_KINDS = (ITERATION, LR, APPLIED_LR)
@@ -74,8 +70,8 @@ class StateKey(NamedTuple):
 def fused_state(model: nn.Module) -> dict[StateKey, Piece]:
     """Return this rank's part of the state of all fused optimizers, in the kernels' memory.
 
-    It also has every table's number of updates, the optimizer's learning rate, and the kernel's learning rate (a
-    scheduler's change reaches the kernel in `zero_grad` or `step`).
+    Also every table's number of updates, and the learning rates of the optimizer and the kernel: a scheduler's change
+    reaches the kernel in `zero_grad` or `step`.
     """
     pieces: dict[StateKey, Piece] = {}
     for name, sharded in table_modules(model).items():
@@ -113,15 +109,12 @@ class Loading:
     """Loads fused state: matches that of this run to the names of saved pieces.
 
     Row-wise state that was saved for other ranges of columns is averaged over the saved ranges that a shard overlaps,
-    weighted by the number of common columns. So a part of a saved range gets that range's state. RowWiseAdagrad's state
-    sums mean squares of gradients: the average over column shards equals the state of the whole row for the same
-    gradients; the state of a part of a range is unknown.
+    weighted by the number of common columns. RowWiseAdagrad's state sums mean squares of gradients: for the same
+    gradients the average over column shards equals the state of the whole row. That of a part of a range is unknown: it
+    gets the range's state.
 
     `saved` has the names of the saved pieces, `classes` the saved `fused_classes` (empty in older checkpoints), `told`
-    the tables about whose state the user has been warned.
-
-    Raises:
-        RuntimeError: A table was saved with the state of another fused optimizer.
+    the tables about whose state the user has been warned. Raises a RuntimeError for a table with another optimizer.
     """
 
     def __init__(
@@ -330,16 +323,16 @@ def _warn_of_states_left_out(model: nn.Module, saved: set[str], averaged: set[st
     dense = EmbeddingComputeKernel.DENSE.value
     replicas = {name for name, _, _ in fused_kernels(model)}
     fused = {name for name, _, how in _tables(model) if how.compute_kernel != dense or name in replicas}
-
-    def warn(names: set[str], what: str) -> None:
-        if names:
-            warnings.warn(f"{', '.join(sorted(names))}: {what}.", UserWarning, stacklevel=3)
-
-    if dist.get_rank() == 0:  # these are equal on every rank
-        warn(fused - saved - told, "the checkpoint has no fused optimizer state for these tables; it is reset")
-        warn(saved - fused, "the dense optimizer trains these tables now; their saved fused state is not used")
-    warn(
-        averaged,
-        "saved in other column shards; each row's fused optimizer state is averaged over them, so training continues "
-        "similarly, but not exactly as without the change",
-    )
+    if reset := ", ".join(sorted(fused - saved - told)):
+        warn_on_rank_zero(f"{reset}: the checkpoint has no fused optimizer state for these tables; it is reset.")
+    if unused := ", ".join(sorted(saved - fused)):
+        warn_on_rank_zero(
+            f"{unused}: the dense optimizer trains these tables now; their saved fused state is not used."
+        )
+    if averaged:  # other tables on each rank
+        warnings.warn(
+            f"{', '.join(sorted(averaged))}: saved in other column shards; each row's fused optimizer state is "
+            "averaged over them, so training continues similarly, but not exactly as without the change.",
+            UserWarning,
+            stacklevel=3,
+        )

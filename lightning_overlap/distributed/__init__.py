@@ -10,12 +10,14 @@ from .consensus import MAX_INTERVAL as MAX_INTERVAL
 from .consensus import SKIP_ALIKE as SKIP_ALIKE
 from .consensus import Answer as Answer
 from .consensus import Consensus as Consensus
+from .consensus import Group as Group
 from .consensus import Lowest as Lowest
 from .consensus import PollInterval as PollInterval
 from .consensus import StepFlags as StepFlags
 from .consensus import check_none_batches as check_none_batches
 from .consensus import gather_objects as gather_objects
 from .consensus import together as together
+from .consensus import warn_on_rank_zero as warn_on_rank_zero
 from .failures import FirstCause as FirstCause
 from .failures import Store as Store
 from .failures import default_store as default_store

@@ -3,14 +3,34 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 T = TypeVar("T")
+
+MAX_INTERVAL = 255
+"""Longest polling interval, in batches."""
+ASK_FOR_LAST = 8
+"""Number of batches at an epoch's end that the ranks ask about one by one: some may be None on some ranks."""
+ASK_EVERY_S = 0.5
+"""Approximate seconds between two questions. A rank that was told to stop may go on for this long."""
+
+SKIP_ALIKE = (
+    "Ranks have to skip the same batches: drop samples in the dataset or the collate function, not whole batches, or "
+    "make the batch None on every rank."
+)
+"""What to do if a batch is None on one rank alone."""
+
+Group: TypeAlias = dist.ProcessGroup | None
+"""A group of all ranks; None on one rank."""
+
+Lowest = Callable[[], list[int]]
+"""Waits for the numbers of all ranks and returns the minimum of each."""
 
 
 class StepFlags(NamedTuple):
@@ -46,13 +66,6 @@ class Answer(NamedTuple):
         return StepFlags(*map(max, zip(*by_rank, strict=True)))
 
 
-SKIP_ALIKE = (
-    "Ranks have to skip the same batches: drop samples in the dataset or the collate function, not whole batches, or "
-    "make the batch None on every rank."
-)
-"""What to do if a batch is None on one rank alone."""
-
-
 def check_none_batches(latest: Mapping[int, int]) -> None:
     """Raise a RuntimeError, alike on all ranks, if ranks have skipped different None batches.
 
@@ -67,10 +80,6 @@ def check_none_batches(latest: Mapping[int, int]) -> None:
         f"the ranks have different None batches: the last one so far is batch {number} on rank {rank}, {last} on rank "
         f"{other}. {SKIP_ALIKE}"
     )
-
-
-Lowest = Callable[[], list[int]]
-"""Waits for the numbers of all ranks and returns the minimum of each."""
 
 
 class PollInterval:
@@ -91,58 +100,37 @@ class PollInterval:
         return index >= self._next
 
     def ask(self, index: int) -> int:
-        """Note that the ranks ask about a batch, and return `MAX_INTERVAL` minus this rank's preferred interval.
+        """Note that the ranks ask about a batch; no other batch is due before `hear`.
 
-        No other batch is due before `hear`.
+        Returns `MAX_INTERVAL` minus this rank's preferred interval: the maximum over all ranks selects the shortest.
         """
         now, asked = time.monotonic(), self._asked
         self._asked = index, now
         self._next = float("inf")
-        interval = 1
-        if asked is not None:
-            per_batch_s = (now - asked[1]) / max(1, index - asked[0])
-            interval = max(1, min(2 * self._interval, MAX_INTERVAL, int(ASK_EVERY_S / max(per_batch_s, 1e-6))))
-        return MAX_INTERVAL - interval
+        if asked is None:
+            return MAX_INTERVAL - 1
+        per_batch_s = (now - asked[1]) / max(1, index - asked[0])
+        return MAX_INTERVAL - max(1, min(2 * self._interval, MAX_INTERVAL, int(ASK_EVERY_S / max(per_batch_s, 1e-6))))
 
     def hear(self, requested_interval: int, num_batches: float = float("inf")) -> None:
         """Set the next batch to ask about, by the largest value that `ask` returned on any rank.
 
-        If the length of the epoch is known, it comes after half of the remaining batches at most, since a rank that
-        skips batches ends earlier.
+        It comes after half of the remaining batches at most, since a rank that skips batches ends earlier.
         """
         assert self._asked is not None
         self._interval = MAX_INTERVAL - requested_interval
         self._next = self._asked[0] + max(1, min(self._interval, (num_batches - self._asked[0]) // 2))
 
 
-ASK_FOR_LAST = 8
-"""Number of batches at an epoch's end that the ranks ask about one by one: some may be None on some ranks."""
-
-ASK_EVERY_S = 0.5
-"""Approximate seconds between two questions. A rank that was told to stop may go on for this long."""
-
-MAX_INTERVAL = 255
-"""Longest polling interval, in batches.
-
-Ranks send `MAX_INTERVAL - interval`, so that the maximum over all ranks selects the shortest interval.
-"""
-
-
 class Consensus:
-    """Asks all ranks with an all-to-all of six numbers on the host; the host waits for the answer a step later.
-
-    gloo's all-to-all sends the numbers to all ranks at once. Its all-reduce passes them around a ring twice, which
-    takes 1.5 times the CPU time on two ranks and longer on more.
-
-    Args:
-        group: A gloo group of all ranks, used only here.
-    """
+    """Messages between all ranks on the host, over a gloo group that is used only here."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
 
     def ask(self, flags: StepFlags) -> Answer:
         """Send this rank's flags and request the flags of all ranks; all ranks ask equally often, in the same order."""
+        # An all-reduce would pass the numbers around a ring twice: 1.5 times the CPU time on two ranks.
         sent = torch.tensor(flags * self._group.size(), dtype=torch.int32)
         received = torch.empty_like(sent)
         # Not through `torch.distributed`: timers and benchmarks patch its all-to-alls.
@@ -160,7 +148,7 @@ class Consensus:
         return wait
 
     def broadcast(self, value: Any, src: int) -> Any:
-        """Return the value of rank `src`, any picklable object; uses the host only."""
+        """Return the value of rank `src`, any picklable object."""
         values = [value]
         dist.broadcast_object_list(values, src, group=self._group)
         return values[0]
@@ -181,7 +169,7 @@ class Consensus:
         return work
 
 
-def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+def gather_objects(value: Any, group: Group = None) -> list[Any]:
     """Return the values of all ranks of a group (None: the default group), any picklable objects."""
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return [value]
@@ -190,7 +178,7 @@ def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[A
     return values
 
 
-def together(action: Callable[[], T], group: dist.ProcessGroup | None) -> T:
+def together(action: Callable[[], T], group: Group) -> T:
     """Call a function on every rank of a group and return its result; if it fails on one rank, raise on all ranks.
 
     The function must not wait for other ranks after anything that may fail on a single rank.
@@ -207,3 +195,9 @@ def together(action: Callable[[], T], group: dist.ProcessGroup | None) -> T:
         if message is not None:
             raise RuntimeError(message) from cause
     return cast(T, result)
+
+
+def warn_on_rank_zero(text: str) -> None:
+    """Warn on one rank of what is the same on all."""
+    if dist.get_rank() == 0:
+        warnings.warn(text, UserWarning, stacklevel=3)

@@ -1,7 +1,7 @@
 """Let failing ranks tell each other the cause through the store (collectives may hang); choose the rank that prints.
 
-Ranks share a terminal: the first error is printed once, after the output of all other ranks. Otherwise a rank that lost
-a peer would print the last and longest traceback, about a connection.
+The first error is printed once, after the output of all other ranks of a terminal. Otherwise a rank that lost a peer
+would print the last and longest traceback, about a connection.
 """
 
 from __future__ import annotations
@@ -96,10 +96,6 @@ class FirstCause:
             if self.first.rank != self.rank and self.first.error != mine.error:
                 error.add_note(f"rank {self.first.rank} had failed {self.first.place}: {self.first.error}")
 
-    def leave(self, num_ranks: int, timeout_s: float) -> None:
-        """Count this rank as about to end, and wait until `num_ranks` are."""
-        self._all_come("gone", num_ranks, timeout_s)
-
     def told(self) -> None:
         """Report that the first cause was printed."""
         with contextlib.suppress(Exception):
@@ -112,14 +108,14 @@ class FirstCause:
 
     def all_failed(self, num_ranks: int, place: str, timeout_s: float) -> bool:
         """Return whether all ranks call this from the same place within `timeout_s`, so that they may save together."""
-        mine = "together" if self._all_come(f"here {place}", num_ranks, timeout_s) else "alone"
+        mine = "together" if self.all_come(f"here {place}", num_ranks, timeout_s) else "alone"
         with contextlib.suppress(Exception):
             # The first rank to know decides for all: another rank may time out at this moment.
             return self._store.compare_set(f"{self._key}/verdict", "", mine) == b"together"
         return False
 
-    def _all_come(self, what: str, num_ranks: int, timeout_s: float) -> bool:
-        """Count this rank; return whether `num_ranks` are counted within `timeout_s`."""
+    def all_come(self, what: str, num_ranks: int, timeout_s: float) -> bool:
+        """Count this rank as there, or gone; return whether `num_ranks` are counted within `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         with contextlib.suppress(Exception):
             num_here = self._store.add(f"{self._key}/{what}", 1)
@@ -164,7 +160,8 @@ def _print_in_turn(
     elif first.rank == cause.rank:
         # Ranks that wait for this rank fail and print now, not only after its end.
         others_notice = end_connections(cause.store_port)
-        cause.leave(dist.get_world_size() if others_notice and dist.is_initialized() else 1, LEAVE_S)
+        num_ranks = dist.get_world_size() if others_notice and dist.is_initialized() else 1
+        cause.all_come("gone", num_ranks, LEAVE_S)
         if not _torchrun_prints(error):
             print_whole(kind, error, trace)
         sys.stderr.flush()
@@ -178,7 +175,7 @@ def _print_in_turn(
         else:
             sys.stderr.write("".join(traceback.format_exception_only(error)))
         sys.stderr.flush()
-        cause.leave(1, 0.0)
+        cause.all_come("gone", 1, 0.0)
         cause.wait_until_told(LEAVE_S)
 
 

@@ -19,10 +19,10 @@ BACKEND = "gloo_receives_first"
 class ReceivesFirst(dist.ProcessGroup):
     """gloo with all-to-alls that post point-to-point receives first and sends second.
 
-    gloo's own all-to-all posts the send to a rank before the receive from it. A connection keeps that order, and data
-    leaves at once if the other rank is ready. So the later rank sends its data first and only then announces that it
-    is ready to receive: the earlier rank begins to send when it has received everything. On a link of limited
-    bandwidth the all-to-all then takes twice as long. Posted first, the announcement travels ahead of the data.
+    gloo's own all-to-all posts the send to a rank before the receive from it. A connection keeps that order. So the
+    later rank sends its data first and only then announces that it is ready to receive: the earlier rank begins to send
+    when it has received everything, and the all-to-all takes twice as long on a link of limited bandwidth. Posted
+    first, the announcement travels ahead of the data.
 
     All other calls go to gloo directly and not through the base class: that would hold Python's lock, for which a gloo
     thread with its own lock may wait. All ranks issue a group's all-to-alls in the same order.

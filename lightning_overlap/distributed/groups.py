@@ -36,7 +36,6 @@ class Groups:
 
 CONSENSUS = "consensus"
 """Name of the group that carries only messages between ranks."""
-
 _FAILURES = "lightning_overlap/failures"
 _made: dict[tuple[dist.ProcessGroup, str, timedelta, bool, int], Groups] = {}
 
@@ -44,10 +43,9 @@ _made: dict[tuple[dist.ProcessGroup, str, timedelta, bool, int], Groups] = {}
 def join(timeout: timedelta, *, multi_node: bool = False) -> Groups:
     """Return the groups of this process; every rank calls this at the same point, after a barrier.
 
-    The threads or communicators of a group live as long as the process, and sharded modules keep their groups: so the
-    runs of a process share groups. After a run that failed on any rank, all ranks make new groups. Between hosts gloo
-    uses both directions of a link at once. Within a host its own all-to-all is faster: its threads make the system
-    calls instead of the training thread.
+    The runs of a process share groups, whose threads or communicators live as long as the process. After a run that
+    failed on any rank, all ranks make new groups. Between hosts gloo uses both directions of a link at once. Within a
+    host its own all-to-all is faster: its threads make the system calls instead of the training thread.
     """
     world, store = dist.group.WORLD, default_store()
     assert world is not None
@@ -63,13 +61,14 @@ def join(timeout: timedelta, *, multi_node: bool = False) -> Groups:
         for other in [other for other in _made if (other[0], other[-1]) != (world, num_failures[0])]:
             del _made[other]
         of_tables = gloo_alltoall.register() if backend == "gloo" and multi_node else backend
+        make = partial(dist.new_group, timeout=timeout)
         with remember_sockets():
-            make = partial(dist.new_group, timeout=timeout)
-            consensus = make(backend="gloo", group_desc=CONSENSUS)
-            checkpoints = make(backend="gloo", group_desc="checkpoints")
-            tables = make(backend=of_tables, group_desc="tables")
-            lookahead = make(backend=of_tables, group_desc="lookahead")
-        _made[key] = Groups(tables, lookahead, Consensus(consensus), checkpoints)
+            _made[key] = Groups(
+                consensus=Consensus(make(backend="gloo", group_desc=CONSENSUS)),
+                checkpoints=make(backend="gloo", group_desc="checkpoints"),
+                tables=make(backend=of_tables, group_desc="tables"),
+                lookahead=make(backend=of_tables, group_desc="lookahead"),
+            )
     return _made[key]
 
 
@@ -89,8 +88,8 @@ def forget() -> None:
 def destroyed_at_exit() -> Iterator[None]:
     """Let the process destroy its groups when it ends, if the default group is made within this context.
 
-    A thread of gloo frees the tensors of the last collectives, which takes the interpreter's lock. If the interpreter
-    ends meanwhile, C++ aborts the process (SIGABRT). Lightning destroys the groups of NCCL only.
+    A thread of gloo takes the interpreter's lock to free the tensors of the last collectives. If the interpreter ends
+    meanwhile, C++ aborts the process (SIGABRT). Lightning destroys the groups of NCCL only.
     """
     global _owner
     is_users = dist.is_initialized()

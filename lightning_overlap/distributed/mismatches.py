@@ -18,10 +18,7 @@ LOOK_EVERY_S = 1.0
 
 
 class Mismatches:
-    """The calls of this run's modules that some rank cannot serve from early embeddings.
-
-    `key` begins all keys of this run in the store; `all_ranks` waits for `timeout_s` seconds at most.
-    """
+    """The calls that some rank cannot serve from early embeddings; `key` begins all keys of a run in the store."""
 
     def __init__(self, store: Store, key: str, num_ranks: int, timeout_s: float) -> None:
         self._store, self._key = store, key
@@ -46,11 +43,7 @@ class Mismatches:
             self._thread.start()
 
     def all_ranks(self, module: str, step: int) -> bool:
-        """Wait until all ranks call this for the same module and step.
-
-        Returns:
-            False if a rank was served early, or does not arrive before the timeout.
-        """
+        """Wait until all ranks call this for the same module and step; False if one was served early or is too late."""
         call = f"{self._key}/{module}/{step}"
         self._store.add(call, 1)
         deadline = time.monotonic() + self._timeout_s

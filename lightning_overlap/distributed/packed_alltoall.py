@@ -42,12 +42,11 @@ class PackedExchange:
         units = (torch.int64, torch.int32, torch.int8)
         unit = next(unit for unit in units if not any(size % unit.itemsize for size in row_bytes))
         widths = [size // unit.itemsize for size in row_bytes]
-        sent = [[rows * width for rows in part.sent] for part, width in zip(parts, widths, strict=True)]
-        came = [[rows * width for rows in part.received] for part, width in zip(parts, widths, strict=True)]
-        pieces = [
-            part.tensor.detach().contiguous().flatten().view(unit).split(sizes)
-            for part, sizes in zip(parts, sent, strict=True)
-        ]
+        sent, came, pieces = [], [], []
+        for part, width in zip(parts, widths, strict=True):
+            sent.append([rows * width for rows in part.sent])
+            came.append([rows * width for rows in part.received])
+            pieces.append(part.tensor.detach().contiguous().flatten().view(unit).split(sent[-1]))
         self._packed = torch.cat([piece for of_rank in zip(*pieces, strict=True) for piece in of_rank])
         self._sizes = [size for of_rank in zip(*came, strict=True) for size in of_rank]
         from_ranks, to_ranks = ([sum(of_rank) for of_rank in zip(*sizes, strict=True)] for sizes in (came, sent))
@@ -60,13 +59,10 @@ class PackedExchange:
         self._received: list[Tensor | None] = []
 
     def take(self, place: slice) -> list[Tensor]:
-        """Wait for the exchange and return the received parts at some positions. Take each part once: it is not kept.
+        """Wait for the exchange and return the parts at some positions, once: it drops its reference.
 
-        Returns:
-            Each part, `(sum(received), ...)`, contiguous, ready for the current stream.
-
-        Raises:
-            RuntimeError: A rank is gone, or the group's timeout has passed.
+        Each is `(sum(received), ...)`, contiguous, ready for the current stream. Raises a RuntimeError if a rank is
+        gone or the group's timeout has passed.
         """
         if self._work is not None:
             self._work.wait()

@@ -24,11 +24,7 @@ def remember_sockets() -> Iterator[None]:
 
 
 def end_connections(except_port: int | None) -> bool:
-    """End the remembered connections, except those of a port; afterwards no group can be used.
-
-    Returns:
-        Whether any connection was ended.
-    """
+    """End the remembered connections, except those of a port, and return whether any was; no group can be used then."""
     ended = False
     for number in [number for number, name in _open_sockets().items() if _made.get(number) == name]:
         with suppress(OSError), socket.socket(fileno=os.dup(number)) as one:

@@ -217,7 +217,7 @@ class SavesShards(HasRun):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         module = self.lightning_module
         assert module is not None
-        checkpoints.load_dense(checkpoint, self.optimizers, module, self.checkpoint_group)
+        checkpoints.load_dense(checkpoint, self.optimizers, module)
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
             self._stash.take_from(optimizer, state.get(_NUM_STASHED, 0))
 
