@@ -37,10 +37,7 @@ from .table_state import Loading, fill_from_whole, local_parts
 
 
 def gather_checkpoint(checkpoint: dict[str, Any], model: nn.Module, group: Group) -> dict[str, Any] | None:
-    """Return Lightning's checkpoint, changed in place, with unsharded tensors on rank 0; None on other ranks.
-
-    Every rank calls this.
-    """
+    """Return Lightning's checkpoint with unsharded tensors on rank 0; None on other ranks. Every rank calls this."""
     state = take_state(checkpoint, model)
     gathered = {part: dict(gather(state.get(part, {}), group)) for part in (MODEL, FUSED, TABLE_OPTIMIZERS)}
     if not is_rank_zero(group):
@@ -96,15 +93,11 @@ def _distinct(windows: list[list[tuple[slice, ...]]]) -> list[tuple[int, tuple[s
     return chunks
 
 
-def write_file(content: dict[str, Any] | None, path: Path, group: Group, *, also: Path | None = None) -> None:
-    """Write a result of `gather_checkpoint` atomically; every rank calls this. `also` is as for `atomic_replace`.
-
-    Raises:
-        OSError: Rank 0 could not write; raised on every rank.
-    """
-    unfinished = sibling(path, "unfinished")
+def write_file(content: dict[str, Any] | None, path: Path, group: Group, *, also: Path | None) -> None:
+    """Write a result of `gather_checkpoint` as `atomic_replace` does; every rank raises an OSError if it failed."""
 
     def write() -> None:
+        unfinished = sibling(path, "unfinished")
         path.parent.mkdir(parents=True, exist_ok=True)
         remove(unfinished)  # may be a folder
         write_synced(unfinished, lambda file: torch.save(content, file))
@@ -131,10 +124,10 @@ def load_fused(
     model: nn.Module,
     group: Group,
 ) -> None:
-    """Copy fused optimizer state from a full file into the kernels; all ranks call this.
+    """Copy fused optimizer state into the kernels, unless `load_folder` has loaded it; all ranks call this.
 
-    First converts the optimizer state of a run without this strategy in place (`take_plain_state`). Copies nothing if
-    `load_folder` has loaded the state. Rank 0 warns of learning-rate schedulers that only the checkpoint has.
+    First converts the optimizer state of a run without this strategy in place (`take_plain_state`). Rank 0 warns of
+    learning-rate schedulers that only the checkpoint has.
 
     Raises:
         RuntimeError: The state was saved from another model, or with another fused optimizer.

@@ -199,12 +199,13 @@ def _as_fused(
 ) -> tuple[dict[str, Tensor], dict[_Unused, list[str]]]:
     """Convert states of unsharded tables into fused state by name of the piece; all ranks call this."""
     kernels = {name: kernel.optimizer.name for name, _, kernel in fused_kernels(model)}
+    keys = [key for key in fused_state(model) if key.kind not in KERNEL_KINDS]
     keys_of: dict[str, set[StateKey]] = {}
     optimizer_of: dict[str, str] = {}
-    for keys, theirs in gather_objects((list(fused_state(model)), kernels), group):
-        optimizer_of |= theirs
-        for key in keys:
-            keys_of.setdefault(key.weight, set()).update([] if key.kind in KERNEL_KINDS else [key])
+    for their_kernels, their_keys in gather_objects((kernels, keys), group):
+        optimizer_of |= their_kernels
+        for key in their_keys:
+            keys_of.setdefault(key.weight, set()).add(key)
     taken: dict[str, Tensor] = {}
     unused: dict[_Unused, list[str]] = {}
     for name, state in states.items():

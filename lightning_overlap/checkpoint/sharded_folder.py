@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -28,6 +27,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.utils._pytree import tree_map_only
 from typing_extensions import override
 
 from ..distributed import Group, together
@@ -45,13 +45,10 @@ SHARDED, FULL = FORMATS = "sharded", "full"
 
 State: TypeAlias = dict[str, dict[str, Any]]
 """Part -> name -> piece of state."""
-
 MODEL, FUSED, TABLE_OPTIMIZERS = "model", "fused_optimizer", "table_optimizers"
 """Parts of a folder: weights, state of fused optimizers, state of dense optimizers for shards of tables."""
-
 FUSED_CLASSES = "fused_optimizer_classes"
 """Entry of a checkpoint: `fused_classes`."""
-
 _OTHER_TABLES = "Was it saved from other tables?"
 
 
@@ -126,7 +123,7 @@ class FolderSaver:
             return
         # Not torch.distributed.checkpoint.async_save: the folder must be renamed after it.
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._under_way = [self._executor.submit(write, apply_to_collection(state, Tensor, on_host))]
+        self._under_way = [self._executor.submit(write, tree_map_only(Tensor, on_host, state))]
 
     def on_commit(self, action: Callable[[], None]) -> None:
         """Call a function after the current save succeeds; at once if there is none."""
@@ -137,11 +134,7 @@ class FolderSaver:
         self._under_way.append(self._executor.submit(lambda: None if save.exception() else action()))
 
     def wait(self) -> None:
-        """Wait for the current save and for actions of `on_commit`.
-
-        Raises:
-            OSError: The save failed; raised on every rank.
-        """
+        """Wait for the current save and for actions of `on_commit`; raise an OSError on every rank if it failed."""
         under_way, self._under_way = self._under_way, []
         executor, self._executor = self._executor, None
         if executor is not None:
@@ -198,8 +191,8 @@ def _write(path: Path, also: Path | None, group: Group, rest: memoryview, state:
 class _OneCopy(DefaultSavePlanner):
     """Copies tensors to the host for the writer, and frees each copy early.
 
-    The writer (of torch 2.13, with one thread) asks for the next tensor after it has written the last one, but keeps
-    the last one until it has the next. So the last copy's memory is freed here.
+    The writer (of torch 2.13, with one thread) asks for the next tensor when it has written the last one, which it
+    keeps until it has the next.
     """
 
     _copy: Tensor | None = None
@@ -246,8 +239,8 @@ def load_folder(
 ) -> dict[str, Any]:
     """Read a checkpoint folder into a sharded module, in place; all ranks call this.
 
-    The folder was saved on any number of ranks under any plan. With `strict` it must have exactly the module's weights.
-    `with_optimizers` also loads the optimizer state of tables.
+    With `strict` the folder must have exactly the module's weights. `with_optimizers` also loads the optimizer state of
+    tables.
 
     Returns:
         Lightning's checkpoint. Its `state_dict` is the module's, and `FUSED` is None: that state is already loaded.

@@ -46,9 +46,8 @@ class StateKey(NamedTuple):
     """The parts of the name of a piece of fused state; `str()` returns the name."""
 
     weight: str
-    """Name of the table's weight."""
     kind: str
-    """Kind of the state: `momentum1`, ..., or one of `KERNEL_KINDS`."""
+    """`momentum1`, ..., or one of `KERNEL_KINDS`."""
     columns: Columns | None = None
     """The columns of row-wise state; None for other state."""
 
@@ -311,12 +310,12 @@ def kinds_by_weight(keys: Iterable[StateKey]) -> dict[str, set[str]]:
 def overlapping(key: StateKey, saved: Iterable[StateKey]) -> dict[str, int]:
     """Return name of a saved row-wise piece -> number of columns in common with `key`, if any."""
     found = {}
-    for other in sorted((other for other in saved if other[:2] == key[:2]), key=str):
-        if key.columns and other.columns:
+    for other in saved:
+        if other[:2] == key[:2] and key.columns and other.columns:
             common = min(other.columns[1], key.columns[1]) - max(other.columns[0], key.columns[0])
             if common > 0:
                 found[str(other)] = common
-    return found
+    return dict(sorted(found.items()))
 
 
 def _warn_of_states_left_out(model: nn.Module, saved: set[str], averaged: set[str], told: set[str]) -> None:
