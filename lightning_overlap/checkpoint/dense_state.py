@@ -34,10 +34,10 @@ def by_name(
         state = {"state": optimizer.state, "param_groups": optimizer.param_groups}
     if "param_groups" not in state:
         return dict(state)
-    named = names_of(optimizer, model)
-    groups = [{**group, "params": names} for names, group in zip(named, state["param_groups"], strict=True)]
-    states: State = {}
-    for names, group, own in zip(named, state["param_groups"], optimizer.param_groups, strict=True):
+    groups, states = [], {}
+    saved_groups, own_groups = state["param_groups"], optimizer.param_groups
+    for names, group, own in zip(names_of(optimizer, model), saved_groups, own_groups, strict=True):
+        groups.append({**group, "params": names})
         for name, key, weight in zip(names, group["params"], own["params"], strict=True):
             if key in state["state"] or weight in more:
                 states[name] = {**state["state"].get(key, {}), **more.get(weight, {})}
