@@ -34,6 +34,14 @@ CPU_FUSED_OPTIMIZERS = (EmbOptimType.EXACT_SGD, EmbOptimType.EXACT_ADAGRAD, EmbO
 _UNUSED = {EmbOptimType.EXACT_SGD: ("momentum", "weight_decay"), EmbOptimType.EXACT_ADAGRAD: ("weight_decay",)}
 """Arguments that FBGEMM 1.8 takes for every optimizer and that the kernels of these do not read (`lookup_sgd.py`)."""
 
+_KEYWORDS = ("lr", *KERNEL_ARGUMENTS)
+"""Keywords of fused optimizers: "lr", for TorchRec, and the arguments of FBGEMM's kernel."""
+_KEYWORDS_OF_UPDATES = (
+    *("lr", "eps", "momentum", "weight_decay", "weight_decay_mode", "beta1", "beta2"),
+    *("gradient_clipping", "max_gradient", "max_norm", "stochastic_rounding"),
+)
+"""Those of `_KEYWORDS` that change updates."""
+
 
 def check_fused_optimizer(fused_optimizer: FusedOptimizer | None) -> tuple[Any, dict[str, Any]] | None:
     """Return `(class, kwargs)` of what the user gave, or None for None.
@@ -62,11 +70,27 @@ def check_fused_optimizer(fused_optimizer: FusedOptimizer | None) -> tuple[Any, 
             "[torch.optim.SGD, {lr: 0.1}] or {class_path: torch.optim.SGD, init_args: {lr: 0.1}}, got "
             f"{fused_optimizer!r}. For example: fused_optimizer=(torch.optim.SGD, {{'lr': 0.1}})."
         )
+    if unknown := _unknown_keyword(cls, kwargs):
+        raise TypeError(f"fused_optimizer: {unknown}")
     try:
         cls([nn.Parameter(torch.zeros(1, 1))], **kwargs)
     except (TypeError, ValueError) as err:
         raise TypeError(f"fused_optimizer: {cls.__name__} does not take {kwargs}: {err}") from err
     return cls, dict(kwargs)
+
+
+def _unknown_keyword(cls: type[torch.optim.Optimizer], kwargs: Mapping[str, Any]) -> str | None:
+    """Return a message about a keyword that neither a class nor FBGEMM's kernel takes, or None.
+
+    Classes of torchrec.optim take any keyword, and TorchRec passes it to the kernel.
+    """
+    parameters = inspect.signature(cls).parameters
+    unknown = next((name for name in kwargs if name not in parameters and name not in _KEYWORDS), None)
+    if unknown is None:
+        return None
+    takes_any = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
+    known = [name for name in _KEYWORDS if name in parameters or (takes_any and name in _KEYWORDS_OF_UPDATES)]
+    return f"{cls.__name__} does not take {unknown!r}: {unknown_name_message('keyword', unknown, known)}"
 
 
 def _imported(path: str) -> Any:
@@ -385,6 +409,8 @@ def _check_can_fuse(table: Table, device: torch.device) -> None:
             "torch.optim.SGD, torch.optim.Adagrad and torchrec.optim.RowWiseAdagrad: take one of these (in the "
             "place of Adam: RowWiseAdagrad, whose state is one number a row)."
         )
+    if unknown := _unknown_keyword(optimizer_class, kwargs):
+        raise ValueError(f"table {table.path}: {unknown}")
     unused = list(_UNUSED.get(kind, ()))
     if kind is EmbOptimType.EXACT_ROWWISE_ADAGRAD and (device.type == "cpu" or not kwargs.get("weight_decay_mode")):
         unused.append("weight_decay")

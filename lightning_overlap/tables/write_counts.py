@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torchrec.distributed.composable.table_batched_embedding_slice import TableBatchedEmbeddingSlice
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from typing_extensions import override
 
 from ..schedules import WeightOwner
-from ..text import some
 from .columns import call_in_backward
 from .replicas import replica_kernels
 from .sharded_module import read_once, tbes
@@ -78,15 +78,35 @@ class WatchedTable(TableBatchedEmbeddingSlice):  # type: ignore[misc]
     def data(self, value: Tensor) -> None:
         Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
 
+    @property
+    def requires_grad(self) -> bool:
+        """Whether the weight needs a gradient; it cannot be set to False."""
+        return Tensor.requires_grad.__get__(self)  # type: ignore[attr-defined, no-any-return]
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.requires_grad_(value)
+
+    @override
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        if self.requires_grad and not requires_grad:
+            raise RuntimeError(
+                f"{self.name_in_model} cannot be frozen (requires_grad=False) any more: the table is sharded, and its "
+                "kernel trains every row that is looked up. Freeze it before fit, in __init__ or configure_model; to "
+                "keep it constant for a while, schedule its learning rate with combined_optimizer."
+            )
+        return self
+
 
 def watch_tables(model: nn.Module) -> None:
     """Make writes to `weight.data` of a sharded model's tables count as writes to the weight.
 
     Also make a gradient of a fused table's weight an error, since it would not be applied.
     """
-    for parameter in model.parameters():
+    for name, parameter in model.named_parameters():
         if type(parameter) is TableBatchedEmbeddingSlice:
             parameter.__class__ = WatchedTable
+            parameter.name_in_model = name
     for module in sharded_modules(model).values():
         _refuse_gradients(module)
 
@@ -115,19 +135,32 @@ def _refuse_gradients(module: Any) -> list[Any]:
         lost = [name for name, grad in tables.items() if (trained is None or name in trained) and grad.any()]
         weight.grad = None
         if lost:
-            raise RuntimeError(
-                f"the loss uses the weight of {some(lost)} directly, not by lookups, for example in a penalty on all "
-                "parameters or a product with the whole table. Only lookups train a sharded table, and a rank may have "
-                "only a part of it, so this gradient would be lost. Exclude tables "
-                "(torchrec.optim.optimizers.in_backward_optimizer_filter returns the other parameters), penalize the "
-                "looked-up embeddings, or look up the rows of the product."
-            )
+            if not _lost_gradients:  # other kernels' gradients may follow in this backward
+                torch.autograd.Variable._execution_engine.queue_callback(_raise_lost_gradients)
+            _lost_gradients.extend(lost)
+            return
         for handle in handles:  # zero gradients mark parameters as used for DistributedDataParallel: check only once
             handle.remove()
 
     weights = [weight for weight in _fused_weights(module) if weight.requires_grad]
     handles = [weight.register_post_accumulate_grad_hook(check) for weight in weights]
     return handles
+
+
+_lost_gradients: list[str] = []
+"""Tables whose weights got a gradient in the current backward."""
+
+
+def _raise_lost_gradients() -> None:
+    names = sorted(_lost_gradients)
+    _lost_gradients.clear()
+    raise RuntimeError(
+        f"the loss uses the weight of {', '.join(names)} directly, not by lookups, for example in a penalty on all "
+        "parameters or a product with the whole table. Only lookups train a sharded table, and a rank may have "
+        "only a part of it, so this gradient would be lost. Exclude tables "
+        "(torchrec.optim.optimizers.in_backward_optimizer_filter returns the other parameters), penalize the "
+        "looked-up embeddings, or look up the rows of the product."
+    )
 
 
 def num_fused_writes(module: Any) -> tuple[int, ...]:
