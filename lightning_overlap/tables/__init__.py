@@ -32,6 +32,7 @@ from .replicated_tables import check_replicate_tables as check_replicate_tables
 from .sharded_module import SetRates as SetRates
 from .sharded_module import caching_tbes as caching_tbes
 from .sharded_module import check_torchrec as check_torchrec
+from .sharded_module import clips_in_backward as clips_in_backward
 from .sharded_module import forget_prefetched as forget_prefetched
 from .sharded_module import kernel_of as kernel_of
 from .sharded_module import keys_in_backward as keys_in_backward

@@ -22,6 +22,7 @@ from ..schedules import WeightOwner
 from ..versions import check_names
 from .replicas import ReplicaOptimizer
 from .supported_modules import SUPPORTED_MODULES, TABLE_TYPES, owners_of, spec_of, tables_of
+from .table import Rule
 
 R = TypeVar("R")
 SetRates: TypeAlias = Callable[[], None]
@@ -125,6 +126,14 @@ def tbes_within(lookups: Iterable[nn.Module]) -> list[SplitTableBatchedEmbedding
     """Return the fused kernels (TBEs) within lookups, in order."""
     parts = [part for lookup in lookups for part in lookup.modules()]
     return [part for part in parts if isinstance(part, SplitTableBatchedEmbeddingBagsCodegen)]
+
+
+def clips_in_backward(module: Any) -> bool:
+    """Return whether the kernels of a module clip all gradients of its fused tables (FBGEMM's `gradient_clipping`)."""
+    trained: dict[str, Rule] | None = getattr(module, "trained_in_backward", None)
+    if trained is None:  # its user sharded it
+        return all(tbe.optimizer_args.gradient_clipping for tbe in tbes(module))
+    return all(rule.clips for rule in trained.values())
 
 
 @read_once

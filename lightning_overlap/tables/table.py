@@ -41,6 +41,8 @@ class Rule(NamedTuple):
     """The initial learning rate."""
     eps: float
     """The number that the update adds to the square root of the state."""
+    clips: bool
+    """Whether the kernel clips gradients."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +80,8 @@ class Table:
         optimizer_class, kwargs = self.fused_optimizer
         kind = optimizer_type_to_emb_opt_type(optimizer_class)
         rate = kwargs.get("lr", kwargs.get("learning_rate", KERNEL_RATE))
-        return Rule(optimizer_class.__name__, kind, float(rate), float(kwargs.get("eps", KERNEL_EPS)))
+        eps, clips = float(kwargs.get("eps", KERNEL_EPS)), bool(kwargs.get("gradient_clipping"))
+        return Rule(optimizer_class.__name__, kind, float(rate), eps, clips)
 
     def planned(self, plan: ShardingPlan) -> ParameterSharding | None:
         """Return the table's sharding in a plan, or None."""

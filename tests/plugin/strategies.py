@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import time
@@ -323,9 +324,13 @@ def refuse(name: str) -> str:
     raise AssertionError("nothing was refused")
 
 
-def warnings_of(trainer_kwargs: dict[str, Any], data_parallel: bool = False) -> list[str]:
+def warnings_of(trainer_kwargs: dict[str, Any], data_parallel: bool = False, kernels_clip: bool = False) -> list[str]:
     """Return what a fit warns of, ours only."""
-    model = Model(MIXED if data_parallel else TABLE_WISE)
+    case = MIXED if data_parallel else TABLE_WISE
+    if kernels_clip:
+        optimizer = RowWiseAdagrad, {"lr": 1.0, "gradient_clipping": True, "max_gradient": 0.1}
+        case = dataclasses.replace(case, optimizer=optimizer)
+    model = Model(case)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         fit_model(model, trainer_kwargs=trainer_kwargs, sharding="table_wise")

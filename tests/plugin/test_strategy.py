@@ -286,6 +286,10 @@ def test_said_once(two_ranks: Ranks, kwargs: dict[str, Any], word: str) -> None:
     assert second == []
 
 
+def test_nothing_is_said_of_clipping_where_the_kernels_clip(two_ranks: Ranks) -> None:
+    assert two_ranks.run(strategies.warnings_of, {"gradient_clip_val": 1.0}, kernels_clip=True) == [[], []]
+
+
 @pytest.mark.parametrize("combined", [False, True])
 def test_the_first_words_name_tables_optimizers_and_rates(two_ranks: Ranks, combined: bool) -> None:
     seen, others = two_ranks.run(strategies.first_words, combined)
