@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
@@ -51,35 +50,32 @@ class StagedMethod:
         return self._calls.answer(self, args, kwargs)
 
 
-@dataclass(slots=True)
 class Made:
-    """The result of a staged method for a batch, and the state on which it depends."""
+    """The result of a staged method for a batch, and the state on which it depends.
 
-    method: StagedMethod
-    given: tuple[tuple[Any, ...], dict[str, Any]]
-    """Positional and keyword arguments."""
-    result: Any
-    parts: tuple[Parts, Parts, Parts]
-    """Parts of the arguments, of the modules' attributes that the method read, and of the result."""
-    modes: _Modes
-    served: bool = False
-    """Whether a call in the step got it; `checkpoint()` repeats that call in the backward."""
+    Args:
+        method: The method.
+        given: Its positional and keyword arguments.
+        result: Its result.
+        served: Whether a call in the step got it; `checkpoint()` repeats that call in the backward.
+    """
 
-    def why_not(self, given: tuple[tuple[Any, ...], dict[str, Any]]) -> str | None:
+    def __init__(self, method: StagedMethod, given: Any, result: Any, *, served: bool = False) -> None:
+        self.method, self.given, self.result, self.served = method, given, result, served
+        self.modes = _Modes.now()
+        self._parts = parts_of_batch(given), state_read(method.reads), parts_of_batch(result)
+
+    def why_not(self, given: Any) -> str | None:
         """Return why a call with these arguments may return another result now, or None."""
         if not _is_same(self.given, given):
             return "it was called with other arguments"
-        for before, now, what in (
-            (self.parts[0], parts_of_batch(given), "its arguments were changed after the early call"),
-            (
-                self.parts[1],
-                state_read(self.method.reads),
-                "module state that it reads was changed after the early call",
-            ),
-            (self.parts[2], parts_of_batch(self.result), "its early result was changed"),
-        ):
-            if differences(before, now):
-                return what
+        arguments, state, result = self._parts
+        if differences(arguments, parts_of_batch(given)):
+            return "its arguments were changed after the early call"
+        if differences(state, state_read(self.method.reads)):
+            return "module state that it reads was changed after the early call"
+        if differences(result, parts_of_batch(self.result)):
+            return "its early result was changed"
         return None if self.modes.autocast == _Modes.now().autocast else "it was called with another autocast mode"
 
 
@@ -166,14 +162,16 @@ class StagedCalls:
         first: Made | None = inflight.made.get(key)
         if first is None and not self._known:
             with self._outside_the_step():  # nested staged methods are part of this call
-                inflight.made[key] = self._make_first(key, method, given)
-            return inflight.made[key].result
+                result = self._call_watched(key, method, args, kwargs)
+                inflight.made[key] = Made(method, given, result, served=True)
+            return result
         if first is not None and not first.served:
             reason = first.why_not(given)
             first.served = reason is None
             if reason is None:
                 return first.result
-            self._leave(key, f"{reason} in {self._step} of batch {inflight.index}")
+            if self._sources.pop(key, None) is not None:
+                self._warn(method, f"{reason} in {self._step} of batch {inflight.index}")
         return method.call(*args, **kwargs)
 
     @contextmanager
@@ -184,26 +182,22 @@ class StagedCalls:
         finally:
             self._inflight = inflight
 
-    def _make_first(self, key: Key, method: StagedMethod, given: Any) -> Made:
-        """Make a call before the sources of its arguments are known; watch the first call."""
-        args, kwargs = given
+    def _call_watched(self, key: Key, method: StagedMethod, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a method in the first step; watch the first call of each key."""
         if key in self._watched:
-            result = method.call(*args, **kwargs)
-        else:
-            try:
-                result, reads = watch(lambda: method.call(*args, **kwargs), given, method.owner, trains=self._trains)
-            except NotStagedError as err:
-                raise RuntimeError(
-                    f"rank {self._rank}: {method.name!r} is @staged, that is, called before its batch's step, but it "
-                    f"{err}; or remove the decorator."
-                ) from None
-            self._watched.add(key)
-            method.reads.update(reads)
-        return self._note(method, given, result, served=True)
-
-    def _note(self, method: StagedMethod, given: Any, result: Any, *, served: bool = False) -> Made:
-        parts = parts_of_batch(given), state_read(method.reads), parts_of_batch(result)
-        return Made(method, given, result, parts, _Modes.now(), served)
+            return method.call(*args, **kwargs)
+        try:
+            result, reads = watch(
+                lambda: method.call(*args, **kwargs), (args, kwargs), method.owner, trains=self._trains
+            )
+        except NotStagedError as err:
+            raise RuntimeError(
+                f"rank {self._rank}: {method.name!r} is @staged, that is, called before its batch's step, but it "
+                f"{err}; or remove the decorator."
+            ) from None
+        self._watched.add(key)
+        method.reads.update(reads)
+        return result
 
     # -- sources of arguments ---------------------------------------------------------------------------------------
 
@@ -225,20 +219,15 @@ class StagedCalls:
             try:
                 self._sources[key] = made.method, _source_of(made.given, (inflight.batch, results))
             except LookupError as err:
-                self._warn(made.method.name, str(err))
+                self._warn(made.method, str(err))
             else:
                 self._modes = made.modes
                 results[key] = made.result
 
-    def _leave(self, key: Key, reason: str) -> None:
-        if key in self._sources:
-            del self._sources[key]
-            self._warn(key[0], reason)
-
-    def _warn(self, name: str, reason: str) -> None:
-        if self._rank == 0 and (name, reason) not in self._warned:
-            self._warned.add((name, reason))
-            text = f"{name!r} is @staged, but from now on it is only called in {self._step}: {reason}."
+    def _warn(self, method: StagedMethod, reason: str) -> None:
+        if self._rank == 0 and (method.name, reason) not in self._warned:
+            self._warned.add((method.name, reason))
+            text = f"{method.name!r} is @staged, but from now on it is only called in {self._step}: {reason}."
             warnings.warn(text, UserWarning, stacklevel=2)
 
     # -- before the step --------------------------------------------------------------------------------------------
@@ -258,23 +247,17 @@ class StagedCalls:
                 args, kwargs = _found(source, self.searched(inflight))
             except LookupError:
                 continue  # this batch lacks an argument: its step may skip the call
-            with self._outside_the_step(), self._modes.entered(), _naming(method):
-                result = method.call(*args, **kwargs)
-                inflight.made[key] = self._note(method, (args, kwargs), result)
+            with self._outside_the_step(), self._modes.entered():
+                try:
+                    result = method.call(*args, **kwargs)
+                except Exception as err:
+                    err.add_note(f"raised in the staged method {method.name!r}")
+                    raise
+                inflight.made[key] = Made(method, (args, kwargs), result)
         return [made.result for made in inflight.made.values()]
 
 
-@contextmanager
-def _naming(method: StagedMethod) -> Iterator[None]:
-    try:
-        yield
-    except Exception as err:
-        err.add_note(f"raised in the staged method {method.name!r}")
-        raise
-
-
-@dataclass(frozen=True, slots=True)
-class _Modes:
+class _Modes(NamedTuple):
     """Modes of the caller that affect a method's result. Inference mode counts as no_grad."""
 
     grad: bool
@@ -299,32 +282,19 @@ class _Modes:
 # -- arguments --------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    path: Path
-    kind: type
-
-
-@dataclass(frozen=True, slots=True)
-class _Constant:
-    value: Any
-
-
 def _source_of(given: Any, searched: Any) -> Any:
-    """Return the source of an argument: a part of `searched`, a constant, or a container of sources.
+    """Return the source of an argument: a function that finds it in what is searched, or a container of sources.
 
     Raises:
-        LookupError: The argument has another source.
+        LookupError: The argument is neither a part of `searched` nor a constant.
     """
     if isinstance(given, CONSTANTS):
-        return _Constant(given)
+        return lambda searched: given
     for path, leaf in leaves(searched, lambda node: node is given):
         if leaf is given:
-            return _Part(path, type(given))
-    if type(given) in (list, tuple):
-        return type(given)(_source_of(one, searched) for one in given)
-    if type(given) is dict:
-        return {key: _source_of(one, searched) for key, one in given.items()}
+            return lambda searched: _resolve(searched, path, type(given))
+    if type(given) in (list, tuple, dict):
+        return _map(lambda one: _source_of(one, searched), given)
     raise LookupError(
         f"an argument ({type(given).__name__}) is made in the step: it is not an object of the batch, a result of "
         "another staged method, or a constant"
@@ -333,16 +303,20 @@ def _source_of(given: Any, searched: Any) -> Any:
 
 def _found(source: Any, searched: Any) -> Any:
     """Return the argument of another batch; raise a LookupError if it is missing or has another type."""
-    if isinstance(source, _Constant):
-        return source.value
-    if isinstance(source, _Part):
-        found = resolve(searched, source.path)
-        if type(found) is not source.kind:
-            raise LookupError(source.path)
-        return found
-    if isinstance(source, dict):
-        return {key: _found(one, searched) for key, one in source.items()}
-    return type(source)(_found(one, searched) for one in source)
+    return source(searched) if callable(source) else _map(lambda one: _found(one, searched), source)
+
+
+def _resolve(searched: Any, path: Path, kind: type) -> Any:
+    found = resolve(searched, path)
+    if type(found) is not kind:
+        raise LookupError(path)
+    return found
+
+
+def _map(call: Callable[[Any], Any], container: Any) -> Any:
+    if isinstance(container, dict):
+        return {key: call(one) for key, one in container.items()}
+    return type(container)(map(call, container))
 
 
 def _is_same(staged: Any, given: Any) -> bool:

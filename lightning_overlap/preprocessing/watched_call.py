@@ -22,11 +22,9 @@ Reads: TypeAlias = "dict[tuple[nn.Module, str], None]"
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training", "_parameters", "_buffers"}
 _KINDS = ("_parameters", "_buffers", "_modules")
 """Dicts in which a module keeps other attributes."""
-_OF_THE_STEP = frozenset(
-    {"trainer", "global_step", "log", "log_dict", "logger", "loggers", "optimizers", "lr_schedulers"}
-)
+_OF_THE_STEP = {"trainer", "global_step", "log", "log_dict", "logger", "loggers", "optimizers", "lr_schedulers"}
 """Attributes of a LightningModule that belong to the current step, which is not the step of a staged batch."""
-_FIXED = frozenset({"global_rank", "local_rank", "current_epoch"})
+_FIXED = ("global_rank", "local_rank", "current_epoch")
 """Properties that read `trainer`, but do not change while batches are in flight."""
 
 
@@ -35,22 +33,13 @@ class NotStagedError(RuntimeError):
 
 
 def watch(call: Callable[[], Any], given: Any, owner: nn.Module, *, trains: bool) -> tuple[Any, Reads]:
-    """Make a call, and check that its result would be the same before its batch's step.
-
-    Args:
-        call: Calls the staged method.
-        given: The method's arguments.
-        owner: The method's module.
-        trains: Whether an optimizer steps between batches.
-
-    Returns:
-        The method's result, and the attributes of modules that it read.
+    """Call a staged method of `owner` with arguments `given`; return its result and the attributes that it read.
 
     Raises:
         NotStagedError: The method draws random numbers, changes a module or its arguments, calls a sharded module,
             reads trained weights, or its result requires grad.
     """
-    before, random_before = (parts_of_batch(given), _state_of(owner)), _random_states()
+    arguments, state, random_before = parts_of_batch(given), _state_of(owner), _random_states()
     with _reading(owner) as reads, _eager():
         result = call()
     if _random_states() != random_before:
@@ -58,12 +47,12 @@ def watch(call: Callable[[], Any], given: Any, owner: nn.Module, *, trains: bool
             "draws random numbers, so that their order would change. Draw them in the dataset, the collate function or "
             "on_after_batch_transfer"
         )
-    if changed := differences(before[0], parts_of_batch(given)):
+    if changed := differences(arguments, parts_of_batch(given)):
         raise NotStagedError(
             f"changes its arguments (at {some(map(_name, changed))}), so that training_step would see the changes too "
             "early. Return new objects and do not change the batch"
         )
-    if changed := differences(before[1], _state_of(owner)):
+    if changed := differences(state, _state_of(owner)):
         raise NotStagedError(
             f"changes its module ({some(map(_name, changed))}) before earlier batches are trained. Change modules in "
             "training_step"
@@ -97,24 +86,20 @@ def _check_reads(reads: Reads, *, trains: bool) -> None:
 
 
 def _attribute(module: nn.Module, name: str) -> Any:
-    own = vars(module)
     if isinstance(module, torch.jit.ScriptModule):
         return getattr(module, name, None)
+    own = vars(module)
     if name in own:
         return own[name]
     return next((own[kind][name] for kind in _KINDS if name in own.get(kind, ())), None)
 
 
 def _state_of(owner: nn.Module) -> Parts:
-    return parts_of_state(
-        {
-            name or type(owner).__name__: {
-                **{key: value for key, value in vars(module).items() if key not in _OF_EVERY_MODULE},
-                "children": list(module.children()),
-            }
-            for name, module in _without_tables(owner).items()
-        }
-    )
+    states = {}
+    for name, module in _without_tables(owner).items():
+        own = {key: value for key, value in vars(module).items() if key not in _OF_EVERY_MODULE}
+        states[name or type(owner).__name__] = {**own, "children": list(module.children())}
+    return parts_of_state(states)
 
 
 def _without_tables(owner: nn.Module) -> dict[str, nn.Module]:
@@ -129,15 +114,9 @@ def _name(path: Any) -> str:
 
 
 def _random_states() -> list[Any]:
-    on_device = [torch.cuda.get_rng_state().numpy().tobytes()] if torch.cuda.is_initialized() else []
+    on_device = [torch.cuda.get_rng_state().tolist()] if torch.cuda.is_initialized() else []
     numpy_state: Any = np.random.get_state()
-    return [
-        torch.get_rng_state().numpy().tobytes(),
-        random.getstate(),
-        numpy_state[1].tobytes(),
-        numpy_state[2],
-        *on_device,
-    ]
+    return [torch.get_rng_state().tolist(), random.getstate(), numpy_state[1].tolist(), numpy_state[2], *on_device]
 
 
 def _eager() -> AbstractContextManager[Any]:

@@ -12,16 +12,16 @@ from typing import Any, TypeAlias
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torchrec import EmbeddingBagCollection, EmbeddingCollection
-from torchrec.distributed.types import ShardingPlan, ShardingType
+from torchrec.distributed.types import ShardingPlan
 from torchrec.distributed.utils import optimizer_type_to_emb_opt_type
 
 from ..text import some, unknown_name_message
+from .supported_modules import DATA_PARALLEL
 from .table import KERNEL_EPS, Table
 
 ReplicateTables: TypeAlias = int | Sequence[str] | None
 """A number n for tables with fewer than n rows (False or 0: none), table names, or None: n is a rank's batch size."""
 
-_DATA_PARALLEL = ShardingType.DATA_PARALLEL.value
 _KINDS = (EmbOptimType.EXACT_SGD, EmbOptimType.EXACT_ADAGRAD, EmbOptimType.EXACT_ROWWISE_ADAGRAD)
 """Optimizers that do not change rows without a gradient, so that a dense update equals a sparse update."""
 
@@ -81,7 +81,7 @@ def tables_to_replicate(
     for name in sorted(given):
         if name not in known:
             raise ValueError(f"replicate_tables: {unknown_name_message('table', name, known)}")
-        if kinds.get(name, _DATA_PARALLEL) != _DATA_PARALLEL:
+        if kinds.get(name, DATA_PARALLEL) != DATA_PARALLEL:
             raise ValueError(f"replicate_tables has {name!r}, but sharding makes it {kinds[name]!r}: remove one.")
         for table in known[name]:
             reason = _why_not(table, fused)
@@ -90,7 +90,7 @@ def tables_to_replicate(
     if given or world_size == 1 or sharding is None:
         return given
     most = int(replicate) if isinstance(replicate, int) else batch_size or 0
-    mixed = {table.module for table in tables if kinds.get(table.name) == _DATA_PARALLEL}
+    mixed = {table.module for table in tables if kinds.get(table.name) == DATA_PARALLEL}
     return frozenset(
         name
         for name, of_name in known.items()
@@ -113,7 +113,7 @@ def replicas_in(plan: ShardingPlan, tables: list[Table], names: Collection[str],
     for table in tables:
         planned = table.planned(plan)
         kind = None if planned is None else planned.sharding_type
-        if kind == _DATA_PARALLEL:
+        if kind == DATA_PARALLEL:
             whole.append(table)
         elif table.name in names and world_size > 1:
             raise ValueError(

@@ -67,6 +67,7 @@ class WatchedTable(TableBatchedEmbeddingSlice):  # type: ignore[misc]
     """A table's weight whose `data` shares its write count; PyTorch's `data` has a separate count."""
 
     __slots__ = ()
+    name_in_model: str
 
     @property
     def data(self) -> Tensor:
@@ -106,7 +107,7 @@ def watch_tables(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if type(parameter) is TableBatchedEmbeddingSlice:
             parameter.__class__ = WatchedTable
-            parameter.name_in_model = name
+            vars(parameter)["name_in_model"] = name
     for module in sharded_modules(model).values():
         _refuse_gradients(module)
 
