@@ -13,14 +13,13 @@ import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import nn
-from torchrec.distributed.types import ShardingType
 from torchrec.distributed.utils import optimizer_type_to_emb_opt_type
 from torchrec.optim.keyed import CombinedOptimizer
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from ..text import some, unknown_name_message
 from .combined_optimizer import DenseAndFused
-from .supported_modules import holds_sequences, sharded_modules, table_modules
+from .supported_modules import DATA_PARALLEL, holds_sequences, sharded_modules, table_modules
 from .table import KERNEL_ARGUMENTS, NAME_BEFORE, Table
 
 FusedOptimizer: TypeAlias = (
@@ -44,7 +43,7 @@ _KEYWORDS_OF_UPDATES = (
 
 
 def check_fused_optimizer(fused_optimizer: FusedOptimizer | None) -> tuple[Any, dict[str, Any]] | None:
-    """Return `(class, kwargs)` of what the user gave, or None for None.
+    """Return `(class, kwargs)` of the strategy's argument, or None for None.
 
     Raises:
         TypeError: It is no `FusedOptimizer`, or the class does not exist or does not take the arguments.
@@ -115,7 +114,7 @@ def check_dense_optimizers(model: nn.Module, optimizers: Iterable[torch.optim.Op
     """Check that every table of a sharded model has one optimizer.
 
     An optimizer that was made before the tables were sharded loses the parameters that sharding has replaced, with
-    their state, so that their memory is given back. Rank 0 warns of it.
+    their state, so that their memory is freed. Rank 0 warns of it.
 
     Raises:
         ValueError: A dense optimizer has the weight of a fused table, or no optimizer has that of a table.
@@ -143,7 +142,7 @@ def check_dense_optimizers(model: nn.Module, optimizers: Iterable[torch.optim.Op
                 f"{_kind(owner).__name__} was made before the tables were sharded: it has weights of these names that "
                 f"are no longer the module's. {_how_to_make(owner, by_cli)}\n"
             )
-        sharding = {_table_of(name): ShardingType.TABLE_WISE.value for name in untrained if name in tables}
+        sharding = {_table_of(name): "table_wise" for name in untrained if name in tables}
         raise ValueError(
             f"no optimizer has the weights of {some(untrained)}. {why}To train tables in backward, give the strategy "
             f"fused_optimizer=(torch.optim.SGD, {{'lr': 0.1}}){f' and sharding={sharding}' if sharding else ''}; to "
@@ -151,15 +150,14 @@ def check_dense_optimizers(model: nn.Module, optimizers: Iterable[torch.optim.Op
         )
     has_rates = any(getattr(module, "trained_in_backward", None) for module in sharded_modules(model).values())
     combined = [optimizer for optimizer in optimizers if isinstance(optimizer, DenseAndFused)]
-    without_rates = combined if has_rates and not any(optimizer.fused_groups for optimizer in combined) else []
+    lacks_rates = has_rates and not any(optimizer.fused_groups for optimizer in combined)
     for optimizer in optimizers:
-        _let_go_of_replaced(optimizer, optimizer in without_rates, by_cli)
+        _let_go_of_replaced(optimizer, lacks_rates and optimizer in combined, by_cli)
 
 
 def _replaced(optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
     """Return the parameters of an optimizer that sharding has replaced in the model, by their names there."""
-    owned = [p for group in optimizer.param_groups for p in group["params"]]
-    return {getattr(p, NAME_BEFORE): p for p in owned if hasattr(p, NAME_BEFORE)}
+    return {getattr(p, NAME_BEFORE): p for p in _owned([optimizer]).values() if hasattr(p, NAME_BEFORE)}
 
 
 def _let_go_of_replaced(optimizer: torch.optim.Optimizer, without_rates: bool, by_cli: bool) -> None:
@@ -195,12 +193,7 @@ def _made_by_cli(model: nn.Module) -> bool:
 
 
 def _how_to_make(optimizer: torch.optim.Optimizer, by_cli: bool) -> str:
-    """Return how to make an optimizer of the sharded module's dense parameters.
-
-    Args:
-        optimizer: The optimizer that was made before.
-        by_cli: Whether LightningCLI's `--optimizer` has made it.
-    """
+    """Return how to make an optimizer like this one, of the sharded module's dense parameters."""
     if not by_cli:
         return f"Make it in configure_optimizers:\n{_lines(optimizer).rstrip()}"
     kind, lr = _kind(optimizer), optimizer.defaults.get("lr")
@@ -227,18 +220,14 @@ def _lines(optimizer: torch.optim.Optimizer, call: str | None = None) -> str:
         call = f"{package}{kind.__name__}(dense{rate})"
     scheduled = any("initial_lr" in group for group in optimizer.param_groups)  # a scheduler writes it
     call = f"combined_optimizer(self, {call})" if scheduled or isinstance(optimizer, DenseAndFused) else call
-    line = (
-        f"optimizer = {call}  # for the scheduler: it moves the tables' rates as well"
-        if scheduled
-        else f"return {call}"
-    )
-    imported = "  from lightning_overlap import combined_optimizer\n" if scheduled else ""
-    return (
-        f"{imported}"
+    made = (
         "  from torchrec.optim.optimizers import in_backward_optimizer_filter\n"
         "  dense = [p for _, p in in_backward_optimizer_filter(self.named_parameters())]\n"
-        f"  {line}\n"
     )
+    if not scheduled:
+        return f"{made}  return {call}\n"
+    imported = "  from lightning_overlap import combined_optimizer\n"
+    return f"{imported}{made}  optimizer = {call}  # for the scheduler: it moves the tables' rates as well\n"
 
 
 def fused_only_tables(model: nn.Module) -> set[str]:
@@ -252,12 +241,10 @@ def fused_only_tables(model: nn.Module) -> set[str]:
 def keep_dense(names: Collection[str], fused_only: Collection[str]) -> str:
     """Return sentences: how to have the optimizer of `configure_optimizers` train tables, and which it cannot train.
 
-    Args:
-        names: The tables' paths, or the names of their weights.
-        fused_only: Those of sequences on a CPU, which TorchRec would pool if they were whole on every rank.
+    `names` and `fused_only` have the tables' paths, or the names of their weights (`fused_only_tables`).
     """
     refused = [name for name in names if name in fused_only]
-    whole = {_table_of(name): ShardingType.DATA_PARALLEL.value for name in names if name not in fused_only}
+    whole = {_table_of(name): DATA_PARALLEL for name in names if name not in fused_only}
     way = f"sharding={whole}" if refused else "sharding='data_parallel', and no fused_optimizer"
     said = f"To train tables by configure_optimizers, with its state, whole on every rank: {way}." if whole else ""
     only = f"On a CPU tables of an EmbeddingCollection need a fused optimizer: {some(refused)}." if refused else ""
@@ -273,12 +260,12 @@ def refuse_dense_owner(
     optimizers: Iterable[torch.optim.Optimizer],
     fused_only: Collection[str] = (),
 ) -> None:
-    """Check that no dense optimizer has the weight of a fused table.
+    """Check that no optimizer of `configure_optimizers` has the weight of a fused table.
 
     Args:
         fused: Weights of fused tables by name.
-        optimizers: Those of `configure_optimizers`.
-        fused_only: Names of those that no dense optimizer can train.
+        optimizers: The optimizers.
+        fused_only: Names of weights that no dense optimizer can train.
 
     Raises:
         ValueError: One has; the message shows how to leave the weights out. Also for TorchRec's CombinedOptimizer.
@@ -295,8 +282,7 @@ def refuse_dense_owner(
     owned = _owned(optimizers)
     twice = [name for name, parameter in fused.items() if id(parameter) in owned]
     if twice:
-        weights = {id(fused[name]) for name in twice}
-        owner = next(optimizer for optimizer in optimizers if weights & _owned([optimizer]))
+        owner = next(optimizer for optimizer in optimizers if id(fused[twice[0]]) in _owned([optimizer]))
         adaptive = f"{_ADAPTIVE} {keep_dense(twice, fused_only)}" if "Adam" in _kind(owner).__name__ else ""
         raise ValueError(
             f"configure_optimizers gave a dense optimizer the weights of fused tables: {some(twice)}. These tables "
@@ -310,23 +296,19 @@ _ADAPTIVE = (
 )
 
 
-def _owned(optimizers: Iterable[torch.optim.Optimizer]) -> set[int]:
-    return {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+def _owned(optimizers: Iterable[torch.optim.Optimizer]) -> dict[int, nn.Parameter]:
+    """Return the parameters of optimizers by id."""
+    return {id(p): p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
 
 
 def apply_fused_optimizer(
     in_backward: list[Table], fused: tuple[Any, dict[str, Any]] | None, device: torch.device
 ) -> None:
-    """Apply the fused optimizer to tables that have none; freeze those with `requires_grad=False`.
-
-    Args:
-        in_backward: Tables that the backward is to train.
-        fused: Class and arguments of the fused optimizer; None if the user gave none.
-        device: Where the tables are trained.
+    """Apply the fused optimizer, if any, to tables that have none; freeze tables with `requires_grad=False`.
 
     Raises:
-        ValueError: A table has no optimizer and `fused` is None, the device cannot fuse an optimizer or one of its
-            arguments, or a table with `requires_grad=False` has one.
+        ValueError: A table has no optimizer, the device cannot fuse an optimizer or one of its arguments, or a table
+            with `requires_grad=False` has one.
     """
     missing = [t for t in in_backward if t.parameter.requires_grad and t.fused_optimizer is None]
     if missing and fused is None:
@@ -346,10 +328,8 @@ def _without_fused_optimizer(missing: list[Table], device: torch.device) -> str:
     for table in missing:
         by_module.setdefault(f"self.{table.module}".rstrip("."), []).append(table.name)
     listed = "".join(f"  {module}: {some(names)}\n" for module, names in by_module.items())
-    applied = "".join(
-        f"  apply_optimizer_in_backward(RowWiseAdagrad, {module}.parameters(), {{'lr': 0.01}})\n"
-        for module in by_module
-    )
+    line = "  apply_optimizer_in_backward(RowWiseAdagrad, {}.parameters(), {{'lr': 0.01}})\n"
+    applied = "".join(map(line.format, by_module))
     adam = "" if device.type == "cpu" else " Or (torch.optim.Adam, {'lr': 0.001}), which FBGEMM fuses on CUDA."
     return (
         "no fused optimizer for these tables, which are updated inside the backward (TorchRec alone would train them "
@@ -371,7 +351,7 @@ def _way_to_dense_optimizer(tables: list[Table], device: torch.device) -> str:
     """Return how the dense optimizer can train these tables, or nothing where TorchRec would make bags of sequences."""
     if any(table.is_pooled_if_whole(device) for table in tables):
         return ""
-    whole = {table.name: ShardingType.DATA_PARALLEL.value for table in tables}
+    whole = {table.name: DATA_PARALLEL for table in tables}
     return (
         "\nTo have the optimizer of configure_optimizers train them, keep them whole on every rank: "
         f"sharding='data_parallel', or sharding={whole}."
@@ -426,8 +406,7 @@ def _check_can_fuse(table: Table, device: torch.device) -> None:
 
 def warn_of_dense_tables(dense: list[Table]) -> None:
     """Warn of tables with a dense kernel, replicas aside, whose optimizer applied in backward does not train them."""
-    data_parallel = some(table.path for table in dense if table.fused_optimizer)
-    if data_parallel:
+    if data_parallel := some(table.path for table in dense if table.fused_optimizer):
         warnings.warn(
             f"{data_parallel}: sharded data-parallel, so the optimizer applied in backward does not train "
             "these tables; the optimizer of configure_optimizers has to.",

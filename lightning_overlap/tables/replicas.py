@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -35,9 +35,9 @@ class ReplicaOptimizer(FusedOptimizer):  # type: ignore[misc]
     Iteration count and learning rate have the names of FBGEMM's kernels.
 
     Args:
-        rule: The optimizer's kind, learning rate and eps.
-        weights: Name -> table, `(num_embeddings, embedding_dim)`, all of the same width and consecutive in a kernel's
-            flat weights.
+        rule: The fused optimizer.
+        weights: Name -> table, `(num_embeddings, embedding_dim)`, all of one width and consecutive in a kernel's flat
+            weights.
         start: Index of the first table in the flat weights.
     """
 
@@ -102,8 +102,8 @@ class ReplicaKernel(DenseTableBatchedEmbeddingBagsCodegen):  # type: ignore[misc
 
     Every call uses a new leaf instead of the kernel's parameter, so that two calls in a step make two updates, like a
     fused kernel. The all-reduce of a gradient starts as soon as the gradient is computed. The update waits for it at
-    the end of the backward, when all other collectives have started, or, with updates at the optimizer step, right
-    before the update. Like FBGEMM's kernels it does not change `Tensor._version` (`write_counts.py`).
+    the end of the backward, when all other collectives have started, or at the optimizer step. Like FBGEMM's kernels
+    it does not change `Tensor._version` (`write_counts.py`).
     """
 
     optimizers: list[ReplicaOptimizer]
@@ -122,16 +122,14 @@ class ReplicaKernel(DenseTableBatchedEmbeddingBagsCodegen):  # type: ignore[misc
                 "replicated tables got a KeyedJaggedTensor whose batch size varies by feature, which TorchRec does not "
                 "support where a module has data-parallel and other tables. Train with replicate_tables=False."
             )
-        if not torch.is_grad_enabled():
-            return super().forward(*args, **kwargs)  # type: ignore[no-any-return]
-        leaf = self.weights.data.requires_grad_()
-        leaf.register_post_accumulate_grad_hook(self._sum_gradient)
-        attributes: dict[str, Any] = self.__dict__
-        attributes["weights"] = leaf  # hides the module's parameter
+        if torch.is_grad_enabled():
+            leaf = self.weights.data.requires_grad_()
+            leaf.register_post_accumulate_grad_hook(self._sum_gradient)
+            self.__dict__["weights"] = leaf  # hides the module's parameter
         try:
             return super().forward(*args, **kwargs)  # type: ignore[no-any-return]
         finally:
-            del attributes["weights"]
+            self.__dict__.pop("weights", None)
 
     def _sum_gradient(self, leaf: Tensor) -> None:
         """Start to sum the gradient of one call over the ranks, with TorchRec's scale for sharded tables."""
@@ -168,22 +166,18 @@ class ReplicaKernel(DenseTableBatchedEmbeddingBagsCodegen):  # type: ignore[misc
             gradient.record_stream(torch.cuda.current_stream())  # it was allocated on the lookup stream
         if self.set_rates is not None:
             self.set_rates()
-        weights = self.weights.data
         for optimizer in self.optimizers:
-            optimizer.update(weights, gradient)
+            optimizer.update(self.weights.data, gradient)
 
 
 def make_replicas(model: nn.Module, modules: Iterable[str], trained: Mapping[str, Mapping[str, Rule]]) -> None:
-    """Turn the kernels of data-parallel tables into replica kernels, in place.
+    """Turn the kernels of the data-parallel tables of `modules` into replica kernels, in place.
 
-    Args:
-        model: The sharded model.
-        modules: Names of the modules whose data-parallel tables are replicas.
-        trained: Module -> table -> rule, for fused tables.
+    `trained` has module -> table -> rule.
     """
     for name in modules:
         module: Any = model.get_submodule(name)
-        rules, weights = trained[name], {key.split(".")[-2]: (key, one) for key, one in module.named_parameters()}
+        weights = {key.split(".")[-2]: (key, weight) for key, weight in module.named_parameters()}
         for number, lookup in enumerate(module._lookups):
             if not isinstance(lookup, DistributedDataParallel):
                 continue
@@ -193,15 +187,22 @@ def make_replicas(model: nn.Module, modules: Iterable[str], trained: Mapping[str
                 assert isinstance(kernel, DenseTableBatchedEmbeddingBagsCodegen)
                 kernel.__class__ = ReplicaKernel
                 kernel.group, kernel.set_rates, kernel.held = module._env.process_group, None, None
-                kernel.optimizers, start = [], 0
-                tables = [(rules[one.name], one.embedding_dim, weights[one.name]) for one in group.embedding_tables]
-                for (rule, _), run in itertools.groupby(tables, key=operator.itemgetter(0, 1)):
-                    of_run = dict(named for _, _, named in run)
-                    kernel.optimizers.append(ReplicaOptimizer(rule, of_run, start))
-                    start += sum(weight.numel() for weight in of_run.values())
-                    for weight in of_run.values():
-                        setattr(weight, _IN_BACKWARD, [EmptyFusedOptimizer()])
+                tables = [
+                    (trained[name][one.name], one.embedding_dim, *weights[one.name]) for one in group.embedding_tables
+                ]
+                kernel.optimizers = list(_optimizers(tables))
                 module.fused_optimizer.optimizers.extend(("", optimizer) for optimizer in kernel.optimizers)
+
+
+def _optimizers(tables: list[tuple[Rule, int, str, nn.Parameter]]) -> Iterator[ReplicaOptimizer]:
+    """Yield an optimizer for each run of tables, (rule, width, name, weight), of the same rule and width."""
+    start = 0
+    for (rule, _), run in itertools.groupby(tables, key=operator.itemgetter(0, 1)):
+        weights = {name: weight for _, _, name, weight in run}
+        yield ReplicaOptimizer(rule, weights, start)
+        for weight in weights.values():
+            start += weight.numel()
+            setattr(weight, _IN_BACKWARD, [EmptyFusedOptimizer()])
 
 
 def replica_kernels(module: Any) -> list[ReplicaKernel]:

@@ -27,12 +27,7 @@ _KINDS = (EmbOptimType.EXACT_SGD, EmbOptimType.EXACT_ADAGRAD, EmbOptimType.EXACT
 
 
 def check_replicate_tables(replicate: ReplicateTables) -> None:
-    """Check the strategy's argument without knowing the tables.
-
-    Raises:
-        TypeError: The argument is not a `ReplicateTables`.
-        ValueError: The number of rows is negative.
-    """
+    """Check the strategy's argument as far as possible without the tables; raise a TypeError or ValueError."""
     is_names = isinstance(replicate, Sequence) and not isinstance(replicate, str)
     if is_names and all(isinstance(name, str) for name in replicate):  # type: ignore[union-attr]
         return
@@ -64,10 +59,10 @@ def tables_to_replicate(
     Args:
         replicate: The strategy's argument.
         tables: All tables of the model.
-        sharding: Table -> sharding type that the user sets; these tables are not chosen by their rows. None with a
-            user's plan or planner.
+        sharding: Table -> the user's sharding type; these tables are not chosen by their rows. None with a user's plan
+            or planner.
         batch_size: Samples per batch and rank; None if unknown.
-        fused: Class and arguments of the default fused optimizer; None without a default.
+        fused: Class and arguments of the default fused optimizer, or None.
         world_size: Number of ranks.
 
     Raises:
@@ -91,15 +86,11 @@ def tables_to_replicate(
         return given
     most = int(replicate) if isinstance(replicate, int) else batch_size or 0
     mixed = {table.module for table in tables if kinds.get(table.name) == DATA_PARALLEL}
-    return frozenset(
-        name
-        for name, of_name in known.items()
-        if name not in kinds
-        and all(
-            table.parameter.shape[0] < most and table.module not in mixed and _why_not(table, fused) is None
-            for table in of_name
-        )
-    )
+
+    def is_small(table: Table) -> bool:
+        return table.parameter.shape[0] < most and table.module not in mixed and _why_not(table, fused) is None
+
+    return frozenset(name for name, alike in known.items() if name not in kinds and all(map(is_small, alike)))
 
 
 def replicas_in(plan: ShardingPlan, tables: list[Table], names: Collection[str], world_size: int) -> list[Table]:
@@ -111,8 +102,7 @@ def replicas_in(plan: ShardingPlan, tables: list[Table], names: Collection[str],
     """
     whole = []
     for table in tables:
-        planned = table.planned(plan)
-        kind = None if planned is None else planned.sharding_type
+        kind = getattr(table.planned(plan), "sharding_type", None)
         if kind == DATA_PARALLEL:
             whole.append(table)
         elif table.name in names and world_size > 1:
@@ -121,8 +111,7 @@ def replicas_in(plan: ShardingPlan, tables: list[Table], names: Collection[str],
             )
     replicas = [table for table in whole if table.name in names]
     modules = {table.module for table in replicas}
-    mixed = [table.path for table in whole if table.module in modules and table not in replicas]
-    if mixed:
+    if mixed := [table.path for table in whole if table.module in modules and table not in replicas]:
         raise ValueError(
             f"the dense optimizer would train the data-parallel tables {some(mixed)}, but replicate_tables has other "
             f"tables of the same module ({some(table.path for table in replicas)}). TorchRec looks up all "
