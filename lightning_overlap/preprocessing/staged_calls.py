@@ -24,10 +24,8 @@ class StagedMethod:
 
     def __init__(self, name: str, owner: nn.Module, attribute: str, calls: StagedCalls) -> None:
         self.name, self.owner, self._attribute, self._calls = name, owner, attribute, calls
-        self.reads: Reads = {}
-        """Attributes of modules that the method read in watched calls."""
-        self.num_calls = 0
-        """Calls in the current step."""
+        self.reads: Reads = {}  # attributes of modules that the method read in watched calls
+        self.num_calls = 0  # calls in the current step
 
     def attach(self) -> None:
         """Replace the method."""

@@ -18,8 +18,7 @@ Parts: TypeAlias = "list[tuple[Path, Any, Any]]"
 """(path, object, a value that changes with the object) for all parts of a value."""
 
 CONSTANTS = (type(None), bool, int, float, str, bytes, torch.dtype, torch.device, Enum)
-_MANY = 1000
-"""A container in a module with more entries counts as one object."""
+_MANY = 1000  # a container in a module with more entries counts as one object
 
 
 def parts_of_batch(value: Any) -> Parts:

@@ -16,12 +16,10 @@ from torchrec.distributed.types import ShardedModule
 from ..text import some
 from .unchanged import Parts, differences, parts_of_batch, parts_of_state
 
-Reads: TypeAlias = "dict[tuple[nn.Module, str], None]"
-"""(module, attribute), in the order of the first read."""
+Reads: TypeAlias = "dict[tuple[nn.Module, str], None]"  # (module, attribute), in the order of the first read
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training", "_parameters", "_buffers"}
-_KINDS = ("_parameters", "_buffers", "_modules")
-"""Dicts in which a module keeps other attributes."""
+_KINDS = ("_parameters", "_buffers", "_modules")  # dicts in which a module keeps other attributes
 _OF_THE_STEP = {"trainer", "global_step", "log", "log_dict", "logger", "loggers", "optimizers", "lr_schedulers"}
 """Attributes of a LightningModule that belong to the current step, which is not the step of a staged batch."""
 _FIXED = ("global_rank", "local_rank", "current_epoch")

@@ -22,13 +22,9 @@ from .supported_modules import configs_of, table_modules
 
 
 class ConfigOrderKeyedTensor(KeyedTensor):  # type: ignore[misc]
-    """A KeyedTensor, `(B, sum of dims)`, with the columns of another KeyedTensor in another order of keys.
+    """A KeyedTensor, `(B, sum of dims)`, with the columns of another one in the order of `keys`.
 
     Reads by name do not copy; the first call of `values()` copies the columns into order.
-
-    Args:
-        in_plan_order: The other KeyedTensor.
-        keys: Its keys in the new order.
     """
 
     def __init__(self, in_plan_order: KeyedTensor, keys: list[str]) -> None:

@@ -22,17 +22,21 @@ from .supported_modules import configs_of, hands_out_rows, sharded_modules, spec
 
 def find_features_by_name(model: nn.Module) -> None:
     """Make every sharded module of a model find features by name."""
-    managed = [module for module in sharded_modules(model).values() if hands_out_rows(module)]
-    kinds = [(module, spec_of(module)) for module in sharded_modules(model).values()]
-    # Feature processors set weights, and may read the input's weights.
-    processed = [tables_of(module) for module, kind in kinds if kind is not None and kind.feature_processors]
-    for module in [*table_modules(model).values(), *managed]:
-        module.takes_weights = None if any(module is one for one in processed) else takes_weights(module)
-        module.takes_numbers = not any(module is one for one in managed)  # ids are row numbers
-        if not hasattr(module, "known_features"):
-            cls: Any = type(module)
-            module.__class__ = _by_name(cls)
-            module.known_features = module.known_inverse = None  # of the first input, in its order
+    for module in table_modules(model).values():
+        _find_by_name(module, takes_weights(module), takes_numbers=True)
+    for module in sharded_modules(model).values():
+        kind = spec_of(module)
+        if hands_out_rows(module):
+            _find_by_name(module, takes_weights(module), takes_numbers=False)
+        elif kind is not None and kind.feature_processors:  # they set weights, and may read the input's weights
+            tables_of(module).takes_weights = None
+
+
+def _find_by_name(module: Any, takes_weights: bool, *, takes_numbers: bool) -> None:
+    module.takes_weights, module.takes_numbers = takes_weights, takes_numbers  # whether ids are row numbers
+    if not hasattr(module, "known_features"):
+        module.__class__ = _by_name(type(module))
+        module.known_features = module.known_inverse = None  # of the first input, in its order
 
 
 @functools.cache

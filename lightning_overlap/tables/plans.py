@@ -20,7 +20,7 @@ from torchrec.modules.mc_embedding_modules import (
 from typing_extensions import override
 
 from ..text import some
-from .comms import Codecs
+from .quantized_comms import Codecs
 from .supported_modules import sharded_modules
 from .table import training_sharders
 
@@ -32,8 +32,7 @@ _ROW_WISE = ShardingType.ROW_WISE.value
 class KeptPlan(ShardingPlan):  # type: ignore[misc]
     """The plan of a sharded model. As `sharding=` of a strategy it shards a model in the same way."""
 
-    replicated: tuple[str, ...] = ()
-    """Names of the replicated tables; used if `replicate_tables` is not set."""
+    replicated: tuple[str, ...] = ()  # names of the replicated tables; used if `replicate_tables` is not set
 
 
 def plan_of(model: nn.Module) -> KeptPlan:

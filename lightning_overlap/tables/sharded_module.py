@@ -25,8 +25,7 @@ from .supported_modules import SUPPORTED_MODULES, TABLE_TYPES, owners_of, spec_o
 from .table import Rule
 
 R = TypeVar("R")
-SetRates: TypeAlias = Callable[[], None]
-"""Passes the scheduler's current learning rates to the kernels."""
+SetRates: TypeAlias = Callable[[], None]  # passes the scheduler's current learning rates to the kernels
 
 PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
     "ShardedEmbeddingBagCollection": (

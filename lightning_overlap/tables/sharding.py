@@ -24,12 +24,11 @@ from typing_extensions import override
 
 from ..text import some, unknown_name_message
 from .columns import answer_in_config_order
-from .comms import check_plan, check_quantized_comms, codecs_of
 from .features import find_features_by_name
 from .optimizer_checks import FusedOptimizer, apply_fused_optimizer, check_fused_optimizer, warn_of_dense_tables
 from .plans import KeptPlan, make_planner, plan_on_rank_zero, planned_sharders, sharding_types
-from .replicas import make_replicas
-from .replicated_tables import ReplicateTables, replicas_in, tables_to_replicate
+from .quantized_comms import check_plan, check_quantized_comms, codecs_of
+from .replicas import ReplicateTables, make_replicas, replicas_in, tables_to_replicate
 from .supported_modules import DATA_PARALLEL, DENSE, sharded_modules, table_modules
 from .table import Rule, Table, find_tables, mark_replaced, training_sharders
 from .write_counts import watch_tables

@@ -34,16 +34,11 @@ from .table import Rule
 class TableShard:
     """A shard of a table."""
 
-    name: str
-    """Name of the table's weight in the `state_dict` of the unsharded model."""
-    shape: tuple[int, int]
-    """Rows and columns of the unsharded table."""
-    first_row: int
-    """The shard's first row in the unsharded table."""
-    first_column: int
-    """The shard's first column in the unsharded table."""
-    weight: Tensor
-    """The shard, `(rows, columns)`: a view of the kernel's memory."""
+    name: str  # name of the table's weight in the `state_dict` of the unsharded model
+    shape: tuple[int, int]  # rows and columns of the unsharded table
+    first_row: int  # the shard's first row in the unsharded table
+    first_column: int  # the shard's first column in the unsharded table
+    weight: Tensor  # the shard, `(rows, columns)`: a view of the kernel's memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +47,8 @@ class KernelShards:
 
     kernel: Any
     shards: list[TableShard]
-    table_of_feature: list[int]
-    """Feature of the kernel -> index of its shard."""
-    is_replicated: bool
-    """Whether every rank has the same shards (data-parallel tables)."""
+    table_of_feature: list[int]  # feature of the kernel -> index of its shard
+    is_replicated: bool  # whether every rank has the same shards (data-parallel tables)
     receives_ids: bool
     """Whether ids are received from other ranks, in memory that is not reused; otherwise they are the batch's."""
 

@@ -28,10 +28,8 @@ TABLE_TYPES = (ShardedEmbeddingBagCollection, ShardedEmbeddingCollection)
 class ModuleSpec:
     """A kind of sharded modules."""
 
-    tables: str | None = None
-    """The attribute with the sharded collection of the tables; None: the module itself."""
-    input_dists: str | None = None
-    """The attribute with the module of the input dists; None: the module itself."""
+    tables: str | None = None  # the attribute with the sharded collection of the tables; None: the module itself
+    input_dists: str | None = None  # the attribute with the module of the input dists; None: the module itself
     owner: WeightOwner | None = None
     """The last writer of the weights that a lookup reads; None: it depends on each table's compute kernel."""
     feature_processors: str | None = None

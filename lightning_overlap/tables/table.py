@@ -23,8 +23,7 @@ from .supported_modules import outermost, sharded_modules
 KERNEL_ARGUMENTS = inspect.signature(SplitTableBatchedEmbeddingBagsCodegen.__init__).parameters
 KERNEL_RATE, KERNEL_EPS = (float(KERNEL_ARGUMENTS[name].default) for name in ("learning_rate", "eps"))
 
-NAME_BEFORE = "name_before_sharding"
-"""Attribute of a parameter that sharding has replaced: its name in the model."""
+NAME_BEFORE = "name_before_sharding"  # attribute of a parameter that sharding has replaced: its name in the model
 
 AppliedOptimizer: TypeAlias = tuple[type[torch.optim.Optimizer], Mapping[str, Any]]
 """Class and arguments of an optimizer that is applied in backward."""
@@ -33,30 +32,21 @@ AppliedOptimizer: TypeAlias = tuple[type[torch.optim.Optimizer], Mapping[str, An
 class Rule(NamedTuple):
     """The fused optimizer of a table."""
 
-    name: str
-    """Name of the optimizer's class."""
-    kind: EmbOptimType | None
-    """FBGEMM's kind of optimizer."""
-    rate: float
-    """The initial learning rate."""
-    eps: float
-    """The number that the update adds to the square root of the state."""
-    clips: bool
-    """Whether the kernel clips gradients."""
+    name: str  # name of the optimizer's class
+    kind: EmbOptimType | None  # FBGEMM's kind of optimizer
+    rate: float  # the initial learning rate
+    eps: float  # the number that the update adds to the square root of the state
+    clips: bool  # whether the kernel clips gradients
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
     """A table of the unsharded model."""
 
-    name: str
-    """The table's name in the collection's configs."""
-    module: str
-    """Name of its collection in the model."""
-    parameter: nn.Parameter
-    """The weight, `(num_embeddings, embedding_dim)`."""
-    sharder: ModuleSharder[nn.Module]
-    """TorchRec's sharder of the collection."""
+    name: str  # the table's name in the collection's configs
+    module: str  # name of its collection in the model
+    parameter: nn.Parameter  # the weight, `(num_embeddings, embedding_dim)`
+    sharder: ModuleSharder[nn.Module]  # TorchRec's sharder of the collection
 
     @property
     def path(self) -> str:

@@ -148,8 +148,7 @@ def _refuse_gradients(module: Any) -> list[Any]:
     return handles
 
 
-_lost_gradients: list[str] = []
-"""Tables whose weights got a gradient in the current backward."""
+_lost_gradients: list[str] = []  # tables whose weights got a gradient in the current backward
 
 
 def _raise_lost_gradients() -> None:

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torchrec.distributed.types import QuantizedCommCodecs
 
-from lightning_overlap.tables.comms import overflow
-from lightning_overlap.tables.comms.quantized_comms import PRECISIONS, codecs_of, resolve_quantized_comms
+from lightning_overlap.tables import quantized_comms as overflow
+from lightning_overlap.tables.quantized_comms import PRECISIONS, codecs_of, resolve_quantized_comms
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
