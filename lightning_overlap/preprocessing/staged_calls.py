@@ -51,11 +51,7 @@ class StagedMethod:
 class Made:
     """The result of a staged method for a batch, and the state on which it depends.
 
-    Args:
-        method: The method.
-        given: Its positional and keyword arguments.
-        result: Its result.
-        served: Whether a call in the step got it; `checkpoint()` repeats that call in the backward.
+    `served` is whether a call in the step got it; `checkpoint()` repeats that call in the backward.
     """
 
     def __init__(self, method: StagedMethod, given: Any, result: Any, *, served: bool = False) -> None:
@@ -78,18 +74,12 @@ class Made:
 
 
 class StagedCalls:
-    """The staged methods of a model, and their calls that can be made before a batch's step.
+    """The staged methods of a model (or none), and their calls that can be made before a batch's step.
 
-    The first step shows where the arguments of each call come from: the batch, or results of earlier calls. Later
-    batches are staged accordingly. Ranks need not agree: lookups compare the places of their inputs
-    (`PipelinedForwards.discover`).
-
-    Args:
-        model: The model; None for no staged methods.
-        step: Name of the user's method that calls the staged methods.
-        trains: Whether an optimizer steps between batches.
-        rank: This process's rank; rank 0 prints warnings.
-        warned: Warnings given so far.
+    The first `step`, the user's method, shows where the arguments of each call come from: the batch, or results of
+    earlier calls. Later batches are staged accordingly. Ranks need not agree: lookups compare the places of their
+    inputs (`PipelinedForwards.discover`). `trains` is whether an optimizer steps between batches; `warned` has the
+    warnings of rank 0 so far.
     """
 
     def __init__(
@@ -281,7 +271,7 @@ class _Modes(NamedTuple):
 
 
 def _source_of(given: Any, searched: Any) -> Any:
-    """Return the source of an argument: a function that finds it in what is searched, or a container of sources.
+    """Return the source of an argument: a function that finds it in `searched`, or a container of sources.
 
     Raises:
         LookupError: The argument is neither a part of `searched` nor a constant.

@@ -260,15 +260,11 @@ def refuse_dense_owner(
     optimizers: Iterable[torch.optim.Optimizer],
     fused_only: Collection[str] = (),
 ) -> None:
-    """Check that no optimizer of `configure_optimizers` has the weight of a fused table.
-
-    Args:
-        fused: Weights of fused tables by name.
-        optimizers: The optimizers.
-        fused_only: Names of weights that no dense optimizer can train.
+    """Check that no optimizer of `configure_optimizers` has a weight of fused tables, by name in `fused`.
 
     Raises:
-        ValueError: One has; the message shows how to leave the weights out. Also for TorchRec's CombinedOptimizer.
+        ValueError: One has; the message shows how to leave the weights out, and which (`fused_only`) no dense optimizer
+            can train. Also for TorchRec's CombinedOptimizer.
     """
     optimizers = list(optimizers)
     if any(isinstance(optimizer, CombinedOptimizer) for optimizer in optimizers):

@@ -72,8 +72,7 @@ def tables_to_replicate(
     Args:
         replicate: The strategy's argument.
         tables: All tables of the model.
-        sharding: Table -> the user's sharding type; these tables are not chosen by their rows. None with a user's plan
-            or planner.
+        sharding: Table -> the user's sharding type; None with a user's plan or planner.
         batch_size: Samples per batch and rank; None if unknown.
         fused: Class and arguments of the default fused optimizer, or None.
         world_size: Number of ranks.
@@ -168,9 +167,7 @@ _IN_BACKWARD = "_in_backward_optimizers"  # the attribute that `in_backward_opti
 
 
 class ReplicaOptimizer(FusedOptimizer):  # type: ignore[misc]
-    """The optimizer of replicas, with the interface of TorchRec's fused optimizers: `step` does not update tables.
-
-    Iteration count and learning rate have the names of FBGEMM's kernels.
+    """The optimizer of replicas, with the interface of TorchRec's fused optimizers and FBGEMM's kernels.
 
     Args:
         rule: The fused optimizer.
@@ -214,12 +211,7 @@ class ReplicaOptimizer(FusedOptimizer):  # type: ignore[misc]
         self.step()
 
     def update(self, weights: Tensor, gradient: Tensor) -> None:
-        """Update this optimizer's tables in place.
-
-        Args:
-            weights: All weights of the kernel, flat, `(num_weights,)`.
-            gradient: Their gradient, summed over the ranks, of the same shape and dtype.
-        """
+        """Update this optimizer's tables in place; both arguments are those of the whole kernel, `(num_weights,)`."""
         self.iter += 1
         part, of_part = weights[self._part].view(-1, self._dim), gradient[self._part].view(-1, self._dim)
         if self.optimizer is EmbOptimType.EXACT_SGD:

@@ -83,12 +83,9 @@ owners_of_parts = read_once(owners_of)
 
 @read_once
 def keys_in_backward(module: Any) -> list[tuple[int, int, str]]:
-    """Return the places of the ids of this rank's fused tables among the received ids.
+    """Return (part, key within the part's KeyedJaggedTensor, table): where the ids of this rank's fused tables are.
 
     Column shards of a table have the same ids: only the shard with the first column is listed.
-
-    Returns:
-        (part, key within the part's KeyedJaggedTensor, name of the table) for each feature of a table.
     """
     owners = owners_of_parts(module)
     found = []

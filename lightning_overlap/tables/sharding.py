@@ -215,11 +215,7 @@ def _watch(model: nn.Module) -> None:
 
 
 class ShardsLeftBehind(nn.Module):
-    """Replaces a sharded module in a copy of a model: shards belong to a process and its ranks.
-
-    Args:
-        kind: Name of the sharded module's class.
-    """
+    """Replaces a sharded module of class `kind` in a copy of a model: shards belong to a process and its ranks."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -342,12 +338,7 @@ class ShardedStateNames(set[str]):
 
 
 def check_sharding_types(sharding: Sharding) -> Sharding:
-    """Return `sharding`, checked as far as it goes without tables and a device.
-
-    Raises:
-        TypeError: It is no `Sharding`.
-        ValueError: It names an unknown sharding type.
-    """
+    """Return `sharding`, checked as far as possible without tables and a device; raise a TypeError or ValueError."""
     kinds = [sharding] if isinstance(sharding, str) else sharding.values() if isinstance(sharding, Mapping) else []
     known = [kind.value for kind in ShardingType]
     for kind in kinds:

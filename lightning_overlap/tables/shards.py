@@ -121,11 +121,7 @@ def _shards(name: str, paths: Mapping[str, str], kernel: Any, tables: list[Any])
 def table_lines(model: nn.Module, optimizers: Iterable[Optimizer], *, scheduled: bool, moved: bool) -> list[str]:
     """Return log lines: one for all tables of a module with the same sharding and optimizer.
 
-    Args:
-        model: The sharded model.
-        optimizers: The optimizers of `configure_optimizers`.
-        scheduled: Whether there is a learning-rate scheduler.
-        moved: Whether one changes the rates of fused tables (`combined_optimizer`).
+    `scheduled` is whether there is a learning-rate scheduler, `moved` whether one changes the rates of fused tables.
     """
     owner_of = {id(p): optimizer_name(one) for one in optimizers for group in one.param_groups for p in group["params"]}
     lines = []

@@ -103,10 +103,9 @@ class Table:
         vars(self.parameter).pop("_in_backward_optimizers", None)
 
     def own_arguments(self) -> None:
-        """Copy the arguments of the table's optimizer.
+        """Copy the arguments of the table's optimizer, since several tables or modules may share the user's dict.
 
-        Several tables or modules may share the user's dict: TorchRec writes the kind of optimizer into it, and prefers
-        an existing kind to the class.
+        TorchRec writes the kind of optimizer into it, and prefers an existing kind to the class.
         """
         if self.fused_optimizer is not None:
             vars(self.parameter)["_optimizer_kwargs"] = list(map(dict, vars(self.parameter)["_optimizer_kwargs"]))
@@ -130,12 +129,7 @@ def find_tables(model: nn.Module) -> list[Table]:
 
 
 def mark_replaced(before: Mapping[str, nn.Parameter], model: nn.Module) -> None:
-    """Note the name of each parameter that sharding has replaced, since an earlier optimizer may still have it.
-
-    Args:
-        before: The parameters of the unsharded model by name.
-        model: The sharded model.
-    """
+    """Note the name of each parameter (`before`) that sharding has replaced: an earlier optimizer may still have it."""
     kept = set(map(id, model.parameters()))
     for name, parameter in before.items():
         if id(parameter) not in kept:

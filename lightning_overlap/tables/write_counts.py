@@ -196,16 +196,10 @@ def fused_writes(model: nn.Module) -> int:
 
 
 def num_writes(module: Any, owner: WeightOwner) -> tuple[int, ...]:
-    """Return the write count of each weight that a lookup reads.
+    """Return the write count of each weight that a lookup reads, after the backwards of `count_backwards`.
 
-    Args:
-        module: The sharded module.
-        owner: The last writer of the looked-up tables. For the dense optimizer its weights are counted as well: it has
-            written them before the lookup.
-
-    Returns:
-        The backwards of `count_backwards`, then a count for each weight; empty for `WeightOwner.LOOKUP`, whose lookup
-        is not early.
+    `owner` is the last writer of the looked-up tables. For the dense optimizer its weights are counted as well: it has
+    written them before the lookup. Empty for `WeightOwner.LOOKUP`, whose lookup is not early.
     """
     if owner is WeightOwner.LOOKUP:
         return ()
