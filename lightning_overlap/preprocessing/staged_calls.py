@@ -29,19 +29,18 @@ class StagedMethod:
 
     def attach(self) -> None:
         """Replace the method."""
-        self._before = vars(self.owner).get(self._attribute)
-        present = getattr(self.owner, self._attribute)
+        present, own = getattr(self.owner, self._attribute), vars(self.owner)
         self.call: Any = present.call if isinstance(present, StagedMethod) else present
-        object.__setattr__(self.owner, self._attribute, self)
+        self._before = own.get(self._attribute)
+        own[self._attribute] = self
 
     def detach(self) -> None:
         """Restore the method."""
-        if vars(self.owner).get(self._attribute) is not self:
-            return
-        if self._before is None:
-            object.__delattr__(self.owner, self._attribute)
-        else:
-            object.__setattr__(self.owner, self._attribute, self._before)
+        own = vars(self.owner)
+        if own.get(self._attribute) is self:
+            del own[self._attribute]
+            if self._before is not None:
+                own[self._attribute] = self._before
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the method's result."""
@@ -134,8 +133,7 @@ class StagedCalls:
     def answer(self, method: StagedMethod, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the early result of a call if it is still valid; else call the method.
 
-        Raises:
-            RuntimeError: The method cannot be staged.
+        Raise a RuntimeError if the method cannot be staged.
         """
         inflight, given = self._inflight, (args, kwargs)
         if inflight is None:
@@ -273,8 +271,7 @@ class _Modes(NamedTuple):
 def _source_of(given: Any, searched: Any) -> Any:
     """Return the source of an argument: a function that finds it in `searched`, or a container of sources.
 
-    Raises:
-        LookupError: The argument is neither a part of `searched` nor a constant.
+    Raise a LookupError if the argument is neither a part of `searched` nor a constant.
     """
     if isinstance(given, CONSTANTS):
         return lambda searched: given

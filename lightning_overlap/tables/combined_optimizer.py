@@ -158,8 +158,7 @@ def optimizer_name(optimizer: Optimizer) -> str:
 def rate_setter(optimizers: Iterable[Optimizer]) -> SetRates | None:
     """Return a function that passes the combined optimizer's rates to the kernels; None without such an optimizer.
 
-    Raises:
-        ValueError: Several of the optimizers are combined optimizers with fused groups.
+    Raise a ValueError if several of the optimizers are combined optimizers with fused groups.
     """
     moving = [optimizer for optimizer in optimizers if isinstance(optimizer, DenseAndFused) and optimizer.fused_groups]
     if len(moving) > 1:

@@ -13,14 +13,13 @@ import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import nn
-from torchrec.distributed.utils import optimizer_type_to_emb_opt_type
 from torchrec.optim.keyed import CombinedOptimizer
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from ..text import some, unknown_name_message
 from .combined_optimizer import DenseAndFused
 from .supported_modules import DATA_PARALLEL, holds_sequences, sharded_modules, table_modules
-from .table import KERNEL_ARGUMENTS, NAME_BEFORE, Table
+from .table import KERNEL_ARGUMENTS, NAME_BEFORE, Table, kind_of
 
 FusedOptimizer: TypeAlias = (
     tuple[type[torch.optim.Optimizer], Mapping[str, Any]] | functools.partial[Any] | Sequence[Any] | Mapping[str, Any]
@@ -43,11 +42,7 @@ _KEYWORDS_OF_UPDATES = (
 
 
 def check_fused_optimizer(fused_optimizer: FusedOptimizer | None) -> tuple[Any, dict[str, Any]] | None:
-    """Return `(class, kwargs)` of the strategy's argument, or None for None.
-
-    Raises:
-        TypeError: It is no `FusedOptimizer`, or the class does not exist or does not take the arguments.
-    """
+    """Return `(class, kwargs)` of the strategy's argument, or None for None; raise a TypeError for others."""
     cls: Any
     kwargs: Any
     match fused_optimizer:
@@ -111,13 +106,10 @@ def _is_optimizer(kind: Any) -> bool:
 
 
 def check_dense_optimizers(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-    """Check that every table of a sharded model has one optimizer.
+    """Check that every table of a sharded model has one optimizer; raise a ValueError if one has two, or none.
 
     An optimizer that was made before the tables were sharded loses the parameters that sharding has replaced, with
     their state, so that their memory is freed. Rank 0 warns of it.
-
-    Raises:
-        ValueError: A dense optimizer has the weight of a fused table, or no optimizer has that of a table.
     """
     optimizers = list(optimizers)
     parameters = [named for name, module in table_modules(model).items() for named in module.named_parameters(name)]
@@ -125,22 +117,22 @@ def check_dense_optimizers(model: nn.Module, optimizers: Iterable[torch.optim.Op
     refuse_dense_owner(fused, optimizers, fused_only_tables(model))
     # Of a model on `meta` TorchRec replaces dense parameters as well.
     early = {name: optimizer for optimizer in optimizers for name in _replaced(optimizer)}
-    by_cli = _made_by_cli(model)
-    tables = {name for name, _ in parameters}
+    tables = dict(parameters)
     parameters += [(name, p) for name, p in model.named_parameters() if name in early]
     dense = dict(in_backward_optimizer_filter(iter(parameters)))
     owned = _owned(optimizers)
     untrained = [name for name, p in dense.items() if p.requires_grad and id(p) not in owned]
     if untrained:
-        why = (
-            "These tables are data-parallel (or have a dense kernel), so that the optimizer of configure_optimizers "
-            "has to train them, not the one applied in backward: add them there. "
-        )
         owner = next((early[name] for name in untrained if name in early), None)
         if owner is not None:
             why = (
                 f"{_kind(owner).__name__} was made before the tables were sharded: it has weights of these names that "
-                f"are no longer the module's. {_how_to_make(owner, by_cli)}\n"
+                f"are no longer the module's. {_how_to_make(owner, model)}\n"
+            )
+        else:
+            why = (
+                "These tables are data-parallel (or have a dense kernel), so that the optimizer of "
+                "configure_optimizers has to train them, not the one applied in backward: add them there. "
             )
         sharding = {_table_of(name): "table_wise" for name in untrained if name in tables}
         raise ValueError(
@@ -152,7 +144,7 @@ def check_dense_optimizers(model: nn.Module, optimizers: Iterable[torch.optim.Op
     combined = [optimizer for optimizer in optimizers if isinstance(optimizer, DenseAndFused)]
     lacks_rates = has_rates and not any(optimizer.fused_groups for optimizer in combined)
     for optimizer in optimizers:
-        _let_go_of_replaced(optimizer, lacks_rates and optimizer in combined, by_cli)
+        _let_go_of_replaced(optimizer, lacks_rates and optimizer in combined, model)
 
 
 def _replaced(optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
@@ -160,7 +152,7 @@ def _replaced(optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
     return {getattr(p, NAME_BEFORE): p for p in _owned([optimizer]).values() if hasattr(p, NAME_BEFORE)}
 
 
-def _let_go_of_replaced(optimizer: torch.optim.Optimizer, without_rates: bool, by_cli: bool) -> None:
+def _let_go_of_replaced(optimizer: torch.optim.Optimizer, without_rates: bool, model: nn.Module) -> None:
     """Take replaced parameters out of an optimizer, and warn of them and of a combined optimizer without rates."""
     replaced = _replaced(optimizer)
     for group in optimizer.param_groups if replaced else ():  # an empty group stays: schedulers count them
@@ -183,18 +175,14 @@ def _let_go_of_replaced(optimizer: torch.optim.Optimizer, without_rates: bool, b
         )
     if words and dist.get_rank() == 0:
         words += "" if without_rates else "This run is right; to leave this warning out: "
-        warnings.warn(f"{words}{_how_to_make(optimizer, by_cli)}", UserWarning, stacklevel=2)
+        warnings.warn(f"{words}{_how_to_make(optimizer, model)}", UserWarning, stacklevel=2)
 
 
-def _made_by_cli(model: nn.Module) -> bool:
-    """Whether LightningCLI has replaced the module's configure_optimizers by the answer of its `--optimizer`."""
-    replaced = getattr(vars(model).get("configure_optimizers"), "__func__", None)
-    return isinstance(replaced, functools.partial) and "optimizer" in replaced.keywords
-
-
-def _how_to_make(optimizer: torch.optim.Optimizer, by_cli: bool) -> str:
+def _how_to_make(optimizer: torch.optim.Optimizer, model: nn.Module) -> str:
     """Return how to make an optimizer like this one, of the sharded module's dense parameters."""
-    if not by_cli:
+    # LightningCLI's `--optimizer` replaces the module's configure_optimizers by its answer.
+    replaced = getattr(vars(model).get("configure_optimizers"), "__func__", None)
+    if not (isinstance(replaced, functools.partial) and "optimizer" in replaced.keywords):
         return f"Make it in configure_optimizers:\n{_lines(optimizer).rstrip()}"
     kind, lr = _kind(optimizer), optimizer.defaults.get("lr")
     path = f"{'torch.optim' if kind.__module__.startswith('torch.optim') else kind.__module__}.{kind.__name__}"
@@ -239,10 +227,7 @@ def fused_only_tables(model: nn.Module) -> set[str]:
 
 
 def keep_dense(names: Collection[str], fused_only: Collection[str]) -> str:
-    """Return sentences: how to have the optimizer of `configure_optimizers` train tables, and which it cannot train.
-
-    `names` and `fused_only` have the tables' paths, or the names of their weights (`fused_only_tables`).
-    """
+    """Return how `configure_optimizers` can train tables, and which (`fused_only`) it cannot train."""
     refused = [name for name in names if name in fused_only]
     whole = {_table_of(name): DATA_PARALLEL for name in names if name not in fused_only}
     way = f"sharding={whole}" if refused else "sharding='data_parallel', and no fused_optimizer"
@@ -260,11 +245,10 @@ def refuse_dense_owner(
     optimizers: Iterable[torch.optim.Optimizer],
     fused_only: Collection[str] = (),
 ) -> None:
-    """Check that no optimizer of `configure_optimizers` has a weight of fused tables, by name in `fused`.
+    """Raise a ValueError if an optimizer of `configure_optimizers` has a weight of fused tables, by name in `fused`.
 
-    Raises:
-        ValueError: One has; the message shows how to leave the weights out, and which (`fused_only`) no dense optimizer
-            can train. Also for TorchRec's CombinedOptimizer.
+    The message shows how to leave them out, and which (`fused_only`) no dense optimizer can train. TorchRec's
+    CombinedOptimizer is refused too.
     """
     optimizers = list(optimizers)
     if any(isinstance(optimizer, CombinedOptimizer) for optimizer in optimizers):
@@ -302,9 +286,7 @@ def apply_fused_optimizer(
 ) -> None:
     """Apply the fused optimizer, if any, to tables that have none; freeze tables with `requires_grad=False`.
 
-    Raises:
-        ValueError: A table has no optimizer, the device cannot fuse an optimizer or one of its arguments, or a table
-            with `requires_grad=False` has one.
+    Raise a ValueError if a table has no optimizer, or one that this device cannot fuse, or is frozen and has one.
     """
     missing = [t for t in in_backward if t.parameter.requires_grad and t.fused_optimizer is None]
     if missing and fused is None:
@@ -371,14 +353,13 @@ def _freeze(table: Table) -> None:
 def _check_can_fuse(table: Table, device: torch.device) -> None:
     assert table.fused_optimizer is not None
     optimizer_class, kwargs = table.fused_optimizer
-    try:
-        kind = optimizer_type_to_emb_opt_type(optimizer_class)
-    except ValueError as err:
+    kind = kind_of(optimizer_class)
+    if kind is None:
         raise ValueError(
             f"table {table.path}: FBGEMM has no fused form of {optimizer_class.__name__}. "
             "Take torch.optim.SGD, Adagrad or (on CUDA) Adam, or a class of torchrec.optim: for AdamW or SparseAdam, "
             "on CUDA (torch.optim.Adam, {'lr': ...}), on a CPU (torchrec.optim.RowWiseAdagrad, {'lr': ...})."
-        ) from err
+        )
     if device.type == "cpu" and kind not in CPU_FUSED_OPTIMIZERS:
         raise ValueError(
             f"table {table.path}: {optimizer_class.__name__} is fused on CUDA only. On a CPU FBGEMM fuses "
@@ -387,9 +368,9 @@ def _check_can_fuse(table: Table, device: torch.device) -> None:
         )
     if unknown := _unknown_keyword(optimizer_class, kwargs):
         raise ValueError(f"table {table.path}: {unknown}")
-    unused = list(_UNUSED.get(kind, ()))
+    unused = _UNUSED.get(kind, ())
     if kind is EmbOptimType.EXACT_ROWWISE_ADAGRAD and (device.type == "cpu" or not kwargs.get("weight_decay_mode")):
-        unused.append("weight_decay")
+        unused = ("weight_decay",)
     refused = inspect.signature(optimizer_class).parameters.keys() - KERNEL_ARGUMENTS.keys() - {"lr"}
     lost = [f"{name}={value!r}" for name, value in kwargs.items() if name in refused or (value and name in unused)]
     if lost:

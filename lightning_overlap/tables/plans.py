@@ -36,11 +36,7 @@ class KeptPlan(ShardingPlan):  # type: ignore[misc]
 
 
 def plan_of(model: nn.Module) -> KeptPlan:
-    """Return the plan of a sharded model, for `torch.save`.
-
-    Raises:
-        RuntimeError: No collection is sharded.
-    """
+    """Return the plan of a sharded model, for `torch.save`; raise a RuntimeError if no collection is sharded."""
     modules: dict[str, Any] = sharded_modules(model)
     if not modules:
         raise RuntimeError("no table is sharded yet: read the plan during fit (for example in on_fit_start) or later.")

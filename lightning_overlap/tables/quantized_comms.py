@@ -87,12 +87,7 @@ class Codec(QuantizedCommCodec):  # type: ignore[misc]
 
 
 def resolve_quantized_comms(quantized_comms: QuantizedComms) -> QCommsConfig | None:
-    """Return TorchRec's config for the user's argument; None for full precision.
-
-    Raises:
-        TypeError: The argument is not a `QuantizedComms`.
-        ValueError: A precision is unknown, or a loss scale is not positive or not supported by its precision.
-    """
+    """Return TorchRec's config for the user's argument; None for full precision; raise a TypeError or ValueError."""
     if isinstance(quantized_comms, str):
         quantized_comms = quantized_comms, quantized_comms
     match quantized_comms:
@@ -127,7 +122,7 @@ def resolve_quantized_comms(quantized_comms: QuantizedComms) -> QCommsConfig | N
 
 
 def check_quantized_comms(config: QCommsConfig | None, tables: Iterable[Table], device: torch.device) -> None:
-    """Check that the device and all tables support the precisions; raise a ValueError if not."""
+    """Raise a ValueError if the device or a table does not support the precisions."""
     sequences = [table.path for table in tables if issubclass(table.sharder.module_type, _SEQUENCES)]
     for direction, precision, _, fp8_group in _directions(config or QCommsConfig()):
         if device.type == "cpu" and precision in _CUDA_ONLY:

@@ -24,13 +24,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torchrec import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.distributed.comm_ops import get_gradient_division
 from torchrec.distributed.types import ShardingPlan
-from torchrec.distributed.utils import optimizer_type_to_emb_opt_type
 from torchrec.optim.fused import EmptyFusedOptimizer, FusedOptimizer
 from typing_extensions import override
 
 from ..text import some, unknown_name_message
 from .supported_modules import DATA_PARALLEL, table_modules
-from .table import KERNEL_EPS, Rule, Table
+from .table import KERNEL_EPS, Rule, Table, kind_of
 
 ReplicateTables: TypeAlias = int | Sequence[str] | None
 """A number n for tables with fewer than n rows (False or 0: none), table names, or None: n is a rank's batch size."""
@@ -64,21 +63,12 @@ def tables_to_replicate(
 ) -> frozenset[str]:
     """Return the names of the tables to replicate: the tables that the user names, or else tables with few rows.
 
-    Tables are chosen by their rows only on several ranks, and not with a user's plan or planner. If a module has
-    data-parallel tables of the dense optimizer, its other tables are not replicated, since TorchRec looks up all
-    data-parallel tables of a module together. A planner identifies tables only by name, so tables with the same name in
-    several modules are all replicated, or none is.
+    Tables are chosen by their rows only on several ranks, and not with a user's plan or planner (`sharding` is None,
+    else table -> the user's sharding type). If a module has data-parallel tables of the dense optimizer, its other
+    tables are not replicated, since TorchRec looks up all data-parallel tables of a module together. A planner
+    identifies tables only by name, so tables with the same name in several modules are all replicated, or none is.
 
-    Args:
-        replicate: The strategy's argument.
-        tables: All tables of the model.
-        sharding: Table -> the user's sharding type; None with a user's plan or planner.
-        batch_size: Samples per batch and rank; None if unknown.
-        fused: Class and arguments of the default fused optimizer, or None.
-        world_size: Number of ranks.
-
-    Raises:
-        ValueError: A table that the user names does not exist, has another sharding type, or cannot be replicated.
+    Raise a ValueError if a table that the user names does not exist, has another type, or cannot be replicated.
     """
     given = frozenset() if replicate is None or isinstance(replicate, int) else frozenset(replicate)
     kinds = sharding or {}
@@ -108,9 +98,8 @@ def tables_to_replicate(
 def replicas_in(plan: ShardingPlan, tables: list[Table], names: Collection[str], world_size: int) -> list[Table]:
     """Return the tables of a plan that are trained as replicas: the data-parallel tables in `names`.
 
-    Raises:
-        ValueError: On several ranks the plan does not make such a table data-parallel, or it makes other tables of the
-            module data-parallel, for the dense optimizer.
+    Raise a ValueError if on several ranks the plan does not make such a table data-parallel, or makes other tables of
+    the module data-parallel, for the dense optimizer.
     """
     whole = []
     for table in tables:
@@ -146,10 +135,7 @@ def _why_not(table: Table, fused: tuple[type, Mapping[str, Any]] | None) -> str 
     if optimizer is None:
         return "it has no fused optimizer; set for example fused_optimizer=(torch.optim.SGD, {'lr': 0.1})"
     optimizer_class, kwargs = optimizer
-    try:
-        update = optimizer_type_to_emb_opt_type(optimizer_class)
-    except ValueError:
-        update = None
+    update = kind_of(optimizer_class)
     if update not in _KINDS:
         return f"{optimizer_class.__name__} changes rows without a gradient; SGD, Adagrad and RowWiseAdagrad do not"
     known = ("lr", "learning_rate", "eps", "optimizer")
@@ -169,11 +155,8 @@ _IN_BACKWARD = "_in_backward_optimizers"  # the attribute that `in_backward_opti
 class ReplicaOptimizer(FusedOptimizer):  # type: ignore[misc]
     """The optimizer of replicas, with the interface of TorchRec's fused optimizers and FBGEMM's kernels.
 
-    Args:
-        rule: The fused optimizer.
-        weights: Name -> table, `(num_embeddings, embedding_dim)`, all of one width and consecutive in a kernel's flat
-            weights.
-        start: Index of the first table in the flat weights.
+    `weights` has name -> table, `(num_embeddings, embedding_dim)`, all of one width and consecutive in a kernel's flat
+    weights; `start` is the index of the first of them there.
     """
 
     def __init__(self, rule: Rule, weights: Mapping[str, Tensor], start: int) -> None:
@@ -201,13 +184,12 @@ class ReplicaOptimizer(FusedOptimizer):  # type: ignore[misc]
 
     @override
     def step(self, closure: Any = None) -> None:
-        """Only read the rate of the parameter group: the backward has updated the tables."""
+        """Only read the rate of the parameter group, like TorchRec's: the backward has updated the tables."""
         [group] = self.param_groups
         self._rate = float(group["lr"])
 
     @override
     def zero_grad(self, set_to_none: bool = False) -> None:
-        """Read the rate of the parameter group, like TorchRec's fused optimizers."""
         self.step()
 
     def update(self, weights: Tensor, gradient: Tensor) -> None:

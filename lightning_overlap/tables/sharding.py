@@ -63,21 +63,11 @@ def shard_tables(
     """Replace every TorchRec collection of a model by its sharded form, in place; all ranks of the group call this.
 
     Weights keep their values; tables on `meta` are allocated as shards only. Collections that the user has sharded stay
-    as they are.
+    as they are. A ValueError says, on every rank and before any table is sharded, what cannot be done as asked.
 
-    Args:
-        model: The model.
-        sharding: The strategy's argument, as `fused_optimizer` and `replicate_tables`.
-        fused_optimizer: See `sharding`.
-        group: Process group of the tables' collectives.
-        device: Where the shards are allocated.
-        local_world_size: Number of the group's ranks on this host.
-        quantized_comms: From `resolve_quantized_comms`.
-        replicate_tables: See `sharding`.
-        batch_size: Samples per batch and rank; None if unknown.
-
-    Raises:
-        ValueError: The model cannot be sharded as asked. Raised on every rank, before any table is sharded.
+    `sharding`, `fused_optimizer` and `replicate_tables` are the strategy's arguments, `quantized_comms` is of
+    `resolve_quantized_comms`; `group` is the tables' process group, with `local_world_size` ranks on this host;
+    `batch_size` is samples per batch and rank, None if unknown.
     """
     tables, fused = find_tables(model), check_fused_optimizer(fused_optimizer)
     _check_sharded_modules(model, sharding, fused, quantized_comms)
@@ -251,10 +241,8 @@ def make_plan(
 ) -> ShardingPlan:
     """Return the plan that `shard_tables`, with the same arguments, shards a model by; all ranks of the group call it.
 
-    Tables in `whole` are to become data-parallel, if the plan and the planner are not the user's.
-
-    Raises:
-        ValueError: As in `shard_tables`, or the planner finds no plan.
+    Tables in `whole` become data-parallel, if the plan and the planner are not the user's. Raise a ValueError as in
+    `shard_tables`, or if the planner finds no plan.
     """
     tables = find_tables(model)
     check_sharding(sharding, tables, device)

@@ -77,9 +77,8 @@ class KernelShards:
 def kernel_shards(model: nn.Module) -> list[KernelShards]:
     """Return this rank's shards of all tables of a sharded model, by kernel.
 
-    Raises:
-        ValueError: The rows of a table have no fixed numbers (managed collisions), or its kernel does not keep them in
-            the memory of a device or host.
+    Raise a ValueError if the rows of a table have no fixed numbers (managed collisions), or are not in the memory of a
+    device or host.
     """
     for name, module in sharded_modules(model).items():
         if hands_out_rows(module):

@@ -129,8 +129,7 @@ def hands_out_rows(model: nn.Module) -> bool:
 def owners_of(module: ShardedModule[Any, Any, Any, Any]) -> list[WeightOwner]:
     """Return the last writer of the weights that a module's lookup reads, for each sharding of its tables.
 
-    The sharding plan, which is the same on all ranks, determines it: the dense optimizer trains tables with dense
-    kernels, the fused backward trains all others.
+    The sharding plan, the same on all ranks, determines it: tables with dense kernels are the dense optimizer's.
     """
     kind, tables = spec_of(module), tables_of(module)
     shardings = sharding_types_of(tables)
@@ -166,10 +165,8 @@ def ids_fit_32_bits(module: Any) -> bool:
 def why_never_early(module: Any, group: dist.ProcessGroup | None = None, *, prefetches: bool = False) -> str | None:
     """Return why no stage of a sharded module may start early, or None.
 
-    Args:
-        module: The sharded module.
-        group: The process group of early input dists; None: one rank.
-        prefetches: Whether the mode copies rows into the tables' caches before their lookup.
+    `group` is that of early input dists (None: one rank); `prefetches` is whether the mode copies rows into the tables'
+    caches before their lookup.
     """
     kind = spec_of(module)
     if kind is None:

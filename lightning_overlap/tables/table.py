@@ -29,6 +29,14 @@ AppliedOptimizer: TypeAlias = tuple[type[torch.optim.Optimizer], Mapping[str, An
 """Class and arguments of an optimizer that is applied in backward."""
 
 
+def kind_of(optimizer_class: type[torch.optim.Optimizer]) -> EmbOptimType | None:
+    """Return FBGEMM's kind of an optimizer; None if FBGEMM cannot fuse it."""
+    try:
+        return optimizer_type_to_emb_opt_type(optimizer_class)
+    except ValueError:
+        return None
+
+
 class Rule(NamedTuple):
     """The fused optimizer of a table."""
 
@@ -68,10 +76,9 @@ class Table:
         """The fused optimizer's rule; read it before TorchRec shards the table and renames the arguments."""
         assert self.fused_optimizer is not None
         optimizer_class, kwargs = self.fused_optimizer
-        kind = optimizer_type_to_emb_opt_type(optimizer_class)
         rate = kwargs.get("lr", kwargs.get("learning_rate", KERNEL_RATE))
         eps, clips = float(kwargs.get("eps", KERNEL_EPS)), bool(kwargs.get("gradient_clipping"))
-        return Rule(optimizer_class.__name__, kind, float(rate), eps, clips)
+        return Rule(optimizer_class.__name__, kind_of(optimizer_class), float(rate), eps, clips)
 
     def planned(self, plan: ShardingPlan) -> ParameterSharding | None:
         """Return the table's sharding in a plan, or None."""
@@ -142,10 +149,7 @@ def has_tables(model: nn.Module) -> bool:
 
 
 def table_optimizers(model: nn.Module) -> dict[str, AppliedOptimizer]:
-    """Return table path -> optimizer applied in backward, for an unsharded model.
-
-    `copy.deepcopy` and the pickler of `torch.multiprocessing` do not copy these attributes of parameters.
-    """
+    """Return table path -> optimizer applied in backward, for an unsharded model; copies of a model lack them."""
     return {table.path: table.fused_optimizer for table in find_tables(model) if table.fused_optimizer}
 
 

@@ -174,10 +174,7 @@ def has_dense_weights(module: Any) -> bool:
 
 
 def count_backwards(module: Any, answer: Any) -> None:
-    """Count each backward of a module's answer outside of a training step, after it has written tables.
-
-    FBGEMM's kernels do not count its writes.
-    """
+    """Count each backward of a module's answer outside of a training step: FBGEMM's kernels do not count its writes."""
 
     def count() -> None:
         _num_backwards[module] = _num_backwards.get(module, 0) + 1
