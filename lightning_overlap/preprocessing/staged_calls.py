@@ -12,8 +12,17 @@ from torch import nn
 
 from ..runtime import InFlightBatch, Path, leaves, resolve
 from .decorator import staged_methods
-from .unchanged import CONSTANTS, Parts, differences, is_same_part, parts_of_batch
-from .watched_call import NotStagedError, Reads, state_read, watch
+from .watched_call import (
+    CONSTANTS,
+    NotStagedError,
+    Parts,
+    Reads,
+    differences,
+    is_same_part,
+    parts_of_batch,
+    state_read,
+    watch,
+)
 
 Key: TypeAlias = "tuple[str, int]"
 """A call in a step: name of the method, and number of earlier calls of it in the step."""

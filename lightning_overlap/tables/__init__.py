@@ -3,14 +3,14 @@
 `supported_modules.py` lists the sharded modules with early lookups; `sharded_module.py` lists TorchRec's private names.
 """
 
-from .columns import without_graph as without_graph
 from .combined_optimizer import combined_optimizer as combined_optimizer
 from .combined_optimizer import optimizer_name as optimizer_name
 from .combined_optimizer import rate_setter as rate_setter
-from .features import takes_weights as takes_weights
 from .id_ranges import IdRanges as IdRanges
 from .id_ranges import OutOfRangeIds as OutOfRangeIds
 from .id_ranges import check_out_of_range_ids as check_out_of_range_ids
+from .names import takes_weights as takes_weights
+from .names import without_graph as without_graph
 from .optimizer_checks import FusedOptimizer as FusedOptimizer
 from .optimizer_checks import check_dense_optimizers as check_dense_optimizers
 from .optimizer_checks import check_fused_optimizer as check_fused_optimizer

@@ -23,8 +23,7 @@ from torchrec.modules.mc_modules import ManagedCollisionModule
 from typing_extensions import override
 
 from ..text import some, unknown_name_message
-from .columns import answer_in_config_order
-from .features import find_features_by_name
+from .names import answer_in_config_order, find_features_by_name
 from .optimizer_checks import FusedOptimizer, apply_fused_optimizer, check_fused_optimizer, warn_of_dense_tables
 from .plans import KeptPlan, make_planner, plan_on_rank_zero, planned_sharders, sharding_types
 from .quantized_comms import check_plan, check_quantized_comms, codecs_of

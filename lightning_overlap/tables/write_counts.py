@@ -18,7 +18,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from typing_extensions import override
 
 from ..schedules import WeightOwner
-from .columns import call_in_backward
+from .names import call_in_backward
 from .replicas import replica_kernels
 from .sharded_module import read_once, tbes
 from .supported_modules import sharded_modules
