@@ -18,7 +18,7 @@ from .watched_call import (
     Parts,
     Reads,
     differences,
-    is_same_part,
+    is_same,
     parts_of_batch,
     state_read,
     watch,
@@ -69,7 +69,7 @@ class Made:
 
     def why_not(self, given: Any) -> str | None:
         """Return why a call with these arguments may return another result now, or None."""
-        if not _is_same(self.given, given):
+        if not is_same(self.given, given):
             return "it was called with other arguments"
         arguments, state, result = self._parts
         if differences(arguments, parts_of_batch(given)):
@@ -223,7 +223,7 @@ class StagedCalls:
         if self._rank == 0 and (method.name, reason) not in self._warned:
             self._warned.add((method.name, reason))
             text = f"{method.name!r} is @staged, but from now on it is only called in {self._step}: {reason}."
-            warnings.warn(text, UserWarning, stacklevel=2)
+            warnings.warn(text, stacklevel=2)
 
     # -- before the step --------------------------------------------------------------------------------------------
 
@@ -311,13 +311,3 @@ def _map(call: Callable[[Any], Any], container: Any) -> Any:
     if isinstance(container, dict):
         return {key: call(one) for key, one in container.items()}
     return type(container)(map(call, container))
-
-
-def _is_same(staged: Any, given: Any) -> bool:
-    if is_same_part(staged, given):
-        return True
-    if type(staged) is not type(given) or type(given) not in (list, tuple, dict) or len(staged) != len(given):
-        return False
-    if isinstance(given, dict):
-        return all(key in staged and _is_same(staged[key], one) for key, one in given.items())
-    return all(map(_is_same, staged, given))

@@ -214,9 +214,20 @@ def _state(part: Any) -> Any:
 
 
 def _same(before: tuple[Any, Any], now: tuple[Any, Any]) -> bool:
-    return is_same_part(before[0], now[0]) and bool(before[1] == now[1])
+    return _is_same_part(before[0], now[0]) and bool(before[1] == now[1])
 
 
-def is_same_part(before: Any, now: Any) -> bool:
+def _is_same_part(before: Any, now: Any) -> bool:
     """Return whether two parts are the same object, or equal constants."""
     return before is now or (type(before) is type(now) and isinstance(now, CONSTANTS) and bool(before == now))
+
+
+def is_same(staged: Any, given: Any) -> bool:
+    """Return whether arguments, in any nesting of lists, tuples and dicts, are the same parts."""
+    if _is_same_part(staged, given):
+        return True
+    if type(staged) is not type(given) or type(given) not in (list, tuple, dict) or len(staged) != len(given):
+        return False
+    if isinstance(given, dict):
+        return all(key in staged and is_same(staged[key], one) for key, one in given.items())
+    return all(map(is_same, staged, given))

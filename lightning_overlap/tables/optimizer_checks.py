@@ -175,7 +175,7 @@ def _let_go_of_replaced(optimizer: torch.optim.Optimizer, without_rates: bool, m
         )
     if words and dist.get_rank() == 0:
         words += "" if without_rates else "This run is right; to leave this warning out: "
-        warnings.warn(f"{words}{_how_to_make(optimizer, model)}", UserWarning, stacklevel=2)
+        warnings.warn(f"{words}{_how_to_make(optimizer, model)}", stacklevel=2)
 
 
 def _how_to_make(optimizer: torch.optim.Optimizer, model: nn.Module) -> str:
@@ -294,10 +294,10 @@ def apply_fused_optimizer(
     for table in in_backward:
         if not table.parameter.requires_grad:
             _freeze(table)
-            continue
-        if fused is not None:
-            table.apply_fused_optimizer(*fused)
-        _check_can_fuse(table, device)
+        else:
+            if fused is not None:
+                table.apply_fused_optimizer(*fused)
+            _check_can_fuse(table, device)
 
 
 def _without_fused_optimizer(missing: list[Table], device: torch.device) -> str:
@@ -387,6 +387,5 @@ def warn_of_dense_tables(dense: list[Table]) -> None:
         warnings.warn(
             f"{data_parallel}: sharded data-parallel, so the optimizer applied in backward does not train "
             "these tables; the optimizer of configure_optimizers has to.",
-            UserWarning,
             stacklevel=2,
         )

@@ -48,8 +48,7 @@ def plan_of(model: nn.Module) -> KeptPlan:
 
 def sharding_types(sharder: ModuleSharder[nn.Module], device: str) -> list[str]:
     """Return the sharding types of a sharder, and row-wise, which works on a CPU but is not offered there."""
-    own = sharder.sharding_types(device)
-    return own if _ROW_WISE in own else [*own, _ROW_WISE]
+    return list(dict.fromkeys([*sharder.sharding_types(device), _ROW_WISE]))
 
 
 def planned_sharders(codecs: Codecs | None, device: str) -> list[ModuleSharder[nn.Module]]:
@@ -99,7 +98,8 @@ class _InOneOrder(EmbeddingEnumerator):  # type: ignore[misc]
     @override
     def enumerate(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> list[ShardingOption]:
         options: list[ShardingOption] = super().enumerate(module, sharders)
-        tables = list(dict.fromkeys(option.fqn for option in options))
-        place = dict(zip(tables, range(len(tables)), strict=True))
+        place: dict[str, int] = {}
+        for option in options:
+            place.setdefault(option.fqn, len(place))
         order = [kind.value for kind in ShardingType]
         return sorted(options, key=lambda each: (place[each.fqn], order.index(each.sharding_type), each.compute_kernel))

@@ -278,7 +278,7 @@ class OverflowWatch:
             said = _what_is_wrong(name, peak, codecs[0].loss_scale or 1.0, num_steps)
             if self._warns and said is not None and name not in self._said:
                 self._said.add(name)
-                warnings.warn(said, UserWarning, stacklevel=2)
+                warnings.warn(said, stacklevel=2)
 
 
 def _what_is_wrong(name: str, peak: float, scale: float, num_steps: int) -> str | None:

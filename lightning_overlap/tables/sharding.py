@@ -189,7 +189,6 @@ def _check_sharded_modules(
             warnings.warn(
                 f"{some(ignored)} of this strategy has no effect on {name}: it was sharded for another strategy, and "
                 "goes on as that one has asked. Make the module anew for this one, and load a checkpoint.",
-                UserWarning,
                 stacklevel=2,
             )
 
@@ -222,7 +221,6 @@ def _left_behind(module: nn.Module) -> tuple[type[ShardsLeftBehind], tuple[str]]
     warnings.warn(
         f"a copy of a {type(module).__name__} has no shards: save a checkpoint to keep the tables, and pass a module "
         "to fit() and the other methods of a copied trainer.",
-        UserWarning,
         stacklevel=3,
     )
     return ShardsLeftBehind, (type(module).__name__,)

@@ -18,15 +18,7 @@ from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from ..text import some
 from .combined_optimizer import optimizer_name
 from .replicas import ReplicaKernel
-from .supported_modules import (
-    DATA_PARALLEL,
-    DENSE,
-    hands_out_rows,
-    sharded_modules,
-    spec_of,
-    table_modules,
-    tables_of,
-)
+from .supported_modules import DATA_PARALLEL, DENSE, hands_out_rows, sharded_modules, spec_of, table_modules, tables_of
 from .table import Rule
 
 
