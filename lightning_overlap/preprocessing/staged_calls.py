@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -283,10 +284,10 @@ def _source_of(given: Any, searched: Any) -> Any:
     Raise a LookupError if the argument is neither a part of `searched` nor a constant.
     """
     if isinstance(given, CONSTANTS):
-        return lambda searched: given
+        return lambda _: given
     for path, leaf in leaves(searched, lambda node: node is given):
         if leaf is given:
-            return lambda searched: _resolve(searched, path, type(given))
+            return partial(_resolve, path=path, kind=type(given))
     if type(given) in (list, tuple, dict):
         return _map(lambda one: _source_of(one, searched), given)
     raise LookupError(

@@ -100,8 +100,7 @@ def answer_in_config_order(model: nn.Module) -> None:
     for module in table_modules(model).values():
         if hasattr(module, "names_in_order"):
             continue
-        cls: Any = type(module)
-        module.__class__ = _in_order(cls)
+        module.__class__ = _in_order(module.__class__)
         names_by_table = get_embedding_names_by_table(configs_of(module))
         module.names_in_order = [name for names in names_by_table for name in names]
 
@@ -129,19 +128,19 @@ def _put_in_order(names: list[str], columns: Any) -> Any:
 def find_features_by_name(model: nn.Module) -> None:
     """Make every sharded module of a model find features by name."""
     for module in table_modules(model).values():
-        _find_by_name(module, takes_weights(module), takes_numbers=True)
+        _find_by_name(module, takes_numbers=True)
     for module in sharded_modules(model).values():
         kind = spec_of(module)
         if hands_out_rows(module):
-            _find_by_name(module, takes_weights(module), takes_numbers=False)
+            _find_by_name(module, takes_numbers=False)
         elif kind is not None and kind.feature_processors:  # they set weights, and may read the input's weights
             tables_of(module).takes_weights = None
 
 
-def _find_by_name(module: Any, takes_weights: bool, *, takes_numbers: bool) -> None:
-    module.takes_weights, module.takes_numbers = takes_weights, takes_numbers  # whether ids are row numbers
+def _find_by_name(module: Any, *, takes_numbers: bool) -> None:
+    module.takes_weights, module.takes_numbers = takes_weights(module), takes_numbers  # whether ids are row numbers
     if not hasattr(module, "known_features"):
-        module.__class__ = _by_name(type(module))
+        module.__class__ = _by_name(module.__class__)
         module.known_features = module.known_inverse = None  # of the first input, in its order
 
 
@@ -151,8 +150,7 @@ def _by_name(cls: Any) -> type:
 
     def input_dist(self: Any, ctx: Any, features: Any) -> Any:
         if isinstance(features, KeyedJaggedTensor):
-            _check_ids(self, features)
-            features = _with_or_without_weights(self, features)
+            features = _checked(self, features)
             if features.keys() != self.known_features:
                 features = _as_known(self, features)
         return cls.input_dist(self, ctx, features)
@@ -168,17 +166,14 @@ def takes_weights(module: Any) -> bool:
     return isinstance(tables, ShardedEmbeddingBagCollection) and bool(tables._is_weighted)
 
 
-def _check_ids(module: Any, kjt: KeyedJaggedTensor) -> None:
+def _checked(module: Any, kjt: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    """Return an input with weights if the module needs them, else an input without weights (a copy)."""
     dtype = kjt.values().dtype
     if dtype not in (torch.int64, torch.int32) and module.takes_numbers:
         raise TypeError(
             f"the ids for a {type(module).__name__} (features {some(kjt.keys())}) must be torch.int64 or torch.int32, "
             f"got {dtype}. Convert them in the dataset or the collate function; torch.tensor([]) is torch.float32."
         )
-
-
-def _with_or_without_weights(module: Any, kjt: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    """Return an input with weights if the module needs them, else an input without weights (a copy)."""
     weights = kjt.weights_or_none()
     if module.takes_weights is None or (weights is not None) == module.takes_weights:
         return kjt
@@ -187,10 +182,9 @@ def _with_or_without_weights(module: Any, kjt: KeyedJaggedTensor) -> KeyedJagged
             f"a {type(module).__name__} with is_weighted=True got a KeyedJaggedTensor without weights (features "
             f"{some(kjt.keys())}). Pass weights=, one for each id, or make the collection with is_weighted=False."
         )
-    if weights.dim() > 1:  # rows that TorchRec writes
-        return kjt
-    kjt = copy.copy(kjt)
-    kjt._weights = kjt._jt_dict = None
+    if weights.dim() == 1:  # else rows that TorchRec writes
+        kjt = copy.copy(kjt)
+        kjt._weights = kjt._jt_dict = None
     return kjt
 
 

@@ -240,11 +240,10 @@ class OverflowWatch:
             return
         self._read()
         self._num_steps += 1
-        is_due = self._num_steps % ASK_EVERY == 0 or self._num_steps.bit_count() == 1
-        if is_due or (self._asked is not None and self._asked[2].is_completed()):
-            self._hear()
-        if is_due:
+        if self._num_steps % ASK_EVERY == 0 or self._num_steps.bit_count() == 1:
             self._ask()
+        elif self._asked is not None and self._asked[2].is_completed():
+            self._hear()
 
     def finish(self) -> None:
         """Wait for the gradients of the last steps, and warn about them; all ranks call this after training."""
@@ -254,7 +253,6 @@ class OverflowWatch:
             if event is not None:
                 event.synchronize()
         self._read()
-        self._hear()
         self._ask()
         self._hear()
 
@@ -266,6 +264,7 @@ class OverflowWatch:
         self._noted.clear()
 
     def _ask(self) -> None:
+        self._hear()
         peaks = torch.tensor(self._peaks)
         self._asked = self._num_steps, peaks, self._consensus.start(peaks, ReduceOp.MAX)
 
@@ -308,10 +307,9 @@ def _watch(dist: nn.Module, note: Any) -> Iterator[Codec]:
     """Replace an output dist's FP16 codecs of gradients by codecs that call `note`; yield them. User codecs stay."""
     for part in dist.modules():
         for attribute, codecs in list(vars(part).items()):
-            if not isinstance(codecs, QuantizedCommCodecs) or not isinstance(codecs.backward, Codec):
-                continue
-            if codecs.backward.quantized_dtype is torch.float16:
-                own = Codec(codecs.backward, codecs.backward.loss_scale)
+            plain = codecs.backward if isinstance(codecs, QuantizedCommCodecs) else None
+            if isinstance(plain, Codec) and plain.quantized_dtype is torch.float16:
+                own = Codec(plain, plain.loss_scale)
                 own.note = note
                 setattr(part, attribute, QuantizedCommCodecs(codecs.forward, own))
                 yield own
