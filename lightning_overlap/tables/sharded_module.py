@@ -87,9 +87,10 @@ def keys_in_backward(module: Any) -> list[tuple[int, int, str]]:
 
     Column shards of a table have the same ids: only the shard with the first column is listed.
     """
-    owners = owners_of_parts(module)
     found = []
-    for part in (part for part, owner in enumerate(owners) if owner is WeightOwner.FUSED_BACKWARD):
+    for part, owner in enumerate(owners_of_parts(module)):
+        if owner is not WeightOwner.FUSED_BACKWARD:
+            continue
         tables = (table for group in module._lookups[part].grouped_configs for table in group.embedding_tables)
         for key, table in enumerate(one for one in tables for _ in one.feature_names):
             if table.local_metadata is None or table.local_metadata.shard_offsets[1] == 0:

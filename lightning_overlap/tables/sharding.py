@@ -120,8 +120,7 @@ def shard_tables(
     for alias, name in aliases.items():
         parent, _, attribute = alias.rpartition(".")
         setattr(model.get_submodule(parent), attribute, model.get_submodule(name))
-    left_out = [table.path for table in find_tables(model)]
-    if left_out:
+    if left_out := [table.path for table in find_tables(model)]:
         raise ValueError(f"the ShardingPlan leaves out {some(left_out)}: give every table of the model a place in it.")
     for name, weights in initial.items():
         model.get_submodule(name).load_state_dict(weights, strict=False)
@@ -182,7 +181,6 @@ def _check_sharded_modules(
                 f"quantized_comms: {name} is sharded already, and goes on sending what it was sharded with. Give the "
                 f"{to_give}, or make the module anew for this strategy."
             )
-
         before = getattr(module, "asked_for", asked_for)
         ignored = [f"{option}=" for option, value in asked_for.items() if value is not None and value != before[option]]
         if ignored and dist.get_rank() == 0:
@@ -303,13 +301,11 @@ class ShardedStateNames(set[str]):
     """
 
     def __init__(self, model: nn.Module) -> None:
-        names: set[str] = set()
+        super().__init__()
         for name, module in sharded_modules(model).items():
-            names.update(module.sharded_parameter_names(name))
-            names.update(buffer for buffer, _ in module.named_buffers(name))
-        super().__init__(names)
+            self.update(module.sharded_parameter_names(name), dict(module.named_buffers(name)))
         self._within = tuple(f"{name}." for name in sharded_modules(model))
-        self._averaged = {name for name, _ in model.named_parameters() if name not in names}
+        self._averaged = dict(model.named_parameters()).keys() - self
 
     @override
     def __reduce__(self) -> tuple[type[set[str]], tuple[list[str]]]:

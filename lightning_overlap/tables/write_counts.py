@@ -72,8 +72,7 @@ class WatchedTable(TableBatchedEmbeddingSlice):  # type: ignore[misc]
     @property
     def data(self) -> Tensor:
         """The weight without its graph, `(num_embeddings, embedding_dim)`."""
-        shared: Tensor = self.detach()
-        return shared
+        return self.detach()  # type: ignore[no-any-return]
 
     @data.setter
     def data(self, value: Tensor) -> None:
