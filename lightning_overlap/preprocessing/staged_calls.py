@@ -102,7 +102,7 @@ class StagedCalls:
         self._known = False
         self._sources: dict[Key, tuple[StagedMethod, Any]] = {}  # the sources of each call's arguments
         self._modes = _Modes.now()
-        self._last_read: Parts = []
+        self._last_read: Parts = {}
 
     @property
     def is_used(self) -> bool:

@@ -21,8 +21,8 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from ..runtime import Path, leaves
 from ..text import some
 
-Parts: TypeAlias = "list[tuple[Path, Any, Any]]"
-"""(path, object, a value that changes with the object) for all parts of a value."""
+Parts: TypeAlias = "dict[Path, tuple[Any, Any]]"
+"""Path -> (object, a value that changes with the object) for all parts of a value."""
 
 CONSTANTS = (type(None), bool, int, float, str, bytes, torch.dtype, torch.device, Enum)
 _MANY = 1000  # a container in a module with more entries counts as one object
@@ -67,7 +67,7 @@ def watch(call: Callable[[], Any], given: Any, owner: nn.Module, *, trains: bool
             "training_step"
         )
     _check_reads(reads, trains=trains)
-    if trains and any(isinstance(part, torch.Tensor) and part.requires_grad for _, part, _ in parts_of_batch(result)):
+    if trains and any(isinstance(part, Tensor) and part.requires_grad for part, _ in parts_of_batch(result).values()):
         raise NotStagedError("returns a tensor that requires grad. Use trained weights in training_step")
     return result, reads
 
@@ -184,18 +184,24 @@ def parts_of_state(value: Any) -> Parts:
 
 def differences(before: Parts, now: Parts) -> list[Path]:
     """Return the paths that differ."""
-    old, new = ({path: (part, state) for path, part, state in parts} for parts in (before, now))
-    return [path for path in old | new if path not in old or path not in new or not _same(old[path], new[path])]
+
+    def is_same(path: Path) -> bool:
+        if path not in before or path not in now:
+            return False
+        (part, state), (part_now, state_now) = before[path], now[path]
+        return _is_same_part(part, part_now) and bool(state == state_now)
+
+    return [path for path in before | now if not is_same(path)]
 
 
 def _parts(value: Any, is_leaf: Callable[[Any], bool]) -> Parts:
-    found: Parts = []
+    found: Parts = {}
     for path, leaf in leaves(value, is_leaf):
         if isinstance(leaf, (KeyedJaggedTensor, JaggedTensor)):
             tensors = {"lengths": leaf.lengths(), "values": leaf.values(), "weights": leaf.weights_or_none()}
-            found += [((*path, ("attr", name)), part, _state(part)) for name, part in tensors.items()]
+            found |= {(*path, ("attr", name)): (part, _state(part)) for name, part in tensors.items()}
         else:
-            found.append((path, leaf, _state(leaf)))
+            found[path] = leaf, _state(leaf)
     return found
 
 
@@ -211,10 +217,6 @@ def _state(part: Any) -> Any:
     if isinstance(part, np.random.Generator):
         return str(part.bit_generator.state)
     return None
-
-
-def _same(before: tuple[Any, Any], now: tuple[Any, Any]) -> bool:
-    return _is_same_part(before[0], now[0]) and bool(before[1] == now[1])
 
 
 def _is_same_part(before: Any, now: Any) -> bool:

@@ -104,9 +104,8 @@ def shard_tables(
     initial = _initial_weights(model, tables)
     # Every table's rule as of now: kernels know the rates of this rank's shards only, and schedulers move them.
     trained: dict[str, dict[str, Rule]] = {table.module: {} for table in tables}
-    for table in in_backward:
-        if table.parameter.requires_grad:
-            trained[table.module][table.name] = table.rule
+    for table in (one for one in in_backward if one.parameter.requires_grad):
+        trained[table.module][table.name] = table.rule
     before = dict(model.named_parameters())
     with _local_world_size(local_world_size):
         DistributedModelParallel(
@@ -363,19 +362,15 @@ def _constraints(
     """Return constraints for a planner, by table: tables in `kinds` get that type, the others stay sharded."""
     constraints = {}
     for table in tables:
-        kind = kinds.get(table.name)
-        if kind is not None:
-            # A shard for each rank, where the columns divide: FBGEMM wants widths that are multiples of 4.
-            dim = table.parameter.shape[1]
-            divides = kind in _COLUMN_WISE and num_ranks > 1 and dim % (4 * num_ranks) == 0
-            width = dim // num_ranks if divides else None
-            constraints[table.name] = ParameterConstraints(sharding_types=[kind], min_partition=width)
-        else:
-            # The planner estimates costs with a default batch size: it must not choose by itself what is replicated, or
-            # left to the dense optimizer. Row-wise is for tables that are named so, and where nothing else is possible.
-            own = table.sharder.sharding_types(device)
-            sharded = [kind for kind in own if kind != DATA_PARALLEL]
-            constraints[table.name] = ParameterConstraints(sharding_types=sharded or [_ROW_WISE])
+        kind, dim = kinds.get(table.name), table.parameter.shape[1]
+        # The planner estimates costs with a default batch size: it must not choose by itself what is replicated, or
+        # left to the dense optimizer. Row-wise is for tables that are named so, and where nothing else is possible.
+        own = [one for one in table.sharder.sharding_types(device) if one != DATA_PARALLEL] or [_ROW_WISE]
+        # A shard for each rank, where the columns divide: FBGEMM wants widths that are multiples of 4.
+        divides = kind in _COLUMN_WISE and num_ranks > 1 and dim % (4 * num_ranks) == 0
+        constraints[table.name] = ParameterConstraints(
+            sharding_types=own if kind is None else [kind], min_partition=dim // num_ranks if divides else None
+        )
     return constraints
 
 
