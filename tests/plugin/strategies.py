@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import logging
 import time
@@ -30,7 +29,18 @@ from lightning_overlap import OverlapEmbeddingStrategy, combined_optimizer
 from lightning_overlap.distributed import default_store, groups
 from lightning_overlap.tables.supported_modules import sharded_modules
 
-from ..support.cases import MIXED, SEQUENCE, TABLE_WISE, TWO_COLLECTIONS, UNUSED, Batches, ByHand, Model, make_plan
+from ..support.cases import (
+    MIXED,
+    SEQUENCE,
+    TABLE_WISE,
+    TWO_COLLECTIONS,
+    UNUSED,
+    Batches,
+    ByHand,
+    Case,
+    Model,
+    make_plan,
+)
 from ..support.fits import make_trainer
 from ..support.reference import Result, collect
 
@@ -324,12 +334,8 @@ def refuse(name: str) -> str:
     raise AssertionError("nothing was refused")
 
 
-def warnings_of(trainer_kwargs: dict[str, Any], data_parallel: bool = False, kernels_clip: bool = False) -> list[str]:
+def warnings_of(trainer_kwargs: dict[str, Any], case: Case = TABLE_WISE) -> list[str]:
     """Return what a fit warns of, ours only."""
-    case = MIXED if data_parallel else TABLE_WISE
-    if kernels_clip:
-        optimizer = RowWiseAdagrad, {"lr": 1.0, "gradient_clipping": True, "max_gradient": 0.1}
-        case = dataclasses.replace(case, optimizer=optimizer)
     model = Model(case)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
