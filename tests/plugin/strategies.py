@@ -29,18 +29,7 @@ from lightning_overlap import OverlapEmbeddingStrategy, combined_optimizer
 from lightning_overlap.distributed import default_store, groups
 from lightning_overlap.tables.supported_modules import sharded_modules
 
-from ..support.cases import (
-    MIXED,
-    SEQUENCE,
-    TABLE_WISE,
-    TWO_COLLECTIONS,
-    UNUSED,
-    Batches,
-    ByHand,
-    Case,
-    Model,
-    make_plan,
-)
+from ..support.cases import MIXED, SEQUENCE, TABLE_WISE, TWO_COLLECTIONS, UNUSED, Batches, ByHand, Model, make_plan
 from ..support.fits import make_trainer
 from ..support.reference import Result, collect
 
@@ -334,7 +323,7 @@ def refuse(name: str) -> str:
     raise AssertionError("nothing was refused")
 
 
-def warnings_of(trainer_kwargs: dict[str, Any], case: Case = TABLE_WISE) -> list[str]:
+def warnings_of(trainer_kwargs: dict[str, Any], case: Any = TABLE_WISE) -> list[str]:
     """Return what a fit warns of, ours only."""
     model = Model(case)
     with warnings.catch_warnings(record=True) as caught:
