@@ -210,8 +210,6 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
                     refuse_static_graph(trainer)
                 self._run.installed.enter_context(fit_loop.installed(trainer))
                 self._run.installed.enter_context(checkpoint_links.installed(trainer, self._folder_saver.on_commit))
-                if self.global_rank == 0:
-                    warn_of_ignored_options(trainer, holds_updates=self.schedule.holds_updates)
         super().setup(trainer)
         if self._run is None:
             return
@@ -223,6 +221,8 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
             self._streams = make_streams(self.root_device, lookup_stream)
         if fitting:
             self._run.installed.enter_context(refusing_clipping(trainer, self.lightning_module))
+            if self.global_rank == 0:
+                warn_of_ignored_options(trainer, self.lightning_module, holds_updates=self.schedule.holds_updates)
             if self.schedule.holds_updates:
                 refuse_held_updates(self.lightning_module)
             tables.follow_rates(self.lightning_module, tables.rate_setter(self.optimizers))

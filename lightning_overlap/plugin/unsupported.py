@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torchrec.modules.hash_mc_modules import HashZchManagedCollisionModule
 
 from ..schedules import Mode
-from ..tables import find_tables, sharded_modules, tables_in_dense_shards, why_never_held
+from ..tables import clips_in_backward, find_tables, sharded_modules, tables_in_dense_shards, why_never_held
 from ..text import SCALES_LOSS, some, unknown_name_message
 
 _TRUE = (
@@ -179,7 +179,7 @@ def refusing_clipping(trainer: Trainer, module: LightningModule) -> Iterator[Non
     vars(plugin).pop("clip_grad_by_norm", None)
 
 
-def warn_of_ignored_options(trainer: Trainer, *, holds_updates: bool) -> None:
+def warn_of_ignored_options(trainer: Trainer, model: nn.Module, *, holds_updates: bool) -> None:
     """Warn of the trainer's options that have no effect on fused tables: accumulation and clipping of gradients."""
     accumulates = _accumulates(trainer)
     if accumulates and not holds_updates:
@@ -190,10 +190,11 @@ def warn_of_ignored_options(trainer: Trainer, *, holds_updates: bool) -> None:
             UserWarning,
             stacklevel=2,
         )
-    if trainer.gradient_clip_val:
+    if trainer.gradient_clip_val and not all(map(clips_in_backward, sharded_modules(model).values())):
         warnings.warn(
             f"gradient_clip_val={trainer.gradient_clip_val} clips dense gradients only: gradients of fused tables "
-            "never leave the backward kernel (FBGEMM clips them by its own fused_params).",
+            "never leave the backward kernel (FBGEMM clips them by its own fused_params: gradient_clipping=True "
+            "and max_gradient, also as arguments of a fused optimizer of torchrec.optim).",
             UserWarning,
             stacklevel=2,
         )

@@ -21,9 +21,7 @@ def staged(target: _T) -> _T:
     Args:
         target: A method of the LightningModule or of a module inside it: `@staged` above
             `def make_inputs(self, batch)`. Or a module, for its `forward`: `self.preprocess = staged(Preprocess())`.
-
-    Returns:
-        `target`.
+            It is returned.
 
     Raises:
         TypeError: `target` is neither a function nor a module.

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
 
 from ..runtime import InFlightBatch, Path, leaves, resolve
 from .decorator import staged_methods
-from .unchanged import CONSTANTS, Parts, differences, is_same_part, parts_of_batch
-from .watched_call import NotStagedError, Reads, state_read, watch
+from .watched_call import (
+    CONSTANTS,
+    NotStagedError,
+    Parts,
+    Reads,
+    differences,
+    is_same,
+    parts_of_batch,
+    state_read,
+    watch,
+)
 
 Key: TypeAlias = "tuple[str, int]"
 """A call in a step: name of the method, and number of earlier calls of it in the step."""
@@ -25,77 +34,61 @@ class StagedMethod:
 
     def __init__(self, name: str, owner: nn.Module, attribute: str, calls: StagedCalls) -> None:
         self.name, self.owner, self._attribute, self._calls = name, owner, attribute, calls
-        self.reads: Reads = {}
-        """Attributes of modules that the method read in watched calls."""
-        self.num_calls = 0
-        """Calls in the current step."""
+        self.reads: Reads = {}  # attributes of modules that the method read in watched calls
+        self.num_calls = 0  # calls in the current step
 
     def attach(self) -> None:
         """Replace the method."""
-        self._before = vars(self.owner).get(self._attribute)
-        present = getattr(self.owner, self._attribute)
+        present, own = getattr(self.owner, self._attribute), vars(self.owner)
         self.call: Any = present.call if isinstance(present, StagedMethod) else present
-        object.__setattr__(self.owner, self._attribute, self)
+        self._before = own.get(self._attribute)
+        own[self._attribute] = self
 
     def detach(self) -> None:
         """Restore the method."""
-        if vars(self.owner).get(self._attribute) is not self:
-            return
-        if self._before is None:
-            object.__delattr__(self.owner, self._attribute)
-        else:
-            object.__setattr__(self.owner, self._attribute, self._before)
+        own = vars(self.owner)
+        if own.get(self._attribute) is self:
+            del own[self._attribute]
+            if self._before is not None:
+                own[self._attribute] = self._before
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the method's result."""
         return self._calls.answer(self, args, kwargs)
 
 
-@dataclass(slots=True)
 class Made:
-    """The result of a staged method for a batch, and the state on which it depends."""
+    """The result of a staged method for a batch, and the state on which it depends.
 
-    method: StagedMethod
-    given: tuple[tuple[Any, ...], dict[str, Any]]
-    """Positional and keyword arguments."""
-    result: Any
-    parts: tuple[Parts, Parts, Parts]
-    """Parts of the arguments, of the modules' attributes that the method read, and of the result."""
-    modes: _Modes
-    served: bool = False
-    """Whether a call in the step got it; `checkpoint()` repeats that call in the backward."""
+    `served` is whether a call in the step got it; `checkpoint()` repeats that call in the backward.
+    """
 
-    def why_not(self, given: tuple[tuple[Any, ...], dict[str, Any]]) -> str | None:
+    def __init__(self, method: StagedMethod, given: Any, result: Any, *, served: bool = False) -> None:
+        self.method, self.given, self.result, self.served = method, given, result, served
+        self.modes = _Modes.now()
+        self._parts = parts_of_batch(given), state_read(method.reads), parts_of_batch(result)
+
+    def why_not(self, given: Any) -> str | None:
         """Return why a call with these arguments may return another result now, or None."""
-        if not _is_same(self.given, given):
+        if not is_same(self.given, given):
             return "it was called with other arguments"
-        for before, now, what in (
-            (self.parts[0], parts_of_batch(given), "its arguments were changed after the early call"),
-            (
-                self.parts[1],
-                state_read(self.method.reads),
-                "module state that it reads was changed after the early call",
-            ),
-            (self.parts[2], parts_of_batch(self.result), "its early result was changed"),
-        ):
-            if differences(before, now):
-                return what
+        arguments, state, result = self._parts
+        if differences(arguments, parts_of_batch(given)):
+            return "its arguments were changed after the early call"
+        if differences(state, state_read(self.method.reads)):
+            return "module state that it reads was changed after the early call"
+        if differences(result, parts_of_batch(self.result)):
+            return "its early result was changed"
         return None if self.modes.autocast == _Modes.now().autocast else "it was called with another autocast mode"
 
 
 class StagedCalls:
-    """The staged methods of a model, and their calls that can be made before a batch's step.
+    """The staged methods of a model (or none), and their calls that can be made before a batch's step.
 
-    The first step shows where the arguments of each call come from: the batch, or results of earlier calls. Later
-    batches are staged accordingly. Ranks need not agree: lookups compare the places of their inputs
-    (`PipelinedForwards.discover`).
-
-    Args:
-        model: The model; None for no staged methods.
-        step: Name of the user's method that calls the staged methods.
-        trains: Whether an optimizer steps between batches.
-        rank: This process's rank; rank 0 prints warnings.
-        warned: Warnings given so far.
+    The first `step`, the user's method, shows where the arguments of each call come from: the batch, or results of
+    earlier calls. Later batches are staged accordingly. Ranks need not agree: lookups compare the places of their
+    inputs (`PipelinedForwards.discover`). `trains` is whether an optimizer steps between batches; `warned` has the
+    warnings of rank 0 so far.
     """
 
     def __init__(
@@ -109,7 +102,7 @@ class StagedCalls:
         self._known = False
         self._sources: dict[Key, tuple[StagedMethod, Any]] = {}  # the sources of each call's arguments
         self._modes = _Modes.now()
-        self._last_read: Parts = []
+        self._last_read: Parts = {}
 
     @property
     def is_used(self) -> bool:
@@ -150,8 +143,7 @@ class StagedCalls:
     def answer(self, method: StagedMethod, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the early result of a call if it is still valid; else call the method.
 
-        Raises:
-            RuntimeError: The method cannot be staged.
+        Raise a RuntimeError if the method cannot be staged.
         """
         inflight, given = self._inflight, (args, kwargs)
         if inflight is None:
@@ -166,14 +158,16 @@ class StagedCalls:
         first: Made | None = inflight.made.get(key)
         if first is None and not self._known:
             with self._outside_the_step():  # nested staged methods are part of this call
-                inflight.made[key] = self._make_first(key, method, given)
-            return inflight.made[key].result
+                result = self._call_watched(key, method, args, kwargs)
+                inflight.made[key] = Made(method, given, result, served=True)
+            return result
         if first is not None and not first.served:
             reason = first.why_not(given)
             first.served = reason is None
             if reason is None:
                 return first.result
-            self._leave(key, f"{reason} in {self._step} of batch {inflight.index}")
+            if self._sources.pop(key, None) is not None:
+                self._warn(method, f"{reason} in {self._step} of batch {inflight.index}")
         return method.call(*args, **kwargs)
 
     @contextmanager
@@ -184,26 +178,22 @@ class StagedCalls:
         finally:
             self._inflight = inflight
 
-    def _make_first(self, key: Key, method: StagedMethod, given: Any) -> Made:
-        """Make a call before the sources of its arguments are known; watch the first call."""
-        args, kwargs = given
+    def _call_watched(self, key: Key, method: StagedMethod, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a method in the first step; watch the first call of each key."""
         if key in self._watched:
-            result = method.call(*args, **kwargs)
-        else:
-            try:
-                result, reads = watch(lambda: method.call(*args, **kwargs), given, method.owner, trains=self._trains)
-            except NotStagedError as err:
-                raise RuntimeError(
-                    f"rank {self._rank}: {method.name!r} is @staged, that is, called before its batch's step, but it "
-                    f"{err}; or remove the decorator."
-                ) from None
-            self._watched.add(key)
-            method.reads.update(reads)
-        return self._note(method, given, result, served=True)
-
-    def _note(self, method: StagedMethod, given: Any, result: Any, *, served: bool = False) -> Made:
-        parts = parts_of_batch(given), state_read(method.reads), parts_of_batch(result)
-        return Made(method, given, result, parts, _Modes.now(), served)
+            return method.call(*args, **kwargs)
+        try:
+            result, reads = watch(
+                lambda: method.call(*args, **kwargs), (args, kwargs), method.owner, trains=self._trains
+            )
+        except NotStagedError as err:
+            raise RuntimeError(
+                f"rank {self._rank}: {method.name!r} is @staged, that is, called before its batch's step, but it "
+                f"{err}; or remove the decorator."
+            ) from None
+        self._watched.add(key)
+        method.reads.update(reads)
+        return result
 
     # -- sources of arguments ---------------------------------------------------------------------------------------
 
@@ -225,21 +215,16 @@ class StagedCalls:
             try:
                 self._sources[key] = made.method, _source_of(made.given, (inflight.batch, results))
             except LookupError as err:
-                self._warn(made.method.name, str(err))
+                self._warn(made.method, str(err))
             else:
                 self._modes = made.modes
                 results[key] = made.result
 
-    def _leave(self, key: Key, reason: str) -> None:
-        if key in self._sources:
-            del self._sources[key]
-            self._warn(key[0], reason)
-
-    def _warn(self, name: str, reason: str) -> None:
-        if self._rank == 0 and (name, reason) not in self._warned:
-            self._warned.add((name, reason))
-            text = f"{name!r} is @staged, but from now on it is only called in {self._step}: {reason}."
-            warnings.warn(text, UserWarning, stacklevel=2)
+    def _warn(self, method: StagedMethod, reason: str) -> None:
+        if self._rank == 0 and (method.name, reason) not in self._warned:
+            self._warned.add((method.name, reason))
+            text = f"{method.name!r} is @staged, but from now on it is only called in {self._step}: {reason}."
+            warnings.warn(text, stacklevel=2)
 
     # -- before the step --------------------------------------------------------------------------------------------
 
@@ -258,23 +243,17 @@ class StagedCalls:
                 args, kwargs = _found(source, self.searched(inflight))
             except LookupError:
                 continue  # this batch lacks an argument: its step may skip the call
-            with self._outside_the_step(), self._modes.entered(), _naming(method):
-                result = method.call(*args, **kwargs)
-                inflight.made[key] = self._note(method, (args, kwargs), result)
+            with self._outside_the_step(), self._modes.entered():
+                try:
+                    result = method.call(*args, **kwargs)
+                except Exception as err:
+                    err.add_note(f"raised in the staged method {method.name!r}")
+                    raise
+                inflight.made[key] = Made(method, (args, kwargs), result)
         return [made.result for made in inflight.made.values()]
 
 
-@contextmanager
-def _naming(method: StagedMethod) -> Iterator[None]:
-    try:
-        yield
-    except Exception as err:
-        err.add_note(f"raised in the staged method {method.name!r}")
-        raise
-
-
-@dataclass(frozen=True, slots=True)
-class _Modes:
+class _Modes(NamedTuple):
     """Modes of the caller that affect a method's result. Inference mode counts as no_grad."""
 
     grad: bool
@@ -299,32 +278,18 @@ class _Modes:
 # -- arguments --------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    path: Path
-    kind: type
-
-
-@dataclass(frozen=True, slots=True)
-class _Constant:
-    value: Any
-
-
 def _source_of(given: Any, searched: Any) -> Any:
-    """Return the source of an argument: a part of `searched`, a constant, or a container of sources.
+    """Return the source of an argument: a function that finds it in `searched`, or a container of sources.
 
-    Raises:
-        LookupError: The argument has another source.
+    Raise a LookupError if the argument is neither a part of `searched` nor a constant.
     """
     if isinstance(given, CONSTANTS):
-        return _Constant(given)
+        return lambda _: given
     for path, leaf in leaves(searched, lambda node: node is given):
         if leaf is given:
-            return _Part(path, type(given))
-    if type(given) in (list, tuple):
-        return type(given)(_source_of(one, searched) for one in given)
-    if type(given) is dict:
-        return {key: _source_of(one, searched) for key, one in given.items()}
+            return partial(_resolve, path=path, kind=type(given))
+    if type(given) in (list, tuple, dict):
+        return _map(lambda one: _source_of(one, searched), given)
     raise LookupError(
         f"an argument ({type(given).__name__}) is made in the step: it is not an object of the batch, a result of "
         "another staged method, or a constant"
@@ -333,23 +298,17 @@ def _source_of(given: Any, searched: Any) -> Any:
 
 def _found(source: Any, searched: Any) -> Any:
     """Return the argument of another batch; raise a LookupError if it is missing or has another type."""
-    if isinstance(source, _Constant):
-        return source.value
-    if isinstance(source, _Part):
-        found = resolve(searched, source.path)
-        if type(found) is not source.kind:
-            raise LookupError(source.path)
-        return found
-    if isinstance(source, dict):
-        return {key: _found(one, searched) for key, one in source.items()}
-    return type(source)(_found(one, searched) for one in source)
+    return source(searched) if callable(source) else _map(lambda one: _found(one, searched), source)
 
 
-def _is_same(staged: Any, given: Any) -> bool:
-    if is_same_part(staged, given):
-        return True
-    if type(staged) is not type(given) or type(given) not in (list, tuple, dict) or len(staged) != len(given):
-        return False
-    if isinstance(given, dict):
-        return all(key in staged and _is_same(staged[key], one) for key, one in given.items())
-    return all(map(_is_same, staged, given))
+def _resolve(searched: Any, path: Path, kind: type) -> Any:
+    found = resolve(searched, path)
+    if type(found) is not kind:
+        raise LookupError(path)
+    return found
+
+
+def _map(call: Callable[[Any], Any], container: Any) -> Any:
+    if isinstance(container, dict):
+        return {key: call(one) for key, one in container.items()}
+    return type(container)(map(call, container))

@@ -1,4 +1,7 @@
-"""Watch one call of a staged method: which module state it reads, and whether it may be called early."""
+"""Watch one call of a staged method: which module state it reads, and whether it may be called early.
+
+Changes are found by identity, for tensors also by write count.
+"""
 
 from __future__ import annotations
 
@@ -6,27 +9,31 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from enum import Enum
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torchrec.distributed.types import ShardedModule
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
+from ..runtime import Path, leaves
 from ..text import some
-from .unchanged import Parts, differences, parts_of_batch, parts_of_state
 
-Reads: TypeAlias = "dict[tuple[nn.Module, str], None]"
-"""(module, attribute), in the order of the first read."""
+Parts: TypeAlias = "dict[Path, tuple[Any, Any]]"
+"""Path -> (object, a value that changes with the object) for all parts of a value."""
+
+CONSTANTS = (type(None), bool, int, float, str, bytes, torch.dtype, torch.device, Enum)
+_MANY = 1000  # a container in a module with more entries counts as one object
+
+Reads: TypeAlias = "dict[tuple[nn.Module, str], None]"  # (module, attribute), in the order of the first read
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training", "_parameters", "_buffers"}
-_KINDS = ("_parameters", "_buffers", "_modules")
-"""Dicts in which a module keeps other attributes."""
-_OF_THE_STEP = frozenset(
-    {"trainer", "global_step", "log", "log_dict", "logger", "loggers", "optimizers", "lr_schedulers"}
-)
+_KINDS = ("_parameters", "_buffers", "_modules")  # dicts in which a module keeps other attributes
+_OF_THE_STEP = {"trainer", "global_step", "log", "log_dict", "logger", "loggers", "optimizers", "lr_schedulers"}
 """Attributes of a LightningModule that belong to the current step, which is not the step of a staged batch."""
-_FIXED = frozenset({"global_rank", "local_rank", "current_epoch"})
+_FIXED = ("global_rank", "local_rank", "current_epoch")
 """Properties that read `trainer`, but do not change while batches are in flight."""
 
 
@@ -35,22 +42,13 @@ class NotStagedError(RuntimeError):
 
 
 def watch(call: Callable[[], Any], given: Any, owner: nn.Module, *, trains: bool) -> tuple[Any, Reads]:
-    """Make a call, and check that its result would be the same before its batch's step.
-
-    Args:
-        call: Calls the staged method.
-        given: The method's arguments.
-        owner: The method's module.
-        trains: Whether an optimizer steps between batches.
-
-    Returns:
-        The method's result, and the attributes of modules that it read.
+    """Call a staged method of `owner` with arguments `given`; return its result and the attributes that it read.
 
     Raises:
         NotStagedError: The method draws random numbers, changes a module or its arguments, calls a sharded module,
             reads trained weights, or its result requires grad.
     """
-    before, random_before = (parts_of_batch(given), _state_of(owner)), _random_states()
+    arguments, state, random_before = parts_of_batch(given), _state_of(owner), _random_states()
     with _reading(owner) as reads, _eager():
         result = call()
     if _random_states() != random_before:
@@ -58,18 +56,18 @@ def watch(call: Callable[[], Any], given: Any, owner: nn.Module, *, trains: bool
             "draws random numbers, so that their order would change. Draw them in the dataset, the collate function or "
             "on_after_batch_transfer"
         )
-    if changed := differences(before[0], parts_of_batch(given)):
+    if changed := differences(arguments, parts_of_batch(given)):
         raise NotStagedError(
             f"changes its arguments (at {some(map(_name, changed))}), so that training_step would see the changes too "
             "early. Return new objects and do not change the batch"
         )
-    if changed := differences(before[1], _state_of(owner)):
+    if changed := differences(state, _state_of(owner)):
         raise NotStagedError(
             f"changes its module ({some(map(_name, changed))}) before earlier batches are trained. Change modules in "
             "training_step"
         )
     _check_reads(reads, trains=trains)
-    if trains and any(isinstance(part, torch.Tensor) and part.requires_grad for _, part, _ in parts_of_batch(result)):
+    if trains and any(isinstance(part, Tensor) and part.requires_grad for part, _ in parts_of_batch(result).values()):
         raise NotStagedError("returns a tensor that requires grad. Use trained weights in training_step")
     return result, reads
 
@@ -97,24 +95,20 @@ def _check_reads(reads: Reads, *, trains: bool) -> None:
 
 
 def _attribute(module: nn.Module, name: str) -> Any:
-    own = vars(module)
     if isinstance(module, torch.jit.ScriptModule):
         return getattr(module, name, None)
+    own = vars(module)
     if name in own:
         return own[name]
     return next((own[kind][name] for kind in _KINDS if name in own.get(kind, ())), None)
 
 
 def _state_of(owner: nn.Module) -> Parts:
-    return parts_of_state(
-        {
-            name or type(owner).__name__: {
-                **{key: value for key, value in vars(module).items() if key not in _OF_EVERY_MODULE},
-                "children": list(module.children()),
-            }
-            for name, module in _without_tables(owner).items()
-        }
-    )
+    states = {}
+    for name, module in _without_tables(owner).items():
+        own = {key: value for key, value in vars(module).items() if key not in _OF_EVERY_MODULE}
+        states[name or type(owner).__name__] = {**own, "children": list(module.children())}
+    return parts_of_state(states)
 
 
 def _without_tables(owner: nn.Module) -> dict[str, nn.Module]:
@@ -129,15 +123,9 @@ def _name(path: Any) -> str:
 
 
 def _random_states() -> list[Any]:
-    on_device = [torch.cuda.get_rng_state().numpy().tobytes()] if torch.cuda.is_initialized() else []
+    on_device = [torch.cuda.get_rng_state().tolist()] if torch.cuda.is_initialized() else []
     numpy_state: Any = np.random.get_state()
-    return [
-        torch.get_rng_state().numpy().tobytes(),
-        random.getstate(),
-        numpy_state[1].tobytes(),
-        numpy_state[2],
-        *on_device,
-    ]
+    return [torch.get_rng_state().tolist(), random.getstate(), numpy_state[1].tolist(), numpy_state[2], *on_device]
 
 
 def _eager() -> AbstractContextManager[Any]:
@@ -179,3 +167,69 @@ def _noting(cls: type, reads: Reads) -> type:
         return own(self, name)
 
     return type(cls)(cls.__name__, (cls,), {"__getattribute__": noting, "__module__": cls.__module__})
+
+
+# -- changes ----------------------------------------------------------------------------------------------------------
+
+
+def parts_of_batch(value: Any) -> Parts:
+    """Return the parts of a batch, or of an object made from it."""
+    return _parts(value, lambda node: isinstance(node, (KeyedJaggedTensor, JaggedTensor)))
+
+
+def parts_of_state(value: Any) -> Parts:
+    """Return the parts of a module's attribute; only lists, tuples and dicts have several."""
+    return _parts(value, lambda node: not isinstance(node, (list, tuple, dict)) or len(node) > _MANY)
+
+
+def differences(before: Parts, now: Parts) -> list[Path]:
+    """Return the paths that differ."""
+
+    def is_same(path: Path) -> bool:
+        if path not in before or path not in now:
+            return False
+        (part, state), (part_now, state_now) = before[path], now[path]
+        return _is_same_part(part, part_now) and bool(state == state_now)
+
+    return [path for path in before | now if not is_same(path)]
+
+
+def _parts(value: Any, is_leaf: Callable[[Any], bool]) -> Parts:
+    found: Parts = {}
+    for path, leaf in leaves(value, is_leaf):
+        if isinstance(leaf, (KeyedJaggedTensor, JaggedTensor)):
+            tensors = {"lengths": leaf.lengths(), "values": leaf.values(), "weights": leaf.weights_or_none()}
+            found |= {(*path, ("attr", name)): (part, _state(part)) for name, part in tensors.items()}
+        else:
+            found[path] = leaf, _state(leaf)
+    return found
+
+
+def _state(part: Any) -> Any:
+    if isinstance(part, Tensor):
+        return -1 if part.is_inference() else part._version
+    if isinstance(part, (list, tuple, dict, set, frozenset)):
+        return len(part)
+    if isinstance(part, torch.Generator):
+        return part.get_state().numpy().tobytes()
+    if isinstance(part, random.Random):
+        return part.getstate()
+    if isinstance(part, np.random.Generator):
+        return str(part.bit_generator.state)
+    return None
+
+
+def _is_same_part(before: Any, now: Any) -> bool:
+    """Return whether two parts are the same object, or equal constants."""
+    return before is now or (type(before) is type(now) and isinstance(now, CONSTANTS) and bool(before == now))
+
+
+def is_same(staged: Any, given: Any) -> bool:
+    """Return whether arguments, in any nesting of lists, tuples and dicts, are the same parts."""
+    if _is_same_part(staged, given):
+        return True
+    if type(staged) is not type(given) or type(given) not in (list, tuple, dict) or len(staged) != len(given):
+        return False
+    if isinstance(given, dict):
+        return all(key in staged and is_same(staged[key], one) for key, one in given.items())
+    return all(map(is_same, staged, given))

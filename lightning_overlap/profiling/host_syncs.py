@@ -94,7 +94,7 @@ _READERS_OF_HOST_MEMORY = (
     ("/lightning_overlap/sparse/inputs.py", "note_lengths"),  # of a batch that is still on the host
     ("/lightning_overlap/tables/id_ranges.py", "first_outside"),  # skips ids on a device
     ("/lightning_overlap/distributed/consensus.py", ""),  # uses gloo
-    ("/lightning_overlap/tables/comms/overflow.py", ""),  # reads copies that have arrived on the host
+    ("/lightning_overlap/tables/quantized_comms.py", ""),  # reads copies that have arrived on the host
     ("/torch/utils/data/", ""),  # batches are made on the host
 )
 """(part of a file's path, function or '' for all functions): code that reads host memory."""

@@ -3,20 +3,14 @@
 `supported_modules.py` lists the sharded modules with early lookups; `sharded_module.py` lists TorchRec's private names.
 """
 
-from .columns import without_graph as without_graph
 from .combined_optimizer import combined_optimizer as combined_optimizer
 from .combined_optimizer import optimizer_name as optimizer_name
 from .combined_optimizer import rate_setter as rate_setter
-from .comms import OverflowWatch as OverflowWatch
-from .comms import QuantizedComms as QuantizedComms
-from .comms import check_quantized_comms as check_quantized_comms
-from .comms import codecs_of as codecs_of
-from .comms import compression as compression
-from .comms import resolve_quantized_comms as resolve_quantized_comms
-from .features import takes_weights as takes_weights
 from .id_ranges import IdRanges as IdRanges
 from .id_ranges import OutOfRangeIds as OutOfRangeIds
 from .id_ranges import check_out_of_range_ids as check_out_of_range_ids
+from .names import takes_weights as takes_weights
+from .names import without_graph as without_graph
 from .optimizer_checks import FusedOptimizer as FusedOptimizer
 from .optimizer_checks import check_dense_optimizers as check_dense_optimizers
 from .optimizer_checks import check_fused_optimizer as check_fused_optimizer
@@ -25,13 +19,20 @@ from .optimizer_checks import keep_dense as keep_dense
 from .optimizer_checks import refuse_dense_owner as refuse_dense_owner
 from .plans import KeptPlan as KeptPlan
 from .plans import plan_of as plan_of
+from .quantized_comms import OverflowWatch as OverflowWatch
+from .quantized_comms import QuantizedComms as QuantizedComms
+from .quantized_comms import check_quantized_comms as check_quantized_comms
+from .quantized_comms import codecs_of as codecs_of
+from .quantized_comms import compression as compression
+from .quantized_comms import resolve_quantized_comms as resolve_quantized_comms
+from .replicas import ReplicateTables as ReplicateTables
+from .replicas import check_replicate_tables as check_replicate_tables
 from .replicas import follow_rates as follow_rates
 from .replicas import replica_kernels as replica_kernels
-from .replicated_tables import ReplicateTables as ReplicateTables
-from .replicated_tables import check_replicate_tables as check_replicate_tables
 from .sharded_module import SetRates as SetRates
 from .sharded_module import caching_tbes as caching_tbes
 from .sharded_module import check_torchrec as check_torchrec
+from .sharded_module import clips_in_backward as clips_in_backward
 from .sharded_module import forget_prefetched as forget_prefetched
 from .sharded_module import kernel_of as kernel_of
 from .sharded_module import keys_in_backward as keys_in_backward

@@ -21,14 +21,13 @@ _EXPECTED = ("momentum", "betas", "weight_decay")
 class DenseAndFused(Optimizer):
     """A dense optimizer, with additional parameter groups for the learning rates of fused tables.
 
-    The groups of the dense optimizer come first, then a group for each initial learning rate of fused tables. The
-    latter have no parameters, since the backward updates the tables; only their `lr` has an effect. `step` is the dense
-    optimizer's. Learning-rate schedulers, monitors and checkpoints see the same groups on all ranks.
+    The groups of the dense optimizer come first, then a group for each initial learning rate of fused tables: without
+    parameters, since the backward updates the tables. Schedulers, monitors and checkpoints see the same groups on all
+    ranks.
 
     Args:
         dense: The optimizer of the dense part.
-        fused: Initial learning rate -> this rank's fused optimizers. It has all rates of the model, with an empty list
-            on ranks without such tables.
+        fused: Initial learning rate -> this rank's fused optimizers; an empty list for rates of other ranks' tables.
     """
 
     def __init__(self, dense: Optimizer, fused: dict[float, list[KeyedOptimizer]]) -> None:
@@ -159,11 +158,7 @@ def optimizer_name(optimizer: Optimizer) -> str:
 def rate_setter(optimizers: Iterable[Optimizer]) -> SetRates | None:
     """Return a function that passes the combined optimizer's rates to the kernels; None without such an optimizer.
 
-    Args:
-        optimizers: The optimizers of `configure_optimizers`.
-
-    Raises:
-        ValueError: Several are combined optimizers with fused groups.
+    Raise a ValueError if several of the optimizers are combined optimizers with fused groups.
     """
     moving = [optimizer for optimizer in optimizers if isinstance(optimizer, DenseAndFused) and optimizer.fused_groups]
     if len(moving) > 1:

@@ -24,15 +24,10 @@ def check_out_of_range_ids(given: OutOfRangeIds) -> OutOfRangeIds:
 
 
 class IdRanges:
-    """The valid ids of one sharded module.
-
-    Args:
-        module: The sharded module. Modules with managed collisions and of unknown kinds accept any ids.
-    """
+    """The valid ids of one sharded module; any ids, with managed collisions or for modules of unknown kinds."""
 
     def __init__(self, module: Any) -> None:
-        self._tables: dict[str, Any] = {}
-        """Feature -> config of its smallest table."""
+        self._tables: dict[str, Any] = {}  # feature -> config of its smallest table
         kind = spec_of(module)
         if kind is not None and kind.owner is not WeightOwner.LOOKUP:
             for config in sorted(configs_of(tables_of(module)), key=lambda config: -config.num_embeddings):

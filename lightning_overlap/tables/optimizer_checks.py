@@ -13,15 +13,13 @@ import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import nn
-from torchrec.distributed.types import ShardingType
-from torchrec.distributed.utils import optimizer_type_to_emb_opt_type
 from torchrec.optim.keyed import CombinedOptimizer
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from ..text import some, unknown_name_message
 from .combined_optimizer import DenseAndFused
-from .supported_modules import holds_sequences, sharded_modules, table_modules
-from .table import KERNEL_ARGUMENTS, NAME_BEFORE, Table
+from .supported_modules import DATA_PARALLEL, holds_sequences, sharded_modules, table_modules
+from .table import KERNEL_ARGUMENTS, NAME_BEFORE, Table, kind_of
 
 FusedOptimizer: TypeAlias = (
     tuple[type[torch.optim.Optimizer], Mapping[str, Any]] | functools.partial[Any] | Sequence[Any] | Mapping[str, Any]
@@ -34,13 +32,17 @@ CPU_FUSED_OPTIMIZERS = (EmbOptimType.EXACT_SGD, EmbOptimType.EXACT_ADAGRAD, EmbO
 _UNUSED = {EmbOptimType.EXACT_SGD: ("momentum", "weight_decay"), EmbOptimType.EXACT_ADAGRAD: ("weight_decay",)}
 """Arguments that FBGEMM 1.8 takes for every optimizer and that the kernels of these do not read (`lookup_sgd.py`)."""
 
+_KEYWORDS = ("lr", *KERNEL_ARGUMENTS)
+"""Keywords of fused optimizers: "lr", for TorchRec, and the arguments of FBGEMM's kernel."""
+_KEYWORDS_OF_UPDATES = (
+    *("lr", "eps", "momentum", "weight_decay", "weight_decay_mode", "beta1", "beta2"),
+    *("gradient_clipping", "max_gradient", "max_norm", "stochastic_rounding"),
+)
+"""Those of `_KEYWORDS` that change updates."""
+
 
 def check_fused_optimizer(fused_optimizer: FusedOptimizer | None) -> tuple[Any, dict[str, Any]] | None:
-    """Return `(class, kwargs)` of what the user gave, or None for None.
-
-    Raises:
-        TypeError: It is no `FusedOptimizer`, or the class does not exist or does not take the arguments.
-    """
+    """Return `(class, kwargs)` of the strategy's argument, or None for None; raise a TypeError for others."""
     cls: Any
     kwargs: Any
     match fused_optimizer:
@@ -62,11 +64,27 @@ def check_fused_optimizer(fused_optimizer: FusedOptimizer | None) -> tuple[Any, 
             "[torch.optim.SGD, {lr: 0.1}] or {class_path: torch.optim.SGD, init_args: {lr: 0.1}}, got "
             f"{fused_optimizer!r}. For example: fused_optimizer=(torch.optim.SGD, {{'lr': 0.1}})."
         )
+    if unknown := _unknown_keyword(cls, kwargs):
+        raise TypeError(f"fused_optimizer: {unknown}")
     try:
         cls([nn.Parameter(torch.zeros(1, 1))], **kwargs)
     except (TypeError, ValueError) as err:
         raise TypeError(f"fused_optimizer: {cls.__name__} does not take {kwargs}: {err}") from err
     return cls, dict(kwargs)
+
+
+def _unknown_keyword(cls: type[torch.optim.Optimizer], kwargs: Mapping[str, Any]) -> str | None:
+    """Return a message about a keyword that neither a class nor FBGEMM's kernel takes, or None.
+
+    Classes of torchrec.optim take any keyword, and TorchRec passes it to the kernel.
+    """
+    parameters = inspect.signature(cls).parameters
+    unknown = next((name for name in kwargs if name not in parameters and name not in _KEYWORDS), None)
+    if unknown is None:
+        return None
+    takes_any = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
+    known = [name for name in _KEYWORDS if name in parameters or (takes_any and name in _KEYWORDS_OF_UPDATES)]
+    return f"{cls.__name__} does not take {unknown!r}: {unknown_name_message('keyword', unknown, known)}"
 
 
 def _imported(path: str) -> Any:
@@ -88,13 +106,10 @@ def _is_optimizer(kind: Any) -> bool:
 
 
 def check_dense_optimizers(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-    """Check that every table of a sharded model has one optimizer.
+    """Check that every table of a sharded model has one optimizer; raise a ValueError if one has two, or none.
 
     An optimizer that was made before the tables were sharded loses the parameters that sharding has replaced, with
-    their state, so that their memory is given back. Rank 0 warns of it.
-
-    Raises:
-        ValueError: A dense optimizer has the weight of a fused table, or no optimizer has that of a table.
+    their state, so that their memory is freed. Rank 0 warns of it.
     """
     optimizers = list(optimizers)
     parameters = [named for name, module in table_modules(model).items() for named in module.named_parameters(name)]
@@ -102,24 +117,24 @@ def check_dense_optimizers(model: nn.Module, optimizers: Iterable[torch.optim.Op
     refuse_dense_owner(fused, optimizers, fused_only_tables(model))
     # Of a model on `meta` TorchRec replaces dense parameters as well.
     early = {name: optimizer for optimizer in optimizers for name in _replaced(optimizer)}
-    by_cli = _made_by_cli(model)
-    tables = {name for name, _ in parameters}
+    tables = dict(parameters)
     parameters += [(name, p) for name, p in model.named_parameters() if name in early]
     dense = dict(in_backward_optimizer_filter(iter(parameters)))
     owned = _owned(optimizers)
     untrained = [name for name, p in dense.items() if p.requires_grad and id(p) not in owned]
     if untrained:
-        why = (
-            "These tables are data-parallel (or have a dense kernel), so that the optimizer of configure_optimizers "
-            "has to train them, not the one applied in backward: add them there. "
-        )
         owner = next((early[name] for name in untrained if name in early), None)
         if owner is not None:
             why = (
                 f"{_kind(owner).__name__} was made before the tables were sharded: it has weights of these names that "
-                f"are no longer the module's. {_how_to_make(owner, by_cli)}\n"
+                f"are no longer the module's. {_how_to_make(owner, model)}\n"
             )
-        sharding = {_table_of(name): ShardingType.TABLE_WISE.value for name in untrained if name in tables}
+        else:
+            why = (
+                "These tables are data-parallel (or have a dense kernel), so that the optimizer of "
+                "configure_optimizers has to train them, not the one applied in backward: add them there. "
+            )
+        sharding = {_table_of(name): "table_wise" for name in untrained if name in tables}
         raise ValueError(
             f"no optimizer has the weights of {some(untrained)}. {why}To train tables in backward, give the strategy "
             f"fused_optimizer=(torch.optim.SGD, {{'lr': 0.1}}){f' and sharding={sharding}' if sharding else ''}; to "
@@ -127,18 +142,17 @@ def check_dense_optimizers(model: nn.Module, optimizers: Iterable[torch.optim.Op
         )
     has_rates = any(getattr(module, "trained_in_backward", None) for module in sharded_modules(model).values())
     combined = [optimizer for optimizer in optimizers if isinstance(optimizer, DenseAndFused)]
-    without_rates = combined if has_rates and not any(optimizer.fused_groups for optimizer in combined) else []
+    lacks_rates = has_rates and not any(optimizer.fused_groups for optimizer in combined)
     for optimizer in optimizers:
-        _let_go_of_replaced(optimizer, optimizer in without_rates, by_cli)
+        _let_go_of_replaced(optimizer, lacks_rates and optimizer in combined, model)
 
 
 def _replaced(optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
     """Return the parameters of an optimizer that sharding has replaced in the model, by their names there."""
-    owned = [p for group in optimizer.param_groups for p in group["params"]]
-    return {getattr(p, NAME_BEFORE): p for p in owned if hasattr(p, NAME_BEFORE)}
+    return {getattr(p, NAME_BEFORE): p for p in _owned([optimizer]).values() if hasattr(p, NAME_BEFORE)}
 
 
-def _let_go_of_replaced(optimizer: torch.optim.Optimizer, without_rates: bool, by_cli: bool) -> None:
+def _let_go_of_replaced(optimizer: torch.optim.Optimizer, without_rates: bool, model: nn.Module) -> None:
     """Take replaced parameters out of an optimizer, and warn of them and of a combined optimizer without rates."""
     replaced = _replaced(optimizer)
     for group in optimizer.param_groups if replaced else ():  # an empty group stays: schedulers count them
@@ -161,23 +175,14 @@ def _let_go_of_replaced(optimizer: torch.optim.Optimizer, without_rates: bool, b
         )
     if words and dist.get_rank() == 0:
         words += "" if without_rates else "This run is right; to leave this warning out: "
-        warnings.warn(f"{words}{_how_to_make(optimizer, by_cli)}", UserWarning, stacklevel=2)
+        warnings.warn(f"{words}{_how_to_make(optimizer, model)}", stacklevel=2)
 
 
-def _made_by_cli(model: nn.Module) -> bool:
-    """Whether LightningCLI has replaced the module's configure_optimizers by the answer of its `--optimizer`."""
+def _how_to_make(optimizer: torch.optim.Optimizer, model: nn.Module) -> str:
+    """Return how to make an optimizer like this one, of the sharded module's dense parameters."""
+    # LightningCLI's `--optimizer` replaces the module's configure_optimizers by its answer.
     replaced = getattr(vars(model).get("configure_optimizers"), "__func__", None)
-    return isinstance(replaced, functools.partial) and "optimizer" in replaced.keywords
-
-
-def _how_to_make(optimizer: torch.optim.Optimizer, by_cli: bool) -> str:
-    """Return how to make an optimizer of the sharded module's dense parameters.
-
-    Args:
-        optimizer: The optimizer that was made before.
-        by_cli: Whether LightningCLI's `--optimizer` has made it.
-    """
-    if not by_cli:
+    if not (isinstance(replaced, functools.partial) and "optimizer" in replaced.keywords):
         return f"Make it in configure_optimizers:\n{_lines(optimizer).rstrip()}"
     kind, lr = _kind(optimizer), optimizer.defaults.get("lr")
     path = f"{'torch.optim' if kind.__module__.startswith('torch.optim') else kind.__module__}.{kind.__name__}"
@@ -203,18 +208,14 @@ def _lines(optimizer: torch.optim.Optimizer, call: str | None = None) -> str:
         call = f"{package}{kind.__name__}(dense{rate})"
     scheduled = any("initial_lr" in group for group in optimizer.param_groups)  # a scheduler writes it
     call = f"combined_optimizer(self, {call})" if scheduled or isinstance(optimizer, DenseAndFused) else call
-    line = (
-        f"optimizer = {call}  # for the scheduler: it moves the tables' rates as well"
-        if scheduled
-        else f"return {call}"
-    )
-    imported = "  from lightning_overlap import combined_optimizer\n" if scheduled else ""
-    return (
-        f"{imported}"
+    made = (
         "  from torchrec.optim.optimizers import in_backward_optimizer_filter\n"
         "  dense = [p for _, p in in_backward_optimizer_filter(self.named_parameters())]\n"
-        f"  {line}\n"
     )
+    if not scheduled:
+        return f"{made}  return {call}\n"
+    imported = "  from lightning_overlap import combined_optimizer\n"
+    return f"{imported}{made}  optimizer = {call}  # for the scheduler: it moves the tables' rates as well\n"
 
 
 def fused_only_tables(model: nn.Module) -> set[str]:
@@ -226,14 +227,9 @@ def fused_only_tables(model: nn.Module) -> set[str]:
 
 
 def keep_dense(names: Collection[str], fused_only: Collection[str]) -> str:
-    """Return sentences: how to have the optimizer of `configure_optimizers` train tables, and which it cannot train.
-
-    Args:
-        names: The tables' paths, or the names of their weights.
-        fused_only: Those of sequences on a CPU, which TorchRec would pool if they were whole on every rank.
-    """
+    """Return how `configure_optimizers` can train tables, and which (`fused_only`) it cannot train."""
     refused = [name for name in names if name in fused_only]
-    whole = {_table_of(name): ShardingType.DATA_PARALLEL.value for name in names if name not in fused_only}
+    whole = {_table_of(name): DATA_PARALLEL for name in names if name not in fused_only}
     way = f"sharding={whole}" if refused else "sharding='data_parallel', and no fused_optimizer"
     said = f"To train tables by configure_optimizers, with its state, whole on every rank: {way}." if whole else ""
     only = f"On a CPU tables of an EmbeddingCollection need a fused optimizer: {some(refused)}." if refused else ""
@@ -249,15 +245,10 @@ def refuse_dense_owner(
     optimizers: Iterable[torch.optim.Optimizer],
     fused_only: Collection[str] = (),
 ) -> None:
-    """Check that no dense optimizer has the weight of a fused table.
+    """Raise a ValueError if an optimizer of `configure_optimizers` has a weight of fused tables, by name in `fused`.
 
-    Args:
-        fused: Weights of fused tables by name.
-        optimizers: Those of `configure_optimizers`.
-        fused_only: Names of those that no dense optimizer can train.
-
-    Raises:
-        ValueError: One has; the message shows how to leave the weights out. Also for TorchRec's CombinedOptimizer.
+    The message shows how to leave them out, and which (`fused_only`) no dense optimizer can train. TorchRec's
+    CombinedOptimizer is refused too.
     """
     optimizers = list(optimizers)
     if any(isinstance(optimizer, CombinedOptimizer) for optimizer in optimizers):
@@ -271,8 +262,7 @@ def refuse_dense_owner(
     owned = _owned(optimizers)
     twice = [name for name, parameter in fused.items() if id(parameter) in owned]
     if twice:
-        weights = {id(fused[name]) for name in twice}
-        owner = next(optimizer for optimizer in optimizers if weights & _owned([optimizer]))
+        owner = next(optimizer for optimizer in optimizers if id(fused[twice[0]]) in _owned([optimizer]))
         adaptive = f"{_ADAPTIVE} {keep_dense(twice, fused_only)}" if "Adam" in _kind(owner).__name__ else ""
         raise ValueError(
             f"configure_optimizers gave a dense optimizer the weights of fused tables: {some(twice)}. These tables "
@@ -286,23 +276,17 @@ _ADAPTIVE = (
 )
 
 
-def _owned(optimizers: Iterable[torch.optim.Optimizer]) -> set[int]:
-    return {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+def _owned(optimizers: Iterable[torch.optim.Optimizer]) -> dict[int, nn.Parameter]:
+    """Return the parameters of optimizers by id."""
+    return {id(p): p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
 
 
 def apply_fused_optimizer(
     in_backward: list[Table], fused: tuple[Any, dict[str, Any]] | None, device: torch.device
 ) -> None:
-    """Apply the fused optimizer to tables that have none; freeze those with `requires_grad=False`.
+    """Apply the fused optimizer, if any, to tables that have none; freeze tables with `requires_grad=False`.
 
-    Args:
-        in_backward: Tables that the backward is to train.
-        fused: Class and arguments of the fused optimizer; None if the user gave none.
-        device: Where the tables are trained.
-
-    Raises:
-        ValueError: A table has no optimizer and `fused` is None, the device cannot fuse an optimizer or one of its
-            arguments, or a table with `requires_grad=False` has one.
+    Raise a ValueError if a table has no optimizer, or one that this device cannot fuse, or is frozen and has one.
     """
     missing = [t for t in in_backward if t.parameter.requires_grad and t.fused_optimizer is None]
     if missing and fused is None:
@@ -310,10 +294,10 @@ def apply_fused_optimizer(
     for table in in_backward:
         if not table.parameter.requires_grad:
             _freeze(table)
-            continue
-        if fused is not None:
-            table.apply_fused_optimizer(*fused)
-        _check_can_fuse(table, device)
+        else:
+            if fused is not None:
+                table.apply_fused_optimizer(*fused)
+            _check_can_fuse(table, device)
 
 
 def _without_fused_optimizer(missing: list[Table], device: torch.device) -> str:
@@ -322,10 +306,8 @@ def _without_fused_optimizer(missing: list[Table], device: torch.device) -> str:
     for table in missing:
         by_module.setdefault(f"self.{table.module}".rstrip("."), []).append(table.name)
     listed = "".join(f"  {module}: {some(names)}\n" for module, names in by_module.items())
-    applied = "".join(
-        f"  apply_optimizer_in_backward(RowWiseAdagrad, {module}.parameters(), {{'lr': 0.01}})\n"
-        for module in by_module
-    )
+    line = "  apply_optimizer_in_backward(RowWiseAdagrad, {}.parameters(), {{'lr': 0.01}})\n"
+    applied = "".join(map(line.format, by_module))
     adam = "" if device.type == "cpu" else " Or (torch.optim.Adam, {'lr': 0.001}), which FBGEMM fuses on CUDA."
     return (
         "no fused optimizer for these tables, which are updated inside the backward (TorchRec alone would train them "
@@ -347,7 +329,7 @@ def _way_to_dense_optimizer(tables: list[Table], device: torch.device) -> str:
     """Return how the dense optimizer can train these tables, or nothing where TorchRec would make bags of sequences."""
     if any(table.is_pooled_if_whole(device) for table in tables):
         return ""
-    whole = {table.name: ShardingType.DATA_PARALLEL.value for table in tables}
+    whole = {table.name: DATA_PARALLEL for table in tables}
     return (
         "\nTo have the optimizer of configure_optimizers train them, keep them whole on every rank: "
         f"sharding='data_parallel', or sharding={whole}."
@@ -371,23 +353,24 @@ def _freeze(table: Table) -> None:
 def _check_can_fuse(table: Table, device: torch.device) -> None:
     assert table.fused_optimizer is not None
     optimizer_class, kwargs = table.fused_optimizer
-    try:
-        kind = optimizer_type_to_emb_opt_type(optimizer_class)
-    except ValueError as err:
+    kind = kind_of(optimizer_class)
+    if kind is None:
         raise ValueError(
             f"table {table.path}: FBGEMM has no fused form of {optimizer_class.__name__}. "
             "Take torch.optim.SGD, Adagrad or (on CUDA) Adam, or a class of torchrec.optim: for AdamW or SparseAdam, "
             "on CUDA (torch.optim.Adam, {'lr': ...}), on a CPU (torchrec.optim.RowWiseAdagrad, {'lr': ...})."
-        ) from err
+        )
     if device.type == "cpu" and kind not in CPU_FUSED_OPTIMIZERS:
         raise ValueError(
             f"table {table.path}: {optimizer_class.__name__} is fused on CUDA only. On a CPU FBGEMM fuses "
             "torch.optim.SGD, torch.optim.Adagrad and torchrec.optim.RowWiseAdagrad: take one of these (in the "
             "place of Adam: RowWiseAdagrad, whose state is one number a row)."
         )
-    unused = list(_UNUSED.get(kind, ()))
+    if unknown := _unknown_keyword(optimizer_class, kwargs):
+        raise ValueError(f"table {table.path}: {unknown}")
+    unused = _UNUSED.get(kind, ())
     if kind is EmbOptimType.EXACT_ROWWISE_ADAGRAD and (device.type == "cpu" or not kwargs.get("weight_decay_mode")):
-        unused.append("weight_decay")
+        unused = ("weight_decay",)
     refused = inspect.signature(optimizer_class).parameters.keys() - KERNEL_ARGUMENTS.keys() - {"lr"}
     lost = [f"{name}={value!r}" for name, value in kwargs.items() if name in refused or (value and name in unused)]
     if lost:
@@ -400,11 +383,9 @@ def _check_can_fuse(table: Table, device: torch.device) -> None:
 
 def warn_of_dense_tables(dense: list[Table]) -> None:
     """Warn of tables with a dense kernel, replicas aside, whose optimizer applied in backward does not train them."""
-    data_parallel = some(table.path for table in dense if table.fused_optimizer)
-    if data_parallel:
+    if data_parallel := some(table.path for table in dense if table.fused_optimizer):
         warnings.warn(
             f"{data_parallel}: sharded data-parallel, so the optimizer applied in backward does not train "
             "these tables; the optimizer of configure_optimizers has to.",
-            UserWarning,
             stacklevel=2,
         )

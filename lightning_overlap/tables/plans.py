@@ -20,7 +20,7 @@ from torchrec.modules.mc_embedding_modules import (
 from typing_extensions import override
 
 from ..text import some
-from .comms import Codecs
+from .quantized_comms import Codecs
 from .supported_modules import sharded_modules
 from .table import training_sharders
 
@@ -32,16 +32,11 @@ _ROW_WISE = ShardingType.ROW_WISE.value
 class KeptPlan(ShardingPlan):  # type: ignore[misc]
     """The plan of a sharded model. As `sharding=` of a strategy it shards a model in the same way."""
 
-    replicated: tuple[str, ...] = ()
-    """Names of the replicated tables; used if `replicate_tables` is not set."""
+    replicated: tuple[str, ...] = ()  # names of the replicated tables; used if `replicate_tables` is not set
 
 
 def plan_of(model: nn.Module) -> KeptPlan:
-    """Return the plan of a sharded model, for `torch.save`.
-
-    Raises:
-        RuntimeError: No collection is sharded.
-    """
+    """Return the plan of a sharded model, for `torch.save`; raise a RuntimeError if no collection is sharded."""
     modules: dict[str, Any] = sharded_modules(model)
     if not modules:
         raise RuntimeError("no table is sharded yet: read the plan during fit (for example in on_fit_start) or later.")
@@ -53,8 +48,7 @@ def plan_of(model: nn.Module) -> KeptPlan:
 
 def sharding_types(sharder: ModuleSharder[nn.Module], device: str) -> list[str]:
     """Return the sharding types of a sharder, and row-wise, which works on a CPU but is not offered there."""
-    own = sharder.sharding_types(device)
-    return own if _ROW_WISE in own else [*own, _ROW_WISE]
+    return list(dict.fromkeys([*sharder.sharding_types(device), _ROW_WISE]))
 
 
 def planned_sharders(codecs: Codecs | None, device: str) -> list[ModuleSharder[nn.Module]]:
@@ -104,7 +98,8 @@ class _InOneOrder(EmbeddingEnumerator):  # type: ignore[misc]
     @override
     def enumerate(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> list[ShardingOption]:
         options: list[ShardingOption] = super().enumerate(module, sharders)
-        tables = list(dict.fromkeys(option.fqn for option in options))
-        place = dict(zip(tables, range(len(tables)), strict=True))
+        place: dict[str, int] = {}
+        for option in options:
+            place.setdefault(option.fqn, len(place))
         order = [kind.value for kind in ShardingType]
         return sorted(options, key=lambda each: (place[each.fqn], order.index(each.sharding_type), each.compute_kernel))

@@ -1,16 +1,19 @@
 """Replicas: data-parallel tables that are updated in the backward, like fused tables.
 
 Each backward sums the gradient of a lookup over the ranks, and then every rank makes the same update. The update equals
-the fused kernel's: rows without a gradient do not change. `replicated_tables.py` chooses the tables.
+the fused kernel's: rows without a gradient do not change.
+
+A sharded table sends embeddings and gradients with as many rows as a rank's batch; a replica sends a gradient with as
+many rows as the table. So tables with fewer rows than a rank's batch are replicated.
 """
 
 from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -18,27 +21,142 @@ from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import DenseTableBatchedEmbeddingBagsCodegen
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torchrec import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.distributed.comm_ops import get_gradient_division
+from torchrec.distributed.types import ShardingPlan
 from torchrec.optim.fused import EmptyFusedOptimizer, FusedOptimizer
 from typing_extensions import override
 
-from .supported_modules import table_modules
-from .table import Rule
+from ..text import some, unknown_name_message
+from .supported_modules import DATA_PARALLEL, table_modules
+from .table import KERNEL_EPS, Rule, Table, kind_of
 
-_IN_BACKWARD = "_in_backward_optimizers"
-"""The attribute that `in_backward_optimizer_filter` uses."""
+ReplicateTables: TypeAlias = int | Sequence[str] | None
+"""A number n for tables with fewer than n rows (False or 0: none), table names, or None: n is a rank's batch size."""
+
+_KINDS = (EmbOptimType.EXACT_SGD, EmbOptimType.EXACT_ADAGRAD, EmbOptimType.EXACT_ROWWISE_ADAGRAD)
+"""Optimizers that do not change rows without a gradient, so that a dense update equals a sparse update."""
+
+
+def check_replicate_tables(replicate: ReplicateTables) -> None:
+    """Check the strategy's argument as far as possible without the tables; raise a TypeError or ValueError."""
+    is_names = isinstance(replicate, Sequence) and not isinstance(replicate, str)
+    if is_names and all(isinstance(name, str) for name in replicate):  # type: ignore[union-attr]
+        return
+    if replicate is True or not (replicate is None or isinstance(replicate, int)):
+        raise TypeError(
+            "replicate_tables must be None (tables with fewer rows than a rank's batch), False, a number of rows, or "
+            f"names of tables, got {replicate!r}."
+        )
+    if isinstance(replicate, int) and replicate < 0:
+        raise ValueError(f"replicate_tables must be a number of rows >= 0, got {replicate}. False replicates no table.")
+
+
+def tables_to_replicate(
+    replicate: ReplicateTables,
+    tables: list[Table],
+    sharding: Mapping[str, str] | None,
+    *,
+    batch_size: int | None,
+    fused: tuple[type, Mapping[str, Any]] | None,
+    world_size: int,
+) -> frozenset[str]:
+    """Return the names of the tables to replicate: the tables that the user names, or else tables with few rows.
+
+    Tables are chosen by their rows only on several ranks, and not with a user's plan or planner (`sharding` is None,
+    else table -> the user's sharding type). If a module has data-parallel tables of the dense optimizer, its other
+    tables are not replicated, since TorchRec looks up all data-parallel tables of a module together. A planner
+    identifies tables only by name, so tables with the same name in several modules are all replicated, or none is.
+
+    Raise a ValueError if a table that the user names does not exist, has another type, or cannot be replicated.
+    """
+    given = frozenset() if replicate is None or isinstance(replicate, int) else frozenset(replicate)
+    kinds = sharding or {}
+    known: dict[str, list[Table]] = {}
+    for table in tables:
+        known.setdefault(table.name, []).append(table)
+    for name in sorted(given):
+        if name not in known:
+            raise ValueError(f"replicate_tables: {unknown_name_message('table', name, known)}")
+        if kinds.get(name, DATA_PARALLEL) != DATA_PARALLEL:
+            raise ValueError(f"replicate_tables has {name!r}, but sharding makes it {kinds[name]!r}: remove one.")
+        for table in known[name]:
+            reason = _why_not(table, fused)
+            if reason is not None:
+                raise ValueError(f"replicate_tables: {table.path} cannot be replicated: {reason}.")
+    if given or world_size == 1 or sharding is None:
+        return given
+    most = int(replicate) if isinstance(replicate, int) else batch_size or 0
+    mixed = {table.module for table in tables if kinds.get(table.name) == DATA_PARALLEL}
+
+    def is_small(table: Table) -> bool:
+        return table.parameter.shape[0] < most and table.module not in mixed and _why_not(table, fused) is None
+
+    return frozenset(name for name, alike in known.items() if name not in kinds and all(map(is_small, alike)))
+
+
+def replicas_in(plan: ShardingPlan, tables: list[Table], names: Collection[str], world_size: int) -> list[Table]:
+    """Return the tables of a plan that are trained as replicas: the data-parallel tables in `names`.
+
+    Raise a ValueError if on several ranks the plan does not make such a table data-parallel, or makes other tables of
+    the module data-parallel, for the dense optimizer.
+    """
+    whole = []
+    for table in tables:
+        kind = getattr(table.planned(plan), "sharding_type", None)
+        if kind == DATA_PARALLEL:
+            whole.append(table)
+        elif table.name in names and world_size > 1:
+            raise ValueError(
+                f"table {table.path} is in replicate_tables, but the plan makes it {kind}: make it data_parallel."
+            )
+    replicas = [table for table in whole if table.name in names]
+    modules = {table.module for table in replicas}
+    if mixed := [table.path for table in whole if table.module in modules and table not in replicas]:
+        raise ValueError(
+            f"the dense optimizer would train the data-parallel tables {some(mixed)}, but replicate_tables has other "
+            f"tables of the same module ({some(table.path for table in replicas)}). TorchRec looks up all "
+            "data-parallel tables of a module together: replicate all of them, or none."
+        )
+    return replicas
+
+
+def _why_not(table: Table, fused: tuple[type, Mapping[str, Any]] | None) -> str | None:
+    kind = table.sharder.module_type
+    if kind is EmbeddingCollection:
+        return "it belongs to an EmbeddingCollection, whose data-parallel tables TorchRec pools on a CPU"
+    if kind is not EmbeddingBagCollection:
+        return f"it belongs to a {kind.__name__}"
+    if table.parameter.dtype != torch.float32:
+        return f"its weights are {table.parameter.dtype}, which only the fused kernel rounds correctly"
+    if not table.parameter.requires_grad:
+        return "it is not trained"
+    optimizer = table.fused_optimizer or fused
+    if optimizer is None:
+        return "it has no fused optimizer; set for example fused_optimizer=(torch.optim.SGD, {'lr': 0.1})"
+    optimizer_class, kwargs = optimizer
+    update = kind_of(optimizer_class)
+    if update not in _KINDS:
+        return f"{optimizer_class.__name__} changes rows without a gradient; SGD, Adagrad and RowWiseAdagrad do not"
+    known = ("lr", "learning_rate", "eps", "optimizer")
+    other = sorted(name for name, value in kwargs.items() if name not in known and value)
+    if other:
+        return f"replicas do not support {optimizer_class.__name__} with {', '.join(other)}"
+    if update is not EmbOptimType.EXACT_SGD and not kwargs.get("eps", KERNEL_EPS) > 0:
+        return f"{optimizer_class.__name__} with eps=0 divides 0 by 0 in rows without a gradient"
+    return None
+
+
+# -- updates -----------------------------------------------------------------------------------------------------------
+
+_IN_BACKWARD = "_in_backward_optimizers"  # the attribute that `in_backward_optimizer_filter` uses
 
 
 class ReplicaOptimizer(FusedOptimizer):  # type: ignore[misc]
-    """The optimizer of replicas, with the interface of TorchRec's fused optimizers: `step` does not update tables.
+    """The optimizer of replicas, with the interface of TorchRec's fused optimizers and FBGEMM's kernels.
 
-    Iteration count and learning rate have the names of FBGEMM's kernels.
-
-    Args:
-        rule: The optimizer's kind, learning rate and eps.
-        weights: Name -> table, `(num_embeddings, embedding_dim)`, all of the same width and consecutive in a kernel's
-            flat weights.
-        start: Index of the first table in the flat weights.
+    `weights` has name -> table, `(num_embeddings, embedding_dim)`, all of one width and consecutive in a kernel's flat
+    weights; `start` is the index of the first of them there.
     """
 
     def __init__(self, rule: Rule, weights: Mapping[str, Tensor], start: int) -> None:
@@ -53,10 +171,8 @@ class ReplicaOptimizer(FusedOptimizer):  # type: ignore[misc]
         }
         super().__init__(weights, states, [{"params": tables, "lr": rule.rate}])
         self._rate, self._eps = rule.rate, rule.eps
-        self.optimizer = rule.kind
-        """The kind of optimizer, as in FBGEMM's kernels."""
-        self.iter = self.iter_cpu = torch.zeros(1, dtype=torch.int64)
-        """Number of updates."""
+        self.optimizer = rule.kind  # the kind of optimizer, as in FBGEMM's kernels
+        self.iter = self.iter_cpu = torch.zeros(1, dtype=torch.int64)  # number of updates
 
     def get_learning_rate(self) -> float:
         """Return the rate of the next update."""
@@ -68,22 +184,16 @@ class ReplicaOptimizer(FusedOptimizer):  # type: ignore[misc]
 
     @override
     def step(self, closure: Any = None) -> None:
-        """Only read the rate of the parameter group: the backward has updated the tables."""
+        """Only read the rate of the parameter group, like TorchRec's: the backward has updated the tables."""
         [group] = self.param_groups
         self._rate = float(group["lr"])
 
     @override
     def zero_grad(self, set_to_none: bool = False) -> None:
-        """Read the rate of the parameter group, like TorchRec's fused optimizers."""
         self.step()
 
     def update(self, weights: Tensor, gradient: Tensor) -> None:
-        """Update this optimizer's tables in place.
-
-        Args:
-            weights: All weights of the kernel, flat, `(num_weights,)`.
-            gradient: Their gradient, summed over the ranks, of the same shape and dtype.
-        """
+        """Update this optimizer's tables in place; both arguments are those of the whole kernel, `(num_weights,)`."""
         self.iter += 1
         part, of_part = weights[self._part].view(-1, self._dim), gradient[self._part].view(-1, self._dim)
         if self.optimizer is EmbOptimType.EXACT_SGD:
@@ -102,14 +212,12 @@ class ReplicaKernel(DenseTableBatchedEmbeddingBagsCodegen):  # type: ignore[misc
 
     Every call uses a new leaf instead of the kernel's parameter, so that two calls in a step make two updates, like a
     fused kernel. The all-reduce of a gradient starts as soon as the gradient is computed. The update waits for it at
-    the end of the backward, when all other collectives have started, or, with updates at the optimizer step, right
-    before the update. Like FBGEMM's kernels it does not change `Tensor._version` (`write_counts.py`).
+    the end of the backward, when all other collectives have started, or at the optimizer step. Like FBGEMM's kernels
+    it does not change `Tensor._version` (`write_counts.py`).
     """
 
-    optimizers: list[ReplicaOptimizer]
-    """The optimizers, in the order of their tables."""
-    group: dist.ProcessGroup
-    """The ranks to sum gradients over."""
+    optimizers: list[ReplicaOptimizer]  # the optimizers, in the order of their tables
+    group: dist.ProcessGroup  # the ranks to sum gradients over
     set_rates: Callable[[], None] | None
     """Passes the scheduler's rates to the optimizers; None: no scheduler changes them."""
     held: list[tuple[Tensor, Any]] | None
@@ -122,16 +230,14 @@ class ReplicaKernel(DenseTableBatchedEmbeddingBagsCodegen):  # type: ignore[misc
                 "replicated tables got a KeyedJaggedTensor whose batch size varies by feature, which TorchRec does not "
                 "support where a module has data-parallel and other tables. Train with replicate_tables=False."
             )
-        if not torch.is_grad_enabled():
-            return super().forward(*args, **kwargs)  # type: ignore[no-any-return]
-        leaf = self.weights.data.requires_grad_()
-        leaf.register_post_accumulate_grad_hook(self._sum_gradient)
-        attributes: dict[str, Any] = self.__dict__
-        attributes["weights"] = leaf  # hides the module's parameter
+        if torch.is_grad_enabled():
+            leaf = self.weights.data.requires_grad_()
+            leaf.register_post_accumulate_grad_hook(self._sum_gradient)
+            self.__dict__["weights"] = leaf  # hides the module's parameter
         try:
             return super().forward(*args, **kwargs)  # type: ignore[no-any-return]
         finally:
-            del attributes["weights"]
+            self.__dict__.pop("weights", None)
 
     def _sum_gradient(self, leaf: Tensor) -> None:
         """Start to sum the gradient of one call over the ranks, with TorchRec's scale for sharded tables."""
@@ -168,22 +274,18 @@ class ReplicaKernel(DenseTableBatchedEmbeddingBagsCodegen):  # type: ignore[misc
             gradient.record_stream(torch.cuda.current_stream())  # it was allocated on the lookup stream
         if self.set_rates is not None:
             self.set_rates()
-        weights = self.weights.data
         for optimizer in self.optimizers:
-            optimizer.update(weights, gradient)
+            optimizer.update(self.weights.data, gradient)
 
 
 def make_replicas(model: nn.Module, modules: Iterable[str], trained: Mapping[str, Mapping[str, Rule]]) -> None:
-    """Turn the kernels of data-parallel tables into replica kernels, in place.
+    """Turn the kernels of the data-parallel tables of `modules` into replica kernels, in place.
 
-    Args:
-        model: The sharded model.
-        modules: Names of the modules whose data-parallel tables are replicas.
-        trained: Module -> table -> rule, for fused tables.
+    `trained` has module -> table -> rule.
     """
     for name in modules:
         module: Any = model.get_submodule(name)
-        rules, weights = trained[name], {key.split(".")[-2]: (key, one) for key, one in module.named_parameters()}
+        weights = {key.split(".")[-2]: (key, weight) for key, weight in module.named_parameters()}
         for number, lookup in enumerate(module._lookups):
             if not isinstance(lookup, DistributedDataParallel):
                 continue
@@ -193,15 +295,22 @@ def make_replicas(model: nn.Module, modules: Iterable[str], trained: Mapping[str
                 assert isinstance(kernel, DenseTableBatchedEmbeddingBagsCodegen)
                 kernel.__class__ = ReplicaKernel
                 kernel.group, kernel.set_rates, kernel.held = module._env.process_group, None, None
-                kernel.optimizers, start = [], 0
-                tables = [(rules[one.name], one.embedding_dim, weights[one.name]) for one in group.embedding_tables]
-                for (rule, _), run in itertools.groupby(tables, key=operator.itemgetter(0, 1)):
-                    of_run = dict(named for _, _, named in run)
-                    kernel.optimizers.append(ReplicaOptimizer(rule, of_run, start))
-                    start += sum(weight.numel() for weight in of_run.values())
-                    for weight in of_run.values():
-                        setattr(weight, _IN_BACKWARD, [EmptyFusedOptimizer()])
+                tables = [
+                    (trained[name][one.name], one.embedding_dim, *weights[one.name]) for one in group.embedding_tables
+                ]
+                kernel.optimizers = list(_optimizers(tables))
                 module.fused_optimizer.optimizers.extend(("", optimizer) for optimizer in kernel.optimizers)
+
+
+def _optimizers(tables: list[tuple[Rule, int, str, nn.Parameter]]) -> Iterator[ReplicaOptimizer]:
+    """Yield an optimizer for each run of tables, (rule, width, name, weight), of the same rule and width."""
+    start = 0
+    for (rule, _), run in itertools.groupby(tables, key=operator.itemgetter(0, 1)):
+        weights = {name: weight for _, _, name, weight in run}
+        yield ReplicaOptimizer(rule, weights, start)
+        for weight in weights.values():
+            start += weight.numel()
+            setattr(weight, _IN_BACKWARD, [EmptyFusedOptimizer()])
 
 
 def replica_kernels(module: Any) -> list[ReplicaKernel]:

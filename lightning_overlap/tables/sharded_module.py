@@ -22,10 +22,10 @@ from ..schedules import WeightOwner
 from ..versions import check_names
 from .replicas import ReplicaOptimizer
 from .supported_modules import SUPPORTED_MODULES, TABLE_TYPES, owners_of, spec_of, tables_of
+from .table import Rule
 
 R = TypeVar("R")
-SetRates: TypeAlias = Callable[[], None]
-"""Passes the scheduler's current learning rates to the kernels."""
+SetRates: TypeAlias = Callable[[], None]  # passes the scheduler's current learning rates to the kernels
 
 PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
     "ShardedEmbeddingBagCollection": (
@@ -83,16 +83,14 @@ owners_of_parts = read_once(owners_of)
 
 @read_once
 def keys_in_backward(module: Any) -> list[tuple[int, int, str]]:
-    """Return the places of the ids of this rank's fused tables among the received ids.
+    """Return (part, key within the part's KeyedJaggedTensor, table): where the ids of this rank's fused tables are.
 
     Column shards of a table have the same ids: only the shard with the first column is listed.
-
-    Returns:
-        (part, key within the part's KeyedJaggedTensor, name of the table) for each feature of a table.
     """
-    owners = owners_of_parts(module)
     found = []
-    for part in (part for part, owner in enumerate(owners) if owner is WeightOwner.FUSED_BACKWARD):
+    for part, owner in enumerate(owners_of_parts(module)):
+        if owner is not WeightOwner.FUSED_BACKWARD:
+            continue
         tables = (table for group in module._lookups[part].grouped_configs for table in group.embedding_tables)
         for key, table in enumerate(one for one in tables for _ in one.feature_names):
             if table.local_metadata is None or table.local_metadata.shard_offsets[1] == 0:
@@ -125,6 +123,14 @@ def tbes_within(lookups: Iterable[nn.Module]) -> list[SplitTableBatchedEmbedding
     """Return the fused kernels (TBEs) within lookups, in order."""
     parts = [part for lookup in lookups for part in lookup.modules()]
     return [part for part in parts if isinstance(part, SplitTableBatchedEmbeddingBagsCodegen)]
+
+
+def clips_in_backward(module: Any) -> bool:
+    """Return whether the kernels of a module clip all gradients of its fused tables (FBGEMM's `gradient_clipping`)."""
+    trained: dict[str, Rule] | None = getattr(module, "trained_in_backward", None)
+    if trained is None:  # its user sharded it
+        return all(tbe.optimizer_args.gradient_clipping for tbe in tbes(module))
+    return all(rule.clips for rule in trained.values())
 
 
 @read_once

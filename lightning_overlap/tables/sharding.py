@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.fbgemm_qcomm_codec import QCommsConfig
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
@@ -24,19 +23,16 @@ from torchrec.modules.mc_modules import ManagedCollisionModule
 from typing_extensions import override
 
 from ..text import some, unknown_name_message
-from .columns import answer_in_config_order
-from .comms import check_plan, check_quantized_comms, codecs_of
-from .features import find_features_by_name
+from .names import answer_in_config_order, find_features_by_name
 from .optimizer_checks import FusedOptimizer, apply_fused_optimizer, check_fused_optimizer, warn_of_dense_tables
 from .plans import KeptPlan, make_planner, plan_on_rank_zero, planned_sharders, sharding_types
-from .replicas import make_replicas
-from .replicated_tables import ReplicateTables, replicas_in, tables_to_replicate
-from .supported_modules import sharded_modules, table_modules
+from .quantized_comms import check_plan, check_quantized_comms, codecs_of
+from .replicas import ReplicateTables, make_replicas, replicas_in, tables_to_replicate
+from .supported_modules import DATA_PARALLEL, DENSE, sharded_modules, table_modules
 from .table import Rule, Table, find_tables, mark_replaced, training_sharders
 from .write_counts import watch_tables
 
-_DATA_PARALLEL, _ROW_WISE = ShardingType.DATA_PARALLEL.value, ShardingType.ROW_WISE.value
-_DENSE_KERNEL = EmbeddingComputeKernel.DENSE.value
+_ROW_WISE = ShardingType.ROW_WISE.value
 _COLUMN_WISE = (ShardingType.COLUMN_WISE.value, ShardingType.TABLE_COLUMN_WISE.value)
 
 ShardingName: TypeAlias = Literal[
@@ -63,29 +59,17 @@ def shard_tables(
     replicate_tables: ReplicateTables,
     batch_size: int | None,
 ) -> None:
-    """Replace every TorchRec collection of a model by its sharded form, in place.
+    """Replace every TorchRec collection of a model by its sharded form, in place; all ranks of the group call this.
 
-    Weights keep their values; tables on `meta` are allocated as shards only. All ranks of the group call this.
+    Weights keep their values; tables on `meta` are allocated as shards only. Collections that the user has sharded stay
+    as they are. A ValueError says, on every rank and before any table is sharded, what cannot be done as asked.
 
-    Args:
-        model: The model, with unsharded collections or with some that the user has sharded, which stay as they are.
-        sharding: The strategy's argument.
-        fused_optimizer: The strategy's argument.
-        group: Process group of the tables' collectives.
-        device: Where the shards are allocated.
-        local_world_size: How many ranks of the group are on this host.
-        quantized_comms: TorchRec's config, from `resolve_quantized_comms`; None for full precision.
-        replicate_tables: The strategy's argument.
-        batch_size: Samples of a batch on one rank; None if it is not known.
-
-    Raises:
-        ValueError: A table or sharding type does not exist here, a table has no fused optimizer, the device cannot
-            fuse an optimizer, the device or the tables cannot be sent in a precision, modules that are sharded already
-            send in another one, or tables cannot be replicated. Raised on every rank, before any table is sharded.
+    `sharding`, `fused_optimizer` and `replicate_tables` are the strategy's arguments, `quantized_comms` is of
+    `resolve_quantized_comms`; `group` is the tables' process group, with `local_world_size` ranks on this host;
+    `batch_size` is samples per batch and rank, None if unknown.
     """
     tables, fused = find_tables(model), check_fused_optimizer(fused_optimizer)
-    _refuse_other_codecs(model, quantized_comms)
-    _warn_of_other_options(model, sharding, fused)
+    _check_sharded_modules(model, sharding, fused, quantized_comms)
     if not tables:
         _watch(model)  # of modules that the user has sharded
         return
@@ -109,27 +93,19 @@ def shard_tables(
         whole=to_replicate if num_ranks > 1 else (),
     )
     replicas = replicas_in(plan, tables, to_replicate, num_ranks)
-    dense = {table.path for table in tables if (how := table.planned(plan)) and how.compute_kernel == _DENSE_KERNEL}
-    _refuse_sequences_as_bags([table for table in tables if table.path in dense], device)
-    in_backward = [table for table in tables if table.path not in dense or table in replicas]
+    dense = [table for table in tables if (how := table.planned(plan)) and how.compute_kernel == DENSE]
+    _refuse_sequences_as_bags(dense, device)
+    dense = [table for table in dense if table not in replicas]
+    in_backward = [table for table in tables if table not in dense]
     apply_fused_optimizer(in_backward, fused, device)
     if dist.get_rank() == 0:
-        warn_of_dense_tables([table for table in tables if table not in in_backward])
+        warn_of_dense_tables(dense)
     aliases = _aliases(model, tables)
-    # TorchRec would initialize the shards of tables on a CPU anew. Managed collision modules begin without ids, as it
-    # makes them anew for the rows of each shard.
-    modules = {table.module for table in tables} - {table.module for table in tables if table.parameter.is_meta}
-    managed = [part for part in model.modules() if isinstance(part, ManagedCollisionModule)]
-    without = {id(weight) for part in managed for weight in part.parameters()}  # MPZCH keeps its ids in parameters
-    initial = {
-        name: {key: weight for key, weight in model.get_submodule(name).named_parameters() if id(weight) not in without}
-        for name in sorted(modules)
-    }
+    initial = _initial_weights(model, tables)
     # Every table's rule as of now: kernels know the rates of this rank's shards only, and schedulers move them.
     trained: dict[str, dict[str, Rule]] = {table.module: {} for table in tables}
-    for table in in_backward:
-        if table.parameter.requires_grad:
-            trained[table.module][table.name] = table.rule
+    for table in (one for one in in_backward if one.parameter.requires_grad):
+        trained[table.module][table.name] = table.rule
     before = dict(model.named_parameters())
     with _local_world_size(local_world_size):
         DistributedModelParallel(
@@ -143,15 +119,14 @@ def shard_tables(
     for alias, name in aliases.items():
         parent, _, attribute = alias.rpartition(".")
         setattr(model.get_submodule(parent), attribute, model.get_submodule(name))
-    left_out = [table.path for table in find_tables(model)]
-    if left_out:
+    if left_out := [table.path for table in find_tables(model)]:
         raise ValueError(f"the ShardingPlan leaves out {some(left_out)}: give every table of the model a place in it.")
     for name, weights in initial.items():
         model.get_submodule(name).load_state_dict(weights, strict=False)
     lookups = [lookup for module in table_modules(model).values() for lookup in module._lookups]
     for lookup in lookups:  # data-parallel tables start as those of rank 0, as the dense part does
         for weight in lookup.parameters() if isinstance(lookup, DistributedDataParallel) else ():
-            dist.broadcast(weight.data, src=dist.get_global_rank(group, 0), group=group)
+            dist.broadcast(weight.data, group_src=0, group=group)
     _let_go(model, tables)
     make_replicas(model, {table.module for table in replicas}, trained)
     for name, of_module in trained.items():
@@ -164,6 +139,20 @@ def shard_tables(
     _watch(model)
 
 
+def _initial_weights(model: nn.Module, tables: list[Table]) -> dict[str, dict[str, nn.Parameter]]:
+    """Return the weights by collection: TorchRec would initialize the shards of tables on a CPU anew.
+
+    Managed collision modules begin without ids, as TorchRec makes them anew for the rows of each shard.
+    """
+    modules = {table.module for table in tables} - {table.module for table in tables if table.parameter.is_meta}
+    managed = [part for part in model.modules() if isinstance(part, ManagedCollisionModule)]
+    without = {id(weight) for part in managed for weight in part.parameters()}  # MPZCH keeps its ids in parameters
+    return {
+        name: {key: weight for key, weight in model.get_submodule(name).named_parameters() if id(weight) not in without}
+        for name in sorted(modules)
+    }
+
+
 def _let_go(model: nn.Module, tables: list[Table]) -> None:
     """Let nothing hold the whole weights of tables that are sharded now; only what the user made may."""
     for module in table_modules(model).values():
@@ -174,8 +163,13 @@ def _let_go(model: nn.Module, tables: list[Table]) -> None:
         table.let_go()
 
 
-def _refuse_other_codecs(model: nn.Module, comms: QCommsConfig | None) -> None:
-    """Refuse modules that were sharded with other codecs, or with any where none are asked for: they keep those."""
+def _check_sharded_modules(
+    model: nn.Module, sharding: Sharding, fused: tuple[Any, dict[str, Any]] | None, comms: QCommsConfig | None
+) -> None:
+    """Refuse modules that were sharded with other codecs, and warn of other options: they keep what they have."""
+    asked_for: dict[str, Any] = {"fused_optimizer": fused}
+    if isinstance(sharding, (str, Mapping)):  # planners and plans are hard to compare
+        asked_for["sharding"] = sharding
     for name, module in sharded_modules(model).items():
         own = getattr(module, "quantized_comms", None)
         if own != comms:
@@ -186,21 +180,12 @@ def _refuse_other_codecs(model: nn.Module, comms: QCommsConfig | None) -> None:
                 f"quantized_comms: {name} is sharded already, and goes on sending what it was sharded with. Give the "
                 f"{to_give}, or make the module anew for this strategy."
             )
-
-
-def _warn_of_other_options(model: nn.Module, sharding: Sharding, fused: tuple[Any, dict[str, Any]] | None) -> None:
-    """Warn of modules that were sharded for another strategy, which go on as that one has asked."""
-    asked_for: dict[str, Any] = {"fused_optimizer": fused}
-    if isinstance(sharding, (str, Mapping)):  # planners and plans are hard to compare
-        asked_for["sharding"] = sharding
-    for name, module in sharded_modules(model).items():
         before = getattr(module, "asked_for", asked_for)
         ignored = [f"{option}=" for option, value in asked_for.items() if value is not None and value != before[option]]
         if ignored and dist.get_rank() == 0:
             warnings.warn(
                 f"{some(ignored)} of this strategy has no effect on {name}: it was sharded for another strategy, and "
                 "goes on as that one has asked. Make the module anew for this one, and load a checkpoint.",
-                UserWarning,
                 stacklevel=2,
             )
 
@@ -215,11 +200,7 @@ def _watch(model: nn.Module) -> None:
 
 
 class ShardsLeftBehind(nn.Module):
-    """Replaces a sharded module in a copy of a model: shards belong to a process and its ranks.
-
-    Args:
-        kind: Name of the sharded module's class.
-    """
+    """Replaces a sharded module of class `kind` in a copy of a model: shards belong to a process and its ranks."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -237,7 +218,6 @@ def _left_behind(module: nn.Module) -> tuple[type[ShardsLeftBehind], tuple[str]]
     warnings.warn(
         f"a copy of a {type(module).__name__} has no shards: save a checkpoint to keep the tables, and pass a module "
         "to fit() and the other methods of a copied trainer.",
-        UserWarning,
         stacklevel=3,
     )
     return ShardsLeftBehind, (type(module).__name__,)
@@ -253,28 +233,25 @@ def make_plan(
     quantized_comms: QCommsConfig | None,
     whole: Collection[str] = (),
 ) -> ShardingPlan:
-    """Return the plan that `shard_tables` shards a model by; all ranks of the group call this.
+    """Return the plan that `shard_tables`, with the same arguments, shards a model by; all ranks of the group call it.
 
-    The arguments are those of `shard_tables`, and `whole`: names of tables that a planner is to make data-parallel.
-
-    Raises:
-        ValueError: As in `shard_tables`, or the planner finds no plan.
+    Tables in `whole` become data-parallel, if the plan and the planner are not the user's. Raise a ValueError as in
+    `shard_tables`, or if the planner finds no plan.
     """
     tables = find_tables(model)
     check_sharding(sharding, tables, device)
     check_quantized_comms(quantized_comms, tables, device)
-    planner: Any = sharding
-    named = _named_types(sharding, tables)
-    if named is not None:
-        kinds = {**named, **dict.fromkeys(whole, _DATA_PARALLEL)}
+    codecs, named = codecs_of(quantized_comms, device), _named_types(sharding, tables)
+    if isinstance(sharding, ShardingPlan):
+        plan = sharding
+    elif named is None:
+        plan = plan_on_rank_zero(sharding, model, group, training_sharders(codecs))
+    else:
+        kinds = {**named, **dict.fromkeys(whole, DATA_PARALLEL)}
         constraints = _constraints(kinds, tables, group.size(), device.type)
         topology = Topology(group.size(), device.type, local_world_size=local_world_size)
-        planner = make_planner(topology, constraints)
-    plan = sharding
-    if not isinstance(plan, ShardingPlan):
-        codecs = codecs_of(quantized_comms, device)
-        sharders = training_sharders(codecs) if named is None else planned_sharders(codecs, device.type)
-        plan = plan_on_rank_zero(planner, model, group, sharders)
+        sharders = planned_sharders(codecs, device.type)
+        plan = plan_on_rank_zero(make_planner(topology, constraints), model, group, sharders)
     check_plan(quantized_comms, plan)
     return plan
 
@@ -304,16 +281,12 @@ def _refuse_pruning(model: nn.Module) -> None:
 
 def _refuse_shared_weights(model: nn.Module, tables: list[Table]) -> None:
     """Refuse tables whose weight something else in the model has too: of each a copy would be trained."""
-    paths = {id(table.parameter): table.path for table in tables}
-    owners: dict[int, list[str]] = {}
-    for name, module in model.named_modules():
-        for attribute, weight in module.named_parameters(name, recurse=False):
-            if id(weight) in paths:
-                owners.setdefault(id(weight), []).append(attribute)
-    for weight_id, names in owners.items():
+    owned = [named for name, module in model.named_modules() for named in module.named_parameters(name, recurse=False)]
+    for table in tables:
+        names = [name for name, weight in owned if weight is table.parameter]
         if len(names) > 1:
             raise ValueError(
-                f"the weight of table {paths[weight_id]} is that of several parts of the model: {some(names)}. "
+                f"the weight of table {table.path} is that of several parts of the model: {some(names)}. "
                 "Sharded, the table would have a weight of its own, and they would no longer be one. Give one table "
                 "all the features (feature_names), or look up with it what the other part reads."
             )
@@ -327,13 +300,11 @@ class ShardedStateNames(set[str]):
     """
 
     def __init__(self, model: nn.Module) -> None:
-        names: set[str] = set()
+        super().__init__()
         for name, module in sharded_modules(model).items():
-            names.update(module.sharded_parameter_names(name))
-            names.update(buffer for buffer, _ in module.named_buffers(name))
-        super().__init__(names)
+            self.update(module.sharded_parameter_names(name), dict(module.named_buffers(name)))
         self._within = tuple(f"{name}." for name in sharded_modules(model))
-        self._averaged = {name for name, _ in model.named_parameters() if name not in names}
+        self._averaged = dict(model.named_parameters()).keys() - self
 
     @override
     def __reduce__(self) -> tuple[type[set[str]], tuple[list[str]]]:
@@ -347,12 +318,7 @@ class ShardedStateNames(set[str]):
 
 
 def check_sharding_types(sharding: Sharding) -> Sharding:
-    """Return `sharding`, checked as far as it goes without tables and a device.
-
-    Raises:
-        TypeError: It is no `Sharding`.
-        ValueError: It names an unknown sharding type.
-    """
+    """Return `sharding`, checked as far as possible without tables and a device; raise a TypeError or ValueError."""
     kinds = [sharding] if isinstance(sharding, str) else sharding.values() if isinstance(sharding, Mapping) else []
     known = [kind.value for kind in ShardingType]
     for kind in kinds:
@@ -393,28 +359,18 @@ def _named_types(sharding: Sharding, tables: list[Table]) -> dict[str, str] | No
 def _constraints(
     kinds: Mapping[str, str], tables: list[Table], num_ranks: int, device: str
 ) -> dict[str, ParameterConstraints]:
-    """Return constraints for a planner, by table.
-
-    Args:
-        kinds: Sharding types by table; these tables get no other.
-        tables: All tables of the model. The others stay sharded.
-        num_ranks: How many ranks there are.
-        device: The type of the device.
-    """
+    """Return constraints for a planner, by table: tables in `kinds` get that type, the others stay sharded."""
     constraints = {}
     for table in tables:
-        kind, own = kinds.get(table.name), table.sharder.sharding_types(device)
-        if kind is not None:
-            # A shard for each rank, where the columns divide: FBGEMM wants widths that are multiples of 4.
-            dim = table.parameter.shape[1]
-            divides = kind in _COLUMN_WISE and num_ranks > 1 and dim % (4 * num_ranks) == 0
-            width = dim // num_ranks if divides else None
-            constraints[table.name] = ParameterConstraints(sharding_types=[kind], min_partition=width)
-        else:
-            # The planner estimates costs with a default batch size: it must not choose by itself what is replicated, or
-            # left to the dense optimizer. Row-wise is for tables that are named so, and where nothing else is possible.
-            sharded = [kind for kind in own if kind != _DATA_PARALLEL]
-            constraints[table.name] = ParameterConstraints(sharding_types=sharded or [_ROW_WISE])
+        kind, dim = kinds.get(table.name), table.parameter.shape[1]
+        # The planner estimates costs with a default batch size: it must not choose by itself what is replicated, or
+        # left to the dense optimizer. Row-wise is for tables that are named so, and where nothing else is possible.
+        own = [one for one in table.sharder.sharding_types(device) if one != DATA_PARALLEL] or [_ROW_WISE]
+        # A shard for each rank, where the columns divide: FBGEMM wants widths that are multiples of 4.
+        divides = kind in _COLUMN_WISE and num_ranks > 1 and dim % (4 * num_ranks) == 0
+        constraints[table.name] = ParameterConstraints(
+            sharding_types=own if kind is None else [kind], min_partition=dim // num_ranks if divides else None
+        )
     return constraints
 
 
@@ -429,7 +385,7 @@ def _aliases(model: nn.Module, tables: list[Table]) -> dict[str, str]:
 def _local_world_size(local_world_size: int) -> Iterator[None]:
     """Tell TorchRec how many ranks share a host; Lightning's own launcher does not set the variable.
 
-    Nothing else of the environment is written, as `mock.patch.dict` would: threads of gloo and NCCL may be reading it.
+    `mock.patch.dict` would write the whole environment, which threads of gloo and NCCL may be reading.
     """
     name = "LOCAL_WORLD_SIZE"
     before = os.environ.get(name)

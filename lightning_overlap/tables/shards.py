@@ -14,13 +14,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
-from torchrec.distributed.types import ShardingType
 
-from ..schedules import WeightOwner
 from ..text import some
 from .combined_optimizer import optimizer_name
 from .replicas import ReplicaKernel
-from .supported_modules import sharded_modules, spec_of, table_modules, tables_of
+from .supported_modules import DATA_PARALLEL, DENSE, hands_out_rows, sharded_modules, spec_of, table_modules, tables_of
 from .table import Rule
 
 
@@ -28,16 +26,11 @@ from .table import Rule
 class TableShard:
     """A shard of a table."""
 
-    name: str
-    """Name of the table's weight in the `state_dict` of the unsharded model."""
-    shape: tuple[int, int]
-    """Rows and columns of the unsharded table."""
-    first_row: int
-    """The shard's first row in the unsharded table."""
-    first_column: int
-    """The shard's first column in the unsharded table."""
-    weight: Tensor
-    """The shard, `(rows, columns)`: a view of the kernel's memory."""
+    name: str  # name of the table's weight in the `state_dict` of the unsharded model
+    shape: tuple[int, int]  # rows and columns of the unsharded table
+    first_row: int  # the shard's first row in the unsharded table
+    first_column: int  # the shard's first column in the unsharded table
+    weight: Tensor  # the shard, `(rows, columns)`: a view of the kernel's memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +38,9 @@ class KernelShards:
     """The shards that one kernel looks up, in the kernel's order."""
 
     kernel: Any
-    shards: tuple[TableShard, ...]
-    table_of_feature: tuple[int, ...]
-    """Feature of the kernel -> index of its shard."""
-    is_replicated: bool
-    """Whether every rank has the same shards (data-parallel tables)."""
+    shards: list[TableShard]
+    table_of_feature: list[int]  # feature of the kernel -> index of its shard
+    is_replicated: bool  # whether every rank has the same shards (data-parallel tables)
     receives_ids: bool
     """Whether ids are received from other ranks, in memory that is not reused; otherwise they are the batch's."""
 
@@ -78,13 +69,11 @@ class KernelShards:
 def kernel_shards(model: nn.Module) -> list[KernelShards]:
     """Return this rank's shards of all tables of a sharded model, by kernel.
 
-    Raises:
-        ValueError: The rows of a table have no fixed numbers (managed collisions), or its kernel does not keep them in
-            the memory of a device or host.
+    Raise a ValueError if the rows of a table have no fixed numbers (managed collisions), or are not in the memory of a
+    device or host.
     """
     for name, module in sharded_modules(model).items():
-        kind = spec_of(module)
-        if kind is not None and kind.owner is WeightOwner.LOOKUP:
+        if hands_out_rows(module):
             raise ValueError(
                 f"{name!r} ({type(module).__name__}) assigns its rows to ids during training, so that row numbers have "
                 "no meaning for another model. Remove it, or use a plain collection."
@@ -99,9 +88,9 @@ def kernel_shards(model: nn.Module) -> list[KernelShards]:
                 tables = group.embedding_tables
                 shards = _shards(name, paths, part.emb_module, tables)
                 features = [number for number, table in enumerate(tables) for _ in table.feature_names]
-                is_replicated = plan[tables[0].name].sharding_type == ShardingType.DATA_PARALLEL.value
+                is_replicated = plan[tables[0].name].sharding_type == DATA_PARALLEL
                 receives_ids = module._env.world_size > 1 and not is_replicated
-                found.append(KernelShards(part.emb_module, tuple(shards), tuple(features), is_replicated, receives_ids))
+                found.append(KernelShards(part.emb_module, shards, features, is_replicated, receives_ids))
     return found
 
 
@@ -123,11 +112,7 @@ def _shards(name: str, paths: Mapping[str, str], kernel: Any, tables: list[Any])
 def table_lines(model: nn.Module, optimizers: Iterable[Optimizer], *, scheduled: bool, moved: bool) -> list[str]:
     """Return log lines: one for all tables of a module with the same sharding and optimizer.
 
-    Args:
-        model: The sharded model.
-        optimizers: The optimizers of `configure_optimizers`.
-        scheduled: Whether there is a learning-rate scheduler.
-        moved: Whether one changes the rates of fused tables (`combined_optimizer`).
+    `scheduled` is whether there is a learning-rate scheduler, `moved` whether one changes the rates of fused tables.
     """
     owner_of = {id(p): optimizer_name(one) for one in optimizers for group in one.param_groups for p in group["params"]}
     lines = []
@@ -143,11 +128,11 @@ def table_lines(model: nn.Module, optimizers: Iterable[Optimizer], *, scheduled:
             if owner := owner_of.get(id(weights.get(table))):
                 trainer = f"{owner} of configure_optimizers"
             elif rule := (fused or {}).get(table):
-                kind = "replicated" if kind == ShardingType.DATA_PARALLEL.value else kind
+                kind = "replicated" if kind == DATA_PARALLEL else kind
                 constant = "constant: the scheduler does not move it (see combined_optimizer)"
                 how = f", {'moved by the scheduler' if moved else constant}" if scheduled else ""
                 trainer = f"{rule.name} in the backward, lr {rule.rate:g}{how}"
-            elif fused is None and parameter.compute_kernel != EmbeddingComputeKernel.DENSE.value:
+            elif fused is None and parameter.compute_kernel != DENSE:
                 trainer = "the optimizer of its kernel"
             alike.setdefault((kind, trainer), []).append(table)
         for (kind, trainer), tables in alike.items():

@@ -28,10 +28,8 @@ TABLE_TYPES = (ShardedEmbeddingBagCollection, ShardedEmbeddingCollection)
 class ModuleSpec:
     """A kind of sharded modules."""
 
-    tables: str | None = None
-    """The attribute with the sharded collection that has the tables; None: the module is that collection."""
-    input_dists: str | None = None
-    """The attribute with the module that has the input dists; None: the module has them."""
+    tables: str | None = None  # the attribute with the sharded collection of the tables; None: the module itself
+    input_dists: str | None = None  # the attribute with the module of the input dists; None: the module itself
     owner: WeightOwner | None = None
     """The last writer of the weights that a lookup reads; None: it depends on each table's compute kernel."""
     feature_processors: str | None = None
@@ -52,7 +50,9 @@ SUPPORTED_MODULES: Mapping[type, ModuleSpec] = {
 }
 """Sharded modules whose stages can start early; other sharded modules run their own forward."""
 
-_WITHOUT_CACHE = {EmbeddingComputeKernel[name].value for name in ("DENSE", "FUSED", "FUSED_UVM")}
+DATA_PARALLEL, DENSE = ShardingType.DATA_PARALLEL.value, EmbeddingComputeKernel.DENSE.value
+"""Values of a plan: a sharding type, and the compute kernel of tables that the dense optimizer trains."""
+_WITHOUT_CACHE = (DENSE, EmbeddingComputeKernel.FUSED.value, EmbeddingComputeKernel.FUSED_UVM.value)
 
 
 def spec_of(module: nn.Module) -> ModuleSpec | None:
@@ -69,8 +69,8 @@ def tables_of(module: Any) -> Any:
 
 def configs_of(tables: Any) -> list[Any]:
     """Return the configs of the tables of a sharded collection."""
-    bags = isinstance(tables, ShardedEmbeddingBagCollection)
-    return list(tables._embedding_bag_configs if bags else tables._embedding_configs)
+    is_pooled = isinstance(tables, ShardedEmbeddingBagCollection)
+    return list(tables._embedding_bag_configs if is_pooled else tables._embedding_configs)
 
 
 def holds_sequences(module: Any) -> bool:
@@ -106,9 +106,18 @@ def table_modules(model: nn.Module) -> dict[str, Any]:
 
 def has_model_parallel_tables(model: nn.Module) -> bool:
     """Return whether embeddings of any table are sent between ranks."""
-    plans = [module.module_sharding_plan for module in table_modules(model).values()]
-    shardings = {parameter.sharding_type for plan in plans for parameter in plan.values()}
-    return shardings != {ShardingType.DATA_PARALLEL.value}
+    return {one.sharding_type for _, one in _planned(model)} != {DATA_PARALLEL}
+
+
+def tables_in_dense_shards(model: nn.Module) -> list[str]:
+    """Return the sharded tables whose shards are trained by each rank's dense optimizer."""
+    return [path for path, one in _planned(model) if one.compute_kernel == DENSE and one.sharding_type != DATA_PARALLEL]
+
+
+def _planned(model: nn.Module) -> list[tuple[str, Any]]:
+    """Return (path of a table, its sharding) for all sharded tables of a model."""
+    modules = table_modules(model).items()
+    return [(f"{name}.{table}", one) for name, module in modules for table, one in module.module_sharding_plan.items()]
 
 
 def hands_out_rows(model: nn.Module) -> bool:
@@ -120,8 +129,7 @@ def hands_out_rows(model: nn.Module) -> bool:
 def owners_of(module: ShardedModule[Any, Any, Any, Any]) -> list[WeightOwner]:
     """Return the last writer of the weights that a module's lookup reads, for each sharding of its tables.
 
-    The sharding plan, which is the same on all ranks, determines it: the dense optimizer trains tables with dense
-    kernels, the fused backward trains all others.
+    The sharding plan, the same on all ranks, determines it: tables with dense kernels are the dense optimizer's.
     """
     kind, tables = spec_of(module), tables_of(module)
     shardings = sharding_types_of(tables)
@@ -134,26 +142,14 @@ def owners_of(module: ShardedModule[Any, Any, Any, Any]) -> list[WeightOwner]:
 def tables_in_backward(module: ShardedModule[Any, Any, Any, Any]) -> list[str]:
     """Return the tables in shardings that the fused backward owns (`owners_of`), the same on all ranks."""
     plan = module.module_sharding_plan
-    dense = {one.sharding_type for one in plan.values() if one.compute_kernel == EmbeddingComputeKernel.DENSE.value}
+    dense = {one.sharding_type for one in plan.values() if one.compute_kernel == DENSE}
     return [name for name, one in plan.items() if one.sharding_type not in dense]
-
-
-def tables_in_dense_shards(model: nn.Module) -> list[str]:
-    """Return the sharded tables whose shards are trained by each rank's dense optimizer."""
-    return [
-        f"{name}.{table}"
-        for name, module in table_modules(model).items()
-        for table, one in module.module_sharding_plan.items()
-        if one.compute_kernel == EmbeddingComputeKernel.DENSE.value
-        and one.sharding_type != ShardingType.DATA_PARALLEL.value
-    ]
 
 
 def sharding_types_of(tables: Any) -> list[str]:
     """Return the sharding type of each of a sharded collection's lookups and output dists."""
-    if isinstance(tables, ShardedEmbeddingBagCollection):
-        return list(tables._sharding_types)
-    return list(tables._sharding_type_to_sharding)
+    is_pooled = isinstance(tables, ShardedEmbeddingBagCollection)
+    return list(tables._sharding_types if is_pooled else tables._sharding_type_to_sharding)
 
 
 def ids_fit_32_bits(module: Any) -> bool:
@@ -169,10 +165,8 @@ def ids_fit_32_bits(module: Any) -> bool:
 def why_never_early(module: Any, group: dist.ProcessGroup | None = None, *, prefetches: bool = False) -> str | None:
     """Return why no stage of a sharded module may start early, or None.
 
-    Args:
-        module: The sharded module.
-        group: The process group of early input dists; None: one rank.
-        prefetches: Whether the mode copies rows into the tables' caches before their lookup.
+    `group` is that of early input dists (None: one rank); `prefetches` is whether the mode copies rows into the tables'
+    caches before their lookup.
     """
     kind = spec_of(module)
     if kind is None:
@@ -186,9 +180,11 @@ def why_never_early(module: Any, group: dist.ProcessGroup | None = None, *, pref
         return "its feature processors have buffers, which an early lookup might change too early"
     env = tables_of(module)._env
     own = getattr(env, "sharding_pg", env.process_group)
-    ranks = None if own is None else dist.get_process_group_ranks(own)
+    if own is None:
+        return None
+    ranks = dist.get_process_group_ranks(own)
     everyone = [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
-    if ranks is None or ranks == everyone:
+    if ranks == everyone:
         return None
     return f"its tables are sharded over ranks {ranks}, not over all ranks {everyone} (2D sharding or another group)"
 

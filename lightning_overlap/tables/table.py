@@ -23,38 +23,38 @@ from .supported_modules import outermost, sharded_modules
 KERNEL_ARGUMENTS = inspect.signature(SplitTableBatchedEmbeddingBagsCodegen.__init__).parameters
 KERNEL_RATE, KERNEL_EPS = (float(KERNEL_ARGUMENTS[name].default) for name in ("learning_rate", "eps"))
 
-NAME_BEFORE = "name_before_sharding"
-"""Attribute of a parameter that sharding has replaced: its name in the model."""
+NAME_BEFORE = "name_before_sharding"  # attribute of a parameter that sharding has replaced: its name in the model
 
 AppliedOptimizer: TypeAlias = tuple[type[torch.optim.Optimizer], Mapping[str, Any]]
 """Class and arguments of an optimizer that is applied in backward."""
 
 
+def kind_of(optimizer_class: type[torch.optim.Optimizer]) -> EmbOptimType | None:
+    """Return FBGEMM's kind of an optimizer; None if FBGEMM cannot fuse it."""
+    try:
+        return optimizer_type_to_emb_opt_type(optimizer_class)
+    except ValueError:
+        return None
+
+
 class Rule(NamedTuple):
     """The fused optimizer of a table."""
 
-    name: str
-    """Name of the optimizer's class."""
-    kind: EmbOptimType | None
-    """FBGEMM's kind of optimizer."""
-    rate: float
-    """The initial learning rate."""
-    eps: float
-    """The number that the update adds to the square root of the state."""
+    name: str  # name of the optimizer's class
+    kind: EmbOptimType | None  # FBGEMM's kind of optimizer
+    rate: float  # the initial learning rate
+    eps: float  # the number that the update adds to the square root of the state
+    clips: bool  # whether the kernel clips gradients
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
     """A table of the unsharded model."""
 
-    name: str
-    """The table's name in the collection's configs."""
-    module: str
-    """Name of its collection in the model."""
-    parameter: nn.Parameter
-    """The weight, `(num_embeddings, embedding_dim)`."""
-    sharder: ModuleSharder[nn.Module]
-    """TorchRec's sharder of the collection."""
+    name: str  # the table's name in the collection's configs
+    module: str  # name of its collection in the model
+    parameter: nn.Parameter  # the weight, `(num_embeddings, embedding_dim)`
+    sharder: ModuleSharder[nn.Module]  # TorchRec's sharder of the collection
 
     @property
     def path(self) -> str:
@@ -76,9 +76,9 @@ class Table:
         """The fused optimizer's rule; read it before TorchRec shards the table and renames the arguments."""
         assert self.fused_optimizer is not None
         optimizer_class, kwargs = self.fused_optimizer
-        kind = optimizer_type_to_emb_opt_type(optimizer_class)
         rate = kwargs.get("lr", kwargs.get("learning_rate", KERNEL_RATE))
-        return Rule(optimizer_class.__name__, kind, float(rate), float(kwargs.get("eps", KERNEL_EPS)))
+        eps, clips = float(kwargs.get("eps", KERNEL_EPS)), bool(kwargs.get("gradient_clipping"))
+        return Rule(optimizer_class.__name__, kind_of(optimizer_class), float(rate), eps, clips)
 
     def planned(self, plan: ShardingPlan) -> ParameterSharding | None:
         """Return the table's sharding in a plan, or None."""
@@ -110,10 +110,9 @@ class Table:
         vars(self.parameter).pop("_in_backward_optimizers", None)
 
     def own_arguments(self) -> None:
-        """Copy the arguments of the table's optimizer.
+        """Copy the arguments of the table's optimizer, since several tables or modules may share the user's dict.
 
-        Several tables or modules may share the user's dict: TorchRec writes the kind of optimizer into it, and prefers
-        an existing kind to the class.
+        TorchRec writes the kind of optimizer into it, and prefers an existing kind to the class.
         """
         if self.fused_optimizer is not None:
             vars(self.parameter)["_optimizer_kwargs"] = list(map(dict, vars(self.parameter)["_optimizer_kwargs"]))
@@ -137,12 +136,7 @@ def find_tables(model: nn.Module) -> list[Table]:
 
 
 def mark_replaced(before: Mapping[str, nn.Parameter], model: nn.Module) -> None:
-    """Note the name of each parameter that sharding has replaced, since an earlier optimizer may still have it.
-
-    Args:
-        before: The parameters of the unsharded model by name.
-        model: The sharded model.
-    """
+    """Note the name of each parameter (`before`) that sharding has replaced: an earlier optimizer may still have it."""
     kept = set(map(id, model.parameters()))
     for name, parameter in before.items():
         if id(parameter) not in kept:
@@ -155,10 +149,7 @@ def has_tables(model: nn.Module) -> bool:
 
 
 def table_optimizers(model: nn.Module) -> dict[str, AppliedOptimizer]:
-    """Return table path -> optimizer applied in backward, for an unsharded model.
-
-    `copy.deepcopy` and the pickler of `torch.multiprocessing` do not copy these attributes of parameters.
-    """
+    """Return table path -> optimizer applied in backward, for an unsharded model; copies of a model lack them."""
     return {table.path: table.fused_optimizer for table in find_tables(model) if table.fused_optimizer}
 
 

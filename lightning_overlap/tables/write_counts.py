@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torchrec.distributed.composable.table_batched_embedding_slice import TableBatchedEmbeddingSlice
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from typing_extensions import override
 
 from ..schedules import WeightOwner
-from ..text import some
-from .columns import call_in_backward
+from .names import call_in_backward
 from .replicas import replica_kernels
 from .sharded_module import read_once, tbes
 from .supported_modules import sharded_modules
@@ -67,16 +67,35 @@ class WatchedTable(TableBatchedEmbeddingSlice):  # type: ignore[misc]
     """A table's weight whose `data` shares its write count; PyTorch's `data` has a separate count."""
 
     __slots__ = ()
+    name_in_model: str
 
     @property
     def data(self) -> Tensor:
         """The weight without its graph, `(num_embeddings, embedding_dim)`."""
-        shared: Tensor = self.detach()
-        return shared
+        return self.detach()  # type: ignore[no-any-return]
 
     @data.setter
     def data(self, value: Tensor) -> None:
         Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether the weight needs a gradient; it cannot be set to False."""
+        return Tensor.requires_grad.__get__(self)  # type: ignore[attr-defined, no-any-return]
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.requires_grad_(value)
+
+    @override
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        if self.requires_grad and not requires_grad:
+            raise RuntimeError(
+                f"{self.name_in_model} cannot be frozen (requires_grad=False) any more: the table is sharded, and its "
+                "kernel trains every row that is looked up. Freeze it before fit, in __init__ or configure_model; to "
+                "keep it constant for a while, schedule its learning rate with combined_optimizer."
+            )
+        return self
 
 
 def watch_tables(model: nn.Module) -> None:
@@ -84,9 +103,10 @@ def watch_tables(model: nn.Module) -> None:
 
     Also make a gradient of a fused table's weight an error, since it would not be applied.
     """
-    for parameter in model.parameters():
+    for name, parameter in model.named_parameters():
         if type(parameter) is TableBatchedEmbeddingSlice:
             parameter.__class__ = WatchedTable
+            vars(parameter)["name_in_model"] = name
     for module in sharded_modules(model).values():
         _refuse_gradients(module)
 
@@ -115,19 +135,31 @@ def _refuse_gradients(module: Any) -> list[Any]:
         lost = [name for name, grad in tables.items() if (trained is None or name in trained) and grad.any()]
         weight.grad = None
         if lost:
-            raise RuntimeError(
-                f"the loss uses the weight of {some(lost)} directly, not by lookups, for example in a penalty on all "
-                "parameters or a product with the whole table. Only lookups train a sharded table, and a rank may have "
-                "only a part of it, so this gradient would be lost. Exclude tables "
-                "(torchrec.optim.optimizers.in_backward_optimizer_filter returns the other parameters), penalize the "
-                "looked-up embeddings, or look up the rows of the product."
-            )
+            if not _lost_gradients:  # other kernels' gradients may follow in this backward
+                torch.autograd.Variable._execution_engine.queue_callback(_raise_lost_gradients)
+            _lost_gradients.extend(lost)
+            return
         for handle in handles:  # zero gradients mark parameters as used for DistributedDataParallel: check only once
             handle.remove()
 
     weights = [weight for weight in _fused_weights(module) if weight.requires_grad]
     handles = [weight.register_post_accumulate_grad_hook(check) for weight in weights]
     return handles
+
+
+_lost_gradients: list[str] = []  # tables whose weights got a gradient in the current backward
+
+
+def _raise_lost_gradients() -> None:
+    names = sorted(_lost_gradients)
+    _lost_gradients.clear()
+    raise RuntimeError(
+        f"the loss uses the weight of {', '.join(names)} directly, not by lookups, for example in a penalty on all "
+        "parameters or a product with the whole table. Only lookups train a sharded table, and a rank may have "
+        "only a part of it, so this gradient would be lost. Exclude tables "
+        "(torchrec.optim.optimizers.in_backward_optimizer_filter returns the other parameters), penalize the "
+        "looked-up embeddings, or look up the rows of the product."
+    )
 
 
 def num_fused_writes(module: Any) -> tuple[int, ...]:
@@ -141,10 +173,7 @@ def has_dense_weights(module: Any) -> bool:
 
 
 def count_backwards(module: Any, answer: Any) -> None:
-    """Count each backward of a module's answer outside of a training step, after it has written tables.
-
-    FBGEMM's kernels do not count its writes.
-    """
+    """Count each backward of a module's answer outside of a training step: FBGEMM's kernels do not count its writes."""
 
     def count() -> None:
         _num_backwards[module] = _num_backwards.get(module, 0) + 1
@@ -163,16 +192,10 @@ def fused_writes(model: nn.Module) -> int:
 
 
 def num_writes(module: Any, owner: WeightOwner) -> tuple[int, ...]:
-    """Return the write count of each weight that a lookup reads.
+    """Return the write count of each weight that a lookup reads, after the backwards of `count_backwards`.
 
-    Args:
-        module: The sharded module.
-        owner: The last writer of the looked-up tables. For the dense optimizer its weights are counted as well: it has
-            written them before the lookup.
-
-    Returns:
-        The backwards of `count_backwards`, then a count for each weight; empty for `WeightOwner.LOOKUP`, whose lookup
-        is not early.
+    `owner` is the last writer of the looked-up tables. For the dense optimizer its weights are counted as well: it has
+    written them before the lookup. Empty for `WeightOwner.LOOKUP`, whose lookup is not early.
     """
     if owner is WeightOwner.LOOKUP:
         return ()

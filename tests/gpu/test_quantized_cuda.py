@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torchrec.distributed.types import QuantizedCommCodecs
 
-from lightning_overlap.tables.comms import overflow
-from lightning_overlap.tables.comms.quantized_comms import PRECISIONS, codecs_of, resolve_quantized_comms
+from lightning_overlap.tables import quantized_comms as overflow
+from lightning_overlap.tables.quantized_comms import PRECISIONS, codecs_of, resolve_quantized_comms
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
@@ -37,7 +37,7 @@ def test_numbers_come_back(precision: str) -> None:
 class _Asks:
     """One rank alone."""
 
-    def start_max(self, values: torch.Tensor) -> _Asks:
+    def start(self, values: torch.Tensor, op: Any) -> _Asks:
         return self
 
     def is_completed(self) -> bool:

@@ -243,7 +243,7 @@ MUTANTS = (
         10,
         "columns stay in the order of the sharding plan",
         ("laws/test_unsharded.py::test_columns_stand_in_the_order_of_the_configs_in_every_mode",),
-        "tables/columns.py",
+        "tables/names.py",
         "return columns if columns.keys() == names else",
         "return columns if True else",
     ),

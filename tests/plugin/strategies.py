@@ -323,9 +323,9 @@ def refuse(name: str) -> str:
     raise AssertionError("nothing was refused")
 
 
-def warnings_of(trainer_kwargs: dict[str, Any], data_parallel: bool = False) -> list[str]:
+def warnings_of(trainer_kwargs: dict[str, Any], case: Any = TABLE_WISE) -> list[str]:
     """Return what a fit warns of, ours only."""
-    model = Model(MIXED if data_parallel else TABLE_WISE)
+    model = Model(case)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         fit_model(model, trainer_kwargs=trainer_kwargs, sharding="table_wise")

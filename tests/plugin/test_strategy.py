@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
 from omegaconf import OmegaConf
 from torchrec.distributed.types import ShardingType
+from torchrec.optim import RowWiseAdagrad
 from torchrec.streamable import Pipelineable
 
 from lightning_overlap import MODES, STREAMS, Mode, OverlapEmbeddingStrategy, Schedule
@@ -284,6 +286,12 @@ def test_said_once(two_ranks: Ranks, kwargs: dict[str, Any], word: str) -> None:
     assert len(first) == 1
     assert word in first[0]
     assert second == []
+
+
+def test_nothing_is_said_of_clipping_where_the_kernels_clip(two_ranks: Ranks) -> None:
+    optimizer = RowWiseAdagrad, {"lr": 1.0, "gradient_clipping": True, "max_gradient": 0.1}
+    case = dataclasses.replace(TABLE_WISE, optimizer=optimizer)
+    assert two_ranks.run(strategies.warnings_of, {"gradient_clip_val": 1.0}, case) == [[], []]
 
 
 @pytest.mark.parametrize("combined", [False, True])

@@ -16,7 +16,7 @@ from torch import Tensor
 from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig
 
 from lightning_overlap import OverlapEmbeddingStrategy, OverlapMonitor
-from lightning_overlap.tables.comms import overflow
+from lightning_overlap.tables import quantized_comms as overflow
 
 from ..support.cases import TABLE_WISE, Batches, Case, Model, TableSpec, make_plan
 from ..support.fits import make_strategy, make_trainer

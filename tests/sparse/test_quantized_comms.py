@@ -11,7 +11,7 @@ from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_
 
 from lightning_overlap import OverlapEmbeddingStrategy
 from lightning_overlap.tables import find_tables
-from lightning_overlap.tables.comms.quantized_comms import check_quantized_comms, codecs_of, resolve_quantized_comms
+from lightning_overlap.tables.quantized_comms import check_quantized_comms, codecs_of, resolve_quantized_comms
 
 from ..support.cases import BATCH_SIZE, SEQUENCE, TABLE_WISE, Case, Model, TableSpec
 from ..support.ranks import RankError, Ranks

@@ -27,7 +27,7 @@ from lightning_overlap.testing.watched_fit import Setting
 
 from ..laws.unsharded import KINDS, OneModule, make_batches
 from ..laws.windows import Data
-from ..sparse.callers import TwoBackwards
+from ..sparse.callers import PenalizesAll, TwoBackwards
 from ..sparse.update_rates import Scheduled, factor
 from ..support.cases import NUM_STEPS, Batch, Batches, Case, MakesInput, Model, TableSpec, dense_optimizer, make_batch
 from ..support.fits import make_trainer, mode_and_options
@@ -83,7 +83,7 @@ class Writes(Model):
 
 
 MODELS: Mapping[str, type[Model]] = {
-    cls.__name__: cls for cls in (Model, Scheduled, TwoBackwards, TwoCalls, Frozen, Writes, MakesInput)
+    cls.__name__: cls for cls in (Model, Scheduled, PenalizesAll, TwoBackwards, TwoCalls, Frozen, Writes, MakesInput)
 }
 
 
@@ -100,6 +100,15 @@ def fit(
     trainer = make_trainer(strategy_of(case, pipeline, **(options or {})), **{"limit_val_batches": 0, **kwargs})
     trainer.fit(model, datamodule=Data(case, NUM_STEPS))
     return collect(model, trainer.optimizers[0], model.losses)
+
+
+def error_of_penalty(case: Case) -> str:
+    """Return the error of a penalty on all parameters."""
+    try:
+        fit(case, "fused_sparse_dist", "PenalizesAll")
+    except RuntimeError as err:
+        return str(err)
+    return "no error"
 
 
 def num_compared(case: Case, model_class: str) -> tuple[Result, int]:

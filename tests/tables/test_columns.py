@@ -7,7 +7,7 @@ import torch
 from torch.utils import _pytree
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedTensor
 
-from lightning_overlap.tables.columns import ConfigOrderKeyedTensor, without_graph
+from lightning_overlap.tables.names import ConfigOrderKeyedTensor, without_graph
 
 KEYS, LENGTHS = ["c", "a", "b"], [2, 1, 3]
 

@@ -1,13 +1,18 @@
-"""What a user reads whose dense optimizer owns fused tables."""
+"""What a user reads of a dense optimizer that owns fused tables, and of a fused optimizer's keywords."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+from torchrec.optim import RowWiseAdagrad, apply_optimizer_in_backward
 
 from lightning_overlap import combined_optimizer
-from lightning_overlap.tables.optimizer_checks import keep_dense, refuse_dense_owner
+from lightning_overlap.tables import check_fused_optimizer, find_tables
+from lightning_overlap.tables.optimizer_checks import apply_fused_optimizer, keep_dense, refuse_dense_owner
 
 
 @pytest.mark.parametrize(
@@ -58,3 +63,27 @@ def test_a_schedule_of_such_an_optimizer_is_told_of_the_combined_one() -> None:
     line = r"\n  optimizer = combined_optimizer\(self, torch.optim.SGD\(dense, lr=0.01\)\)  # for the scheduler"
     with pytest.raises(ValueError, match=line):
         refuse_dense_owner({"ebc": table}, [optimizer])
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ((RowWiseAdagrad, {"lrr": 1}), "fused_optimizer: RowWiseAdagrad does not take 'lrr': .* Did you mean 'lr'"),
+        ((torch.optim.SGD, {"rate": 1}), "SGD does not take 'rate': .* Known: lr, momentum, weight_decay."),
+    ],
+)
+def test_an_unknown_keyword_is_named(given: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        check_fused_optimizer(given)
+    kept: tuple[Any, dict[str, Any]] = (RowWiseAdagrad, {"lr": 1.0, "gradient_clipping": True, "max_gradient": 0.5})
+    assert check_fused_optimizer(kept) == kept
+
+
+def test_an_unknown_keyword_of_a_table_is_named() -> None:
+    """TorchRec passes it to the kernel."""
+    model = nn.Module()
+    configs = [EmbeddingBagConfig(name="t0", embedding_dim=4, num_embeddings=8, feature_names=["f0"])]
+    model.ebc = EmbeddingBagCollection(tables=configs)
+    apply_optimizer_in_backward(RowWiseAdagrad, model.ebc.parameters(), {"lrr": 1})
+    with pytest.raises(ValueError, match=r"table ebc.t0: RowWiseAdagrad does not take 'lrr': .* Did you mean 'lr'"):
+        apply_fused_optimizer(find_tables(model), None, torch.device("cpu"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -307,3 +308,14 @@ def test_arguments(given: Any, error: type[Exception]) -> None:
 )
 def test_computes_what_the_unsharded_module_computes(get_ranks: Callable[..., Ranks], name: str, pipeline: str) -> None:
     assert get_ranks(3).run(replicas.check_unsharded, name, pipeline) == [""] * 3
+
+
+def test_the_error_of_a_penalty_names_replicated_and_sharded_tables(two_ranks: Ranks) -> None:
+    named = set()
+    for message in two_ranks.run(replicas.error_of_penalty, case_of("sgd")):
+        found = re.search("the loss uses the weight of (.*) directly", message)
+        assert found is not None, message
+        of_rank = set(found[1].split(", "))
+        assert set(SMALL) < of_rank
+        named |= of_rank
+    assert named == set(ALL)

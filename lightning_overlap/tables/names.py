@@ -1,0 +1,210 @@
+"""Make sharded modules go by names as unsharded modules do: columns of their output, features of their input.
+
+TorchRec's order of columns depends on the sharding plan: a model trained on `ebc(kjt).values()` would read others under
+another plan, on another number of ranks, or unsharded. TorchRec notes the positions of features in the first input, and
+uses them for every later input: with other or reordered features it would look up ids in wrong tables. It multiplies by
+weights that an unsharded collection ignores (`is_weighted=False`), and accepts missing weights.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import register_pytree_node, tree_leaves, tree_map_only
+from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+from torchrec.modules.embedding_modules import get_embedding_names_by_table
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+from typing_extensions import override
+
+from ..text import some
+from .supported_modules import configs_of, hands_out_rows, sharded_modules, spec_of, table_modules, tables_of
+
+
+class ConfigOrderKeyedTensor(KeyedTensor):  # type: ignore[misc]
+    """A KeyedTensor, `(B, sum of dims)`, with the columns of another one in the order of `keys`.
+
+    Reads by name do not copy; the first call of `values()` copies the columns into order.
+    """
+
+    def __init__(self, in_plan_order: KeyedTensor, keys: list[str]) -> None:
+        lengths = dict(zip(in_plan_order.keys(), in_plan_order.length_per_key(), strict=True))
+        # The base class's methods use `_values` only for its device and memory, not for its order.
+        super().__init__(
+            keys=keys,
+            length_per_key=[lengths[key] for key in keys],
+            values=in_plan_order.values(),
+            key_dim=in_plan_order.key_dim(),
+        )
+        self._in_plan_order = in_plan_order
+        self._in_order: Tensor | None = None
+
+    @override
+    def values(self) -> Tensor:
+        if self._in_order is None:
+            columns = self.to_dict()
+            # The caller may first read the values under no_grad, and train on them afterwards.
+            unordered = self._values
+            with torch.inference_mode(unordered.is_inference()), torch.set_grad_enabled(unordered.requires_grad):
+                self._in_order = torch.cat([columns[key] for key in self.keys()], dim=self.key_dim())
+        return self._in_order
+
+    def __getitem__(self, key: str) -> Tensor:
+        return self._in_plan_order[key]  # type: ignore[no-any-return]
+
+    @override
+    def to_dict(self) -> dict[str, Tensor]:
+        columns = self._in_plan_order.to_dict()
+        return {key: columns[key] for key in self.keys()}
+
+    @override
+    def record_stream(self, stream: torch.cuda.streams.Stream) -> None:
+        self._in_plan_order.record_stream(stream)
+        if self._in_order is not None:
+            self._in_order.record_stream(stream)
+
+    @override
+    def to(self, device: torch.device, non_blocking: bool = False) -> KeyedTensor:
+        values = self.values().to(device, non_blocking=non_blocking)
+        return KeyedTensor(self.keys(), self.length_per_key(), values, self.key_dim())
+
+
+register_pytree_node(
+    ConfigOrderKeyedTensor,
+    lambda columns: ([columns.values()], (columns.keys(), columns.length_per_key())),
+    lambda values, context: KeyedTensor(*context, *values),
+)
+
+
+def without_graph(answer: Any) -> Any:
+    """Return a collection's output (nested tensors, KeyedTensors or JaggedTensors) detached from its graph."""
+    return tree_map_only(Tensor, Tensor.detach, answer)
+
+
+def call_in_backward(answer: Any, call: Callable[[], None]) -> None:
+    """Call a function at least once in every backward that reaches a collection's answer."""
+    # Gradients of single columns do not reach the `values()` of a ConfigOrderKeyedTensor.
+    parts = tree_leaves(answer, is_leaf=lambda part: isinstance(part, KeyedTensor))
+    for tensor in (part._values if isinstance(part, KeyedTensor) else part for part in parts):
+        if isinstance(tensor, Tensor) and tensor.requires_grad:
+            tensor.register_hook(lambda _: call())
+
+
+def answer_in_config_order(model: nn.Module) -> None:
+    """Make every sharded collection of a model return embeddings in the order of its configs."""
+    for module in table_modules(model).values():
+        if hasattr(module, "names_in_order"):
+            continue
+        module.__class__ = _in_order(module.__class__)
+        names_by_table = get_embedding_names_by_table(configs_of(module))
+        module.names_in_order = [name for names in names_by_table for name in names]
+
+
+@functools.cache
+def _in_order(cls: Any) -> type:
+    def ordered(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            answer = method(self, *args, **kwargs)
+            answer.callbacks.append(partial(_put_in_order, self.names_in_order))
+            return answer
+
+        return call
+
+    methods = {name: ordered(getattr(cls, name)) for name in ("output_dist", "compute_and_output_dist")}
+    return type(cls.__name__, (cls,), {"__module__": cls.__module__, **methods})
+
+
+def _put_in_order(names: list[str], columns: Any) -> Any:
+    if isinstance(columns, KeyedTensor):
+        return columns if columns.keys() == names else ConfigOrderKeyedTensor(columns, names)
+    return columns if list(columns) == names else {name: columns[name] for name in names}
+
+
+def find_features_by_name(model: nn.Module) -> None:
+    """Make every sharded module of a model find features by name."""
+    for module in table_modules(model).values():
+        _find_by_name(module, takes_numbers=True)
+    for module in sharded_modules(model).values():
+        kind = spec_of(module)
+        if hands_out_rows(module):
+            _find_by_name(module, takes_numbers=False)
+        elif kind is not None and kind.feature_processors:  # they set weights, and may read the input's weights
+            tables_of(module).takes_weights = None
+
+
+def _find_by_name(module: Any, *, takes_numbers: bool) -> None:
+    module.takes_weights, module.takes_numbers = takes_weights(module), takes_numbers  # whether ids are row numbers
+    if not hasattr(module, "known_features"):
+        module.__class__ = _by_name(module.__class__)
+        module.known_features = module.known_inverse = None  # of the first input, in its order
+
+
+@functools.cache
+def _by_name(cls: Any) -> type:
+    """Return a subclass of the same name that reorders every input like the first input."""
+
+    def input_dist(self: Any, ctx: Any, features: Any) -> Any:
+        if isinstance(features, KeyedJaggedTensor):
+            features = _checked(self, features)
+            if features.keys() != self.known_features:
+                features = _as_known(self, features)
+        return cls.input_dist(self, ctx, features)
+
+    return type(cls.__name__, (cls,), {"__module__": cls.__module__, "input_dist": input_dist})
+
+
+def takes_weights(module: Any) -> bool:
+    """Return whether a module needs weights of ids; True for modules of unknown kinds."""
+    if spec_of(module) is None:
+        return True
+    tables = tables_of(module)
+    return isinstance(tables, ShardedEmbeddingBagCollection) and bool(tables._is_weighted)
+
+
+def _checked(module: Any, kjt: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    """Return an input with weights if the module needs them, else an input without weights (a copy)."""
+    dtype = kjt.values().dtype
+    if dtype not in (torch.int64, torch.int32) and module.takes_numbers:
+        raise TypeError(
+            f"the ids for a {type(module).__name__} (features {some(kjt.keys())}) must be torch.int64 or torch.int32, "
+            f"got {dtype}. Convert them in the dataset or the collate function; torch.tensor([]) is torch.float32."
+        )
+    weights = kjt.weights_or_none()
+    if module.takes_weights is None or (weights is not None) == module.takes_weights:
+        return kjt
+    if weights is None:
+        raise ValueError(
+            f"a {type(module).__name__} with is_weighted=True got a KeyedJaggedTensor without weights (features "
+            f"{some(kjt.keys())}). Pass weights=, one for each id, or make the collection with is_weighted=False."
+        )
+    if weights.dim() == 1:  # else rows that TorchRec writes
+        kjt = copy.copy(kjt)
+        kjt._weights = kjt._jt_dict = None
+    return kjt
+
+
+def _as_known(module: Any, kjt: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    wanted = {feature for config in configs_of(tables_of(module)) for feature in config.feature_names}
+    if missing := sorted(wanted.difference(kjt.keys())):
+        raise ValueError(
+            f"the KeyedJaggedTensor for a {type(module).__name__} lacks {some(missing)}, which its tables look up; it "
+            f"has {some(kjt.keys())}. For a feature without ids, pass lengths of zero."
+        )
+    inverse = kjt.inverse_indices_or_none()
+    if module.known_features is None:
+        module.known_features = list(kjt.keys())
+        module.known_inverse = None if inverse is None else list(inverse[0])
+        return kjt
+    places = {key: place for place, key in enumerate(kjt.keys())}
+    with torch.no_grad():  # as when TorchRec reorders features
+        # No table looks up a missing feature: any feature may take its place.
+        ordered: KeyedJaggedTensor = kjt.permute([places.get(key, 0) for key in module.known_features])
+    if inverse is not None and module.known_inverse is not None:
+        rows = [inverse[0].index(key) for key in module.known_inverse]
+        ordered._inverse_indices = (module.known_inverse, inverse[1][rows])
+    return ordered
