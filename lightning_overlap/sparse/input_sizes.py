@@ -9,7 +9,7 @@ device, and the host reads them with the rest.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, NamedTuple, TypeAlias
 from zlib import crc32
@@ -21,20 +21,16 @@ from torch.nn.utils.rnn import pad_sequence
 from torchrec.distributed.embedding_sharding import KJTSplitsAllToAllMeta
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from ..distributed import PackedExchange, Part, check_none_batches
-from ..runtime import Streams
-from .module_context import ModuleContext
+from ..distributed import PackedExchange, Part, check_none_batches, gather_objects
+from ..runtime import InFlightBatch, Streams
 
 
 class PartForm(NamedTuple):
     """How many columns the sizes of one part of a module take (see `InputSizes`); the same on all ranks."""
 
-    num_sizes: int
-    """Tensors whose sizes are sent (lengths, ids, weights), and the batch size."""
-    splits: tuple[int, ...]
-    """Number of features that go to each rank."""
-    with_lengths: bool
-    """Whether the number of ids of each feature is sent; not where batch sizes vary by feature."""
+    num_sizes: int  # tensors whose sizes are sent (lengths, ids, weights), and the batch size
+    splits: tuple[int, ...]  # number of features that go to each rank
+    with_lengths: bool  # whether the number of ids of each feature is sent; not where batch sizes vary by feature
 
     @property
     def width(self) -> int:
@@ -71,11 +67,9 @@ def is_device(device: torch.device) -> bool:
 class _Counted(NamedTuple):
     """Sizes of one part that the device computes: ids per feature, and ids per destination."""
 
-    column: int
-    """First column of the part."""
+    column: int  # first column of the part
     part: PartForm
-    meta: KJTSplitsAllToAllMeta
-    """What this rank sends of the part."""
+    meta: KJTSplitsAllToAllMeta  # what this rank sends of the part
 
     def add_to(self, rows: Tensor) -> None:
         """Write them into the rows, `(num_ranks, num_columns)`, int64, on the device and its current stream."""
@@ -116,13 +110,16 @@ def types_in(tensors: Iterable[Tensor]) -> str:
 def check_types(mine: Mapping[str, str], group: dist.ProcessGroup) -> None:
     """Check that inputs have tensors of the same types on all ranks that have them; all ranks call this.
 
-    `mine` has the result of `types_in` on this rank for each input, by its name in the message.
+    gloo would end the process on data of another size than expected.
+
+    Args:
+        mine: The result of `types_in` on this rank for each input, by its name in the message.
+        group: The process group that sends the tensors.
 
     Raises:
-        RuntimeError: Types differ. gloo would end the process on data of another size than expected.
+        RuntimeError: Types differ.
     """
-    everyone: list[Mapping[str, str]] = [{}] * group.size()
-    dist.all_gather_object(everyone, mine, group=group)
+    everyone: list[Mapping[str, str]] = gather_objects(mine, group)
     for what in dict.fromkeys(what for theirs in everyone for what in theirs):
         by_rank = {rank: theirs[what] for rank, theirs in enumerate(everyone) if what in theirs}
         if len(set(by_rank.values())) > 1:
@@ -146,55 +143,43 @@ class InputSizes:
 
     Args:
         forms: Form of each module's input, in an order that is the same on all ranks.
-        states: States of the modules whose input this rank's batch has.
-        num_found: How many KeyedJaggedTensors of this rank's batch have the keys of each module's input.
-        latest_none: Number of the last None batch before this batch; -1 if there is none.
+        inflight: The batch.
         group: Process group of the input dist.
         streams: The device's streams.
     """
 
     def __init__(
-        self,
-        forms: Mapping[str, Form],
-        states: Mapping[str, ModuleContext],
-        num_found: Mapping[str, int],
-        latest_none: int,
-        group: dist.ProcessGroup,
-        streams: Streams,
+        self, forms: Mapping[str, Form], inflight: InFlightBatch, group: dist.ProcessGroup, streams: Streams
     ) -> None:
         self._forms, self._group, self._streams = forms, group, streams
-        self._rows: list[list[int]] = [[latest_none] for _ in range(group.size())]
-        self._exchange: PackedExchange | None = None
-        self._number = 0  # of the rows among the parts of the exchange
+        self._rows: list[list[int]] = [[inflight.latest_none] for _ in range(group.size())]
+        self.exchange: PackedExchange | None = None
+        """The all-to-all with the rows, once it was started; they are its part `number`."""
+        self.number = 0
         self._counted: list[_Counted] = []
         self._types: dict[str, str] = {}
         self._sent: Tensor | None = None  # the rows on the device, if it has computed some of them
         for name, form in forms.items():
-            state = states.get(name)
+            state = inflight.modules.get(name)
             metas = [None] * len(form) if state is None else _metas_of(state.splits_awaitable)
-            self._types[name] = types_in(metas[0].input_tensors) if metas and metas[0] else ""
-            found = 0 if state is None else num_found[name] + _MOST_FOUND * crc32(self._types[name].encode())
+            types = self._types[name] = types_in(metas[0].input_tensors) if metas and metas[0] else ""
+            found = 0 if state is None else state.num_found + _MOST_FOUND * crc32(types.encode())
             for row in self._rows:
                 row.append(found)
             for part, meta in zip(form, metas, strict=True):
-                if meta is not None and is_counted_on_device(meta._input):
-                    self._counted.append(_Counted(len(self._rows[0]), part, meta))
-                    self._add(part, meta, [])
-                else:
-                    self._add(part, meta, meta._input.length_per_key() if meta and part.with_lengths else [])
+                self._add(part, meta)
 
-    def _add(self, part: PartForm, meta: KJTSplitsAllToAllMeta | None, length_per_key: Iterable[int]) -> None:
+    def _add(self, part: PartForm, meta: KJTSplitsAllToAllMeta | None) -> None:
         """Append the columns of one part to the rows: zeros if `meta` is None, as this rank lacks the input."""
-        lengths = iter(length_per_key)
+        lengths: Iterator[int] = iter(())
+        if meta is not None and is_counted_on_device(meta._input):
+            self._counted.append(_Counted(len(self._rows[0]), part, meta))
+        elif meta is not None and part.with_lengths:
+            lengths = iter(meta._input.length_per_key())
         for destination, (row, num_features) in enumerate(zip(self._rows, part.splits, strict=True)):
             sizes = [] if meta is None else [sizes[destination] for sizes in meta.splits_tensors]
             sizes += islice(lengths, num_features)
             row += sizes + [0] * (part.width - len(sizes))
-
-    @property
-    def is_sent(self) -> bool:
-        """Whether the all-to-all with the rows was started."""
-        return self._exchange is not None
 
     def part(self, device: torch.device) -> Part:
         """Return the rows as one part of an exchange: `(num_ranks, num_columns)`, int64, on this device."""
@@ -210,11 +195,7 @@ class InputSizes:
         """Start an all-to-all of the rows alone, if no ids are sent in time to travel with."""
         nccl = "nccl" in str(dist.get_backend(self._group))
         device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
-        self.travel_with(PackedExchange([self.part(device)], self._group, self._streams, even=True), 0)
-
-    def travel_with(self, exchange: PackedExchange, number: int) -> None:
-        """Note that the rows are the part `number` of an exchange that was started."""
-        self._exchange, self._number = exchange, number
+        self.exchange = PackedExchange([self.part(device)], self._group, self._streams, even=True)
 
     def wait(self) -> dict[str, tuple[tuple[int, ...], list[PartSizes]]]:
         """Wait for the rows of the other ranks and read them on the host: the one host sync of a step.
@@ -225,10 +206,10 @@ class InputSizes:
         Raises:
             RuntimeError: Ranks have skipped different None batches, or have inputs of different types.
         """
-        if self._exchange is None:  # no ids have been sent since
+        if self.exchange is None:  # no ids have been sent since
             self.send()
-        assert self._exchange is not None
-        [received] = self._exchange.take(slice(self._number, self._number + 1))
+        assert self.exchange is not None
+        [received] = self.exchange.take(slice(self.number, self.number + 1))
         rows: list[list[int]] = (received if self._sent is None else torch.cat((received, self._sent))).tolist()
         size, rank = self._group.size(), self._group.rank()
         for counted in self._counted:

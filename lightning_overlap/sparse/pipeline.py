@@ -40,11 +40,8 @@ class SparsePipeline:
         self.updates = TableUpdates(forwards, group, order, options)
         self.answers = Answers(forwards, self.inputs, self.updates, order, options)
         self.lookups = SparseLookups(forwards, self.inputs, self.answers, order, options)
-
-    @property
-    def stages(self) -> SparseStages:
+        self.stages = SparseStages(self.inputs, self.lookups, self.updates)
         """What an executor issues."""
-        return SparseStages(self.inputs, self.lookups, self.updates)
 
     @property
     def unpipelined(self) -> dict[str, str]:
@@ -62,7 +59,6 @@ class SparsePipeline:
         """Give every module its former forward back and forget all batches, without a collective."""
         self._forwards.detach()
         self.inputs.staged.detach()
-        self.updates.release_replicas()
         self.updates.forget()
         self.answers.abandon()
         self.inputs.forget()

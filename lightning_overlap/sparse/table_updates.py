@@ -87,8 +87,8 @@ class TableUpdates:
     def gradients_are_there(self, batches: Iterable[InFlightBatch], timeout_s: float) -> bool:
         """Wait for the gradients of these batches' updates; return whether all arrive within `timeout_s` seconds."""
         deadline = time.monotonic() + timeout_s
-        deferred = [state.deferred for inflight in batches for state in inflight.modules.values()]
-        while not all(update.has_arrived for update in deferred):
+        states = [state for inflight in batches for state in inflight.modules.values()]
+        while not all(work.is_completed() for state in states for work in state.deferred.works):
             if time.monotonic() > deadline:
                 return False
             time.sleep(0.01)
@@ -102,7 +102,7 @@ class TableUpdates:
         if on_compute:
             self._order.compute_waits()
         for state in inflight.modules.values():
-            self._make(state, inflight.index)
+            self._make(state)
         if on_compute:
             self._order.note_write()
 
@@ -113,10 +113,6 @@ class TableUpdates:
             for state in inflight.modules.values():
                 state.deferred.drop()
         self.count_lookups(inflight, -1)
-
-    def forget(self) -> None:
-        """Forget the updates that are to come."""
-        self._to_come.clear()
 
     def count_lookups(self, inflight: InFlightBatch, times: int) -> None:
         """Change the iteration counts of fused optimizers by the early lookups of a batch that is not updated yet.
@@ -137,8 +133,9 @@ class TableUpdates:
         for kernel in self._holding_replicas:
             kernel.hold()
 
-    def release_replicas(self) -> None:
-        """Let each backward update replicated tables itself again."""
+    def forget(self) -> None:
+        """Forget the updates that are to come; let each backward update replicated tables itself again."""
+        self._to_come.clear()
         for kernel in self._holding_replicas:
             kernel.release()
 
@@ -150,10 +147,10 @@ class TableUpdates:
             self._order.lookup_waits()  # for the backward, which has left the gradients
             with self._order.on_lookup():
                 for inflight in waiting:
-                    self._make(inflight.modules[name], inflight.index)
+                    self._make(inflight.modules[name])
 
-    def _make(self, state: ModuleContext, index: int) -> None:
+    def _make(self, state: ModuleContext) -> None:
         if state.deferred:
-            self._order.observe("wait", Stage.EMBEDDING_UPDATE, index)
+            self._order.observe("wait", Stage.EMBEDDING_UPDATE, state.batch)
             state.deferred.apply()
             state.advance(Progress.UPDATED)

@@ -54,7 +54,7 @@ def take_back(kernels: Kernels, num_lookups: list[int], order: LookupOrder) -> N
 
 
 @contextmanager
-def _updates_at_present_rate(module: Any, set_rates: SetRates | None) -> Iterator[None]:
+def updates_at_present_rate(module: Any, set_rates: SetRates | None) -> Iterator[None]:
     """Within this context fused tables return embeddings whose backward takes the learning rate of its own time.
 
     `set_rates` gives the kernels the scheduler's present rates. If it is None, no scheduler moves the rates, and
