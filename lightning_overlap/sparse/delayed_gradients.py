@@ -10,11 +10,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torchrec.distributed.types import ShardedTensor
 
-Gradients = list[tuple[Tensor, Tensor]]
-"""Parameters that have a gradient, each with its gradient."""
-
-_STATE = "stashed_gradient_"
-"""Prefix of the optimizer state that holds stashed gradients in a checkpoint, numbered from the oldest."""
+Gradients = list[tuple[Tensor, Tensor]]  # parameters that have a gradient, each with its gradient
+_STATE = "stashed_gradient_"  # prefix of optimizer state with stashed gradients in a checkpoint, the oldest first
 
 
 class GradientStash:

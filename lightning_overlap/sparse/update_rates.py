@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 import torch
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -57,23 +57,21 @@ def take_back(kernels: Kernels, num_lookups: list[int], order: LookupOrder) -> N
 def updates_at_present_rate(module: Any, set_rates: SetRates | None) -> Iterator[None]:
     """Within this context fused tables return embeddings whose backward takes the learning rate of its own time.
 
-    `set_rates` gives the kernels the scheduler's present rates. If it is None, no scheduler moves the rates, and
-    nothing changes.
+    `set_rates` gives the kernels the scheduler's present rates; None if no scheduler moves them: nothing changes.
     """
     if set_rates is None or not torch.is_grad_enabled():
         yield
         return
     set_rates()
     # Every part with a TBE, also of the dense optimizer, which owns a part if one of its tables has a dense kernel.
-    patched = [
-        lookup for lookup in tables_of(module)._lookups if isinstance(lookup, nn.Module) and tbes_within([lookup])
-    ]
-    for lookup in patched:
-        lookup.forward = _FusedLookup(lookup.forward, tbes_within([lookup]), set_rates)
+    lookups = tables_of(module)._lookups
+    patched = [(lookup, kernels) for lookup in lookups if (kernels := tbes_within([lookup]))]
+    for lookup, kernels in patched:
+        lookup.forward = _FusedLookup(lookup.forward, kernels, set_rates)
     try:
         yield
     finally:
-        for lookup in patched:
+        for lookup, _ in patched:
             del lookup.forward
 
 
