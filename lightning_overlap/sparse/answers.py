@@ -16,12 +16,11 @@ from torchrec.distributed.types import LazyAwaitable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from ..dense import saving_is_hooked
-from ..runtime import InFlightBatch, LookupOrder
+from ..runtime import InFlightBatch
 from ..schedules import Stage, StreamName
 from ..tables import SentInput, count_backwards, tbes, without_backward, without_graph
 from .inputs import SparseInputs
 from .module_context import ModuleContext, Progress, autocast_of, wait_for
-from .options import SparseOptions
 from .pipelined_forward import (
     CHANGED_IN_PLACE,
     OTHER_AUTOCAST,
@@ -40,17 +39,10 @@ from .update_rates import lookup_counts, lookups_since, take_back
 class Answers:
     """Answers the calls of all sharded modules of a model, which their pipelined forwards pass to `answer`."""
 
-    def __init__(
-        self,
-        forwards: PipelinedForwards,
-        inputs: SparseInputs,
-        updates: TableUpdates,
-        order: LookupOrder,
-        options: SparseOptions,
-    ) -> None:
+    def __init__(self, forwards: PipelinedForwards, inputs: SparseInputs, updates: TableUpdates) -> None:
         self._forwards, self._inputs, self._updates = forwards, inputs, updates
-        self._order, self._options = order, options
-        on_host = not order.streams.is_async
+        self._order, self._options = forwards.order, forwards.options
+        options, on_host = forwards.options, not forwards.order.streams.is_async
         self._sends_within = options.multi_node and options.fills_waits and options.trains and on_host
         self._current: InFlightBatch | None = None  # the batch whose step runs, until the step returns
         self._in_step: InFlightBatch | None = None  # the same batch, until its backward is over

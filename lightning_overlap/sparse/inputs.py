@@ -7,33 +7,30 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.nn import ModuleList
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from ..preprocessing import StagedCalls
-from ..runtime import InFlightBatch, LookupOrder, Path, resolve
+from ..runtime import InFlightBatch, Path, resolve
 from ..schedules import Stage, StreamName
 from ..tables import SentInput, has_model_parallel_tables
 from .freed_features import release
 from .input_dist import InputExchange, splits_only
 from .input_sizes import check_types, types_in
 from .module_context import ModuleContext, Progress, wait_for
-from .options import SparseOptions
 from .pipelined_forward import PipelinedForwards, inputs_of
 
 
 class SparseInputs:
     """Finds the inputs of all sharded modules of a model, and sends their ids; see `SparsePipeline`."""
 
-    def __init__(
-        self, forwards: PipelinedForwards, group: dist.ProcessGroup | None, order: LookupOrder, options: SparseOptions
-    ) -> None:
-        self._forwards, self._group, self._order, self._options = forwards, group, order, options
+    def __init__(self, forwards: PipelinedForwards) -> None:
+        self._forwards, self._group, self._order = forwards, forwards.group, forwards.order
+        self._options = options = forwards.options
         self.staged = StagedCalls(
             options.model, step=options.step, trains=options.trains, rank=options.rank, warned=options.warned
         )
-        self._exchange = None if group is None else InputExchange(group, order.streams)
+        self._exchange = None if self._group is None else InputExchange(self._group, self._order.streams)
         self._taking_part: list[str] = []
         """Modules for whose input the exchange of sizes has columns, the same on all ranks.
 
@@ -57,7 +54,7 @@ class SparseInputs:
         is_first, self._is_first = self._is_first, False
         if not is_first or self._group is None:
             return
-        if has_model_parallel_tables(ModuleList(one.module for one in self._forwards.values())):
+        if has_model_parallel_tables(ModuleList(self._forwards.modules)):
             kjts = keyed_jagged_tensors(inflight.batch)
             types = {f"the input of features {', '.join(one.keys())}": types_in(one.dist_tensors()) for one in kjts}
             check_types(types, self._group)

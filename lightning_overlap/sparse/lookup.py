@@ -9,7 +9,7 @@ from typing import Any
 
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from ..runtime import InFlightBatch, LookupOrder
+from ..runtime import InFlightBatch
 from ..schedules import StreamName, WeightOwner
 from ..tables import (
     caching_tbes,
@@ -24,7 +24,6 @@ from ..tables import (
 from .answers import Answers
 from .inputs import SparseInputs
 from .module_context import ModuleContext, Progress, replaced
-from .options import SparseOptions
 from .pipelined_forward import WRITTEN, PipelinedForwards
 from .update_rates import take_back, updates_at_present_rate
 
@@ -35,17 +34,9 @@ MAX_OVERWRITTEN = 3
 class SparseLookups:
     """Looks up the tables of all sharded modules of a model early, and serves the embeddings in the step."""
 
-    def __init__(
-        self,
-        forwards: PipelinedForwards,
-        inputs: SparseInputs,
-        answers: Answers,
-        order: LookupOrder,
-        options: SparseOptions,
-    ) -> None:
+    def __init__(self, forwards: PipelinedForwards, inputs: SparseInputs, answers: Answers) -> None:
         self._forwards, self._inputs, self._answers = forwards, inputs, answers
-        self._order, self._options = order, options
-        self._modules = [pipelined.module for pipelined in forwards.values()]
+        self._order, self._options, self._modules = forwards.order, forwards.options, forwards.modules
         self.keep_ids = False
         """Whether batches that are looked up from now on keep their ids until their step is over."""
         self._num_drops = 0  # of lookups whose tables were written afterwards

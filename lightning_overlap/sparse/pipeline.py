@@ -35,11 +35,10 @@ class SparsePipeline:
         options: SparseOptions,
     ) -> None:
         self.modules, self.order = modules, order
-        self._forwards = forwards = PipelinedForwards(modules, group, options)
-        self.inputs = SparseInputs(forwards, group, order, options)
-        self.updates = TableUpdates(forwards, group, order, options)
-        self.answers = Answers(forwards, self.inputs, self.updates, order, options)
-        self.lookups = SparseLookups(forwards, self.inputs, self.answers, order, options)
+        self._forwards = forwards = PipelinedForwards(modules, group, order, options)
+        self.inputs, self.updates = SparseInputs(forwards), TableUpdates(forwards)
+        self.answers = Answers(forwards, self.inputs, self.updates)
+        self.lookups = SparseLookups(forwards, self.inputs, self.answers)
         self.stages = SparseStages(self.inputs, self.lookups, self.updates)
         """What an executor issues."""
 

@@ -15,7 +15,7 @@ from torchrec.sparse import jagged_tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from ..distributed import Mismatches, gather_objects
-from ..runtime import InFlightBatch, Path, RangesLeftOut, is_profiled, leaves, resolve
+from ..runtime import InFlightBatch, LookupOrder, Path, RangesLeftOut, is_profiled, leaves, resolve
 from ..tables import (
     IdRanges,
     check_torchrec,
@@ -155,7 +155,7 @@ class PipelinedForward:
 
 
 class PipelinedForwards(dict[str, PipelinedForward]):
-    """The pipelined forward of each sharded module of a model, by the module's name.
+    """The pipelined forward of each sharded module of a model, by the module's name; see `SparsePipeline`.
 
     Raises:
         ImportError: The installed TorchRec lacks a private name that is used for one of these modules.
@@ -165,18 +165,18 @@ class PipelinedForwards(dict[str, PipelinedForward]):
         self,
         modules: Mapping[str, ShardedModule[Any, Any, Any, Any]],
         group: dist.ProcessGroup | None,
+        order: LookupOrder,
         options: SparseOptions,
     ) -> None:
         super().__init__(
             (name, PipelinedForward(name, module, group, options.looks_up_cached)) for name, module in modules.items()
         )
-        self._group, self._options, self.num_steps = group, options, 0
+        self.modules, self.group, self.order, self.options = list(modules.values()), group, order, options
+        self.num_steps = 0
         key = f"lightning_overlap/{next(_num_made)}"  # all ranks make as many
-        self._mismatches = (
-            None
-            if group is None or options.store is None
-            else Mismatches(options.store, key, group.size(), options.timeout_s)
-        )
+        self._mismatches: Mismatches | None = None
+        if group is not None and options.store is not None:
+            self._mismatches = Mismatches(options.store, key, group.size(), options.timeout_s)
 
     def attach(self, answer: Answer) -> None:
         """Replace the modules' forwards; `answer` returns the embeddings of each call."""
@@ -214,7 +214,7 @@ class PipelinedForwards(dict[str, PipelinedForward]):
             isinstance(weights, torch.Tensor)
             and weights.requires_grad
             and torch.is_grad_enabled()
-            and self._group is not None
+            and self.group is not None
             and takes_weights(pipelined.module)
             and has_model_parallel_tables(pipelined.module)
         ):
@@ -229,7 +229,7 @@ class PipelinedForwards(dict[str, PipelinedForward]):
 
         `inflight` is the batch of the input; None for a call between two steps.
         """
-        options = self._options
+        options = self.options
         if options.out_of_range_ids == "fbgemm" or not isinstance(given, KeyedJaggedTensor):
             return None
         found = pipelined.ranges.first_outside(given)
@@ -288,32 +288,18 @@ class PipelinedForwards(dict[str, PipelinedForward]):
         All ranks agree on the outcome, since every early collective has to be issued by all of them.
         """
         by_id = {id(kjt): path for path, kjt in inputs_of(batch)}
-        found = {name: _find(pipelined, by_id, self._options.step) for name, pipelined in self.items()}
-        for name, (path, reason) in self._agree(found).items():
-            pipelined = self[name]
-            pipelined.path = path
-            if path is not None:
-                pipelined.keys = frozenset(resolve(batch, path).keys())
+        mine = {name: _find(pipelined, by_id, self.options.step) for name, pipelined in self.items()}
+        everyone = [mine] if self.group is None else gather_objects(mine, self.group)
+        for name, pipelined in self.items():
+            found = _agreed([theirs[name] for theirs in everyone])
+            if not isinstance(found, str):
+                pipelined.path, pipelined.keys = found, frozenset(resolve(batch, found).keys())
             if pipelined.unpipelined_reason is not None:
                 self._warn_of_own_forward(pipelined, pipelined.unpipelined_reason, "")
-            elif reason is not None:
-                self.run_unpipelined(pipelined, reason)
+            elif isinstance(found, str):
+                self.run_unpipelined(pipelined, found)
             self._warn_of_untrained_sequences(pipelined)
             pipelined.calls.clear()
-
-    def _agree(self, found: dict[str, tuple[Path | None, str | None]]) -> dict[str, tuple[Path | None, str | None]]:
-        """Return the path of each module's input if all ranks have found the same path, else why it is not early."""
-        if self._group is None:
-            return found
-        everyone = gather_objects(found, self._group)
-        return {
-            name: (
-                next((other[name] for other in everyone if other[name][1] is not None), mine)
-                if all(other[name][0] == mine[0] for other in everyone)
-                else (None, "its input is at different places of the batch on different ranks")
-            )
-            for name, mine in found.items()
-        }
 
     # -- warnings -----------------------------------------------------------------------------------------------
 
@@ -321,12 +307,12 @@ class PipelinedForwards(dict[str, PipelinedForward]):
         """Let a module run in its own forward from now on; warn once, with the reason."""
         if pipelined.unpipelined_reason is None:
             pipelined.unpipelined_reason = reason
-            advice = _ADVICE.get(reason, _CALL).format(step=self._options.step)
+            advice = _ADVICE.get(reason, _CALL).format(step=self.options.step)
             self._warn_of_own_forward(pipelined, reason, f" {advice}")
 
     def _warn_of_own_forward(self, pipelined: PipelinedForward, reason: str, advice: str) -> None:
         own = f"The lookup of {pipelined} is not overlapped: {reason}. It runs in its own forward, on current weights."
-        if self._options.rank == 0:
+        if self.options.rank == 0:
             self._warn_once(pipelined, reason, own + advice)
 
     def _warn_of_untrained_sequences(self, pipelined: PipelinedForward) -> None:
@@ -334,7 +320,7 @@ class PipelinedForwards(dict[str, PipelinedForward]):
         inputs = [only_input(*call) for call in pipelined.calls]
         kjts = [given for given in inputs if isinstance(given, KeyedJaggedTensor)]
         varies = any(kjt.variable_stride_per_key() and kjt.device().type == "cpu" for kjt in kjts)
-        if varies and holds_sequences(pipelined.module) and self._options.rank == 0:
+        if varies and holds_sequences(pipelined.module) and self.options.rank == 0:
             self._warn_once(
                 pipelined,
                 "variable batch sizes",
@@ -343,31 +329,36 @@ class PipelinedForwards(dict[str, PipelinedForward]):
             )
 
     def _warn_once(self, pipelined: PipelinedForward, about: str, text: str) -> None:
-        warned, known = self._options.warned, (pipelined.name, about)
+        warned, known = self.options.warned, (pipelined.name, about)
         if known not in warned:
             warned.add(known)
             warnings.warn(text, UserWarning, stacklevel=2)
 
 
-def _find(pipelined: PipelinedForward, by_id: Mapping[int, Path], step: str) -> tuple[Path | None, str | None]:
-    """Return where in the batch a module's input is, or why its lookup cannot start early; the other is None.
+def _find(pipelined: PipelinedForward, by_id: Mapping[int, Path], step: str) -> Path | str:
+    """Return where in the batch a module's input is, or why its lookup cannot start early.
 
     `by_id` has the path of each KeyedJaggedTensor of the batch by its `id`, `step` the name of the user's method.
     """
     if not pipelined.calls:
-        return None, "it was not called for the first batch"
+        return "it was not called for the first batch"
     if len(pipelined.calls) > 1:
-        return None, _CALLED_TWICE
+        return _CALLED_TWICE
     args, kwargs = pipelined.calls[0]
     given = only_input(args, kwargs)
-    path = by_id.get(id(given))
-    if path is not None:
-        return path, None
+    if id(given) in by_id:
+        return by_id[id(given)]
     kind = type(given).__name__ if given is not None else f"{len(args)} arguments and {sorted(kwargs)}"
-    return None, (
+    return (
         f"its input ({kind}) is made inside {step}, it is not an object of the batch (whose dataclass fields, "
         "named tuples, sequences, mappings, attributes and slots were searched)"
     )
+
+
+def _agreed(found: list[Path | str]) -> Path | str:
+    """Return the path that all ranks have found, or why the lookup cannot start early, the same on all ranks."""
+    places = {None if isinstance(one, str) else one for one in found}
+    return found[0] if len(places) == 1 else "its input is at different places of the batch on different ranks"
 
 
 def inputs_of(batch: Any) -> list[tuple[Path, KeyedJaggedTensor]]:

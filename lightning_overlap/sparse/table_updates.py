@@ -6,15 +6,13 @@ import time
 from collections.abc import Callable, Iterable
 
 import torch
-import torch.distributed as dist
 from torch.utils.hooks import RemovableHandle
 
-from ..runtime import InFlightBatch, LookupOrder
+from ..runtime import InFlightBatch
 from ..schedules import Stage, WeightOwner
 from ..tables import owners_of_parts, replica_kernels, tbes
 from .deferred_update import before_gradients
 from .module_context import ModuleContext, Progress
-from .options import SparseOptions
 from .pipelined_forward import PipelinedForwards
 from .update_rates import take_back
 
@@ -22,11 +20,9 @@ from .update_rates import take_back
 class TableUpdates:
     """Updates the tables of batches whose backward stopped at the received embeddings; see `SparsePipeline`."""
 
-    def __init__(
-        self, forwards: PipelinedForwards, group: dist.ProcessGroup | None, order: LookupOrder, options: SparseOptions
-    ) -> None:
-        self._order, self._multi_node = order, options.multi_node
-        is_async = order.streams.is_async
+    def __init__(self, forwards: PipelinedForwards) -> None:
+        self._order, options, group = forwards.order, forwards.options, forwards.group
+        self._multi_node, is_async = options.multi_node, self._order.streams.is_async
         # Only on a CPU, where the host itself waits for the gradient all-to-all.
         self._fills_waits = options.fills_waits and options.trains and group is not None and not is_async
         self.can_defer_updates = options.trains and (group is not None or is_async or options.holds_updates)
@@ -34,7 +30,7 @@ class TableUpdates:
         self._hooks: list[RemovableHandle] = []
         self._to_come: dict[int, InFlightBatch] = {}  # batches whose gradients are sent and whose update is to come
         # Only the pipeline of training holds updates: an evaluation's has the same kernels and must not drop them.
-        holding = [pipelined.module for pipelined in forwards.values()] if options.holds_updates else []
+        holding = forwards.modules if options.holds_updates else []
         self._holding_replicas = [kernel for module in holding for kernel in replica_kernels(module)]
 
     # -- within a backward ------------------------------------------------------------------------------------------
