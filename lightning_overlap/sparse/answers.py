@@ -85,10 +85,7 @@ class Answers:
         """Return early embeddings if the module's own forward would give the same; else run that forward.
 
         Only the first call in a step gets early embeddings. `checkpoint()` repeats a call in the backward, and gets the
-        same answer again.
-
-        Returns:
-            An awaitable of embeddings; for some kinds of modules a tuple of it and further values.
+        same answer again: an awaitable of embeddings, for some kinds of modules a tuple of it and further values.
 
         Raises:
             RuntimeError: This rank has to run the module's own forward, and another rank has taken early embeddings.
@@ -327,10 +324,7 @@ def _outside_inference_mode(*, grad: bool, keeps_saved: bool = False) -> Iterato
 
 
 def _own_graph() -> AbstractContextManager[Any]:
-    """Within this context a wait connects embeddings to the graph of their lookup, whatever the caller's modes.
-
-    The hooks of a `checkpoint()` do not see the tensors that this saves.
-    """
+    """Within this context a wait connects embeddings to the graph of their lookup, whatever the caller's modes."""
     is_hooked = saving_is_hooked()
     if torch.is_grad_enabled() and not torch.is_inference_mode_enabled() and not is_hooked:
         return nullcontext()

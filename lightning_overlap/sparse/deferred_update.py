@@ -41,10 +41,6 @@ class _Backward:
     """Pairs on one rank: their backward is the TBE's, and no gradient is sent."""
 
 
-def _set_nothing() -> None:
-    """Leave the rates as they are."""
-
-
 class DeferredUpdate:
     """The deferred backward of one batch through one sharded module.
 
@@ -55,7 +51,7 @@ class DeferredUpdate:
     """
 
     def __init__(self) -> None:
-        self._set_present: SetRates = _set_nothing  # gives the kernels the scheduler's present rates
+        self._set_present: SetRates = lambda: None  # gives the kernels the scheduler's present rates
         self._kernels: Kernels = []  # none without a scheduler
         self._rates: list[float] | None = None  # rates of the batch's backward, while its update is made
         self._at_embeddings: list[Tensor] = []  # leaves that replace embeddings that have arrived

@@ -31,16 +31,12 @@ class SparseInputs:
             options.model, step=options.step, trains=options.trains, rank=options.rank, warned=options.warned
         )
         self._exchange = None if self._group is None else InputExchange(self._group, self._order.streams)
+        # Modules for whose input the exchange of sizes has columns, the same on all ranks. If one of them runs
+        # unpipelined later on this rank, its columns stay.
         self._taking_part: list[str] = []
-        """Modules for whose input the exchange of sizes has columns, the same on all ranks.
-
-        If one of them runs unpipelined later on this rank, its columns stay.
-        """
         self._is_first = True
-        self.ready = False
-        """Whether it is known which input of a batch feeds which module."""
-        self.releases = options.releases
-        """Whether the ids of a batch are freed once they have been sent."""
+        self.ready = False  # whether it is known which input of a batch feeds which module
+        self.releases = options.releases  # whether the ids of a batch are freed once they have been sent
 
     def forget(self) -> None:
         """Forget the sizes of batches that were dropped."""
@@ -144,11 +140,7 @@ class SparseInputs:
                 state.sent.forget_ids()
 
     def receive_input(self, inflight: InFlightBatch) -> list[Any]:
-        """Wait for the ids that this rank receives, and assemble them.
-
-        Returns:
-            Everything that holds received tensors (ids and TorchRec's contexts), for `Streams.record_stream`.
-        """
+        """Wait for the ids that this rank receives and assemble them; return all that holds them, for other streams."""
         received: list[Any] = []
         for state in inflight.modules.values():
             if state.tensors_awaitable is not None:

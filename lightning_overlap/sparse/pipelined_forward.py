@@ -60,19 +60,15 @@ _ADVICE: Mapping[str, str] = {
 
 
 class LazyEmbeddings(LazyGetItemMixin[str, Any], LazyAwaitable[Any]):  # type: ignore[misc]
-    """Embeddings that wait at their first use, in the grad mode in which the module was called.
+    """Embeddings that `receive` waits for at their first use, in the grad mode in which the module was called.
 
     TorchRec's awaitables wait in the mode of the first use. If a step first reads embeddings under `no_grad`, for
     example for a statistic, they would have no gradient when it trains on them afterwards.
-
-    Args:
-        receive: Waits for the embeddings and returns them: a KeyedTensor, or a dict of JaggedTensors by feature.
     """
 
     def __init__(self, receive: Callable[[], Any]) -> None:
         super().__init__()
-        self._receive = receive
-        self._mode = _grad_mode()
+        self._receive, self._mode = receive, _grad_mode()
 
     # Methods of an EmbeddingCollection's dict that TorchRec's awaitables lack.
     def __iter__(self) -> Iterator[str]:
@@ -105,7 +101,6 @@ class EarlyEmbeddings(LazyEmbeddings):
 
 
 def _grad_mode() -> tuple[bool, bool]:
-    """Return whether gradients are enabled, and whether inference mode is."""
     return torch.is_grad_enabled(), torch.is_inference_mode_enabled()
 
 
@@ -117,12 +112,9 @@ class PipelinedForward:
     """The `forward` of one sharded module while a pipeline is attached."""
 
     answer: Answer
-    former: Any
-    """The instance's `forward` before, another pipeline's; None if the instance had only the class's."""
+    former: Any  # the instance's `forward` before, another pipeline's; None if the instance had only the class's
 
-    def __init__(
-        self, name: str, module: ShardedModule[Any, Any, Any, Any], group: dist.ProcessGroup | None, prefetches: bool
-    ) -> None:
+    def __init__(self, name: str, module: Any, group: dist.ProcessGroup | None, prefetches: bool) -> None:
         check_torchrec(module)
         self.name, self.module = name, module
         self.ranges = IdRanges(module)
@@ -134,12 +126,10 @@ class PipelinedForward:
         """Where in the batch its input is; None before `discover`, and if its input is no object of the batch."""
         self.keys: frozenset[str] = frozenset()
         """Keys of its input; a step may pass another KeyedJaggedTensor of the batch with the same keys instead."""
-        self.form: Any = None
-        """Types of the tensors that the last call of its own forward has sent; None before the first call."""
+        self.form: Any = None  # types of the tensors that the last call of its own forward has sent
         self.unpipelined_reason: str | None = why_never_early(module, group, prefetches=prefetches)
         """Why it runs in its own forward; None if it can be looked up early."""
-        self.calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-        """Arguments of its calls in the step that runs."""
+        self.calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []  # arguments of its calls in the step that runs
 
     def __str__(self) -> str:
         return f"{self.name!r} ({type(self.module).__name__})"
@@ -225,7 +215,7 @@ class PipelinedForwards(dict[str, PipelinedForward]):
             )
 
     def ids_outside(self, pipelined: PipelinedForward, given: Any, inflight: InFlightBatch | None) -> str | None:
-        """Return the error about an id of the input `given` that is no row; None if there is none, or only a warning.
+        """Return the error about an id of an input that is no row; None if there is none, or only a warning.
 
         `inflight` is the batch of the input; None for a call between two steps.
         """
@@ -283,10 +273,7 @@ class PipelinedForwards(dict[str, PipelinedForward]):
     # -- which input feeds which module -------------------------------------------------------------------------
 
     def discover(self, batch: Any) -> None:
-        """Find the inputs of the modules' calls in the staged batch, by identity.
-
-        All ranks agree on the outcome, since every early collective has to be issued by all of them.
-        """
+        """Find the inputs of the modules' calls in the staged batch, by identity; all ranks agree on the outcome."""
         by_id = {id(kjt): path for path, kjt in inputs_of(batch)}
         mine = {name: _find(pipelined, by_id, self.options.step) for name, pipelined in self.items()}
         everyone = [mine] if self.group is None else gather_objects(mine, self.group)
@@ -336,10 +323,7 @@ class PipelinedForwards(dict[str, PipelinedForward]):
 
 
 def _find(pipelined: PipelinedForward, by_id: Mapping[int, Path], step: str) -> Path | str:
-    """Return where in the batch a module's input is, or why its lookup cannot start early.
-
-    `by_id` has the path of each KeyedJaggedTensor of the batch by its `id`, `step` the name of the user's method.
-    """
+    """Return where in the batch a module's input is (its inputs are given by `id`), or why it cannot be sent early."""
     if not pipelined.calls:
         return "it was not called for the first batch"
     if len(pipelined.calls) > 1:
