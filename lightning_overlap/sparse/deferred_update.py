@@ -64,10 +64,9 @@ class DeferredUpdate:
         return bool(self._at_embeddings or self._under_way)
 
     def with_rates(self, set_present: SetRates, kernels: Kernels) -> SetRates:
-        """Note the rates of `kernels` at each backward from now on; `set_present` gives them the scheduler's rates.
+        """Return a function that gives kernels the rates of their backward while `apply` runs, else the present rates.
 
-        Returns:
-            A function that gives the kernels the rates of a backward while `apply` runs, else the present rates.
+        From now on the rates at each backward are noted. `set_present` gives the kernels the scheduler's present rates.
         """
         self._set_present, self._kernels = set_present, kernels
         return self._set_rates
@@ -83,12 +82,15 @@ class DeferredUpdate:
 
         def start(embeddings: Tensor, *context: Any) -> Awaitable[Tensor]:
             started = output_dist(embeddings, *context)
-            if not self._cut_under_way(started) and embeddings.requires_grad:
+            parts = list(_under_way(started))
+            cuts = [cut for part in parts if (cut := self._cut(part)) is not None]
+            if embeddings.requires_grad and not cuts:
                 raise RuntimeError(
                     f"cannot defer the update of tables whose embeddings come by {type(started).__name__}: no "
                     "all-to-all was found in it. Train without defer_update."
                 )
-            if any(isinstance(part, Request) for part in _under_way(started)):
+            self._under_way += cuts
+            if any(isinstance(part, Request) for part in parts):
                 started.callbacks.append(self._cut_received)
             return started
 
@@ -109,35 +111,29 @@ class DeferredUpdate:
             return received
         leaf: Tensor = received.detach().requires_grad_()
         self._at_embeddings.append(leaf)
-        leaf.register_post_accumulate_grad_hook(lambda leaf: self._arrived(received, leaf, sends=True))
+        leaf.register_post_accumulate_grad_hook(partial(self._arrived, received, sends=True))
         return _at_leaf(leaf)
 
-    def _cut_under_way(self, started: object) -> bool:
-        """Cut the graph of embeddings that are under way; return whether any were found.
+    def _cut(self, part: Request[Any] | NoWait[Any]) -> _Cut | None:
+        """Cut the graph of embeddings that are under way; None if they have no graph.
 
         TorchRec makes a collective of two autograd functions: the first starts it, the second waits for it. An empty
         tensor joins them. In the backward the second one runs first and starts the all-to-all of gradients, then the
         first one waits for it. The cut is at the empty tensor, or, on one rank, at the embeddings themselves.
         """
-        num_cuts = len(self._under_way)
-        for part in _under_way(started):
-            request = part if isinstance(part, Request) else None
-            name = "_obj" if request is None else "dummy_tensor"
-            graph = getattr(part, name)
-            if not (isinstance(graph, Tensor) and graph.requires_grad):
-                continue
-            leaf = graph.detach().requires_grad_()
-            setattr(part, name, _at_leaf(leaf) if request is None else leaf)
-            self._under_way.append(_Cut(graph, leaf, request))
-            if request is None:
-                leaf.register_post_accumulate_grad_hook(partial(self._arrived, graph, sends=False))
-        return len(self._under_way) > num_cuts
+        is_sent = isinstance(part, Request)
+        name = "dummy_tensor" if is_sent else "_obj"
+        graph = getattr(part, name)
+        if not isinstance(graph, Tensor) or not graph.requires_grad:
+            return None
+        leaf = graph.detach().requires_grad_()
+        setattr(part, name, leaf if is_sent else _at_leaf(leaf))
+        if not is_sent:
+            leaf.register_post_accumulate_grad_hook(partial(self._arrived, graph, sends=False))
+        return _Cut(graph, leaf, part if is_sent else None)
 
     def _arrived(self, graph: Tensor, leaf: Tensor, *, sends: bool) -> None:
-        """Take the gradient that a backward has left at `leaf`, which replaces `graph`, the output of the cut part.
-
-        `sends` says whether the backward of `graph` starts an all-to-all of gradients.
-        """
+        """Take the gradient that a backward has left at `leaf`; with `sends` that of `graph` starts an all-to-all."""
         if leaf.grad is None:  # the loss does not depend on these embeddings
             return
         task = torch._C._current_graph_task_id()
@@ -207,7 +203,7 @@ class DeferredUpdate:
 def _under_way(started: Any) -> Iterator[Request[Any] | NoWait[Any]]:
     """Yield the collectives in an awaitable; `NoWait` on one rank."""
     kind = _kind_of(started.__class__)
-    if kind is Request:
+    if kind is Request or kind is NoWait:
         yield started
     elif kind is not None:
         for part in started if kind is list else vars(started).values():
@@ -218,23 +214,14 @@ def _under_way(started: Any) -> Iterator[Request[Any] | NoWait[Any]]:
 @functools.cache
 def _kind_of(cls: type) -> Any:
     """Return how `_under_way` treats objects of a class; cached, since `isinstance` is slow for abstract classes."""
-    if issubclass(cls, Request | NoWait):
-        return Request
-    if issubclass(cls, Awaitable):
-        return Awaitable
-    return list if issubclass(cls, list) else None
+    return next((kind for kind in (Request, NoWait, Awaitable, list) if issubclass(cls, kind)), None)
 
 
 def before_gradients(embeddings: object, num_parts: int) -> list[Tensor] | None:
-    """Return the tensors on which a hook runs right before the backward of embeddings waits for gradients.
+    """Return the tensors on which a hook runs right before the backward of an early lookup waits for gradients.
 
-    Args:
-        embeddings: The early lookup: an awaitable of the output dists of all parts.
-        num_parts: How many parts have fused tables, and so an all-to-all of gradients.
-
-    Returns:
-        The empty tensors in the middle of each collective (see `DeferredUpdate._cut_under_way`), in any order. None if
-        fewer than `num_parts` are found: then the backward may update tables without waiting.
+    They are the empty tensors in the middle of each collective (see `DeferredUpdate._cut`). None if fewer
+    than `num_parts`, the parts with fused tables, have one: then the backward may update tables without waiting.
     """
     dummies = [part.dummy_tensor for part in _under_way(embeddings) if isinstance(part, Request)]
     found = [dummy for dummy in dummies if isinstance(dummy, Tensor) and dummy.requires_grad]

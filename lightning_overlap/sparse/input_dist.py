@@ -30,8 +30,7 @@ from ..tables import ids_fit_32_bits, input_dists_of
 from .input_sizes import Form, InputSizes, PartSizes, form_of, is_counted_on_device
 from .module_context import replaced
 
-MAX_RECATS = 256
-"""The most index tensors that are cached, one for each part of each module; see `_cached_recat`."""
+MAX_RECATS = 256  # the most index tensors that are cached, one for each part of each module; see `_cached_recat`
 
 
 @contextmanager
@@ -110,15 +109,11 @@ class InputExchange:
         """Sizes of batches whose ids have not been sent, the oldest first; the same batches on all ranks."""
 
     def start_sizes(self, taking_part: list[str], inflight: InFlightBatch) -> None:
-        """Start the exchange of sizes of these modules, whether or not this rank's batch has their inputs.
+        """Start the exchange of sizes of modules, the same on all ranks, whether or not this batch has their inputs.
 
         With it the ranks compare their None batches, even if no module takes part. The sizes are sent at once, or with
         the ids of an earlier batch if these have not been sent yet. A module whose input does not have the agreed form
         is removed from the batch; its own forward then raises TorchRec's error.
-
-        Args:
-            taking_part: Names of the modules, the same on all ranks.
-            inflight: The batch, with the states of modules that have an input in it; receives the sizes.
         """
         described = {name: form_of(state.splits_awaitable) for name, state in inflight.modules.items()}
         if any(name not in self._forms for name in taking_part):
@@ -183,8 +178,7 @@ class _Received(KJTAllToAllTensorsAwaitable):  # type: ignore[misc]
     is the number of its first tensor (lengths) among the parts of the exchange; ids and weights follow.
     """
 
-    exchange: PackedExchange
-    """Brings the tensors; set once it is started."""
+    exchange: PackedExchange  # brings the tensors; set once it is started
 
     def __init__(self, meta: KJTSplitsAllToAllMeta, sizes: PartSizes, first: int) -> None:
         kept = ("pg", "splits", "input_splits", "labels", "keys", "device", "stagger")

@@ -38,8 +38,7 @@ class PartForm(NamedTuple):
         return self.num_sizes + (max(self.splits) if self.with_lengths else 0)
 
 
-Form: TypeAlias = tuple[PartForm, ...]
-"""Columns that the input of one module takes: a `PartForm` for each part that sends ids."""
+Form: TypeAlias = tuple[PartForm, ...]  # of the input of one module: a `PartForm` for each part that sends ids
 
 
 def form_of(request: Any) -> Form:
@@ -93,8 +92,7 @@ class PartSizes(NamedTuple):
 
     by_tensor: list[list[int]]
     """Elements of lengths, ids and weights from each rank; then batch sizes by rank, unless these vary by feature."""
-    lengths: list[int] | None
-    """Number of ids of each feature of this rank, from all ranks together; None if these numbers were not sent."""
+    lengths: list[int] | None  # number of ids of each feature of this rank, from all ranks together, if these were sent
 
 
 _MOST_FOUND = 1 << 16
@@ -110,14 +108,8 @@ def types_in(tensors: Iterable[Tensor]) -> str:
 def check_types(mine: Mapping[str, str], group: dist.ProcessGroup) -> None:
     """Check that inputs have tensors of the same types on all ranks that have them; all ranks call this.
 
-    gloo would end the process on data of another size than expected.
-
-    Args:
-        mine: The result of `types_in` on this rank for each input, by its name in the message.
-        group: The process group that sends the tensors.
-
-    Raises:
-        RuntimeError: Types differ.
+    gloo would end the process on data of another size than expected. `mine` has the result of `types_in` on this rank
+    for each input, by its name in the error (a RuntimeError).
     """
     everyone: list[Mapping[str, str]] = gather_objects(mine, group)
     for what in dict.fromkeys(what for theirs in everyone for what in theirs):
@@ -140,12 +132,7 @@ class InputSizes:
     the tensors' types. `sizes` are the numbers of elements of lengths, ids and weights that go to that rank, and the
     batch size. The ids per feature belong to the features that the rank looks up. Zeros fill them up to the largest
     number of features of any rank, so that all rows have one width. A rank without an input for a module sends zeros.
-
-    Args:
-        forms: Form of each module's input, in an order that is the same on all ranks.
-        inflight: The batch.
-        group: Process group of the input dist.
-        streams: The device's streams.
+    `forms` has the modules in an order that is the same on all ranks.
     """
 
     def __init__(
@@ -153,9 +140,8 @@ class InputSizes:
     ) -> None:
         self._forms, self._group, self._streams = forms, group, streams
         self._rows: list[list[int]] = [[inflight.latest_none] for _ in range(group.size())]
-        self.exchange: PackedExchange | None = None
-        """The all-to-all with the rows, once it was started; they are its part `number`."""
-        self.number = 0
+        self.exchange: PackedExchange | None = None  # the all-to-all with the rows, once it was started
+        self.number = 0  # of the rows among its parts
         self._counted: list[_Counted] = []
         self._types: dict[str, str] = {}
         self._sent: Tensor | None = None  # the rows on the device, if it has computed some of them
@@ -200,11 +186,8 @@ class InputSizes:
     def wait(self) -> dict[str, tuple[tuple[int, ...], list[PartSizes]]]:
         """Wait for the rows of the other ranks and read them on the host: the one host sync of a step.
 
-        Returns:
-            By module: the number of its inputs on each rank, and the sizes that this rank receives of each part.
-
-        Raises:
-            RuntimeError: Ranks have skipped different None batches, or have inputs of different types.
+        Returns by module the number of its inputs on each rank, and the sizes that this rank receives of each part.
+        Raises a RuntimeError if ranks have skipped different None batches, or have inputs of different types.
         """
         if self.exchange is None:  # no ids have been sent since
             self.send()

@@ -27,8 +27,7 @@ from .module_context import ModuleContext, replaced
 from .pipelined_forward import WRITTEN, PipelinedForwards
 from .update_rates import take_back, updates_at_present_rate
 
-MAX_OVERWRITTEN = 3
-"""The number of drops after which modules whose tables were written run in their own forward."""
+MAX_OVERWRITTEN = 3  # drops after which modules whose tables were written run in their own forward
 
 
 class SparseLookups:
@@ -37,8 +36,7 @@ class SparseLookups:
     def __init__(self, forwards: PipelinedForwards, inputs: SparseInputs, answers: Answers) -> None:
         self._forwards, self._inputs, self._answers = forwards, inputs, answers
         self._order, self._options, self._modules = forwards.order, forwards.options, forwards.modules
-        self.keep_ids = False
-        """Whether batches that are looked up from now on keep their ids until their step is over."""
+        self.keep_ids = False  # whether batches that are looked up from now on keep their ids until their step is over
         self._num_drops = 0  # of lookups whose tables were written afterwards
         self._written: set[str] = set()  # modules whose tables this rank has found written at these drops
         self._seen: Any = None  # rates and writes at the last search
@@ -86,11 +84,7 @@ class SparseLookups:
                         self._look_up(state, owner, parts, defers_update=inflight.defers_update)
 
     def _look_up(self, state: ModuleContext, owner: WeightOwner, parts: list[int], *, defers_update: bool) -> None:
-        """Look up the parts of a module that belong to `owner` and start their output dists, on the current stream.
-
-        If these are all parts, TorchRec's own `compute_and_output_dist` does it. Else the lookup of the last parts
-        assembles the module's output.
-        """
+        """Look up the parts of a module that belong to `owner` and start their output dists, on the current stream."""
         if self.keep_ids:
             state.ids = state.dist_input
         if self._options.holds_rates and state.rates is None:
@@ -117,10 +111,7 @@ class SparseLookups:
 
     @contextmanager
     def forward(self, inflight: InFlightBatch, send_next: Callable[[], None]) -> Iterator[None]:
-        """Serve early embeddings while the step of one batch runs.
-
-        If a module runs its own forward instead, `inflight.ran_unpipelined` is set.
-        """
+        """Serve early embeddings during the step of a batch; `inflight.ran_unpipelined` if a module runs its own."""
         self._inputs.check_types(inflight)
         self._answers.begin(inflight, send_next)
         self._inputs.staged.begin(inflight)
