@@ -32,14 +32,9 @@ class Uses:
 
     def whole(self, layers: Iterable[Any], loss: Tensor) -> dict[Any, str]:
         """Return the modules whose backward cannot be split, each with the reason."""
-        users: dict[Any, set[Any]] = {loss.grad_fn: set()}
-        nodes = [loss.grad_fn]
-        while nodes:
-            node = nodes.pop()
+        users: dict[Any, set[Any]] = {node: set() for node in _between(loss.grad_fn, None)}
+        for node in users:
             for following in _following(node):
-                if following not in users:
-                    users[following] = set()
-                    nodes.append(following)
                 users[following].add(node)
         for layer in layers:
             calls = [call for call in self._calls if call[0] is layer]
@@ -60,7 +55,7 @@ def _following(node: Any) -> list[Any]:
 
 
 def _between(output: Any, given: Any) -> set[Any]:
-    """Return the nodes that a call has made: from the output's node down to the weights, but not the input's node."""
+    """Return the nodes from an output's node down to the weights, without the node of a given input and below."""
     nodes, seen = [output], {output}
     while nodes:
         for following in _following(nodes.pop()):

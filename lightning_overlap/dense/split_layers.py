@@ -23,16 +23,11 @@ from .late_all_reduce import LateAllReduce
 SPLIT_TYPES = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 """Layers of exactly these types are split. The forward of a subclass may do anything."""
 
-_LEFT = "{kind} uses {names} itself; only weights of Linear, Conv1d, Conv2d and Conv3d are split"
-"""Why a module of another type is left whole."""
-
 
 class SplitLayer:
     """A module whose weight gradients can be computed after a backward.
 
-    Args:
-        name: Its name in the model.
-        module: A layer of `SPLIT_TYPES`, a chain of modules (`nn.Sequential`), or a module that is left whole.
+    It is a layer of `SPLIT_TYPES`, a chain of modules (`nn.Sequential`), or a module that is left whole.
     """
 
     def __init__(self, name: str, module: nn.Module) -> None:
@@ -40,10 +35,8 @@ class SplitLayer:
         self.is_layer = type(module) in SPLIT_TYPES
         """Whether gradients of its input are computed in the backward; a chain of layers is split if it needs none."""
         self.weights = list(module.parameters())
-        self.forward: Callable[..., Any] = module.forward
-        """The forward that replaces the module's own forward in a step."""
-        self.why_whole: str | None = None
-        """Why its backward is not split; None if it is."""
+        self.forward: Callable[..., Any] = module.forward  # replaces the module's own forward in a step
+        self.why_whole: str | None = None  # why its backward is not split; None if it is
 
 
 @dataclass(slots=True)
@@ -154,16 +147,17 @@ class SplitLayers:
 
     # -- forwards and the first half ----------------------------------------------------------------------------
 
-    def _runs_whole(self) -> bool:
-        if torch.compiler.is_compiling() or self._inside or not torch.is_grad_enabled():
-            return True
-        return bool(torch._C._current_graph_task_id() != -1)  # a checkpoint() repeats the forward
-
     def _forward(self, layer: SplitLayer, forward: Callable[[Tensor], Any], *args: Any, **kwargs: Any) -> Any:
         [given] = (*args, *kwargs.values()) or (None,)
         if self._uses is not None and layer.is_layer and not torch.is_grad_enabled():
             self._uses.leave(layer, "it is called without gradients, as a reentrant checkpoint() does")
-        if self._runs_whole() or (not layer.is_layer and given.requires_grad):
+        if (
+            torch.compiler.is_compiling()
+            or self._inside
+            or not torch.is_grad_enabled()
+            or torch._C._current_graph_task_id() != -1  # a checkpoint() repeats the forward
+            or (not layer.is_layer and given.requires_grad)
+        ):
             return forward(given)
         is_cut = self._uses is None and given.requires_grad
         own = given.detach().requires_grad_() if is_cut else given
@@ -238,7 +232,10 @@ def _candidates(model: nn.Module, without: set[int]) -> Iterator[SplitLayer]:
         elif id(module) not in parts_of_left:
             own = [key for key, weight in module.named_parameters(recurse=False) if weight.requires_grad]
             if any(module.get_parameter(key).dim() > 1 for key in own):
-                layer.why_whole = _LEFT.format(names=", ".join(own), kind=type(module).__name__)
+                layer.why_whole = (
+                    f"{type(module).__name__} uses {', '.join(own)} itself; only weights of Linear, Conv1d, Conv2d and "
+                    "Conv3d are split"
+                )
                 parts_of_left |= {id(part) for part in module.modules()} if _is_of_torch(module) else set()
                 yield layer
 
