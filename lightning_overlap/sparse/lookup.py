@@ -178,11 +178,8 @@ class SparseLookups:
     def leave_overwritten(self, batches: Iterable[InFlightBatch]) -> None:
         """Drop the early lookups of these batches, on all ranks alike: the tables were written afterwards.
 
-        From every third drop on, modules whose tables were written on any rank run in their own forward. All modules do
-        if no rank has found a write (`tables_changed` was called without a write).
-
-        Raises:
-            RuntimeError: The ids of these batches were released, so that they cannot be looked up anew.
+        At every third drop modules whose tables were written on any rank begin to run in their own forward. All modules
+        do if no rank has found a write (`tables_changed` was called without a write).
         """
         if self._inputs.releases:
             raise RuntimeError(

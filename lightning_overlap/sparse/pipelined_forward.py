@@ -245,10 +245,8 @@ class PipelinedForwards(dict[str, PipelinedForward]):
         """Make sure that no rank has `served` a call, before this one issues collectives for it.
 
         Ranks that take early embeddings, or do not call the module, issue no collective for the call. So no collective
-        can ask them: this rank's collectives would wait for them, or match other collectives of theirs.
-
-        Raises:
-            RuntimeError: `problem`: another rank has served the call, or does not make it in time.
+        can ask them: this rank's collectives would wait for them, or match other collectives of theirs. Raises a
+        RuntimeError with `problem` if another rank has served the call, or does not make it in time.
         """
         if self._mismatches is not None and not self._mismatches.all_ranks(call, self.num_steps):
             raise RuntimeError(problem)

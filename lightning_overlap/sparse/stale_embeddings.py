@@ -80,8 +80,7 @@ class StaleRows:
     def count(self) -> StaleCounts | None:
         """Start to count the rows of the batch looked up last; all ranks call this after the same step.
 
-        Returns:
-            The counts; None if that batch saw every update, if the step looked up no batch, or if ids were not kept.
+        None if that batch saw every update, if the step looked up no batch, or if ids were not kept.
         """
         executor = self._executor()
         batches = [] if executor is None else _looked_up_last(executor.queue.in_flight)
@@ -151,12 +150,8 @@ def _rows(ids: Any, places: Sequence[tuple[int, int, int]]) -> Tensor:
 def add_counts(counts_T2: Tensor, read_N: Tensor, unseen_M: Tensor) -> None:
     """Add, by table, the rows that are both read and unseen, and the rows that are read; each row once.
 
-    No size here depends on the ids: the host would have to wait for it.
-
-    Args:
-        counts_T2: Rows read stale and rows read, by table, `(number of tables, 2)`, int64; the counts are added to it.
-        read_N: Rows that were looked up, `(N,)`, int64, as `table << ROW_BITS | row`; repetitions count once.
-        unseen_M: Rows of the updates that this lookup could not see, `(M,)`, int64, in the same form.
+    `read_N` are the looked-up rows, `unseen_M` those of updates that this lookup could not see: `_rows`, int64. No size
+    here depends on the ids: the host would have to wait for it.
     """
     if not read_N.numel():
         return

@@ -38,10 +38,8 @@ class TableUpdates:
     def register_backward_hook(self, inflight: InFlightBatch, stage: Stage, call: Callable[[], None]) -> bool:
         """Let the backward of a batch call a function where it first waits for other ranks, before it writes a table.
 
-        One backward may call it several times. `stage` is the first stage that it issues.
-
-        Returns:
-            Whether the backward will call it. If not, the caller has to issue the stage, before the backward.
+        One backward may call it several times. `stage` is the first stage that it issues. Returns whether the backward
+        will call it; if not, the caller has to issue the stage, before the backward.
         """
         for handle in self._hooks:  # some tensors outlive their backward
             handle.remove()
