@@ -33,7 +33,7 @@ from .pipelined_forward import (
     only_input,
 )
 from .table_updates import TableUpdates
-from .update_rates import lookup_counts, lookups_since, take_back
+from .update_rates import counting, take_back
 
 
 class Answers:
@@ -56,7 +56,9 @@ class Answers:
         `send_next` sends sizes and ids of coming batches. Between hosts on a CPU it is called within the step, as soon
         as all early embeddings of this batch have arrived: from then on the link is idle.
         """
-        self._forwards.begin_step()
+        self._forwards.num_steps += 1
+        for pipelined in self._forwards.values():
+            pipelined.calls.clear()
         self._kept.clear()
         self._current = self._in_step = inflight
         # A mode that watches operators (of a host-sync audit) would not see the read of the sizes within the step.
@@ -150,7 +152,6 @@ class Answers:
 
     def _why_not_early(self, pipelined: PipelinedForward, state: ModuleContext, given: Any) -> str | None:
         """Return why early embeddings may differ from the module's own forward now; None if they do not."""
-        assert state.sent is not None
         if given is not state.kjt:
             return "it was called with another input than the one in the batch"
         if not state.sent.is_unchanged(state.kjt):
@@ -256,13 +257,14 @@ class Answers:
         timed = nullcontext() if inflight is None else self._order.timed(stage, inflight.index, StreamName.COMPUTE)
         # FBGEMM 1.8 lacks kernels in inference mode on a CPU; there is no graph either way.
         own_mode = _outside_inference_mode(grad=False) if torch.is_inference_mode_enabled() else nullcontext()
-        kernels = [] if trains else tbes(module)
-        counts = lookup_counts(kernels)
-        with nullcontext() if trains else without_backward(module), timed, own_mode:
+        if trains:
+            with timed, own_mode:
+                return look_up_now()
+        num_lookups: list[int] = []
+        with without_backward(module), counting(tbes(module), num_lookups), timed, own_mode:
             found = look_up_now()
-        if not trains:
-            self._order.lookup_waits()
-            take_back(kernels, lookups_since(kernels, counts), self._order)
+        self._order.lookup_waits()
+        take_back(tbes(module), num_lookups, self._order)
         return found
 
     def _look_up_when_called(self, inflight: InFlightBatch, state: ModuleContext) -> Any:
@@ -277,7 +279,7 @@ class Answers:
 
 def _look_up_deferring(state: ModuleContext, look_up_now: Callable[[], Any]) -> Any:
     """Run a module's own forward; its update waits for the optimizer step, as after early lookups."""
-    with state.deferring_update(), state.counting(state.num_own_lookups):
+    with state.deferring_update(), counting(tbes(state.module), state.num_own_lookups):
         return look_up_now()
 
 

@@ -128,16 +128,13 @@ class SparseInputs:
             self._order.observe("wait", Stage.INPUT_SPLITS_DIST, inflight.index)
             self._exchange.start_data(inflight)
         if self.releases:
-            self._release_sent(inflight)
-
-    def _release_sent(self, inflight: InFlightBatch) -> None:
-        """Free the ids of a batch, except ids that a module will read in its own forward."""
-        searched = self.staged.searched(inflight)
-        read_later = [_input_in(searched, one.path) for one in self._forwards.values() if not one.early]
-        for state in inflight.modules.values():
-            if all(state.kjt is not kjt for kjt in read_later):
-                release(state.kjt)
-                state.sent.forget_ids()
+            searched = self.staged.searched(inflight)
+            # Modules that run in their own forward will read their ids in the step.
+            read_later = [_input_in(searched, one.path) for one in self._forwards.values() if not one.early]
+            for state in inflight.modules.values():
+                if all(state.kjt is not kjt for kjt in read_later):
+                    release(state.kjt)
+                    state.sent.forget_ids()
 
     def receive_input(self, inflight: InFlightBatch) -> list[Any]:
         """Wait for the ids that this rank receives and assemble them; return all that holds them, for other streams."""

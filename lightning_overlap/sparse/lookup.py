@@ -25,7 +25,7 @@ from .answers import Answers
 from .inputs import SparseInputs
 from .module_context import ModuleContext, replaced
 from .pipelined_forward import WRITTEN, PipelinedForwards
-from .update_rates import take_back, updates_at_present_rate
+from .update_rates import counting, take_back, updates_at_present_rate
 
 MAX_OVERWRITTEN = 3  # drops after which modules whose tables were written run in their own forward
 
@@ -52,7 +52,6 @@ class SparseLookups:
         """
         for state in inflight.modules.values():
             if caching_tbes(state.module):
-                assert state.dist_input is not None, f"the prefetch of batch {inflight.index} comes before its input"
                 stream = self._order.streams[self._order.lookup]  # reads and updates the prefetched rows
                 state.module.prefetch(state.dist_input, forward_stream=stream, ctx=state.context)
 
@@ -93,7 +92,7 @@ class SparseLookups:
         if set_rates is not None:
             set_rates = state.deferred.with_rates(set_rates, tbes(state.module))
         with (
-            state.counting(state.num_lookups),
+            counting(tbes(state.module), state.num_lookups),
             updates_at_present_rate(state.module, set_rates),
             state.deferring_update() if defers_update else nullcontext(),
         ):

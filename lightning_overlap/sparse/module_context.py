@@ -14,9 +14,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from ..runtime import is_profiled
 from ..schedules import WeightOwner
-from ..tables import SentInput, num_writes, owners_of_parts, rates_of, spec_of, tbes
+from ..tables import num_writes, owners_of_parts, rates_of, spec_of
 from .deferred_update import DeferredUpdate
-from .update_rates import lookup_counts, lookups_since
 
 
 @dataclass(slots=True)
@@ -41,7 +40,7 @@ class ModuleContext:
     """Output dists by the number of their part, while other parts are still to be looked up."""
     embeddings: LazyAwaitable[Any] | None = None  # the module's output, once all parts were looked up early
     deferred: DeferredUpdate = field(default_factory=DeferredUpdate)  # empty where the update is not deferred
-    sent: SentInput | None = None  # what the input held when its ids were sent
+    sent: Any = None  # the `SentInput` of its ids, once they were sent
     outside: str | None = None
     """The error about an id that is no row, for which row 0 was looked up; None if all ids are rows."""
     num_writes: dict[WeightOwner, tuple[int, ...]] = field(default_factory=dict)
@@ -79,15 +78,6 @@ class ModuleContext:
             for dist, owner in zip(self.module._output_dists, owners, strict=True)
         ]
         return replaced(self.module, "_output_dists", dists)
-
-    @contextmanager
-    def counting(self, counted: list[int]) -> Iterator[None]:
-        """Add to `counted` how much the iteration count of each kernel grows within this context."""
-        kernels = tbes(self.module)
-        before = lookup_counts(kernels)
-        yield
-        done = lookups_since(kernels, before)
-        counted[:] = [a + b for a, b in zip(counted, done, strict=True)] if counted else done
 
     def note_lookup(self, owner: WeightOwner) -> None:
         """Note what has to stay unchanged until the call, after an early lookup of this owner's tables."""

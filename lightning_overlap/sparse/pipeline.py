@@ -39,14 +39,12 @@ class SparsePipeline:
         self.inputs, self.updates = SparseInputs(forwards), TableUpdates(forwards)
         self.answers = Answers(forwards, self.inputs, self.updates)
         self.lookups = SparseLookups(forwards, self.inputs, self.answers)
-        self.stages = SparseStages(self.inputs, self.lookups, self.updates)
-        """What an executor issues."""
+        self.stages = SparseStages(self.inputs, self.lookups, self.updates)  # what an executor issues
 
     @property
     def unpipelined(self) -> dict[str, str]:
         """Names of the modules known so far to run in their own forward, each with the reason."""
-        reasons = {name: pipelined.unpipelined_reason for name, pipelined in self._forwards.items()}
-        return {name: reason for name, reason in reasons.items() if reason is not None}
+        return {name: one.unpipelined_reason for name, one in self._forwards.items() if one.unpipelined_reason}
 
     def attach(self) -> None:
         """Replace the modules' forwards until `detach`; an evaluation's pipeline replaces the training's for a time."""

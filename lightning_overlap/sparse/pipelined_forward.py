@@ -162,7 +162,7 @@ class PipelinedForwards(dict[str, PipelinedForward]):
             (name, PipelinedForward(name, module, group, options.looks_up_cached)) for name, module in modules.items()
         )
         self.modules, self.group, self.order, self.options = list(modules.values()), group, order, options
-        self.num_steps = 0
+        self.num_steps = 0  # steps begun
         key = f"lightning_overlap/{next(_num_made)}"  # all ranks make as many
         self._mismatches: Mismatches | None = None
         if group is not None and options.store is not None:
@@ -190,12 +190,6 @@ class PipelinedForwards(dict[str, PipelinedForward]):
             self._mismatches.end()
 
     # -- a step -------------------------------------------------------------------------------------------------
-
-    def begin_step(self) -> None:
-        """Forget the calls of the step before."""
-        self.num_steps += 1
-        for pipelined in self.values():
-            pipelined.calls.clear()
 
     def refuse_trained_weights(self, pipelined: PipelinedForward, given: Any) -> None:
         """Raise a RuntimeError if weights of ids would be sent that the loss trains: their gradients do not return."""

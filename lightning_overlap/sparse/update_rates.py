@@ -41,6 +41,15 @@ def lookups_since(kernels: Kernels, counts: list[int]) -> list[int]:
     return [now - before for now, before in zip(lookup_counts(kernels), counts, strict=True)]
 
 
+@contextmanager
+def counting(kernels: Kernels, counted: list[int]) -> Iterator[None]:
+    """Add to `counted` how much the iteration count of each kernel grows within this context."""
+    before = lookup_counts(kernels)
+    yield
+    done = lookups_since(kernels, before)
+    counted[:] = [a + b for a, b in zip(counted, done, strict=True)] if counted else done
+
+
 def take_back(kernels: Kernels, num_lookups: list[int], order: LookupOrder) -> None:
     """Subtract lookups without an update from the kernels' iteration counts; negative numbers add lookups.
 
