@@ -9,8 +9,8 @@ device, and the host reads them with the rest.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import islice
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice, repeat, zip_longest
 from typing import Any, NamedTuple, TypeAlias
 from zlib import crc32
 
@@ -139,7 +139,7 @@ class InputSizes:
         self, forms: Mapping[str, Form], inflight: InFlightBatch, group: dist.ProcessGroup, streams: Streams
     ) -> None:
         self._forms, self._group, self._streams = forms, group, streams
-        self._rows: list[list[int]] = [[inflight.latest_none] for _ in range(group.size())]
+        self._columns: list[Sequence[int]] = [[inflight.latest_none] * group.size()]
         self.exchange: PackedExchange | None = None  # the all-to-all with the rows, once it was started
         self.number = 0  # of the rows among its parts
         self._counted: list[_Counted] = []
@@ -150,26 +150,24 @@ class InputSizes:
             metas = [None] * len(form) if state is None else _metas_of(state.splits_awaitable)
             types = self._types[name] = types_in(metas[0].input_tensors) if metas and metas[0] else ""
             found = 0 if state is None else state.num_found + _MOST_FOUND * crc32(types.encode())
-            for row in self._rows:
-                row.append(found)
+            self._columns.append([found] * group.size())
             for part, meta in zip(form, metas, strict=True):
                 self._add(part, meta)
 
     def _add(self, part: PartForm, meta: KJTSplitsAllToAllMeta | None) -> None:
-        """Append the columns of one part to the rows: zeros if `meta` is None, as this rank lacks the input."""
-        lengths: Iterator[int] = iter(())
+        """Append the columns of one part: zeros if `meta` is None, as this rank lacks the input."""
+        lengths: Iterable[int] = repeat(0)
         if meta is not None and is_counted_on_device(meta._input):
-            self._counted.append(_Counted(len(self._rows[0]), part, meta))
+            self._counted.append(_Counted(len(self._columns), part, meta))
         elif meta is not None and part.with_lengths:
             lengths = iter(meta._input.length_per_key())
-        for destination, (row, num_features) in enumerate(zip(self._rows, part.splits, strict=True)):
-            sizes = [] if meta is None else [sizes[destination] for sizes in meta.splits_tensors]
-            sizes += islice(lengths, num_features)
-            row += sizes + [0] * (part.width - len(sizes))
+        self._columns += meta.splits_tensors if meta is not None else [[0] * self._group.size()] * part.num_sizes
+        if part.with_lengths:
+            self._columns += zip_longest(*[list(islice(lengths, num)) for num in part.splits], fillvalue=0)
 
     def part(self, device: torch.device) -> Part:
         """Return the rows as one part of an exchange: `(num_ranks, num_columns)`, int64, on this device."""
-        on_host = torch.tensor(self._rows, dtype=torch.int64, pin_memory=device.type == "cuda")
+        on_host = torch.tensor([*zip(*self._columns, strict=True)], dtype=torch.int64, pin_memory=device.type == "cuda")
         one_each = [1] * self._group.size()
         rows = on_host.to(device, non_blocking=True)
         for counted in self._counted:
@@ -177,11 +175,12 @@ class InputSizes:
             self._sent = rows
         return Part(rows, one_each, one_each)
 
-    def send(self) -> None:
+    def send(self) -> PackedExchange:
         """Start an all-to-all of the rows alone, if no ids are sent in time to travel with."""
         nccl = "nccl" in str(dist.get_backend(self._group))
         device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
         self.exchange = PackedExchange([self.part(device)], self._group, self._streams, even=True)
+        return self.exchange
 
     def wait(self) -> dict[str, tuple[tuple[int, ...], list[PartSizes]]]:
         """Wait for the rows of the other ranks and read them on the host: the one host sync of a step.
@@ -189,10 +188,8 @@ class InputSizes:
         Returns by module the number of its inputs on each rank, and the sizes that this rank receives of each part.
         Raises a RuntimeError if ranks have skipped different None batches, or have inputs of different types.
         """
-        if self.exchange is None:  # no ids have been sent since
-            self.send()
-        assert self.exchange is not None
-        [received] = self.exchange.take(slice(self.number, self.number + 1))
+        exchange = self.exchange or self.send()  # alone if no ids have been sent since
+        [received] = exchange.take(slice(self.number, self.number + 1))
         rows: list[list[int]] = (received if self._sent is None else torch.cat((received, self._sent))).tolist()
         size, rank = self._group.size(), self._group.rank()
         for counted in self._counted:
