@@ -6,8 +6,8 @@ are known by then.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache, partial
 from typing import Any
 
@@ -29,30 +29,24 @@ from ..runtime import InFlightBatch, Streams
 from ..tables import ids_fit_32_bits, input_dists_of
 from .input_sizes import Form, InputSizes, PartSizes, form_of, is_counted_on_device
 from .module_context import replaced
+from .pipelined_forward import other_forwards
 
 MAX_RECATS = 256  # the most index tensors that are cached, one for each part of each module; see `_cached_recat`
 
 
-@contextmanager
-def splits_only(module: Any, group: dist.ProcessGroup | None, *, narrow: bool = False) -> Iterator[None]:
+def splits_only(module: Any, group: dist.ProcessGroup | None, *, narrow: bool = False) -> AbstractContextManager[None]:
     """Within this context a module's `input_dist` describes its all-to-alls of sizes instead of starting them.
 
     `InputExchange` then sends the sizes of all modules at once. On one rank (`group` is None) nothing changes.
     `narrow` sends ids and lengths as int32, if all ids of the module fit.
     """
     if group is None:
-        yield
-        return
-    found = [getattr(input_dist, "_dist", None) for input_dist in input_dists_of(module)]
-    all_to_alls = [one for one in found if isinstance(one, KJTAllToAll)]
+        return nullcontext()
     narrow = narrow and ids_fit_32_bits(module)
-    for all_to_all in all_to_alls:
-        vars(all_to_all)["forward"] = partial(_describe, all_to_all, group, narrow)  # nn.Module.__setattr__ is slow
-    try:
-        yield
-    finally:
-        for all_to_all in all_to_alls:
-            del vars(all_to_all)["forward"]
+    all_to_alls = [getattr(input_dist, "_dist", None) for input_dist in input_dists_of(module)]
+    return other_forwards(
+        [(one, partial(_describe, one, group, narrow)) for one in all_to_alls if isinstance(one, KJTAllToAll)]
+    )
 
 
 def _describe(
@@ -105,8 +99,7 @@ class InputExchange:
     def __init__(self, group: dist.ProcessGroup, streams: Streams) -> None:
         self._group, self._streams = group, streams
         self._forms: dict[str, Form] = {}
-        self.waiting: list[InputSizes] = []
-        """Sizes of batches whose ids have not been sent, the oldest first; the same batches on all ranks."""
+        self.waiting: list[InputSizes] = []  # of batches whose ids are to be sent, the oldest first; alike on all ranks
 
     def start_sizes(self, taking_part: list[str], inflight: InFlightBatch) -> None:
         """Start the exchange of sizes of modules, the same on all ranks, whether or not this batch has their inputs.

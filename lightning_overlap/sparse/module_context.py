@@ -29,32 +29,25 @@ class ModuleContext:
     batch: int  # the batch's number
     module: Any
     kjt: KeyedJaggedTensor  # the module's input in the batch
-    served: bool = False
-    """Whether no further call may get early embeddings: a call got them, or they were dropped."""
+    served: bool = False  # whether no further call may get early embeddings: a call got them, or they were dropped
     context: Any = None  # TorchRec's own context of this module and batch, from `create_context`
     splits_awaitable: Any = None  # what `input_dist` returned; None once its sizes have been read
     tensors_awaitable: Any = None  # the all-to-all of lengths, ids and weights, while it is under way
-    dist_input: KJTList | None = None
-    """The ids that this rank has received, one KeyedJaggedTensor for each part; None once all were looked up."""
+    dist_input: KJTList | None = None  # received ids, a KeyedJaggedTensor for each part; None once all were looked up
     output_dist_awaitables: dict[int, Awaitable[torch.Tensor]] = field(default_factory=dict)
     """Output dists by the number of their part, while other parts are still to be looked up."""
     embeddings: LazyAwaitable[Any] | None = None  # the module's output, once all parts were looked up early
     deferred: DeferredUpdate = field(default_factory=DeferredUpdate)  # empty where the update is not deferred
     sent: Any = None  # the `SentInput` of its ids, once they were sent
-    outside: str | None = None
-    """The error about an id that is no row, for which row 0 was looked up; None if all ids are rows."""
+    outside: str | None = None  # the error about an id that is no row, for which row 0 was looked up
     num_writes: dict[WeightOwner, tuple[int, ...]] = field(default_factory=dict)
     """`tables.num_writes` by owner at the lookup: in-place writes other than the fused backward's."""
-    rates: list[float] | None = None
-    """The learning rates of its kernels at the lookup; None unless `SparseOptions.holds_rates`."""
+    rates: list[float] | None = None  # learning rates of its kernels at the lookup, if `SparseOptions.holds_rates`
     autocast: tuple[bool, torch.dtype] | None = None  # `autocast_of` at the lookup
     num_found: int = 1  # how many KeyedJaggedTensors of this rank's batch have the keys of the module's input
-    votes: bool = False
-    """Whether all ranks vote when the module is called: on some rank another input of the batch has the same keys."""
-    served_in: int = -1
-    """Number of the forward that got the embeddings (`PipelinedForwards.num_steps`); LBFGS runs several in a step."""
-    without_graph: bool = False
-    """Whether a call under `no_grad` got them; a reentrant `checkpoint()` makes such a call and repeats it later."""
+    votes: bool = False  # whether all ranks vote at the call: on some rank another input has the same keys
+    served_in: int = -1  # forward that got the embeddings (`PipelinedForwards.num_steps`); LBFGS runs several in a step
+    without_graph: bool = False  # whether a call under `no_grad` got them: a reentrant `checkpoint()` repeats it later
     received: Any = None  # the embeddings, once waited for, until the backward is over
     received_at: Any = None  # event on the lookup stream after which `received` can be read
     num_lookups: list[int] = field(default_factory=list)

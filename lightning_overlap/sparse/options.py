@@ -20,8 +20,7 @@ class SparseOptions:
     """
 
     step: str = "training_step"  # the LightningModule's method in which sharded modules get early embeddings
-    trains: bool = True
-    """Whether a backward follows. Lookups without a backward must not count for the fused optimizers."""
+    trains: bool = True  # whether a backward follows; other lookups must not count for the fused optimizers
     rank: int = 0  # this process's rank; rank 0 prints warnings
     store: Store | None = None  # in which ranks compare their calls; needed with more than one rank
     set_rates: SetRates | None = None

@@ -15,8 +15,7 @@ from ..schedules import Stage, StreamName
 from ..tables import TABLE_TYPES, keys_in_backward, tables_in_backward
 from .pipeline import SparsePipeline
 
-ROW_BITS = 40
-r"""A row is counted as `table << ROW_BITS \| row`, so that one pass counts all tables of a rank."""
+ROW_BITS = 40  # a row is counted as `table << ROW_BITS | row`, so that one pass counts all tables of a rank
 
 
 @dataclass(frozen=True, slots=True)

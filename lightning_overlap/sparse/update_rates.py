@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -16,6 +16,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from ..runtime import LookupOrder
 from ..tables import SetRates, tables_of, tbes_within
+from .pipelined_forward import other_forwards
 
 Kernels: TypeAlias = list[SplitTableBatchedEmbeddingBagsCodegen]
 
@@ -62,26 +63,17 @@ def take_back(kernels: Kernels, num_lookups: list[int], order: LookupOrder) -> N
             _uncount(kernels, num_lookups)
 
 
-@contextmanager
-def updates_at_present_rate(module: Any, set_rates: SetRates | None) -> Iterator[None]:
+def updates_at_present_rate(module: Any, set_rates: SetRates | None) -> AbstractContextManager[None]:
     """Within this context fused tables return embeddings whose backward takes the learning rate of its own time.
 
     `set_rates` gives the kernels the scheduler's present rates; None if no scheduler moves them: nothing changes.
     """
     if set_rates is None or not torch.is_grad_enabled():
-        yield
-        return
+        return nullcontext()
     set_rates()
     # Every part with a TBE, also of the dense optimizer, which owns a part if one of its tables has a dense kernel.
-    lookups = tables_of(module)._lookups
-    patched = [(lookup, kernels) for lookup in lookups if (kernels := tbes_within([lookup]))]
-    for lookup, kernels in patched:
-        lookup.forward = _FusedLookup(lookup.forward, kernels, set_rates)
-    try:
-        yield
-    finally:
-        for lookup, _ in patched:
-            del lookup.forward
+    parts = [(lookup, tbes_within([lookup])) for lookup in tables_of(module)._lookups]
+    return other_forwards([(part, _FusedLookup(part.forward, tbes, set_rates)) for part, tbes in parts if tbes])
 
 
 @dataclass(frozen=True, slots=True)
