@@ -211,10 +211,9 @@ def _state(weight: Tensor) -> object:
 
 
 def _candidates(model: nn.Module, without: set[int]) -> Iterator[SplitLayer]:
-    """Yield the modules of a model that may be split, each with a reason if it cannot be.
+    """Yield the modules of a model that may be split, and those that multiply by weights of their own, with the reason.
 
-    Also other modules that multiply by weights of their own, with the reason. Norms and biases take little time and are
-    not mentioned.
+    Norms and biases take little time and are not mentioned.
     """
     holders = Counter(id(weight) for module in model.modules() for weight in module.parameters(recurse=False))
     compiled = {id(part) for module in model.modules() if _is_compiled(module) for part in module.modules()}

@@ -33,8 +33,7 @@ class GradientStash:
     def exchange(self, optimizer: Optimizer, delay: int) -> None:
         """Stash this step's gradients and put the gradients of `delay` steps ago into `.grad`.
 
-        In the first `delay` steps every `.grad` is None: optimizers of torch.optim then leave the parameter and its
-        state alone.
+        In the first `delay` steps every `.grad` is None: optimizers then leave the parameter and its state alone.
         """
         waiting = self._waiting.setdefault(optimizer, deque())
         waiting.append([(weight, weight.grad.clone()) for weight in _weights(optimizer) if weight.grad is not None])

@@ -1,8 +1,4 @@
-"""The input dist of all sharded modules: one exchange of sizes, then lengths, ids and weights in one all-to-all.
-
-Between hosts ids and lengths are sent as int32. The sizes of the next batch are sent with the ids of this batch if they
-are known by then.
-"""
+"""The input dist of all sharded modules: one exchange of sizes, then lengths, ids and weights in one all-to-all."""
 
 from __future__ import annotations
 

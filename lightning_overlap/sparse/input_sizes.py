@@ -186,7 +186,6 @@ class InputSizes:
         """Wait for the rows of the other ranks and read them on the host: the one host sync of a step.
 
         Returns by module the number of its inputs on each rank, and the sizes that this rank receives of each part.
-        Raises a RuntimeError if ranks have skipped different None batches, or have inputs of different types.
         """
         exchange = self.exchange or self.send()  # alone if no ids have been sent since
         [received] = exchange.take(slice(self.number, self.number + 1))

@@ -18,13 +18,10 @@ from .table_updates import TableUpdates
 
 
 class SparsePipeline:
-    """The sparse stages of all sharded modules of a model, and the pipelined forwards of these modules.
+    """The sparse stages of a model's outermost sharded modules, by name, and the pipelined forwards of these modules.
 
-    Args:
-        modules: The outermost sharded modules of a model, by name.
-        group: Process group of the input dist alone, so that it never queues after other traffic; None on one rank.
-        order: The device's streams and the order of lookups, shared with the executor.
-        options: Options of the stages.
+    `group` is for the input dist alone, so that it never queues after other traffic; None on one rank. The executor
+    shares `order`.
     """
 
     def __init__(
