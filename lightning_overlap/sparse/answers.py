@@ -20,7 +20,7 @@ from ..runtime import InFlightBatch
 from ..schedules import Stage, StreamName
 from ..tables import SentInput, count_backwards, tbes, without_backward, without_graph
 from .inputs import SparseInputs
-from .module_context import ModuleContext, autocast_of, wait_for
+from .module_context import ModuleContext, Progress, autocast_of, wait_for
 from .pipelined_forward import (
     CHANGED_IN_PLACE,
     OTHER_AUTOCAST,
@@ -77,6 +77,8 @@ class Answers:
         """Let go of the embeddings of a batch whose backward is over."""
         for state in inflight.modules.values():
             state.received = None
+            if state.progress is Progress.SERVED and not inflight.defers_update:
+                state.advance(Progress.UPDATED)
         self._kept.clear()
         if self._in_step is inflight:
             self._in_step = None
@@ -112,9 +114,10 @@ class Answers:
                 elif self._all_ranks_take_early(pipelined, inflight, reason):
                     if state.outside is not None:
                         raise ValueError(state.outside)
-                    state.served, state.served_in = True, step
+                    state.served_in = step
                     self._forwards.served(pipelined.name)
                     if state.embeddings is not None:
+                        state.advance(Progress.SERVED)
                         return self._serve(state)
                     look_up_now = partial(self._look_up_when_called, inflight, state)
             elif pipelined.name in inflight.missing and not in_backward:
@@ -129,7 +132,7 @@ class Answers:
             inflight.ran_unpipelined = True
             if self._options.holds_updates:
                 name, index = pipelined.name, inflight.index
-                own = ModuleContext(name, index, pipelined.module, given, served=True)
+                own = ModuleContext(name, index, pipelined.module, given, progress=Progress.SERVED)
                 look_up_now = partial(_look_up_deferring, inflight.modules.setdefault(name, own), look_up_now)
         if not in_backward and (outside := self._forwards.ids_outside(pipelined, given, inflight)) is not None:
             raise ValueError(outside)
@@ -274,7 +277,10 @@ class Answers:
             received = self._inputs.receive_input(inflight)
         self._order.hand_to_compute(received, stream)
         dist_input, state.dist_input = state.dist_input, None
-        return state.module.compute_and_output_dist(state.context, dist_input)
+        found = state.module.compute_and_output_dist(state.context, dist_input)
+        state.advance(Progress.LOOKED_UP)
+        state.advance(Progress.SERVED)
+        return found
 
 
 def _look_up_deferring(state: ModuleContext, look_up_now: Callable[[], Any]) -> Any:

@@ -17,7 +17,7 @@ from ..tables import SentInput, has_model_parallel_tables
 from .freed_features import release
 from .input_dist import InputExchange, splits_only
 from .input_sizes import check_types, types_in
-from .module_context import ModuleContext, wait_for
+from .module_context import ModuleContext, Progress, wait_for
 from .pipelined_forward import PipelinedForwards, inputs_of
 
 
@@ -143,6 +143,7 @@ class SparseInputs:
             if state.tensors_awaitable is not None:
                 self._order.observe("wait", Stage.INPUT_DATA_DIST, inflight.index)
                 state.dist_input, state.tensors_awaitable = wait_for(state.tensors_awaitable), None
+                state.advance(Progress.RECEIVED)
             received += [state.dist_input, state.context]
         return received
 

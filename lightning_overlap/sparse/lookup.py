@@ -23,7 +23,7 @@ from ..tables import (
 )
 from .answers import Answers
 from .inputs import SparseInputs
-from .module_context import ModuleContext, replaced
+from .module_context import ModuleContext, Progress, replaced
 from .pipelined_forward import WRITTEN, PipelinedForwards
 from .update_rates import counting, take_back, updates_at_present_rate
 
@@ -64,7 +64,7 @@ class SparseLookups:
     def has_lookup(self, inflight: InFlightBatch, owners: frozenset[WeightOwner]) -> bool:
         """Whether a batch has tables of these owners that are still to be looked up."""
         return any(
-            not state.served and state.embeddings is None and _parts_to_look_up(state, owners)
+            state.progress <= Progress.RECEIVED and _parts_to_look_up(state, owners)
             for state in inflight.modules.values()
         )
 
@@ -77,9 +77,7 @@ class SparseLookups:
         for owner in WeightOwner:
             if owner in owners:
                 for state in inflight.modules.values():
-                    if state.served or state.dist_input is None:
-                        continue
-                    if parts := _parts_to_look_up(state, (owner,)):
+                    if state.progress is Progress.RECEIVED and (parts := _parts_to_look_up(state, (owner,))):
                         self._look_up(state, owner, parts, defers_update=inflight.defers_update)
 
     def _look_up(self, state: ModuleContext, owner: WeightOwner, parts: list[int], *, defers_update: bool) -> None:
@@ -102,6 +100,7 @@ class SparseLookups:
                 _look_up_parts(state, parts)
         if state.embeddings is not None:
             state.dist_input = None
+            state.advance(Progress.LOOKED_UP)
         state.note_lookup(owner)
         if not self._options.trains:
             self._take_back(state)
@@ -151,7 +150,7 @@ class SparseLookups:
                     if awaitable is not None:
                         awaitable.wait()
             self._take_back(state)
-        state.served = True
+        state.advance(Progress.DROPPED)
 
     def _take_back(self, state: ModuleContext) -> None:
         take_back(tbes(state.module), state.num_lookups, self._order)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from enum import IntEnum, auto
 from typing import Any
 
 import torch
@@ -18,6 +19,30 @@ from ..tables import num_writes, owners_of_parts, rates_of, spec_of
 from .deferred_update import DeferredUpdate
 
 
+class Progress(IntEnum):
+    """How far a batch has come in a module; `ModuleContext.advance` takes it one step further."""
+
+    SENT = auto()  # its sizes are exchanged, then its ids are sent
+    RECEIVED = auto()  # the ids that this rank looks up are there; some parts may be looked up already
+    LOOKED_UP = auto()  # all parts were looked up, and their embeddings are under way
+    SERVED = auto()  # a call of the module got them
+    DROPPED = auto()  # no call will get them: the module runs in its own forward
+    UPDATED = auto()  # the tables have its update; another backward of the same step is another update
+
+    def __str__(self) -> str:
+        return self.name.lower().replace("_", " ")
+
+
+_NEXT = {
+    Progress.SENT: (Progress.RECEIVED, Progress.DROPPED),
+    Progress.RECEIVED: (Progress.LOOKED_UP, Progress.DROPPED),
+    Progress.LOOKED_UP: (Progress.SERVED, Progress.DROPPED),
+    Progress.SERVED: (Progress.UPDATED,),
+    Progress.DROPPED: (Progress.UPDATED,),  # by its own forward, with `frozen_window`
+    Progress.UPDATED: (Progress.UPDATED,),
+}
+
+
 @dataclass(slots=True)
 class ModuleContext:
     """State of one batch in one module, from the exchange of sizes to the end of its backward.
@@ -29,7 +54,7 @@ class ModuleContext:
     batch: int  # the batch's number
     module: Any
     kjt: KeyedJaggedTensor  # the module's input in the batch
-    served: bool = False  # whether no further call may get early embeddings: a call got them, or they were dropped
+    progress: Progress = Progress.SENT  # changed by `advance`
     context: Any = None  # TorchRec's own context of this module and batch, from `create_context`
     splits_awaitable: Any = None  # what `input_dist` returned; None once its sizes have been read
     tensors_awaitable: Any = None  # the all-to-all of lengths, ids and weights, while it is under way
@@ -55,6 +80,20 @@ class ModuleContext:
     num_own_lookups: list[int] = field(default_factory=list)
     """How much the module's own forward added, if its update waits for the optimizer step."""
     ids: KJTList | None = None  # the ids that were looked up, if `SparseLookups.keep_ids` is set
+
+    def advance(self, to: Progress) -> None:
+        """Enter the next state; raise a RuntimeError if that state cannot follow the present one."""
+        if to not in _NEXT[self.progress]:
+            raise RuntimeError(
+                f"batch {self.batch} in module {self.name!r} cannot become {to}: it is {self.progress}, and only "
+                f"{' or '.join(map(str, _NEXT[self.progress]))} can follow. Stages were issued twice or out of order."
+            )
+        self.progress = to
+
+    @property
+    def served(self) -> bool:
+        """Whether no further call may get early embeddings: a call got them, or they were dropped."""
+        return self.progress >= Progress.SERVED
 
     @property
     def has_lookups(self) -> bool:

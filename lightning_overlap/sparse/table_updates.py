@@ -12,7 +12,7 @@ from ..runtime import InFlightBatch
 from ..schedules import Stage, WeightOwner
 from ..tables import owners_of_parts, replica_kernels, tbes
 from .deferred_update import before_gradients
-from .module_context import ModuleContext
+from .module_context import ModuleContext, Progress
 from .pipelined_forward import PipelinedForwards
 from .update_rates import take_back
 
@@ -147,3 +147,4 @@ class TableUpdates:
         if state.deferred:
             self._order.observe("wait", Stage.EMBEDDING_UPDATE, state.batch)
             state.deferred.apply()
+            state.advance(Progress.UPDATED)

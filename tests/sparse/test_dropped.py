@@ -1,4 +1,4 @@
-"""What is not used after all: which stream waits for what is under way."""
+"""What is not used after all: which stream waits for what is under way, and which states of a batch can follow."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from lightning_overlap.sparse.inputs import SparseInputs
+from lightning_overlap.sparse.module_context import ModuleContext, Progress
 from lightning_overlap.sparse.table_updates import TableUpdates
 
 
@@ -41,3 +44,21 @@ def test_sizes_and_ids_are_sent_after_what_the_input_dists_stream_has_made() -> 
     inputs.receive_input = lambda inflight: log.append("received")
     inputs.drain(SimpleNamespace(modules={}, sizes="under way"))
     assert log == ["compute after data_dist", "sent", "received"]
+
+
+SENT, RECEIVED, LOOKED_UP, SERVED, DROPPED, UPDATED = Progress
+FOLLOW = {(SENT, RECEIVED), (RECEIVED, LOOKED_UP), (LOOKED_UP, SERVED), (SERVED, UPDATED), (UPDATED, UPDATED)}
+FOLLOW |= {(SENT, DROPPED), (RECEIVED, DROPPED), (LOOKED_UP, DROPPED), (DROPPED, UPDATED)}
+
+
+@pytest.mark.parametrize("present", Progress, ids=str)
+@pytest.mark.parametrize("to", Progress, ids=str)
+def test_a_state_follows_its_own_one_only(present: Progress, to: Progress) -> None:
+    state = ModuleContext("ebc", 7, module=None, kjt=Any, progress=present)
+    if (present, to) in FOLLOW:
+        state.advance(to)
+        assert state.progress is to
+    else:
+        with pytest.raises(RuntimeError, match=f"batch 7 in module 'ebc' cannot become {to}: it is {present}, and"):
+            state.advance(to)
+        assert state.progress is present
