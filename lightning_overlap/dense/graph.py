@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 
 class Uses:
@@ -16,32 +17,24 @@ class Uses:
         self._calls: list[tuple[Any, Any, Any]] = []  # module, node of its output, node of its input
         self._whole: dict[Any, str] = {}
 
-    def note(self, layer: Any, output: Tensor, given: Tensor | None = None) -> None:
-        """Note a call of a module, its output, and its input if that needs a gradient."""
+    def note(self, layer: Any, output: Tensor, given: Tensor) -> None:
+        """Note a call of a module, its output and its input."""
         if saving_is_hooked():
             self._whole[layer] = "its saved tensors are hooked (activation checkpointing)"
         if output.requires_grad:
-            self._calls.append((layer, output.grad_fn, None if given is None else _node_of(given)))
-            output.register_hook(lambda _: self._check(layer))
+            self._calls.append((layer, output.grad_fn, get_gradient_edge(given).node if given.requires_grad else None))
+            # Before `whole`, and so before the step's own backward.
+            output.register_hook(lambda _: self.leave(layer, "its gradient is computed within the step"))
 
     def leave(self, layer: Any, reason: str) -> None:
         """Leave a module whole."""
         self._whole[layer] = reason
 
-    def _check(self, layer: Any) -> None:
-        """Note a gradient that is computed within the step, before `whole` and the step's own backward."""
-        self._whole[layer] = "its gradient is computed within the step"
-
     def whole(self, layers: Iterable[Any], loss: Tensor) -> dict[Any, str]:
         """Return the modules whose backward cannot be split, each with the reason."""
-        users: dict[Any, set[Any]] = {loss.grad_fn: set()}
-        nodes = [loss.grad_fn]
-        while nodes:
-            node = nodes.pop()
+        users: dict[Any, set[Any]] = {node: set() for node in _between(loss.grad_fn, None)}
+        for node in users:
             for following in _following(node):
-                if following not in users:
-                    users[following] = set()
-                    nodes.append(following)
                 users[following].add(node)
         for layer in layers:
             calls = [call for call in self._calls if call[0] is layer]
@@ -61,15 +54,8 @@ def _following(node: Any) -> list[Any]:
     return [] if node is None else [following for following, _ in node.next_functions if following is not None]
 
 
-def _node_of(tensor: Tensor) -> Any:
-    """Return the node of the graph that gets a tensor's gradient; None if the tensor needs none."""
-    if tensor.grad_fn is not None or not tensor.requires_grad:
-        return tensor.grad_fn
-    return torch.autograd.graph.get_gradient_edge(tensor).node
-
-
 def _between(output: Any, given: Any) -> set[Any]:
-    """Return the nodes that a call has made: from the output's node down to the weights, but not the input's node."""
+    """Return the nodes from an output's node down to the weights, without the node of a given input and below."""
     nodes, seen = [output], {output}
     while nodes:
         for following in _following(nodes.pop()):

@@ -15,17 +15,13 @@ class LateAllReduce:
 
     By itself DistributedDataParallel waits at the end of the backward that makes the last gradient, where the host
     could go on with other work. The buckets, the division and the sum are DistributedDataParallel's own.
-
-    Args:
-        model: The model, with dense gradients on the host.
     """
 
     def __init__(self, model: DistributedDataParallel) -> None:
         self._group: Any = model.process_group
         self._factor = 1.0 / self._group.size()
         self._under_way: list[tuple[dist.Work, Any]] = []
-        self.is_late = False
-        """Whether `wait` waits for the gradients of the present step; else the backward does."""
+        self.is_late = False  # whether `wait` waits for the gradients of the present step; else the backward does
         model.register_comm_hook(self, lambda late, bucket: late.start(bucket))
 
     def start(self, bucket: Any) -> Future[torch.Tensor]:

@@ -7,13 +7,15 @@ for bit. Source of the idea: `delay_wgrad_compute` of TransformerEngine (PR 1653
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from .graph import Uses
 from .late_all_reduce import LateAllReduce
@@ -22,16 +24,10 @@ SPLIT_TYPES = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 """Layers of exactly these types are split. The forward of a subclass may do anything."""
 
 
-_LEFT = "{kind} uses {names} itself; only weights of Linear, Conv1d, Conv2d and Conv3d are split"
-"""Why a module of another type is left whole."""
-
-
 class SplitLayer:
     """A module whose weight gradients can be computed after a backward.
 
-    Args:
-        name: Its name in the model.
-        module: A layer of `SPLIT_TYPES`, a chain of modules (`nn.Sequential`), or a module that is left whole.
+    It is a layer of `SPLIT_TYPES`, a chain of modules (`nn.Sequential`), or a module that is left whole.
     """
 
     def __init__(self, name: str, module: nn.Module) -> None:
@@ -39,23 +35,18 @@ class SplitLayer:
         self.is_layer = type(module) in SPLIT_TYPES
         """Whether gradients of its input are computed in the backward; a chain of layers is split if it needs none."""
         self.weights = list(module.parameters())
-        self.forward: Callable[..., Any] = module.forward
-        """The forward that replaces the module's own forward in a step."""
-        self.why_whole: str | None = None
-        """Why its backward is not split; None if it is."""
-        self.calls: list[_Call] = []
-        """Calls of this step whose weight gradients are to be computed, in the order of their backwards."""
+        self.forward: Callable[..., Any] = module.forward  # replaces the module's own forward in a step
+        self.why_whole: str | None = None  # why its backward is not split; None if it is
 
 
+@dataclass(slots=True)
 class _Call:
     """A call of a module in a step, until its weight gradients are there."""
 
-    __slots__ = ("gradient", "input", "layer", "output")
-
-    def __init__(self, layer: SplitLayer, given: Tensor | None, output: Tensor) -> None:
-        self.layer, self.input = layer, given
-        self.output = get_gradient_edge(output)  # its graph; an activation may free the output itself
-        self.gradient: Tensor | None = None
+    layer: SplitLayer
+    input: Tensor | None  # None if it needs no gradient
+    output: GradientEdge  # its graph; an activation may free the output itself
+    gradient: Tensor | None = None
 
 
 class SplitLayers:
@@ -81,15 +72,14 @@ class SplitLayers:
     ) -> None:
         self.layers = list(_candidates(model, {id(part) for module in without for part in module.modules()}))
         self._agree, self._all_reduce = agree, all_reduce
-        self._pending: dict[SplitLayer, None] = {}  # in the order of their backwards
+        self._pending: dict[SplitLayer, list[_Call]] = {}  # calls of this step's backward, in its order
         self._uses: Uses | None = Uses()
         self._inside = False  # a larger module that is split as one
         self._in_backward = self._splits = False
         self._before: list[tuple[nn.Parameter, object]] = []  # each weight's gradient as the backward began
         self._split = [layer for layer in self.layers if layer.why_whole is None]
         for layer in self._split:
-            forward = self._layer_forward if layer.is_layer else self._module_forward
-            layer.forward = partial(forward, layer, layer.module.forward)
+            layer.forward = partial(self._forward, layer, layer.module.forward)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -99,7 +89,7 @@ class SplitLayers:
     def detach(self) -> None:
         """Give all modules their own forwards back; forget what is pending."""
         self.end_forward()
-        self._forget_pending()
+        self._pending.clear()
         if self._all_reduce is not None:
             self._all_reduce.forget()
         self._in_backward = self._splits = False
@@ -134,9 +124,9 @@ class SplitLayers:
                 "a weight got a gradient from outside of its layer, which the first step has not shown: its layer's "
                 "backward cannot be split. Use pipeline='fused_sparse_dist'."
             )
-        calls = [call for layer in self._pending for call in layer.calls]
+        calls = [call for of_layer in self._pending.values() for call in of_layer]
         weights = [weight for layer in self._pending for weight in layer.weights if weight.requires_grad]
-        self._forget_pending()
+        self._pending.clear()
         if calls:
             torch.autograd.backward([call.output for call in calls], [call.gradient for call in calls], inputs=weights)
 
@@ -144,11 +134,6 @@ class SplitLayers:
         """Wait for the all-reduce of gradients; afterwards they are complete."""
         if self._all_reduce is not None:
             self._all_reduce.wait()
-
-    def _forget_pending(self) -> None:
-        for layer in self._pending:
-            layer.calls = []
-        self._pending.clear()
 
     def _discover(self, uses: Uses, loss: Tensor) -> None:
         """Find out from the graph of the first step's loss which modules can be split; forget the others."""
@@ -162,46 +147,34 @@ class SplitLayers:
 
     # -- forwards and the first half ----------------------------------------------------------------------------
 
-    def _runs_whole(self) -> bool:
-        if torch.compiler.is_compiling() or self._inside or not torch.is_grad_enabled():
-            return True
-        return bool(torch._C._current_graph_task_id() != -1)  # a checkpoint() repeats the forward
-
-    def _layer_forward(
-        self, layer: SplitLayer, forward: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any
-    ) -> Tensor:
+    def _forward(self, layer: SplitLayer, forward: Callable[[Tensor], Any], *args: Any, **kwargs: Any) -> Any:
         [given] = (*args, *kwargs.values()) or (None,)
-        if self._uses is not None and not torch.is_grad_enabled():
+        if self._uses is not None and layer.is_layer and not torch.is_grad_enabled():
             self._uses.leave(layer, "it is called without gradients, as a reentrant checkpoint() does")
-        if self._runs_whole():
+        if (
+            torch.compiler.is_compiling()
+            or self._inside
+            or not torch.is_grad_enabled()
+            or torch._C._current_graph_task_id() != -1  # a checkpoint() repeats the forward
+            or (not layer.is_layer and given.requires_grad)
+        ):
             return forward(given)
-        if self._uses is not None:
-            output = forward(given)
-            self._uses.note(layer, output, given)
-            return output
-        if not given.requires_grad:
-            return self._joined(layer, None, forward(given), _anchor())
-        own = given.detach().requires_grad_()
-        return self._joined(layer, own, forward(own), given)
-
-    def _module_forward(self, layer: SplitLayer, forward: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Any:
-        [given] = (*args, *kwargs.values()) or (None,)
-        if given.requires_grad or self._runs_whole():
-            return forward(given)
-        self._inside = True
+        is_cut = self._uses is None and given.requires_grad
+        own = given.detach().requires_grad_() if is_cut else given
+        self._inside = not layer.is_layer
         try:
-            output = forward(given)
+            output = forward(own)
         finally:
             self._inside = False
         if self._uses is not None:
-            self._uses.note(layer, output)
+            self._uses.note(layer, output, given)
             return output
-        return self._joined(layer, None, output, _anchor()) if output.requires_grad else output
-
-    def _joined(self, layer: SplitLayer, given: Tensor | None, output: Tensor, start: Tensor) -> Tensor:
-        call = _Call(layer, given, output)
-        joined: Tensor = _Halves.apply(start, output.detach(), call, self)  # type: ignore[no-untyped-call]
-        return joined
+        if not output.requires_grad:
+            return output
+        call = _Call(layer, own if is_cut else None, get_gradient_edge(output))
+        # Without an input that needs a gradient autograd would not call the backward.
+        start = given if is_cut else torch.empty(0, requires_grad=True)
+        return _Halves.apply(start, output.detach(), call, self)  # type: ignore[no-untyped-call]
 
     def take(self, call: _Call, gradient: Tensor) -> Tensor | None:
         """Take the gradient of a call's output; return the gradient of its input."""
@@ -212,8 +185,7 @@ class SplitLayers:
                 "has not shown. Use pipeline='fused_sparse_dist'."
             )
         call.gradient = gradient
-        call.layer.calls.append(call)
-        self._pending[call.layer] = None
+        self._pending.setdefault(call.layer, []).append(call)
         if call.input is None:
             return None
         [found] = torch.autograd.grad(call.output, call.input, gradient, retain_graph=True)
@@ -238,25 +210,13 @@ def _state(weight: Tensor) -> object:
     return None if weight.grad is None else (id(weight.grad), weight.grad._version)
 
 
-def _anchor() -> Tensor:
-    """Return an input that needs a gradient, so that autograd calls the backward of a module without such an input."""
-    return torch.empty(0, requires_grad=True)
-
-
 def _candidates(model: nn.Module, without: set[int]) -> Iterator[SplitLayer]:
-    """Yield the modules of a model that may be split, each with a reason if it cannot be.
+    """Yield the modules of a model that may be split, and those that multiply by weights of their own, with the reason.
 
-    Also other modules that multiply by weights of their own, with the reason. Norms and biases take little time and are
-    not mentioned.
+    Norms and biases take little time and are not mentioned.
     """
-    holders: dict[int, int] = {}
-    for module in model.modules():
-        for weight in module.parameters(recurse=False):
-            holders[id(weight)] = holders.get(id(weight), 0) + 1
-    compiled: set[int] = set()
-    for module in model.modules():
-        if isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl is not None:
-            compiled |= {id(part) for part in module.modules()}
+    holders = Counter(id(weight) for module in model.modules() for weight in module.parameters(recurse=False))
+    compiled = {id(part) for module in model.modules() if _is_compiled(module) for part in module.modules()}
     parts_of_left: set[int] = set()
     for name, module in model.named_modules():
         layer = SplitLayer(name, module)
@@ -271,16 +231,22 @@ def _candidates(model: nn.Module, without: set[int]) -> Iterator[SplitLayer]:
         elif id(module) not in parts_of_left:
             own = [key for key, weight in module.named_parameters(recurse=False) if weight.requires_grad]
             if any(module.get_parameter(key).dim() > 1 for key in own):
-                layer.why_whole = _LEFT.format(names=", ".join(own), kind=type(module).__name__)
+                layer.why_whole = (
+                    f"{type(module).__name__} uses {', '.join(own)} itself; only weights of Linear, Conv1d, Conv2d and "
+                    "Conv3d are split"
+                )
                 parts_of_left |= {id(part) for part in module.modules()} if _is_of_torch(module) else set()
                 yield layer
 
 
+def _is_compiled(module: nn.Module) -> bool:
+    return isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl is not None
+
+
 def _is_plain(module: nn.Module) -> bool:
     """Whether a module is a chain of torch.nn's own modules: its output depends on its one input alone."""
-    parts = list(module.modules())
-    own = all(map(_is_of_torch, parts))
-    return type(module) is nn.Sequential and own and not any(part._forward_hooks for part in parts[1:])
+    [_, *parts] = module.modules()
+    return type(module) is nn.Sequential and all(_is_of_torch(part) and not part._forward_hooks for part in parts)
 
 
 def _is_of_torch(module: nn.Module) -> bool:

@@ -16,12 +16,11 @@ from torchrec.distributed.types import LazyAwaitable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from ..dense import saving_is_hooked
-from ..runtime import InFlightBatch, LookupOrder
+from ..runtime import InFlightBatch
 from ..schedules import Stage, StreamName
-from ..tables import count_backwards, tbes, without_backward, without_graph
+from ..tables import SentInput, count_backwards, tbes, without_backward, without_graph
 from .inputs import SparseInputs
 from .module_context import ModuleContext, Progress, autocast_of, wait_for
-from .options import SparseOptions
 from .pipelined_forward import (
     CHANGED_IN_PLACE,
     OTHER_AUTOCAST,
@@ -34,37 +33,33 @@ from .pipelined_forward import (
     only_input,
 )
 from .table_updates import TableUpdates
-from .update_rates import lookup_counts, lookups_since, take_back
+from .update_rates import counting, take_back
 
 
 class Answers:
     """Answers the calls of all sharded modules of a model, which their pipelined forwards pass to `answer`."""
 
-    def __init__(
-        self,
-        forwards: PipelinedForwards,
-        inputs: SparseInputs,
-        updates: TableUpdates,
-        order: LookupOrder,
-        options: SparseOptions,
-    ) -> None:
+    def __init__(self, forwards: PipelinedForwards, inputs: SparseInputs, updates: TableUpdates) -> None:
         self._forwards, self._inputs, self._updates = forwards, inputs, updates
-        self._order, self._options = order, options
-        on_host = not order.streams.is_async
+        self._order, self._options = forwards.order, forwards.options
+        options, on_host = forwards.options, not forwards.order.streams.is_async
         self._sends_within = options.multi_node and options.fills_waits and options.trains and on_host
         self._current: InFlightBatch | None = None  # the batch whose step runs, until the step returns
         self._in_step: InFlightBatch | None = None  # the same batch, until its backward is over
         self._send_next: Callable[[], None] | None = None  # until it was called, and until the step returns
+        # Answers that `checkpoint()` may ask for again until the backward is over, by module and `id` of the input.
+        self._kept: dict[tuple[str, int], tuple[SentInput, KeyedJaggedTensor, Any]] = {}
 
     def begin(self, inflight: InFlightBatch, send_next: Callable[[], None]) -> None:
         """Begin the step of a batch.
 
-        Args:
-            inflight: The batch.
-            send_next: Sends sizes and ids of coming batches. Between hosts on a CPU it is called within the step, as
-                soon as all early embeddings of this batch have arrived: from then on the link is idle.
+        `send_next` sends sizes and ids of coming batches. Between hosts on a CPU it is called within the step, as soon
+        as all early embeddings of this batch have arrived: from then on the link is idle.
         """
-        self._forwards.begin_step()
+        self._forwards.num_steps += 1
+        for pipelined in self._forwards.values():
+            pipelined.calls.clear()
+        self._kept.clear()
         self._current = self._in_step = inflight
         # A mode that watches operators (of a host-sync audit) would not see the read of the sizes within the step.
         is_watched = torch._C._len_torch_function_stack() > 0 or torch._C._len_torch_dispatch_stack() > 0
@@ -84,7 +79,7 @@ class Answers:
             state.received = None
             if state.progress is Progress.SERVED and not inflight.defers_update:
                 state.advance(Progress.UPDATED)
-        self._forwards.forget_answers()
+        self._kept.clear()
         if self._in_step is inflight:
             self._in_step = None
 
@@ -92,10 +87,7 @@ class Answers:
         """Return early embeddings if the module's own forward would give the same; else run that forward.
 
         Only the first call in a step gets early embeddings. `checkpoint()` repeats a call in the backward, and gets the
-        same answer again.
-
-        Returns:
-            An awaitable of embeddings; for some kinds of modules a tuple of it and further values.
+        same answer again: an awaitable of embeddings, for some kinds of modules a tuple of it and further values.
 
         Raises:
             RuntimeError: This rank has to run the module's own forward, and another rank has taken early embeddings.
@@ -107,10 +99,10 @@ class Answers:
         look_up_now = own_forward = partial(pipelined.original_forward, *args, **kwargs)
         self._forwards.refuse_trained_weights(pipelined, given)
         if inflight is not None:
-            if in_backward and (answer := pipelined.answer_again(given)) is not None:
-                return answer
             if not in_backward:
                 pipelined.calls.append((args, kwargs))
+            elif (kept := self._kept.get((pipelined.name, id(given)))) is not None and kept[0].is_unchanged(given):
+                return kept[2]
             state = inflight.modules.get(pipelined.name)
             if state is not None and (
                 not state.served or (in_backward and state.embeddings is not None and state.served_in == step)
@@ -118,26 +110,30 @@ class Answers:
                 reason = self._why_not_early(pipelined, state, given)
                 if state.served:
                     if reason is None:
-                        return self._serve(inflight.index, state)
+                        return self._serve(state)
                 elif self._all_ranks_take_early(pipelined, inflight, reason):
                     if state.outside is not None:
                         raise ValueError(state.outside)
                     state.served_in = step
-                    self._forwards.served(pipelined)
+                    self._forwards.served(pipelined.name)
                     if state.embeddings is not None:
                         state.advance(Progress.SERVED)
-                        return self._serve(inflight.index, state)
+                        return self._serve(state)
                     look_up_now = partial(self._look_up_when_called, inflight, state)
             elif pipelined.name in inflight.missing and not in_backward:
-                self._forwards.check_all_ranks(pipelined, self._nobody_else_calls(pipelined, inflight))
+                problem = (
+                    f"{self._call(pipelined, inflight)}, another rank does not: its batch has no input for it. Either "
+                    "all ranks have to call a sharded module or none: give it an empty KeyedJaggedTensor (lengths of "
+                    "zero) if there are no ids."
+                )
+                self._forwards.check_all_ranks(pipelined.name, problem)
             if look_up_now is own_forward and not in_backward:
                 self._check_form(pipelined, given, inflight)
             inflight.ran_unpipelined = True
             if self._options.holds_updates:
                 name, index = pipelined.name, inflight.index
                 own = ModuleContext(name, index, pipelined.module, given, progress=Progress.SERVED)
-                state = inflight.modules.setdefault(name, own)
-                look_up_now = partial(self._look_up_deferring, state, look_up_now)
+                look_up_now = partial(_look_up_deferring, inflight.modules.setdefault(name, own), look_up_now)
         if not in_backward and (outside := self._forwards.ids_outside(pipelined, given, inflight)) is not None:
             raise ValueError(outside)
         self._updates.make_before_forward(pipelined.name)
@@ -151,15 +147,14 @@ class Answers:
         note = partial(count_backwards, pipelined.module) if watched else None
         as_called = partial(_waited_for_as_called, keeps_saved=checkpointed, note=note)
         answer = tuple(map(as_called, found)) if isinstance(found, tuple) else as_called(found)
-        if checkpointed and not in_backward:
-            pipelined.keep_answer(given, answer)
+        if checkpointed and not in_backward and isinstance(given, KeyedJaggedTensor):
+            self._kept[pipelined.name, id(given)] = SentInput(given), given, answer
         return answer
 
     # -- early or not -----------------------------------------------------------------------------------------------
 
     def _why_not_early(self, pipelined: PipelinedForward, state: ModuleContext, given: Any) -> str | None:
         """Return why early embeddings may differ from the module's own forward now; None if they do not."""
-        assert state.sent is not None
         if given is not state.kjt:
             return "it was called with another input than the one in the batch"
         if not state.sent.is_unchanged(state.kjt):
@@ -175,10 +170,7 @@ class Answers:
     def _all_ranks_take_early(self, pipelined: PipelinedForward, inflight: InFlightBatch, reason: str | None) -> bool:
         """Whether all ranks serve this call early; otherwise all run the module's own forward from now on.
 
-        `reason` says why this rank cannot serve the call early; None if it can.
-
-        Raises:
-            RuntimeError: This rank cannot, and other ranks, which did not vote, have served theirs.
+        `reason` says why this rank cannot; None if it can.
         """
         if inflight.modules[pipelined.name].votes:
             if self._options.any_rank(reason is not None):
@@ -190,7 +182,7 @@ class Answers:
                 f"call it alike: change inputs before {self._options.step} (on_after_batch_transfer), or use "
                 "pipeline='base'."
             )
-            self._forwards.check_all_ranks(pipelined, problem)
+            self._forwards.check_all_ranks(pipelined.name, problem)
         if reason is not None:
             self._forwards.run_unpipelined(pipelined, reason)
         return reason is None
@@ -199,9 +191,6 @@ class Answers:
         """If the types of an input have changed since the call before, check that they have changed on all ranks.
 
         A module's own forward sends these tensors, and gloo ends the process on data of another size than expected.
-
-        Raises:
-            RuntimeError: Another rank calls the module with the types of the call before.
         """
         if not isinstance(given, KeyedJaggedTensor):
             return
@@ -211,59 +200,52 @@ class Answers:
             return  # the module's own forward raises an error
         form = given.lengths().dtype, given.values().dtype, None if weights is None else weights.dtype, varies
         before, pipelined.form = pipelined.form, form
+        own_call = f"{pipelined.name} in its own forward"
         if before in (None, form):
-            self._forwards.served(pipelined, own=True)
+            self._forwards.served(own_call)
         else:
-            self._forwards.check_all_ranks(
-                pipelined,
-                f"rank {self._options.rank} calls {pipelined.name!r} in {self._options.step} of batch {inflight.index} "
-                f"with {_in_words(form)}, before that with {_in_words(before)}, as other ranks do: their data would "
-                "not have the size that this rank expects. Make types, weights and batch sizes alike on all ranks in "
-                "the dataset or the collate function.",
-                own=True,
+            problem = (
+                f"{self._call(pipelined, inflight)} with {_in_words(form)}, before that with {_in_words(before)}, as "
+                "other ranks do: their data would not have the size that this rank expects. Make types, weights and "
+                "batch sizes alike on all ranks in the dataset or the collate function."
             )
+            self._forwards.check_all_ranks(own_call, problem)
 
-    def _nobody_else_calls(self, pipelined: PipelinedForward, inflight: InFlightBatch) -> str:
-        return (
-            f"rank {self._options.rank} calls {pipelined.name!r} in {self._options.step} of batch {inflight.index}, "
-            "another rank does not: its batch has no input for it. Either all ranks have to call a sharded module or "
-            "none: give it an empty KeyedJaggedTensor (lengths of zero) if there are no ids."
-        )
+    def _call(self, pipelined: PipelinedForward, inflight: InFlightBatch) -> str:
+        return f"rank {self._options.rank} calls {pipelined.name!r} in {self._options.step} of batch {inflight.index}"
 
     # -- early embeddings -------------------------------------------------------------------------------------------
 
-    def _serve(self, index: int, state: ModuleContext) -> EarlyEmbeddings:
+    def _serve(self, state: ModuleContext) -> EarlyEmbeddings:
         if torch.is_grad_enabled() or not self._options.trains:
-            return EarlyEmbeddings(partial(self._receive_embeddings, index, state))
+            return EarlyEmbeddings(partial(self._receive_embeddings, state))
         state.without_graph = True
-        return EarlyEmbeddings(lambda: without_graph(self._receive_embeddings(index, state)))
+        return EarlyEmbeddings(lambda: without_graph(self._receive_embeddings(state)))
 
-    def _receive_embeddings(self, index: int, state: ModuleContext) -> Any:
+    def _receive_embeddings(self, state: ModuleContext) -> Any:
         """Wait for the embeddings on the lookup stream; let the compute stream and the current one use them."""
         is_first = state.received is None
         if is_first:
-            self._order.observe("wait", Stage.EMBEDDING_LOOKUP, index)
+            self._order.observe("wait", Stage.EMBEDDING_LOOKUP, state.batch)
             assert state.embeddings is not None
             with self._order.on_lookup(), _own_graph() if self._options.trains else nullcontext():
                 state.received = wait_for(state.embeddings)
             state.received_at = self._order.streams.record(self._order.lookup)
-        self._order.hand_to_caller(state.received, state.received_at, index, is_first=is_first)
+        self._order.hand_to_caller(state.received, state.received_at, state.batch, is_first=is_first)
         if is_first and self._send_next is not None:
-            self._send_ids_of_next()
+            self._send_ids_of_next(self._send_next)
         return state.received
 
-    def _send_ids_of_next(self) -> None:
+    def _send_ids_of_next(self, send_next: Callable[[], None]) -> None:
         """Send the ids of coming batches, if no early embeddings of this batch are under way."""
         assert self._current is not None
         # Staged methods run in the modes of the step, and tensors made in inference mode train nothing.
         other_modes = self._inputs.staged.is_used or torch.is_inference_mode_enabled() or saving_is_hooked()
         states = self._current.modules.values()
-        if other_modes or any(state.embeddings is not None and state.received is None for state in states):
-            return
-        send_next, self._send_next = self._send_next, None
-        assert send_next is not None
-        with torch.enable_grad(), torch.autocast("cpu", enabled=False):
-            send_next()
+        if not other_modes and all(state.embeddings is None or state.received is not None for state in states):
+            self._send_next = None
+            with torch.enable_grad(), torch.autocast("cpu", enabled=False):
+                send_next()
 
     # -- the module's own forward -----------------------------------------------------------------------------------
 
@@ -281,18 +263,12 @@ class Answers:
         if trains:
             with timed, own_mode:
                 return look_up_now()
-        kernels = tbes(module)
-        counts = lookup_counts(kernels)
-        with without_backward(module), timed, own_mode:
+        num_lookups: list[int] = []
+        with without_backward(module), counting(tbes(module), num_lookups), timed, own_mode:
             found = look_up_now()
         self._order.lookup_waits()
-        take_back(kernels, lookups_since(kernels, counts), self._order)
+        take_back(tbes(module), num_lookups, self._order)
         return found
-
-    def _look_up_deferring(self, state: ModuleContext, look_up_now: Callable[[], Any]) -> Any:
-        """Run the module's own forward; its update waits for the optimizer step, as after early lookups."""
-        with state.deferring_update(), state.counting(state.num_own_lookups):
-            return look_up_now()
 
     def _look_up_when_called(self, inflight: InFlightBatch, state: ModuleContext) -> Any:
         """Look up ids that were sent early, at the module's call (managed collision: the lookup itself writes)."""
@@ -305,6 +281,12 @@ class Answers:
         state.advance(Progress.LOOKED_UP)
         state.advance(Progress.SERVED)
         return found
+
+
+def _look_up_deferring(state: ModuleContext, look_up_now: Callable[[], Any]) -> Any:
+    """Run a module's own forward; its update waits for the optimizer step, as after early lookups."""
+    with state.deferring_update(), counting(tbes(state.module), state.num_own_lookups):
+        return look_up_now()
 
 
 def _in_words(form: tuple[torch.dtype, torch.dtype, torch.dtype | None, bool]) -> str:
@@ -344,10 +326,7 @@ def _outside_inference_mode(*, grad: bool, keeps_saved: bool = False) -> Iterato
 
 
 def _own_graph() -> AbstractContextManager[Any]:
-    """Within this context a wait connects embeddings to the graph of their lookup, whatever the caller's modes.
-
-    The hooks of a `checkpoint()` do not see the tensors that this saves.
-    """
+    """Within this context a wait connects embeddings to the graph of their lookup, whatever the caller's modes."""
     is_hooked = saving_is_hooked()
     if torch.is_grad_enabled() and not torch.is_inference_mode_enabled() and not is_hooked:
         return nullcontext()

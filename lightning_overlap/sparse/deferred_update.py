@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -27,18 +26,15 @@ class _Cut(NamedTuple):
 
     graph: Tensor
     """Output of the first function, with the graph from the tables to the cut; empty, or on one rank the embeddings."""
-    leaf: Tensor
-    """The input of the second function in its place: a leaf, whose `.grad` a backward sets."""
-    request: Request[Any] | None
-    """The collective; None on one rank."""
+    leaf: Tensor  # the input of the second function in its place: a leaf, whose `.grad` a backward sets
+    request: Request[Any] | None  # the collective; None on one rank
 
 
 @dataclass(slots=True)
 class _Backward:
     """The gradients that one backward of the dense part has left at the cuts: pairs of a cut graph and a gradient."""
 
-    rates: list[float]
-    """The learning rate of each kernel at that time, if a scheduler moves them; else empty."""
+    rates: list[float]  # the learning rate of each kernel at that time, if a scheduler moves them; else empty
     to_send: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     """Pairs at received embeddings: their backward starts the all-to-all of gradients."""
     to_apply: list[tuple[Tensor, Tensor]] = field(default_factory=list)
@@ -55,8 +51,8 @@ class DeferredUpdate:
     """
 
     def __init__(self) -> None:
-        self._set_present: SetRates | None = None  # gives the kernels the scheduler's rates; None: no scheduler
-        self._kernels: Kernels = []
+        self._set_present: SetRates = lambda: None  # gives the kernels the scheduler's present rates
+        self._kernels: Kernels = []  # none without a scheduler
         self._rates: list[float] | None = None  # rates of the batch's backward, while its update is made
         self._at_embeddings: list[Tensor] = []  # leaves that replace embeddings that have arrived
         self._under_way: list[_Cut] = []
@@ -68,47 +64,33 @@ class DeferredUpdate:
         return bool(self._at_embeddings or self._under_way)
 
     def with_rates(self, set_present: SetRates, kernels: Kernels) -> SetRates:
-        """Return a function that gives `kernels` the rates of a backward while `apply` runs, else the present rates.
+        """Return a function that gives kernels the rates of their backward while `apply` runs, else the present rates.
 
         From now on the rates at each backward are noted. `set_present` gives the kernels the scheduler's present rates.
         """
         self._set_present, self._kernels = set_present, kernels
+        return self._set_rates
 
-        def set_rates() -> None:
-            if self._rates is None:
-                set_present()
-            else:
-                set_kernel_rates(kernels, self._rates)
-
-        return set_rates
-
-    @contextmanager
-    def _at_rates(self, rates: list[float]) -> Iterator[None]:
-        """Within this context the kernels have the rates of a backward; afterwards their former rates."""
-        present, self._rates = kernel_rates(self._kernels), rates
-        set_kernel_rates(self._kernels, rates)
-        try:
-            yield
-        finally:
-            self._rates = None
-            set_kernel_rates(self._kernels, present)
+    def _set_rates(self) -> None:
+        if self._rates is None:
+            self._set_present()
+        else:
+            set_kernel_rates(self._kernels, self._rates)
 
     def deferring(self, output_dist: OutputDist) -> OutputDist:
-        """Return an output dist that also cuts the graph of its embeddings.
-
-        Raises:
-            RuntimeError: When it is called: the output dist has started no all-to-all.
-        """
+        """Return an output dist that also cuts the graph of its embeddings, or raises if it started no all-to-all."""
 
         def start(embeddings: Tensor, *context: Any) -> Awaitable[Tensor]:
             started = output_dist(embeddings, *context)
-            was_cut = self.cut_under_way(started)
-            if embeddings.requires_grad and not was_cut:
+            parts = list(_under_way(started))
+            cuts = [cut for part in parts if (cut := self._cut(part)) is not None]
+            if embeddings.requires_grad and not cuts:
                 raise RuntimeError(
                     f"cannot defer the update of tables whose embeddings come by {type(started).__name__}: no "
                     "all-to-all was found in it. Train without defer_update."
                 )
-            if any(isinstance(part, Request) for part in _under_way(started)):
+            self._under_way += cuts
+            if any(isinstance(part, Request) for part in parts):
                 started.callbacks.append(self._cut_received)
             return started
 
@@ -129,53 +111,43 @@ class DeferredUpdate:
             return received
         leaf: Tensor = received.detach().requires_grad_()
         self._at_embeddings.append(leaf)
-        leaf.register_post_accumulate_grad_hook(lambda leaf: self._arrived(received, leaf, sends=True))
+        leaf.register_post_accumulate_grad_hook(partial(self._arrived, received, sends=True))
         return _at_leaf(leaf)
 
-    def cut_under_way(self, started: object) -> bool:
-        """Cut the graph of embeddings that are under way; return whether any were found.
+    def _cut(self, part: Request[Any] | NoWait[Any]) -> _Cut | None:
+        """Cut the graph of embeddings that are under way; None if they have no graph.
 
         TorchRec makes a collective of two autograd functions: the first starts it, the second waits for it. An empty
         tensor joins them. In the backward the second one runs first and starts the all-to-all of gradients, then the
         first one waits for it. The cut is at the empty tensor, or, on one rank, at the embeddings themselves.
         """
-        num_cuts = len(self._under_way)
-        for part in _under_way(started):
-            request = part if isinstance(part, Request) else None
-            name = "_obj" if request is None else "dummy_tensor"
-            graph = getattr(part, name)
-            if not (isinstance(graph, Tensor) and graph.requires_grad):
-                continue
-            leaf = graph.detach().requires_grad_()
-            setattr(part, name, _at_leaf(leaf) if request is None else leaf)
-            self._under_way.append(_Cut(graph, leaf, request))
-            if request is None:
-                leaf.register_post_accumulate_grad_hook(partial(self._arrived, graph, sends=False))
-        return len(self._under_way) > num_cuts
+        is_sent = isinstance(part, Request)
+        name = "dummy_tensor" if is_sent else "_obj"
+        graph = getattr(part, name)
+        if not isinstance(graph, Tensor) or not graph.requires_grad:
+            return None
+        leaf = graph.detach().requires_grad_()
+        setattr(part, name, leaf if is_sent else _at_leaf(leaf))
+        if not is_sent:
+            leaf.register_post_accumulate_grad_hook(partial(self._arrived, graph, sends=False))
+        return _Cut(graph, leaf, part if is_sent else None)
 
     def _arrived(self, graph: Tensor, leaf: Tensor, *, sends: bool) -> None:
-        """Take the gradient that a backward has left at `leaf`, which replaces `graph`, the output of the cut part.
-
-        `sends` says whether the backward of `graph` starts an all-to-all of gradients.
-        """
+        """Take the gradient that a backward has left at `leaf`; with `sends` that of `graph` starts an all-to-all."""
         if leaf.grad is None:  # the loss does not depend on these embeddings
             return
         task = torch._C._current_graph_task_id()
         if task not in self._backwards:
-            if self._set_present is not None:
-                self._set_present()
+            self._set_present()
             self._backwards[task] = _Backward(kernel_rates(self._kernels))
         left = self._backwards[task]
         (left.to_send if sends else left.to_apply).append((graph, leaf.grad))
         leaf.grad = None
 
     def send(self) -> list[Tensor]:
-        """Start the all-to-alls of the gradients that the last backward has left.
+        """Start the all-to-alls of the gradients that the last backward has left; return these gradients.
 
         Gradients of earlier backwards of the step are sent and applied first.
-
-        Returns:
-            The gradients that are being sent, each of the shape of the received embeddings.
         """
         backwards, self._backwards = list(self._backwards.values()), {}
         for left in backwards:
@@ -188,12 +160,8 @@ class DeferredUpdate:
         return [] if self._sent is None else [gradient for _, gradient in self._sent.to_send]
 
     @property
-    def has_arrived(self) -> bool:
-        """Whether the gradients that were sent have arrived; does not wait."""
-        return all(work.is_completed() for work in self._works())
-
-    def _works(self) -> list[dist.Work]:
-        """Return the collectives that are under way."""
+    def works(self) -> list[dist.Work]:
+        """The collectives that are under way."""
         requests = [cut.request for cut in self._under_way]
         return [request.req for request in requests if request is not None and request.req is not None]
 
@@ -206,7 +174,7 @@ class DeferredUpdate:
 
     def drop(self) -> None:
         """Wait for the gradients that were sent, and leave the tables as they are."""
-        for work in self._works():
+        for work in self.works:
             work.wait()
         self._backwards.clear()
         self._sent = None
@@ -217,8 +185,13 @@ class DeferredUpdate:
         assert self._sent is not None
         # The second half of each collective has given its dummy tensor a gradient.
         received = [(cut.graph, cut.leaf.grad) for cut in self._under_way if cut.leaf.grad is not None]
-        with self._at_rates(self._sent.rates):
+        present, self._rates = kernel_rates(self._kernels), self._sent.rates
+        set_kernel_rates(self._kernels, self._rates)
+        try:
             _go_on([*received, *self._sent.to_apply], retain_graph=retain_graph)
+        finally:
+            self._rates = None
+            set_kernel_rates(self._kernels, present)
         for cut in self._under_way:
             cut.leaf.grad = None
             if cut.request is not None:
@@ -230,7 +203,7 @@ class DeferredUpdate:
 def _under_way(started: Any) -> Iterator[Request[Any] | NoWait[Any]]:
     """Yield the collectives in an awaitable; `NoWait` on one rank."""
     kind = _kind_of(started.__class__)
-    if kind is Request:
+    if kind is Request or kind is NoWait:
         yield started
     elif kind is not None:
         for part in started if kind is list else vars(started).values():
@@ -241,23 +214,14 @@ def _under_way(started: Any) -> Iterator[Request[Any] | NoWait[Any]]:
 @functools.cache
 def _kind_of(cls: type) -> Any:
     """Return how `_under_way` treats objects of a class; cached, since `isinstance` is slow for abstract classes."""
-    if issubclass(cls, Request | NoWait):
-        return Request
-    if issubclass(cls, Awaitable):
-        return Awaitable
-    return list if issubclass(cls, list) else None
+    return next((kind for kind in (Request, NoWait, Awaitable, list) if issubclass(cls, kind)), None)
 
 
 def before_gradients(embeddings: object, num_parts: int) -> list[Tensor] | None:
-    """Return the tensors on which a hook runs right before the backward of embeddings waits for gradients.
+    """Return the tensors on which a hook runs right before the backward of an early lookup waits for gradients.
 
-    Args:
-        embeddings: The early lookup: an awaitable of the output dists of all parts.
-        num_parts: How many parts have fused tables, and so an all-to-all of gradients.
-
-    Returns:
-        The empty tensors in the middle of each collective (see `DeferredUpdate.cut_under_way`), in any order. None if
-        fewer than `num_parts` are found: then the backward may update tables without waiting.
+    They are the empty tensors in the middle of each collective (see `DeferredUpdate._cut`). None if fewer
+    than `num_parts`, the parts with fused tables, have one: then the backward may update tables without waiting.
     """
     dummies = [part.dummy_tensor for part in _under_way(embeddings) if isinstance(part, Request)]
     found = [dummy for dummy in dummies if isinstance(dummy, Tensor) and dummy.requires_grad]

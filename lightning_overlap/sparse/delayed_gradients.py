@@ -10,11 +10,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torchrec.distributed.types import ShardedTensor
 
-Gradients = list[tuple[Tensor, Tensor]]
-"""Parameters that have a gradient, each with its gradient."""
-
-_STATE = "stashed_gradient_"
-"""Prefix of the optimizer state that holds stashed gradients in a checkpoint, numbered from the oldest."""
+Gradients = list[tuple[Tensor, Tensor]]  # parameters that have a gradient, each with its gradient
+_STATE = "stashed_gradient_"  # prefix of optimizer state with stashed gradients in a checkpoint, the oldest first
 
 
 class GradientStash:
@@ -36,8 +33,7 @@ class GradientStash:
     def exchange(self, optimizer: Optimizer, delay: int) -> None:
         """Stash this step's gradients and put the gradients of `delay` steps ago into `.grad`.
 
-        In the first `delay` steps every `.grad` is None: optimizers of torch.optim then leave the parameter and its
-        state alone.
+        In the first `delay` steps every `.grad` is None: optimizers then leave the parameter and its state alone.
         """
         waiting = self._waiting.setdefault(optimizer, deque())
         waiting.append([(weight, weight.grad.clone()) for weight in _weights(optimizer) if weight.grad is not None])

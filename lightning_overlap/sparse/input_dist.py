@@ -1,13 +1,9 @@
-"""The input dist of all sharded modules: one exchange of sizes, then lengths, ids and weights in one all-to-all.
-
-Between hosts ids and lengths are sent as int32. The sizes of the next batch are sent with the ids of this batch if they
-are known by then.
-"""
+"""The input dist of all sharded modules: one exchange of sizes, then lengths, ids and weights in one all-to-all."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache, partial
 from typing import Any
 
@@ -24,36 +20,29 @@ from torchrec.distributed.embedding_sharding import (
 from torchrec.sparse import jagged_tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from ..distributed import PackedExchange, Part
+from ..distributed import PackedExchange, Part, gather_objects
 from ..runtime import InFlightBatch, Streams
 from ..tables import ids_fit_32_bits, input_dists_of
 from .input_sizes import Form, InputSizes, PartSizes, form_of, is_counted_on_device
-from .module_context import ModuleContext, replaced
+from .module_context import replaced
+from .pipelined_forward import other_forwards
 
-MAX_RECATS = 256
-"""The most index tensors that are cached, one for each part of each module; see `_cached_recat`."""
+MAX_RECATS = 256  # the most index tensors that are cached, one for each part of each module; see `_cached_recat`
 
 
-@contextmanager
-def splits_only(module: Any, group: dist.ProcessGroup | None, *, narrow: bool = False) -> Iterator[None]:
+def splits_only(module: Any, group: dist.ProcessGroup | None, *, narrow: bool = False) -> AbstractContextManager[None]:
     """Within this context a module's `input_dist` describes its all-to-alls of sizes instead of starting them.
 
     `InputExchange` then sends the sizes of all modules at once. On one rank (`group` is None) nothing changes.
     `narrow` sends ids and lengths as int32, if all ids of the module fit.
     """
     if group is None:
-        yield
-        return
-    found = [getattr(input_dist, "_dist", None) for input_dist in input_dists_of(module)]
-    all_to_alls = [one for one in found if isinstance(one, KJTAllToAll)]
+        return nullcontext()
     narrow = narrow and ids_fit_32_bits(module)
-    for all_to_all in all_to_alls:
-        vars(all_to_all)["forward"] = partial(_describe, all_to_all, group, narrow)  # nn.Module.__setattr__ is slow
-    try:
-        yield
-    finally:
-        for all_to_all in all_to_alls:
-            del vars(all_to_all)["forward"]
+    all_to_alls = [getattr(input_dist, "_dist", None) for input_dist in input_dists_of(module)]
+    return other_forwards(
+        [(one, partial(_describe, one, group, narrow)) for one in all_to_alls if isinstance(one, KJTAllToAll)]
+    )
 
 
 def _describe(
@@ -106,46 +95,27 @@ class InputExchange:
     def __init__(self, group: dist.ProcessGroup, streams: Streams) -> None:
         self._group, self._streams = group, streams
         self._forms: dict[str, Form] = {}
-        self._waiting: list[InputSizes] = []
-        """Sizes of batches whose ids have not been sent, the oldest first; the same batches on all ranks."""
+        self.waiting: list[InputSizes] = []  # of batches whose ids are to be sent, the oldest first; alike on all ranks
 
-    def forget(self) -> None:
-        """Forget the sizes of batches that were dropped."""
-        self._waiting.clear()
-
-    def start_sizes(
-        self, taking_part: list[str], modules: dict[str, ModuleContext], num_found: Mapping[str, int], latest_none: int
-    ) -> InputSizes:
-        """Start the exchange of sizes of these modules, whether or not this rank's batch has their inputs.
+    def start_sizes(self, taking_part: list[str], inflight: InFlightBatch) -> None:
+        """Start the exchange of sizes of modules, the same on all ranks, whether or not this batch has their inputs.
 
         With it the ranks compare their None batches, even if no module takes part. The sizes are sent at once, or with
-        the ids of an earlier batch if these have not been sent yet.
-
-        Args:
-            taking_part: Names of the modules, the same on all ranks.
-            modules: States of the modules that have an input in this rank's batch. A module whose input does not have
-                the agreed form is removed; its own forward then raises TorchRec's error.
-            num_found: How many KeyedJaggedTensors of this rank's batch have the keys of each module's input.
-            latest_none: Number of the last None batch before this batch; -1 if there is none.
-
-        Returns:
-            The sizes of the modules whose form is agreed on.
+        the ids of an earlier batch if these have not been sent yet. A module whose input does not have the agreed form
+        is removed from the batch; its own forward then raises TorchRec's error.
         """
-        described = {name: form_of(state.splits_awaitable) for name, state in modules.items()}
+        described = {name: form_of(state.splits_awaitable) for name, state in inflight.modules.items()}
         if any(name not in self._forms for name in taking_part):
-            everyone: list[Mapping[str, Form]] = [{}] * self._group.size()
-            dist.all_gather_object(everyone, described, group=self._group)
-            for theirs in everyone:  # a rank may have no input for a module in its first batch
+            for theirs in gather_objects(described, self._group):  # a rank's first batch may lack a module's input
                 self._forms = {**theirs, **self._forms}
         for name, form in described.items():
             if self._forms.get(name) != form:  # for example with per-id weights that the first one lacked
-                del modules[name]
+                del inflight.modules[name]
         forms = {name: self._forms[name] for name in taking_part if name in self._forms}
-        sizes = InputSizes(forms, modules, num_found, latest_none, self._group, self._streams)
-        if not self._waiting:
-            sizes.send()
-        self._waiting.append(sizes)
-        return sizes
+        inflight.sizes = InputSizes(forms, inflight, self._group, self._streams)
+        if not self.waiting:
+            inflight.sizes.send()
+        self.waiting.append(inflight.sizes)
 
     def start_data(self, inflight: InFlightBatch) -> None:
         """Read the sizes of a batch; start one all-to-all where TorchRec would start several.
@@ -155,10 +125,9 @@ class InputExchange:
 
         Source: `FusedKJTListSplitsAwaitable`, TorchRec 1.8.
         """
-        sizes: InputSizes = inflight.sizes
-        inflight.sizes = None
-        if sizes in self._waiting:
-            self._waiting.remove(sizes)
+        sizes, inflight.sizes = inflight.sizes, None
+        if sizes in self.waiting:
+            self.waiting.remove(sizes)
         coming: list[_Received] = []
         parts: list[Part] = []
         with replaced(dist_data, "_get_recat", partial(_cached_recat, dist_data._get_recat)):
@@ -181,12 +150,12 @@ class InputExchange:
                 state.tensors_awaitable, state.splits_awaitable = KJTListAwaitable(awaitables, state.context), None
                 state.votes = max(found) > 1
         if parts:
-            unsent = [later for later in self._waiting if not later.is_sent]
+            unsent = [later for later in self.waiting if later.exchange is None]
             device = parts[0].tensor.device  # a gloo group may send tensors of a GPU
             parts += [later.part(device) for later in unsent]
             exchange = PackedExchange(parts, self._group, self._streams)
             for number, later in enumerate(unsent, len(parts) - len(unsent)):
-                later.travel_with(exchange, number)
+                later.exchange, later.number = exchange, number
             for received in coming:
                 received.exchange = exchange
 
@@ -198,8 +167,7 @@ class _Received(KJTAllToAllTensorsAwaitable):  # type: ignore[misc]
     is the number of its first tensor (lengths) among the parts of the exchange; ids and weights follow.
     """
 
-    exchange: PackedExchange
-    """Brings the tensors; set once it is started."""
+    exchange: PackedExchange  # brings the tensors; set once it is started
 
     def __init__(self, meta: KJTSplitsAllToAllMeta, sizes: PartSizes, first: int) -> None:
         kept = ("pg", "splits", "input_splits", "labels", "keys", "device", "stagger")
@@ -242,13 +210,10 @@ def _lengths_known(lengths: list[int] | None) -> AbstractContextManager[None]:
 def _cached_recat(
     own: Callable[..., Tensor | None], *, batch_size_per_rank: list[int] | None, **splits: Any
 ) -> Tensor | None:
-    """Return TorchRec's `recat`, the index that orders received features, from a cache.
+    """Return TorchRec's `recat`, the index that orders received features, from a cache; None for no features.
 
     TorchRec makes it anew and copies it to the device in every step, though it depends on the sharding alone if ranks
     have equal batch sizes.
-
-    Returns:
-        The index, `(num_splits * local_split,)`, int32, on the device; None where this rank has no features.
     """
     if batch_size_per_rank and any(size != batch_size_per_rank[0] for size in batch_size_per_rank):
         return own(batch_size_per_rank=batch_size_per_rank, **splits)

@@ -10,7 +10,7 @@ device, and the host reads them with the rest.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import islice
+from itertools import islice, repeat, zip_longest
 from typing import Any, NamedTuple, TypeAlias
 from zlib import crc32
 
@@ -21,20 +21,16 @@ from torch.nn.utils.rnn import pad_sequence
 from torchrec.distributed.embedding_sharding import KJTSplitsAllToAllMeta
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from ..distributed import PackedExchange, Part, check_none_batches
-from ..runtime import Streams
-from .module_context import ModuleContext
+from ..distributed import PackedExchange, Part, check_none_batches, gather_objects
+from ..runtime import InFlightBatch, Streams
 
 
 class PartForm(NamedTuple):
     """How many columns the sizes of one part of a module take (see `InputSizes`); the same on all ranks."""
 
-    num_sizes: int
-    """Tensors whose sizes are sent (lengths, ids, weights), and the batch size."""
-    splits: tuple[int, ...]
-    """Number of features that go to each rank."""
-    with_lengths: bool
-    """Whether the number of ids of each feature is sent; not where batch sizes vary by feature."""
+    num_sizes: int  # tensors whose sizes are sent (lengths, ids, weights), and the batch size
+    splits: tuple[int, ...]  # number of features that go to each rank
+    with_lengths: bool  # whether the number of ids of each feature is sent; not where batch sizes vary by feature
 
     @property
     def width(self) -> int:
@@ -42,8 +38,7 @@ class PartForm(NamedTuple):
         return self.num_sizes + (max(self.splits) if self.with_lengths else 0)
 
 
-Form: TypeAlias = tuple[PartForm, ...]
-"""Columns that the input of one module takes: a `PartForm` for each part that sends ids."""
+Form: TypeAlias = tuple[PartForm, ...]  # of the input of one module: a `PartForm` for each part that sends ids
 
 
 def form_of(request: Any) -> Form:
@@ -71,11 +66,9 @@ def is_device(device: torch.device) -> bool:
 class _Counted(NamedTuple):
     """Sizes of one part that the device computes: ids per feature, and ids per destination."""
 
-    column: int
-    """First column of the part."""
+    column: int  # first column of the part
     part: PartForm
-    meta: KJTSplitsAllToAllMeta
-    """What this rank sends of the part."""
+    meta: KJTSplitsAllToAllMeta  # what this rank sends of the part
 
     def add_to(self, rows: Tensor) -> None:
         """Write them into the rows, `(num_ranks, num_columns)`, int64, on the device and its current stream."""
@@ -99,8 +92,7 @@ class PartSizes(NamedTuple):
 
     by_tensor: list[list[int]]
     """Elements of lengths, ids and weights from each rank; then batch sizes by rank, unless these vary by feature."""
-    lengths: list[int] | None
-    """Number of ids of each feature of this rank, from all ranks together; None if these numbers were not sent."""
+    lengths: list[int] | None  # number of ids of each feature of this rank, from all ranks together, if these were sent
 
 
 _MOST_FOUND = 1 << 16
@@ -116,13 +108,10 @@ def types_in(tensors: Iterable[Tensor]) -> str:
 def check_types(mine: Mapping[str, str], group: dist.ProcessGroup) -> None:
     """Check that inputs have tensors of the same types on all ranks that have them; all ranks call this.
 
-    `mine` has the result of `types_in` on this rank for each input, by its name in the message.
-
-    Raises:
-        RuntimeError: Types differ. gloo would end the process on data of another size than expected.
+    gloo would end the process on data of another size than expected. `mine` has the result of `types_in` on this rank
+    for each input, by its name in the error (a RuntimeError).
     """
-    everyone: list[Mapping[str, str]] = [{}] * group.size()
-    dist.all_gather_object(everyone, mine, group=group)
+    everyone: list[Mapping[str, str]] = gather_objects(mine, group)
     for what in dict.fromkeys(what for theirs in everyone for what in theirs):
         by_rank = {rank: theirs[what] for rank, theirs in enumerate(everyone) if what in theirs}
         if len(set(by_rank.values())) > 1:
@@ -143,62 +132,42 @@ class InputSizes:
     the tensors' types. `sizes` are the numbers of elements of lengths, ids and weights that go to that rank, and the
     batch size. The ids per feature belong to the features that the rank looks up. Zeros fill them up to the largest
     number of features of any rank, so that all rows have one width. A rank without an input for a module sends zeros.
-
-    Args:
-        forms: Form of each module's input, in an order that is the same on all ranks.
-        states: States of the modules whose input this rank's batch has.
-        num_found: How many KeyedJaggedTensors of this rank's batch have the keys of each module's input.
-        latest_none: Number of the last None batch before this batch; -1 if there is none.
-        group: Process group of the input dist.
-        streams: The device's streams.
+    `forms` has the modules in an order that is the same on all ranks.
     """
 
     def __init__(
-        self,
-        forms: Mapping[str, Form],
-        states: Mapping[str, ModuleContext],
-        num_found: Mapping[str, int],
-        latest_none: int,
-        group: dist.ProcessGroup,
-        streams: Streams,
+        self, forms: Mapping[str, Form], inflight: InFlightBatch, group: dist.ProcessGroup, streams: Streams
     ) -> None:
         self._forms, self._group, self._streams = forms, group, streams
-        self._rows: list[list[int]] = [[latest_none] for _ in range(group.size())]
-        self._exchange: PackedExchange | None = None
-        self._number = 0  # of the rows among the parts of the exchange
+        self._columns: list[Sequence[int]] = [[inflight.latest_none] * group.size()]
+        self.exchange: PackedExchange | None = None  # the all-to-all with the rows, once it was started
+        self.number = 0  # of the rows among its parts
         self._counted: list[_Counted] = []
         self._types: dict[str, str] = {}
         self._sent: Tensor | None = None  # the rows on the device, if it has computed some of them
         for name, form in forms.items():
-            state = states.get(name)
+            state = inflight.modules.get(name)
             metas = [None] * len(form) if state is None else _metas_of(state.splits_awaitable)
-            self._types[name] = types_in(metas[0].input_tensors) if metas and metas[0] else ""
-            found = 0 if state is None else num_found[name] + _MOST_FOUND * crc32(self._types[name].encode())
-            for row in self._rows:
-                row.append(found)
+            types = self._types[name] = types_in(metas[0].input_tensors) if metas and metas[0] else ""
+            found = 0 if state is None else state.num_found + _MOST_FOUND * crc32(types.encode())
+            self._columns.append([found] * group.size())
             for part, meta in zip(form, metas, strict=True):
-                if meta is not None and is_counted_on_device(meta._input):
-                    self._counted.append(_Counted(len(self._rows[0]), part, meta))
-                    self._add(part, meta, [])
-                else:
-                    self._add(part, meta, meta._input.length_per_key() if meta and part.with_lengths else [])
+                self._add(part, meta)
 
-    def _add(self, part: PartForm, meta: KJTSplitsAllToAllMeta | None, length_per_key: Iterable[int]) -> None:
-        """Append the columns of one part to the rows: zeros if `meta` is None, as this rank lacks the input."""
-        lengths = iter(length_per_key)
-        for destination, (row, num_features) in enumerate(zip(self._rows, part.splits, strict=True)):
-            sizes = [] if meta is None else [sizes[destination] for sizes in meta.splits_tensors]
-            sizes += islice(lengths, num_features)
-            row += sizes + [0] * (part.width - len(sizes))
-
-    @property
-    def is_sent(self) -> bool:
-        """Whether the all-to-all with the rows was started."""
-        return self._exchange is not None
+    def _add(self, part: PartForm, meta: KJTSplitsAllToAllMeta | None) -> None:
+        """Append the columns of one part: zeros if `meta` is None, as this rank lacks the input."""
+        lengths: Iterable[int] = repeat(0)
+        if meta is not None and is_counted_on_device(meta._input):
+            self._counted.append(_Counted(len(self._columns), part, meta))
+        elif meta is not None and part.with_lengths:
+            lengths = iter(meta._input.length_per_key())
+        self._columns += meta.splits_tensors if meta is not None else [[0] * self._group.size()] * part.num_sizes
+        if part.with_lengths:
+            self._columns += zip_longest(*[list(islice(lengths, num)) for num in part.splits], fillvalue=0)
 
     def part(self, device: torch.device) -> Part:
         """Return the rows as one part of an exchange: `(num_ranks, num_columns)`, int64, on this device."""
-        on_host = torch.tensor(self._rows, dtype=torch.int64, pin_memory=device.type == "cuda")
+        on_host = torch.tensor([*zip(*self._columns, strict=True)], dtype=torch.int64, pin_memory=device.type == "cuda")
         one_each = [1] * self._group.size()
         rows = on_host.to(device, non_blocking=True)
         for counted in self._counted:
@@ -206,29 +175,20 @@ class InputSizes:
             self._sent = rows
         return Part(rows, one_each, one_each)
 
-    def send(self) -> None:
+    def send(self) -> PackedExchange:
         """Start an all-to-all of the rows alone, if no ids are sent in time to travel with."""
         nccl = "nccl" in str(dist.get_backend(self._group))
         device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
-        self.travel_with(PackedExchange([self.part(device)], self._group, self._streams, even=True), 0)
-
-    def travel_with(self, exchange: PackedExchange, number: int) -> None:
-        """Note that the rows are the part `number` of an exchange that was started."""
-        self._exchange, self._number = exchange, number
+        self.exchange = PackedExchange([self.part(device)], self._group, self._streams, even=True)
+        return self.exchange
 
     def wait(self) -> dict[str, tuple[tuple[int, ...], list[PartSizes]]]:
         """Wait for the rows of the other ranks and read them on the host: the one host sync of a step.
 
-        Returns:
-            By module: the number of its inputs on each rank, and the sizes that this rank receives of each part.
-
-        Raises:
-            RuntimeError: Ranks have skipped different None batches, or have inputs of different types.
+        Returns by module the number of its inputs on each rank, and the sizes that this rank receives of each part.
         """
-        if self._exchange is None:  # no ids have been sent since
-            self.send()
-        assert self._exchange is not None
-        [received] = self._exchange.take(slice(self._number, self._number + 1))
+        exchange = self.exchange or self.send()  # alone if no ids have been sent since
+        [received] = exchange.take(slice(self.number, self.number + 1))
         rows: list[list[int]] = (received if self._sent is None else torch.cat((received, self._sent))).tolist()
         size, rank = self._group.size(), self._group.rank()
         for counted in self._counted:

@@ -7,57 +7,53 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.nn import ModuleList
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from ..preprocessing import StagedCalls
-from ..runtime import InFlightBatch, LookupOrder, Path, resolve
+from ..runtime import InFlightBatch, Path, resolve
 from ..schedules import Stage, StreamName
 from ..tables import SentInput, has_model_parallel_tables
 from .freed_features import release
 from .input_dist import InputExchange, splits_only
 from .input_sizes import check_types, types_in
 from .module_context import ModuleContext, Progress, wait_for
-from .options import SparseOptions
 from .pipelined_forward import PipelinedForwards, inputs_of
 
 
 class SparseInputs:
     """Finds the inputs of all sharded modules of a model, and sends their ids; see `SparsePipeline`."""
 
-    def __init__(
-        self, forwards: PipelinedForwards, group: dist.ProcessGroup | None, order: LookupOrder, options: SparseOptions
-    ) -> None:
-        self._forwards, self._group, self._order, self._options = forwards, group, order, options
+    def __init__(self, forwards: PipelinedForwards) -> None:
+        self._forwards, self._group, self._order = forwards, forwards.group, forwards.order
+        self._options = options = forwards.options
         self.staged = StagedCalls(
             options.model, step=options.step, trains=options.trains, rank=options.rank, warned=options.warned
         )
-        self._exchange = None if group is None else InputExchange(group, order.streams)
+        self._exchange = None if self._group is None else InputExchange(self._group, self._order.streams)
+        # Modules for whose input the exchange of sizes has columns, the same on all ranks. If one of them runs
+        # unpipelined later on this rank, its columns stay.
+        self._taking_part: list[str] = []
         self._is_first = True
-        self.ready = False
-        """Whether it is known which input of a batch feeds which module."""
-        self.releases = options.releases
-        """Whether the ids of a batch are freed once they have been sent."""
+        self.ready = False  # whether it is known which input of a batch feeds which module
+        self.releases = options.releases  # whether the ids of a batch are freed once they have been sent
 
     def forget(self) -> None:
         """Forget the sizes of batches that were dropped."""
         if self._exchange is not None:
-            self._exchange.forget()
+            self._exchange.waiting.clear()
 
     # -- which input feeds which module -------------------------------------------------------------------------
 
     def check_types(self, inflight: InFlightBatch) -> None:
         """Check the types of the first batch's inputs, which the modules' own forwards send."""
         is_first, self._is_first = self._is_first, False
-        if (
-            not is_first
-            or self._group is None
-            or not has_model_parallel_tables(ModuleList(one.module for one in self._forwards.values()))
-        ):
+        if not is_first or self._group is None:
             return
-        names_and_types = ((", ".join(kjt.keys()), kjt.dist_tensors()) for kjt in keyed_jagged_tensors(inflight.batch))
-        check_types({f"the input of features {names}": types_in(sent) for names, sent in names_and_types}, self._group)
+        if has_model_parallel_tables(ModuleList(self._forwards.modules)):
+            kjts = keyed_jagged_tensors(inflight.batch)
+            types = {f"the input of features {', '.join(one.keys())}": types_in(one.dist_tensors()) for one in kjts}
+            check_types(types, self._group)
 
     def discover(self, inflight: InFlightBatch) -> None:
         """Find the inputs of the modules' calls in the staged batch, by identity: the stages are ready from then on.
@@ -66,6 +62,7 @@ class SparseInputs:
         """
         self.staged.discover(inflight)
         self._forwards.discover(self.staged.searched(inflight))
+        self._taking_part = [name for name, pipelined in self._forwards.items() if pipelined.early]
         self.ready = True
         if self.staged.is_used:
             self.keep_features("staged methods may be called anew in their step, with the ids of the batch")
@@ -101,18 +98,16 @@ class SparseInputs:
         """
         searched = self.staged.searched(inflight)
         kjts = inputs_of(searched) if self._group is not None else []
-        num_found: dict[str, int] = {}
         for name, pipelined in self._forwards.items():
             kjt = _input_in(searched, pipelined.path) if pipelined.early else None
             if kjt is None or pipelined.keys != frozenset(kjt.keys()):
                 continue
+            module = pipelined.module
+            state = ModuleContext(name, inflight.index, module, kjt, context=module.create_context())
+            inflight.modules[name] = state
             # The step may pass another input with the same keys, from the batch or made by staged methods.
             alike = [path for path, other in kjts if pipelined.keys == frozenset(other.keys())]
-            num_found[name] = sum(self.staged.are_alike(path, pipelined.path) for path in alike)
-            module = pipelined.module
-            state = inflight.modules[name] = ModuleContext(
-                name, inflight.index, module, kjt, context=module.create_context()
-            )
+            state.num_found = sum(self.staged.are_alike(path, pipelined.path) for path in alike)
             sent = _shared(kjt)  # TorchRec may keep the object that it is given and replace its weights
             state.outside = self._forwards.ids_outside(pipelined, kjt, inflight)
             if state.outside is not None:  # an error if the step calls the module with these ids, and does not map them
@@ -120,9 +115,8 @@ class SparseInputs:
             with splits_only(module, self._group, narrow=self._options.multi_node):
                 state.splits_awaitable = module.input_dist(state.context, sent)
             state.sent = SentInput(kjt)
-        taking_part = [name for name, pipelined in self._forwards.items() if pipelined.takes_part]
-        if self._exchange is not None and (taking_part or self._options.trains):
-            inflight.sizes = self._exchange.start_sizes(taking_part, inflight.modules, num_found, inflight.latest_none)
+        if self._exchange is not None and (self._taking_part or self._options.trains):
+            self._exchange.start_sizes(self._taking_part, inflight)
 
     def input_data_dist(self, inflight: InFlightBatch) -> None:
         """Read the sizes on the host, the one host sync of the step; start the all-to-all of lengths, ids, weights."""
@@ -134,24 +128,16 @@ class SparseInputs:
             self._order.observe("wait", Stage.INPUT_SPLITS_DIST, inflight.index)
             self._exchange.start_data(inflight)
         if self.releases:
-            self._release_sent(inflight)
-
-    def _release_sent(self, inflight: InFlightBatch) -> None:
-        """Free the ids of a batch, except ids that a module will read in its own forward."""
-        searched = self.staged.searched(inflight)
-        read_later = [_input_in(searched, one.path) for one in self._forwards.values() if not one.early]
-        for state in inflight.modules.values():
-            if all(state.kjt is not kjt for kjt in read_later):
-                assert state.sent is not None
-                release(state.kjt)
-                state.sent.forget_ids()
+            searched = self.staged.searched(inflight)
+            # Modules that run in their own forward will read their ids in the step.
+            read_later = [_input_in(searched, one.path) for one in self._forwards.values() if not one.early]
+            for state in inflight.modules.values():
+                if all(state.kjt is not kjt for kjt in read_later):
+                    release(state.kjt)
+                    state.sent.forget_ids()
 
     def receive_input(self, inflight: InFlightBatch) -> list[Any]:
-        """Wait for the ids that this rank receives, and assemble them.
-
-        Returns:
-            Everything that holds received tensors (ids and TorchRec's contexts), for `Streams.record_stream`.
-        """
+        """Wait for the ids that this rank receives and assemble them; return all that holds them, for other streams."""
         received: list[Any] = []
         for state in inflight.modules.values():
             if state.tensors_awaitable is not None:

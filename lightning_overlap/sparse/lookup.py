@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from typing import Any
 
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from ..runtime import InFlightBatch, LookupOrder
+from ..runtime import InFlightBatch
 from ..schedules import StreamName, WeightOwner
 from ..tables import (
-    SetRates,
     caching_tbes,
     forget_prefetched,
     has_dense_weights,
@@ -25,29 +24,19 @@ from ..tables import (
 from .answers import Answers
 from .inputs import SparseInputs
 from .module_context import ModuleContext, Progress, replaced
-from .options import SparseOptions
 from .pipelined_forward import WRITTEN, PipelinedForwards
-from .update_rates import _updates_at_present_rate, take_back
+from .update_rates import counting, take_back, updates_at_present_rate
 
-MAX_OVERWRITTEN = 3
-"""The number of drops after which modules whose tables were written run in their own forward."""
+MAX_OVERWRITTEN = 3  # drops after which modules whose tables were written run in their own forward
 
 
 class SparseLookups:
     """Looks up the tables of all sharded modules of a model early, and serves the embeddings in the step."""
 
-    def __init__(
-        self,
-        forwards: PipelinedForwards,
-        inputs: SparseInputs,
-        answers: Answers,
-        order: LookupOrder,
-        options: SparseOptions,
-    ) -> None:
+    def __init__(self, forwards: PipelinedForwards, inputs: SparseInputs, answers: Answers) -> None:
         self._forwards, self._inputs, self._answers = forwards, inputs, answers
-        self._order, self._options = order, options
-        self.keep_ids = False
-        """Whether batches that are looked up from now on keep their ids until their step is over."""
+        self._order, self._options, self._modules = forwards.order, forwards.options, forwards.modules
+        self.keep_ids = False  # whether batches that are looked up from now on keep their ids until their step is over
         self._num_drops = 0  # of lookups whose tables were written afterwards
         self._written: set[str] = set()  # modules whose tables this rank has found written at these drops
         self._seen: Any = None  # rates and writes at the last search
@@ -62,17 +51,15 @@ class SparseLookups:
         Source: `prefetch_embeddings`, TorchRec 1.8.
         """
         for state in inflight.modules.values():
-            if not caching_tbes(state.module):
-                continue
-            assert state.dist_input is not None, f"the prefetch of batch {inflight.index} comes before its input"
-            stream = self._order.streams[self._order.lookup]  # reads and updates the prefetched rows
-            state.module.prefetch(state.dist_input, forward_stream=stream, ctx=state.context)
+            if caching_tbes(state.module):
+                stream = self._order.streams[self._order.lookup]  # reads and updates the prefetched rows
+                state.module.prefetch(state.dist_input, forward_stream=stream, ctx=state.context)
 
     def forget_prefetched(self) -> None:
         """Drop prefetches without a lookup: FBGEMM matches prefetches to lookups by their order alone."""
-        for pipelined in self._forwards.values():
-            with self._order.streams.on(StreamName.PREFETCH):
-                forget_prefetched(pipelined.module)
+        with self._order.streams.on(StreamName.PREFETCH):
+            for module in self._modules:
+                forget_prefetched(module)
 
     def has_lookup(self, inflight: InFlightBatch, owners: frozenset[WeightOwner]) -> bool:
         """Whether a batch has tables of these owners that are still to be looked up."""
@@ -89,35 +76,40 @@ class SparseLookups:
         """
         for owner in WeightOwner:
             if owner in owners:
-                self._look_up(inflight, frozenset({owner}))
+                for state in inflight.modules.values():
+                    if state.progress is Progress.RECEIVED and (parts := _parts_to_look_up(state, (owner,))):
+                        self._look_up(state, owner, parts, defers_update=inflight.defers_update)
 
-    def _look_up(self, inflight: InFlightBatch, owners: frozenset[WeightOwner]) -> None:
-        for state in inflight.modules.values():
-            if state.progress is not Progress.RECEIVED or not _parts_to_look_up(state, owners):
-                continue
-            if self.keep_ids:
-                state.ids = state.dist_input
-            if self._options.holds_rates and state.rates is None:
-                state.rates = rates_of(state.module)
-            set_rates = self._options.set_rates
-            if set_rates is not None:
-                set_rates = state.deferred.with_rates(set_rates, tbes(state.module))
-            with state.counting(state.num_lookups):
-                _look_up(state, owners, set_rates, defers_update=inflight.defers_update)
-            if state.embeddings is not None:
-                state.advance(Progress.LOOKED_UP)
-            state.note_lookup(owners)
-            if not self._options.trains:
-                self._take_back(state)
+    def _look_up(self, state: ModuleContext, owner: WeightOwner, parts: list[int], *, defers_update: bool) -> None:
+        """Look up the parts of a module that belong to `owner` and start their output dists, on the current stream."""
+        if self.keep_ids:
+            state.ids = state.dist_input
+        if self._options.holds_rates and state.rates is None:
+            state.rates = rates_of(state.module)
+        set_rates = self._options.set_rates
+        if set_rates is not None:
+            set_rates = state.deferred.with_rates(set_rates, tbes(state.module))
+        with (
+            counting(tbes(state.module), state.num_lookups),
+            updates_at_present_rate(state.module, set_rates),
+            state.deferring_update() if defers_update else nullcontext(),
+        ):
+            if len(parts) == len(owners_of_parts(state.module)):
+                state.embeddings = state.module.compute_and_output_dist(state.context, state.dist_input)
+            else:
+                _look_up_parts(state, parts)
+        if state.embeddings is not None:
+            state.dist_input = None
+            state.advance(Progress.LOOKED_UP)
+        state.note_lookup(owner)
+        if not self._options.trains:
+            self._take_back(state)
 
     # -- the step -----------------------------------------------------------------------------------------------
 
     @contextmanager
     def forward(self, inflight: InFlightBatch, send_next: Callable[[], None]) -> Iterator[None]:
-        """Serve early embeddings while the step of one batch runs.
-
-        If a module runs its own forward instead, `inflight.ran_unpipelined` is set.
-        """
+        """Serve early embeddings during the step of a batch; `inflight.ran_unpipelined` if a module runs its own."""
         self._inputs.check_types(inflight)
         self._answers.begin(inflight, send_next)
         self._inputs.staged.begin(inflight)
@@ -168,34 +160,24 @@ class SparseLookups:
 
     @cached_property
     def _has_dense_tables(self) -> bool:
-        modules = [pipelined.module for pipelined in self._forwards.values()]
-        return any(
-            WeightOwner.DENSE_OPTIMIZER in owners_of_parts(module) and has_dense_weights(module)
-            for module in modules
-            if spec_of(module) is not None
-        )
+        known = [module for module in self._modules if spec_of(module) is not None]
+        return any(WeightOwner.DENSE_OPTIMIZER in owners_of_parts(one) and has_dense_weights(one) for one in known)
 
     def is_overwritten(self, batches: Iterable[InFlightBatch]) -> bool:
         """Whether tables of this rank, or their rates, were written since one of these batches was looked up."""
         # The usual case: no write since the last search, which left no overwritten lookup.
-        modules = [pipelined.module for pipelined in self._forwards.values()]
-        rates = [rates_of(module) for module in modules] if self._options.holds_rates else []
-        seen = rates, [num_writes(module, WeightOwner.FUSED_BACKWARD) for module in modules]
+        rates = [rates_of(module) for module in self._modules] if self._options.holds_rates else []
+        seen = rates, [num_writes(module, WeightOwner.FUSED_BACKWARD) for module in self._modules]
         if seen == self._seen and not self._has_dense_tables:
             return False
         self._seen = seen
-        return any(
-            state.is_overwritten() for inflight in batches for state in inflight.modules.values() if not state.served
-        )
+        return any(_is_overwritten(state) for inflight in batches for state in inflight.modules.values())
 
     def leave_overwritten(self, batches: Iterable[InFlightBatch]) -> None:
         """Drop the early lookups of these batches, on all ranks alike: the tables were written afterwards.
 
-        From every third drop on, modules whose tables were written on any rank run in their own forward. All modules do
-        if no rank has found a write (`tables_changed` was called without a write).
-
-        Raises:
-            RuntimeError: The ids of these batches were released, so that they cannot be looked up anew.
+        At every third drop modules whose tables were written on any rank begin to run in their own forward. All modules
+        do if no rank has found a write (`tables_changed` was called without a write).
         """
         if self._inputs.releases:
             raise RuntimeError(
@@ -203,12 +185,8 @@ class SparseLookups:
                 "(release_features=True): it cannot be looked up anew. Train with release_features=False."
             )
         dropped = list(batches)
-        self._written |= {
-            name
-            for inflight in dropped
-            for name, state in inflight.modules.items()
-            if not state.served and state.is_overwritten()
-        }
+        states = [item for inflight in dropped for item in inflight.modules.items()]
+        self._written |= {name for name, state in states if _is_overwritten(state)}
         self._num_drops += 1
         if self._num_drops == MAX_OVERWRITTEN:
             any_rank = self._options.any_rank
@@ -221,54 +199,29 @@ class SparseLookups:
             self.drop_lookups(inflight)
 
 
-def _look_up(
-    state: ModuleContext, owners: frozenset[WeightOwner], set_rates: SetRates | None, *, defers_update: bool
-) -> None:
-    """Look up the tables of a module that belong to `owners` and start their output dists, on the current stream.
-
-    A module of one owner takes TorchRec's own `compute_and_output_dist`. In a mixed module each call looks up the parts
-    of the given owners, and the last call assembles the module's output.
-
-    With `set_rates` (None if no scheduler moves the rates) the update of this batch takes the learning rate at its
-    backward, not at this lookup. `defers_update` cuts the graph of fused tables' embeddings.
-    """
-    parts = _parts_to_look_up(state, owners)
-    with (
-        _updates_at_present_rate(state.module, set_rates),
-        state.deferring_update() if defers_update else nullcontext(),
-    ):
-        if len(parts) == len(owners_of_parts(state.module)):
-            state.embeddings = state.module.compute_and_output_dist(state.context, state.dist_input)
-            state.dist_input = None
-        else:
-            _look_up_parts(state, parts)
+def _is_overwritten(state: ModuleContext) -> bool:
+    return not state.served and state.is_overwritten()
 
 
 def _look_up_parts(state: ModuleContext, parts: list[int]) -> None:
     """Run the kernels of some parts and start their output dists; after the last part assemble the module's output."""
-    module = state.module
+    module, started = state.module, state.output_dist_awaitables
     lookups = [lookup if part in parts else _NOTHING for part, lookup in enumerate(module._lookups)]
     with replaced(module, "_lookups", lookups):
         embeddings = module.compute(state.context, state.dist_input)
     for part in parts:
-        context = state.context.sharding_contexts[part]
-        state.output_dist_awaitables[part] = module._output_dists[part](embeddings[part], context)
-    num_parts = len(lookups)
-    if len(state.output_dist_awaitables) == num_parts:
-        started = [state.output_dist_awaitables[part] for part in range(num_parts)]
-        with replaced(module, "_output_dists", [lambda output, context: output] * num_parts):
-            state.embeddings = module.output_dist(state.context, started)
-        state.output_dist_awaitables = {}
-        state.dist_input = None
+        started[part] = module._output_dists[part](embeddings[part], state.context.sharding_contexts[part])
+    if len(started) == len(lookups):
+        in_order = [started[part] for part in range(len(lookups))]
+        with replaced(module, "_output_dists", [lambda output, context: output] * len(lookups)):
+            state.embeddings = module.output_dist(state.context, in_order)
+        started.clear()
 
 
-def _parts_to_look_up(state: ModuleContext, owners: frozenset[WeightOwner]) -> list[int]:
+def _parts_to_look_up(state: ModuleContext, owners: Container[WeightOwner]) -> list[int]:
     """Return the parts of a module whose tables belong to `owners` and are still to be looked up."""
-    return [
-        part
-        for part, owner in enumerate(owners_of_parts(state.module))
-        if owner in owners and part not in state.output_dist_awaitables
-    ]
+    of_parts, started = owners_of_parts(state.module), state.output_dist_awaitables
+    return [part for part, owner in enumerate(of_parts) if owner in owners and part not in started]
 
 
 class _Nothing:

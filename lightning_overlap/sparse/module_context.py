@@ -15,26 +15,19 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from ..runtime import is_profiled
 from ..schedules import WeightOwner
-from ..tables import SentInput, num_writes, owners_of_parts, rates_of, spec_of, tbes
+from ..tables import num_writes, owners_of_parts, rates_of, spec_of
 from .deferred_update import DeferredUpdate
-from .update_rates import lookup_counts, lookups_since
 
 
 class Progress(IntEnum):
     """How far a batch has come in a module; `ModuleContext.advance` takes it one step further."""
 
-    SENT = auto()
-    """Its sizes are exchanged, then its ids are sent."""
-    RECEIVED = auto()
-    """The ids that this rank looks up are there; some parts may be looked up already."""
-    LOOKED_UP = auto()
-    """All parts were looked up, and their embeddings are under way."""
-    SERVED = auto()
-    """A call of the module got them."""
-    DROPPED = auto()
-    """No call will get them: the module runs in its own forward."""
-    UPDATED = auto()
-    """The tables have its update. Another backward of the same step is another update."""
+    SENT = auto()  # its sizes are exchanged, then its ids are sent
+    RECEIVED = auto()  # the ids that this rank looks up are there; some parts may be looked up already
+    LOOKED_UP = auto()  # all parts were looked up, and their embeddings are under way
+    SERVED = auto()  # a call of the module got them
+    DROPPED = auto()  # no call will get them: the module runs in its own forward
+    UPDATED = auto()  # the tables have its update; another backward of the same step is another update
 
     def __str__(self) -> str:
         return self.name.lower().replace("_", " ")
@@ -57,62 +50,39 @@ class ModuleContext:
     Source: `TrainPipelineContext`, TorchRec 1.8, which has the same names for the first fields.
     """
 
-    name: str
-    """The module's name in the model, for messages."""
-    batch: int
-    """The batch's number, for messages."""
+    name: str  # the module's name in the model
+    batch: int  # the batch's number
     module: Any
-    kjt: KeyedJaggedTensor
-    """The module's input in the batch."""
-    progress: Progress = Progress.SENT
-    """Changed by `advance`."""
-    context: Any = None
-    """TorchRec's own context of this module and batch, from `create_context`."""
-    splits_awaitable: Any = None
-    """What `input_dist` returned; None once its sizes have been read."""
-    tensors_awaitable: Any = None
-    """The all-to-all of lengths, ids and weights; None before it is started and once it has been waited for."""
-    dist_input: KJTList | None = None
-    """The ids that this rank has received, one KeyedJaggedTensor for each part; None once all were looked up."""
+    kjt: KeyedJaggedTensor  # the module's input in the batch
+    progress: Progress = Progress.SENT  # changed by `advance`
+    context: Any = None  # TorchRec's own context of this module and batch, from `create_context`
+    splits_awaitable: Any = None  # what `input_dist` returned; None once its sizes have been read
+    tensors_awaitable: Any = None  # the all-to-all of lengths, ids and weights, while it is under way
+    dist_input: KJTList | None = None  # received ids, a KeyedJaggedTensor for each part; None once all were looked up
     output_dist_awaitables: dict[int, Awaitable[torch.Tensor]] = field(default_factory=dict)
     """Output dists by the number of their part, while other parts are still to be looked up."""
-    embeddings: LazyAwaitable[Any] | None = None
-    """The module's output, once all parts were looked up early."""
-    deferred: DeferredUpdate = field(default_factory=DeferredUpdate)
-    """The deferred part of the backward; empty where the update is not deferred."""
-    sent: SentInput | None = None
-    """What the input held when its ids were sent."""
-    outside: str | None = None
-    """The error about an id that is no row, for which row 0 was looked up; None if all ids are rows."""
+    embeddings: LazyAwaitable[Any] | None = None  # the module's output, once all parts were looked up early
+    deferred: DeferredUpdate = field(default_factory=DeferredUpdate)  # empty where the update is not deferred
+    sent: Any = None  # the `SentInput` of its ids, once they were sent
+    outside: str | None = None  # the error about an id that is no row, for which row 0 was looked up
     num_writes: dict[WeightOwner, tuple[int, ...]] = field(default_factory=dict)
     """`tables.num_writes` by owner at the lookup: in-place writes other than the fused backward's."""
-    rates: list[float] | None = None
-    """The learning rates of its kernels at the lookup; None unless `SparseOptions.holds_rates`."""
-    autocast: tuple[bool, torch.dtype] | None = None
-    """`autocast_of` at the lookup."""
-    votes: bool = False
-    """Whether all ranks vote when the module is called: on some rank another input of the batch has the same keys."""
-    served_in: int = -1
-    """Number of the forward that got the embeddings (`PipelinedForwards.num_steps`); LBFGS runs several in a step."""
-    without_graph: bool = False
-    """Whether a call under `no_grad` got them; a reentrant `checkpoint()` makes such a call and repeats it later."""
-    received: Any = None
-    """The embeddings, once waited for, until the backward is over."""
-    received_at: Any = None
-    """Event on the lookup stream after which `received` can be read."""
+    rates: list[float] | None = None  # learning rates of its kernels at the lookup, if `SparseOptions.holds_rates`
+    autocast: tuple[bool, torch.dtype] | None = None  # `autocast_of` at the lookup
+    num_found: int = 1  # how many KeyedJaggedTensors of this rank's batch have the keys of the module's input
+    votes: bool = False  # whether all ranks vote at the call: on some rank another input has the same keys
+    served_in: int = -1  # forward that got the embeddings (`PipelinedForwards.num_steps`); LBFGS runs several in a step
+    without_graph: bool = False  # whether a call under `no_grad` got them: a reentrant `checkpoint()` repeats it later
+    received: Any = None  # the embeddings, once waited for, until the backward is over
+    received_at: Any = None  # event on the lookup stream after which `received` can be read
     num_lookups: list[int] = field(default_factory=list)
     """How much the early lookup of this batch added to the iteration count of each kernel (`tables.tbes`)."""
     num_own_lookups: list[int] = field(default_factory=list)
     """How much the module's own forward added, if its update waits for the optimizer step."""
-    ids: KJTList | None = None
-    """The ids that were looked up, kept if `SparseLookups.keep_ids` is set."""
+    ids: KJTList | None = None  # the ids that were looked up, if `SparseLookups.keep_ids` is set
 
     def advance(self, to: Progress) -> None:
-        """Enter the next state.
-
-        Raises:
-            RuntimeError: That state cannot follow the present one.
-        """
+        """Enter the next state; raise a RuntimeError if that state cannot follow the present one."""
         if to not in _NEXT[self.progress]:
             raise RuntimeError(
                 f"batch {self.batch} in module {self.name!r} cannot become {to}: it is {self.progress}, and only "
@@ -141,18 +111,9 @@ class ModuleContext:
         ]
         return replaced(self.module, "_output_dists", dists)
 
-    @contextmanager
-    def counting(self, counted: list[int]) -> Iterator[None]:
-        """Add to `counted` how much the iteration count of each kernel grows within this context."""
-        kernels = tbes(self.module)
-        before = lookup_counts(kernels)
-        yield
-        done = lookups_since(kernels, before)
-        counted[:] = [a + b for a, b in zip(counted, done, strict=True)] if counted else done
-
-    def note_lookup(self, owners: frozenset[WeightOwner]) -> None:
-        """Note what has to stay unchanged until the call, after an early lookup of these owners' tables."""
-        self.num_writes |= {owner: num_writes(self.module, owner) for owner in owners}
+    def note_lookup(self, owner: WeightOwner) -> None:
+        """Note what has to stay unchanged until the call, after an early lookup of this owner's tables."""
+        self.num_writes[owner] = num_writes(self.module, owner)
         self.autocast = autocast_of(self.module, self.kjt)
 
     def is_overwritten(self) -> bool:

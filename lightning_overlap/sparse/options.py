@@ -15,44 +15,31 @@ from ..tables import OutOfRangeIds, SetRates
 class SparseOptions:
     """Options of the sparse stages; the defaults suit training on one rank.
 
-    Args:
-        step: Name of the LightningModule's method in which sharded modules get early embeddings.
-        trains: Whether a backward follows. Lookups without a backward must not count for the fused optimizers.
-        rank: This process's rank; rank 0 prints warnings.
-        store: Key-value store in which ranks compare their calls; needed with more than one rank.
-        set_rates: Copies the scheduler's learning rates to the TBE kernels; None where no scheduler moves them.
-        any_rank: Returns whether any rank passed True: an all-reduce on the host, which all ranks call.
-        warned: Warnings given so far, shared by the pipelines of a run.
-        releases: Whether the memory of a batch's ids is freed once they have been sent.
-        multi_node: Whether ranks are on several hosts, where traffic and late ranks cost most. Ids are then sent as
-            int32 if the tables' rows fit, and deferred updates wait for the backward's end.
-        fills_waits: Whether steps of the schedule may run inside a backward, while it waits for other ranks.
-        prefetches: Whether the schedule has a `PREFETCH` step, so that tables in a UVM cache can be looked up early.
-        holds_updates: Whether the updates of all batches of an optimizer step, also by a module's own forward, come
-            with that step (`frozen_window`).
-        model: The model whose staged methods are called before a batch's step (`preprocessing.staged`).
-        out_of_range_ids: What to do about ids that are no row of their table; on a CPU only.
-        timeout_s: How long a rank waits for a late rank, in seconds.
-
     Raises:
         ValueError: `timeout_s` is not positive.
     """
 
-    step: str = "training_step"
-    trains: bool = True
-    rank: int = 0
-    store: Store | None = None
+    step: str = "training_step"  # the LightningModule's method in which sharded modules get early embeddings
+    trains: bool = True  # whether a backward follows; other lookups must not count for the fused optimizers
+    rank: int = 0  # this process's rank; rank 0 prints warnings
+    store: Store | None = None  # in which ranks compare their calls; needed with more than one rank
     set_rates: SetRates | None = None
+    """Copies the scheduler's learning rates to the TBE kernels; None where no scheduler moves them."""
     any_rank: Callable[[bool], bool] = bool
-    warned: set[tuple[str, str | None]] = field(default_factory=set)
-    releases: bool = False
+    """Returns whether any rank passed True: an all-reduce on the host, which all ranks call."""
+    warned: set[tuple[str, str | None]] = field(default_factory=set)  # warnings given so far, of all pipelines of a run
+    releases: bool = False  # whether the memory of a batch's ids is freed once they have been sent
     multi_node: bool = False
-    fills_waits: bool = True
-    prefetches: bool = False
+    """Whether ranks are on several hosts, where traffic and late ranks cost most: ids are sent as int32 if the tables'
+    rows fit, and deferred updates wait for the backward's end."""
+    fills_waits: bool = True  # whether steps may run inside a backward, while it waits for other ranks
+    prefetches: bool = False  # whether the schedule has a `PREFETCH` step: tables in a UVM cache can be looked up early
     holds_updates: bool = False
-    model: nn.Module | None = None
-    out_of_range_ids: OutOfRangeIds = "error"
-    timeout_s: float = 1800
+    """Whether the updates of all batches of an optimizer step, also by a module's own forward, come with that step
+    (`frozen_window`)."""
+    model: nn.Module | None = None  # its staged methods are called before a batch's step (`preprocessing.staged`)
+    out_of_range_ids: OutOfRangeIds = "error"  # what to do about ids that are no row of their table; on a CPU only
+    timeout_s: float = 1800  # how long a rank waits for a late rank, in seconds
 
     def __post_init__(self) -> None:
         if self.timeout_s <= 0:

@@ -18,13 +18,10 @@ from .table_updates import TableUpdates
 
 
 class SparsePipeline:
-    """The sparse stages of all sharded modules of a model, and the pipelined forwards of these modules.
+    """The sparse stages of a model's outermost sharded modules, by name, and the pipelined forwards of these modules.
 
-    Args:
-        modules: The outermost sharded modules of a model, by name.
-        group: Process group of the input dist alone, so that it never queues after other traffic; None on one rank.
-        order: The device's streams and the order of lookups, shared with the executor.
-        options: Options of the stages.
+    `group` is for the input dist alone, so that it never queues after other traffic; None on one rank. The executor
+    shares `order`.
     """
 
     def __init__(
@@ -35,22 +32,16 @@ class SparsePipeline:
         options: SparseOptions,
     ) -> None:
         self.modules, self.order = modules, order
-        self._forwards = forwards = PipelinedForwards(modules, group, options)
-        self.inputs = SparseInputs(forwards, group, order, options)
-        self.updates = TableUpdates(forwards, group, order, options)
-        self.answers = Answers(forwards, self.inputs, self.updates, order, options)
-        self.lookups = SparseLookups(forwards, self.inputs, self.answers, order, options)
-
-    @property
-    def stages(self) -> SparseStages:
-        """What an executor issues."""
-        return SparseStages(self.inputs, self.lookups, self.updates)
+        self._forwards = forwards = PipelinedForwards(modules, group, order, options)
+        self.inputs, self.updates = SparseInputs(forwards), TableUpdates(forwards)
+        self.answers = Answers(forwards, self.inputs, self.updates)
+        self.lookups = SparseLookups(forwards, self.inputs, self.answers)
+        self.stages = SparseStages(self.inputs, self.lookups, self.updates)  # what an executor issues
 
     @property
     def unpipelined(self) -> dict[str, str]:
         """Names of the modules known so far to run in their own forward, each with the reason."""
-        reasons = {name: pipelined.unpipelined_reason for name, pipelined in self._forwards.items()}
-        return {name: reason for name, reason in reasons.items() if reason is not None}
+        return {name: one.unpipelined_reason for name, one in self._forwards.items() if one.unpipelined_reason}
 
     def attach(self) -> None:
         """Replace the modules' forwards until `detach`; an evaluation's pipeline replaces the training's for a time."""
@@ -62,7 +53,6 @@ class SparsePipeline:
         """Give every module its former forward back and forget all batches, without a collective."""
         self._forwards.detach()
         self.inputs.staged.detach()
-        self.updates.release_replicas()
         self.updates.forget()
         self.answers.abandon()
         self.inputs.forget()

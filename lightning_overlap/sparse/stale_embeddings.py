@@ -15,8 +15,7 @@ from ..schedules import Stage, StreamName
 from ..tables import TABLE_TYPES, keys_in_backward, tables_in_backward
 from .pipeline import SparsePipeline
 
-ROW_BITS = 40
-r"""A row is counted as `table << ROW_BITS \| row`, so that one pass counts all tables of a rank."""
+ROW_BITS = 40  # a row is counted as `table << ROW_BITS | row`, so that one pass counts all tables of a rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,13 +23,10 @@ class StaleCounts:
     """Stale rows of one batch over all ranks; the counts may still be under way (T tables)."""
 
     tables: tuple[str, ...]
-    counts_T2: Tensor
-    """On the host, int64: distinct rows read stale, and distinct rows read, by table."""
+    counts_T2: Tensor  # on the host, int64: distinct rows read stale, and distinct rows read, by table
     streams: Streams
-    event: Any
-    """Recorded after the copy to the host."""
-    work: dist.Work | None = None
-    """The all-reduce over ranks, where the host waits for it: on a CPU with several ranks."""
+    event: Any  # recorded after the copy to the host
+    work: dist.Work | None = None  # the all-reduce over ranks, where the host waits for it: on a CPU
 
     @property
     def over(self) -> bool:
@@ -83,18 +79,16 @@ class StaleRows:
     def count(self) -> StaleCounts | None:
         """Start to count the rows of the batch looked up last; all ranks call this after the same step.
 
-        Returns:
-            The counts; None if that batch saw every update, if the step looked up no batch, or if ids were not kept.
+        None if that batch saw every update, if the step looked up no batch, or if ids were not kept.
         """
         executor = self._executor()
         batches = [] if executor is None else _looked_up_last(executor.queue.in_flight)
         if not batches:
             return None
-        batch = batches[0]
         ids: dict[str, list[Any]] = {
             name: [getattr(one.modules.get(name), "ids", None) for one in batches]
             for name in self._modules
-            if name in batch.modules
+            if name in batches[0].modules
         }
         kept = [kjts for of_module in ids.values() for kjts in of_module]
         if not kept or None in kept:
@@ -102,25 +96,22 @@ class StaleRows:
         self._streams.wait(StreamName.SIDE, self._streams.record(self._sparse.order.lookup))
         self._streams.record_stream(kept, StreamName.SIDE)
         with self._streams.on(StreamName.SIDE), torch.no_grad():
-            batch.counted = self._sum_up(self._count(ids))
-        counts: StaleCounts = batch.counted  # held by the batch too, so that a failed fit frees it with the batch
+            counts = self._sum_up(self._count(ids))
+        batches[0].counted = counts  # so that a failed fit frees the counts with the batch
         return counts
 
     def _count(self, ids: Mapping[str, Sequence[Any]]) -> Tensor:
         device = getattr(self._streams[StreamName.SIDE], "device", "cpu")
         counts_T2 = torch.zeros(len(self.tables), 2, dtype=torch.int64, device=device)
         for name, (read, *unseen) in ids.items():
-            places = [
-                (part, key, self._number[name, table]) for part, key, table in keys_in_backward(self._modules[name])
-            ]
+            keys = keys_in_backward(self._modules[name])
+            places = [(part, key, self._number[name, table]) for part, key, table in keys]
             if places:
                 add_counts(counts_T2, _rows(read, places), torch.cat([_rows(one, places) for one in unseen]))
         return counts_T2
 
     def _sum_up(self, counts_T2: Tensor) -> StaleCounts:
-        work = None
-        if self._group is not None:
-            work = dist.all_reduce(counts_T2, group=self._group, async_op=True)
+        work = None if self._group is None else dist.all_reduce(counts_T2, group=self._group, async_op=True)
         if not self._streams.is_async:
             return StaleCounts(self.tables, counts_T2, self._streams, None, work)
         if work is not None:
@@ -143,13 +134,10 @@ def _looked_up_last(in_flight: Mapping[int, InFlightBatch]) -> list[InFlightBatc
 
 
 def _rows(ids: Any, places: Sequence[tuple[int, int, int]]) -> Tensor:
-    """Return the looked-up rows of several tables as `table << ROW_BITS | row`, `(number of ids,)`, int64.
+    """Return the rows of `ids`, the received ids of a module, as `table << ROW_BITS | row`, `(number of ids,)`, int64.
 
-    The lengths of the received features are known on the host: no host sync.
-
-    Args:
-        ids: The received ids of a module, one KeyedJaggedTensor for each part.
-        places: (part, key within the part, number of the table), as `tables.keys_in_backward` gives them.
+    `places` has the part, the key within the part, and the number of each table. The lengths of the received features
+    are known on the host: no host sync.
     """
     rows = []
     for part, key, table in places:
@@ -161,12 +149,8 @@ def _rows(ids: Any, places: Sequence[tuple[int, int, int]]) -> Tensor:
 def add_counts(counts_T2: Tensor, read_N: Tensor, unseen_M: Tensor) -> None:
     """Add, by table, the rows that are both read and unseen, and the rows that are read; each row once.
 
-    No size here depends on the ids: the host would have to wait for it.
-
-    Args:
-        counts_T2: Rows read stale and rows read, by table, `(number of tables, 2)`, int64; the counts are added to it.
-        read_N: Rows that were looked up, `(N,)`, int64, as `table << ROW_BITS | row`; repetitions count once.
-        unseen_M: Rows of the updates that this lookup could not see, `(M,)`, int64, in the same form.
+    `read_N` are the looked-up rows, `unseen_M` those of updates that this lookup could not see: `_rows`, int64. No size
+    here depends on the ids: the host would have to wait for it.
     """
     if not read_N.numel():
         return

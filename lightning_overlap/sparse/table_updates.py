@@ -6,15 +6,13 @@ import time
 from collections.abc import Callable, Iterable
 
 import torch
-import torch.distributed as dist
 from torch.utils.hooks import RemovableHandle
 
-from ..runtime import InFlightBatch, LookupOrder
+from ..runtime import InFlightBatch
 from ..schedules import Stage, WeightOwner
 from ..tables import owners_of_parts, replica_kernels, tbes
 from .deferred_update import before_gradients
 from .module_context import ModuleContext, Progress
-from .options import SparseOptions
 from .pipelined_forward import PipelinedForwards
 from .update_rates import take_back
 
@@ -22,11 +20,9 @@ from .update_rates import take_back
 class TableUpdates:
     """Updates the tables of batches whose backward stopped at the received embeddings; see `SparsePipeline`."""
 
-    def __init__(
-        self, forwards: PipelinedForwards, group: dist.ProcessGroup | None, order: LookupOrder, options: SparseOptions
-    ) -> None:
-        self._order, self._multi_node = order, options.multi_node
-        is_async = order.streams.is_async
+    def __init__(self, forwards: PipelinedForwards) -> None:
+        self._order, options, group = forwards.order, forwards.options, forwards.group
+        self._multi_node, is_async = options.multi_node, self._order.streams.is_async
         # Only on a CPU, where the host itself waits for the gradient all-to-all.
         self._fills_waits = options.fills_waits and options.trains and group is not None and not is_async
         self.can_defer_updates = options.trains and (group is not None or is_async or options.holds_updates)
@@ -34,7 +30,7 @@ class TableUpdates:
         self._hooks: list[RemovableHandle] = []
         self._to_come: dict[int, InFlightBatch] = {}  # batches whose gradients are sent and whose update is to come
         # Only the pipeline of training holds updates: an evaluation's has the same kernels and must not drop them.
-        holding = [pipelined.module for pipelined in forwards.values()] if options.holds_updates else []
+        holding = forwards.modules if options.holds_updates else []
         self._holding_replicas = [kernel for module in holding for kernel in replica_kernels(module)]
 
     # -- within a backward ------------------------------------------------------------------------------------------
@@ -42,10 +38,8 @@ class TableUpdates:
     def register_backward_hook(self, inflight: InFlightBatch, stage: Stage, call: Callable[[], None]) -> bool:
         """Let the backward of a batch call a function where it first waits for other ranks, before it writes a table.
 
-        One backward may call it several times. `stage` is the first stage that it issues.
-
-        Returns:
-            Whether the backward will call it. If not, the caller has to issue the stage, before the backward.
+        One backward may call it several times. `stage` is the first stage that it issues. Returns whether the backward
+        will call it; if not, the caller has to issue the stage, before the backward.
         """
         for handle in self._hooks:  # some tensors outlive their backward
             handle.remove()
@@ -87,8 +81,8 @@ class TableUpdates:
     def gradients_are_there(self, batches: Iterable[InFlightBatch], timeout_s: float) -> bool:
         """Wait for the gradients of these batches' updates; return whether all arrive within `timeout_s` seconds."""
         deadline = time.monotonic() + timeout_s
-        deferred = [state.deferred for inflight in batches for state in inflight.modules.values()]
-        while not all(update.has_arrived for update in deferred):
+        states = [state for inflight in batches for state in inflight.modules.values()]
+        while not all(work.is_completed() for state in states for work in state.deferred.works):
             if time.monotonic() > deadline:
                 return False
             time.sleep(0.01)
@@ -102,7 +96,7 @@ class TableUpdates:
         if on_compute:
             self._order.compute_waits()
         for state in inflight.modules.values():
-            self._make(state, inflight.index)
+            self._make(state)
         if on_compute:
             self._order.note_write()
 
@@ -113,10 +107,6 @@ class TableUpdates:
             for state in inflight.modules.values():
                 state.deferred.drop()
         self.count_lookups(inflight, -1)
-
-    def forget(self) -> None:
-        """Forget the updates that are to come."""
-        self._to_come.clear()
 
     def count_lookups(self, inflight: InFlightBatch, times: int) -> None:
         """Change the iteration counts of fused optimizers by the early lookups of a batch that is not updated yet.
@@ -137,8 +127,9 @@ class TableUpdates:
         for kernel in self._holding_replicas:
             kernel.hold()
 
-    def release_replicas(self) -> None:
-        """Let each backward update replicated tables itself again."""
+    def forget(self) -> None:
+        """Forget the updates that are to come; let each backward update replicated tables itself again."""
+        self._to_come.clear()
         for kernel in self._holding_replicas:
             kernel.release()
 
@@ -150,10 +141,10 @@ class TableUpdates:
             self._order.lookup_waits()  # for the backward, which has left the gradients
             with self._order.on_lookup():
                 for inflight in waiting:
-                    self._make(inflight.modules[name], inflight.index)
+                    self._make(inflight.modules[name])
 
-    def _make(self, state: ModuleContext, index: int) -> None:
+    def _make(self, state: ModuleContext) -> None:
         if state.deferred:
-            self._order.observe("wait", Stage.EMBEDDING_UPDATE, index)
+            self._order.observe("wait", Stage.EMBEDDING_UPDATE, state.batch)
             state.deferred.apply()
             state.advance(Progress.UPDATED)

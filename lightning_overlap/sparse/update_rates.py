@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from ..runtime import LookupOrder
 from ..tables import SetRates, tables_of, tbes_within
+from .pipelined_forward import other_forwards
 
 Kernels: TypeAlias = list[SplitTableBatchedEmbeddingBagsCodegen]
 
@@ -41,6 +42,15 @@ def lookups_since(kernels: Kernels, counts: list[int]) -> list[int]:
     return [now - before for now, before in zip(lookup_counts(kernels), counts, strict=True)]
 
 
+@contextmanager
+def counting(kernels: Kernels, counted: list[int]) -> Iterator[None]:
+    """Add to `counted` how much the iteration count of each kernel grows within this context."""
+    before = lookup_counts(kernels)
+    yield
+    done = lookups_since(kernels, before)
+    counted[:] = [a + b for a, b in zip(counted, done, strict=True)] if counted else done
+
+
 def take_back(kernels: Kernels, num_lookups: list[int], order: LookupOrder) -> None:
     """Subtract lookups without an update from the kernels' iteration counts; negative numbers add lookups.
 
@@ -53,28 +63,17 @@ def take_back(kernels: Kernels, num_lookups: list[int], order: LookupOrder) -> N
             _uncount(kernels, num_lookups)
 
 
-@contextmanager
-def _updates_at_present_rate(module: Any, set_rates: SetRates | None) -> Iterator[None]:
+def updates_at_present_rate(module: Any, set_rates: SetRates | None) -> AbstractContextManager[None]:
     """Within this context fused tables return embeddings whose backward takes the learning rate of its own time.
 
-    `set_rates` gives the kernels the scheduler's present rates. If it is None, no scheduler moves the rates, and
-    nothing changes.
+    `set_rates` gives the kernels the scheduler's present rates; None if no scheduler moves them: nothing changes.
     """
     if set_rates is None or not torch.is_grad_enabled():
-        yield
-        return
+        return nullcontext()
     set_rates()
     # Every part with a TBE, also of the dense optimizer, which owns a part if one of its tables has a dense kernel.
-    patched = [
-        lookup for lookup in tables_of(module)._lookups if isinstance(lookup, nn.Module) and tbes_within([lookup])
-    ]
-    for lookup in patched:
-        lookup.forward = _FusedLookup(lookup.forward, tbes_within([lookup]), set_rates)
-    try:
-        yield
-    finally:
-        for lookup in patched:
-            del lookup.forward
+    parts = [(lookup, tbes_within([lookup])) for lookup in tables_of(module)._lookups]
+    return other_forwards([(part, _FusedLookup(part.forward, tbes, set_rates)) for part, tbes in parts if tbes])
 
 
 @dataclass(frozen=True, slots=True)

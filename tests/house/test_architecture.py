@@ -69,7 +69,7 @@ ENDS = (
     (Answers, "_serve"),  # the module is called,
     (answers, "wait_for"),  # its embeddings are used,
     # The tables are looked up for the next batch. (A sharded class keeps TorchRec's own method from its first fit on.)
-    (lookup, "_look_up"),
+    (lookup, "updates_at_present_rate"),
 )
 
 

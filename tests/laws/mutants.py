@@ -60,8 +60,8 @@ MUTANTS = (
         "a layer that is called twice loses the weight gradients of one call",
         ("dense/test_split_layers.py::test_both_halves_are_the_whole_backward[called_twice]",),
         "dense/split_layers.py",
-        "for layer in self._pending for call in layer.calls]",
-        "for layer in self._pending for call in layer.calls[:1]]",
+        "for of_layer in self._pending.values() for call in of_layer]",
+        "for of_layer in self._pending.values() for call in of_layer[:1]]",
     ),
     Mutant(
         1,

@@ -88,7 +88,7 @@ def fit_beside_a_dense_kernel(pipeline: str) -> Tensor:
 
 def fit_at_the_rate_of_the_lookup(case: Case, pipeline: str) -> Result:
     """The same with FBGEMM's own manner: the update takes the rate that the kernel had when it looked up."""
-    with mock.patch.object(lookup, "_updates_at_present_rate", lambda module, set_rates: nullcontext(set_rates())):
+    with mock.patch.object(lookup, "updates_at_present_rate", lambda module, set_rates: nullcontext(set_rates())):
         return fit(case, pipeline)
 
 
