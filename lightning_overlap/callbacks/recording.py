@@ -9,6 +9,8 @@ from unittest import mock
 from weakref import WeakKeyDictionary
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from ..plugin import OverlapEmbeddingStrategy
 from ..profiling import Interval, SpanRecorder
@@ -19,7 +21,7 @@ _UNDER_WAY: WeakKeyDictionary[OverlapEmbeddingStrategy, Recording] = WeakKeyDict
 
 
 class Recording:
-    """A recording of steps of a fit, made by `join`; it also times the module's `log`."""
+    """A recording of steps of a fit, made by `join`; it also times `log` and the wait for dense gradients."""
 
     def __init__(self, strategy: OverlapEmbeddingStrategy, module: LightningModule) -> None:
         assert strategy.streams is not None
@@ -32,13 +34,19 @@ class Recording:
         self._readers: list[object] = []
         self._patches = ExitStack()
         self.recorder.start()
-        log = module.log
+        log, on_before_backward = module.log, module.on_before_backward
 
         def timed(*args: Any, **kwargs: Any) -> None:
             with self.recorder.log():
                 log(*args, **kwargs)
 
+        def watched(loss: Tensor) -> None:
+            on_before_backward(loss)
+            self.recorder.backward(loss)
+
         self._patches.enter_context(mock.patch.object(module, "log", timed))  # log_dict calls it too
+        if isinstance(strategy.model, DistributedDataParallel):
+            self._patches.enter_context(mock.patch.object(module, "on_before_backward", watched))
         strategy.watch(self.recorder)
 
     def step(self, number: int) -> None:

@@ -85,7 +85,7 @@ class SpanRecorder:
         """Start recording.
 
         Only collectives issued with `torch.distributed` in Python are recorded. DistributedDataParallel issues its
-        all-reduce in C++, so that counts as part of the backward.
+        all-reduce in C++; `backward` records the host's wait for it.
         """
         self._patches.enter_context(wrap_collectives(self._timed))
 
@@ -146,6 +146,19 @@ class SpanRecorder:
         if self._device is None:
             return nullcontext()
         return self._around(Category.WAIT, str(StreamName.COMPUTE), EMBEDDINGS, Stage.EMBEDDING_LOOKUP, batch)
+
+    def backward(self, loss: Tensor) -> None:
+        """Record, on a CPU, the wait for DistributedDataParallel's all-reduce at the end of this loss's backward."""
+        if self._device is not None or not loss.requires_grad:
+            return
+        queue, wait = torch.autograd.Variable._execution_engine.queue_callback, ExitStack()
+        what = Category.WAIT, HOST_LANE, "dense all-reduce", *(self.stage or ())
+
+        def begin() -> None:  # the gradients are computed, so DistributedDataParallel has queued its wait
+            wait.enter_context(self._around(*what))
+            queue(wait.close)
+
+        loss.register_hook(lambda _: queue(begin))
 
     @contextmanager
     def _around(
