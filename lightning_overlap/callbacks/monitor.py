@@ -71,9 +71,7 @@ class OverlapMonitor(Callback):
         self._reset()
 
     def _reset(self) -> None:
-        self.accounts: list[Breakdown] = []
-        """A breakdown per measured step; with `pipeline="auto"` only of the current mode."""
-        self._schedule: Schedule | None = None  # the mode of `accounts`
+        self._measured: dict[Schedule, list[Breakdown]] = {}  # by mode, the one measured last at the end
         self.syncs: list[HostSync] | None = None
         """The host syncs of the audited step; None before the audit."""
         self.stale_rows: dict[str, tuple[int, int]] = {}
@@ -89,6 +87,11 @@ class OverlapMonitor(Callback):
         self._pending: list[_Pending] = []
         self._audit: ExitStack | None = None
         self._audited: list[HostSync] = []
+
+    @property
+    def accounts(self) -> list[Breakdown]:
+        """A breakdown per measured step, of the mode measured last."""
+        return next(reversed(self._measured.values()), [])
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -143,7 +146,7 @@ class OverlapMonitor(Callback):
     def _stop(self) -> None:
         """End a recording, and choose the next step to measure by `every_n_steps` or `MAX_COST`."""
         self._leave()
-        cost_ms = self.own_ms / max(1, len(self.accounts))
+        cost_ms = self.own_ms / max(1, sum(map(len, self._measured.values())))
         step_ms = fmean(one.step_ms for one in self.accounts) if self.accounts else float("inf")
         enough = 0 if self._every_n_steps else math.ceil(cost_ms / (MAX_COST * step_ms))
         self._next = self._num_steps + max(self._every, enough) - NUM_WATCHED
@@ -155,9 +158,7 @@ class OverlapMonitor(Callback):
             recorder, window = pending.recording.recorder, pending.recording.window(pending.number)
             schedule = pending.recording.schedule
             result = profiling.break_down(recorder.spans(), window, overlapped=profiling.overlapped_by(schedule))
-            if schedule is not self._schedule:
-                self.accounts, self._schedule = [], schedule
-            self.accounts.append(result)
+            self._measured[schedule] = [*self._measured.pop(schedule, ()), result]
             values = {f"overlap/{name}": value for name, value in report.metrics(result).items()}
             values["overlap/batches_in_flight"] = float(pending.num_in_flight)
             if self.syncs is not None:
@@ -246,22 +247,21 @@ class OverlapMonitor(Callback):
         if self._stale is not None:
             self._stale.wait()
         self._harvest(trainer, None)
-        mine = profiling.mean(self.accounts) if self.accounts else None
-        ranks = strategy.gather(mine)
-        measured = [one for one in ranks if one is not None]
+        ranks = strategy.gather({mode: profiling.mean(found) for mode, found in self._measured.items()})
         if not (trainer.is_global_zero and self._table):
             return
-        if len(measured) < len(ranks):
+        num = {mode: len(found) for mode, found in self._measured.items() if all(mode in means for means in ranks)}
+        if not num:
             print(
                 f"Overlap: not measured. A measurement needs {WARM_UP} steps to warm up, 2 to find host syncs and "
                 f"{NUM_WATCHED} more without a validation in between; training had {self._num_steps} steps."
             )
             return
         users = [sync for sync in self.syncs or () if not sync.is_the_librarys]  # users cannot act on the others
-        schedule = self._schedule or strategy.schedule
-        title = f"{schedule.name}, stream {strategy.stream}"
         lines = profiling.sync_lines(users, strategy.root_device.type == "cuda") if self.syncs is not None else []
-        print(report.closing_table(measured, len(self.accounts), title, schedule, lines, self.stale_rows), flush=True)
+        mode = strategy.schedule if strategy.schedule in num else next(reversed(num))
+        of_mode = [means[mode] for means in ranks]
+        print(report.closing_table(of_mode, num, mode, strategy.stream, lines, self.stale_rows), flush=True)
 
 
 class _StaleSteps:

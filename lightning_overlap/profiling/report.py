@@ -87,20 +87,22 @@ def metrics(breakdown: Breakdown) -> dict[str, float]:
 
 def closing_table(
     ranks: Sequence[Breakdown],
-    num_steps: int,
-    title: str,
-    schedule: Schedule,
+    num_steps: Mapping[Schedule, int],
+    mode: Schedule,
+    stream: str,
     syncs: Sequence[str] = (),
     stale_rows: Mapping[str, tuple[int, int]] | None = None,
 ) -> str:
     """Return the monitor's output at the end of a run.
 
-    `ranks` has the mean breakdown of each rank over `num_steps` steps; `stale_rows` maps tables to stale rows read and
-    rows read.
+    `ranks` has the mean breakdown of each rank over the steps of `mode`; `num_steps` has the measured steps of all
+    modes; `stale_rows` maps tables to stale rows read and rows read.
     """
-    over_ranks, many = mean(ranks), len(ranks) > 1
+    over_ranks, many, num = mean(ranks), len(ranks) > 1, num_steps[mode]
+    others = [f"{one.name} ({_steps(num)})" for one, num in num_steps.items() if one != mode]
     parts = [
-        f"Overlap: {title}; {num_steps} step{'s' * (num_steps != 1)} measured, {len(ranks)} ranks, ms per step",
+        f"Overlap: {mode.name}, stream {stream}; {_steps(num)} measured, {len(ranks)} ranks, ms per step",
+        f"Not in this table: {', '.join(others)}" if others else "",
         stage_table(over_ranks).text(),
         rank_table(ranks).text() if many else "",
         limit_sentence(over_ranks),
@@ -108,11 +110,15 @@ def closing_table(
         traffic_table(over_ranks.traffic).text() if over_ranks.traffic else "",
         stale_table(stale_rows).text() if stale_rows else "",
         *syncs,
-        advice(min(ranks, key=lambda one: one.blocked_ms), schedule)
-        if num_steps > 1
+        advice(min(ranks, key=lambda one: one.blocked_ms), mode)
+        if num > 1
         else "No advice: only one step was measured. Train longer, or set OverlapMonitor(every_n_steps=...).",
     ]
     return "\n".join(filter(None, parts))
+
+
+def _steps(num: int) -> str:
+    return f"{num} step{'s' * (num != 1)}"
 
 
 def stage_table(breakdown: Breakdown) -> Table:
@@ -262,7 +268,7 @@ def tables(found: Breakdown) -> list[Table]:
 
     kinds = rows({kind: times for kind, times in found.categories.items() if times.busy_ms})
     about = (
-        f"{found.total_ms:.1f} ms, {found.num_steps} step{'s' * (found.num_steps != 1)} of {found.step_ms:.2f} ms. "
+        f"{found.total_ms:.1f} ms, {_steps(found.num_steps)} of {found.step_ms:.2f} ms. "
         f"It waited for embeddings for {found.merge_wait_ms:.2f} ms per step; {limit_sentence(found)}"
     )
     by_stage = [Table(("stage", *head), rows(found.stages))] if found.stages else []
