@@ -134,7 +134,7 @@ def test_the_last_line_is_the_advice_that_gains_most() -> None:
 
 
 def test_lightnings_share_of_the_host_has_its_own_lines() -> None:
-    table = report.stage_table(with_host(5, 7, 2)).text()
+    table = report.stage_table(with_host(5, 7, 2))
     rows = {line.split("  ")[0]: line.split()[-1] for line in table.splitlines()}
     assert rows["waited for data"] == "5.00"
     assert rows["Lightning: loop, callbacks, loggers"] == "7.00"
@@ -174,12 +174,12 @@ def test_the_worst_three_syncs_are_named() -> None:
 
 
 def test_stale_rows_name_the_tables_with_the_largest_share() -> None:
-    lines = report.stale_table({f"t{number}": (number, 20) for number in range(12)}).text().splitlines()
+    lines = report.stale_table({f"t{number}": (number, 20) for number in range(12)}).splitlines()
     assert lines[0].split() == ["rows", "in", "the", "steps", "counted", "read", "stale", "stale", "%"]
     assert [line.split()[0] for line in lines[2:-1]] == [f"t{number}" for number in range(11, 3, -1)]
     assert lines[2].split() == ["t11", "20", "11", "55.0%"]
     assert lines[-1].split() == ["all", "12", "sharded", "tables", "240", "66", "27.5%"]
-    assert report.stale_table({"few": (1, 4)}).text().splitlines()[-1].split() == [
+    assert report.stale_table({"few": (1, 4)}).splitlines()[-1].split() == [
         "all",
         "sharded",
         "tables",

@@ -104,10 +104,15 @@ def train(
         now = 0.0
 
         def mark(self) -> float:
-            arm = tuned.arm
-            of_ranks = ms.get(f"{arm.mode}/{arm.stream}", ms[strategy.schedule.name])
-            self.now += of_ranks[rank % len(of_ranks)]
             return self.now
+
+    def step() -> None:
+        arm = tuned.arm
+        of_ranks = ms.get(f"{arm.mode}/{arm.stream}", ms[strategy.schedule.name])
+        clock.now += of_ranks[rank % len(of_ranks)]
+        count()
+
+    clock, count = Clock(), tuned.step
 
     class Source(tuner.TimedSource):
         """Waits for no data but what it is told."""
@@ -133,7 +138,8 @@ def train(
     try:
         with (
             warnings.catch_warnings(),
-            mock.patch.object(tuner, "timestamps_of", return_value=Clock()),
+            mock.patch.object(tuner, "timestamps_of", return_value=clock),
+            mock.patch.object(tuned, "step", step),
             mock.patch.object(tuner, "TimedSource", Source),
         ):
             warnings.simplefilter("ignore")
