@@ -52,13 +52,13 @@ spans_of_any_kind = st.lists(
 
 
 def busy_at(spans: list[Span], moment: int) -> set[tuple[Category, str, Stage | None]]:
-    """What goes on in the millisecond that begins then: per lane what began last, and every collective."""
+    """What goes on in the millisecond that begins then: per lane what began last, waits after other work; collectives."""
     found = {
         (s.kind, s.lane, s.stage) for s in spans if s.kind is Category.COMMUNICATION and s.start_ms <= moment < s.end_ms
     }
     for lane in {span.lane for span in spans}:
         there = [
-            (span.start_ms, -span.end_ms, number, span)
+            (span.start_ms, -span.end_ms, span.kind is Category.WAIT, number, span)
             for number, span in enumerate(spans)
             if span.lane == lane and span.kind is not Category.COMMUNICATION and span.start_ms <= moment < span.end_ms
         ]
