@@ -52,7 +52,7 @@ spans_of_any_kind = st.lists(
 
 
 def busy_at(spans: list[Span], moment: int) -> set[tuple[Category, str, Stage | None]]:
-    """What goes on in the millisecond that begins then: per lane what began last, waits after other work; collectives."""
+    """What goes on in the millisecond that begins then: per lane what began last, and every collective."""
     found = {
         (s.kind, s.lane, s.stage) for s in spans if s.kind is Category.COMMUNICATION and s.start_ms <= moment < s.end_ms
     }
