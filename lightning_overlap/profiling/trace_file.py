@@ -152,7 +152,7 @@ def own_spans(events: Iterable[Event]) -> dict[int, list[Span]]:
 
 
 def write_trace(path: Path | str, ranks: Mapping[int, Iterable[Span]]) -> None:
-    """Write each rank's spans for Perfetto, chrome://tracing and `overlap-timeline`; gzipped if `path` ends in `.gz`."""
+    """Write each rank's spans for Perfetto, chrome://tracing and `overlap-timeline`; gzip if it ends in `.gz`."""
     events = [event for rank, spans in sorted(ranks.items()) for event in _events_of(rank, list(spans))]
     content = {"displayTimeUnit": "ms", "otherData": {"writer": WRITER, "version": 1}, "traceEvents": events}
     raw = json.dumps(content, separators=(",", ":"), allow_nan=False, default=str).encode()
