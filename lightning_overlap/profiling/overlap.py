@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from operator import add
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 from ..schedules import Schedule, Stage
 from .spans import EMBEDDINGS, HOST_LANE, LOG, Category, Interval, Span, exclusive, moments
@@ -50,7 +50,8 @@ class BusyTime:
         return self.hidden_ms / self.busy_ms if self.busy_ms else 1.0
 
 
-class Block(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Block:
     """All waits of the host at one place in the program."""
 
     name: str
@@ -169,8 +170,11 @@ def break_down(
         kinds = [kind for kind, of in busy if of is stage and kind not in (Category.WAIT, Category.DATA)]
         if kinds:
             stages[stage] = sum((busy[kind, stage] for kind in kinds), BusyTime())
-    of_host = (ms / num_steps for ms in (merge_ms, blocked_ms, host_ms[None], host_ms[LOG]))
-    return Breakdown(length_ms / num_steps, categories, stages, *of_host, overlapped, num_steps)
+    merge_ms, blocked_ms, loop_ms, log_ms = (
+        ms / num_steps for ms in (merge_ms, blocked_ms, host_ms[None], host_ms[LOG])
+    )
+    step_ms = length_ms / num_steps
+    return Breakdown(step_ms, categories, stages, merge_ms, blocked_ms, loop_ms, log_ms, overlapped, num_steps)
 
 
 def sweep(

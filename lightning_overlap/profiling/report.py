@@ -50,8 +50,8 @@ def _rows(
 
 def metrics(breakdown: Breakdown) -> dict[str, float]:
     """Return the values for loggers: ms and bytes per step, and fractions between 0 and 1."""
-    names = ("step_ms", "merge_wait_ms", "blocked_ms", "to_gain_ms", "loop_ms", "log_ms")
-    values = {name: getattr(breakdown, name) for name in names}
+    of_step = ("step_ms", "merge_wait_ms", "blocked_ms", "to_gain_ms", "loop_ms", "log_ms")
+    values = {name: getattr(breakdown, name) for name in of_step}
     values |= {"bound_ms": breakdown.bound[1], "data_ms": breakdown.categories[Category.DATA].busy_ms}
     if breakdown.overlaps:
         parts = sum((breakdown.categories[kind] for kind in COVERED_BY), BusyTime())

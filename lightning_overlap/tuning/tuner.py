@@ -24,7 +24,6 @@ class TimedSource:
         self.waited_ms = 0.0
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the wrapped source."""
         return getattr(self._source, name)
 
     def fetch(self, index: int, timer: StageTimer | None) -> FetchedBatch | None:
@@ -230,7 +229,10 @@ class Tuner:
         """Wait for the device and return the finished blocks."""
         self._clock.wait()
         ms: Callable[[Any], float] = self._clock.ms
-        return [Block(arm, (ms(end) - ms(begin)) / self._num_timed, *rest) for arm, begin, end, *rest in self._over]
+        return [
+            Block(arm, (ms(end) - ms(begin)) / self._num_timed, data_ms, void)
+            for arm, begin, end, data_ms, void in self._over
+        ]
 
     def _turn_to(self, arm: Arm) -> Iterator[None]:
         """Switch to an arm at the next batch; to another stream after one batch of `BRIDGE`, without lookups ahead."""
