@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -41,12 +41,10 @@ class OverlapMonitor(Callback):
     autograd's order) does not count. The steps that an `OverlapTimeline` draws are also measured.
 
     Stages and collectives are timed by the host's clock on a CPU, by CUDA events on CUDA, without host-device syncs.
-    The monitor counts the bytes that a stage sends to other ranks and the bytes that `quantized_comms` saves, but not
-    the bytes of DistributedDataParallel. The values go to every logger and, as `hidden`, to the progress bar.
-    The end of `fit` prints a table and a line of advice.
-
-    In a stale mode the monitor also logs the share of looked-up rows with a pending update, over all ranks
-    (`overlap/stale_rows/<table>`).
+    Bytes that a stage sends to other ranks are counted, and those that `quantized_comms` saves, but not those of
+    DistributedDataParallel. The values go to every logger and, as `hidden`, to the progress bar; in a stale mode also
+    the share of looked-up rows with a pending update (`overlap/stale_rows/<table>`). The end of `fit` prints a table
+    and a line of advice.
 
     Args:
         every_n_steps: Measure one step in this many, and count stale rows in one step in this many. None: measure as
@@ -71,9 +69,7 @@ class OverlapMonitor(Callback):
         self._reset()
 
     def _reset(self) -> None:
-        self.accounts: list[Breakdown] = []
-        """A breakdown per measured step; with `pipeline="auto"` only of the current mode."""
-        self._schedule: Schedule | None = None  # the mode of `accounts`
+        self._measured: dict[Schedule, list[Breakdown]] = {}  # by mode, the one measured last at the end
         self.syncs: list[HostSync] | None = None
         """The host syncs of the audited step; None before the audit."""
         self.stale_rows: dict[str, tuple[int, int]] = {}
@@ -82,13 +78,17 @@ class OverlapMonitor(Callback):
         """The time in ms that this callback took."""
         self._stale: _StaleSteps | None = None
         self._num_steps = 0
-        self._next = WARM_UP
+        self._next = WARM_UP  # the step with which the next recording starts
         self._recording: Recording | None = None
-        self._wanted: set[int] = set()
+        self._wanted: set[int] = set()  # numbers of the steps to measure
         self._timelines: list[OverlapTimeline] = []
         self._pending: list[_Pending] = []
         self._audit: ExitStack | None = None
-        self._audited: list[HostSync] = []
+
+    @property
+    def accounts(self) -> list[Breakdown]:
+        """A breakdown per measured step of the mode measured last."""
+        return next(reversed(self._measured.values()), [])
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -128,7 +128,7 @@ class OverlapMonitor(Callback):
         if self._recording is not None and number >= max(self._wanted):
             self._stop()
         if self._stale is not None:
-            self._stale.step(self._num_steps, not self._audit_is_due, logged_step(trainer))
+            self._stale.step(number, not self._audit_is_due, logged_step(trainer))
         self._harvest(trainer, pl_module)
         self.own_ms += (time.perf_counter() - start) * 1e3
 
@@ -143,27 +143,25 @@ class OverlapMonitor(Callback):
     def _stop(self) -> None:
         """End a recording, and choose the next step to measure by `every_n_steps` or `MAX_COST`."""
         self._leave()
-        cost_ms = self.own_ms / max(1, len(self.accounts))
-        step_ms = fmean(one.step_ms for one in self.accounts) if self.accounts else float("inf")
-        enough = 0 if self._every_n_steps else math.ceil(cost_ms / (MAX_COST * step_ms))
+        enough = 0
+        if self._every_n_steps is None and self.accounts:
+            cost_ms = self.own_ms / sum(map(len, self._measured.values()))
+            enough = math.ceil(cost_ms / (MAX_COST * fmean(one.step_ms for one in self.accounts)))
         self._next = self._num_steps + max(self._every, enough) - NUM_WATCHED
 
     def _harvest(self, trainer: Trainer, pl_module: LightningModule | None) -> None:
         """Log the measurements and counts of stale rows that can be read without waiting."""
         while self._pending and self._pending[0].recording.recorder.over:
-            pending = self._pending.pop(0)
-            recorder, window = pending.recording.recorder, pending.recording.window(pending.number)
-            schedule = pending.recording.schedule
-            result = profiling.break_down(recorder.spans(), window, overlapped=profiling.overlapped_by(schedule))
-            if schedule is not self._schedule:
-                self.accounts, self._schedule = [], schedule
-            self.accounts.append(result)
+            recording, number, step, num_in_flight = self._pending.pop(0)
+            spans, mode = recording.recorder.spans(), recording.schedule
+            overlapped = profiling.overlapped_by(mode)
+            result = profiling.break_down(spans, recording.window(number), overlapped=overlapped)
+            self._measured[mode] = [*self._measured.pop(mode, ()), result]
             values = {f"overlap/{name}": value for name, value in report.metrics(result).items()}
-            values["overlap/batches_in_flight"] = float(pending.num_in_flight)
+            values["overlap/batches_in_flight"] = float(num_in_flight)
             if self.syncs is not None:
                 values["overlap/host_syncs"] = float(len(self.syncs))
-            for logger in trainer.loggers:
-                logger.log_metrics(values, step=pending.step)
+            _log(trainer, values, step)
             if result.overlaps and pl_module is not None and not trainer.barebones:
                 # A host tensor: the progress bar would sync to read a device tensor.
                 hidden = torch.tensor(values["overlap/hidden_fraction"])
@@ -172,9 +170,7 @@ class OverlapMonitor(Callback):
             for table, (stale, read) in rows.items():
                 before = self.stale_rows.get(table, (0, 0))
                 self.stale_rows[table] = before[0] + stale, before[1] + read
-            shares = {f"overlap/stale_rows/{table}": stale / read for table, (stale, read) in rows.items()}
-            for logger in trainer.loggers:
-                logger.log_metrics(shares, step=step)
+            _log(trainer, {f"overlap/stale_rows/{table}": stale / read for table, (stale, read) in rows.items()}, step)
 
     # -- the audit ----------------------------------------------------------------------------------------------
 
@@ -209,25 +205,16 @@ class OverlapMonitor(Callback):
 
     # -- the end ------------------------------------------------------------------------------------------------
 
-    @override
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._forget()  # a step that contains a validation is not representative
-
-    @override
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._forget()
-
-    @override
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._forget()
-
-    def _forget(self) -> None:
+    def _forget(self, *_: Any, **__: Any) -> None:
         if self._audit is not None:
             self._end_audit()
             self.syncs = None  # the audit is repeated
         if self._recording is not None:
             self._leave()
             self._next = self._num_steps + 1
+
+    # A step that contains a validation or the end of an epoch is not representative.
+    on_validation_start = on_train_epoch_end = on_exception = _forget
 
     def _leave(self) -> None:
         assert self._recording is not None
@@ -246,22 +233,26 @@ class OverlapMonitor(Callback):
         if self._stale is not None:
             self._stale.wait()
         self._harvest(trainer, None)
-        mine = profiling.mean(self.accounts) if self.accounts else None
-        ranks = strategy.gather(mine)
-        measured = [one for one in ranks if one is not None]
+        ranks = strategy.gather({mode: profiling.mean(found) for mode, found in self._measured.items()})
         if not (trainer.is_global_zero and self._table):
             return
-        if len(measured) < len(ranks):
+        num = {mode: len(found) for mode, found in self._measured.items() if all(mode in means for means in ranks)}
+        if not num:
             print(
                 f"Overlap: not measured. A measurement needs {WARM_UP} steps to warm up, 2 to find host syncs and "
                 f"{NUM_WATCHED} more without a validation in between; training had {self._num_steps} steps."
             )
             return
         users = [sync for sync in self.syncs or () if not sync.is_the_librarys]  # users cannot act on the others
-        schedule = self._schedule or strategy.schedule
-        title = f"{schedule.name}, stream {strategy.stream}"
         lines = profiling.sync_lines(users, strategy.root_device.type == "cuda") if self.syncs is not None else []
-        print(report.closing_table(measured, len(self.accounts), title, schedule, lines, self.stale_rows), flush=True)
+        mode = strategy.schedule if strategy.schedule in num else next(reversed(num))
+        of_mode = [means[mode] for means in ranks]
+        print(report.closing_table(of_mode, num, mode, strategy.stream, lines, self.stale_rows), flush=True)
+
+
+def _log(trainer: Trainer, values: Mapping[str, float], step: int) -> None:
+    for logger in trainer.loggers:
+        logger.log_metrics(dict(values), step=step)
 
 
 class _StaleSteps:

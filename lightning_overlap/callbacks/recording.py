@@ -9,6 +9,8 @@ from unittest import mock
 from weakref import WeakKeyDictionary
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from ..plugin import OverlapEmbeddingStrategy
 from ..profiling import Interval, SpanRecorder
@@ -19,7 +21,7 @@ _UNDER_WAY: WeakKeyDictionary[OverlapEmbeddingStrategy, Recording] = WeakKeyDict
 
 
 class Recording:
-    """A recording of steps of a fit, made by `join`; it also times the module's `log`."""
+    """A recording of steps of a fit, made by `join`; it also times `log` and the wait for dense gradients."""
 
     def __init__(self, strategy: OverlapEmbeddingStrategy, module: LightningModule) -> None:
         assert strategy.streams is not None
@@ -27,22 +29,30 @@ class Recording:
         self.recorder = SpanRecorder(strategy.streams, None if comms is None else compression(comms))
         self.schedule = strategy.schedule
         """The mode at the start of the recording."""
-        self._strategy = strategy
         self._numbers: list[int] = []
         self._readers: list[object] = []
-        self._patches = ExitStack()
+        self._end = ExitStack()
+        self._end.callback(_UNDER_WAY.pop, strategy, None)
+        self._end.callback(strategy.watch, None)
+        self._end.callback(self.recorder.stop)
         self.recorder.start()
-        log = module.log
+        log, on_before_backward = module.log, module.on_before_backward
 
         def timed(*args: Any, **kwargs: Any) -> None:
             with self.recorder.log():
                 log(*args, **kwargs)
 
-        self._patches.enter_context(mock.patch.object(module, "log", timed))  # log_dict calls it too
+        def watched(loss: Tensor) -> None:
+            on_before_backward(loss)
+            self.recorder.backward(loss)
+
+        self._end.enter_context(mock.patch.object(module, "log", timed))  # log_dict calls it too
+        if isinstance(strategy.model, DistributedDataParallel):
+            self._end.enter_context(mock.patch.object(module, "on_before_backward", watched))
         strategy.watch(self.recorder)
 
     def step(self, number: int) -> None:
-        """Note the end of a step, counted from 1 on. Every reader calls this; only the first call counts."""
+        """Note the end of a step, counted from 1 on; only the first reader's call counts."""
         if not self._numbers or self._numbers[-1] != number:
             self._numbers.append(number)
             self.recorder.step()
@@ -56,14 +66,11 @@ class Recording:
         if reader in self._readers:
             self._readers.remove(reader)
             if not self._readers:
-                self._patches.close()
-                self.recorder.stop()
-                self._strategy.watch(None)
-                _UNDER_WAY.pop(self._strategy, None)
+                self._end.close()
 
 
 def join(strategy: OverlapEmbeddingStrategy, module: LightningModule, reader: object) -> Recording:
-    """Return the strategy's current recording or a new one; `reader` must be passed to `Recording.leave` later."""
+    """Return the strategy's current recording or a new one; `reader` leaves it later."""
     recording = _UNDER_WAY.get(strategy)
     if recording is None:
         recording = _UNDER_WAY[strategy] = Recording(strategy, module)

@@ -44,8 +44,7 @@ class OverlapTimeline(Callback):
             )
         profiling.check_matplotlib()  # now, not after the steps
         self.dirpath = dirpath
-        self._first = first_step - AHEAD
-        self._last = first_step + num_steps
+        self._first, self._last = first_step - AHEAD, first_step + num_steps
         self.files: list[Path] = []
         """The written files, on rank 0."""
         self._num_steps = 0
@@ -71,8 +70,13 @@ class OverlapTimeline(Callback):
             self._profiler.step()
         if self._recording is not None:
             self._recording.step(self._num_steps)
-        if self._num_steps == self._first:
-            self._start(strategy, pl_module)
+        if self._num_steps == self._first and strategy.root_device.type == "cuda":
+            kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+            self._profiler = torch.profiler.profile(activities=kinds)
+            self._profiler.start()
+        elif self._num_steps == self._first:
+            self._recording = join(strategy, pl_module, self)
+            self._recording.step(self._num_steps)
         elif self._num_steps == self._last and (self._recording or self._profiler) is not None:
             self._finish(trainer, strategy)
 
@@ -86,15 +90,6 @@ class OverlapTimeline(Callback):
         """Numbers, from 1 on, of the drawn steps."""
         return self.recorded[1 + AHEAD :]
 
-    def _start(self, strategy: OverlapEmbeddingStrategy, module: LightningModule) -> None:
-        if strategy.root_device.type == "cuda":
-            kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-            self._profiler = torch.profiler.profile(activities=kinds)
-            self._profiler.start()
-            return
-        self._recording = join(strategy, module, self)
-        self._recording.step(self._num_steps)
-
     def _finish(self, trainer: Trainer, strategy: OverlapEmbeddingStrategy) -> None:
         log_dir = trainer.logger.log_dir if trainer.logger is not None else None
         folder = Path(strategy.broadcast(str(self.dirpath or log_dir or trainer.default_root_dir)))
@@ -102,15 +97,12 @@ class OverlapTimeline(Callback):
             spans = self._spans_of_profile(strategy, folder)
         else:
             assert self._recording is not None
-            begin, _ = self._recording.window(self._first + 1)
-            _, end = self._recording.window(self._last)
-            recorded = [one for one in self._recording.recorder.spans() if one.end_ms > begin and one.start_ms < end]
+            window = self._recording.window
+            (begin, _), (_, end) = window(self._first + 1), window(self._last)
+            spans = [one for one in self._recording.recorder.spans() if one.end_ms > begin and one.start_ms < end]
             # A step lasts from the end of a batch to the end of the next, as for `OverlapMonitor`.
-            windows = {number: self._recording.window(number) for number in self.drawn}
-            spans = recorded + [
-                Span(*window, Category.HOST, STEPS_LANE, f"ProfilerStep#{number - 1}")
-                for number, window in windows.items()
-            ]
+            marks = {f"ProfilerStep#{number - 1}": window(number) for number in self.drawn}
+            spans += [Span(*step, Category.HOST, STEPS_LANE, name) for name, step in marks.items()]
             self._recording.leave(self)
         self._profiler = self._recording = None
         spans = profiling.with_mode(spans, profiling.overlapped_by(strategy.schedule))
@@ -154,13 +146,11 @@ class OverlapTimeline(Callback):
             )
         self._forget()
 
-    @override
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._forget()
-
-    def _forget(self) -> None:
+    def _forget(self, *_: Any, **__: Any) -> None:
         if self._profiler is not None:
             self._profiler.stop()
         if self._recording is not None:
             self._recording.leave(self)
         self._profiler = self._recording = None
+
+    on_exception = _forget

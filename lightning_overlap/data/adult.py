@@ -53,8 +53,6 @@ TABLE_SIZES = {name: len(ids) for name, ids in CATEGORY_IDS.items()} | {name: b[
 def parse_row(line: bytes) -> list[int]:
     """Return a raw line's label (1 above 50K), six numbers in the order of `NUMERICAL`, ten ids as in `TABLE_SIZES`.
 
-    A label may end in a dot, as in the original `adult.test`.
-
     Raises:
         ValueError: A field is wrong; the message names it.
     """
@@ -62,7 +60,7 @@ def parse_row(line: bytes) -> list[int]:
     if len(fields) != len(COLUMNS):
         raise ValueError(f"expected {len(COLUMNS)} comma-separated fields, got {len(fields)}: {line[:60]!r}")
     row = dict(zip(COLUMNS, fields, strict=True))
-    income = row["income"].removesuffix(".")
+    income = row["income"].removesuffix(".")  # as in the original `adult.test`
     if income not in ("<=50K", ">50K"):
         raise ValueError(f"income must be '<=50K' or '>50K', got {row['income']!r}")
     for name in NUMERICAL:
@@ -90,10 +88,8 @@ class AdultRows:
     def batch(self, deal: Callable[..., Sequence[NDArray[np.int64]]], epoch: int, index: int) -> RecBatch:
         """Return a batch with one id per bag; `deal(epoch)` returns the row numbers of each batch."""
         rows_B = deal(epoch)[index]
-        ids_FB = self.ids_NF[rows_B].T
-        return collate_batch(
-            list(TABLE_SIZES), self.dense_ND[rows_B], ids_FB.reshape(-1), np.ones_like(ids_FB), self.labels_N[rows_B]
-        )
+        ids_FB, dense_BD, labels_B = self.ids_NF[rows_B].T, self.dense_ND[rows_B], self.labels_N[rows_B]
+        return collate_batch(list(TABLE_SIZES), dense_BD, ids_FB.reshape(-1), np.ones_like(ids_FB), labels_B)
 
 
 @lru_cache(maxsize=4)
@@ -102,9 +98,9 @@ def dealt_out(
 ) -> Sequence[NDArray[np.int64]]:
     """Return the row numbers of each of a rank's batches; every rank has equally many batches.
 
-    With a seed the rows are shuffled in each epoch and dealt out in full batches; the remaining rows, up to
-    `world_size * batch_size - 1`, are dropped. Without a seed each row comes exactly once. The sizes of these batches
-    differ by at most one row and are at most `batch_size`; they are larger if a batch would otherwise be empty.
+    With a seed the rows are shuffled in each epoch and dealt out in full batches; the remaining rows are dropped.
+    Without a seed each row comes exactly once, in batches whose sizes differ by at most one row. They are at most
+    `batch_size`, or larger if a batch would otherwise be empty.
     """
     if seed is None:
         num_batches = max(1, min(-(-num_rows // (world_size * batch_size)), num_rows // world_size))
@@ -119,8 +115,8 @@ class AdultDataModule(RecDataModule):
 
     Rows are numbered from 0 over all non-empty lines: `row % 5 == 4` is the test set, `row % 20 == 3` the validation
     set, the rest the training set, whose mean and deviation standardise the numerical columns. The id of '?' is
-    `MISSING_ID`. Training drops rows that do not fill a batch on every rank; evaluation covers each row exactly once
-    (see `dealt_out`). A row that does not parse is an error with its file and line.
+    `MISSING_ID`. Training drops rows that do not fill a batch on every rank; evaluation covers each row exactly once.
+    A row that does not parse is an error with its file and line.
 
     Args:
         path: `adult.data`, plain or `.gz`.
@@ -140,10 +136,8 @@ class AdultDataModule(RecDataModule):
     ) -> None:
         super().__init__(batch_size, num_workers, persistent_workers)
         check_at_least(0, seed=seed)
-        self.table_sizes = dict(TABLE_SIZES)
-        self.num_dense = len(NUMERICAL)
-        self.path = path
-        self.seed = seed
+        self.table_sizes, self.num_dense = dict(TABLE_SIZES), len(NUMERICAL)
+        self.path, self.seed = path, seed
         self._splits: dict[str, AdultRows] = {}
 
     def check(self) -> None:

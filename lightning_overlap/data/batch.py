@@ -22,17 +22,11 @@ from torchrec.streamable import Pipelineable
 
 @dataclass(eq=False)
 class RecBatch(Pipelineable):  # type: ignore[misc]  # untyped in TorchRec
-    """One batch of a click model, on one device.
+    """One batch of a click model, on one device."""
 
-    Attributes:
-        dense: Dense features, `(B, D)`, float32.
-        sparse: Ids of `F` features with `B` bags each; values `(V,)` and lengths `(F * B,)`, both int64.
-        labels: 0 or 1, `(B,)`, float32.
-    """
-
-    dense: Tensor
-    sparse: KeyedJaggedTensor
-    labels: Tensor
+    dense: Tensor  # `(B, D)`, float32
+    sparse: KeyedJaggedTensor  # ids of `F` features with `B` bags each; values `(V,)`, lengths `(F * B,)`, both int64
+    labels: Tensor  # 0 or 1, `(B,)`, float32
 
     def __len__(self) -> int:
         """The number of samples `B`, without a host-device sync."""
@@ -75,25 +69,21 @@ def collate_batch(
         ValueError: The shapes do not match.
     """
     num_features, batch_size, num_values = len(features), len(labels_B), int(lengths_FB.sum())
-    fits = lengths_FB.shape == (num_features, batch_size) and len(dense_BD) == batch_size
-    if not fits or len(values_V) != num_values:
+    got = lengths_FB.shape, len(dense_BD), len(values_V)
+    if got != ((num_features, batch_size), batch_size, num_values):
         raise ValueError(
             f"A batch of {batch_size} labels and {num_features} features needs lengths of shape ({num_features}, "
             f"{batch_size}), {batch_size} dense rows, and {num_values} values, the sum of the lengths.\n"
             f"  got: dense {dense_BD.shape}, values {values_V.shape}, lengths {lengths_FB.shape}\n"
             "  Pass one row of lengths per feature, one dense row per label, and one value per id in a bag."
         )
-    sparse = KeyedJaggedTensor(
-        keys=list(features),
-        values=torch.from_numpy(np.ascontiguousarray(values_V, dtype=np.int64)),
-        lengths=torch.from_numpy(np.ascontiguousarray(lengths_FB, dtype=np.int64).reshape(-1)),
-        stride=batch_size,
-    )
-    return RecBatch(
-        dense=torch.from_numpy(np.ascontiguousarray(dense_BD, dtype=np.float32)),
-        sparse=sparse.sync(),
-        labels=torch.from_numpy(np.ascontiguousarray(labels_B, dtype=np.float32)),
-    )
+
+    def tensor(array: NDArray[Any], dtype: type) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array, dtype=dtype))
+
+    values, lengths = tensor(values_V, np.int64), tensor(lengths_FB, np.int64).reshape(-1)
+    sparse = KeyedJaggedTensor(keys=list(features), values=values, lengths=lengths, stride=batch_size)
+    return RecBatch(tensor(dense_BD, np.float32), sparse.sync(), tensor(labels_B, np.float32))
 
 
 def stable_hash(values: NDArray[np.uint64], salt: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -123,10 +113,9 @@ class Batches(Dataset[RecBatch]):
 
 
 class EpochSampler(DistributedSampler[Any]):
-    """Yields the keys `(epoch, 0), (epoch, 1), ...` of one rank's batches, for `Batches`.
+    """Yields the keys `(epoch, index)` of one rank's batches: persistent worker processes get the epoch with the key.
 
-    A `DistributedSampler`, because Lightning then does not shard the loader again. The epoch is part of the key, so
-    that persistent worker processes get it.
+    A `DistributedSampler`, because Lightning then does not shard the loader again.
     """
 
     def __init__(self, dataset: Dataset[RecBatch], rank: int, world_size: int) -> None:
@@ -142,12 +131,7 @@ class BatchLoader(DataLoader[RecBatch]):
     """A DataLoader over whole batches that can resume in the middle of an epoch.
 
     Its state counts the batches yielded in the current epoch. After `load_state_dict`, the first iteration in that
-    epoch skips them without making them. Other epochs start at their first batch.
-
-    Args:
-        *args: As for `DataLoader`.
-        epoch_of: Returns the current epoch.
-        **kwargs: As for `DataLoader`.
+    epoch skips them without making them. `epoch_of` returns the current epoch; other arguments are as for `DataLoader`.
     """
 
     def __init__(self, *args: Any, epoch_of: Callable[[], int] = lambda: 0, **kwargs: Any) -> None:
@@ -181,8 +165,7 @@ class BatchLoader(DataLoader[RecBatch]):
 class RecDataModule(LightningDataModule):
     """Base class of the data modules: batches per rank, and the sizes that a model needs, known before `setup`.
 
-    The loaders are already sharded by rank, so Lightning adds no sampler whatever `use_distributed_sampler` is. Rank
-    and world size are the trainer's, or 0 and 1 without a trainer. Host memory is pinned if CUDA is available.
+    The loaders are already sharded by rank, so Lightning adds no sampler whatever `use_distributed_sampler` is.
 
     Args:
         batch_size: Samples per batch and rank.
@@ -224,10 +207,11 @@ class RecDataModule(LightningDataModule):
         dataset = self._batches(split)
         if dataset is None:
             return []
+        streams = isinstance(dataset, IterableDataset)
         return BatchLoader(
             dataset,
             batch_size=None,
-            sampler=None if isinstance(dataset, IterableDataset) else EpochSampler(dataset, self.rank, self.world_size),
+            sampler=None if streams else EpochSampler(dataset, self.rank, self.world_size),
             num_workers=self.num_workers,
             pin_memory=torch.cuda.is_available(),
             persistent_workers=self.persistent_workers and self.num_workers > 0,
@@ -239,11 +223,11 @@ class RecDataModule(LightningDataModule):
         return self._loader("train")
 
     def val_dataloader(self) -> BatchLoader | list[Any]:
-        """The validation batches, the same in every epoch; an empty list if there are none."""
+        """The validation batches, the same in every epoch, or an empty list."""
         return self._loader("val")
 
     def test_dataloader(self) -> BatchLoader | list[Any]:
-        """The test batches, the same in every epoch; an empty list if there are none."""
+        """The test batches, the same in every epoch, or an empty list."""
         return self._loader("test")
 
 

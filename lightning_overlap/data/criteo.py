@@ -139,8 +139,7 @@ class CriteoStream(IterableDataset[RecBatch]):
 
     All readers read the same lines. In each batch-group of `world_size * batch_size` rows, rank r takes the r-th
     `batch_size` rows. The loader processes take the groups of a split in turn, in the DataLoader's order, so the number
-    of processes does not change the batches. The last incomplete group is dropped, so all ranks have equally many
-    batches. A row of this reader that does not parse is an error.
+    of processes does not change the batches. The last incomplete group is dropped: all ranks have equally many batches.
     """
 
     paths: Sequence[Path]  # read one after the other
@@ -188,13 +187,10 @@ class CriteoDataModule(RecDataModule):
 
     Each row goes to one rank and one loader process, in file order, without shuffling (see `CriteoStream`). The rows
     after the last complete batch-group (`world_size * batch_size` rows) are dropped. `parse_rows` turns values into
-    features. The loaders have no length.
+    features; a row that does not parse is an error with its file and line. The loaders have no length.
 
-    Without `val_path`, every `holdout_every`-th batch-group is held out for validation (group index modulo
-    `holdout_every` equal to `holdout_every - 1`); without `test_path`, the group before it is held out for test.
-    Reading them reads the whole file again. The held-out rows depend on the batch size and the number of ranks.
-
-    A row that does not parse is an error with its file and line.
+    Without `val_path`, every `holdout_every`-th batch-group is held out for validation; without `test_path`, the group
+    before it for test. Reading them reads the whole file again. They depend on the batch size and the number of ranks.
 
     Args:
         path: Training data: a file, plain or `.gz`, a glob, a folder, or a list of those. Read in sorted order.
@@ -245,6 +241,5 @@ class CriteoDataModule(RecDataModule):
         held = {place: name for place, name in ((every - 1, "val"), (every - 2, "test")) if name not in self.paths}
         whole = split != "train" and split in self.paths
         kept = [whole or held.get(group, "train") == split for group in range(every or 1)]
-        place = self.batch_size, self.rank, self.world_size
         paths = resolve_paths(self.paths.get(split, self.paths["train"]))
-        return CriteoStream(paths, self.table_sizes, *place, kept)
+        return CriteoStream(paths, self.table_sizes, self.batch_size, self.rank, self.world_size, kept)

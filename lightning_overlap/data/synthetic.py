@@ -30,7 +30,7 @@ EMPTY_BAG_RATE = 0.05
 """Share of bags that are empty on purpose; a Poisson draw of 0 adds more."""
 
 _SPLITS = ("train", "val", "test")
-_HIDDEN_MODEL = len(_SPLITS)  # the hidden model's seed stream, after the splits' streams
+_HIDDEN_MODEL = len(_SPLITS)  # its seed stream, after the splits' streams
 _DENSE_STD, _SPARSE_STD, _BASE_LOGIT = 1.0, 1.5, -1.0
 
 
@@ -73,7 +73,7 @@ class ClickModel:
     ) -> NDArray[np.float64]:
         """Return the true log odds of a click, the best possible predictions.
 
-        The ids are ordered feature by feature, then sample by sample; `feature_V` is each id's feature number.
+        The ids are ordered by feature, then by sample; `feature_V` is each id's feature number.
         """
         num_features, batch_size = lengths_FB.shape
         bits_V = stable_hash(values_V.astype(np.uint64), feature_V.astype(np.uint64) + np.uint64(self.seed << 16))
@@ -109,8 +109,7 @@ class SyntheticDataModule(RecDataModule):
     """Clicks with Zipf ids, bags of several ids (some empty) and a label that a DLRM can learn.
 
     The labels come from a hidden logistic model, the same for all splits. The batches depend only on `seed`, split,
-    rank, epoch and index, not on the number of loader processes or a resume. Validation and test batches are the same
-    in every epoch.
+    rank, epoch (in training) and index, not on the number of loader processes or a resume.
 
     Args:
         num_tables: Number of sparse features `cat_0`, `cat_1`, ..., each with its own table.

@@ -167,8 +167,7 @@ class DLRM(LightningModule):
         self.learning_rate = learning_rate
         self._add_tables(dict.fromkeys(table_sizes, embedding_dim), table_device)
         added = [] if bottom_layers[-1:] == [embedding_dim] else [embedding_dim]
-        num_vectors = len(self.features) + 1
-        num_inputs = embedding_dim + num_vectors * (num_vectors - 1) // 2
+        num_inputs = embedding_dim + math.comb(len(self.features) + 1, 2)
         self.bottom = mlp(num_dense, bottom_layers + added)
         self.top = nn.Sequential(mlp(num_inputs, top_layers), nn.Linear([num_inputs, *top_layers][-1], 1))
         self._pairs: Tensor | None = None  # not a buffer: DDP broadcasts buffers in every forward
@@ -177,15 +176,15 @@ class DLRM(LightningModule):
 
     def _add_tables(self, embedding_dims: Mapping[str, int], table_device: str | torch.device) -> None:
         """Set `ebc` to tables of these columns, with the fused optimizer of `hparams` applied if it has a rate."""
-        sizes, options = self.hparams["table_sizes"], self.hparams
+        sizes, rate = self.hparams["table_sizes"], self.hparams["table_learning_rate"]
         tables = [_table(name, sizes[name], embedding_dim) for name, embedding_dim in embedding_dims.items()]
         self.ebc = EmbeddingBagCollection(tables, device=torch.device(table_device))
-        if options["table_learning_rate"] is not None:
-            fused = FUSED_OPTIMIZERS[options["fused_optimizer"] or "rowwise_adagrad"]
+        if rate is not None:
+            fused = FUSED_OPTIMIZERS[self.hparams["fused_optimizer"] or "rowwise_adagrad"]
             with warnings.catch_warnings():
                 # TorchRec's public function warns in favour of the private PyTorch function that it calls.
                 warnings.filterwarnings("ignore", message="This API is deprecated", category=DeprecationWarning)
-                apply_optimizer_in_backward(fused, self.ebc.parameters(), {"lr": options["table_learning_rate"]})
+                apply_optimizer_in_backward(fused, self.ebc.parameters(), {"lr": rate})
 
     def forward(self, batch: RecBatch) -> Tensor:
         """Logits of a click, `(B,)`, float32."""

@@ -55,26 +55,13 @@ class SparseNN(DLRM):
         dense_layers: Sequence[int] = (),
         swish_layer_norm: bool = False,
     ) -> None:
-        super().__init__(
-            table_sizes,
-            num_dense,
-            embedding_dim,
-            bottom_layers=(),
-            top_layers=(),
-            learning_rate=learning_rate,
-            fused_optimizer=fused_optimizer,
-            table_learning_rate=table_learning_rate,
-            table_device=table_device,
-        )
+        of_tables = fused_optimizer, table_learning_rate, table_device
+        super().__init__(table_sizes, num_dense, embedding_dim, (), (), learning_rate, *of_tables)
         del self.hparams["bottom_layers"], self.hparams["top_layers"]
         dim_of = {str(name): int(dim) for name, dim in (embedding_dim_of or {}).items()}
         dense_layers, over_layers = [int(width) for width in dense_layers], [int(width) for width in over_layers]
-        self.save_hyperparameters(
-            {
-                **{"embedding_dim_of": dim_of, "dense_layers": dense_layers, "over_layers": over_layers},
-                **{"swish_layer_norm": swish_layer_norm},
-            }
-        )
+        own = {"embedding_dim_of": dim_of, "dense_layers": dense_layers, "over_layers": over_layers}
+        self.save_hyperparameters({**own, "swish_layer_norm": swish_layer_norm})
         check_tables("embedding_dim_of", dim_of, self.features)
         dims = dict.fromkeys(self.features, embedding_dim) | dim_of
         if dim_of:

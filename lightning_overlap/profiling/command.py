@@ -21,7 +21,7 @@ BAD_INPUT = 2  # exit code for a file that cannot be read or written
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run `overlap-timeline`; return the exit code: 0, or 2 with a message on stderr."""
+    """Run `overlap-timeline`; return the exit code: 0, or `BAD_INPUT` with a message on stderr."""
     options = _parser().parse_args(arguments)
     try:
         ranks = read_all(options.files)
@@ -54,13 +54,10 @@ def read_all(paths: Sequence[Path]) -> dict[int | str, list[Span]]:
 
 def _target(first: Path, out: Path | None) -> Path:
     stem = first.name.removesuffix(".gz").removesuffix(".json") or first.name
-    if out is None:
-        return first.with_name(f"{stem}.png")
-    if out.suffix == ".png":
-        out.parent.mkdir(parents=True, exist_ok=True)
-        return out
-    out.mkdir(parents=True, exist_ok=True)
-    return out / f"{stem}.png"
+    out = first.parent if out is None else out
+    path = out if out.suffix == ".png" else out / f"{stem}.png"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path
 
 
 def _at_least_one(text: str) -> int:

@@ -22,12 +22,6 @@ _LEFT, _RIGHT = 0.115, 0.988
 _LEAST_WIDTH, _RESOLUTION = 3e-4, 4e-4  # of the axes: half a pixel, and a bit more
 _CHARACTER_IN = 0.062  # width of a character of a bar's text
 
-_STYLES: Mapping[Category, dict[str, Any]] = {
-    Category.LOOKUP: {"hatch": "....", "edgecolor": "white"},
-    Category.WAIT: {"hatch": "/////", "facecolor": LOOKS[Category.WAIT].color, "edgecolor": EXPOSED_COLOR},
-}
-"""Arguments of matplotlib for the bars of a category."""
-
 _TEXT: Mapping[str, Any] = {"ha": "center", "va": "center_baseline", "fontsize": 7.2, "clip_on": True, "zorder": 3}
 _WAIT_TEXT = {"color": EXPOSED_COLOR, "bbox": {"facecolor": "white", "alpha": 0.75, "pad": 0.6, "linewidth": 0}}
 
@@ -51,38 +45,34 @@ def write_png(
     title: str = "",
     overlapped: Mapping[int | str, Collection[Stage]] | None = None,
 ) -> None:
-    """Draw a few typical steps of each rank, with a lane per stream or thread.
+    """Draw a few typical steps of each rank as a PNG, with a lane per stream or thread.
 
     Args:
-        path: The PNG to write.
+        path: The file.
         ranks: The spans of each rank.
         num_steps: Steps to draw.
         title: Title of the picture; "Timeline" if empty.
-        overlapped: Rank -> stages that its mode overlaps (`overlapped_by`); other stages do not count as hidden. None:
-            all stages that overlap with other work count as hidden.
+        overlapped: Rank -> stages that its mode overlaps, as for `break_down`.
 
     Raises:
         ValueError: There is nothing to draw, or `num_steps` is below 1.
         ImportError: matplotlib cannot be imported.
     """
     check_matplotlib()
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure as Canvas
+    from matplotlib.figure import Figure
     from matplotlib.legend_handler import HandlerPatch
     from matplotlib.patches import Patch, Rectangle
 
-    class AsTallAsItsBar(HandlerPatch):  # defined here because matplotlib is slow to import
-        def _create_patch(self, legend: Any, handle: Any, x: float, y: float, w: float, h: float, size: float) -> Any:
-            tall = h * float(handle.get_gid() or 0.84) / 0.84
-            return Rectangle((-x, -y + (h - tall) / 2), w, tall)
+    def as_tall_as_its_bar(*, orig_handle: Any, width: float, height: float, **_: Any) -> Any:
+        tall = height * float(orig_handle.get_gid() or 0.84) / 0.84
+        return Rectangle((0, (height - tall) / 2), width, tall)
 
     drawn = dict(list(ranks.items())[:MAX_RANKS])
     picture = Picture(drawn, num_steps=num_steps, resolution=_RESOLUTION, overlapped=overlapped)
     panels = picture.panels
     heights = [_PANEL_IN + _ROW_IN * (panel.num_rows + 0.8) for panel in panels]
     height = _TOP_IN + sum(heights) + _BOTTOM_IN
-    canvas = Canvas(figsize=(_WIDTH_IN, height), dpi=_DPI, facecolor="white")
-    FigureCanvasAgg(canvas)
+    canvas = Figure(figsize=(_WIDTH_IN, height), dpi=_DPI, facecolor="white")
     top = height - _TOP_IN
     for panel, panel_height in zip(panels, heights, strict=True):
         bottom = top - panel_height
@@ -92,7 +82,7 @@ def write_png(
     canvas.text(0.012, 1 - 0.24 / height, title or "Timeline", fontsize=13, fontweight="bold", va="center")
     left_out = len(ranks) - len(drawn)
     note = f"; {left_out} more ranks are not drawn" if left_out else ""
-    about = "figures: mean of all steps of the trace" if panels[0].found.num_steps > 1 else ""
+    about = "figures: mean of all steps of the trace" if panels[0].num_steps > 1 else ""
     canvas.text(_RIGHT, 1 - 0.24 / height, about + note, fontsize=8.5, color="#666666", ha="right", va="center")
     canvas.legend(
         handles=_legend(picture),
@@ -102,7 +92,7 @@ def write_png(
         frameon=False,
         fontsize=8.5,
         handlelength=1.8,
-        handler_map={Patch: AsTallAsItsBar()},
+        handler_map={Patch: HandlerPatch(patch_func=as_tall_as_its_bar)},
     )
     canvas.savefig(path, format="png")
 
@@ -146,8 +136,17 @@ def _draw_bars(axes: Axes, picture: Picture, panel: Panel, row: Sequence[Span], 
             axes.text(left + span.duration_ms / 2, middle, words, **_TEXT, **style)
     for (kind, color), extents in alike.items():
         share = LOOKS[kind].height
-        options = {"facecolor": color, "linewidth": 0.0, "alpha": LOOKS[kind].opacity, **_STYLES.get(kind, {})}
-        axes.broken_barh(extents, (middle - share / 2, share), **options)
+        axes.broken_barh(extents, (middle - share / 2, share), alpha=LOOKS[kind].opacity, **_style(kind, color))
+
+
+def _style(kind: Category, color: str) -> dict[str, Any]:
+    """Return matplotlib's arguments for the bars of a category."""
+    style: dict[str, Any] = {"facecolor": color, "linewidth": 0.0}
+    if kind is Category.LOOKUP:
+        style |= {"hatch": "....", "edgecolor": "white"}
+    elif kind is Category.WAIT:
+        style |= {"hatch": "/////", "facecolor": LOOKS[kind].color, "edgecolor": EXPOSED_COLOR}
+    return style
 
 
 def _legend(picture: Picture) -> list[Any]:
@@ -156,8 +155,7 @@ def _legend(picture: Picture) -> list[Any]:
     colors, kinds = picture.legend()
     handles = [Patch(facecolor=color, label=words) for color, words in colors]
     for kind in kinds:
-        style = {"facecolor": LOOKS[kind].color, "linewidth": 0.0, **_STYLES.get(kind, {})}
-        patch = Patch(**style, label=LOOKS[kind].words)
+        patch = Patch(**_style(kind, LOOKS[kind].color), label=LOOKS[kind].words)
         patch.set_gid(str(LOOKS[kind].height))
         handles.append(patch)
     handles.append(Patch(facecolor=EXPOSED_COLOR, label="exposed collective"))

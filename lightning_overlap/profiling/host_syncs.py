@@ -37,28 +37,18 @@ NUM_WORST = 3  # places of host syncs in the report
 
 @dataclass(frozen=True, slots=True)
 class HostSync:
-    """One predicted sync.
+    """One predicted sync."""
 
-    Args:
-        operator: Name of the ATen operator or the tensor method.
-        stack: The Python calls, outermost first; inside a backward, the calls up to `backward()`.
-        stage: The stage of the step, or ''.
-        blocked_ms: Duration of the call; on CUDA the host waits for that time.
-        device: Type of the device that it reads from.
-    """
-
-    operator: str
-    stack: tuple[traceback.FrameSummary, ...]
+    operator: str  # the ATen operator or the tensor method
+    stack: tuple[traceback.FrameSummary, ...]  # outermost first; inside a backward, the calls up to `backward()`
     stage: str = ""
-    blocked_ms: float = 0.0
-    device: str = "cpu"
+    blocked_ms: float = 0.0  # duration of the call; on CUDA the host waits for that time
+    device: str = "cpu"  # type of the device that it reads from
 
     @property
     def reads_host(self) -> bool:
         """Whether the memory is on the host also in a run on CUDA, so that the host would not wait."""
-        if self.device != "cpu":
-            return False
-        return any(
+        return self.device == "cpu" and any(
             part in frame.filename and function in ("", frame.name)
             for frame in self.stack
             for part, function in _READERS_OF_HOST_MEMORY
@@ -67,16 +57,15 @@ class HostSync:
     @property
     def is_the_librarys(self) -> bool:
         """Whether this package or Lightning reads, without a line of the user's code."""
-        frames = self._frames
-        if any(_is_users(frame.filename) for frame in frames):
-            return False
-        return bool(frames) and (frames[0].filename.startswith(_PACKAGE) or "/lightning/" in frames[0].filename)
+        files = [frame.filename for frame in self._frames]
+        is_own = bool(files) and (files[0].startswith(_PACKAGE) or "/lightning/" in files[0])
+        return is_own and not any(map(_is_users, files))
 
     def source(self) -> str:
         """Return the user's source line, as `training_step, model.py:42`; else the innermost line outside PyTorch."""
         own = [frame for frame in self._frames if _is_users(frame.filename)]
-        frame = next(iter(own or self._frames), None)
-        return "" if frame is None else f"{frame.name}, {frame.filename.rsplit('/', 1)[-1]}:{frame.lineno}"
+        places = [f"{frame.name}, {frame.filename.rsplit('/', 1)[-1]}:{frame.lineno}" for frame in own or self._frames]
+        return places[0] if places else ""
 
     @property
     def _frames(self) -> list[traceback.FrameSummary]:
@@ -121,13 +110,9 @@ def _counts_elements(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 
 @contextmanager
 def record_host_syncs(stage: Callable[[], str] = str) -> Iterator[list[HostSync]]:
-    """Record the predicted syncs of the calling thread, which on a CPU includes the backward.
+    """Record the predicted syncs of the calling thread, which on a CPU includes the backward; yield the growing list.
 
-    Args:
-        stage: Called at each sync; returns the name of the current stage.
-
-    Yields:
-        A list that grows with each sync.
+    `stage` is called at each sync and returns the name of the current stage.
     """
     found: list[HostSync] = []
 

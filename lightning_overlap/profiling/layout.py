@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import NamedTuple
 
 from ..schedules import Stage
-from .overlap import Breakdown, sweep
+from .overlap import sweep
 from .report import headline, label, summarize
 from .spans import ALL_TO_ALLS, HOST_LANE, Category, Interval, Span, exclusive, rows_of
 from .steps import find_steps, is_step_mark, steady_window
@@ -64,29 +64,14 @@ _ONE_CLOCK = 0.8  # ranks share a clock if a rank's spans cover this share of th
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One rank.
+    """One rank."""
 
-    Args:
-        rank: Number of the rank, or a name.
-        found: Measurements over all steps, not only the drawn steps.
-        window: The drawn part of the timeline.
-        steps: Starts of steps in the window.
-        lanes: Streams and threads from the top, each with as many rows as spans overlap. Spans of the same batch, stage
-            and kind that are too close to distinguish are merged into one bar.
-        exposed: Intervals in which a collective was exposed.
-    """
-
-    rank: int | str
-    found: Breakdown
-    window: Interval
-    steps: Sequence[float]
-    lanes: Mapping[str, Sequence[Sequence[Span]]]
-    exposed: Sequence[Interval]
-
-    @property
-    def title(self) -> str:
-        """The rank and its overlap."""
-        return f"{label(self.rank)}: {headline(self.found)}"
+    title: str
+    num_steps: int  # of the timeline
+    window: Interval  # the drawn part of it
+    steps: Sequence[float]  # starts of the steps in the window
+    lanes: Mapping[str, Sequence[Sequence[Span]]]  # from the top, each with as many rows as spans overlap
+    exposed: Sequence[Interval]  # in which a collective was exposed
 
     @property
     def length_ms(self) -> float:
@@ -100,11 +85,11 @@ class Panel:
 
     def does(self, lane: str) -> str:
         """Return a lane's main category, for its label; '' for the host."""
-        busy: Counter[Category] = Counter()
+        busy: defaultdict[Category, float] = defaultdict(float)
         for span in chain.from_iterable(self.lanes[lane]):
             if span.kind is not Category.WAIT and lane != HOST_LANE:
-                busy[span.kind] += round(1e3 * span.duration_ms)
-        most = "".join(kind for kind, _ in busy.most_common(1))
+                busy[span.kind] += span.duration_ms
+        most = max(busy, key=busy.__getitem__, default="")
         return most if most != lane else ""
 
 
@@ -112,8 +97,8 @@ class Picture:
     """The panels of all ranks, and the colours of their bars.
 
     Ranks with the same clock (on one host) share a window. Colours stand for batches if most spans with a stage have a
-    batch, else for stages. Arguments and errors are as for `write_png`; spans closer than `resolution`, a share of
-    the window, are merged.
+    batch, else for stages. Arguments and errors are as for `write_png`; spans of one batch, stage and kind that are
+    closer than `resolution`, a share of the window, are merged.
     """
 
     def __init__(
@@ -133,7 +118,8 @@ class Picture:
                 if self.panels and _share_seen(spans, self.panels[0].window) > _ONE_CLOCK:
                     window = self.panels[0].window
                 self.panels.append(_panel(rank, spans, window, resolution, (overlapped or {}).get(rank)))
-        self._spans = [span for panel in self.panels for rows in panel.lanes.values() for row in rows for span in row]
+        lanes = chain.from_iterable(panel.lanes.values() for panel in self.panels)
+        self._spans = [span for rows in lanes for row in rows for span in row]
         staged = [span.batch is not None for span in self._spans if span.stage is not None]
         self._by_batch = 2 * sum(staged) > len(staged)
 
@@ -159,14 +145,14 @@ class Picture:
 
     def words(self, span: Span) -> str:
         """Return the text on a bar: the all-to-all's content or the stage, and the batch if known."""
-        carries = span.name.partition(":")[0]
+        carries, is_wait = span.name.partition(":")[0], span.kind is Category.WAIT
         if carries not in ALL_TO_ALLS:
             if span.kind is Category.DATA:
                 return "data"
             if span.stage is None:
-                return span.name if span.kind is not Category.WAIT else "wait"
+                return "wait" if is_wait else span.name
             carries = SHORT[span.stage]
-        short = carries if span.kind is not Category.WAIT else f"wait: {carries}"
+        short = f"wait: {carries}" if is_wait else carries
         return short if span.batch is None or not self._by_batch else f"{short} {span.batch}"
 
 
@@ -190,7 +176,8 @@ def _panel(
             begin = exposed.pop()[0] if exposed and exposed[-1][1] == piece[0] else piece[0]
             exposed.append((begin, piece[1]))
     steps = [start for start, _ in find_steps(spans) if window[0] <= start < window[1]]
-    return Panel(rank, summarize(spans, overlapped), window, steps, lanes, exposed)
+    found = summarize(spans, overlapped)
+    return Panel(f"{label(rank)}: {headline(found)}", found.num_steps, window, steps, lanes, exposed)
 
 
 def _bars(row: Sequence[Span], least_ms: float) -> Iterator[Span]:
@@ -211,9 +198,7 @@ def _bars(row: Sequence[Span], least_ms: float) -> Iterator[Span]:
         yield replace(longest, start_ms=run[0].start_ms, end_ms=run[-1].end_ms)
 
 
-def _lane_order(name: str) -> tuple[int, list[tuple[int, int | str]]]:
+def _lane_order(name: str) -> tuple[int, str]:
     """Sort key: the host, its threads, streams by number, groups of collectives."""
     order = [name == HOST_LANE, name == "autograd", name.startswith("thread"), "stream" in name, True]
-    return order.index(True), [
-        (0, int(part)) if part.isdigit() else (1, part) for part in re.split(r"(\d+)", name) if part
-    ]
+    return order.index(True), re.sub(r"\d+", lambda number: number[0].zfill(20), name)

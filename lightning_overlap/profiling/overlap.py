@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
+from operator import add
 from typing import Any, Self
 
 from ..schedules import Schedule, Stage
@@ -20,27 +21,23 @@ COVERED_BY: Mapping[Category, frozenset[Category]] = {
 
 @dataclass(frozen=True, slots=True)
 class BusyTime:
-    """Times of a stage or category, and the bytes that it sends to other ranks.
-
-    Args:
-        busy_ms: Time in progress.
-        hidden_ms: Time that the mode overlaps with other work.
-        elsewhere_ms: Further time that overlaps with other work in any mode, for example by autograd's order.
-        sent: Bytes sent, if counted.
-        saved: Additional bytes that full precision would send.
-    """
+    """Times of a stage or category, and the bytes that it sends to other ranks."""
 
     busy_ms: float = 0.0
-    hidden_ms: float = 0.0
-    elsewhere_ms: float = 0.0
+    hidden_ms: float = 0.0  # that the mode overlaps with other work
+    elsewhere_ms: float = 0.0  # further time that overlaps with other work in any mode, for example by autograd's order
     sent: float = 0.0
-    saved: float = 0.0
+    saved: float = 0.0  # additional bytes that full precision would send
 
     def __add__(self, other: Self) -> Self:
-        return replace(self, **{name: getattr(self, name) + getattr(other, name) for name in self.__slots__})
+        return type(self)(*map(add, self._values, other._values))
 
     def __truediv__(self, num: int) -> Self:
-        return replace(self, **{name: getattr(self, name) / num for name in self.__slots__})
+        return type(self)(*(value / num for value in self._values))
+
+    @property
+    def _values(self) -> tuple[float, ...]:
+        return self.busy_ms, self.hidden_ms, self.elsewhere_ms, self.sent, self.saved
 
     @property
     def exposed_ms(self) -> float:
@@ -66,31 +63,18 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Breakdown:
-    """The times of a window, per step.
-
-    Args:
-        step_ms: Duration of a step.
-        categories: Times by category; `Category.HOST` is the time in which the host did not wait.
-        stages: Times and sent bytes by stage.
-        merge_wait_ms: Time in which the dense forward waited for embeddings.
-        blocked_ms: Time in which the host waited for other ranks or the device.
-        loop_ms: The host's time outside stages and `self.log`: Lightning's loop, callbacks, loggers.
-        log_ms: The host's time in `self.log`.
-        overlapped: Stages that the mode overlaps; other stages are never hidden. None if unknown.
-        num_steps: Steps in the window.
-        blocks: What blocked the host in all steps, longest first; only from `summarize`.
-    """
+    """The times of a window, per step."""
 
     step_ms: float
-    categories: Mapping[Category, BusyTime]
+    categories: Mapping[Category, BusyTime]  # `Category.HOST`: the time in which the host did not wait
     stages: Mapping[Stage, BusyTime]
-    merge_wait_ms: float = 0.0
-    blocked_ms: float = 0.0
-    loop_ms: float = 0.0
-    log_ms: float = 0.0
-    overlapped: Collection[Stage] | None = None
+    merge_wait_ms: float = 0.0  # in which the dense forward waited for embeddings
+    blocked_ms: float = 0.0  # in which the host waited for other ranks or the device
+    loop_ms: float = 0.0  # of the host outside stages and `self.log`: Lightning's loop, callbacks, loggers
+    log_ms: float = 0.0  # of the host in `self.log`
+    overlapped: Collection[Stage] | None = None  # by the mode; other stages are never hidden. None if unknown
     num_steps: int = 1
-    blocks: Sequence[Block] = ()
+    blocks: Sequence[Block] = ()  # what blocked the host in all steps, longest first; only from `summarize`
 
     @property
     def total_ms(self) -> float:
@@ -142,19 +126,19 @@ def break_down(
     """Break the time of a window down by category and stage.
 
     Args:
-        spans: All spans, including spans that reach out of the window.
+        spans: Spans, which may reach out of the window.
         window: Start and end in ms.
         overlapped: Stages that the mode overlaps (`overlapped_by`): time counts as hidden if such a stage is involved.
             None (unknown mode): all time that overlaps counts as hidden.
         num_steps: Steps in the window.
-        host_lane: The lane whose waits block the host.
+        host_lane: The lane of the training thread, whose waits block the host.
 
     Source: the interval sweep of HolisticTraceAnalysis for communication; here other categories can be hidden as well,
     and inner spans take their time from outer spans.
     """
     spans = list(spans)
     # (category, stage or None for all stages) -> arguments of `BusyTime`; category, `LOG` or None -> the host's time.
-    found: defaultdict[tuple[Category, Stage | None], list[float]] = defaultdict(lambda: [0.0] * 5)
+    found: defaultdict[tuple[Category, Stage | None], list[float]] = defaultdict(lambda: [0.0] * len(fields(BusyTime)))
     host_ms: defaultdict[str | None, float] = defaultdict(float)
     merge_ms = 0.0
     dense_lanes = {HOST_LANE, *(span.lane for span in spans if span.kind is Category.DENSE)}
@@ -167,8 +151,8 @@ def break_down(
             if kind in hidden:
                 by_mode = overlapped is None or bool(early if kind is Category.COMMUNICATION else kind in early)
                 times[1 if by_mode else 2] += ms
-        of_host = [one for one in under_way if one.lane == host_lane and one.kind is not Category.COMMUNICATION]
-        host_ms[next((LOG if one.name == LOG else one.kind for one in of_host), None)] += ms
+        on_host = [one for one in under_way if one.lane == host_lane and one.kind is not Category.COMMUNICATION]
+        host_ms[next((LOG if one.name == LOG else one.kind for one in on_host), None)] += ms
         waits = [one.name for one in under_way if one.kind is Category.WAIT and one.lane in dense_lanes]
         merge_ms += ms * any(name.partition(":")[0] == EMBEDDINGS for name in waits)
     for span in spans:
@@ -182,22 +166,15 @@ def break_down(
     categories[Category.DATA] = BusyTime(data_ms / num_steps)
     categories[Category.HOST] = BusyTime((length_ms - blocked_ms - data_ms) / num_steps)
     stages: dict[Stage, BusyTime] = {}
-    idle = (Category.WAIT, Category.DATA)
     for stage in Stage:
-        parts = [times for (kind, of), times in busy.items() if of is stage and kind not in idle]
-        if parts:
-            stages[stage] = sum(parts, BusyTime())
-    return Breakdown(
-        length_ms / num_steps,
-        categories,
-        stages,
-        merge_ms / num_steps,
-        blocked_ms / num_steps,
-        host_ms[None] / num_steps,
-        host_ms[LOG] / num_steps,
-        overlapped,
-        num_steps,
+        kinds = [kind for kind, of in busy if of is stage and kind not in (Category.WAIT, Category.DATA)]
+        if kinds:
+            stages[stage] = sum((busy[kind, stage] for kind in kinds), BusyTime())
+    merge_ms, blocked_ms, loop_ms, log_ms = (
+        ms / num_steps for ms in (merge_ms, blocked_ms, host_ms[None], host_ms[LOG])
     )
+    step_ms = length_ms / num_steps
+    return Breakdown(step_ms, categories, stages, merge_ms, blocked_ms, loop_ms, log_ms, overlapped, num_steps)
 
 
 def sweep(
@@ -205,12 +182,8 @@ def sweep(
 ) -> Iterator[tuple[Interval, list[Span], set[Category]]]:
     """Yield the `moments` of a window, each with the categories that are hidden in it if they are in progress.
 
-    If the host computes the dense part, as on a CPU, communication is hidden whenever the host does not wait.
-
-    Args:
-        own: The spans of the window, from `exclusive`.
-        window: Start and end in ms.
-        host_lane: The lane of the training thread.
+    `own` are the window's spans, from `exclusive`. If the host computes the dense part, as on a CPU, communication is
+    hidden whenever the host does not wait.
     """
     host_computes = any(span.kind is Category.DENSE and span.lane == host_lane for span in own)
     for piece, under_way in moments(own, window):
@@ -228,8 +201,7 @@ def mean(breakdowns: Sequence[Breakdown]) -> Breakdown:
         raise ValueError("there is no breakdown to average: no step was measured.")
     num = len(breakdowns)
 
-    def mean_of(name: str) -> Any:
-        values = [getattr(one, name) for one in breakdowns]
+    def mean_of(*values: Any) -> Any:
         if isinstance(values[0], float | int):
             return sum(values) / num
         if not isinstance(values[0], Mapping):
@@ -237,4 +209,4 @@ def mean(breakdowns: Sequence[Breakdown]) -> Breakdown:
         keys = [key for key in (*Category, *Stage) if any(key in value for value in values)]
         return {key: sum((value[key] for value in values if key in value), BusyTime()) / num for key in keys}
 
-    return Breakdown(*(mean_of(field.name) for field in fields(Breakdown)))
+    return Breakdown(*(mean_of(*(getattr(one, field.name) for one in breakdowns)) for field in fields(Breakdown)))

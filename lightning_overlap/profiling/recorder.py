@@ -23,19 +23,12 @@ from ..schedules import Stage, StreamName
 from .spans import EMBEDDINGS, HOST_LANE, LOG, Category, Interval, Span
 from .timestamps import CudaTimestamps, HostTimestamps, Timestamps
 
-KINDS = {
+_KINDS = {
     Stage.COPY_BATCH_TO_DEVICE: Category.COPY,
-    Stage.INPUT_SPLITS_DIST: Category.HOST,
-    Stage.INPUT_DATA_DIST: Category.HOST,
-    Stage.PREFETCH: Category.LOOKUP,
-    Stage.EMBEDDING_LOOKUP: Category.LOOKUP,
-    Stage.DENSE_FORWARD: Category.DENSE,
-    Stage.BACKWARD: Category.DENSE,
-    Stage.WEIGHT_GRADIENTS: Category.DENSE,
-    Stage.OPTIMIZER_STEP: Category.DENSE,
-    Stage.EMBEDDING_UPDATE: Category.DENSE,
+    **dict.fromkeys((Stage.INPUT_SPLITS_DIST, Stage.INPUT_DATA_DIST), Category.HOST),
+    **dict.fromkeys((Stage.PREFETCH, Stage.EMBEDDING_LOOKUP), Category.LOOKUP),
 }
-"""Stage -> category of its work, without its collectives."""
+"""Stage -> category of its work, without its collectives; the other stages are dense."""
 
 
 @dataclass(slots=True)
@@ -56,8 +49,7 @@ class _Record:
     def is_on_host(self) -> bool:
         return isinstance(self.clock, HostTimestamps)
 
-    def span(self, otherwise: Any) -> Span:
-        """Return the span; `otherwise` is a mark to take for its end if it has none."""
+    def span(self, otherwise: Any) -> Span:  # `otherwise` is a mark to take for its end if it has none
         start_ms = self.clock.ms(self.start)
         end_ms = max(start_ms, self.clock.ms(otherwise if self.end is None else self.end))
         return Span(start_ms, end_ms, self.kind, self.lane, self.name, self.stage, self.batch, "", *self.sent)
@@ -82,11 +74,7 @@ class SpanRecorder:
         self._patches = ExitStack()
 
     def start(self) -> None:
-        """Start recording.
-
-        Only collectives issued with `torch.distributed` in Python are recorded. DistributedDataParallel issues its
-        all-reduce in C++, so that counts as part of the backward.
-        """
+        """Start recording. DistributedDataParallel's all-reduce, issued in C++, is not recorded (see `backward`)."""
         self._patches.enter_context(wrap_collectives(self._timed))
 
     def stop(self) -> None:
@@ -102,8 +90,13 @@ class SpanRecorder:
         """Whether all recorded work on the device is done; does not wait."""
         if self._device is None:
             return True
-        of_records = [mark for one in list(self._records) if not one.is_on_host for mark in (one.start, one.end)]
-        return all(mark is None or mark.query() for mark in (*of_records, *(mark for _, mark in self._steps[-1:])))
+        records = [one for one in list(self._records) if not one.is_on_host]
+        marks = [
+            *(one.start for one in records),
+            *(one.end for one in records),
+            *(mark for _, mark in self._steps[-1:]),
+        ]
+        return all(mark is None or mark.query() for mark in marks)
 
     @property
     def stage(self) -> tuple[Stage, int] | None:
@@ -113,7 +106,7 @@ class SpanRecorder:
     @contextmanager
     def during(self, stage: Stage, batch: int, stream: StreamName) -> Iterator[None]:
         """Record a stage of a batch, whose device work runs on `stream`; stages may be nested."""
-        kind, what = KINDS[stage], (str(stage), stage, batch)
+        kind, what = _KINDS.get(stage, Category.DENSE), (str(stage), stage, batch)
         with ExitStack() as around:
             if self._device is not None:
                 if kind is not Category.HOST and kind is not Category.COPY:  # `copy` records copies
@@ -147,6 +140,19 @@ class SpanRecorder:
             return nullcontext()
         return self._around(Category.WAIT, str(StreamName.COMPUTE), EMBEDDINGS, Stage.EMBEDDING_LOOKUP, batch)
 
+    def backward(self, loss: Tensor) -> None:
+        """Record, on a CPU, the wait for DistributedDataParallel's all-reduce at the end of this loss's backward."""
+        if self._device is not None or not loss.requires_grad:
+            return
+        queue, wait = torch.autograd.Variable._execution_engine.queue_callback, ExitStack()
+        what = Category.WAIT, HOST_LANE, "dense all-reduce", *(self.stage or ())
+
+        def begin() -> None:  # the gradients are computed, so DistributedDataParallel has queued its wait
+            wait.enter_context(self._around(*what))
+            queue(wait.close)
+
+        loss.register_hook(lambda _: queue(begin))
+
     @contextmanager
     def _around(
         self, kind: Category, lane: str, name: str, stage: Stage | None = None, batch: int | None = None
@@ -170,20 +176,20 @@ class SpanRecorder:
         return list(pairwise(host if self._device is None else self._device.ms(device) for host, device in self._steps))
 
     def spans(self) -> list[Span]:
-        """Return the recorded spans; on CUDA the host's times are shifted so that the first steps start together.
-
-        A collective in progress ends with the last step if the host's clock times it; on a device its length is 0.
-        """
+        """Return the recorded spans; on CUDA the host's times are shifted so that the first steps start together."""
         if self._device is not None and self._steps:
             host, device = self._steps[0]
             self._host.shift_ms = self._device.ms(device) - host
-        last = self._steps[-1][0] if self._steps else float("-inf")
+        last = (
+            self._steps[-1][0] if self._steps else float("-inf")
+        )  # ends collectives in progress; on a device length 0
         return [one.span(last if one.is_on_host else one.start) for one in list(self._records)]
 
     def _timed(self, name: str, call: dict[str, Any], issue: Issue) -> dist.Work | None:
-        sent = call.get("input", call.get("input_tensor", call.get("tensor")))
-        on_host = self._device is None or (isinstance(sent, Tensor) and sent.device.type == "cpu")
-        num_bytes = _sent_bytes(name, call)
+        sent = next((call[argument] for argument in ("input", "input_tensor", "tensor") if argument in call), None)
+        on_host = isinstance(sent, Tensor) and sent.device.type == "cpu"
+        clock = self._host if self._device is None or on_host else self._device
+        num_bytes = _sent_bytes(name, sent, call)
         if name == "all_to_all_single":
             assert isinstance(sent, Tensor)
             name = all_to_all_name(sent, call.get("input_split_sizes"), call.get("output_split_sizes"))
@@ -191,7 +197,6 @@ class SpanRecorder:
         stage, batch = self.stage or (None, None)
         if stage is Stage.EMBEDDING_LOOKUP and name == "gradients":
             name = EMBEDDINGS  # a lookup issued inside a backward
-        clock = self._device if self._device is not None and not on_host else self._host
         group = "default" if call.get("group") is None else str(call["group"].group_desc)
         flight = _Record(Category.COMMUNICATION, f"{group} group", name, stage, batch, clock, clock.mark())
         flight.sent = num_bytes, int(num_bytes * share)
@@ -200,7 +205,11 @@ class SpanRecorder:
         else:
             self._records.append(flight)
         work = issue()
-        return None if work is None else _TimedWork(work, flight, self._records, None if on_host else self._streams)
+        return (
+            None
+            if work is None
+            else _TimedWork(work, flight, self._records, None if flight.is_on_host else self._streams)
+        )
 
 
 class _TimedWork(WrappedWork):
@@ -217,8 +226,7 @@ class _TimedWork(WrappedWork):
     def wait(self, timeout: Any = None) -> bool:
         """Wait for the collective: on a CPU the host waits, on CUDA the current stream.
 
-        On CUDA only the wait notes the collective's end: a late wait makes the collective look longer. The time of the
-        wait is right in any case.
+        On CUDA only the wait notes the collective's end: a late wait makes the collective look longer.
         """
         flight = self._flight
         lane = HOST_LANE if self._streams is None else str(self._streams.current())
@@ -231,13 +239,12 @@ class _TimedWork(WrappedWork):
         return done
 
 
-def _sent_bytes(name: str, call: Mapping[str, Any]) -> int:
+def _sent_bytes(name: str, sent: Any, call: Mapping[str, Any]) -> int:
     """Return the bytes that a collective sends from this rank to others; an all-reduce counts as a ring."""
     group = call.get("group")
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     if name == "reduce_scatter":
         return sum(part.nbytes for place, part in enumerate(call["input_list"]) if place != rank)
-    [sent] = [call[argument] for argument in ("input", "input_tensor", "tensor") if argument in call]
     if splits := call.get("input_split_sizes"):
         return int(sent.nbytes - splits[rank] * sent[:1].nbytes)
     if name == "all_gather_into_tensor":
@@ -255,11 +262,7 @@ def _saved_share(name: str, sent: Any, compression: Mapping[str, float]) -> floa
 
 
 def all_to_all_name(sent: Tensor, *splits: Any) -> str:
-    """Return the content of an all-to-all, in any pipeline: `sizes`, `ids`, `embeddings` or `gradients`.
-
-    Embeddings and gradients are floats or a codec's bytes, and gradients are sent in a backward. Ids and lengths have
-    split sizes; sizes are sent in equal parts without split sizes.
-    """
+    """Return the content of an all-to-all, in any pipeline: `sizes`, `ids`, `embeddings` or `gradients`."""
     if sent.is_floating_point() or sent.dtype is torch.uint8:
         return "gradients" if torch._C._current_graph_task_id() != -1 else EMBEDDINGS
-    return "sizes" if all(split is None for split in splits) else "ids"
+    return "sizes" if all(split is None for split in splits) else "ids"  # sizes are sent in equal parts

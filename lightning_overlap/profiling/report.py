@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from operator import itemgetter
 
 from ..schedules import Schedule, Stage
 from ..text import aligned
-from .overlap import Block, Breakdown, BusyTime, break_down, mean
+from .overlap import COVERED_BY, Block, Breakdown, BusyTime, break_down, mean
 from .spans import HOST_LANE, Category, Interval, Span, exclusive
 from .steps import is_on_stream, noted_stages, window_of
 
@@ -26,29 +27,16 @@ _NEVER_HIDDEN = (Category.DENSE, Category.HOST, Category.DATA, Stage.DENSE_FORWA
 Row = Sequence[str]
 
 
-@dataclass(frozen=True, slots=True)
-class Table:
-    """Rows of text under a head; all columns are numbers except the first column and a column named "where"."""
-
-    head: Row
-    rows: Sequence[Row]
-    note: str = ""
-
-    @property
-    def words(self) -> tuple[int, ...]:
-        """Indices of the columns with words."""
-        return (0, *(column for column, name in enumerate(self.head) if name == "where"))
-
-    def text(self, *, ruled: bool = True) -> str:
-        """Return the table for a terminal."""
-        lines = aligned([self.head, *self.rows], words=self.words, ruled=ruled)
-        return f"{lines}\n{self.note}" if self.note else lines
+def table(head: Row, rows: Sequence[Row], *, ruled: bool = True) -> str:
+    """Return rows under a head; all columns are numbers except the first and one named "where"."""
+    words = [column for column, name in enumerate(head) if column == 0 or name == "where"]
+    return aligned([head, *rows], words=words, ruled=ruled)
 
 
 def _rows(
     found: Mapping[Category, BusyTime] | Mapping[Stage, BusyTime], share_of: Callable[[float], str], blank: str = ""
 ) -> list[Row]:
-    """Return rows of name, busy, hidden and exposed time and hidden share; blanks for `_NEVER_HIDDEN`."""
+    """Return rows of name, busy, hidden and exposed time and hidden share."""
     rows: list[Row] = []
     for what, times in found.items():
         name = _OF_THE_HOST.get(what, f"all {what}") if isinstance(what, Category) else str(what)
@@ -62,19 +50,12 @@ def _rows(
 
 def metrics(breakdown: Breakdown) -> dict[str, float]:
     """Return the values for loggers: ms and bytes per step, and fractions between 0 and 1."""
-    values = {
-        "step_ms": breakdown.step_ms,
-        "merge_wait_ms": breakdown.merge_wait_ms,
-        "blocked_ms": breakdown.blocked_ms,
-        "bound_ms": breakdown.bound[1],
-        "to_gain_ms": breakdown.to_gain_ms,
-        "data_ms": breakdown.categories[Category.DATA].busy_ms,
-        "loop_ms": breakdown.loop_ms,
-        "log_ms": breakdown.log_ms,
-    }
+    of_step = ("step_ms", "merge_wait_ms", "blocked_ms", "to_gain_ms", "loop_ms", "log_ms")
+    values = {name: getattr(breakdown, name) for name in of_step}
+    values |= {"bound_ms": breakdown.bound[1], "data_ms": breakdown.categories[Category.DATA].busy_ms}
     if breakdown.overlaps:
-        parts = (Category.COMMUNICATION, Category.LOOKUP, Category.COPY)
-        values["hidden_fraction"] = sum((breakdown.categories[kind] for kind in parts), BusyTime()).hidden_fraction
+        parts = sum((breakdown.categories[kind] for kind in COVERED_BY), BusyTime())
+        values["hidden_fraction"] = parts.hidden_fraction
     for what, times in (*breakdown.categories.items(), *breakdown.stages.items()):
         is_hidden = breakdown.overlaps and what not in _NEVER_HIDDEN
         names = ("hidden_ms", "exposed_ms", "hidden_fraction") if is_hidden else ("busy_ms",)
@@ -87,35 +68,41 @@ def metrics(breakdown: Breakdown) -> dict[str, float]:
 
 def closing_table(
     ranks: Sequence[Breakdown],
-    num_steps: int,
-    title: str,
-    schedule: Schedule,
+    num_steps: Mapping[Schedule, int],
+    mode: Schedule,
+    stream: str,
     syncs: Sequence[str] = (),
     stale_rows: Mapping[str, tuple[int, int]] | None = None,
 ) -> str:
     """Return the monitor's output at the end of a run.
 
-    `ranks` has the mean breakdown of each rank over `num_steps` steps; `stale_rows` maps tables to stale rows read and
-    rows read.
+    `ranks` has the mean breakdown of each rank over the steps of `mode`; `num_steps` has the measured steps of all
+    modes; `stale_rows` maps tables to stale rows read and rows read.
     """
-    over_ranks, many = mean(ranks), len(ranks) > 1
+    over_ranks, many, num = mean(ranks), len(ranks) > 1, num_steps[mode]
+    others = [f"{one.name} ({_steps(num)})" for one, num in num_steps.items() if one != mode]
     parts = [
-        f"Overlap: {title}; {num_steps} step{'s' * (num_steps != 1)} measured, {len(ranks)} ranks, ms per step",
-        stage_table(over_ranks).text(),
-        rank_table(ranks).text() if many else "",
+        f"Overlap: {mode.name}, stream {stream}; {_steps(num)} measured, {len(ranks)} ranks, ms per step",
+        f"Not in this table: {', '.join(others)}" if others else "",
+        stage_table(over_ranks),
+        rank_table(ranks) if many else "",
         limit_sentence(over_ranks),
         slowest_sentence(ranks) if many else "",
-        traffic_table(over_ranks.traffic).text() if over_ranks.traffic else "",
-        stale_table(stale_rows).text() if stale_rows else "",
+        traffic_table(over_ranks.traffic) if over_ranks.traffic else "",
+        stale_table(stale_rows) if stale_rows else "",
         *syncs,
-        advice(min(ranks, key=lambda one: one.blocked_ms), schedule)
-        if num_steps > 1
+        advice(min(ranks, key=lambda one: one.blocked_ms), mode)
+        if num > 1
         else "No advice: only one step was measured. Train longer, or set OverlapMonitor(every_n_steps=...).",
     ]
     return "\n".join(filter(None, parts))
 
 
-def stage_table(breakdown: Breakdown) -> Table:
+def _steps(num: int) -> str:
+    return f"{num} step{'s' * (num != 1)}"
+
+
+def stage_table(breakdown: Breakdown) -> str:
     """Return the table of busy, hidden and exposed time by stage and category; only busy time if nothing overlaps."""
     kinds = {kind: times for kind, times in breakdown.categories.items() if kind not in _OF_THE_HOST}
     rows = _rows(breakdown.stages, "{:.0%}".format) + _rows(kinds, "{:.0%}".format)
@@ -128,38 +115,38 @@ def stage_table(breakdown: Breakdown) -> Table:
     }
     rows += [(name, f"{ms:.2f}", "", "", "") for name, ms in host.items() if ms]
     if breakdown.overlaps:
-        return Table(("", "busy", "hidden", "exposed", "hidden %"), rows)
-    return Table(("", "busy"), [(row[0], row[1] or row[3]) for row in rows])
+        return table(("", "busy", "hidden", "exposed", "hidden %"), rows)
+    return table(("", "busy"), [(row[0], row[1] or row[3]) for row in rows])
 
 
-def rank_table(ranks: Sequence[Breakdown]) -> Table:
+def rank_table(ranks: Sequence[Breakdown]) -> str:
     """Return the table of step, busy times and waits by rank."""
     kinds = (Category.DENSE, Category.LOOKUP, Category.COPY, Category.COMMUNICATION, Category.HOST)
     times = [[one.step_ms, *(one.categories[kind].busy_ms for kind in kinds), one.blocked_ms] for one in ranks]
-    return Table(
+    return table(
         ("rank", "step", *map(str, kinds[:-1]), _OF_THE_HOST[Category.HOST], "host blocked"),
         [(str(rank), *(f"{ms:.2f}" for ms in of_rank)) for rank, of_rank in enumerate(times)],
     )
 
 
-def traffic_table(traffic: Mapping[Stage, BusyTime]) -> Table:
+def traffic_table(traffic: Mapping[Stage, BusyTime]) -> str:
     """Return the table of sent and saved bytes per step by stage."""
     of_all = sum(traffic.values(), BusyTime())
     cells = [
         (str(name), f"{one.sent / 1024:.1f}", f"{one.saved / 1024:.1f}", f"{one.saved / (one.sent + one.saved):.0%}")
         for name, one in (*traffic.items(), ("all stages", of_all))
     ]
-    return Table(("KiB to other ranks in a step", "sent", "saved", "saved %"), cells)
+    return table(("KiB to other ranks in a step", "sent", "saved", "saved %"), cells)
 
 
-def stale_table(rows: Mapping[str, tuple[int, int]]) -> Table:
+def stale_table(rows: Mapping[str, tuple[int, int]]) -> str:
     """Return the table of stale rows: for the stalest tables and for all tables together."""
     worst = sorted(rows, key=lambda table: (-rows[table][0] / rows[table][1], table))[:NUM_STALEST]
     lines = {table: rows[table] for table in worst}
     name = "all sharded tables" if len(worst) == len(rows) else f"all {len(rows)} sharded tables"
     lines[name] = sum(stale for stale, _ in rows.values()), sum(read for _, read in rows.values())
     cells = [(table, str(read), str(stale), f"{stale / read:.1%}") for table, (stale, read) in lines.items()]
-    return Table(("rows in the steps counted", "read", "stale", "stale %"), cells)
+    return table(("rows in the steps counted", "read", "stale", "stale %"), cells)
 
 
 def limit_sentence(breakdown: Breakdown) -> str:
@@ -169,42 +156,30 @@ def limit_sentence(breakdown: Breakdown) -> str:
         return f"data-bound: a step waits for data for {bound_ms:.2f} of its {breakdown.step_ms:.2f} ms."
     what = f"{kind}-bound"
     if kind is Category.HOST:  # on a CPU the host computes the dense part and the lookups
-        parts = {kind: breakdown.categories[kind].busy_ms for kind in (Category.DENSE, Category.LOOKUP, Category.COPY)}
-        most = max(parts, key=lambda kind: parts[kind])
-        share = parts[most] / bound_ms
-        what += f" ({most} is {share:.0%} of it)" if share <= 1 else ""
-    percent = breakdown.to_gain_ms / breakdown.step_ms * 100
-    return (
-        f"{what}: busy for {bound_ms:.2f} of a step's {breakdown.step_ms:.2f} ms, so more overlap gains at most "
-        f"{percent:.0f} %."
-    )
+        parts = (Category.DENSE, Category.LOOKUP, Category.COPY)
+        most_ms, most = max((breakdown.categories[part].busy_ms, part) for part in parts)
+        what += f" ({most} is {most_ms / bound_ms:.0%} of it)" if most_ms <= bound_ms else ""
+    busy = f"{what}: busy for {bound_ms:.2f} of a step's {breakdown.step_ms:.2f} ms"
+    return f"{busy}, so more overlap gains at most {breakdown.to_gain_ms / breakdown.step_ms * 100:.0f} %."
 
 
 def slowest_sentence(ranks: Sequence[Breakdown]) -> str:
     """Name the rank that the others wait for."""
     waits = [one.blocked_ms for one in ranks]
-    slowest = min(range(len(ranks)), key=lambda rank: waits[rank])
-    most = max(waits)
-    if most - waits[slowest] < EVEN * ranks[slowest].step_ms:
+    least, most = min(waits), max(waits)
+    slowest, idlest = waits.index(least), waits.index(most)
+    if most - least < EVEN * ranks[slowest].step_ms:
         return "The ranks wait about equally long for each other."
-    return (
-        f"Rank {slowest} is the slowest: it waits {waits[slowest]:.2f} ms per step, rank {waits.index(most)} waits "
-        f"{most:.2f} ms."
-    )
+    return f"Rank {slowest} is the slowest: it waits {least:.2f} ms per step, rank {idlest} waits {most:.2f} ms."
 
 
 # -- a trace ------------------------------------------------------------------------------------------------------
 
 
 def summarize(spans: Sequence[Span], overlapped: Collection[Stage] | None = None) -> Breakdown:
-    """Return one rank's breakdown over all its complete steps.
+    """Return one rank's breakdown over all its complete steps; raise a ValueError if there are no spans.
 
-    Args:
-        spans: The spans of the rank.
-        overlapped: As for `break_down`; None: the stages noted at the step marks, if any.
-
-    Raises:
-        ValueError: There are no spans.
+    `overlapped` is as for `break_down`; None: the stages noted at the step marks, if any.
     """
     window, num_steps = window_of(spans)
     overlapped = noted_stages(spans) if overlapped is None else overlapped
@@ -226,10 +201,8 @@ def blocks(spans: Iterable[Span], window: Interval) -> list[Block]:
 
 def as_report(ranks: Mapping[int | str, Breakdown]) -> str:
     """Return the tables of all ranks for a terminal."""
-    return "\n\n\n".join(
-        "\n\n".join([f"{label(rank)}: {headline(found)}", *(table.text(ruled=False) for table in tables(found))])
-        for rank, found in ranks.items()
-    )
+    parts = ([f"{label(rank)}: {headline(found)}", *tables(found)] for rank, found in ranks.items())
+    return "\n\n\n".join(map("\n\n".join, parts))
 
 
 def label(rank: int | str) -> str:
@@ -252,27 +225,24 @@ def headline(found: Breakdown) -> str:
     return "; ".join(parts)
 
 
-def tables(found: Breakdown) -> list[Table]:
+def tables(found: Breakdown) -> list[str]:
     """Return the tables of one rank: by category, by stage, and what blocked the host."""
     head = ("busy ms", "hidden ms", "exposed ms", "hidden") if found.overlaps else ("busy ms", "exposed ms")
 
-    def rows(times: Mapping[Category, BusyTime] | Mapping[Stage, BusyTime]) -> list[Row]:
+    def of(name: str, times: Mapping[Category, BusyTime] | Mapping[Stage, BusyTime]) -> str:
         cells = _rows(times, _percent, blank="-")
-        return cells if found.overlaps else [(*row[:2], row[3]) for row in cells]
+        rows = cells if found.overlaps else [(*row[:2], row[3]) for row in cells]
+        return table((name, *head), rows, ruled=False)
 
-    kinds = rows({kind: times for kind, times in found.categories.items() if times.busy_ms})
+    kinds = of("per step", {kind: times for kind, times in found.categories.items() if times.busy_ms})
     about = (
-        f"{found.total_ms:.1f} ms, {found.num_steps} step{'s' * (found.num_steps != 1)} of {found.step_ms:.2f} ms. "
+        f"{found.total_ms:.1f} ms, {_steps(found.num_steps)} of {found.step_ms:.2f} ms. "
         f"It waited for embeddings for {found.merge_wait_ms:.2f} ms per step; {limit_sentence(found)}"
     )
-    by_stage = [Table(("stage", *head), rows(found.stages))] if found.stages else []
-    return [Table(("per step", *head), kinds, about), *by_stage, _block_table(found)]
+    return [f"{kinds}\n{about}", *([of("stage", found.stages)] if found.stages else []), _block_table(found)]
 
 
-def _block_table(found: Breakdown) -> Table:
-    def share(ms: float) -> str:
-        return _percent(ms / found.total_ms)
-
+def _block_table(found: Breakdown) -> str:
     shown, rest = list(found.blocks[:TOP_BLOCKS]), found.blocks[TOP_BLOCKS:]
     if rest:
         total_ms, count = sum(one.total_ms for one in rest), sum(one.count for one in rest)
@@ -280,10 +250,11 @@ def _block_table(found: Breakdown) -> Table:
     rows = []
     for one in shown:
         where = " ".join(filter(None, (one.detail, one.stage and f"({one.stage})")))
-        rows.append((one.name, f"{one.total_ms:.1f}", share(one.total_ms), str(one.count), where))
+        rows.append((one.name, f"{one.total_ms:.1f}", _percent(one.total_ms / found.total_ms), str(one.count), where))
     blocked_ms = found.blocked_ms * found.num_steps
-    about = f"Host blocked {blocked_ms:.1f} of {found.total_ms:.1f} ms ({share(blocked_ms)})."
-    return Table(("host blocked by", "ms", "of window", "times", "where"), rows, about)
+    share = _percent(blocked_ms / found.total_ms)
+    text = table(("host blocked by", "ms", "of window", "times", "where"), rows, ruled=False)
+    return f"{text}\nHost blocked {blocked_ms:.1f} of {found.total_ms:.1f} ms ({share})."
 
 
 def _percent(fraction: float) -> str:
@@ -293,21 +264,16 @@ def _percent(fraction: float) -> str:
 
 def advice(found: Breakdown, schedule: Schedule) -> str:
     """Return the most useful change, for the mean step of the slowest rank."""
+    exposed_ms = found.categories[Category.COMMUNICATION].exposed_ms
+    of_loop = (
+        "this time does not depend on the batch, so raise the batch size, log_every_n_steps and the progress bar's"
+    )
     gain_ms, what, change = max(
         (found.categories[Category.DATA].busy_ms, "waiting for data takes", "raise num_workers of the DataLoader"),
-        (
-            found.categories[Category.COMMUNICATION].exposed_ms,
-            "exposed communication takes",
-            _another_mode(schedule),
-        ),
+        (exposed_ms, "exposed communication takes", _another_mode(schedule)),
         (found.log_ms, "self.log takes", "log fewer values, or with on_step=False"),
-        (
-            found.loop_ms,
-            "Lightning's loop, callbacks and loggers take",
-            "this time does not depend on the batch, so raise the batch size, log_every_n_steps and the progress "
-            "bar's refresh_rate",
-        ),
-        key=lambda choice: choice[0],
+        (found.loop_ms, "Lightning's loop, callbacks and loggers take", f"{of_loop} refresh_rate"),
+        key=itemgetter(0),
     )
     if gain_ms <= WORTHWHILE * found.step_ms:
         return f"Advice: nothing to change; {found.bound[0]} time limits the step."
@@ -327,5 +293,6 @@ def _another_mode(schedule: Schedule) -> str:
         return "use defer_update=True, which keeps the staleness"
     if lookup is None or lookup.offset < 1:
         return "use pipeline='fused_sparse_dist', which gives the same losses"
-    stale = "'semi_sync' if a staleness of 1 is acceptable"
-    return f"use pipeline='split_backward', which gives the same losses, or {stale}"
+    return (
+        "use pipeline='split_backward', which gives the same losses, or 'semi_sync' if a staleness of 1 is acceptable"
+    )

@@ -16,63 +16,38 @@ Interval = tuple[float, float]
 ALWAYS: Interval = (float("-inf"), float("inf"))
 
 HOST_LANE = "host"  # the training thread
-ALL_TO_ALLS = ("sizes", "ids", "embeddings", "gradients")
-"""The contents of a step's all-to-alls, in order."""
-
 LOG = "self.log"  # name of the spans of a module's `log`
-EMBEDDINGS = "embeddings"
-"""Name of the all-to-all of embeddings and of waits for it; a colon and more text may follow."""
+EMBEDDINGS = "embeddings"  # name of the all-to-all and of waits for it; a colon and more text may follow
+ALL_TO_ALLS = ("sizes", "ids", EMBEDDINGS, "gradients")
+"""The contents of a step's all-to-alls, in order."""
 
 
 class Category(StrEnum):
-    """Kind of work.
+    """Kind of work."""
 
-    Attributes:
-        DENSE: The model's dense part: forward, backward including the fused update, optimizer step.
-        LOOKUP: Reading the tables (TBE forward).
-        COMMUNICATION: A collective.
-        COPY: A copy between host and device or on the device; on a CPU, staging the batch.
-        DATA: The host waits for the data loader's next batch, or makes it.
-        WAIT: A lane waits: exposed time.
-        HOST: Other work of the host: the loop, callbacks, launching kernels.
-    """
-
-    DENSE = "dense"
-    LOOKUP = "lookup"
-    COMMUNICATION = "communication"
-    COPY = "copy"
-    DATA = "data"
-    WAIT = "wait"
-    HOST = "host"
+    DENSE = "dense"  # forward, backward including the fused update, optimizer step
+    LOOKUP = "lookup"  # reading the tables (TBE forward)
+    COMMUNICATION = "communication"  # a collective
+    COPY = "copy"  # between host and device or on the device; on a CPU, staging the batch
+    DATA = "data"  # the host waits for the data loader's next batch, or makes it
+    WAIT = "wait"  # a lane waits: exposed time
+    HOST = "host"  # other work of the host: the loop, callbacks, launching kernels
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """An interval of work on a lane.
+    """An interval of work on a lane."""
 
-    Args:
-        start_ms: Start; each timeline has its own zero.
-        end_ms: End.
-        kind: Kind of work.
-        lane: Stream or thread. An inner span takes its time from the outer span of the same lane.
-        name: Name of the kernel, operator or stage.
-        stage: Its stage, if known.
-        batch: Its batch, if known.
-        detail: More information, for example the source line that waits.
-        sent_bytes: Bytes that a collective sends to other ranks, if counted.
-        saved_bytes: Additional bytes that full precision would send.
-    """
-
-    start_ms: float
+    start_ms: float  # each timeline has its own zero
     end_ms: float
     kind: Category
-    lane: str
-    name: str
+    lane: str  # stream or thread; an inner span takes its time from the outer span of the same lane
+    name: str  # of the kernel, operator or stage
     stage: Stage | None = None
     batch: int | None = None
-    detail: str = ""
-    sent_bytes: int = 0
-    saved_bytes: int = 0
+    detail: str = ""  # for example the source line that waits
+    sent_bytes: int = 0  # by a collective to other ranks, if counted
+    saved_bytes: int = 0  # additional bytes that full precision would send
 
     @property
     def duration_ms(self) -> float:

@@ -55,24 +55,18 @@ def find_steps(spans: Iterable[Span]) -> list[Interval]:
 
 
 def window_of(spans: Sequence[Span]) -> tuple[Interval, int]:
-    """Return the window to measure in a timeline, and its number of steps.
+    """Return the window to measure in a timeline, and its number of steps; raise a ValueError if there are no spans.
 
-    With torch.profiler's step marks and a GPU, the window covers all work of the GPU's streams, which run later than
-    the host's marks. Otherwise it lasts from the start of the first step to the end of the last step; without steps it
-    is the whole timeline.
-
-    Raises:
-        ValueError: There are no spans.
+    It lasts from the start of the first step to the end of the last, or without steps is the whole timeline. With
+    torch.profiler's step marks and a GPU it covers all work of the GPU's streams, which run later than the marks.
     """
     if not spans:
         raise ValueError("the timeline has no spans: record at least one step.")
     steps = find_steps(spans)
     on_gpu = [span for span in spans if is_on_stream(span) and span.kind is not Category.WAIT]
     marked = any(is_step_mark(span.name) for span in spans)
-    found = on_gpu or spans
-    start, end = min(span.start_ms for span in found), max(span.end_ms for span in found)
-    if steps and not (marked and on_gpu):
-        start, end = steps[0][0], steps[-1][1]
+    ends = steps if steps and not (marked and on_gpu) else [(span.start_ms, span.end_ms) for span in on_gpu or spans]
+    start, end = min(start for start, _ in ends), max(end for _, end in ends)
     return (start, max(end, start + _LEAST_MS)), max(1, len(steps))
 
 
@@ -82,11 +76,7 @@ def is_on_stream(span: Span) -> bool:
 
 
 def steady_window(spans: Sequence[Span], num_steps: int) -> Interval:
-    """Return the window of `num_steps` consecutive steps whose durations are nearest to the median.
-
-    Raises:
-        ValueError: `num_steps` is below 1, or there are no spans.
-    """
+    """Return the window of `num_steps` consecutive steps whose durations are nearest to the median."""
     if num_steps < 1:
         raise ValueError(f"the number of steps to draw must be at least 1, got {num_steps}.")
     steps = find_steps(spans)

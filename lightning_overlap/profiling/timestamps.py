@@ -21,11 +21,11 @@ class HostTimestamps:
         return mark + self.shift_ms
 
     def wait(self) -> None:
-        """Do nothing; the other clock waits here."""
+        """Do nothing; `CudaTimestamps` waits for the device."""
 
 
 class CudaTimestamps:
-    """Time stamps of the current stream of a CUDA device: timing events."""
+    """Timing events on the current stream of a CUDA device; they must be over when `ms` reads them."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -38,7 +38,7 @@ class CudaTimestamps:
         return event
 
     def ms(self, mark: torch.cuda.Event) -> float:
-        """Return the time of a mark in ms since this object was made; the event must be over."""
+        """Return the time of a mark in ms since this object was made."""
         return float(self._zero.elapsed_time(mark))
 
     def wait(self) -> None:

@@ -75,13 +75,9 @@ class _Context(NamedTuple):
         if event.category == "cpu_op":
             return self._replace(operator=event.name, stage=names.of_operator(event.name) or self.stage)
         stage, (batch, name) = names.of_annotation(event.name), names.split_batch(event.name)
-        is_known = stage is not None or event.name.startswith("##")
-        return self._replace(
-            stage=stage or self.stage,
-            batch=self.batch if batch is None else batch,
-            annotation=name if is_known else self.annotation,
-            operator="",
-        )
+        name = name if stage is not None or event.name.startswith("##") else self.annotation
+        batch = self.batch if batch is None else batch
+        return self._replace(stage=stage or self.stage, batch=batch, annotation=name, operator="")
 
 
 class _Reader:
@@ -134,11 +130,8 @@ class _Reader:
 
     def _on_device(self, events: list[Event]) -> None:
         devices = {event.args.get("device") for event in events}
-        backwards = [
-            span
-            for span in self._spans
-            if span.stage is Stage.BACKWARD and span.lane == HOST_LANE and span.batch is not None
-        ]
+        on_host = [span for span in self._spans if span.lane == HOST_LANE and span.batch is not None]
+        backwards = [span for span in on_host if span.stage is Stage.BACKWARD]
         streams: defaultdict[str, list[tuple[Span, float]]] = defaultdict(list)
         for event in sorted(events, key=attrgetter("start_us")):
             launched_us, context = self._launches.get(event.args.get("correlation"), (float("inf"), _Context()))
@@ -147,9 +140,8 @@ class _Reader:
                 around = (span.batch for span in backwards if span.start_ms <= launched_ms <= span.end_ms)
                 context = context._replace(batch=next(around, None))
             kind = names.kind_of_kernel(event.name) if event.category == "kernel" else Category.COPY
-            lane = f"stream {event.args.get('stream', event.tid)}"
-            if len(devices) > 1:
-                lane = f"gpu {event.args.get('device')} {lane}"
+            device = f"gpu {event.args.get('device')} " if len(devices) > 1 else ""
+            lane = f"{device}stream {event.args.get('stream', event.tid)}"
             name = str(event.args.get("Collective name") or _kernel_name(event.name))
             streams[lane].append((self._add(event, kind, lane, name, context, _where(context)), launched_ms))
         self._spans += _waits_of_kernels(streams)
@@ -187,31 +179,25 @@ def _lanes(threads: Mapping[tuple[object, object], list[Event]]) -> dict[str, li
         ranges = [event.name for event in events if event.category == "user_annotation"]
         return sum(name.startswith("##") or is_step_mark(name) for name in ranges), len(events)
 
-    if not threads:
-        return {}
-    training = max(threads, key=lambda thread: marks(threads[thread]))
-    lanes = {HOST_LANE: threads[training]}
+    training = max(threads, key=lambda thread: marks(threads[thread]), default=None)
+    lanes: dict[str, list[Event]] = {}
     for thread, events in threads.items():
-        if thread != training:
-            runs_backward = any(event.name.startswith("autograd::engine") for event in events)
-            lane = "autograd" if runs_backward and "autograd" not in lanes else f"thread {thread[1]}"
-            lanes[lane] = events
+        runs_backward = any(event.name.startswith("autograd::engine") for event in events)
+        lane = "autograd" if runs_backward and "autograd" not in lanes else f"thread {thread[1]}"
+        lanes[HOST_LANE if thread == training else lane] = events
     return lanes
 
 
 def _without_closures(events: Sequence[Event]) -> list[Event]:
     """Drop PyTorch's ranges of optimizer steps around a forward: Lightning passes forward and backward as a closure."""
-    forwards = [
-        event.start_us
-        for event in events
-        if event.category == "user_annotation" and names.of_annotation(event.name) is Stage.DENSE_FORWARD
-    ]
-    return [
-        event
-        for event in events
-        if not event.name.startswith("Optimizer.step#")
-        or not any(event.start_us <= start_us < event.end_us for start_us in forwards)
-    ]
+    ranges = [event for event in events if event.category == "user_annotation"]
+    forwards = [event.start_us for event in ranges if names.of_annotation(event.name) is Stage.DENSE_FORWARD]
+
+    def is_closure(event: Event) -> bool:
+        is_step = event.name.startswith("Optimizer.step#")
+        return is_step and any(event.start_us <= start_us < event.end_us for start_us in forwards)
+
+    return [event for event in events if not is_closure(event)]
 
 
 def _nest(events: Iterable[Event]) -> Iterator[tuple[Event, _Context, _Context]]:

@@ -9,6 +9,7 @@ import re
 import sys
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -48,8 +49,6 @@ class Event(NamedTuple):
 def load(path: Path) -> tuple[list[Event], Mapping[str, Any]]:
     """Return the complete events of known categories, in the file's order, and the file's other top-level entries.
 
-    The parser turns events into short tuples, which saves memory: a trace may have 100 MB.
-
     Raises:
         TraceError: The file is missing, unreadable, damaged, not a trace, or has no such events.
     """
@@ -59,8 +58,7 @@ def load(path: Path) -> tuple[list[Event], Mapping[str, Any]]:
         around = " ".join(err.doc[max(0, err.pos - 60) : err.pos + 40].split())
         raise TraceError(
             f"{path} is not a trace: its JSON is broken.\n  got:  {err.msg} at line {err.lineno}, column {err.colno}: "
-            f"{around!r}\n"
-            f"  A run that is killed while it writes leaves such a file. {_ADVICE}"
+            f"{around!r}\n  A run that is killed while it writes leaves such a file. {_ADVICE}"
         ) from err
     except RecursionError as err:
         raise TraceError(f"{path} is not a trace: it is nested too deeply. {_ADVICE}") from err
@@ -81,14 +79,11 @@ def load(path: Path) -> tuple[list[Event], Mapping[str, Any]]:
 def _parsed(text: str) -> Any:
     try:
         return json.loads(text, object_hook=_shorten, strict=False)
-    except json.JSONDecodeError as err:
+    except json.JSONDecodeError:  # has the place in the original file
         mended = _NAME.sub(lambda match: match[1] + _with_escaped_quotes(match[2]) + match[3], text)
-        if mended == text:
-            raise
-        try:
+        with suppress(json.JSONDecodeError):
             return json.loads(mended, object_hook=_shorten, strict=False)
-        except json.JSONDecodeError:
-            raise err from None  # `err` has the place in the original file
+        raise
 
 
 def _with_escaped_quotes(name: str) -> str:
@@ -119,7 +114,7 @@ _ARGS = ("correlation", "stream", "device", "Collective name", *(field.name for 
 
 
 def _shorten(parsed: dict[str, Any]) -> Any:
-    """Be the parser's hook: turn an event into an `Event` or None; leave other objects unchanged."""
+    """Turn an event into an `Event` or None while parsing, which saves memory: a trace may have 100 MB."""
     if "ph" not in parsed:
         return parsed
     category: Any = parsed.get("cat")
@@ -157,12 +152,7 @@ def own_spans(events: Iterable[Event]) -> dict[int, list[Span]]:
 
 
 def write_trace(path: Path | str, ranks: Mapping[int, Iterable[Span]]) -> None:
-    """Write spans for Perfetto, chrome://tracing and `overlap-timeline`.
-
-    Args:
-        path: The file; gzipped if it ends in `.gz`.
-        ranks: The spans of each rank.
-    """
+    """Write each rank's spans for Perfetto, chrome://tracing and `overlap-timeline`; gzip if it ends in `.gz`."""
     events = [event for rank, spans in sorted(ranks.items()) for event in _events_of(rank, list(spans))]
     content = {"displayTimeUnit": "ms", "otherData": {"writer": WRITER, "version": 1}, "traceEvents": events}
     raw = json.dumps(content, separators=(",", ":"), allow_nan=False, default=str).encode()
@@ -170,23 +160,20 @@ def write_trace(path: Path | str, ranks: Mapping[int, Iterable[Span]]) -> None:
 
 
 def _events_of(rank: int, spans: Sequence[Span]) -> Iterable[dict[str, Any]]:
-    def about(what: str, tid: int, **args: Any) -> dict[str, Any]:
-        return {"ph": "M", "name": what, "pid": rank, "tid": tid, "args": args}
+    def event(kind: str, name: str, tid: int, args: Mapping[str, Any], **others: Any) -> dict[str, Any]:
+        return {"ph": kind, "name": name, "pid": rank, "tid": tid, "args": args, **others}
 
-    yield about("process_name", 0, name=f"rank {rank}")
-    yield about("process_sort_index", 0, sort_index=rank)
+    yield event("M", "process_name", 0, {"name": f"rank {rank}"})
+    yield event("M", "process_sort_index", 0, {"sort_index": rank})
     tid = 0
     for lane in dict.fromkeys(span.lane for span in spans):
         # Viewers nest the spans of a row; spans that overlap without nesting need another row.
         for number, row in enumerate(rows_of([span for span in spans if span.lane == lane], nested=True)):
             tid += 1
-            yield about("thread_name", tid, name=lane if number == 0 else f"{lane} ({number + 1})")
-            yield about("thread_sort_index", tid, sort_index=tid)
+            yield event("M", "thread_name", tid, {"name": lane if number == 0 else f"{lane} ({number + 1})"})
+            yield event("M", "thread_sort_index", tid, {"sort_index": tid})
             for span in row:
                 found = ((field, getattr(span, field.name)) for field in _OWN_ARGS)
                 args = {field.name: value for field, value in found if value != field.default}
-                yield {
-                    **{"ph": "X", "cat": span.kind, "name": span.name, "pid": rank, "tid": tid},
-                    **{"ts": span.start_ms * 1e3, "dur": span.duration_ms * 1e3},
-                    "args": args,
-                }
+                times = {"ts": span.start_ms * 1e3, "dur": span.duration_ms * 1e3}
+                yield event("X", span.name, tid, args, cat=span.kind, **times)

@@ -15,8 +15,8 @@ TRIED = ("fused_sparse_dist", "fused_sparse_dist_after_optimizer", "split_backwa
 def following(schedule: Schedule) -> Schedule:
     """Return a mode as a table that can follow and precede other tables in a run.
 
-    Its lookup uses the lookup stream: one stream orders all lookups and updates of a run. If a mode leaves the sparse
-    stages to the modules, they come right before its forward, for the same batch: nothing starts early.
+    One stream orders all lookups and updates of a run: the lookup stream. If a mode leaves the sparse stages to the
+    modules, they come right before its forward, for the same batch.
     """
     if schedule.has_sparse_stages:
         lookup = schedule.step_of(Stage.EMBEDDING_LOOKUP)
@@ -47,11 +47,7 @@ class Arm:
 
     @property
     def held(self) -> tuple[int, int, bool, int]:
-        """Key to compare memory.
-
-        Batches in flight, batches of embeddings ahead, whether layers keep their inputs for weight gradients, index of
-        the stream in `STREAMS`.
-        """
+        """Key to compare memory; a split backward's layers keep their inputs for weight gradients."""
         stream = list(STREAMS).index(self.stream) if self.ahead else 0
         return self.schedule.depth, self.ahead, self.schedule.splits_backward, stream
 

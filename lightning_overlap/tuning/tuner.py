@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from ..runtime import BatchSource, CudaStreams, FetchedBatch, StageTimer, Stream
 from ..schedules import STREAMS, Schedule
 from .arms import BRIDGE, TRIED, Arm, modes_on, streams_of
 from .auto import Auto
-from .trial import FEWEST, Trial, as_fast, choose, table, times_of
+from .trial import FEWEST, Block, as_fast, choose, table, times_of
 
 
 class TimedSource:
@@ -24,7 +24,6 @@ class TimedSource:
         self.waited_ms = 0.0
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the wrapped source."""
         return getattr(self._source, name)
 
     def fetch(self, index: int, timer: StageTimer | None) -> FetchedBatch | None:
@@ -39,8 +38,7 @@ class Tuner:
     """Chooses a mode and a stream during training; an implementation of the executor's `Schedules`.
 
     Like `SequentialSchedule`, it keeps batches in flight when it switches, so all losses are exact. It first tries
-    modes on one stream, then, on CUDA, all streams with the chosen mode. All ranks choose from the gathered
-    measurements of all ranks.
+    modes on one stream, then, on CUDA, all streams with the chosen mode.
 
     Args:
         auto: The options of the trial.
@@ -61,13 +59,12 @@ class Tuner:
         self.schedule = self.arm.schedule
         """The current table: the arm's, or `BRIDGE` for one batch between two streams."""
         self.has_chosen = False
-        self._tried: list[str] = []
-        self._trial: Trial | None = None
+        self._tried: list[str] = []  # the tables of the trials, for the log
+        self._trial: Iterator[None] | None = None
+        self._arms: Sequence[Arm] = ()  # that are being tried
         self._source: TimedSource | None = None
         self._streams: CudaStreams | None = None
-        self._next: Arm | None = None
-        self._num_left = 0
-        self._num_before = 0  # batches before this trial
+        self._next: Arm | None = None  # after the batch of `BRIDGE`
 
     def at(self, batch: int) -> Schedule:
         """Return the table for the next batch's iteration; all ranks switch after the same batch."""
@@ -93,92 +90,156 @@ class Tuner:
             streams: The streams of the fit.
             gather: Returns the values of all ranks, by rank.
             tell: Logs a message.
-            per_step: Batches per optimizer step.
+            per_step: Batches per optimizer step; a block has whole steps.
             moves_lookups: Whether there are model-parallel tables, whose lookups run on the lookup stream.
             splits: Whether the fit can split its backward; otherwise `split_backward` is not tried.
         """
-        self._gather, self._tell, self._per_step = gather, tell, per_step
+        self._gather, self._tell = gather, tell
         self._streams = streams if moves_lookups and isinstance(streams, CudaStreams) else None
         self._move_lookups(self.arm.stream)  # an earlier fit may have moved them
         if not self.has_chosen:
-            self._num_left = self._num_before = self._auto.warm_up
-            self._trial = Trial(modes_on(self.arm.stream, splits=splits), self._auto, timestamps_of(device), per_step)
-            self._walk(self._trial.arm)
+            self._clock = timestamps_of(device)
+            self._num_timed = -(-self._auto.block // per_step) * per_step
+            self._num_before = self._auto.warm_up
+            self._arms = modes_on(self.arm.stream, splits=splits)
+            self._over: list[tuple[Arm, Any, Any, float, str]] = []
+            self._walk(self._arms[0])
+            self._trial = self._try()
+            next(self._trial)
 
     def finish(self) -> None:
         """Log that no arm was chosen, if training ended before the choice."""
-        if self._trial is not None:
-            trial, (num_rounds, num_blocks) = self._trial, self._trial.num_over
-            what = "a mode" if self._tries_modes else f"a stream for {trial.arm.mode}"
-            num_over = num_rounds * len(trial.arms) + num_blocks
-            least = self._num_before + trial.num_batches
-            text = (
-                f"pipeline='auto': training ended before {what} was chosen. A choice takes {least} batches of a fit, "
-                f"or up to {least + trial.num_batches} if evaluations, saves, ends of epochs or data loading disturb "
-                f"blocks. {num_over} blocks of {trial.block} batches were finished, {trial.num_void} of them "
-                "disturbed. Smaller values in pipeline=Auto(block=..., rounds=...) need fewer batches. All losses are "
-                "exact."
-            )
-            self._tell("\n".join([text, *self._tried]))
+        if not self._arms:
+            return
+        modes = {arm.mode for arm in self._arms}
+        what = "a mode" if len(modes) > 1 else f"a stream for {modes.pop()}"
+        least, num_void = self._num_before + self._num_batches, sum(bool(void) for *_, void in self._over)
+        text = (
+            f"pipeline='auto': training ended before {what} was chosen. A choice takes {least} batches of a fit, "
+            f"or up to {least + self._num_batches} if evaluations, saves, ends of epochs or data loading disturb "
+            f"blocks. {len(self._over)} blocks of {self._block} batches were finished, {num_void} of them "
+            "disturbed. Smaller values in pipeline=Auto(block=..., rounds=...) need fewer batches. All losses are "
+            "exact."
+        )
+        self._tell("\n".join([text, *self._tried]))
 
     @property
     def first_words(self) -> str:
         """The description of the mode in a fit's first log line."""
         if self.has_chosen:
             return f"auto (chose {self.arm.mode})"
-        assert self._trial is not None
-        num_batches = self._num_before + self._trial.num_batches
-        return f"auto (tries {len(self._trial.arms)} exact modes, chooses after at least {num_batches} batches)"
+        least = self._num_before + self._num_batches
+        return f"auto (tries {len(self._arms)} exact modes, chooses after at least {least} batches)"
 
     @property
-    def _tries_modes(self) -> bool:
-        return self._trial is not None and len({arm.mode for arm in self._trial.arms}) > 1
+    def _block(self) -> int:
+        """Batches of a block, including untimed batches."""
+        return self._auto.settle + self._num_timed
+
+    @property
+    def _num_batches(self) -> int:
+        """Batches to try the arms, without the rounds added to replace blocks that do not count."""
+        return self._auto.rounds * len(self._arms) * self._block
 
     def stop(self) -> None:
         """End a fit; drop the measurements of an unfinished trial."""
         self._trial = self._source = self._streams = None
+        self._arms = ()
         if self._next is not None:
             self._walk(self._next)
 
     def timed(self, source: BatchSource) -> BatchSource:
         """Return a source of the same batches, timed if arms are tried."""
-        if self._trial is None:
-            return source
-        self._source = TimedSource(source)
-        return self._source
+        if self._arms:
+            source = self._source = TimedSource(source)
+        return source
 
     def void(self, why: str) -> None:
         """Exclude the current block from the comparison; `why` is the reason."""
-        if self._trial is not None and not self._num_left:
-            self._trial.void(why)
+        self._void = why
 
     def step(self) -> None:
         """Count a trained batch; all ranks call this at the same point.
 
         The last batch of a round waits for the other ranks, and on CUDA for the device.
         """
-        trial = self._trial
-        if self._next is not None:  # after the batch of BRIDGE no lookup is ahead
-            self._walk(self._next)
-        elif trial is None:
-            return
-        elif self._num_left:
-            self._num_left -= 1
-        elif trial.step(0.0 if self._source is None else self._source.waited_ms):
-            num_rounds, num_blocks = trial.num_over
-            if not num_blocks and num_rounds >= self._auto.rounds:
-                self._compare(trial, may_go_on=num_rounds < 2 * self._auto.rounds)
-            if self._trial is not None:
-                self._turn_to(self._trial.arm)
+        if self._trial is not None:
+            next(self._trial, None)
 
-    # -- switches -----------------------------------------------------------------------------------------------------
+    # -- the trial: a generator, in which each `yield` is a trained batch ----------------------------------------------
 
-    def _turn_to(self, arm: Arm) -> None:
-        """Switch to an arm at the next batch; if its stream differs, after one batch of `BRIDGE`."""
-        if arm.stream == self.arm.stream:
-            self._walk(arm)
-        else:
+    def _try(self) -> Iterator[None]:
+        """Try the modes, then the streams of the chosen mode; tell the choice and turn to it."""
+        for _ in range(self._auto.warm_up):
+            yield
+        while True:
+            arms = self._arms
+            found = yield from self._measure(arms)
+            chosen = choose(found, self._auto.tie)
+            self._tried.append(table(found, chosen))
+            streams = [] if chosen is None or self._streams is None else streams_of(chosen)
+            if len(streams) < 2 or len({arm.mode for arm in arms}) == 1:
+                break
+            self._num_before += len(self._over) * self._block
+            self._arms, self._over = streams, []
+        why = "it is the fastest"
+        if chosen is None:
+            why = "no choice was made, because evaluations, saves, ends of epochs or data loading disturbed every block"
+        elif len(as_fast(found, self._auto.tie)) > 1:
+            why = (
+                f"no other is more than {self._auto.tie:.0%} faster; among equally fast modes it uses the least memory"
+            )
+        arm = chosen or arms[0]
+        self._arms, self.has_chosen = (), chosen is not None
+        self._tell("\n".join([f"pipeline='auto': {arm.mode}, stream {arm.stream}: {why}.", *self._tried]))
+        yield from self._turn_to(arm)
+
+    def _measure(self, arms: Sequence[Arm]) -> Generator[None, None, dict[Arm, list[float]]]:
+        """Return the times of arms after the rounds of `Auto`, or after up to twice as many if too few blocks count.
+
+        Round r begins with arm r, so that an arm follows different arms.
+        """
+        found: dict[Arm, list[float]] = {}
+        for number in range(1, 2 * self._auto.rounds + 1):
+            for place in range(len(arms)):
+                yield from self._time(arms[(number - 1 + place) % len(arms)])
+            if number >= self._auto.rounds:
+                found = times_of(self._gather(self._blocks()))
+                if all(len(times) >= FEWEST for times in found.values()):
+                    break
+        return found
+
+    def _time(self, arm: Arm) -> Iterator[None]:
+        """Train a block of batches with an arm, and note its marks in `_over`."""
+        yield from self._turn_to(arm)
+        self._void = ""
+        for _ in range(self._auto.settle):
+            yield
+        begin, waited_ms = self._clock.mark(), self._waited_ms
+        for _ in range(self._num_timed):
+            yield
+        data_ms = (self._waited_ms - waited_ms) / self._num_timed
+        self._over.append((arm, begin, self._clock.mark(), data_ms, self._void))
+
+    @property
+    def _waited_ms(self) -> float:
+        return 0.0 if self._source is None else self._source.waited_ms
+
+    def _blocks(self) -> list[Block]:
+        """Wait for the device and return the finished blocks."""
+        self._clock.wait()
+        ms: Callable[[Any], float] = self._clock.ms
+        return [
+            Block(arm, (ms(end) - ms(begin)) / self._num_timed, data_ms, void)
+            for arm, begin, end, data_ms, void in self._over
+        ]
+
+    def _turn_to(self, arm: Arm) -> Iterator[None]:
+        """Switch to an arm at the next batch; to another stream after one batch of `BRIDGE`, without lookups ahead."""
+        if arm.stream != self.arm.stream:
             self._next, self.schedule = arm, BRIDGE
+            yield
+        self._walk(arm)
 
     def _walk(self, arm: Arm) -> None:
         if arm.stream != self.arm.stream:
@@ -188,35 +249,6 @@ class Tuner:
     def _move_lookups(self, stream: str) -> None:
         if self._streams is not None:
             self._streams.move_lookups(STREAMS[stream])
-
-    # -- the choice ---------------------------------------------------------------------------------------------------
-
-    def _compare(self, trial: Trial, *, may_go_on: bool) -> None:
-        """Choose an arm; then try its streams or end the trial.
-
-        With `may_go_on` there is another round instead if an arm has fewer than `FEWEST` blocks.
-        """
-        found = times_of(self._gather(trial.blocks()))
-        if may_go_on and any(len(times) < FEWEST for times in found.values()):
-            return
-        chosen = choose(found, self._auto.tie)
-        self._tried.append(table(found, chosen))
-        streams = [] if chosen is None or self._streams is None else streams_of(chosen)
-        if len(streams) > 1 and self._tries_modes:
-            self._num_before += trial.num_over[0] * trial.num_batches // self._auto.rounds
-            self._trial = Trial(streams, self._auto, trial.clock, self._per_step)
-            return
-        why = "it is the fastest"
-        if len(as_fast(found, self._auto.tie)) > 1:
-            why = (
-                f"no other is more than {self._auto.tie:.0%} faster; among equally fast modes it uses the least memory"
-            )
-        if chosen is None:
-            why = "no choice was made, because evaluations, saves, ends of epochs or data loading disturbed every block"
-        self._trial, self.has_chosen = None, chosen is not None
-        arm = chosen or trial.arms[0]
-        self._turn_to(arm)
-        self._tell("\n".join([f"pipeline='auto': {arm.mode}, stream {arm.stream}: {why}.", *self._tried]))
 
     # -- in a checkpoint ----------------------------------------------------------------------------------------------
 
@@ -230,7 +262,7 @@ class Tuner:
         mode, stream = state.get("mode"), state.get("stream")
         if mode not in TRIED or stream not in STREAMS:
             return
-        self._trial, self.has_chosen, self._tried = None, True, [*state["tried"]]
+        self._trial, self._arms, self.has_chosen, self._tried = None, (), True, [*state["tried"]]
         self._walk(Arm(str(mode), str(stream)))
         self._tell(
             "\n".join([f"pipeline='auto': {mode}, stream {stream}, chosen before the checkpoint.", *self._tried])

@@ -227,3 +227,16 @@ def drawn(case: Case, pipeline: str, folder: str, num_steps: int = NUM_STEPS) ->
         "same_losses": torch.equal(torch.stack(model.losses), torch.stack(plain.losses)),
         "patched": dist.all_to_all_single.__module__ != "torch.distributed.distributed_c10d",
     }
+
+
+def late_with_dense_gradients(case: Case, late_ms: float) -> tuple[Breakdown, bool]:
+    """Train while rank 1 makes a dense gradient late; return this rank's account, and whether a hook is left behind."""
+
+    class Late(Model):
+        def on_train_start(self) -> None:
+            if self.global_rank == 1:
+                self.bottom[0].weight.register_hook(lambda _: time.sleep(late_ms / 1e3))
+
+    model, monitor = Late(case), OverlapMonitor(every_n_steps=4, table=False)
+    _fit(model, "base", monitor)
+    return mean(monitor.accounts), "on_before_backward" in vars(model)

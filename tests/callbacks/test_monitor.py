@@ -8,6 +8,7 @@ import pytest
 from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_overlap import MODES, OverlapEmbeddingStrategy, Schedule, Stage
+from lightning_overlap.profiling import Category
 
 from ..support.cases import TABLE_WISE
 from . import monitors
@@ -109,6 +110,16 @@ def test_self_log_is_timed_in_measured_steps_alone(two_ranks: Any) -> None:
     for log_ms, left_behind in two_ranks.run(monitors.logs_slowly, TABLE_WISE, 5.0):
         assert log_ms >= 5
         assert not left_behind
+
+
+def test_the_wait_for_the_dense_all_reduce_is_no_work_of_the_host(two_ranks: Any) -> None:
+    (waits, left), (works, _) = two_ranks.run(monitors.late_with_dense_gradients, TABLE_WISE, 150.0)
+    assert not left
+    assert waits.blocked_ms > 100
+    assert waits.categories[Category.DENSE].busy_ms < waits.step_ms - 100
+    assert waits.categories[Category.HOST].busy_ms < waits.step_ms - 100
+    assert works.categories[Category.DENSE].busy_ms > 150
+    assert works.blocked_ms < 100
 
 
 def test_the_audit_names_the_users_own_line(two_ranks: Any) -> None:

@@ -14,7 +14,7 @@ import pytest
 from lightning_overlap.callbacks import OverlapTimeline
 from lightning_overlap.profiling import draw_png, layout
 from lightning_overlap.profiling.command import BAD_INPUT, main
-from lightning_overlap.profiling.report import Table, headline, summarize
+from lightning_overlap.profiling.report import headline, summarize, table
 from lightning_overlap.profiling.spans import HOST_LANE, Category, Span
 from lightning_overlap.profiling.trace_file import write_trace
 from lightning_overlap.schedules.stages import Stage
@@ -116,8 +116,8 @@ def test_nothing_to_draw_is_said(tmp_path: Path) -> None:
 
 
 def test_columns_of_a_table_stand_beneath_each_other() -> None:
-    table = Table(("kind", "ms", "where"), (("dense", "1.0", "here"), ("lookup", "10.0", "")), "Done.")
-    assert table.text(ruled=False) == "kind      ms  where\ndense    1.0  here\nlookup  10.0\nDone."
+    text = table(("kind", "ms", "where"), (("dense", "1.0", "here"), ("lookup", "10.0", "")), ruled=False)
+    assert text == "kind      ms  where\ndense    1.0  here\nlookup  10.0"
 
 
 # -- the command --------------------------------------------------------------------------------------------------

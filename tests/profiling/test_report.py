@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import traceback
+from collections.abc import Sequence
 from dataclasses import replace
 
 from lightning_overlap.profiling import report
 from lightning_overlap.profiling.host_syncs import HostSync, sync_lines
 from lightning_overlap.profiling.overlap import Breakdown, BusyTime, overlapped_by
 from lightning_overlap.profiling.spans import Category
+from lightning_overlap.schedules import Schedule
 from lightning_overlap.schedules.modes import MODES
 from lightning_overlap.schedules.stages import Stage
 
@@ -66,27 +68,41 @@ def test_the_slowest_rank_is_the_one_that_waits_least() -> None:
     assert even == "The ranks wait about equally long for each other.", "though all wait for what is on its way"
 
 
+def closing(
+    ranks: list[Breakdown],
+    mode: Schedule = BASE,
+    num_steps: dict[Schedule, int] | None = None,
+    syncs: Sequence[str] = (),
+) -> str:
+    return report.closing_table(ranks, num_steps or {mode: 4}, mode, "data_dist", syncs)
+
+
 def test_closing_table() -> None:
-    text = report.closing_table([one(), one(blocked=0)], 4, "fused_sparse_dist", FUSED, ["host syncs in a step: 0"])
-    lines = text.splitlines()
-    assert lines[0] == "Overlap: fused_sparse_dist; 4 steps measured, 2 ranks, ms per step"
+    lines = closing([one(), one(blocked=0)], FUSED, {FUSED: 4}, ["host syncs in a step: 0"]).splitlines()
+    assert lines[0] == "Overlap: fused_sparse_dist, stream data_dist; 4 steps measured, 2 ranks, ms per step"
     assert [line.split() for line in lines if line.startswith("embedding_lookup")] == [
         ["embedding_lookup", "50.00", "35.00", "15.00", "70%"]
     ]
     assert any(line.startswith("all communication") and line.endswith("75%") for line in lines)
     assert any(line.startswith("Rank 1 is the slowest") for line in lines)
     assert lines[-2] == "host syncs in a step: 0"
-    assert "slowest" not in report.closing_table([one()], 4, "base", BASE)
-    assert "Advice" not in report.closing_table([one()], 1, "base", BASE)  # a single step may have been any step
+    assert "slowest" not in closing([one()])
+    assert "Advice" not in closing([one()], BASE, {BASE: 1})  # a single step may have been any step
+
+
+def test_the_closing_table_names_modes_that_it_is_not_of() -> None:
+    lines = closing([one()], BASE, {FUSED: 1, BASE: 3, MODES["split_backward"]: 2}).splitlines()
+    assert lines[0] == "Overlap: base, stream data_dist; 3 steps measured, 1 ranks, ms per step"
+    assert lines[1] == "Not in this table: fused_sparse_dist (1 step), split_backward (2 steps)"
 
 
 def test_a_mode_that_starts_nothing_early_hides_nothing() -> None:
     found = replace(one(), overlapped=overlapped_by(BASE))
-    assert "hidden" not in report.closing_table([found, found], 4, "base", BASE)
+    assert "hidden" not in closing([found, found])
     assert not any("hidden" in name for name in report.metrics(found))
     assert report.metrics(found)["communication/busy_ms"] == 40
     found = replace(one(), overlapped=overlapped_by(FUSED))
-    assert "hidden %" in report.closing_table([found, found], 4, "fused", FUSED)
+    assert "hidden %" in closing([found, found], FUSED)
     assert report.metrics(found)["communication/hidden_ms"] == 30
 
 
@@ -99,7 +115,7 @@ def with_host(data: float = 0.0, loop: float = 0.0, log: float = 0.0) -> Breakdo
 
 def test_the_last_line_is_the_advice_that_gains_most() -> None:
     def last(found: Breakdown, mode: str = "fused_sparse_dist") -> str:
-        return report.closing_table([found], 4, mode, MODES[mode]).splitlines()[-1]
+        return closing([found], MODES[mode]).splitlines()[-1]
 
     assert last(with_host(data=54)) == (
         "Advice: waiting for data takes 54 of 55 ms: raise num_workers of the DataLoader. This gains at most 54 ms per "
@@ -118,7 +134,7 @@ def test_the_last_line_is_the_advice_that_gains_most() -> None:
 
 
 def test_lightnings_share_of_the_host_has_its_own_lines() -> None:
-    table = report.stage_table(with_host(5, 7, 2)).text()
+    table = report.stage_table(with_host(5, 7, 2))
     rows = {line.split("  ")[0]: line.split()[-1] for line in table.splitlines()}
     assert rows["waited for data"] == "5.00"
     assert rows["Lightning: loop, callbacks, loggers"] == "7.00"
@@ -158,12 +174,12 @@ def test_the_worst_three_syncs_are_named() -> None:
 
 
 def test_stale_rows_name_the_tables_with_the_largest_share() -> None:
-    lines = report.stale_table({f"t{number}": (number, 20) for number in range(12)}).text().splitlines()
+    lines = report.stale_table({f"t{number}": (number, 20) for number in range(12)}).splitlines()
     assert lines[0].split() == ["rows", "in", "the", "steps", "counted", "read", "stale", "stale", "%"]
     assert [line.split()[0] for line in lines[2:-1]] == [f"t{number}" for number in range(11, 3, -1)]
     assert lines[2].split() == ["t11", "20", "11", "55.0%"]
     assert lines[-1].split() == ["all", "12", "sharded", "tables", "240", "66", "27.5%"]
-    assert report.stale_table({"few": (1, 4)}).text().splitlines()[-1].split() == [
+    assert report.stale_table({"few": (1, 4)}).splitlines()[-1].split() == [
         "all",
         "sharded",
         "tables",

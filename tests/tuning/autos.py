@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import logging
 import warnings
 from collections.abc import Mapping
@@ -14,7 +16,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback
 from torch.utils.data import DataLoader
 
-from lightning_overlap import Stage, StreamName
+from lightning_overlap import OverlapMonitor, Stage, StreamName
 from lightning_overlap.profiling import HostTimestamps
 from lightning_overlap.runtime import Streams
 from lightning_overlap.tuning import Arm, Auto, tuner
@@ -102,10 +104,15 @@ def train(
         now = 0.0
 
         def mark(self) -> float:
-            arm = tuned.arm
-            of_ranks = ms.get(f"{arm.mode}/{arm.stream}", ms[strategy.schedule.name])
-            self.now += of_ranks[rank % len(of_ranks)]
             return self.now
+
+    def step() -> None:
+        arm = tuned.arm
+        of_ranks = ms.get(f"{arm.mode}/{arm.stream}", ms[strategy.schedule.name])
+        clock.now += of_ranks[rank % len(of_ranks)]
+        count()
+
+    clock, count = Clock(), tuned.step
 
     class Source(tuner.TimedSource):
         """Waits for no data but what it is told."""
@@ -131,7 +138,8 @@ def train(
     try:
         with (
             warnings.catch_warnings(),
-            mock.patch.object(tuner, "timestamps_of", return_value=Clock()),
+            mock.patch.object(tuner, "timestamps_of", return_value=clock),
+            mock.patch.object(tuned, "step", step),
             mock.patch.object(tuner, "TimedSource", Source),
         ):
             warnings.simplefilter("ignore")
@@ -170,6 +178,14 @@ def train_on_streams(case: Case, ms: Mapping[str, tuple[float, ...]], **kwargs: 
         mock.patch.object(Streams, "move_lookups", move, create=True),
     ):
         return train(case, ms, callbacks=(Running(),), **kwargs), moves
+
+
+def watched(case: Case, ms: Mapping[str, tuple[float, ...]], auto: Auto, num_steps: int) -> tuple[str, str]:
+    """Train under a monitor; return the choice, and what the monitor printed."""
+    monitor, printed = OverlapMonitor(every_n_steps=4, audit=False), io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        fit = train(case, ms, auto=auto, num_steps=num_steps, callbacks=(monitor,))
+    return fit.state["mode"], printed.getvalue()
 
 
 def train_twice(case: Case, ms: Mapping[str, tuple[float, ...]], first: int) -> list[str]:

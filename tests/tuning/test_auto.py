@@ -193,6 +193,18 @@ def test_where_every_block_is_disturbed_nothing_is_chosen(two_ranks: Ranks) -> N
     assert "no choice was made, because evaluations, saves, ends of epochs or data loading disturbed" in fits[0].log
 
 
+def test_the_monitors_closing_table_is_of_the_chosen_mode(two_ranks: Ranks) -> None:
+    """The mode measured last is another one: two batches train after the choice."""
+    auto = Auto(warm_up=1, settle=1, block=5, rounds=2)
+    [(chosen, printed), (_, nothing)] = two_ranks.run(autos.watched, TABLE_WISE, MS, auto, 63)
+    first, others, *_ = printed.splitlines()
+    assert chosen == "sparse_dist"
+    assert first == "Overlap: sparse_dist, stream data_dist; 2 steps measured, 2 ranks, ms per step"
+    assert others.startswith("Not in this table: ")
+    assert others.endswith(", fused_sparse_dist (2 steps)")
+    assert not nothing
+
+
 def test_auto_takes_no_options_of_a_mode() -> None:
     with pytest.raises(ValueError, match=r"'auto' compares modes of equal losses and takes no mode options"):
         OverlapEmbeddingStrategy(Mode("auto", staleness=2))
