@@ -93,36 +93,15 @@ def parse_names(names: Iterable[str]) -> list[PartName]:
 
 @dataclass(frozen=True, kw_only=True)
 class Header:
-    """The header of a chunk.
-
-    Args:
-        run: Identifies the training, over all of its resumes.
-        generation: Number of the fit that wrote the chunk, from 1 on.
-        step: Batches trained at the cut, over the whole training.
-        after: The cut (generation, step) that this cut follows. Within a generation a replica must have applied exactly
-            that cut. For the first cut of a generation it is the newest cut that was known to be whole when the
-            checkpoint was saved; a replica must have applied it or a later cut. None in a base.
-        rank: The rank that wrote the chunk.
-        world_size: Number of ranks that write a part.
-        chunk: Number of the chunk in its part, from 0 on.
-        num_chunks: Chunks of the part.
-        num_pending: Trained batches whose deferred table update was pending at the cut.
-        global_step: `Trainer.global_step` at the cut.
-        time: Time of the cut, in seconds since the Unix epoch.
-        tables: Name -> (rows, columns) of every table that the run sends.
-        is_void: Whether the cut must not be applied, because tables were written while a rank copied its rows. A base
-            of every rank follows it.
-        fit: Identifies the fit: cuts of the same generation but different fits do not follow each other. Empty if
-            unknown.
-        found: The newest cut of which the fit found a part in the sink. A replica that has applied a later cut of an
-            earlier generation has rows that the fit did not know. None if unknown.
-        schema: Version of the format.
-    """
+    """The header of a chunk; docs/deltas_format.md describes its fields."""
 
     run: str
     generation: int
     step: int
     after: tuple[int, int] | None
+    """The cut that this cut follows; None in a base. Within a generation a replica must have applied exactly that cut.
+    For the first cut of a generation it is the newest cut that was known to be whole when the checkpoint was saved; a
+    replica must have applied it or a later cut."""
     rank: int
     world_size: int
     chunk: int
@@ -133,7 +112,10 @@ class Header:
     tables: dict[str, tuple[int, int]]
     is_void: bool = False
     fit: str = ""
+    """Identifies the fit: cuts of the same generation but different fits do not follow each other. Empty if unknown."""
     found: tuple[int, int] | None = None
+    """The newest cut of which the fit found a part in the sink. A replica that has applied a later cut of an earlier
+    generation has rows that the fit did not know. None if unknown."""
     schema: int = SCHEMA
 
     @property
@@ -170,12 +152,7 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Dense:
-    """A tensor of the dense part.
-
-    Args:
-        name: Its name in the LightningModule's `state_dict`.
-        value: Any shape and dtype, on the host.
-    """
+    """A tensor of the dense part, on the host; `name` is its name in the LightningModule's `state_dict`."""
 
     name: str
     value: Tensor
