@@ -5,6 +5,7 @@ from .arrow_stream import joined as joined
 from .chain import Chain as Chain
 from .chain import Move as Move
 from .cuts import CutError as CutError
+from .cuts import Head as Head
 from .cuts import as_words as as_words
 from .cuts import part_of as part_of
 from .form import SCHEMA as SCHEMA

@@ -75,13 +75,7 @@ class ServedTables:
             )
 
     def check(self, part: Part, name: str, *, begins: bool) -> None:
-        """Raise a TablesError if a chunk does not fit the tables.
-
-        Args:
-            part: The chunk.
-            name: Its name, for messages.
-            begins: Whether it is applied with a base of all ranks, which may change shapes of optimizer state.
-        """
+        """Raise a TablesError if a chunk of this name does not fit; with `begins` shapes of optimizer state may change."""
         for entry in part.rows:
             self._check_rows(entry, part.header, name, begins=begins)
         for tensor in () if self._makes else part.dense:
@@ -114,11 +108,7 @@ class ServedTables:
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor], optimizer_state: dict[str, dict[str, Tensor]]) -> None:
-        """Load tensors that `Replica.save` wrote.
-
-        Raises:
-            TablesError: A tensor is missing, or has another shape or dtype.
-        """
+        """Load tensors that `Replica.save` wrote; raise a TablesError if one is missing, or of other shape or dtype."""
         if self._makes:
             self.tensors = {name: torch.empty_like(value) for name, value in tensors.items()}
         for name, value in tensors.items():
@@ -172,12 +162,7 @@ class ServedTables:
 
 
 def check_whole(header: Header, num_found: Counter[str]) -> None:
-    """Raise a TablesError unless the bases of all ranks have exactly the values of each table.
-
-    Args:
-        header: The header of one base.
-        num_found: Table -> number of values in all bases.
-    """
+    """Raise a TablesError unless the bases of all ranks have, by table, as many values as the tables of the header."""
     for table, shape in header.tables.items():
         if num_found[table] != prod(shape):
             raise TablesError(
