@@ -75,7 +75,7 @@ class ServedTables:
             )
 
     def check(self, part: Part, name: str, *, begins: bool) -> None:
-        """Raise a TablesError if a chunk of this name does not fit; with `begins` shapes of optimizer state may change."""
+        """Raise a TablesError if a chunk of this name does not fit; with `begins` optimizer state may change shape."""
         for entry in part.rows:
             self._check_rows(entry, part.header, name, begins=begins)
         for tensor in () if self._makes else part.dense:
