@@ -207,7 +207,8 @@ def encode_pieces(header: Header, rows: Iterable[Rows] = (), dense: Iterable[Den
             writer.write_batch(entry)
     pieces: list[Piece] = []
     for is_small, run in groupby(written, lambda piece: len(piece) < SMALL):
-        pieces += [b"".join(run)] if is_small else run
+        adjacent = list(run)
+        pieces += [b"".join(adjacent)] if is_small else adjacent
     checksum = 0
     for piece in pieces:
         checksum = crc32(piece, checksum)

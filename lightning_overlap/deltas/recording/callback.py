@@ -304,7 +304,6 @@ class EmbeddingDeltas(Callback):
             self._hear(trainer, state, written, is_whole)
             if state == READY and self._step - self._last >= self._every:
                 self._cut(is_whole)
-                self._num_ended = 0
         if self._step + 1 - self._last >= self._every:  # ask all ranks; the next step's end reads the answer
             writer = self._writer
             writer.look()
@@ -326,10 +325,8 @@ class EmbeddingDeltas(Callback):
             metrics = {f"{prefix}/{what}": float(value) for what, value in values.items()}
             logger.log_metrics(metrics, step=logged_step(trainer))
         was_late, self._is_late = self._is_late, self._max_lag_steps is not None and behind > self._max_lag_steps
-        if self._is_late and not was_late:
-            self._take_as_late(trainer, behind, waiting)
-
-    def _take_as_late(self, trainer: Trainer, behind: int, waiting: int) -> None:
+        if was_late or not self._is_late:
+            return
         goes_on = "Training continues."
         if self._on_lag == "stop":
             trainer.should_stop, goes_on = True, "Training stops (on_lag='stop')."
@@ -352,7 +349,7 @@ class EmbeddingDeltas(Callback):
         else:
             self._open = self._make_cut((self.generation, self._last))
             self._outstanding.append(self._open)
-        self._last = self._step
+        self._last, self._num_ended = self._step, 0
 
     def _settle(self) -> None:
         """Give the last cut to the writer; mark it as void if tables were written while its rows were copied."""
@@ -429,20 +426,25 @@ class EmbeddingDeltas(Callback):
         """Return the state that a resumed training needs to continue sending; all ranks call this."""
         if self.run is None:
             return {}
-        state: dict[str, Any] = {"run": self.run, "generation": self.generation, "rows": {}, "whole": []}
-        state |= {"columns": self._columns, "dense": self._run_sends_dense}
-        acknowledged = self._acknowledged
+        acknowledged, rows, whole = self._acknowledged, {}, set()
         if self._is_sending:
             self._strategy.update_tables()
-            waiting = [rows for cut in self._outstanding for rows in cut.numbers()]
+            waiting = [numbers for cut in self._outstanding for numbers in cut.numbers()]
             mine = merged_rows([*self._touched.marked(), *waiting])
-            whole = [field.shard.name for field in self._touched.dense]
-            is_changed = self._is_void or self._is_rewritten
-            of_ranks = self._strategy.gather((mine, whole, is_changed))
-            state["rows"] = merged_rows([rows for rows, _, _ in of_ranks])
-            state["whole"] = sorted({name for _, names, _ in of_ranks for name in names})
+            own = [field.shard.name for field in self._touched.dense]
+            of_ranks = self._strategy.gather((mine, own, self._is_void or self._is_rewritten))
+            rows = merged_rows([rows for rows, _, _ in of_ranks])
+            whole = {name for _, names, _ in of_ranks for name in names}
             acknowledged = None if any(changed for _, _, changed in of_ranks) else acknowledged
-        return state | {"acknowledged": None if acknowledged is None else list(acknowledged)}
+        return {
+            "run": self.run,
+            "generation": self.generation,
+            "rows": rows,
+            "whole": sorted(whole),
+            "columns": self._columns,
+            "dense": self._run_sends_dense,
+            "acknowledged": None if acknowledged is None else list(acknowledged),
+        }
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -6,7 +6,6 @@ import logging
 import os
 import threading
 import time
-import uuid
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..parts import TRAILER_SIZE, WEIGHT, Chain, CutError, Head, Move, Part, PartError, PartName, as_words, part_of
-from ..sinks import DeltaSink, resolve_sink
+from ..sinks import DeltaSink, resolve_sink, write_whole
 from .read_lock import ReadLock
 from .served_tables import ServedTables, check_whole
 
@@ -371,12 +370,4 @@ class Replica:
 def save_whole(content: Any, path: Path) -> None:
     """Write a file for `torch.load` atomically, and make its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f"{path.name}.{uuid.uuid4().hex}.unfinished")
-    try:
-        with open(unfinished, "xb") as file:
-            torch.save(content, file)
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    write_whole(os.path.abspath(path), lambda file: torch.save(content, file))

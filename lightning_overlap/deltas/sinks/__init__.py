@@ -1,6 +1,7 @@
 """Sinks, which store parts: folders, Redis, and the protocol for other sinks."""
 
 from .folder_sink import FolderSink as FolderSink
+from .folder_sink import write_whole as write_whole
 from .prune import prune as prune
 from .redis_sink import RedisSink as RedisSink
 from .resolve import resolve_sink as resolve_sink
