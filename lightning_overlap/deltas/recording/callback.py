@@ -194,7 +194,7 @@ class EmbeddingDeltas(Callback):
         return uuid.uuid4().hex, int(time.time()), known, newest
 
     def _mark_to_resend(self, known: Sequence[PartName], restored: dict[str, Any] | None) -> tuple[int, int] | None:
-        """Mark the rows that replicas may have with other values; return the cut after which, or None if unknown.
+        """Mark the rows that replicas may have with other values than at the returned cut; None if unknown.
 
         `known` are the parts in the sink, which may be newer than the checkpoint of `restored`.
         """
@@ -236,14 +236,11 @@ class EmbeddingDeltas(Callback):
             result = do()
         except Exception as err:
             error = err
-        self._raise_together(error)
-        return result
-
-    def _raise_together(self, error: BaseException | None) -> None:
         said = self._strategy.gather(None if error is None else f"{type(error).__name__}: {error}")
         causes = [f"rank {said.index(cause)}: {cause}" for cause in dict.fromkeys(said) if cause is not None]
         if causes:
             raise RuntimeError(f"embedding deltas cannot be sent. {'; '.join(causes)}") from error
+        return result
 
     # -- cuts ---------------------------------------------------------------------------------------------------
 
@@ -313,7 +310,7 @@ class EmbeddingDeltas(Callback):
     def _hear(self, trainer: Trainer, state: int, written: int, is_whole: int) -> None:
         """Act on the ranks' answers: raise errors, note the cuts written on all ranks, log and check the lag."""
         if state == FAILED:
-            self._raise_together(self._writer.error)
+            self._together(self._writer.raise_error)
         # Replicas apply neither a void cut nor the cuts between it and the next base.
         if is_whole and written >= 0:
             self._acknowledged = (self.generation, written)
@@ -354,14 +351,12 @@ class EmbeddingDeltas(Callback):
     def _settle(self) -> None:
         """Give the last cut to the writer; mark it as void if tables were written while its rows were copied."""
         cut, self._open = self._open, None
-        if cut is None:
-            return
-        if self._touched.settle():
+        if cut is not None and self._touched.settle():
             self._writer.submit(cut.header.step, cut.chunks)
-            return
-        header = replace(cut.header, is_void=True)
-        self._writer.submit(cut.header.step, lambda: [(str(header.name), encode_pieces(header))])
-        self._is_void = True  # all ranks send all rows with the next cut
+        elif cut is not None:
+            header = replace(cut.header, is_void=True)
+            self._writer.submit(header.step, lambda: [(str(header.name), encode_pieces(header))])
+            self._is_void = True  # all ranks send all rows with the next cut
 
     # -- the end ------------------------------------------------------------------------------------------------
 
@@ -380,10 +375,9 @@ class EmbeddingDeltas(Callback):
         self._strategy.update_tables()
         if self._answer is not None:
             self._answer()
-            self._answer = None
         self._settle()
         self._writer.wait()
-        self._raise_together(self._writer.error)
+        self._together(self._writer.raise_error)
         changed = self._is_rewritten
         left = self._step != self._last or bool(self._touched.most) or changed or steps
         is_void = self._strategy.any_rank(self._is_void)

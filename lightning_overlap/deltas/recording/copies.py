@@ -72,10 +72,7 @@ def to_host(tensor: Tensor) -> Tensor:
 
 
 class KeptMemory:
-    """Lends memory, and keeps the last piece that was given back.
-
-    Getting a page from the system costs more than writing it.
-    """
+    """Lends memory, and keeps the last piece given back: getting a page from the system costs more than writing it."""
 
     def __init__(self) -> None:
         self._at_rest: deque[Tensor] = deque(maxlen=1)
@@ -132,13 +129,9 @@ class HostCopy:
 
 
 class DeviceCopy:
-    """Rows that are gathered on the lookup stream; `rows` copies them to the host on another stream.
+    """Rows that are gathered on the lookup stream; removes their marks.
 
-    Args:
-        kernels: The kernels, each with its marks, which are removed.
-        order: The device's streams, and the order of lookups and updates on them.
-        copying: The stream that copies to the host; None if all memory is on the host.
-        states: Whether to also copy optimizer states.
+    `rows` copies them to the host on the stream `copying`, which is None if all memory is on the host.
     """
 
     def __init__(

@@ -71,10 +71,7 @@ def _changed_rows(now_RD: Tensor, before_RD: Tensor) -> Tensor:
 class Cut:
     """One rank's part of a cut, until all ranks are known to have written their parts.
 
-    Args:
-        header: Header of the part, without numbers of chunks.
-        rows: The copy of the marked rows, which may still run.
-        source: Everything else to send.
+    `rows` is the copy of the marked rows, which may still run; `source` is everything else to send.
     """
 
     def __init__(self, header: Header, rows: RowCopy, source: DenseSource) -> None:
@@ -130,8 +127,7 @@ def base_chunks(header: Header, fields: Sequence[Field], source: DenseSource) ->
 def packed(items: Iterable[tuple[T, int, int]], most_bytes: int) -> list[list[tuple[T, int, int]]]:
     """Divide items with a number of rows, and bytes per row, into packs of at most `most_bytes`, or of one row.
 
-    Returns:
-        The packs in order; each has items with their first row, and their last row + 1.
+    Each pack has items with their first row, and their last row + 1.
     """
     packs: list[list[tuple[T, int, int]]] = []
     free = 0
@@ -153,11 +149,7 @@ def _row_bytes(values: Tensor) -> int:
 
 
 def columns_of_states(fields: Iterable[Field]) -> list[tuple[str, str, int, int]]:
-    """Return the column-wise shards with row-wise state, which depend on the sharding plan.
-
-    Returns:
-        Sorted (name of the table, kind of state, first column, number of columns).
-    """
+    """Return (table, kind, first column, number of columns) of row-wise states whose values depend on the plan."""
     return sorted(
         (shard.name, kind, shard.first_column, shard.weight.shape[1])
         for shard, kind, values_RD in fields

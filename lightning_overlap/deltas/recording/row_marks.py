@@ -23,10 +23,7 @@ _Ids: TypeAlias = np.ndarray[tuple[int], np.dtype[np.int64]]
 class HostMarks:
     """Keeps the ids of lookups on the host, without scanning flags; many ids are reduced to distinct ids.
 
-    Args:
-        num_rows: Rows of each table.
-        table_of_feature: Feature -> number of its table.
-        copies: Whether to copy the ids: on one rank they may be in a batch whose memory the loader reuses.
+    With `copies` it copies the ids: on one rank they may be in a batch whose memory the loader reuses.
     """
 
     def __init__(self, num_rows: Sequence[int], table_of_feature: Sequence[int], *, copies: bool = True) -> None:
@@ -134,11 +131,6 @@ class DeviceMarks:
     """Keeps a flag of one byte per row of one kernel's tables on a device.
 
     Runs on the current stream, without host-device syncs. Rows are numbered over all tables, table by table.
-
-    Args:
-        num_rows: Rows of each table.
-        table_of_feature: Feature -> number of its table.
-        device: The device of the tables.
     """
 
     def __init__(self, num_rows: Sequence[int], table_of_feature: Sequence[int], device: torch.device) -> None:
@@ -193,11 +185,9 @@ class DeviceMarks:
         return [flags_R[first:end].nonzero().squeeze(1) for first, end in tables]
 
     def take(self) -> tuple[Tensor, Tensor]:
-        """Return the marked rows, and remove the marks.
+        """Return the marked rows and their number, `()`, int64, both on the device; remove the marks.
 
-        Returns:
-            Their numbers over all tables, `(most,)`, int64, ascending and padded with 0, and the number of marked rows,
-            `()`, int64, both on the device.
+        The rows are numbered over all tables, `(most,)`, int64, ascending and padded with 0.
         """
         rows = torch.nonzero_static(self._flags_R, size=self.most, fill_value=0).squeeze(1)
         num_marked = self._flags_R.sum()

@@ -67,6 +67,10 @@ class CutWriter:
         self.wait()
         if self.error is None:
             self._write(step, lambda: chunks, self.ask)
+        self.raise_error()
+
+    def raise_error(self) -> None:
+        """Raise the first error of a write, if any."""
         if self.error is not None:
             raise self.error
 
@@ -85,8 +89,7 @@ class CutWriter:
         answer = self._later(partial(self._timed, what, do))
         self._wait_for(answer)
         if not answer.done():
-            assert self.error is not None
-            raise self.error
+            self.raise_error()
         return answer.result()
 
     def look(self) -> None:

@@ -254,11 +254,7 @@ class Replica:
     # -- saved state ---------------------------------------------------------------------------------------------------
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write tables and position into a file atomically, for `Replica(start=...)` in another process.
-
-        Raises:
-            ReplicaError: No cut has been applied.
-        """
+        """Write tables and position into a file atomically, for `Replica(start=...)`; a cut must have been applied."""
         with self.reading(after_error=True) as position:
             content = {
                 "format": _FORMAT,
