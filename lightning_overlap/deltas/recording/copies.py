@@ -195,10 +195,7 @@ def _gather(kernel: KernelShards, marks: DeviceMarks, *, states: bool) -> Callab
 
 
 def _gather_rows(parts: list[Tensor], marks: DeviceMarks, rows: Tensor) -> Tensor:
-    """Return rows of several tables, `(N, widest)`, padded with zeros.
-
-    `rows` are numbers over all tables (`DeviceMarks`), `(N,)`, int64, ascending, then zeros.
-    """
+    """Return rows (numbers over all tables, ascending, then zeros), `(N, widest)`, padded with zeros."""
     first_rows, start, widths = marks.first_rows, parts[0], [part.shape[1] for part in parts]
     size = start.element_size()
     begins = [part.data_ptr() - start.data_ptr() for part in parts]

@@ -25,13 +25,8 @@ class TouchedRows:
     deferred. A lookup without a backward (an evaluation, a dropped batch) marks nothing. Tables of the dense optimizer
     have no marks.
 
-    Args:
-        model: The sharded model; tables are named as in its `state_dict`.
-        order: The device's streams, and the order of lookups and updates on them.
-        states: Whether to also copy the fused optimizers' states.
-
-    Attributes:
-        dense: Fields of the dense optimizer's tables and, on rank 0, of replicated tables.
+    Tables are named as in the `state_dict` of the sharded model. `states` says whether to also copy the fused
+    optimizers' states. `dense` has the fields of the dense optimizer's tables and, on rank 0, of replicated tables.
 
     Raises:
         ValueError: Rows have no fixed numbers, as in managed collision modules.

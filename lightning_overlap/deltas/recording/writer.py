@@ -12,8 +12,8 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any, TypeAlias, TypeVar
 
-from ..parts import Piece, joined
-from ..sinks import DeltaSink, SinkError, takes_pieces
+from ..parts import Piece
+from ..sinks import DeltaSink, SinkError, writes_pieces
 
 MOST_WAITING = 2
 """Most unwritten cuts; no further cut is made meanwhile."""
@@ -32,10 +32,7 @@ class CutWriter:
 
     def __init__(self, sink: DeltaSink, timeout_s: float = float("inf")) -> None:
         self._sink, self._timeout_s = sink, timeout_s
-        with_pieces: Any = sink
-        self._keep: Callable[[str, list[Piece]], None] = (
-            with_pieces.write_pieces if takes_pieces(sink) else lambda name, pieces: sink.write(name, joined(pieces))
-        )
+        self._keep = writes_pieces(sink)
         self._call: tuple[str, float] | None = None  # the current call of the sink, and its start
         self._jobs = SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]()  # None ends the thread
         self._cuts = deque[Future[None]](maxlen=MOST_WAITING)

@@ -143,19 +143,17 @@ class ServedTables:
                 f"{name} has rows of {what} outside of its shape {shape}: {len(entry.rows)} rows, values "
                 f"{tuple(entry.values.shape)} from column {entry.first_column} on, of a tensor {entry.shape}."
             )
-        if is_weight:
-            have = self.tensors.get(entry.table)
-            advice = "use tables of the same shape and dtype"
-        else:
+        have, advice = self.tensors.get(entry.table), "use tables of the same shape and dtype"
+        if not is_weight:
             have = None if begins else self.optimizer_state.get(entry.table, {}).get(entry.field)
             advice = "a change of shape or dtype needs a base first"
         if have is not None:
             _check_alike(what, entry.shape, entry.values.dtype, name, have, advice)
 
     def _tensor_of(self, entry: Rows) -> Tensor:
-        is_weight = entry.field == WEIGHT
-        tensors = self.tensors if is_weight else self.optimizer_state.setdefault(entry.table, {})
-        name = entry.table if is_weight else entry.field
+        tensors, name = self.tensors, entry.table
+        if entry.field != WEIGHT:
+            tensors, name = self.optimizer_state.setdefault(entry.table, {}), entry.field
         if name not in tensors:
             tensors[name] = torch.zeros(entry.shape, dtype=entry.values.dtype)
         return tensors[name]

@@ -8,4 +8,4 @@ from .resolve import resolve_sink as resolve_sink
 from .sink import DeltaSink as DeltaSink
 from .sink import SinkError as SinkError
 from .sink import check_sink as check_sink
-from .sink import takes_pieces as takes_pieces
+from .sink import writes_pieces as writes_pieces

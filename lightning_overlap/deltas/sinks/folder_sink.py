@@ -79,13 +79,11 @@ class FolderSink:
 
     def names(self) -> list[str]:
         """Return the names of all parts; empty without the folder."""
-        with self._told("read"):
+        found: list[str] = []
+        with self._told("read"), suppress(FileNotFoundError):
             self._files.invalidate_cache(self._root)
-            try:
-                found = self._files.ls(self._root, detail=False)
-            except FileNotFoundError:
-                return []
-            return sorted(filter(PartName.parse, (path.rstrip("/").rpartition("/")[2] for path in found)))
+            found = self._files.ls(self._root, detail=False)
+        return sorted(filter(PartName.parse, (path.rstrip("/").rpartition("/")[2] for path in found)))
 
     def read(self, name: str) -> bytes:
         """Return a part."""
