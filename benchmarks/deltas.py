@@ -384,7 +384,7 @@ def _fit(size: Size, num_ids: int, num_steps: int, mode: str, callbacks: list[An
     from torch.utils.data import DataLoader
     from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 
-    from lightning_overlap import OverlapEmbeddingStrategy
+    from lightning_overlap import Mode, OverlapEmbeddingStrategy
 
     features = [f"f{number}" for number in range(size.num_tables)]
 
@@ -431,9 +431,10 @@ def _fit(size: Size, num_ids: int, num_steps: int, mode: str, callbacks: list[An
     ]
     seed_everything(1, verbose=False)
     strategy = OverlapEmbeddingStrategy(
-        mode, sharding="table_wise", fused_optimizer=(torch.optim.SGD, {"lr": 0.1}),
-        **({"staleness": 2} if mode == "async_lookup" else {}),
-    )  # fmt: skip
+        Mode(mode, staleness=2) if mode == "async_lookup" else mode,
+        sharding="table_wise",
+        fused_optimizer=(torch.optim.SGD, {"lr": 0.1}),
+    )
     trainer = Trainer(
         accelerator="cpu",
         devices=int(os.environ["WORLD_SIZE"]),
