@@ -330,12 +330,12 @@ def _Missed(every: int) -> Any:
     from lightning.pytorch import Callback
 
     from lightning_overlap.deltas.recording import TouchedRows
+    from lightning_overlap.deltas.recording.cuts import merged_rows
 
     class Missed(Callback):
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
             self.tracker, self.tables = _tracker_of(pl_module), _tables(pl_module)
-            self.touched = TouchedRows(pl_module, trainer.strategy.lookup_order, trainer.strategy.num_pending_updates)
-            self.touched.attach()
+            self.touched = TouchedRows(pl_module, trainer.strategy.lookup_order)
             self.before = {name: table.clone() for name, table in self.tables.items()}
             self.replica = {name: table.clone() for name, table in self.tables.items()}
             self.counts = [0, 0, 0, 0]  # changed, missed by the tracker, stale in its copy, missed by the package
@@ -352,7 +352,7 @@ def _Missed(every: int) -> Any:
                 told = self.tracker.get_unique_ids()
             except ValueError:  # torch.cat of nothing, where no batch was looked up since the last read
                 told = {}
-            marked = {name.removesuffix(".weight"): rows for name, rows in self.touched.marked().items()}
+            marked = {name.removesuffix(".weight"): rows for name, rows in merged_rows(self.touched.marked()).items()}
             self.touched.begin_base()
             for name, table in self.tables.items():
                 now, replica = table.clone(), self.replica[name]
@@ -384,7 +384,7 @@ def _fit(size: Size, num_ids: int, num_steps: int, mode: str, callbacks: list[An
     from torch.utils.data import DataLoader
     from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 
-    from lightning_overlap import OverlapEmbeddingStrategy
+    from lightning_overlap import Mode, OverlapEmbeddingStrategy
 
     features = [f"f{number}" for number in range(size.num_tables)]
 
@@ -431,9 +431,10 @@ def _fit(size: Size, num_ids: int, num_steps: int, mode: str, callbacks: list[An
     ]
     seed_everything(1, verbose=False)
     strategy = OverlapEmbeddingStrategy(
-        mode, sharding="table_wise", fused_optimizer=(torch.optim.SGD, {"lr": 0.1}),
-        **({"staleness": 2} if mode == "async_lookup" else {}),
-    )  # fmt: skip
+        Mode(mode, staleness=2) if mode == "async_lookup" else mode,
+        sharding="table_wise",
+        fused_optimizer=(torch.optim.SGD, {"lr": 0.1}),
+    )
     trainer = Trainer(
         accelerator="cpu",
         devices=int(os.environ["WORLD_SIZE"]),

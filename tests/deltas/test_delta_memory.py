@@ -11,8 +11,7 @@ from unittest import mock
 import torch
 
 from lightning_overlap.deltas import PartError, Piece, parse_names
-from lightning_overlap.deltas.recording.copies import HostCopy
-from lightning_overlap.deltas.recording.kept_memory import KeptMemory
+from lightning_overlap.deltas.recording.copies import HostCopy, KeptMemory
 from lightning_overlap.deltas.recording.row_marks import HostMarks
 
 from ..support.ranks import Ranks
@@ -41,14 +40,14 @@ def fit_in_pieces(*args: Any, **kwargs: Any) -> Any:
 
 def fit_giving_back_early(*args: Any, **kwargs: Any) -> Any:
     """Train so that the next cut may have the memory before this one is written."""
-    tables = HostCopy.tables
+    rows = HostCopy.rows
 
     def early(self: HostCopy) -> Any:
-        copied = tables(self)
+        copied = rows(self)
         self.give_back()
         return copied
 
-    with mock.patch.object(HostCopy, "tables", early):
+    with mock.patch.object(HostCopy, "rows", early):
         return fit_in_pieces(*args, **kwargs)
 
 

@@ -56,32 +56,27 @@ class Chain:
         self._heads.clear()
 
     def next(self, at: CutId | None) -> Move | None:
-        """Return what a replica applies next; None if the last listing has nothing.
-
-        Args:
-            at: The last applied cut; None for a new replica.
+        """Return what a replica at this cut (None: a new one) applies next; None if the last listing has nothing.
 
         Raises:
             CutError: Parts are missing, and there is no newer base; the message names them.
             KeyError: A part was removed.
-            PartError, SinkError: A part cannot be read.
         """
         if not self.cuts:
             return None
         try:
             return self._first() if at is None else self._following(at)
         except CutError as err:
-            is_lost = isinstance(err, LostError)
-            if is_lost:
+            if isinstance(err, LostError):
                 self.forget()
             start = None if at is None else self.start(newer_than=at)
-            if start is None and is_lost:
+            if start is None and isinstance(err, LostError):
                 start = self.start()
-            if start is None and not self._base_is_coming():
-                raise
             if start is not None:
                 base = as_words(start.chunks[-1][1].cut)
                 _log.warning("embedding deltas: starting again from the base of %s: %s", base, err)
+            elif not self._base_is_coming():
+                raise
             return start
 
     def _following(self, at: CutId) -> Move | None:
@@ -182,8 +177,7 @@ class Chain:
     def _is_broken(self, cut: Cut) -> bool:
         """Return whether a cut will never be whole: its parts conflict, or a rank lacks a part but wrote later parts.
 
-        Each rank writes its parts in order. (A cut that a crash left incomplete is not broken; a newer generation
-        replaces it.)
+        A cut that a crash left incomplete is not broken; a newer generation replaces it.
         """
         if cut.conflict is not None:
             return True

@@ -13,7 +13,6 @@ from .form import Header, Part, PartError, PartName, decode, read_header
 CutId = tuple[int, int]
 """Generation and step, the order of cuts."""
 
-
 _TWO_TRAININGS = "two trainings wrote into this sink. Use a separate sink for each run."
 
 
@@ -83,26 +82,17 @@ class Cut:
 
 @dataclass(frozen=True)
 class Head:
-    """The headers of a whole cut."""
+    """The headers of a whole cut: that of one part, and the cut that it follows (None if every part is a base)."""
 
     header: Header
-    """The header of one part."""
     after: CutId | None
-    """The cut that it follows; None if every part is a base."""
     bases: frozenset[int]
     """The ranks whose parts are bases."""
     is_void: bool
-    """Whether the cut must not be applied."""
 
 
 def read_head(sink: PartSource, cut: Cut) -> Head:
-    """Read the headers of a whole cut, from the first chunk of each part.
-
-    Raises:
-        KeyError: A part was removed.
-        PartError: A part cannot be decoded.
-        CutError: The parts do not belong together.
-    """
+    """Read the headers of a whole cut, from the first chunk of each part; raise a KeyError if one was removed."""
     headers: list[Header] = []
     for name in cut.names:
         if name.chunk == 0:
@@ -118,12 +108,7 @@ def read_head(sink: PartSource, cut: Cut) -> Head:
 
 
 def part_of(data: bytes, name: PartName, head: Head) -> Part:
-    """Decode the chunk `name`, and check that it belongs to the cut of `head`.
-
-    Raises:
-        PartError: The chunk cannot be decoded.
-        CutError: The chunk does not belong to the cut.
-    """
+    """Decode the chunk `name`; raise a CutError if it does not belong to the cut of `head`."""
     part = decode(data, str(name))
     _check_belongs(part.header, name, head.header)
     if part.header.is_base != (name.rank in head.bases) or part.header.after not in (None, head.after):
@@ -143,10 +128,8 @@ def _check_belongs(header: Header, name: PartName, first: Header) -> None:
     for what in ("tables", "num_pending", "global_step", "fit", "found"):
         own, others = getattr(header, what), getattr(first, what)
         if own != others:
-            raise CutError(
-                f"{name} and {first.name} are of the same cut, but differ in {what} ({own} and {others}): "
-                f"{_TWO_TRAININGS}"
-            )
+            differ = f"differ in {what} ({own} and {others})"
+            raise CutError(f"{name} and {first.name} are of the same cut, but {differ}: {_TWO_TRAININGS}")
 
 
 def as_words(at: CutId | None) -> str:

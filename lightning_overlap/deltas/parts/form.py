@@ -9,23 +9,29 @@ wrote after that checkpoint.
 
 from __future__ import annotations
 
+import io
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from itertools import groupby
+from typing import Any, NamedTuple, TypeAlias
 
-import pyarrow as pa
+import numpy as np
 import torch
 from torch import Tensor
 
 try:
+    import pyarrow as pa
+except ImportError as err:
+    raise ImportError(
+        f"embedding deltas need pyarrow, which cannot be imported ({err}): pip install 'lightning_overlap[deltas]'"
+    ) from err
+try:
     from isal.isal_zlib import crc32  # as zlib's, but faster
 except ImportError:
     from zlib import crc32
-
-from .arrow_stream import Piece, binary, joined, stream
 
 SCHEMA = 1
 """Version of the format; a reader rejects others."""
@@ -35,6 +41,12 @@ WEIGHT = "weight"
 
 TRAILER_SIZE = len(b"CRC32:00000000")
 """Bytes of the checksum at the end of a chunk."""
+
+SMALL = 4096
+"""Adjacent pieces below this size in bytes are joined."""
+
+Piece: TypeAlias = bytes | memoryview
+"""Bytes of a part; a view's memory is reused after the part is written."""
 
 _HEADER = b"embedding_deltas.part"
 _TRAILER = re.compile(rb"CRC32:([0-9a-f]{8})")
@@ -93,36 +105,15 @@ def parse_names(names: Iterable[str]) -> list[PartName]:
 
 @dataclass(frozen=True, kw_only=True)
 class Header:
-    """The header of a chunk.
-
-    Args:
-        run: Identifies the training, over all of its resumes.
-        generation: Number of the fit that wrote the chunk, from 1 on.
-        step: Batches trained at the cut, over the whole training.
-        after: The cut (generation, step) that this cut follows. Within a generation a replica must have applied exactly
-            that cut. For the first cut of a generation it is the newest cut that was known to be whole when the
-            checkpoint was saved; a replica must have applied it or a later cut. None in a base.
-        rank: The rank that wrote the chunk.
-        world_size: Number of ranks that write a part.
-        chunk: Number of the chunk in its part, from 0 on.
-        num_chunks: Chunks of the part.
-        num_pending: Trained batches whose deferred table update was pending at the cut.
-        global_step: `Trainer.global_step` at the cut.
-        time: Time of the cut, in seconds since the Unix epoch.
-        tables: Name -> (rows, columns) of every table that the run sends.
-        is_void: Whether the cut must not be applied, because tables were written while a rank copied its rows. A base
-            of every rank follows it.
-        fit: Identifies the fit: cuts of the same generation but different fits do not follow each other. Empty if
-            unknown.
-        found: The newest cut of which the fit found a part in the sink. A replica that has applied a later cut of an
-            earlier generation has rows that the fit did not know. None if unknown.
-        schema: Version of the format.
-    """
+    """The header of a chunk; docs/deltas_format.md describes its fields."""
 
     run: str
     generation: int
     step: int
     after: tuple[int, int] | None
+    """The cut that this cut follows; None in a base. Within a generation a replica must have applied exactly that cut.
+    For the first cut of a generation it is the newest cut that was known to be whole when the checkpoint was saved; a
+    replica must have applied it or a later cut."""
     rank: int
     world_size: int
     chunk: int
@@ -133,7 +124,10 @@ class Header:
     tables: dict[str, tuple[int, int]]
     is_void: bool = False
     fit: str = ""
+    """Identifies the fit: cuts of the same generation but different fits do not follow each other. Empty if unknown."""
     found: tuple[int, int] | None = None
+    """The newest cut of which the fit found a part in the sink. A replica that has applied a later cut of an earlier
+    generation has rows that the fit did not know. None if unknown."""
     schema: int = SCHEMA
 
     @property
@@ -170,12 +164,7 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Dense:
-    """A tensor of the dense part.
-
-    Args:
-        name: Its name in the LightningModule's `state_dict`.
-        value: Any shape and dtype, on the host.
-    """
+    """A tensor of the dense part, on the host; `name` is its name in the LightningModule's `state_dict`."""
 
     name: str
     value: Tensor
@@ -190,12 +179,18 @@ class Part(NamedTuple):
 
 
 def encode(header: Header, rows: Iterable[Rows] = (), dense: Iterable[Dense] = ()) -> bytes:
-    """Return the bytes of a chunk: an Arrow IPC stream with a record batch for each `Rows` and `Dense`, and a checksum.
-
-    The header is in the schema's metadata, as JSON. Row numbers are int64 and values raw, both little-endian. Arrow's
-    readers stop at the end of the stream, before the checksum.
-    """
+    """Return the bytes of a chunk: an Arrow IPC stream and a checksum, as in docs/deltas_format.md."""
     return joined(encode_pieces(header, rows, dense))
+
+
+def joined(pieces: Sequence[Piece]) -> bytes:
+    """Return the bytes of pieces, copied without the GIL, which the training thread needs."""
+    if len(pieces) == 1 and isinstance(pieces[0], bytes):
+        return pieces[0]
+    whole = io.BytesIO(bytes(sum(map(len, pieces))))
+    with whole.getbuffer() as memory:
+        np.concatenate([np.frombuffer(piece, np.uint8) for piece in pieces], out=np.frombuffer(memory, np.uint8))
+    return whole.getvalue()
 
 
 def encode_pieces(header: Header, rows: Iterable[Rows] = (), dense: Iterable[Dense] = ()) -> list[Piece]:
@@ -206,19 +201,31 @@ def encode_pieces(header: Header, rows: Iterable[Rows] = (), dense: Iterable[Den
         for one in rows
     ]
     entries += [_entry(torch.empty(0), one.value, "dense", one.name, WEIGHT, one.value.shape, 0, 0) for one in dense]
-    pieces = stream(schema, entries)
+    written = _Written()
+    with pa.ipc.new_stream(written, schema) as writer:
+        for entry in entries:
+            writer.write_batch(entry)
+    pieces: list[Piece] = []
+    for is_small, run in groupby(written, lambda piece: len(piece) < SMALL):
+        adjacent = list(run)
+        pieces += [b"".join(adjacent)] if is_small else adjacent
     checksum = 0
     for piece in pieces:
         checksum = crc32(piece, checksum)
     return [*pieces, b"CRC32:%08x" % checksum]
 
 
-def decode(data: bytes, name: str = "part") -> Part:
-    """Return the content of a chunk.
+class _Written(list[memoryview]):
+    """A file for Arrow's writer that keeps the buffers of a batch without copying."""
 
-    Args:
-        data: The result of `encode`.
-        name: Name of the chunk, for errors.
+    closed = False
+
+    def write(self, data: Any) -> None:
+        self.append(memoryview(data))
+
+
+def decode(data: bytes, name: str = "part") -> Part:
+    """Return the content of a chunk that `encode` made; `name` is for errors.
 
     Raises:
         PartError: The data is damaged (too short, or with a wrong checksum), of another schema, or not a chunk.
@@ -276,7 +283,7 @@ def _header(written: dict[str, Any]) -> Header:
 
 def _entry(rows: Tensor, values: Tensor, kind: str, name: str, field: str, shape: Any, *columns: int) -> pa.RecordBatch:
     described = _described(kind, name, field, str(values.dtype).removeprefix("torch."), tuple(shape), *columns)
-    return pa.RecordBatch.from_arrays([*described, binary(_bytes(rows)), binary(_bytes(values))], schema=_COLUMNS)
+    return pa.RecordBatch.from_arrays([*described, _binary(rows), _binary(values)], schema=_COLUMNS)
 
 
 @lru_cache(maxsize=1024)  # equal in every cut, and slow to make
@@ -284,12 +291,12 @@ def _described(*description: Any) -> list[pa.Array]:
     return [pa.array([value], column.type) for value, column in zip(description, _COLUMNS, strict=False)]
 
 
-def _bytes(tensor: Tensor) -> memoryview:
+def _binary(tensor: Tensor) -> pa.Array:
+    """Return a large_binary column of one row, a view of the tensor's memory."""
     content: Any = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
-    return memoryview(content)
+    buffers = [None, pa.py_buffer(np.array([0, content.nbytes])), pa.py_buffer(content)]
+    return pa.Array.from_buffers(pa.large_binary(), 1, buffers)
 
 
 def _tensor(buffer: Any, dtype: torch.dtype) -> Tensor:
-    if not buffer.size:
-        return torch.empty(0, dtype=dtype)
-    return torch.frombuffer(bytearray(buffer), dtype=dtype)
+    return torch.frombuffer(bytearray(buffer), dtype=dtype) if buffer.size else torch.empty(0, dtype=dtype)

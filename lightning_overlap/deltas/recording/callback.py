@@ -6,11 +6,12 @@ import os
 import time
 import uuid
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from typing_extensions import override
@@ -18,10 +19,9 @@ from typing_extensions import override
 from ...distributed import Lowest
 from ...plugin import OverlapEmbeddingStrategy, logged_step
 from ...tables import ShardedStateNames, fused_writes
-from ..parts import Header, PartName, encode_pieces, parse_names, read_header
-from ..sinks import DeltaSink, resolve_sink
+from ..parts import WEIGHT, Header, PartError, PartName, decode, encode_pieces, parse_names, read_header
+from ..sinks import DeltaSink, check_sink, resolve_sink
 from .cuts import Cut, DenseSource, base_chunks, columns_of_states, merged_rows
-from .resume import rows_to_resend
 from .touched_rows import TouchedRows
 from .writer import CutWriter
 
@@ -53,8 +53,7 @@ class EmbeddingDeltas(Callback):
         name: Name of this callback in checkpoints and logs, if a Trainer has several.
 
     Raises:
-        ValueError: `every_n_steps` is below 1, `max_lag_steps` is below `every_n_steps`, `on_lag` is unknown, or
-            `sink_timeout_s` is not above 0.
+        ValueError: An argument is out of its range.
     """
 
     reads_tables = False  # between the backward and the step, so the order of a step need not change
@@ -143,72 +142,90 @@ class EmbeddingDeltas(Callback):
                 "callback."
             )
         self._strategy = strategy
-        self._touched = touched = TouchedRows(pl_module, order, strategy.num_pending_updates, states=self._states)
         self._writer = CutWriter(self._sink, min(self._sink_timeout_s, strategy.timeout_s / 2))
+        self._touched = touched = TouchedRows(pl_module, order, states=self._states)
         self._is_sending = True
-        self._dense = self._dense_source(pl_module, touched)
-        shards = [shard for shard, _ in touched.fields] + [shard for shard, *_ in touched.dense]
-        shapes = {shard.name: shard.shape for shard in shards}
+        self._dense = DenseSource(self._dense_part(pl_module), touched.dense)
+        shapes = {field.shard.name: field.shard.shape for field in (*touched.fields, *touched.dense)}
         of_ranks = strategy.gather((shapes, columns_of_states(touched.fields)))
         self._tables = {name: shape for shapes, _ in of_ranks for name, shape in shapes.items()}
         self._columns = sorted({one for _, columns in of_ranks for one in columns}) if self._states else None
         self._last = self._step  # the step of the newest cut
-        self._together(self._writer.check)
+        self._together(lambda: self._writer.ask("check", lambda: check_sink(self._sink)))
         self._begin(restored)
         self._acknowledged = (self.generation, self._step)
-        touched.attach()
 
     @property
     def _step(self) -> int:
         return self._trainer.fit_loop.epoch_loop.total_batch_idx + 1
 
-    def _dense_source(self, module: LightningModule, touched: TouchedRows) -> DenseSource:
-        is_first = self._strategy.global_rank == 0
-        tables = [(shard, fields) for shard, fields, is_replicated in touched.dense if is_first or not is_replicated]
-        tensors: dict[str, Tensor] = {}
-        if is_first and self._sends_dense:
-            sharded = ShardedStateNames(module)
-            tensors = {
-                name: value
-                for name, value in module.state_dict(keep_vars=True).items()
-                if isinstance(value, Tensor) and name not in sharded
-            }
-        return DenseSource(tensors, tables)
+    def _dense_part(self, module: LightningModule) -> dict[str, Tensor]:
+        """Return what this rank sends of the dense part, by name."""
+        if self._strategy.global_rank or not self._sends_dense:
+            return {}
+        sharded = ShardedStateNames(module)
+        state = module.state_dict(keep_vars=True).items()
+        return {name: value for name, value in state if isinstance(value, Tensor) and name not in sharded}
 
     def _begin(self, restored: dict[str, Any] | None) -> None:
         """Begin a generation with all rows, or with the rows that replicas may have with other values."""
-        writer = self._writer
-        self._fit, now, names = self._ask_first(lambda: (uuid.uuid4().hex, int(time.time()), writer.names()))
-        known = parse_names(names)
-        if known:
-            self._check_run(known[-1])
-        self._found = max((name.cut for name in known), default=None)
-        self.generation = 1 + max([self.generation, *(name.generation for name in known)])
+        found = self._together(lambda: None if self._strategy.global_rank else self._look_into_sink())
+        self._fit, now, known, newest = self._strategy.gather(found)[0]
+        if newest is not None and newest.run != self.run:
+            what = "this fit begins a new run" if self.run is None else f"this fit is of run {self.run}"
+            raise ValueError(
+                f"{self._sink} has parts of run {newest.run} (generation {newest.generation}, step {newest.step}), but "
+                f"{what}. Use an empty sink, or resume from a checkpoint of that run (ckpt_path)."
+            )
+        self._found = known[-1].cut if known else None
+        self.generation = 1 + max(self.generation, known[-1].generation if known else 0)
         if self.run is None:
             self.run = self._fit
         elif not known:  # the sink lost its parts, and so the number of the last generation
             self.generation = max(self.generation, now)
         self._writes = self._touched.num_writes
-        rows = None
-        is_other = restored is None or (restored["writes"], restored.get("columns")) != (self._writes, self._columns)
-        if not self._strategy.any_rank(is_other) and restored is not None:
-            rows = rows_to_resend(writer, self.run, known, restored, self._tables, self._strategy)
-        if rows is None or restored is None:
-            self._together(lambda: self._write_base(after_all=True))
-        else:
-            for table, numbers in rows.items():
-                self._touched.mark(table, numbers)
-            after = tuple(restored["acknowledged"])
-            self._together(lambda: self._write_cut(after))
+        after = self._mark_to_resend(known, restored)
+        self._together(lambda: self._write_base(after_all=True) if after is None else self._write_cut(after))
 
-    def _check_run(self, newest: PartName) -> None:
-        header: Header = self._ask_first(lambda: read_header(self._writer.read(str(newest)), str(newest)))
-        what = "this fit begins a new run" if self.run is None else f"this fit is of run {self.run}"
-        if header.run != self.run:
-            raise ValueError(
-                f"{self._sink} has parts of run {header.run} (generation {header.generation}, step {header.step}), but "
-                f"{what}. Use an empty sink, or resume from a checkpoint of that run (ckpt_path)."
-            )
+    def _look_into_sink(self) -> tuple[str, int, list[PartName], Header | None]:
+        """Return an identifier for this fit, the time, the names of all parts, and the newest part's header."""
+        known = parse_names(self._writer.ask("names", lambda: list(self._sink.names())))
+        newest = read_header(self._read(known[-1]), str(known[-1])) if known else None
+        return uuid.uuid4().hex, int(time.time()), known, newest
+
+    def _mark_to_resend(self, known: Sequence[PartName], restored: dict[str, Any] | None) -> tuple[int, int] | None:
+        """Mark the rows that replicas may have with other values than at the returned cut; None if unknown.
+
+        `known` are the parts in the sink, which may be newer than the checkpoint of `restored`.
+        """
+        now = self._writes, self._columns
+        is_other = restored is None or (restored["writes"], restored.get("columns")) != now
+        if self._strategy.any_rank(is_other) or restored is None:
+            return None
+        acknowledged = restored["acknowledged"] and tuple(restored["acknowledged"])
+        if all(name.cut != acknowledged for name in known):
+            return None  # without that cut in the sink, it is unknown what replicas have applied since
+        since = [name for name in known if name.cut > acknowledged]
+        found: dict[str, Tensor] | None = None
+        with suppress(Exception):  # then all rows are written
+            found = merged_rows(self._sent_rows(since[self._strategy.global_rank :: self._strategy.world_size]))
+        of_ranks = self._strategy.gather(found)
+        if any(rows is None for rows in of_ranks):
+            return None
+        whole = {name: torch.arange(self._tables[name][0]) for name in restored["whole"] if name in self._tables}
+        for table, numbers in merged_rows([restored["rows"], whole, *of_ranks]).items():
+            self._touched.mark(table, numbers)
+        return acknowledged
+
+    def _sent_rows(self, names: Iterable[PartName]) -> Iterator[dict[str, Tensor]]:
+        for name in names:
+            part = decode(self._read(name), str(name))
+            if part.header.run != self.run:
+                raise PartError(f"{name} is of another run")
+            yield from ({rows.table: rows.rows} for rows in part.rows if rows.field == WEIGHT)
+
+    def _read(self, name: PartName) -> bytes:
+        return self._writer.ask(f"read of {name}", lambda: self._sink.read(str(name)))
 
     # -- errors, raised on all ranks --------------------------------------------------------------------------------
 
@@ -219,18 +236,11 @@ class EmbeddingDeltas(Callback):
             result = do()
         except Exception as err:
             error = err
-        self._raise_together(error)
-        return result
-
-    def _ask_first(self, ask: Callable[[], Any]) -> Any:
-        """Return rank 0's `ask()` on all ranks; it must be picklable."""
-        return self._strategy.gather(self._together(lambda: None if self._strategy.global_rank else ask()))[0]
-
-    def _raise_together(self, error: BaseException | None) -> None:
         said = self._strategy.gather(None if error is None else f"{type(error).__name__}: {error}")
         causes = [f"rank {said.index(cause)}: {cause}" for cause in dict.fromkeys(said) if cause is not None]
         if causes:
             raise RuntimeError(f"embedding deltas cannot be sent. {'; '.join(causes)}") from error
+        return result
 
     # -- cuts ---------------------------------------------------------------------------------------------------
 
@@ -245,7 +255,7 @@ class EmbeddingDeltas(Callback):
             world_size=self._strategy.world_size,
             chunk=0,
             num_chunks=1,
-            num_pending=self._touched.num_pending,
+            num_pending=self._strategy.num_pending_updates(),
             global_step=self._trainer.global_step,
             time=time.time(),
             tables=self._tables,
@@ -253,20 +263,24 @@ class EmbeddingDeltas(Callback):
             found=self._found,
         )
 
-    def _make_cut(self, after: tuple[int, int] | None) -> Cut:
-        copied = self._touched.copy()
-        return Cut(self._header(after), copied, self._dense)
+    @property
+    def _is_rewritten(self) -> bool:
+        """Whether tables were written other than by their backward since the last base."""
+        return self._touched.num_writes != self._writes
 
-    def _write_cut(self, after: tuple[int, int] | None) -> None:
+    def _make_cut(self, after: tuple[int, int]) -> Cut:
+        return Cut(self._header(after), self._touched.copy(), self._dense)
+
+    def _write_cut(self, after: tuple[int, int]) -> None:
         self._writer.write_now(self._step, self._make_cut(after).chunks())
 
     def _write_base(self, *, after_all: bool) -> None:
         """Write a base while training waits. With `after_all` all ranks do; then no replica needs earlier cuts."""
         self._writer.wait()
-        plan = self._touched.begin_base()
+        self._touched.begin_base()
         self._dense.forget()
         self._writes = self._touched.num_writes
-        self._writer.write_now(self._step, base_chunks(self._header(None), plan, self._dense))
+        self._writer.write_now(self._step, base_chunks(self._header(None), self._touched.fields, self._dense))
         if after_all:
             self._outstanding.clear()
             self._is_void = False
@@ -287,21 +301,16 @@ class EmbeddingDeltas(Callback):
             self._hear(trainer, state, written, is_whole)
             if state == READY and self._step - self._last >= self._every:
                 self._cut(is_whole)
-                self._num_ended = 0
-        if self._step + 1 - self._last >= self._every:
-            self._ask()
-
-    def _ask(self) -> None:
-        """Ask all ranks whether they can cut and what they have written; the next step's end reads the answer."""
-        writer = self._writer
-        writer.look()
-        state = FAILED if writer.error is not None else READY if writer.is_ready else BUSY
-        self._answer = self._strategy.lowest((state, writer.written_step, not self._is_void))
+        if self._step + 1 - self._last >= self._every:  # ask all ranks; the next step's end reads the answer
+            writer = self._writer
+            writer.look()
+            state = FAILED if writer.error is not None else READY if writer.is_ready else BUSY
+            self._answer = self._strategy.lowest((state, writer.written_step, not self._is_void))
 
     def _hear(self, trainer: Trainer, state: int, written: int, is_whole: int) -> None:
         """Act on the ranks' answers: raise errors, note the cuts written on all ranks, log and check the lag."""
         if state == FAILED:
-            self._raise_together(self._writer.error)
+            self._together(self._writer.raise_error)
         # Replicas apply neither a void cut nor the cuts between it and the next base.
         if is_whole and written >= 0:
             self._acknowledged = (self.generation, written)
@@ -313,10 +322,8 @@ class EmbeddingDeltas(Callback):
             metrics = {f"{prefix}/{what}": float(value) for what, value in values.items()}
             logger.log_metrics(metrics, step=logged_step(trainer))
         was_late, self._is_late = self._is_late, self._max_lag_steps is not None and behind > self._max_lag_steps
-        if self._is_late and not was_late:
-            self._take_as_late(trainer, behind, waiting)
-
-    def _take_as_late(self, trainer: Trainer, behind: int, waiting: int) -> None:
+        if was_late or not self._is_late:
+            return
         goes_on = "Training continues."
         if self._on_lag == "stop":
             trainer.should_stop, goes_on = True, "Training stops (on_lag='stop')."
@@ -333,25 +340,23 @@ class EmbeddingDeltas(Callback):
         if not is_whole:
             self._together(lambda: self._write_base(after_all=True))
             self._acknowledged = (self.generation, self._step)
-        elif self._touched.num_writes != self._writes:
+        elif self._is_rewritten:
             with suppress(Exception):  # the writer keeps the error; all ranks get it together
                 self._write_base(after_all=False)
         else:
             self._open = self._make_cut((self.generation, self._last))
             self._outstanding.append(self._open)
-        self._last = self._step
+        self._last, self._num_ended = self._step, 0
 
     def _settle(self) -> None:
         """Give the last cut to the writer; mark it as void if tables were written while its rows were copied."""
         cut, self._open = self._open, None
-        if cut is None:
-            return
-        if self._touched.settle():
+        if cut is not None and self._touched.settle():
             self._writer.submit(cut.header.step, cut.chunks)
-            return
-        header = replace(cut.header, is_void=True)
-        self._writer.submit(cut.header.step, lambda: [(str(header.name), encode_pieces(header))])
-        self._is_void = True  # all ranks send all rows with the next cut
+        elif cut is not None:
+            header = replace(cut.header, is_void=True)
+            self._writer.submit(header.step, lambda: [(str(header.name), encode_pieces(header))])
+            self._is_void = True  # all ranks send all rows with the next cut
 
     # -- the end ------------------------------------------------------------------------------------------------
 
@@ -370,18 +375,18 @@ class EmbeddingDeltas(Callback):
         self._strategy.update_tables()
         if self._answer is not None:
             self._answer()
-            self._answer = None
         self._settle()
         self._writer.wait()
-        self._raise_together(self._writer.error)
-        changed = self._touched.num_writes != self._writes
+        self._together(self._writer.raise_error)
+        changed = self._is_rewritten
         left = self._step != self._last or bool(self._touched.most) or changed or steps
         is_void = self._strategy.any_rank(self._is_void)
         if self._strategy.any_rank(left) or is_void:
             self._together(lambda: self._write_last(is_base=is_void or changed, after_all=is_void))
-        self._acknowledged = (self.generation, self._step)
-        self._together(self._writer.close_sink)
+        self._together(lambda: self._writer.ask("close", self._sink.close))
+        acknowledged = self.generation, self._step
         self._end()
+        self._acknowledged = acknowledged
 
     def _write_last(self, *, is_base: bool, after_all: bool) -> None:
         after = (self.generation, self._last)
@@ -395,18 +400,17 @@ class EmbeddingDeltas(Callback):
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._acknowledged = None  # unknown
         self._end()
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._acknowledged = None  # tables may change from now on
         self._end()
 
     def _end(self) -> None:
         if self._is_sending:
             self._touched.detach()
             self._writer.close(CLOSE_S)
+        self._acknowledged = None  # tables may change from now on
         self._forget_fit()
 
     # -- checkpoints --------------------------------------------------------------------------------------------
@@ -416,20 +420,25 @@ class EmbeddingDeltas(Callback):
         """Return the state that a resumed training needs to continue sending; all ranks call this."""
         if self.run is None:
             return {}
-        state: dict[str, Any] = {"run": self.run, "generation": self.generation, "rows": {}, "whole": []}
-        state |= {"columns": self._columns, "dense": self._run_sends_dense}
-        acknowledged = self._acknowledged
+        acknowledged, rows, whole = self._acknowledged, {}, set()
         if self._is_sending:
             self._strategy.update_tables()
-            waiting = [rows for cut in self._outstanding for rows in cut.numbers()]
-            mine = merged_rows([self._touched.marked(), *waiting])
-            whole = [shard.name for shard, *_ in self._touched.dense]
-            is_changed = self._is_void or self._touched.num_writes != self._writes
-            of_ranks = self._strategy.gather((mine, whole, is_changed))
-            state["rows"] = merged_rows([rows for rows, _, _ in of_ranks])
-            state["whole"] = sorted({name for _, names, _ in of_ranks for name in names})
+            waiting = [numbers for cut in self._outstanding for numbers in cut.numbers()]
+            mine = merged_rows([*self._touched.marked(), *waiting])
+            own = [field.shard.name for field in self._touched.dense]
+            of_ranks = self._strategy.gather((mine, own, self._is_void or self._is_rewritten))
+            rows = merged_rows([rows for rows, _, _ in of_ranks])
+            whole = {name for _, names, _ in of_ranks for name in names}
             acknowledged = None if any(changed for _, _, changed in of_ranks) else acknowledged
-        return state | {"acknowledged": None if acknowledged is None else list(acknowledged)}
+        return {
+            "run": self.run,
+            "generation": self.generation,
+            "rows": rows,
+            "whole": sorted(whole),
+            "columns": self._columns,
+            "dense": self._run_sends_dense,
+            "acknowledged": None if acknowledged is None else list(acknowledged),
+        }
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -1,55 +1,63 @@
-"""Copy marked rows, on a CPU in a thread, on CUDA on the lookup stream; copy whole tables window by window."""
+"""Copy marked rows, on a CPU in a thread, on CUDA on the lookup stream."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from functools import partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from math import prod
 from typing import NamedTuple, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ...runtime import LookupOrder
 from ...tables import KernelShards, TableShard
-from ..parts import WEIGHT
-from .kept_memory import KeptMemory
+from ..parts import WEIGHT, Rows
 from .row_marks import DeviceMarks
 
 GATHERED_AT_ONCE = 1 << 17
 """Most rows that one operator gathers from tables of different widths: its index has 8 bytes per value."""
 
-WINDOW_BYTES = 64 << 20
-"""Most bytes of a window of a table; a window has at least one row."""
+ALIGNED_TO = 64
+"""Alignment of each tensor in lent memory, in bytes."""
 
-Fields: TypeAlias = Mapping[str, Tensor]
-"""`WEIGHT` or a kind of optimizer state -> tensor of a shard, `(rows, columns)`."""
+LARGER = 4
+"""Kept memory is freed if it is larger than a request by more than this factor."""
 
 
-class CopiedRows(NamedTuple):
-    """Rows of one shard, on the host.
-
-    Args:
-        shard: The shard.
-        field: `WEIGHT`, or a kind of optimizer state.
-        rows_N: Row numbers in the shard, int64.
-        values_ND: Their values, in the dtype of the table; row-wise state has one column.
-    """
+class Field(NamedTuple):
+    """The weight or one kind of optimizer state of a shard; `values_RD` is a view, row-wise state has one column."""
 
     shard: TableShard
-    field: str
-    rows_N: Tensor
-    values_ND: Tensor
+    kind: str
+    values_RD: Tensor
+
+    def rows(self, rows_N: Tensor, values_ND: Tensor) -> Rows:
+        """Return copied values with their row numbers in the shard, int64, as rows of the unsharded table."""
+        shard = self.shard
+        shape, width = shard.shape, shard.weight.shape[1]
+        rows_N = rows_N + shard.first_row if shard.first_row else rows_N
+        if values_ND.shape[1] != width == shape[1]:  # row-wise state
+            shape = (shape[0], 1)
+        elif values_ND.shape[1] != width:  # each column shard has its own state for every row
+            values_ND = values_ND.expand(-1, width)
+        return Rows(shard.name, self.kind, shape, shard.first_column, rows_N, values_ND)
 
 
-def fields_of(kernel: KernelShards, *, states: bool) -> list[tuple[TableShard, Fields]]:
-    """Return the shards of a kernel, each with views of its weight and, with `states`, of its optimizer state."""
+def fields_of(kernel: KernelShards, *, states: bool) -> list[list[Field]]:
+    """Return the fields of each shard of a kernel: its weight and, with `states`, its optimizer state."""
     kinds: list[dict[str, Tensor]] = kernel.states() if states else [{} for _ in kernel.shards]
     return [
-        (shard, {field: _two_dim(values.detach()) for field, values in {WEIGHT: shard.weight, **of_shard}.items()})
+        [Field(shard, kind, _two_dim(values.detach())) for kind, values in {WEIGHT: shard.weight, **of_shard}.items()]
         for shard, of_shard in zip(kernel.shards, kinds, strict=True)
     ]
+
+
+def _two_dim(values: Tensor) -> Tensor:
+    return values.unsqueeze(1) if values.dim() == 1 else values
 
 
 def to_host(tensor: Tensor) -> Tensor:
@@ -60,42 +68,54 @@ def to_host(tensor: Tensor) -> Tensor:
     return host.copy_(tensor, non_blocking=True)
 
 
-# -- marked rows -----------------------------------------------------------------------------------------------------
+# -- marked rows, on a host -------------------------------------------------------------------------------------------
 
 
-def copy_on_host(
-    shards: Iterable[tuple[TableShard, Fields]], rows: Iterable[Tensor], kept: KeptMemory
-) -> tuple[list[CopiedRows], Tensor]:
-    """Copy rows, `(N,)` int64 for each shard, of host tables in any thread; the tables must not be written meanwhile.
+class KeptMemory:
+    """Lends memory, and keeps the last piece given back: getting a page from the system costs more than writing it."""
 
-    Returns:
-        The copies, and the memory of their values, for `KeptMemory.give_back`.
-    """
-    wanted = [
-        (shard, field, rows_N, values)
-        for (shard, fields), rows_N in zip(shards, rows, strict=True)
-        for field, values in fields.items()
-        if rows_N.numel()
-    ]
-    lent, memory = kept.lend([((len(rows_N), values.shape[1]), values.dtype) for *_, rows_N, values in wanted])
+    def __init__(self) -> None:
+        self._at_rest: deque[Tensor] = deque(maxlen=1)
+
+    def lend(self, wanted: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> tuple[list[Tensor], Tensor]:
+        """Return uninitialized tensors of these shapes and dtypes, and the memory of all of them, for `give_back`."""
+        sizes = [prod(shape) * dtype.itemsize for shape, dtype in wanted]
+        *firsts, num_bytes = accumulate((-(-size // ALIGNED_TO) * ALIGNED_TO for size in sizes), initial=0)
+        memory = self._at_rest.pop() if self._at_rest else None
+        if memory is None or not num_bytes <= memory.numel() <= LARGER * num_bytes:
+            del memory
+            # NumPy requests huge pages, torch does not
+            memory = torch.from_numpy(np.empty(num_bytes + num_bytes // 8, dtype=np.uint8))
+        places = zip(firsts, sizes, wanted, strict=True)
+        return [memory[first : first + size].view(dtype).view(shape) for first, size, (shape, dtype) in places], memory
+
+    def give_back(self, memory: Tensor) -> None:
+        """Take memory back, in any thread; its tensors must not be used any more."""
+        self._at_rest.append(memory)
+
+
+def copy_on_host(wanted: Sequence[tuple[Field, Tensor]], kept: KeptMemory) -> tuple[list[Rows], Tensor]:
+    """Copy rows, `(N,)` int64, of host tables in any thread; return them and their memory, for `give_back`."""
+    shapes = [((len(rows_N), values_RD.shape[1]), values_RD.dtype) for (_, _, values_RD), rows_N in wanted]
+    lent, memory = kept.lend(shapes)
     copied = []
-    for (shard, field, rows_N, values), values_ND in zip(wanted, lent, strict=True):
-        torch.index_select(values, 0, rows_N, out=values_ND)
-        copied.append(CopiedRows(shard, field, rows_N, values_ND))
+    for (field, rows_N), values_ND in zip(wanted, lent, strict=True):
+        torch.index_select(field.values_RD, 0, rows_N, out=values_ND)
+        copied.append(field.rows(rows_N, values_ND))
     return copied, memory
 
 
 class HostCopy:
-    """A copy that a thread makes with `copy_on_host`."""
+    """Rows that a thread copies with `copy_on_host`."""
 
-    def __init__(self, copying: Future[tuple[list[CopiedRows], Tensor]], kept: KeptMemory) -> None:
+    def __init__(self, copying: Future[tuple[list[Rows], Tensor]], kept: KeptMemory) -> None:
         self._copying, self._kept = copying, kept
 
     def wait_copied(self) -> None:
         """Wait until the rows are copied."""
         self._copying.exception()
 
-    def tables(self) -> list[CopiedRows]:
+    def rows(self) -> list[Rows]:
         """Wait for the copied rows and return them, in any thread."""
         return self._copying.result()[0]
 
@@ -105,14 +125,13 @@ class HostCopy:
             self._kept.give_back(self._copying.result()[1])
 
 
-class DeviceCopy:
-    """A copy that is gathered on the lookup stream; `tables` copies it to the host on another stream.
+# -- marked rows, on a device -----------------------------------------------------------------------------------------
 
-    Args:
-        kernels: The kernels, each with its marks, which are removed.
-        order: The device's streams, and the order of lookups and updates on them.
-        copying: The stream that copies to the host; None if all memory is on the host.
-        states: Whether to also copy optimizer states.
+
+class DeviceCopy:
+    """Rows that are gathered on the lookup stream; removes their marks.
+
+    `rows` copies them to the host on the stream `copying`, which is None if all memory is on the host.
     """
 
     def __init__(
@@ -133,13 +152,13 @@ class DeviceCopy:
         """Let the current stream wait until the rows are gathered; the host does not wait."""
         self._streams.hand_to_caller((), self._event)
 
-    def tables(self) -> list[CopiedRows]:
+    def rows(self) -> list[Rows]:
         """Copy the gathered rows to the host and return them; call this once, in any thread."""
         if self._copying is None:
-            return [table for take in self._gathered for table in take()]
+            return [rows for take in self._gathered for rows in take()]
         with torch.cuda.device(self._copying.device), torch.cuda.stream(self._copying):
             self._event.synchronize()  # the host reads sizes
-            copied = [table for take in self._gathered for table in take()]
+            copied = [rows for take in self._gathered for rows in take()]
         self._gathered.clear()
         return copied
 
@@ -150,40 +169,33 @@ class DeviceCopy:
 RowCopy: TypeAlias = HostCopy | DeviceCopy
 
 
-def _gather(kernel: KernelShards, marks: DeviceMarks, *, states: bool) -> Callable[[], list[CopiedRows]]:
-    """Gather the marked rows of a kernel's tables on the current stream, padded to a size known on the host.
-
-    Returns:
-        A function that copies the marked rows to the host and waits for them.
-    """
+def _gather(kernel: KernelShards, marks: DeviceMarks, *, states: bool) -> Callable[[], list[Rows]]:
+    """Gather a kernel's marked rows on the current stream; return what copies them to the host and waits for them."""
     kernel.write_back_cache()
     rows, num_marked = marks.take()
-    shards = fields_of(kernel, states=states)
-    gathered = {field: _gather_rows([fields[field] for _, fields in shards], marks, rows) for field in shards[0][1]}
+    kinds = [*zip(*fields_of(kernel, states=states), strict=True)]
+    gathered = [_gather_rows([field.values_RD for field in fields], marks, rows) for fields in kinds]
 
-    def take() -> list[CopiedRows]:
+    def take() -> list[Rows]:
         num_rows = int(num_marked)
         on_host = to_host(rows[:num_rows])
-        values = {field: to_host(of_field[:num_rows]) for field, of_field in gathered.items()}
+        values = [to_host(of_kind[:num_rows]) for of_kind in gathered]
         if rows.is_cuda:
             torch.cuda.current_stream().synchronize()
         ends = torch.searchsorted(on_host, torch.tensor(marks.first_rows)).tolist()
         copied = []
-        for field, of_field in values.items():
-            for (shard, fields), first, (start, end) in zip(shards, marks.first_rows, pairwise(ends), strict=False):
+        for fields, of_kind in zip(kinds, values, strict=True):
+            for field, first, (start, end) in zip(fields, marks.first_rows, pairwise(ends), strict=False):
                 if end > start:
-                    values_ND = of_field[start:end, : fields[field].shape[1]].contiguous()
-                    copied.append(CopiedRows(shard, field, on_host[start:end] - first, values_ND))
+                    values_ND = of_kind[start:end, : field.values_RD.shape[1]].contiguous()
+                    copied.append(field.rows(on_host[start:end] - first, values_ND))
         return copied
 
     return take
 
 
 def _gather_rows(parts: list[Tensor], marks: DeviceMarks, rows: Tensor) -> Tensor:
-    """Return rows of several tables, `(N, widest)`, padded with zeros.
-
-    `rows` are numbers over all tables (`DeviceMarks`), `(N,)`, int64, ascending, then zeros.
-    """
+    """Return rows (numbers over all tables, ascending, then zeros), `(N, widest)`, padded with zeros."""
     first_rows, start, widths = marks.first_rows, parts[0], [part.shape[1] for part in parts]
     size = start.element_size()
     begins = [part.data_ptr() - start.data_ptr() for part in parts]
@@ -202,36 +214,3 @@ def _gather_rows(parts: list[Tensor], marks: DeviceMarks, rows: Tensor) -> Tenso
             place = found[first : first + len(some), : part.shape[1]]
             place.copy_(torch.where(own, values, place))
     return found
-
-
-def _two_dim(values: Tensor) -> Tensor:
-    return values.unsqueeze(1) if values.dim() == 1 else values
-
-
-# -- whole tables ----------------------------------------------------------------------------------------------------
-
-
-Window: TypeAlias = Callable[[], CopiedRows]
-"""Call it to copy consecutive rows of a shard to the host; they must not be written before."""
-
-
-def windows_of(shards: Iterable[tuple[TableShard, Fields]]) -> list[list[Window]]:
-    """Divide shards into windows; return them in order, in groups of at most `WINDOW_BYTES`."""
-    packs: list[list[Window]] = []
-    free = 0
-    for shard, fields in shards:
-        for field, values_RD in fields.items():
-            at_once = max(1, WINDOW_BYTES // (values_RD.shape[1] * values_RD.element_size()))
-            for first in range(0, len(values_RD), at_once):
-                window_ND = values_RD[first : first + at_once]
-                if not packs or window_ND.nbytes > free:
-                    packs.append([])
-                    free = WINDOW_BYTES
-                packs[-1].append(partial(_read, shard, field, first, window_ND))
-                free -= window_ND.nbytes
-    return packs
-
-
-def _read(shard: TableShard, field: str, first: int, window_ND: Tensor) -> CopiedRows:
-    rows_N = torch.arange(first, first + len(window_ND))
-    return CopiedRows(shard, field, rows_N, window_ND.to("cpu", copy=True))

@@ -5,45 +5,39 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
-from ...tables import TableShard
 from ..parts import WEIGHT, Dense, Header, Piece, Rows, encode_pieces
-from .copies import Fields, RowCopy, Window, to_host
+from .copies import Field, RowCopy, to_host
 
 CHUNK_BYTES = 5 << 20
 """Most bytes of rows in a chunk; larger chunks do not fit a core's cache and are slower."""
 
+WINDOW_BYTES = 64 << 20
+"""Most bytes of values in a chunk of a base."""
 
-DenseCopy: TypeAlias = tuple[dict[str, Tensor], torch.cuda.Event | None]
-"""Copies on the host by key, and the event after which they are complete; None on a CPU."""
+DenseCopy: TypeAlias = tuple[list[Tensor], torch.cuda.Event | None]
+"""Copies on the host, and the event after which they are complete; None on a CPU."""
+
+T = TypeVar("T")
 
 
 class DenseSource:
-    """Tensors without marks on rows: the dense part, and tables that are not fused.
+    """Tensors without marks on rows: the dense part by name, and tables that are not fused."""
 
-    Args:
-        tensors: The dense part, by names in the unsharded model.
-        tables: Shards of the dense optimizer's tables and of replicated tables, each with the fields to send.
-    """
-
-    def __init__(self, tensors: dict[str, Tensor], tables: Sequence[tuple[TableShard, Fields]]) -> None:
-        self._tensors = tensors
-        self._tables = {
-            f"{number} {field}": (shard, field, values_RD)
-            for number, (shard, fields) in enumerate(tables)
-            for field, values_RD in fields.items()
-        }
-        self._sent: dict[str, Tensor] = {}
+    def __init__(self, tensors: dict[str, Tensor], tables: Sequence[Field]) -> None:
+        self._tensors, self._tables = tensors, tables
+        self._sent: Sequence[Tensor | None] = ()
+        self.forget()
 
     def copy(self) -> DenseCopy:
         """Begin to copy all tensors; on a device on the current stream, without waiting."""
-        now = {**self._tensors, **{key: values for key, (_, _, values) in self._tables.items()}}
-        copies = {key: to_host(tensor.detach()) for key, tensor in now.items()}
-        if not any(tensor.is_cuda for tensor in now.values()):
+        now = [*self._tensors.values(), *(field.values_RD for field in self._tables)]
+        copies = [to_host(tensor.detach()) for tensor in now]
+        if not any(tensor.is_cuda for tensor in now):
             return copies, None
         copied = torch.cuda.Event()
         copied.record()
@@ -51,21 +45,21 @@ class DenseSource:
 
     def entries(self, copy: DenseCopy) -> tuple[list[Rows], list[Dense]]:
         """Return the rows of tables that changed since the last call's copy, and the dense part."""
-        values, copied = copy
+        copies, copied = copy
         if copied is not None:
             copied.synchronize()
-        rows = []
-        for key, (shard, field, _) in self._tables.items():
-            now_RD, before_RD = values[key], self._sent.get(key)
+        dense = [Dense(name, value) for name, value in zip(self._tensors, copies, strict=False)]
+        tables, rows = copies[len(dense) :], []
+        for field, now_RD, before_RD in zip(self._tables, tables, self._sent, strict=True):
             changed_N = torch.arange(len(now_RD)) if before_RD is None else _changed_rows(now_RD, before_RD)
-            self._sent[key] = now_RD
             if len(changed_N):
-                rows.append(rows_of(shard, field, changed_N, now_RD.index_select(0, changed_N)))
-        return rows, [Dense(name, values[name]) for name in self._tensors]
+                rows.append(field.rows(changed_N, now_RD.index_select(0, changed_N)))
+        self._sent = tables
+        return rows, dense
 
     def forget(self) -> None:
         """Forget the last call's copy, so that all rows count as changed."""
-        self._sent.clear()
+        self._sent = [None] * len(self._tables)
 
 
 def _changed_rows(now_RD: Tensor, before_RD: Tensor) -> Tensor:
@@ -77,17 +71,13 @@ def _changed_rows(now_RD: Tensor, before_RD: Tensor) -> Tensor:
 class Cut:
     """One rank's part of a cut, until all ranks are known to have written their parts.
 
-    Args:
-        header: Header of the part, without numbers of chunks.
-        rows: The copy of the marked rows, which may still run.
-        source: Everything else to send.
+    `rows` is the copy of the marked rows, which may still run; `source` is everything else to send.
     """
 
     def __init__(self, header: Header, rows: RowCopy, source: DenseSource) -> None:
         self.header = header
         self._source = source
-        self._rows: RowCopy | None = rows  # until written
-        self._dense: DenseCopy | None = source.copy()  # until written
+        self._copies: tuple[RowCopy, DenseCopy] | None = (rows, source.copy())  # until written
         self._lock = threading.Lock()
         self._entries: list[Rows] | None = None
 
@@ -97,86 +87,73 @@ class Cut:
 
     def chunks(self) -> Iterator[tuple[str, list[Piece]]]:
         """Yield the name and content of each chunk; call this once."""
-        assert self._dense is not None
-        of_dense, dense = self._source.entries(self._dense)
-        packs = packed_rows([*self._wait(), *of_dense])
-        for number, rows in enumerate(packs):
+        assert self._copies is not None
+        copy, dense_copy = self._copies
+        of_dense, dense = self._source.entries(dense_copy)
+        entries = self._wait()
+        sized = ((entry, len(entry.rows), 8 + _row_bytes(entry.values)) for entry in (*entries, *of_dense))
+        packs = packed(sized, CHUNK_BYTES) or [[]]
+        for number, pack in enumerate(packs):
             chunk = replace(self.header, chunk=number, num_chunks=len(packs))
+            rows = [replace(one, rows=one.rows[first:end], values=one.values[first:end]) for one, first, end in pack]
             yield str(chunk.name), encode_pieces(chunk, rows, () if number else dense)
-        self._dense = None
-        packs.clear()
         with self._lock:  # give the memory of the values to the next cut
-            assert self._entries is not None
-            assert self._rows is not None
-            self._entries = [replace(entry, values=entry.values.new_empty(0, 0)) for entry in self._entries]
-            self._rows.give_back()
-            self._rows = None
+            self._entries = [replace(entry, values=entry.values.new_empty(0, 0)) for entry in entries]
+            self._copies = None
+            copy.give_back()
 
     def _wait(self) -> list[Rows]:
         with self._lock:
             if self._entries is None:
-                assert self._rows is not None
-                self._entries = [rows_of(*copied) for copied in self._rows.tables()]
+                assert self._copies is not None
+                self._entries = self._copies[0].rows()
             return self._entries
 
 
-def base_chunks(header: Header, plan: Sequence[list[Window]], source: DenseSource) -> Iterator[tuple[str, list[Piece]]]:
+def base_chunks(header: Header, fields: Sequence[Field], source: DenseSource) -> Iterator[tuple[str, list[Piece]]]:
     """Yield the name and content of each chunk of a base; reads the tables chunk by chunk, `source` in the last."""
+    plan = packed(((field, len(field.values_RD), _row_bytes(field.values_RD)) for field in fields), WINDOW_BYTES)
     header = replace(header, num_chunks=len(plan) + 1)
-    for windows in plan:
-        yield str(header.name), encode_pieces(header, [rows_of(*read()) for read in windows])
+    for pack in plan:
+        rows = [
+            field.rows(torch.arange(first, end), field.values_RD[first:end].to("cpu", copy=True))
+            for field, first, end in pack
+        ]
+        yield str(header.name), encode_pieces(header, rows)
         header = replace(header, chunk=header.chunk + 1)
     yield str(header.name), encode_pieces(header, *source.entries(source.copy()))
 
 
-def packed_rows(entries: Iterable[Rows]) -> list[list[Rows]]:
-    """Divide rows into at least one chunk of at most `CHUNK_BYTES`, in order."""
-    packs: list[list[Rows]] = [[]]
-    free = CHUNK_BYTES
-    for entry in entries:
-        per_row = max(1, 8 + entry.values.shape[1] * entry.values.element_size())
+def packed(items: Iterable[tuple[T, int, int]], most_bytes: int) -> list[list[tuple[T, int, int]]]:
+    """Divide items with a number of rows, and bytes per row, into packs of at most `most_bytes`, or of one row.
+
+    Each pack has items with their first row, and their last row + 1.
+    """
+    packs: list[list[tuple[T, int, int]]] = []
+    free = 0
+    for item, num_rows, row_bytes in items:
         first = 0
-        while first < len(entry.rows):
-            if free < per_row and packs[-1]:
+        while first < num_rows:
+            if not packs or free < row_bytes:
                 packs.append([])
-                free = CHUNK_BYTES
-            end = min(len(entry.rows), first + max(1, free // per_row))
-            packs[-1].append(replace(entry, rows=entry.rows[first:end], values=entry.values[first:end]))
-            free -= (end - first) * per_row
+                free = most_bytes
+            end = min(num_rows, first + max(1, free // row_bytes))
+            packs[-1].append((item, first, end))
+            free -= (end - first) * row_bytes
             first = end
     return packs
 
 
-def rows_of(shard: TableShard, field: str, rows_N: Tensor, values_ND: Tensor) -> Rows:
-    """Return rows of a shard as rows of the unsharded table.
-
-    Args:
-        shard: The shard.
-        field: `WEIGHT`, or a kind of optimizer state.
-        rows_N: Row numbers in the shard, `(N,)`, int64.
-        values_ND: Their values. Row-wise state, `(N, 1)`, of a column-wise shard is repeated for each of its columns.
-    """
-    num_rows, num_columns = shard.shape
-    width = shard.weight.shape[1]
-    rows_N = rows_N + shard.first_row if shard.first_row else rows_N
-    if field != WEIGHT and values_ND.shape[1] == 1 != width:
-        if width == num_columns:
-            return Rows(shard.name, field, (num_rows, 1), 0, rows_N, values_ND)
-        values_ND = values_ND.expand(-1, width)  # each column shard has its own state for every row
-    return Rows(shard.name, field, shard.shape, shard.first_column, rows_N, values_ND)
+def _row_bytes(values: Tensor) -> int:
+    return values.shape[1] * values.element_size()
 
 
-def columns_of_states(shards: Iterable[tuple[TableShard, Fields]]) -> list[tuple[str, str, int, int]]:
-    """Return the column-wise shards with row-wise state, which depend on the sharding plan.
-
-    Returns:
-        Sorted (name of the table, kind of state, first column, number of columns).
-    """
+def columns_of_states(fields: Iterable[Field]) -> list[tuple[str, str, int, int]]:
+    """Return (table, kind, first column, number of columns) of row-wise states whose values depend on the plan."""
     return sorted(
-        (shard.name, field, shard.first_column, shard.weight.shape[1])
-        for shard, fields in shards
-        for field, values_RD in fields.items()
-        if field != WEIGHT and values_RD.shape[1] == 1 and shard.weight.shape[1] != shard.shape[1]
+        (shard.name, kind, shard.first_column, shard.weight.shape[1])
+        for shard, kind, values_RD in fields
+        if kind != WEIGHT and values_RD.shape[1] == 1 and shard.weight.shape[1] != shard.shape[1]
     )
 
 

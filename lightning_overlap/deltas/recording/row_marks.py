@@ -23,20 +23,20 @@ _Ids: TypeAlias = np.ndarray[tuple[int], np.dtype[np.int64]]
 class HostMarks:
     """Keeps the ids of lookups on the host, without scanning flags; many ids are reduced to distinct ids.
 
-    Args:
-        num_rows: Rows of each table.
-        table_of_feature: Feature -> number of its table.
-        copies: Whether to copy the ids: on one rank they may be in a batch whose memory the loader reuses.
+    With `copies` it copies the ids: on one rank they may be in a batch whose memory the loader reuses.
     """
 
     def __init__(self, num_rows: Sequence[int], table_of_feature: Sequence[int], *, copies: bool = True) -> None:
         self._copies = copies
         self._num_rows, self._table_of_feature = tuple(num_rows), tuple(table_of_feature)
         self._num_all_rows = sum(num_rows)
+        self._clear()
+
+    def _clear(self) -> None:
         # number of ids, ids, offsets (None: they follow the ids), batch sizes
         self._lookups: list[tuple[int, Tensor, Tensor | None, tuple[int, ...] | None]] = []
         self._num_ids = self._num_kept = 0
-        self._rows: list[list[Tensor]] = [[] for _ in num_rows]
+        self._rows: list[list[Tensor]] = [[] for _ in self._num_rows]
 
     def add(self, indices_N: Tensor, offsets: Tensor, batch_sizes: tuple[int, ...] | None) -> None:
         """Mark the rows of a lookup.
@@ -49,17 +49,14 @@ class HostMarks:
         num_ids = indices_N.numel()
         if not num_ids:  # without bags the offsets may be invalid
             return
-        if self._copies:  # by one operator: between two steps each operator is slow, as its code is not cached
-            kept_N = torch.cat((indices_N, offsets))
-            self._lookups.append((num_ids, kept_N, None, batch_sizes))
-            self._num_kept += kept_N.numel()
-        else:
-            self._lookups.append((num_ids, indices_N, offsets, batch_sizes))
-            self._num_kept += num_ids
+        # by one operator: between two steps each operator is slow, as its code is not cached
+        kept_N, beside = (torch.cat((indices_N, offsets)), None) if self._copies else (indices_N, offsets)
+        self._lookups.append((num_ids, kept_N, beside, batch_sizes))
         self._num_ids += num_ids
+        self._num_kept += kept_N.numel()
         if self._num_kept > 2 * self._num_all_rows:
-            self._rows = [[rows_N] for rows_N in self.take()]
-            self._num_ids = self._num_kept = sum(rows_N.numel() for [rows_N] in self._rows)
+            for table, rows_N in enumerate(self.take()):
+                self.add_rows(table, rows_N)
 
     def add_rows(self, table: int, rows_N: Tensor) -> None:
         """Mark rows `(N,)`, int64, of one table."""
@@ -91,9 +88,7 @@ class HostMarks:
     def take(self) -> list[Tensor]:
         """Return `rows()`, and remove the marks."""
         rows = self.rows()
-        self._rows = [[] for _ in self._num_rows]
-        self._lookups.clear()
-        self._num_ids = self._num_kept = 0
+        self._clear()
         return rows
 
 
@@ -136,11 +131,6 @@ class DeviceMarks:
     """Keeps a flag of one byte per row of one kernel's tables on a device.
 
     Runs on the current stream, without host-device syncs. Rows are numbered over all tables, table by table.
-
-    Args:
-        num_rows: Rows of each table.
-        table_of_feature: Feature -> number of its table.
-        device: The device of the tables.
     """
 
     def __init__(self, num_rows: Sequence[int], table_of_feature: Sequence[int], device: torch.device) -> None:
@@ -195,11 +185,9 @@ class DeviceMarks:
         return [flags_R[first:end].nonzero().squeeze(1) for first, end in tables]
 
     def take(self) -> tuple[Tensor, Tensor]:
-        """Return the marked rows, and remove the marks.
+        """Return the marked rows and their number, `()`, int64, both on the device; remove the marks.
 
-        Returns:
-            Their numbers over all tables, `(most,)`, int64, ascending and padded with 0, and the number of marked rows,
-            `()`, int64, both on the device.
+        The rows are numbered over all tables, `(most,)`, int64, ascending and padded with 0.
         """
         rows = torch.nonzero_static(self._flags_R, size=self.most, fill_value=0).squeeze(1)
         num_marked = self._flags_R.sum()

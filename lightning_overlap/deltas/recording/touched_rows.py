@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from ...runtime import LookupOrder
-from ...tables import TableShard, kernel_shards, num_fused_writes, sharded_modules
-from .copies import CopiedRows, DeviceCopy, Fields, HostCopy, RowCopy, Window, copy_on_host, fields_of, windows_of
-from .kept_memory import KeptMemory
+from ...tables import kernel_shards, num_fused_writes, sharded_modules
+from ..parts import Rows
+from .copies import DeviceCopy, Field, HostCopy, KeptMemory, RowCopy, copy_on_host, fields_of
 from .row_marks import DeviceMarks, HostMarks
 
 
@@ -25,34 +25,21 @@ class TouchedRows:
     deferred. A lookup without a backward (an evaluation, a dropped batch) marks nothing. Tables of the dense optimizer
     have no marks.
 
-    Args:
-        model: The sharded model; tables are named as in its `state_dict`.
-        order: The device's streams, and the order of lookups and updates on them.
-        num_pending: Returns the number of trained batches with pending table updates.
-        states: Whether to also copy the fused optimizers' states.
-
-    Attributes:
-        dense: Shards of the dense optimizer's tables and of replicated tables, each with its fields, and whether it is
-            replicated.
+    Tables are named as in the `state_dict` of the sharded model. `states` says whether to also copy the fused
+    optimizers' states. `dense` has the fields of the dense optimizer's tables and, on rank 0, of replicated tables.
 
     Raises:
         ValueError: Rows have no fixed numbers, as in managed collision modules.
     """
 
-    def __init__(
-        self, model: nn.Module, order: LookupOrder, num_pending: Callable[[], int], *, states: bool = False
-    ) -> None:
+    def __init__(self, model: nn.Module, order: LookupOrder, *, states: bool = False) -> None:
         kernels = kernel_shards(model)
         self._modules = list(sharded_modules(model).values())
         self._kernels = [kernel for kernel in kernels if kernel.is_fused]
-        self._order, self._num_pending, self._states = order, num_pending, states
+        self._order, self._states = order, states
         self._on_device = order.streams.is_async
-        self.dense: list[tuple[TableShard, Fields, bool]] = [
-            (*shard, kernel.is_replicated)
-            for kernel in kernels
-            if not kernel.is_fused
-            for shard in fields_of(kernel, states=states)
-        ]
+        others = [kernel for kernel in kernels if not kernel.is_fused and not (kernel.is_replicated and order.rank)]
+        self.dense = [field for kernel in others for fields in fields_of(kernel, states=states) for field in fields]
         self._marks = self._new_marks()
         self._spare_marks: list[Any] | None = None
         self._kept = KeptMemory()
@@ -62,7 +49,16 @@ class TouchedRows:
         self._copy: RowCopy | None = None
         self._writes_before = 0
         self._is_whole: bool | None = True
-        self._handles: list[RemovableHandle] = []
+        self._handles = [
+            kernel.kernel.register_forward_hook(self._watch(number), with_kwargs=True)
+            for number, kernel in enumerate(self._kernels)
+        ]
+
+    def detach(self) -> None:
+        """Stop marking, and wait for a running copy on the host."""
+        for handle in self._handles:
+            handle.remove()
+        self._copier.shutdown()
 
     def _new_marks(self) -> list[Any]:
         found: list[DeviceMarks | HostMarks] = []
@@ -77,19 +73,6 @@ class TouchedRows:
         return found
 
     # -- marking ------------------------------------------------------------------------------------------------
-
-    def attach(self) -> None:
-        """Start marking."""
-        self._handles = [
-            kernel.kernel.register_forward_hook(self._watch(number), with_kwargs=True)
-            for number, kernel in enumerate(self._kernels)
-        ]
-
-    def detach(self) -> None:
-        """Stop marking, and wait for a running copy on the host."""
-        for handle in self._handles:
-            handle.remove()
-        self._copier.shutdown()
 
     def _watch(self, kernel: int) -> Callable[..., None]:
         def looked_up(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], answer: Any) -> None:
@@ -111,37 +94,25 @@ class TouchedRows:
         self._marks[kernel].add(indices, offsets, batch_sizes)
 
     def mark(self, name: str, rows: Tensor) -> None:
-        """Mark rows of a table on this rank.
-
-        Args:
-            name: Name of the table's weight in the unsharded model.
-            rows: Row numbers in the unsharded table, `(N,)`, int64, on the host; rows of other ranks are skipped.
-        """
-        for number, kernel in enumerate(self._kernels):
+        """Mark rows `(N,)`, int64, on the host, of an unsharded table by its name; rows of other ranks are skipped."""
+        for kernel, marks in zip(self._kernels, self._marks, strict=True):
             for table, shard in enumerate(kernel.shards):
                 if shard.name == name:
                     own = rows - shard.first_row
-                    own = own[(own >= 0) & (own < shard.weight.shape[0])]
-                    self._marks[number].add_rows(table, own)
+                    marks.add_rows(table, own[(own >= 0) & (own < shard.weight.shape[0])])
 
     @property
     def most(self) -> int:
         """An upper bound of the number of marked rows."""
         return sum(marks.most for marks in self._marks)
 
-    def marked(self) -> dict[str, Tensor]:
-        """Return table -> marked row numbers in the unsharded table, `(N,)`, int64, on the host."""
-        found: dict[str, Tensor] = {}
-        for kernel, marks in zip(self._kernels, self._marks, strict=True):
-            for shard, rows_N in zip(kernel.shards, marks.rows(), strict=True):
-                before = found.get(shard.name, rows_N.new_empty(0))
-                found[shard.name] = torch.cat([before, rows_N + shard.first_row])
-        return found
-
-    @property
-    def num_pending(self) -> int:
-        """Number of trained batches with pending table updates."""
-        return self._num_pending()
+    def marked(self) -> list[dict[str, Tensor]]:
+        """Return, for each shard, table -> marked row numbers in the unsharded table, `(N,)`, int64, on the host."""
+        return [
+            {shard.name: rows_N + shard.first_row}
+            for kernel, marks in zip(self._kernels, self._marks, strict=True)
+            for shard, rows_N in zip(kernel.shards, marks.rows(), strict=True)
+        ]
 
     # -- reading ------------------------------------------------------------------------------------------------
 
@@ -176,24 +147,27 @@ class TouchedRows:
             if not self._on_device:
                 self._copy = None  # on a device other streams have not waited
 
-    def _copy_on_host(self, marks: list[HostMarks]) -> tuple[list[CopiedRows], Tensor]:
+    def _copy_on_host(self, marks: list[HostMarks]) -> tuple[list[Rows], Tensor]:
         rows = [rows_N for of_kernel in marks for rows_N in of_kernel.take()]
-        return copy_on_host(self.fields, rows, self._kept)
+        shards = zip(self._fields_of_shards(), rows, strict=True)
+        return copy_on_host([(field, rows_N) for shard, rows_N in shards if len(rows_N) for field in shard], self._kept)
+
+    def _fields_of_shards(self) -> list[list[Field]]:
+        return [fields for kernel in self._kernels for fields in fields_of(kernel, states=self._states)]
 
     @property
-    def fields(self) -> list[tuple[TableShard, Fields]]:
-        """The shards of all fused tables on this rank, each with its fields."""
-        return [shard for kernel in self._kernels for shard in fields_of(kernel, states=self._states)]
+    def fields(self) -> list[Field]:
+        """The fields of all fused tables on this rank."""
+        return list(chain.from_iterable(self._fields_of_shards()))
 
     @property
     def num_writes(self) -> int:
         """In-place writes to this rank's fused tables, except by their backward, plus `tables_changed()` calls."""
         return sum(write for module in self._modules for write in num_fused_writes(module)) + self._order.num_told
 
-    def begin_base(self) -> list[list[Window]]:
-        """Return windows of all rows of this rank's shards, and remove all marks."""
+    def begin_base(self) -> None:
+        """Remove all marks, and bring the memory of all tables up to date."""
         self.wait_copied()
         self._marks = self._new_marks()
         for kernel in self._kernels:
             kernel.write_back_cache()
-        return windows_of(self.fields)

@@ -12,8 +12,8 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any, TypeAlias, TypeVar
 
-from ..parts import Piece, joined
-from ..sinks import DeltaSink, SinkError, check_sink, takes_pieces
+from ..parts import Piece
+from ..sinks import DeltaSink, SinkError, writes_pieces
 
 MOST_WAITING = 2
 """Most unwritten cuts; no further cut is made meanwhile."""
@@ -32,12 +32,9 @@ class CutWriter:
 
     def __init__(self, sink: DeltaSink, timeout_s: float = float("inf")) -> None:
         self._sink, self._timeout_s = sink, timeout_s
-        with_pieces: Any = sink
-        self._keep: Callable[[str, list[Piece]], None] = (
-            with_pieces.write_pieces if takes_pieces(sink) else lambda name, pieces: sink.write(name, joined(pieces))
-        )
+        self._keep = writes_pieces(sink)
         self._call: tuple[str, float] | None = None  # the current call of the sink, and its start
-        self._jobs = SimpleQueue[Callable[[], None] | None]()  # None ends the thread
+        self._jobs = SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]()  # None ends the thread
         self._cuts = deque[Future[None]](maxlen=MOST_WAITING)
         self._thread: threading.Thread | None = None
         self._ends = False
@@ -66,7 +63,11 @@ class CutWriter:
         """
         self.wait()
         if self.error is None:
-            self._write(step, lambda: chunks, self._ask)
+            self._write(step, lambda: chunks, self.ask)
+        self.raise_error()
+
+    def raise_error(self) -> None:
+        """Raise the first error of a write, if any."""
         if self.error is not None:
             raise self.error
 
@@ -74,6 +75,19 @@ class CutWriter:
         """Wait until every part is written, a write fails, or the sink hangs."""
         for cut in self._cuts:
             self._wait_for(cut)
+
+    def ask(self, what: str, do: Callable[[], T]) -> T:
+        """Return what a call of the sink returns, after all earlier parts; `what` names it in errors.
+
+        Raises:
+            SinkError: The sink hangs.
+            BaseException: An error of the sink.
+        """
+        answer = self._later(partial(self._timed, what, do))
+        self._wait_for(answer)
+        if not answer.done():
+            self.raise_error()
+        return answer.result()
 
     def look(self) -> None:
         """Set `error` if a call of the sink takes longer than the timeout."""
@@ -94,53 +108,20 @@ class CutWriter:
             self._jobs.put(None)
             self._thread.join(0 if self._overdue() else timeout_s)
 
-    # -- calls of the sink, after all earlier parts; each raises the sink's error, or a SinkError if it hangs ---------
-
-    def check(self) -> None:
-        """Check that parts can be written, as far as the sink can tell."""
-        self._ask("check", lambda: check_sink(self._sink))
-
-    def names(self) -> list[str]:
-        """Return the names of all parts."""
-        return self._ask("names", lambda: list(self._sink.names()))
-
-    def read(self, name: str) -> bytes:
-        """Return a part."""
-        return self._ask(f"read of {name}", lambda: self._sink.read(name))
-
-    def close_sink(self) -> None:
-        """Close the sink's connections."""
-        self._ask("close", self._sink.close)
-
-    # -- inside --------------------------------------------------------------------------------------------------------
-
-    def _ask(self, what: str, do: Callable[[], T]) -> T:
-        """Call the sink in the thread, and return the result; `what` names the call in errors."""
-        answer = self._later(partial(self._timed, what, do))
-        self._wait_for(answer)
-        if not answer.done():
-            assert self.error is not None
-            raise self.error
-        return answer.result()
-
     def _later(self, do: Callable[[], T]) -> Future[T]:
         answer: Future[T] = Future()
-
-        def job() -> None:
-            try:
-                answer.set_result(do())
-            except BaseException as err:
-                answer.set_exception(err)
-
-        self._jobs.put(job)
+        self._jobs.put((do, answer))
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="embedding deltas", daemon=True)
             self._thread.start()
         return answer
 
     def _run(self) -> None:
-        for job in iter(self._jobs.get, None):
-            job()
+        for do, answer in iter(self._jobs.get, None):
+            try:
+                answer.set_result(do())
+            except BaseException as err:
+                answer.set_exception(err)
 
     def _wait_for(self, answer: Future[Any]) -> None:
         while self.error is None and not futures.wait([answer], LOOKS_EVERY_S).done:

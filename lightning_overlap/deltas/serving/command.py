@@ -43,8 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _follow(replica: Replica, options: argparse.Namespace, stopped: threading.Event) -> None:
     with ExitStack() as stack:
         if options.serve is not None:
-            host, port = options.serve
-            server = stack.enter_context(ReplicaServer(replica, host, port))
+            server = stack.enter_context(ReplicaServer(replica, *options.serve))
             print(f"http://{server.host}:{server.port}/step", flush=True)
         told = None
         print(f"following {replica.sink!r}", flush=True)

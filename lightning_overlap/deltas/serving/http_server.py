@@ -24,10 +24,8 @@ class ReplicaServer(ThreadingHTTPServer):
     "ids": [...]}` and returns `{"generation": ..., "step": ..., "rows": [[...], ...]}`. A wrong request gets status
     400, a replica without tables or with an error 503, both with `{"error": ...}`.
 
-    Args:
-        replica: The replica; its `follow()` keeps it up to date.
-        host: Address to listen on, by default only this machine. There is no authentication.
-        port: Port to listen on; 0 chooses a free port, see the attribute `port`.
+    By default it listens on this machine only; there is no authentication. Port 0 chooses a free port, see the
+    attribute `port`. `replica.follow()` keeps the tables up to date.
 
     Raises:
         OSError: The port is not available.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
@@ -17,21 +16,19 @@ class ReadLock:
     def __init__(self) -> None:
         self._gate = threading.RLock()  # held by the current or waiting writer; new readers pass through it
         self._changed = threading.Condition()
-        self._readers = Counter[int]()
+        self._readers: list[int] = []  # a thread as often as it reads
 
     @contextmanager
     def reading(self) -> Iterator[None]:
         """Hold the lock for reading."""
         own = threading.get_ident()
         with nullcontext() if own in self._readers else self._gate, self._changed:
-            self._readers[own] += 1
+            self._readers.append(own)
         try:
             yield
         finally:
             with self._changed:
-                self._readers[own] -= 1
-                if not self._readers[own]:
-                    del self._readers[own]
+                self._readers.remove(own)
                 self._changed.notify_all()
 
     @contextmanager

@@ -6,7 +6,6 @@ import logging
 import os
 import threading
 import time
-import uuid
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -16,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..parts import TRAILER_SIZE, WEIGHT, Chain, CutError, Move, Part, PartError, PartName, as_words, part_of
-from ..sinks import DeltaSink, resolve_sink
+from ..parts import TRAILER_SIZE, WEIGHT, Chain, CutError, Head, Move, Part, PartError, PartName, as_words, part_of
+from ..sinks import DeltaSink, resolve_sink, write_whole
 from .read_lock import ReadLock
 from .served_tables import ServedTables, check_whole
 
@@ -28,15 +27,7 @@ _MOST_TIMES = 3
 
 
 class Position(NamedTuple):
-    """The last applied cut.
-
-    Attributes:
-        generation: Number of the fit that wrote the cut (see `parts/form.py`).
-        step: Batches trained at the cut.
-        num_pending: Trained batches with pending table updates at the cut.
-        global_step: `Trainer.global_step` at the cut.
-        time: Time of the cut, in seconds since the Unix epoch.
-    """
+    """The last applied cut; its fields are those of `Header`."""
 
     generation: int
     step: int
@@ -51,17 +42,14 @@ class Position(NamedTuple):
 
 
 class Lag(NamedTuple):
-    """A replica's lag behind its training.
-
-    Attributes:
-        steps: Batches from the applied cut to the newest whole cut in the last listing of the sink.
-        seconds: Time since the training made the applied cut.
-        parts: Chunks of newer whole cuts in the last listing.
-    """
+    """A replica's lag behind its training."""
 
     steps: int
+    """Batches from the applied cut to the newest whole cut in the last listing of the sink."""
     seconds: float
+    """Time since the training made the applied cut."""
     parts: int
+    """Chunks of newer whole cuts in the last listing."""
 
 
 class ReplicaError(RuntimeError):
@@ -102,7 +90,6 @@ class Replica:
         self._kept_bytes = kept_bytes
         self._lock = ReadLock()
         self._updating = threading.Lock()
-        self._applied = threading.Condition()
         self.position: Position | None = None
         """The last applied cut; None before the first cut."""
         self._torn: BaseException | None = None
@@ -121,17 +108,13 @@ class Replica:
 
     @contextmanager
     def reading(self, *, after_error: bool = False) -> Iterator[Position]:
-        """Keep the tables unchanged inside this context, in any number of threads.
+        """Keep the tables unchanged inside this context, in any number of threads; yields the last applied cut.
 
         On CUDA all rows of the cut are written. A thread that reads on another stream than the default stream must
         synchronize its stream before it leaves: the next cut is written on the default stream, without waiting.
 
         Args:
-            after_error: Whether to also read after following has stopped with an error; the tables are then those of
-                the last applied cut.
-
-        Yields:
-            The last applied cut.
+            after_error: Whether to also read after following has stopped with an error.
 
         Raises:
             ReplicaError: No cut has been applied, or following has stopped with an error.
@@ -152,12 +135,12 @@ class Replica:
     @property
     def step(self) -> int | None:
         """The `step` of `position`; None before the first cut."""
-        return None if self.position is None else self.position.step
+        return self.position and self.position.step
 
     @property
     def generation(self) -> int | None:
         """The `generation` of `position`; None before the first cut."""
-        return None if self.position is None else self.position.generation
+        return self.position and self.position.generation
 
     @property
     def run(self) -> str | None:
@@ -214,49 +197,45 @@ class Replica:
             return count
 
     def follow(self, every_s: float = 0.5) -> None:
-        """Apply new cuts in a thread, until `close`. An error ends the thread; `reading`, `lag` and `wait` raise it.
+        """Apply new cuts in a thread, until `close`; list the sink every `every_s` seconds.
 
-        Args:
-            every_s: Seconds between listings of the sink.
+        An error ends the thread; `reading`, `lag` and `wait` raise it.
         """
-        if self._thread is not None and self._thread.is_alive():
+        if self._follows:
             return
         self._stop.clear()
         self._error = None
         self._thread = threading.Thread(target=self._follow, args=(every_s,), name="replica", daemon=True)
         self._thread.start()
 
+    @property
+    def _follows(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
     def wait(self, step: int = 0, timeout: float | None = None) -> Position:
         """Wait until a cut at or after `step` is applied; return the last applied cut.
 
-        Without `follow()` this calls `update()`.
-
-        Args:
-            step: Batches trained.
-            timeout: In seconds; None waits forever.
+        Without `follow()` this calls `update()`, and raises its errors.
 
         Raises:
-            TimeoutError: There was no such cut in time.
+            TimeoutError: There was no such cut in `timeout` seconds; None waits forever.
             ReplicaError: Following has stopped with an error.
-            CutError, PartError, TablesError, SinkError: As for `update`, without `follow()`.
         """
         until = time.monotonic() + (float("inf") if timeout is None else timeout)
         while True:
-            follows = self._thread is not None and self._thread.is_alive()
-            if not follows:
+            if not self._follows:
                 self.check()
                 self.update()
-            with self._applied:
-                if self.position is not None and self.position.step >= step:
-                    return self.position
-                left = until - time.monotonic()
-                if left <= 0:
-                    raise TimeoutError(
-                        f"step {step} was not reached after {timeout:g} s; applied: "
-                        f"{as_words(self.position and self.position.cut)}. Does the training still write into "
-                        f"{self.sink!r}?"
-                    )
-                self._applied.wait(min(left, 0.5 if follows else 0.05))
+            position = self.position
+            if position is not None and position.step >= step:
+                return position
+            left = until - time.monotonic()
+            if left <= 0:
+                raise TimeoutError(
+                    f"step {step} was not reached after {timeout:g} s; applied: "
+                    f"{as_words(position and position.cut)}. Does the training still write into {self.sink!r}?"
+                )
+            time.sleep(min(left, 0.05))
 
     def close(self) -> None:
         """Stop following and close the sink; the tables stay."""
@@ -275,11 +254,7 @@ class Replica:
     # -- saved state ---------------------------------------------------------------------------------------------------
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write tables and position into a file atomically, for `Replica(start=...)` in another process.
-
-        Raises:
-            ReplicaError: No cut has been applied.
-        """
+        """Write tables and position into a file atomically, for `Replica(start=...)`; a cut must have been applied."""
         with self.reading(after_error=True) as position:
             content = {
                 "format": _FORMAT,
@@ -304,19 +279,14 @@ class Replica:
         self.position = Position(*saved["position"])
         self._chain.run, self._chain.fit = saved["run"], saved.get("fit", "")
 
-    # -- inside --------------------------------------------------------------------------------------------------------
-
     def _follow(self, every_s: float) -> None:
-        while not self._stop.is_set():
-            try:
+        try:
+            while not self._stop.is_set():
                 self.update()
-            except Exception as err:
-                self._error = err
-                _log.warning("a replica stopped following %r: %s", self.sink, err)
-                with self._applied:
-                    self._applied.notify_all()
-                return
-            self._stop.wait(every_s)
+                self._stop.wait(every_s)
+        except Exception as err:
+            self._error = err
+            _log.warning("a replica stopped following %r: %s", self.sink, err)
 
     def _update_once(self, *, lists: bool) -> bool:
         """Apply the next cut, if any; list the sink first, or without `lists` only if the last listing has no next cut.
@@ -331,15 +301,13 @@ class Replica:
                 move = self._chain.next(self.position and self.position.cut)
                 if move is not None:
                     self._apply(move)
-                    return True
-                if not is_listed:
-                    return False
-                continue
-            except KeyError as err:
-                problem = CutError(f"{err.args[0]} was removed after it was listed: parts are being removed.")
-            except CutError as err:
+                if move is not None or not is_listed:
+                    return move is not None
+            except (KeyError, CutError) as err:
+                self._chain.forget()
                 problem = err
-            self._chain.forget()
+                if isinstance(err, KeyError):
+                    problem = CutError(f"{err.args[0]} was removed after it was listed: parts are being removed.")
         raise problem
 
     def _apply(self, move: Move) -> None:
@@ -349,8 +317,7 @@ class Replica:
         checksums: dict[PartName, bytes] = {}
         covered, size = Counter[str](), 0
         for head, name in move.chunks:
-            data = self.sink.read(str(name))
-            part = part_of(data, name, head)
+            part, data = self._read(head, name)
             self._tables.check(part, str(name), begins=move.is_base)
             if part.header.is_base:
                 for entry in part.rows:
@@ -369,8 +336,7 @@ class Replica:
                     if name in kept:
                         part = kept.pop(name)
                     else:
-                        data = self.sink.read(str(name))
-                        part = part_of(data, name, head)
+                        part, data = self._read(head, name)
                         if data[-TRAILER_SIZE:] != checksums[name]:
                             raise PartError(f"{name} was rewritten with other content while it was applied.")
                     self._tables.write(part)
@@ -381,8 +347,10 @@ class Replica:
             self._torn = None
             self._chain.run, self._chain.fit = header.run, header.fit
             self.position = Position(*(getattr(header, what) for what in Position._fields))
-        with self._applied:
-            self._applied.notify_all()
+
+    def _read(self, head: Head, name: PartName) -> tuple[Part, bytes]:
+        data = self.sink.read(str(name))
+        return part_of(data, name, head), data
 
     def _whole(self) -> Position:
         if self._torn is not None:
@@ -398,12 +366,4 @@ class Replica:
 def save_whole(content: Any, path: Path) -> None:
     """Write a file for `torch.load` atomically, and make its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f"{path.name}.{uuid.uuid4().hex}.unfinished")
-    try:
-        with open(unfinished, "xb") as file:
-            torch.save(content, file)
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    write_whole(os.path.abspath(path), lambda file: torch.save(content, file))

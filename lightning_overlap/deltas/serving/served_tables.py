@@ -75,13 +75,7 @@ class ServedTables:
             )
 
     def check(self, part: Part, name: str, *, begins: bool) -> None:
-        """Raise a TablesError if a chunk does not fit the tables.
-
-        Args:
-            part: The chunk.
-            name: Its name, for messages.
-            begins: Whether it is applied with a base of all ranks, which may change shapes of optimizer state.
-        """
+        """Raise a TablesError if a chunk of this name does not fit; with `begins` optimizer state may change shape."""
         for entry in part.rows:
             self._check_rows(entry, part.header, name, begins=begins)
         for tensor in () if self._makes else part.dense:
@@ -114,11 +108,7 @@ class ServedTables:
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor], optimizer_state: dict[str, dict[str, Tensor]]) -> None:
-        """Load tensors that `Replica.save` wrote.
-
-        Raises:
-            TablesError: A tensor is missing, or has another shape or dtype.
-        """
+        """Load tensors that `Replica.save` wrote; raise a TablesError if one is missing, or of other shape or dtype."""
         if self._makes:
             self.tensors = {name: torch.empty_like(value) for name, value in tensors.items()}
         for name, value in tensors.items():
@@ -153,31 +143,24 @@ class ServedTables:
                 f"{name} has rows of {what} outside of its shape {shape}: {len(entry.rows)} rows, values "
                 f"{tuple(entry.values.shape)} from column {entry.first_column} on, of a tensor {entry.shape}."
             )
-        if is_weight:
-            have = self.tensors.get(entry.table)
-            advice = "use tables of the same shape and dtype"
-        else:
+        have, advice = self.tensors.get(entry.table), "use tables of the same shape and dtype"
+        if not is_weight:
             have = None if begins else self.optimizer_state.get(entry.table, {}).get(entry.field)
             advice = "a change of shape or dtype needs a base first"
         if have is not None:
             _check_alike(what, entry.shape, entry.values.dtype, name, have, advice)
 
     def _tensor_of(self, entry: Rows) -> Tensor:
-        is_weight = entry.field == WEIGHT
-        tensors = self.tensors if is_weight else self.optimizer_state.setdefault(entry.table, {})
-        name = entry.table if is_weight else entry.field
+        tensors, name = self.tensors, entry.table
+        if entry.field != WEIGHT:
+            tensors, name = self.optimizer_state.setdefault(entry.table, {}), entry.field
         if name not in tensors:
             tensors[name] = torch.zeros(entry.shape, dtype=entry.values.dtype)
         return tensors[name]
 
 
 def check_whole(header: Header, num_found: Counter[str]) -> None:
-    """Raise a TablesError unless the bases of all ranks have exactly the values of each table.
-
-    Args:
-        header: The header of one base.
-        num_found: Table -> number of values in all bases.
-    """
+    """Raise a TablesError unless the bases of all ranks have, by table, as many values as the tables of the header."""
     for table, shape in header.tables.items():
         if num_found[table] != prod(shape):
             raise TablesError(

@@ -1,10 +1,11 @@
 """Sinks, which store parts: folders, Redis, and the protocol for other sinks."""
 
 from .folder_sink import FolderSink as FolderSink
+from .folder_sink import write_whole as write_whole
 from .prune import prune as prune
 from .redis_sink import RedisSink as RedisSink
 from .resolve import resolve_sink as resolve_sink
 from .sink import DeltaSink as DeltaSink
 from .sink import SinkError as SinkError
 from .sink import check_sink as check_sink
-from .sink import takes_pieces as takes_pieces
+from .sink import writes_pieces as writes_pieces

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
-from typing import Any
+from pathlib import Path
+from typing import IO, Any
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
@@ -59,23 +60,18 @@ class FolderSink:
     def write_pieces(self, name: str, pieces: Sequence[Piece]) -> None:
         """Store a part from pieces, on a local disk without joining them."""
         files, path = self._files, self._file(name)
-        unfinished = self._file(f".{name}.{uuid.uuid4().hex}.unfinished")
         with self._told("write to"):
             files.makedirs(self._root, exist_ok=True)
             if _WHOLE_PUTS.intersection([files.protocol] if isinstance(files.protocol, str) else files.protocol):
                 files.pipe_file(path, joined(pieces))
                 return
+            if isinstance(files, LocalFileSystem):
+                write_whole(path, lambda file: file.writelines(pieces))
+                return
+            unfinished = self._file(f".{name}.{uuid.uuid4().hex}.unfinished")
             try:
-                if isinstance(files, LocalFileSystem):
-                    with open(unfinished, "xb") as file:
-                        file.writelines(pieces)
-                        file.flush()
-                        os.fsync(file.fileno())
-                    os.replace(unfinished, path)
-                    _sync_folder(self._root)
-                else:
-                    files.pipe_file(unfinished, joined(pieces))
-                    files.mv(unfinished, path)
+                files.pipe_file(unfinished, joined(pieces))
+                files.mv(unfinished, path)
             except BaseException:
                 with suppress(Exception):
                     files.rm_file(unfinished)
@@ -83,13 +79,11 @@ class FolderSink:
 
     def names(self) -> list[str]:
         """Return the names of all parts; empty without the folder."""
-        with self._told("read"):
+        found: list[str] = []
+        with self._told("read"), suppress(FileNotFoundError):
             self._files.invalidate_cache(self._root)
-            try:
-                found = self._files.ls(self._root, detail=False)
-            except FileNotFoundError:
-                return []
-            return sorted(filter(PartName.parse, (path.rstrip("/").rpartition("/")[2] for path in found)))
+            found = self._files.ls(self._root, detail=False)
+        return sorted(filter(PartName.parse, (path.rstrip("/").rpartition("/")[2] for path in found)))
 
     def read(self, name: str) -> bytes:
         """Return a part."""
@@ -120,10 +114,21 @@ class FolderSink:
         )
 
 
-def _sync_folder(path: str) -> None:
+def write_whole(path: str, write: Callable[[IO[bytes]], object]) -> None:
+    """Write a local file, which gets its name when it is complete and flushed to the disk."""
+    folder, name = os.path.split(path)
+    unfinished = os.path.join(folder, f".{name}.{uuid.uuid4().hex}.unfinished")
+    try:
+        with open(unfinished, "xb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(unfinished, path)
+    finally:
+        Path(unfinished).unlink(missing_ok=True)
     with suppress(OSError):  # some file systems cannot open folders
-        folder = os.open(path, os.O_RDONLY)
+        opened = os.open(folder, os.O_RDONLY)
         try:
-            os.fsync(folder)
+            os.fsync(opened)
         finally:
-            os.close(folder)
+            os.close(opened)

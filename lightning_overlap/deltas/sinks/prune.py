@@ -10,12 +10,9 @@ from .sink import DeltaSink
 
 
 def prune(sink: str | os.PathLike[str] | DeltaSink) -> list[str]:
-    """Remove the parts older than the newest base of all ranks.
+    """Remove the parts of a sink, or of its address, that are older than the newest base of all ranks.
 
     Replicas that lag further, and resumed trainings, continue from that base, which has every row.
-
-    Args:
-        sink: A sink, or its address.
 
     Returns:
         The names of the removed parts, oldest first; empty without a base of all ranks.

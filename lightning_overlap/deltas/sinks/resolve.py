@@ -11,11 +11,7 @@ from .sink import DeltaSink
 
 
 def resolve_sink(sink: Any) -> DeltaSink:
-    """Return the sink for an address; return a sink unchanged.
-
-    Args:
-        sink: `redis://host:port/0?key=name` (`rediss://`, `unix://`) for a `RedisSink`; any other path or fsspec URL
-            (`s3://bucket/folder`) for a `FolderSink`; or a sink.
+    """Return a `RedisSink` for `redis://`, `rediss://`, `unix://`, a `FolderSink` for other addresses; else the sink.
 
     Raises:
         TypeError: The argument is neither an address nor a sink.
@@ -23,9 +19,8 @@ def resolve_sink(sink: Any) -> DeltaSink:
     """
     if isinstance(sink, (str, os.PathLike)):
         address = os.fspath(sink)
-        if address.startswith(("redis://", "rediss://", "unix://")):
-            return RedisSink(address)
-        return FolderSink(address)
+        is_redis = address.startswith(("redis://", "rediss://", "unix://"))
+        return RedisSink(address) if is_redis else FolderSink(address)
     if not isinstance(sink, DeltaSink):
         lacks = [name for name in ("write", "names", "read", "remove", "close") if not hasattr(sink, name)]
         raise TypeError(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
+
+from ..parts import Piece, joined
 
 
 class SinkError(OSError):
@@ -43,19 +45,15 @@ class DeltaSink(Protocol):
 
 def check_sink(sink: DeltaSink) -> None:
     """Raise a SinkError if parts cannot be written, as far as the sink can tell."""
-    check = getattr(sink, "check", None)
-    if check is not None:
-        check()
-    else:
-        list(sink.names())
+    getattr(sink, "check", lambda: list(sink.names()))()
 
 
-def takes_pieces(sink: DeltaSink) -> bool:
-    """Return whether to call `write_pieces`: the sink has it, and no subclass or instance overrides only `write`."""
-    if "write" in getattr(sink, "__dict__", ()):
-        return False
+def writes_pieces(sink: Any) -> Callable[[str, Sequence[Piece]], None]:
+    """Return `write_pieces`, or if the sink lacks it, or a subclass or instance overrides only `write`, `write`."""
     first = (vars(kind) for kind in type(sink).__mro__ if "write" in vars(kind) or "write_pieces" in vars(kind))
-    return "write_pieces" in next(first, ())
+    if "write" in getattr(sink, "__dict__", ()) or "write_pieces" not in next(first, ()):
+        return lambda name, pieces: sink.write(name, joined(pieces))
+    return cast(Callable[[str, Sequence[Piece]], None], sink.write_pieces)
 
 
 @contextmanager
