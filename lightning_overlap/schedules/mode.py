@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TypeVar
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
 
 from ..text import unknown_name_message
 from .modes import ASYNC_LOOKUP, MODES, STREAMS, ModeName, async_lookup, defer_update, frozen_window
@@ -15,6 +16,22 @@ from .stages import StreamName
 _T = TypeVar("_T")
 
 
+def _names_unknown_options(cls: Any) -> Any:
+    """Let a dataclass name an unknown option with the nearest valid ones."""
+    init, known = cls.__init__, [field.name for field in fields(cls)]
+
+    @functools.wraps(init)
+    def checked_init(self: Any, *args: Any, **options: Any) -> None:
+        for name in options:
+            if name not in known:
+                raise TypeError(f"{cls.__name__}: {unknown_name_message('option', name, known)}")
+        init(self, *args, **options)
+
+    cls.__init__ = checked_init
+    return cls
+
+
+@_names_unknown_options
 @dataclass(frozen=True, slots=True)
 class Mode:
     """A mode with its options, for `OverlapEmbeddingStrategy(pipeline=Mode("semi_sync", start_batch=1000))`.
@@ -37,7 +54,7 @@ class Mode:
 
     Raises:
         ValueError: No mode has this name (the message lists the nearest names), or the mode rejects an option.
-        TypeError: An option has the wrong type.
+        TypeError: An option has the wrong type, or no option has this name.
     """
 
     name: ModeName | Schedule = "fused_sparse_dist"

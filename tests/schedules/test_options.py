@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from dataclasses import replace
 from typing import Any
@@ -78,6 +79,13 @@ def test_a_name_and_a_staleness() -> None:
 def test_a_staleness_that_cannot_be(pipeline: Any, staleness: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=re.escape(message)):
         Mode(pipeline, staleness=staleness)
+
+
+def test_an_option_that_there_is_not_is_named_with_the_nearest() -> None:
+    message = "Mode: unknown option 'stalness'. Did you mean 'staleness' or 'stash_gradients'? Known: name, stale"
+    with pytest.raises(TypeError, match=re.escape(message)):
+        Mode("semi_sync", stalness=2)  # type: ignore[call-arg]
+    assert [*inspect.signature(Mode).parameters][:2] == ["name", "staleness"]
 
 
 # -- switches ---------------------------------------------------------------------------------------------------
