@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from .batch_queue import BatchQueue
 from .deferred_updates import DeferredUpdates
-from .inflight import InFlightBatch
 from .interfaces import Lookups
 from .lookup_order import LookupOrder
 
@@ -20,8 +20,8 @@ other.
 class TableWrites:
     """Drops early lookups, on all ranks alike, if the tables that they read were written afterwards.
 
-    `lookups` is None if nothing is looked up early. `ahead` returns the batches that may have been looked up and whose
-    step has not begun. `any_rank` (None on one rank) is asked before the first `num_asks` batches, and after `ask`.
+    `lookups` is None if nothing is looked up early. `any_rank` (None on one rank) is asked before the first `num_asks`
+    batches, and after `ask`.
     """
 
     def __init__(
@@ -29,12 +29,12 @@ class TableWrites:
         lookups: Lookups | None,
         order: LookupOrder,
         updates: DeferredUpdates,
-        ahead: Callable[[], list[InFlightBatch]],
+        queue: BatchQueue,
         *,
         any_rank: Callable[[bool], bool] | None,
         num_asks: int,
     ) -> None:
-        self._lookups, self._order, self._updates, self._ahead = lookups, order, updates, ahead
+        self._lookups, self._order, self._updates, self._queue = lookups, order, updates, queue
         self._any_rank, self._num_asks = any_rank, num_asks
         self.reset()
 
@@ -60,7 +60,7 @@ class TableWrites:
         """
         if self._lookups is None:
             return
-        written = everyone = self._lookups.is_overwritten(self._ahead())  # on one rank it decides for everyone
+        written = everyone = self._lookups.is_overwritten(self._queue.ahead())  # on one rank it decides for everyone
         if self._any_rank is not None:
             everyone = self._asks and self._any_rank(written)
         if everyone:
@@ -82,5 +82,5 @@ class TableWrites:
         """
         if self._lookups is not None:
             self._updates.refuse_writes()
-            self._lookups.leave_overwritten(self._ahead())
+            self._lookups.leave_overwritten(self._queue.ahead())
             self._order.note_write()
