@@ -35,10 +35,7 @@ class DeferredUpdates:
         """Number of batches of the epoch that have ended their backward; their updates are applied or deferred."""
 
     def note_lookup(self, inflight: InFlightBatch, *, defers: bool) -> None:
-        """Note at the lookup of a batch's fused tables its staleness, and whether its own update is deferred.
-
-        `defers` says whether the schedule defers updates.
-        """
+        """Note at the lookup of a batch's fused tables its staleness, and whether its update is deferred."""
         inflight.num_unseen = inflight.index - min(self.to_update, default=self.num_updated)
         inflight.defers_update = defers and self._tables.can_defer_updates
 
@@ -121,24 +118,16 @@ class DeferredUpdates:
         self.to_update[inflight.index] = inflight
 
     def make_all(self) -> None:
-        """Issue all updates that wait for no optimizer step, on all ranks alike.
-
-        Later work on the compute stream finds the tables updated.
-        """
+        """Issue all due updates, on all ranks alike; later work on the compute stream finds the tables updated."""
         step = Step(Stage.EMBEDDING_UPDATE, 0, self._order.lookup)
         for inflight in self.due:
             self._make(step, inflight)
 
     def make_up_to(self, index: int, step: Step, *, overlaps_forward: bool, overlaps_dense: bool) -> None:
-        """Issue the updates of all batches up to `index`, inclusive, on the stream of `step`.
+        """Issue the updates of all batches up to `index`, inclusive, as the schedule's `step` says.
 
-        Args:
-            index: Number of the last batch.
-            step: The schedule's step.
-            overlaps_forward: Whether they may overlap with the forward on the compute stream, as it reads no table.
-                Otherwise they wait for all work issued on the compute stream.
-            overlaps_dense: Whether the compute stream goes on with the dense part of the step, which reads no table.
-                Otherwise it waits for an update of the present batch.
+        They wait for all work issued on the compute stream, unless they overlap with its forward, which then reads no
+        table. The compute stream waits for an update of the present batch, unless it goes on with the dense part.
         """
         for inflight in [inflight for inflight in self.to_update.values() if inflight.index <= index]:
             self._make(step, inflight, overlaps_forward, overlaps_dense)
@@ -164,10 +153,8 @@ class DeferredUpdates:
     def settle(self, timeout_s: float) -> str | None:
         """After an error, make the updates of batches whose optimizer step has ended, and drop the others.
 
-        The tables then match the dense weights: both have had the same batches.
-
-        Returns:
-            The updates that the tables lack, in words, if not all gradients arrive within `timeout_s`; else None.
+        The tables then match the dense weights. If not all gradients arrive within `timeout_s`, return in words which
+        update the tables lack; else None.
         """
         for index in [index for index in self.to_update if index >= self.num_stepped]:
             inflight = self.to_update.pop(index)  # it gets neither the dense step nor the update

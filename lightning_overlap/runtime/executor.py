@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ..distributed import Consensus
-from ..schedules import EARLY_OWNERS, TRAINING_STAGES, Schedule, Schedules, Stage, Step, StreamName, WeightOwner
+from ..schedules import TRAINING_STAGES, Schedule, Schedules, Stage, Step, StreamName, WeightOwner
 from .batch_queue import BatchQueue
 from .deferred_updates import DeferredUpdates
 from .end_of_data import EndOfData
@@ -29,9 +29,9 @@ from .table_writes import NUM_ASKS, TableWrites
 class Executor:
     """Runs the steps of a schedule around the trainer's own forward, backward and optimizer step.
 
-    The trainer drives it: `next_batch()` begins an iteration and returns the batch to train; `forward()` goes
-    around `training_step`; `stage_done(stage)` says that the trainer has done a stage. All steps run on the calling
-    thread, at the same point on every rank.
+    The trainer drives it: `next_batch()` begins an iteration, `forward()` goes around `training_step`, and
+    `stage_done(stage)` says that the trainer has done a stage. All steps run on the calling thread, at the same point
+    on every rank.
 
     Args:
         schedule: The table to walk, or several that follow one another.
@@ -89,16 +89,8 @@ class Executor:
         self._reset()
 
     def _use_schedule(self, schedule: Schedule) -> None:
-        """Take a mode's table from the next iteration on; `frozen_window` has a second table, `_accumulating`."""
-        self._last_of_window, self._accumulating = schedule, schedule.accumulating
-        self._walk(schedule)
-
-    def _walk(self, schedule: Schedule) -> None:
-        """Walk one of the mode's two tables from the cursor on."""
-        self.schedule = self._stages.schedule = schedule
-        self._dense_owned = schedule.dense_owned_lookup
-        # EMBEDDING_LOOKUP looks up the tables of these owners; `_dense_owned`, if there is one, looks up the others.
-        self._lookup_owners = EARLY_OWNERS if self._dense_owned is None else frozenset({WeightOwner.FUSED_BACKWARD})
+        """Take a mode's table from the next iteration on; `frozen_window` has a second table, `accumulating`."""
+        self.schedule = self._stages.schedule = self._last_of_window = schedule
 
     def _reset(self) -> None:
         self._begin_trainer_stage(None)
@@ -188,10 +180,10 @@ class Executor:
             self.updates.make_for_second_forward(current)
         else:
             self.writes.check()
-            if self._accumulating is not None:
-                table = self._accumulating if self._accumulates() else self._last_of_window
-                if table is not self.schedule:  # the two differ below DENSE_FORWARD only
-                    self._walk(table)
+            if (accumulating := self._last_of_window.accumulating) is not None:
+                # The two tables differ below DENSE_FORWARD only.
+                table = accumulating if self._accumulates() else self._last_of_window
+                self.schedule = self._stages.schedule = table
                 self.updates.hold(current)
         if self._weights is not None:  # a second forward of a batch has a backward of its own
             self._weights.begin_step(splits=self.schedule.splits_backward and not current.consumed)
@@ -429,13 +421,9 @@ class Executor:
         self._finished_backward = True
 
     def _run_deferred_lookup(self) -> None:
-        if self._dense_owned is not None:
-            self._issue(self._dense_owned, frozenset({WeightOwner.DENSE_OPTIMIZER}))
-
-    def _issue(self, step: Step, owners: frozenset[WeightOwner]) -> None:
-        inflight = self.queue.hear(self._iteration + step.offset)
-        if inflight is not None:
-            self._stages.issue(step, inflight, owners)
+        step = self.schedule.dense_owned_lookup
+        if step is not None and (inflight := self.queue.hear(self._iteration + step.offset)) is not None:
+            self._stages.issue(step, inflight, frozenset({WeightOwner.DENSE_OPTIMIZER}))
 
     def _run(self, step: Step) -> None:
         stage, index = step.stage, self._iteration + step.offset
@@ -450,9 +438,10 @@ class Executor:
             reads_tables = current is not None and current.ran_unpipelined
             overlaps_forward = step.offset < 0 and not reads_tables
             self.updates.make_up_to(index, step, overlaps_forward=overlaps_forward, overlaps_dense=overlaps_dense)
-        elif stage is not Stage.WEIGHT_GRADIENTS:
-            self._issue(step, self._lookup_owners)
-        elif self._weights is not None:
-            self._order.observe("issue", stage, index)
-            with InStage(stage, index, self._order.rank), self._order.timed(stage, index, step.stream):
-                self._weights.compute()
+        elif stage is Stage.WEIGHT_GRADIENTS:
+            if self._weights is not None:
+                self._order.observe("issue", stage, index)
+                with InStage(stage, index, self._order.rank), self._order.timed(stage, index, step.stream):
+                    self._weights.compute()
+        elif (inflight := self.queue.hear(index)) is not None:
+            self._stages.issue(step, inflight, self.schedule.lookup_owners)

@@ -47,10 +47,7 @@ class StageIssuer:
             self._began = self._streams.record(StreamName.COMPUTE)
 
     def issue(self, step: Step, inflight: InFlightBatch, owners: frozenset[WeightOwner]) -> None:
-        """Issue one stage of one batch on its stream; postpone it while `discover` has not found the modules' inputs.
-
-        A lookup reads the tables of `owners`; other stages ignore them.
-        """
+        """Issue one stage of a batch, a lookup of `owners`' tables only; postpone it until `discover` has found inputs."""
         stage = step.stage
         if not self._inputs.ready:
             self._waiting.append((step, inflight, owners))

@@ -12,8 +12,7 @@ from .lookup_order import LookupOrder
 NUM_ASKS = 2
 """Number of batches at the start of a fit before which the ranks ask each other whether tables were written.
 
-A callback that writes tables usually starts at the first step. Asking in every step would make the ranks wait for each
-other.
+A callback that writes tables usually starts at the first step. Each question makes the ranks wait for each other.
 """
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
-from .stages import SPARSE_STAGES, STAGE_ORDER, TRAINING_STAGES, Stage, StreamName
+from .stages import EARLY_OWNERS, SPARSE_STAGES, STAGE_ORDER, TRAINING_STAGES, Stage, StreamName, WeightOwner
 
 _BEFORE = {
     Stage.INPUT_SPLITS_DIST: Stage.COPY_BATCH_TO_DEVICE,
@@ -220,6 +220,11 @@ class Schedule:
             return None
         comes_after = lookup.offset == 1 and self._is_below(lookup.stage, Stage.OPTIMIZER_STEP)
         return None if comes_after else Step(lookup.stage, 1, lookup.stream)
+
+    @cached_property
+    def lookup_owners(self) -> frozenset[WeightOwner]:
+        """The owners whose tables `EMBEDDING_LOOKUP` looks up; `dense_owned_lookup`, if any, looks up the others."""
+        return EARLY_OWNERS if self.dense_owned_lookup is None else frozenset({WeightOwner.FUSED_BACKWARD})
 
     @cached_property
     def evaluation(self) -> EvaluationSchedule:
