@@ -27,7 +27,20 @@ def leaves(batch: Any, is_leaf: Callable[[Any], bool]) -> list[tuple[Path, Any]]
     An object that occurs twice in the batch is listed with both paths.
     """
     found: list[tuple[Path, Any]] = []
-    _collect(batch, (), is_leaf, frozenset(), found)
+
+    def collect(node: Any, path: Path, above: frozenset[int]) -> None:
+        children = None if isinstance(node, torch.Tensor) or is_leaf(node) else _children(node)
+        if children is None:
+            found.append((path, node))
+        elif id(node) not in above:  # else an object that holds itself
+            above = above | {id(node)}
+            for step, child in children:
+                if isinstance(child, torch.Tensor):  # the most common leaf
+                    found.append(((*path, step), child))
+                else:
+                    collect(child, (*path, step), above)
+
+    collect(batch, (), frozenset())
     return found
 
 
@@ -97,21 +110,6 @@ class _LeavesOut(pickle.Pickler):
     @override
     def reducer_override(self, node: Any) -> Any:
         return (weakref.ref, (node(),)) if type(node) is weakref.ref else NotImplemented
-
-
-def _collect(
-    node: Any, path: Path, is_leaf: Callable[[Any], bool], above: frozenset[int], found: list[tuple[Path, Any]]
-) -> None:
-    children = None if isinstance(node, torch.Tensor) or is_leaf(node) else _children(node)
-    if children is None:
-        found.append((path, node))
-    elif id(node) not in above:  # else an object that holds itself
-        above = above | {id(node)}
-        for step, child in children:
-            if isinstance(child, torch.Tensor):  # the most common leaf
-                found.append(((*path, step), child))
-            else:
-                _collect(child, (*path, step), is_leaf, above, found)
 
 
 def _children(node: Any) -> list[tuple[tuple[str, Any], Any]] | None:

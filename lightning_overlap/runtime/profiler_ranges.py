@@ -28,7 +28,7 @@ def profiler_range(stage: Stage, index: int) -> AbstractContextManager[Any]:
 
 
 class RangesLeftOut:
-    """Skips the profiler ranges, a dozen in a step, of modules that import `record_function`, while no profiler runs."""
+    """Skips the profiler ranges, a dozen a step, of modules that import `record_function`, while no profiler runs."""
 
     def __init__(self, modules: Sequence[ModuleType]) -> None:
         self._modules = modules

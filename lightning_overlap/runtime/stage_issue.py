@@ -47,7 +47,7 @@ class StageIssuer:
             self._began = self._streams.record(StreamName.COMPUTE)
 
     def issue(self, step: Step, inflight: InFlightBatch, owners: frozenset[WeightOwner]) -> None:
-        """Issue one stage of a batch, a lookup of `owners`' tables only; postpone it until `discover` has found inputs."""
+        """Issue one stage of a batch (a lookup: of `owners`' tables); postpone it until `discover` has found inputs."""
         stage = step.stage
         if not self._inputs.ready:
             self._waiting.append((step, inflight, owners))

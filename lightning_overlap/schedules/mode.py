@@ -162,19 +162,14 @@ def resolve_stream(stream: str) -> StreamName:
     """Return the stream on which a policy runs early lookups.
 
     Raises:
-        ValueError: No policy has this name; the message lists the nearest names.
+        ValueError: No policy has this name.
         TypeError: The name is not a string.
     """
     return _named("stream", stream, STREAMS)
 
 
 def _named(kind: str, name: object, known: Mapping[str, _T], also: tuple[str, ...] = ()) -> _T:
-    """Return the entry of a name; messages name the argument (`kind`) and further valid names (`also`).
-
-    Raises:
-        ValueError: The name is unknown; the message lists the nearest names.
-        TypeError: The name is not a string.
-    """
+    """Return the entry of a name; errors name the argument (`kind`), the known names, and those in `also`."""
     if not isinstance(name, str):
         raise TypeError(f"{kind} must be a name ({', '.join((*known, *also))}), got {name!r}.")
     if name not in known:

@@ -98,7 +98,7 @@ SEMI_SYNC = _looks_up_before_backward("semi_sync", 1)
 """The lookup of N+1 before the backward of N: staleness 1. Source: TrainPipelineSemiSync, TorchRec 1.8."""
 
 DEFAULT_STALENESS = 2
-"""The default staleness of `async_lookup`. 1 is `semi_sync`; larger values cost accuracy and memory."""
+"""The staleness of `async_lookup`, if none is given. 1 is `semi_sync`; larger values cost accuracy and memory."""
 
 
 def async_lookup(staleness: int) -> Schedule:
@@ -138,8 +138,8 @@ def defer_update(schedule: Schedule) -> Schedule:
     steps = list(schedule.steps)
     ids, backward = schedule.position(_DATA), schedule.position(_BACKWARD)
     sent = [steps.pop(ids)] if ids > backward else []
-    position = steps.index(lookup)
-    steps[position:position] = [*sent, Step(_UPDATE, -1, lookup.stream)]
+    at = steps.index(lookup)
+    steps[at:at] = [*sent, Step(_UPDATE, -1, lookup.stream)]
     return Schedule(f"{schedule.name}_deferred", tuple(steps))
 
 
@@ -180,20 +180,11 @@ SEMI_SYNC_DEFERRED = defer_update(SEMI_SYNC)
 """`semi_sync` with embedding and gradient communication off the critical path: still staleness 1."""
 
 ASYNC_LOOKUP = replace(async_lookup(DEFAULT_STALENESS), name="async_lookup")
-"""`async_lookup` with the default staleness."""
 
 ModeName: TypeAlias = Literal[
-    "base",
-    "sparse_dist",
-    "fused_sparse_dist",
-    "fused_sparse_dist_after_optimizer",
-    "split_backward",
-    "prefetch",
-    "semi_sync",
-    "semi_sync_deferred",
-    "async_lookup",
-    "auto",
-]
+    "base", "sparse_dist", "fused_sparse_dist", "fused_sparse_dist_after_optimizer", "split_backward", "prefetch",
+    "semi_sync", "semi_sync_deferred", "async_lookup", "auto",
+]  # fmt: skip
 """The names of `MODES` and "auto", for editors and type checkers."""
 
 _EXACT = (BASE, SPARSE_DIST, FUSED_SPARSE_DIST, FUSED_SPARSE_DIST_AFTER_OPTIMIZER, SPLIT_BACKWARD, PREFETCH)
