@@ -37,7 +37,7 @@ class Executor:
         schedule: The table to walk, or several that follow one another.
         source: Provides the batches.
         sparse: Runs the sparse stages, and serves early embeddings in a forward.
-        order: The device's streams, the order of lookups, the observer and the timer, shared with `sparse`.
+        order: Streams, observer and timer, shared with `sparse`.
         consensus: Asks all ranks whether they have the next batch; None on one rank.
         lookup_context: Entered around every early lookup (autocast, as around `training_step`).
         num_before: Returns the number of batches trained so far, over all epochs.
@@ -206,8 +206,8 @@ class Executor:
     def stage_done(self, stage: Stage) -> None:
         """Note that the trainer has done a stage of the current batch; run the steps up to its next stage.
 
-        If the trainer has skipped a stage, the steps above `stage` run now. A second backward in one iteration
-        (LBFGS) writes the tables again: early lookups made in between are dropped.
+        If it has skipped a stage, the steps above `stage` run now. A second backward in one iteration (LBFGS) writes
+        the tables again: early lookups made in between are dropped.
         """
         current = self.queue.current
         if stage is Stage.BACKWARD and self._finished_backward:
@@ -334,10 +334,7 @@ class Executor:
             self._leave_to_backward(Stage.INPUT_DATA_DIST, self._receive_next)
 
     def _leave_to_backward(self, stage: Stage, run: Callable[[], None]) -> bool:
-        """Let the current batch's backward call `run`, which issues `stage`, where it would wait for other ranks.
-
-        Return False if it will not: only on a CPU the host itself would wait.
-        """
+        """Let the current backward call `run`, which issues `stage`, if the host would wait there for other ranks."""
         current, index = self.queue.current, self._iteration
         # The backward of a module's own forward may write tables before it waits.
         if current is None or current.ran_unpipelined:

@@ -28,7 +28,7 @@ class InFlightBatch:
     modules: dict[str, Any] = field(default_factory=dict)
     """State of each pipelined module for this batch, by the module's name; the sparse stages own it."""
     made: dict[Any, Any] = field(default_factory=dict)
-    """Results of staged methods for it, until its backward is over; `preprocessing.StagedCalls` owns them."""
+    """Results of staged methods, until its backward is over; `preprocessing.StagedCalls` owns them."""
     missing: frozenset[str] = frozenset()
     """Modules whose input only some ranks' batches contain; known once the sizes are read."""
     sizes: Any = None

@@ -52,10 +52,9 @@ class BatchSource(Protocol):
 
 
 class Inputs(Protocol):
-    """The input dist of one batch; `sparse.SparseInputs` implements it with TorchRec.
+    """The input dist of one batch; `sparse.SparseInputs` implements it with TorchRec, and documents the methods.
 
-    Here and below, a method named as a `Stage` issues that stage on the current stream. The classes in `sparse/`
-    document the methods.
+    Here and below, a method named as a `Stage` issues that stage on the current stream.
     """
 
     @property
@@ -118,8 +117,8 @@ class WeightGradients(Protocol):
 class StageTimer(Protocol):
     """Context managers that time parts of a step; `profiling.SpanRecorder` records their spans.
 
-    `during` times a stage, which may lie inside another one; `copy` the copies of a batch to the device; `data` the
-    wait for the data loader; `merge` the wait of the compute stream for embeddings.
+    `during` times a stage, perhaps inside another one, `copy` a batch's copies to the device, `data` the wait for the
+    data loader, `merge` the compute stream's wait for embeddings.
     """
 
     def during(self, stage: Stage, batch: int, stream: StreamName) -> AbstractContextManager[None]: ...

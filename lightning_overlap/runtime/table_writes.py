@@ -17,10 +17,10 @@ A callback that writes tables usually starts at the first step. Each question ma
 
 
 class TableWrites:
-    """Drops early lookups, on all ranks alike, if the tables that they read were written afterwards.
+    """Drops early lookups, on all ranks alike, if their tables are written afterwards.
 
-    `lookups` is None if nothing is looked up early. `any_rank` (None on one rank) is asked before the first `num_asks`
-    batches, and after `ask`.
+    `lookups` is None without early lookups. `any_rank` (None on one rank) is asked before the first `num_asks` batches,
+    and after `ask`.
     """
 
     def __init__(
@@ -42,11 +42,11 @@ class TableWrites:
         self._asks = False  # whether `any_rank` is asked in this iteration
 
     def ask(self) -> None:
-        """Ask all ranks before the next batch: an evaluation or a save, whose hooks may write tables, is over."""
+        """Ask all ranks before the next batch, after an evaluation or a save: their hooks may write tables."""
         self._num_asks = max(self._num_asks, 1)
 
     def begin_iteration(self) -> None:
-        """Check at the beginning of an iteration for writes since the last step."""
+        """Check for writes since the last step."""
         self._asks = self._num_asks > 0
         self._num_asks = max(0, self._num_asks - 1)
         self.check()

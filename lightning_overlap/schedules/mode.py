@@ -30,10 +30,10 @@ class Schedules(Protocol):
 class SequentialSchedule:
     """Two or more schedules, each starting at a batch number that counts over the whole training.
 
-    The executor switches between two iterations and keeps the batches in flight. It does not repeat their issued
-    stages, and at once issues the stages that the next table would have issued by then. So in a part that starts at
-    batch n and has staleness k, a lookup of batch N in a fused table sees the updates of all batches before
-    max(n, N - k). A part that follows a staler part uses the lookups made under that part.
+    The executor switches between two iterations and keeps the batches in flight. It repeats no stage, and at once
+    issues the stages that the next table would have issued by then. So in a part that starts at batch n and has
+    staleness k, a lookup of batch N in a fused table sees the updates of all batches before max(n, N - k). A part that
+    follows a staler part uses the lookups made under that part.
     """
 
     parts: tuple[tuple[int, Schedule], ...]

@@ -159,8 +159,8 @@ class Schedule:
     def accumulating(self) -> AccumulatingSchedule | None:
         """The table for a batch whose gradients wait for a later batch's optimizer step; None: this table.
 
-        An exact table with `EMBEDDING_UPDATE` at offset 0, below `OPTIMIZER_STEP`, applies the updates of all batches
-        of that optimizer step there. No table is written before it, so an early lookup does not wait for `BACKWARD`.
+        An exact table with `EMBEDDING_UPDATE` below `OPTIMIZER_STEP` applies the updates of all batches of that step
+        there. No table is written before it, so an early lookup does not wait for `BACKWARD`.
         """
         update = self.step_of(Stage.EMBEDDING_UPDATE)
         if update is None or update.offset < 0 or self.staleness or self.updates_before_step:
@@ -196,9 +196,9 @@ class Schedule:
 
     @cached_property
     def received_in_backward(self) -> Step | None:
-        """The next lookup after `BACKWARD`, if its ids may be assembled while `BACKWARD` waits (CPU only).
+        """The next lookup after `BACKWARD`, if its ids are sent by then: `BACKWARD` may assemble them (CPU only).
 
-        None if the ids have not been sent by then, and in stale modes, which look up in `BACKWARD` itself.
+        None in stale modes, which look up in `BACKWARD` itself.
         """
         if not self.has_sparse_stages or self.prefetches:  # a prefetch has assembled the ids already
             return None
@@ -287,12 +287,7 @@ class AccumulatingSchedule(_WithoutUpdates):
 
 
 def check_number(name: str, value: object, *, least: int = 0, instead: str = "") -> None:
-    """Check a number of batches that a user passes; `instead` ends the message about a smaller number than `least`.
-
-    Raises:
-        TypeError: The value is not an integer.
-        ValueError: The value is less than `least`.
-    """
+    """Check a number of batches that a user passes; `instead` ends the error about a smaller number than `least`."""
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"{name} must be a number of batches, got {value!r}.")
     if value < least:

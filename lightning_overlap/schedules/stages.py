@@ -88,7 +88,6 @@ class WeightOwner(_Name):
 EARLY_OWNERS = frozenset({WeightOwner.FUSED_BACKWARD, WeightOwner.DENSE_OPTIMIZER})
 """The owners whose tables can be looked up before their batch is trained."""
 
-
 SPARSE_STAGES = (Stage.INPUT_SPLITS_DIST, Stage.INPUT_DATA_DIST, Stage.EMBEDDING_LOOKUP)
 """A schedule has all of these stages or none; without them each module's own forward does their work."""
 
