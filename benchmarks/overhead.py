@@ -71,7 +71,7 @@ class _Nothing:
         return nullcontext()
 
     def has_lookup(self, inflight: Any, owners: Any) -> bool:
-        return any(str(owner) != "WeightOwner.DENSE_OPTIMIZER" for owner in owners)
+        return any(owner.value != "dense_optimizer" for owner in owners)
 
     def __getattr__(self, name: str) -> Any:
         return lambda *args: None

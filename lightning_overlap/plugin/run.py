@@ -176,10 +176,7 @@ class HasRun(DDPStrategy):
     @property
     def num_in_flight(self) -> int:
         """Batches fetched whose step is not over, or whose update of the tables is still to come."""
-        executor = self._executor
-        if executor is None:
-            return 0
-        return executor.num_ahead + (executor.current is not None) + executor.num_to_update
+        return 0 if self._executor is None else self._executor.num_in_flight
 
     def watch(self, timer: StageTimer | None) -> None:
         """Let a timer record the coming steps of this fit; None stops recording."""

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
@@ -40,7 +39,7 @@ class BatchCopies(TorchDispatchMode):
         if func is not _TO or device is None or torch.device(device).type != self._device_type:
             return func(*args, **kwargs)
         [source] = args
-        if not isinstance(source, Tensor) or source.device.type != "cpu" or source.layout is not torch.strided:
+        if source.device.type != "cpu" or source.layout is not torch.strided:
             return func(*args, **kwargs)
         form = kwargs.get("memory_format") or torch.preserve_format
         with self._streams.on(StreamName.COMPUTE):

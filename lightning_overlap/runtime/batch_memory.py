@@ -25,18 +25,15 @@ NUM_TRIES = 16
 NUM_KEPT = 2
 """Number of batches after which a batch's memory must be freed: a generator's variable still holds the last batch."""
 
-_IsGone = Callable[[], bool]
-
 
 class BatchMemory:
     """Copies the batches of a loader until the loader is seen to allocate memory for each one.
 
     A loader that reuses buffers overwrites batches in flight while it makes a later batch. Only a loader that keeps
-    the memory can do that: it reads into buffers, returns views of a chunk, or returns arrays of NumPy. So the first
-    batches of each epoch are copied and then dropped. If their memory is freed, the loader cannot reuse it. If not
-    (also with a loader that keeps all its data), every batch is copied. Tensors on another device than the training
-    device are not copied, as their transfer is a copy. Pinned tensors are copied: their transfer goes on while the
-    loader makes the next batch.
+    the memory can do that. So the first batches of each epoch are copied and then dropped. If their memory is freed,
+    the loader cannot reuse it; if not (also with a loader that keeps all its data), every batch is copied. Tensors on
+    another device than the training device are not copied, as their transfer is a copy. Pinned tensors are copied:
+    their transfer goes on while the loader makes the next batch.
 
     Args:
         device_type: The training device. Tensors on it, pinned tensors and arrays are copied.
@@ -45,15 +42,14 @@ class BatchMemory:
 
     def __init__(self, device_type: str, *, is_own: bool = False) -> None:
         self._device_type = device_type
-        self._is_trusted = self._is_known = is_own
-        self._gone: deque[list[_IsGone]] = deque()
-        self._num_seen = self._num_tries = 0
+        self._is_known = is_own
         self._has_failed = False
+        self.begin_epoch()
 
     def begin_epoch(self) -> None:
         """Stop trusting the loader, unless `is_own`: it may be a new loader."""
         self._is_trusted = self._is_known
-        self._gone.clear()
+        self._gone: deque[list[Callable[[], bool]]] = deque()  # of batches: is each leaf's memory freed?
         self._num_seen = self._num_tries = 0
 
     @property
@@ -71,34 +67,22 @@ class BatchMemory:
                 self._is_trusted = True
                 self._gone.clear()
                 return batch
-        found: list[_IsGone] = []
-        looks = self._num_tries < NUM_TRIES
+        found: list[Any] = []
 
         def copy(leaf: Any) -> Any:
-            if isinstance(leaf, np.ndarray):
-                if looks:
-                    found.append(_array_gone(leaf))
-                return _with_attributes(leaf.copy(), leaf)
-            if not isinstance(leaf, Tensor):
+            if not isinstance(leaf, (Tensor, np.ndarray)):
                 return leaf
-            if looks:
-                found.append(_tensor_gone(leaf))
-            if leaf.requires_grad:
-                return leaf
-            if leaf.device.type == self._device_type:
-                return _with_attributes(leaf.clone(), leaf)
-            if leaf.layout is torch.strided and leaf.is_pinned():
-                return _with_attributes(torch.empty_like(leaf, pin_memory=True).copy_(leaf), leaf)
-            return leaf
+            found.append(leaf)
+            return _copy(leaf, self._device_type)
 
         try:
             copied = with_leaves(batch, copy)
         except Exception as error:
             self._warn(batch, error)
             return batch
-        if found:
+        if found and self._num_tries < NUM_TRIES:
             self._num_tries += 1
-            self._gone.append(found)
+            self._gone.append(list(map(_is_gone, found)))
         return copied
 
     def _warn(self, batch: Any, error: Exception) -> None:
@@ -107,48 +91,47 @@ class BatchMemory:
             warnings.warn(
                 f"Batches of the type {type(batch).__name__} cannot be copied ({type(error).__name__}: {error}). "
                 "Several batches are in flight at a time: the data loader must not reuse the memory of a batch.",
-                UserWarning,
                 stacklevel=2,
             )
 
 
-def _with_attributes(own: Any, leaf: Any) -> Any:
-    """Copy attributes set on a tensor or an array to its copy, except those that the copy already has."""
+def _copy(leaf: Any, device_type: str) -> Any:
+    """Return a copy with the attributes of a tensor or an array, or itself if it needs no copy."""
+    if isinstance(leaf, np.ndarray):
+        own: Any = leaf.copy()
+    elif leaf.requires_grad:
+        return leaf
+    elif leaf.device.type == device_type:
+        own = leaf.clone()
+    elif leaf.layout is torch.strided and leaf.is_pinned():
+        own = torch.empty_like(leaf, pin_memory=True).copy_(leaf)
+    else:
+        return leaf
     for name, value in getattr(leaf, "__dict__", {}).items():
         vars(own).setdefault(name, value)
     return own
 
 
-def _never() -> bool:
-    return False
-
-
-def _tensor_gone(tensor: Tensor) -> _IsGone:
-    """Return a function that tells whether the memory of a tensor was freed."""
-    if tensor.layout is not torch.strided or tensor.is_meta:
-        return _never
-    storage = tensor.untyped_storage()
-    # PyTorch cannot see the owner of memory that it did not allocate (an array's). Shared memory, which worker
-    # processes send, belongs to the tensor.
-    return StorageWeakRef(storage).expired if storage.resizable() or storage.is_shared() else _never
-
-
-def _array_gone(array: np.ndarray[Any, Any]) -> _IsGone:
-    """Return a function that tells whether the memory of an array was freed."""
-    owner: Any = array
-    while isinstance(owner, np.ndarray) and owner.base is not None:
-        owner = owner.base
-    if not isinstance(owner, np.ndarray) or not owner.flags.owndata:
-        return _never
-    reference = weakref.ref(owner)
-    return lambda: reference() is None
+def _is_gone(leaf: Any) -> Callable[[], bool]:
+    """Return a function that tells whether a leaf's memory was freed; always False if nobody can see it."""
+    if isinstance(leaf, np.ndarray):
+        while isinstance(leaf, np.ndarray) and leaf.base is not None:
+            leaf = leaf.base
+        if isinstance(leaf, np.ndarray) and leaf.flags.owndata:
+            reference = weakref.ref(leaf)
+            return lambda: reference() is None
+    elif leaf.layout is torch.strided and not leaf.is_meta:
+        storage = leaf.untyped_storage()
+        # PyTorch cannot see the owner of memory that it did not allocate (an array's). Shared memory, which worker
+        # processes send, belongs to the tensor.
+        if storage.resizable() or storage.is_shared():
+            return StorageWeakRef(storage).expired
+    return lambda: False
 
 
 def keeps_its_data(loader: Any) -> bool:
     """Whether a loader yields the samples of a list, or copies of them, whose memory is never reused."""
+    if type(loader) is not DataLoader or loader.collate_fn not in (default_collate, default_convert):
+        return False
     holders: tuple[type, ...] = (list, tuple)
-    return (
-        type(loader) is DataLoader
-        and type(loader.dataset) in holders
-        and loader.collate_fn in (default_collate, default_convert)
-    )
+    return type(loader.dataset) in holders

@@ -15,16 +15,21 @@ class BatchQueue:
 
     def __init__(self, source: BatchSource, end: EndOfData, order: LookupOrder) -> None:
         self._source, self._end, self._order = source, end, order
-        self.in_flight: dict[int, InFlightBatch] = {}
-        """The batches in flight by number."""
-        self.num_fetched = 0
-        """Number of batches fetched in this epoch."""
+        self.reset()
 
     def reset(self) -> None:
         """Begin an epoch."""
-        self.in_flight.clear()
+        self.in_flight: dict[int, InFlightBatch] = {}
+        """The batches in flight by number, from the current one on."""
+        self.current: InFlightBatch | None = None
+        """The batch being trained."""
         self.num_fetched = 0
+        """Number of batches fetched in this epoch."""
         self._end.reset()
+
+    def ahead(self) -> list[InFlightBatch]:
+        """Return the batches in flight whose forward has not begun."""
+        return [inflight for inflight in self.in_flight.values() if not inflight.consumed]
 
     def fetch(self, step: Step, index: int) -> None:
         """Fetch batch `index`, and earlier batches that were held back, on the stream of a COPY_BATCH_TO_DEVICE step.
@@ -34,24 +39,21 @@ class BatchQueue:
         """
         end, order = self._end, self._order
         while self.num_fetched <= index and (end.num_batches is None or self.num_fetched < end.num_batches):
-            with (
-                InStage(step.stage, self.num_fetched, order.rank),
-                order.on(step.stage, self.num_fetched, step.stream),
-            ):
-                fetched = self._source.fetch(self.num_fetched, order.timer)
-            latest_none = -1 if fetched is None else fetched.latest_none
-            end.ask(self.num_fetched, lacks=fetched is None, latest_none=latest_none)
+            number = self.num_fetched
+            with InStage(step.stage, number, order.rank), order.on(step.stage, number, step.stream):
+                fetched = self._source.fetch(number, order.timer)
+            end.ask(number, lacks=fetched is None, latest_none=-1 if fetched is None else fetched.latest_none)
             if fetched is None:
                 return
-            order.observe("issue", step.stage, self.num_fetched)
-            inflight = InFlightBatch(self.num_fetched, *fetched)
+            order.observe("issue", step.stage, number)
+            inflight = self.in_flight[number] = InFlightBatch(number, *fetched)
             inflight.done[step.stage] = (step.stream, order.streams.record(step.stream))
-            self.in_flight[inflight.index] = inflight
             self.num_fetched += 1
             if end.asks:
                 return
 
     def hear(self, index: int) -> InFlightBatch | None:
         """Return batch `index` if all ranks have it; call this before the batch's first collective."""
-        self._end.hear(index, self.in_flight)
+        if index in self._end.answers:
+            self._end.hear(index, self.in_flight)
         return self.in_flight.get(index)

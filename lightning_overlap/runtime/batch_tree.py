@@ -21,17 +21,26 @@ Path = tuple[tuple[str, Any], ...]
 
 
 def leaves(batch: Any, is_leaf: Callable[[Any], bool]) -> list[tuple[Path, Any]]:
-    """Return every leaf of a batch with the path that leads to it, in a fixed order.
+    """Return (path, leaf) for every leaf of a batch, in a fixed order.
 
-    Args:
-        batch: Any nesting of dataclasses, NamedTuples, tuples, lists, mappings and plain objects.
-        is_leaf: Whether an object is a leaf; tensors, modules, datasets and objects without parts are leaves anyway.
-
-    Returns:
-        (path, leaf) pairs. An object that occurs twice in the batch is listed with both paths.
+    `is_leaf` says whether an object is a leaf; tensors, modules, datasets and objects without parts are leaves anyway.
+    An object that occurs twice in the batch is listed with both paths.
     """
     found: list[tuple[Path, Any]] = []
-    _collect(batch, (), is_leaf, frozenset(), found)
+
+    def collect(node: Any, path: Path, above: frozenset[int]) -> None:
+        children = None if isinstance(node, torch.Tensor) or is_leaf(node) else _children(node)
+        if children is None:
+            found.append((path, node))
+        elif id(node) not in above:  # else an object that holds itself
+            above = above | {id(node)}
+            for step, child in children:
+                if isinstance(child, torch.Tensor):  # the most common leaf
+                    found.append(((*path, step), child))
+                else:
+                    collect(child, (*path, step), above)
+
+    collect(batch, (), frozenset())
     return found
 
 
@@ -57,11 +66,8 @@ def path_text(path: Path) -> str:
 def with_leaves(batch: Any, change: Callable[[Any], Any]) -> Any:
     """Return a copy of a batch with replaced leaves, or the batch itself if `change` replaces none.
 
-    Args:
-        batch: As for `leaves`; it is not modified. NumPy arrays are leaves here, and all attributes of an object are
-            searched.
-        change: Returns a leaf's replacement, or the leaf itself. It is called once for each object, but not for
-            numbers and strings.
+    NumPy arrays are leaves here, and all attributes of an object are searched. `change` returns a leaf's replacement,
+    or the leaf itself; it is called once for each object, but not for numbers and strings.
 
     Raises:
         TypeError: An object in the batch cannot be pickled. Batches that worker processes send always can.
@@ -69,7 +75,7 @@ def with_leaves(batch: Any, change: Callable[[Any], Any]) -> Any:
     written = io.BytesIO()
     pickler = _LeavesOut(written, change)
     pickler.dump(batch)
-    if all(new is leaf for leaf, new in pickler.found):
+    if all(new is leaf for leaf, new in pickler.found.values()):
         return batch
     reader = pickle.Unpickler(io.BytesIO(written.getbuffer()))
     reader.persistent_load = lambda number: pickler.found[number][1]  # type: ignore[method-assign]
@@ -77,55 +83,33 @@ def with_leaves(batch: Any, change: Callable[[Any], Any]) -> Any:
 
 
 class _LeavesOut(pickle.Pickler):
-    """Pickles a batch with numbers instead of its leaves."""
+    """Pickles a batch with the `id` of each leaf in its place."""
 
     def __init__(self, file: io.BytesIO, change: Callable[[Any], Any]) -> None:
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
         self._change = change
         self._searched: dict[int, Any] = {}
-        self._numbers: dict[int, int] = {}
-        self.found: list[tuple[Any, Any]] = []
-        """The leaves by number, each with its replacement."""
+        self.found: dict[int, tuple[Any, Any]] = {}
+        """The leaves by `id`, each with its replacement."""
 
     @override
     def persistent_id(self, node: Any) -> int | None:
         if type(node) in _ATOMS:
             return None
-        if type(node) in _CONTAINERS:
-            is_searched = True
-        elif type(node) is weakref.ref:  # searched if it refers to a searched object; else it stays the same
+        if type(node) is weakref.ref:  # searched if it refers to a searched object; else it stays the same
             is_searched = id(node()) in self._searched
-        elif isinstance(node, _KEPT):
-            is_searched = False
         else:
-            has_parts = getattr(node, "__dict__", None) or isinstance(node, (Mapping, Sequence)) or _slots(type(node))  # type: ignore[arg-type]
-            is_searched = bool(has_parts)
+            is_searched = type(node) in _CONTAINERS or (not isinstance(node, _KEPT) and _has_parts(node))
         if is_searched:
             self._searched[id(node)] = node
             return None
-        if id(node) not in self._numbers:
-            self._numbers[id(node)] = len(self.found)
-            self.found.append((node, self._change(node)))
-        return self._numbers[id(node)]
+        if id(node) not in self.found:
+            self.found[id(node)] = (node, self._change(node))
+        return id(node)
 
     @override
     def reducer_override(self, node: Any) -> Any:
         return (weakref.ref, (node(),)) if type(node) is weakref.ref else NotImplemented
-
-
-def _collect(
-    node: Any, path: Path, is_leaf: Callable[[Any], bool], above: frozenset[int], found: list[tuple[Path, Any]]
-) -> None:
-    children = None if isinstance(node, torch.Tensor) or is_leaf(node) else _children(node)
-    if children is None:
-        found.append((path, node))
-    elif id(node) not in above:  # else an object that holds itself
-        above = above | {id(node)}
-        for step, child in children:
-            if isinstance(child, torch.Tensor):  # the most common leaf
-                found.append(((*path, step), child))
-            else:
-                _collect(child, (*path, step), is_leaf, above, found)
 
 
 def _children(node: Any) -> list[tuple[tuple[str, Any], Any]] | None:
@@ -134,31 +118,28 @@ def _children(node: Any) -> list[tuple[tuple[str, Any], Any]] | None:
     if isinstance(node, Mapping):
         return [(("item", key), value) for key, value in node.items()]
     if isinstance(node, tuple) and hasattr(node, "_fields"):
-        return [(("attr", name), getattr(node, name)) for name in node._fields]
-    if isinstance(node, Sequence) and not isinstance(node, (str, bytes)):
+        names = node._fields
+    elif isinstance(node, Sequence) and not isinstance(node, (str, bytes)):
         return [(("item", index), value) for index, value in enumerate(node)]
-    if isinstance(node, _NOT_SEARCHED):
+    elif isinstance(node, _NOT_SEARCHED):
         return None
-    if dataclasses.is_dataclass(node):
-        return [(("attr", field.name), getattr(node, field.name)) for field in dataclasses.fields(node)]
-    return _attributes(node) or None
-
-
-def _attributes(node: Any) -> list[tuple[tuple[str, Any], Any]]:
-    names = [name for name in _slots(type(node)) if hasattr(node, name)]  # type: ignore[arg-type]
-    if hasattr(node, "__dict__"):
-        names += vars(node)
+    elif dataclasses.is_dataclass(node):
+        names = [field.name for field in dataclasses.fields(node)]
+    else:
+        names = [*(name for name in _slots(type(node)) if hasattr(node, name)), *getattr(node, "__dict__", ())]  # type: ignore[arg-type]
+        if not names:
+            return None
     return [(("attr", name), getattr(node, name)) for name in names]
 
 
-_NOT_SEARCHED = (
-    *(type, ModuleType, FunctionType, BuiltinFunctionType, MethodType),
-    *(torch.nn.Module, Dataset, DataLoader),
-)
+def _has_parts(node: Any) -> bool:
+    return bool(getattr(node, "__dict__", None) or isinstance(node, (Mapping, Sequence)) or _slots(type(node)))  # type: ignore[arg-type]
 
+
+_FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType)
+_NOT_SEARCHED = (type, ModuleType, *_FUNCTIONS, torch.nn.Module, Dataset, DataLoader)
 _KEPT = (torch.Tensor, np.ndarray, *_NOT_SEARCHED)
 _CONTAINERS = frozenset((dict, list, tuple))
-
 _ATOMS = frozenset((type(None), bool, int, float, str, bytes))
 
 

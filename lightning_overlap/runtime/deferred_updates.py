@@ -20,30 +20,23 @@ class DeferredUpdates:
 
     def __init__(self, tables: Updates, order: LookupOrder) -> None:
         self._tables, self._order, self._streams = tables, order, order.streams
-        self.to_update: dict[int, InFlightBatch] = {}
-        """Batches whose update of the tables is still to come, by their number."""
         self.reset()
 
     def reset(self) -> None:
         """Begin a run."""
-        self.to_update.clear()
-        self._between_steps: Any = None
-        """Event on the compute stream, recorded when the last iteration began; None if no update was deferred then."""
+        self.to_update: dict[int, InFlightBatch] = {}
+        """Batches whose update of the tables is still to come, by their number, the oldest first."""
+        self._between_steps: Any = (
+            None  # event on the compute stream at the last iteration's begin, if any was deferred
+        )
         self.num_stepped = 0
         """Number of batches of the epoch that have ended their optimizer step."""
         self.num_updated = 0
         """Number of batches of the epoch that have ended their backward; their updates are applied or deferred."""
 
-    def num_unseen_by(self, index: int) -> int:
-        """Return the staleness of a lookup of batch `index` issued now: the number of earlier updates still to come."""
-        return index - min(self.to_update, default=self.num_updated)
-
     def note_lookup(self, inflight: InFlightBatch, *, defers: bool) -> None:
-        """Note at the lookup of a batch's fused tables its staleness, and whether its own update is deferred.
-
-        `defers` says whether the schedule defers updates.
-        """
-        inflight.num_unseen = self.num_unseen_by(inflight.index)
+        """Note at the lookup of a batch's fused tables its staleness, and whether its update is deferred."""
+        inflight.num_unseen = inflight.index - min(self.to_update, default=self.num_updated)
         inflight.defers_update = defers and self._tables.can_defer_updates
 
     # -- updates that wait for an optimizer step ----------------------------------------------------------------
@@ -68,7 +61,7 @@ class DeferredUpdates:
     @property
     def due(self) -> list[InFlightBatch]:
         """Batches whose update waits for no optimizer step, the oldest first."""
-        return [self.to_update[index] for index in sorted(self.to_update) if not self.to_update[index].is_held]
+        return [inflight for inflight in self.to_update.values() if not inflight.is_held]
 
     def drop_held(self) -> None:
         """Drop the updates whose optimizer step will not come; all ranks call this alike."""
@@ -83,7 +76,7 @@ class DeferredUpdates:
         Raises:
             RuntimeError: Updates of earlier batches are held for the optimizer step that runs.
         """
-        if any(held.index < inflight.index for held in self.held):
+        if any(held is not inflight for held in self.held):
             raise RuntimeError(
                 "the optimizer runs several forwards in a step, and each forward must see the previous forward's "
                 "update, but frozen_window=True applies updates after the step: train without frozen_window."
@@ -125,27 +118,19 @@ class DeferredUpdates:
         self.to_update[inflight.index] = inflight
 
     def make_all(self) -> None:
-        """Issue all updates that wait for no optimizer step, on all ranks alike.
-
-        Later work on the compute stream finds the tables updated.
-        """
+        """Issue all due updates, on all ranks alike; later work on the compute stream finds the tables updated."""
         step = Step(Stage.EMBEDDING_UPDATE, 0, self._order.lookup)
         for inflight in self.due:
             self._make(step, inflight)
 
-    def make_up_to(self, index: int, step: Step, *, overlaps_forward: bool, overlaps_dense: bool = False) -> None:
-        """Issue the updates of all batches up to `index`, inclusive, on the stream of `step`.
+    def make_up_to(self, index: int, step: Step, *, overlaps_forward: bool, overlaps_dense: bool) -> None:
+        """Issue the updates of all batches up to `index`, inclusive, as the schedule's `step` says.
 
-        Args:
-            index: Number of the last batch.
-            step: The schedule's step.
-            overlaps_forward: Whether they may overlap with the forward on the compute stream, as it reads no table.
-                Otherwise they wait for all work issued on the compute stream.
-            overlaps_dense: Whether the compute stream goes on with the dense part of the step, which reads no table.
-                Otherwise it waits for an update of the present batch.
+        They wait for all work issued on the compute stream, unless they overlap with its forward, which then reads no
+        table. The compute stream waits for an update of the present batch, unless it goes on with the dense part.
         """
-        for other in sorted(other for other in self.to_update if other <= index):
-            self._make(step, self.to_update[other], overlaps_forward, overlaps_dense)
+        for inflight in [inflight for inflight in self.to_update.values() if inflight.index <= index]:
+            self._make(step, inflight, overlaps_forward, overlaps_dense)
 
     def _make(
         self, step: Step, inflight: InFlightBatch, overlaps_forward: bool = False, overlaps_dense: bool = False
@@ -168,10 +153,8 @@ class DeferredUpdates:
     def settle(self, timeout_s: float) -> str | None:
         """After an error, make the updates of batches whose optimizer step has ended, and drop the others.
 
-        The tables then match the dense weights: both have had the same batches.
-
-        Returns:
-            The updates that the tables lack, in words, if not all gradients arrive within `timeout_s`; else None.
+        The tables then match the dense weights. If not all gradients arrive within `timeout_s`, return in words which
+        update the tables lack; else None.
         """
         for index in [index for index in self.to_update if index >= self.num_stepped]:
             inflight = self.to_update.pop(index)  # it gets neither the dense step nor the update

@@ -19,8 +19,8 @@ class EndOfData:
     - If not, each rank says with a question how many further batches it surely has (`BatchSource.num_certain`). The
       next question is about the last batch that all ranks surely have; if one rank is sure of none, about every batch.
 
-    All ranks decide by the same answers, at the same step of the schedule, and so decide alike. `depth` is the most
-    batches in flight at once.
+    All ranks decide by the same answers, at the same step of the schedule, and so end after the same batch. `depth` is
+    the most batches in flight at once.
     """
 
     def __init__(self, source: BatchSource, consensus: Consensus | None, rank: int, depth: int) -> None:
@@ -47,14 +47,10 @@ class EndOfData:
 
     def is_last(self, index: int, num_ahead: int) -> bool:
         """Whether a batch is known to be the last one, on all ranks; `num_ahead` batches after it are fetched."""
-        if self._consensus is None:
-            return num_ahead == 0 and self._source.exhausted
-        return self.num_batches == index + 1
+        return self.num_batches == index + 1 if self.asks else num_ahead == 0 and self._source.exhausted
 
     def ask(self, index: int, *, lacks: bool, latest_none: int = -1) -> None:
         """Ask all ranks whether they have batch `index`, without None batches, if it needs a question. Does not wait.
-
-        `latest_none` is the number of this rank's last None batch before it; -1 if there is none.
 
         Raises:
             RuntimeError: This rank's data ends before the length of its loader, since its last batches are None.
@@ -80,29 +76,21 @@ class EndOfData:
             if index < self._next_asked:
                 return
             requested_interval = MAX_INTERVAL - max(1, min(self._source.num_certain, MAX_INTERVAL))
-        flags = StepFlags(
-            has=not lacks,
-            lacks=lacks,
-            last=self._source.exhausted,
-            stop=self._source.stop_requested,
-            latest_none=latest_none,
-            requested_interval=requested_interval,
-        )
+        last, stop = self._source.exhausted, self._source.stop_requested
+        flags = StepFlags(not lacks, lacks, last, stop, latest_none, requested_interval)
         self.answers.setdefault(index, self._consensus.ask(flags))
 
     def hear(self, index: int, in_flight: dict[int, InFlightBatch]) -> None:
-        """Read the answer whether all ranks have a batch, before the first collective for it.
+        """Read the answer whether all ranks have a batch, before the first collective for it, on all ranks alike.
 
-        All ranks come here at the same step of the schedule, with or without the batch, and so end after the same
-        batch. Batches past the end are dropped from `in_flight`.
+        Batches past the end are dropped from `in_flight`.
 
         Raises:
             RuntimeError: A batch before it is None on some ranks only.
         """
-        answer = self.answers.pop(index, None)
-        if answer is None:
+        if index not in self.answers:
             return
-        said = answer.wait()
+        said = self.answers.pop(index).wait()
         self.stop_agreed |= said.stop
         if self._poll_interval is not None and index == self._asked_now_and_then:
             self._poll_interval.hear(said.requested_interval, self._source.num_batches)
@@ -111,17 +99,15 @@ class EndOfData:
             self._next_asked = index if said.lacks else index + MAX_INTERVAL - said.requested_interval
         if said.latest_none >= 0:  # the epoch is shorter: ask about each batch, from the first that no rank has reached
             self._ask_all_from = min(self._ask_all_from, index + self._depth + 1)
-        if said.has and (said.lacks or said.last) and self.num_batches is None:
-            self.num_batches = index if said.lacks else index + 1
-            self._drop(in_flight, self.num_batches)
-
-    def _drop(self, in_flight: dict[int, InFlightBatch], end: int) -> None:
-        dropped = [ahead for ahead in in_flight if ahead >= end]
+        if not said.has or not (said.lacks or said.last) or self.num_batches is not None:
+            return
+        self.num_batches = index if said.lacks else index + 1
+        dropped = [ahead for ahead in in_flight if ahead >= self.num_batches]
         for ahead in dropped:
             del in_flight[ahead]
         if dropped or not self._source.exhausted:
             warnings.warn(
-                f"The data of another rank ended after {end} batches. Rank {self._rank} has more and ends "
+                f"The data of another rank ended after {self.num_batches} batches. Rank {self._rank} has more and ends "
                 "there too: all ranks take the same number of batches.",
                 UserWarning,
                 stacklevel=2,

@@ -1,8 +1,7 @@
 """Walk a schedule: run its steps around the trainer's own forward, backward and optimizer step.
 
 `stage_issue.py` lets a sparse stage wait for what it reads, `lookup_order.py` orders the lookup stream and the compute
-stream, `batch_queue.py` fetches the batches, `backward_fill.py` leaves steps to a backward that would wait, and
-`deferred_updates.py` makes updates after their backward.
+stream, `batch_queue.py` fetches the batches, and `deferred_updates.py` makes updates after their backward.
 """
 
 from __future__ import annotations
@@ -14,8 +13,7 @@ from typing import Any
 import torch
 
 from ..distributed import Consensus
-from ..schedules import EARLY_OWNERS, TRAINING_STAGES, Schedule, Schedules, Stage, Step, StreamName, WeightOwner
-from .backward_fill import BackwardFill
+from ..schedules import TRAINING_STAGES, Schedule, Schedules, Stage, Step, StreamName, WeightOwner
 from .batch_queue import BatchQueue
 from .deferred_updates import DeferredUpdates
 from .end_of_data import EndOfData
@@ -31,15 +29,15 @@ from .table_writes import NUM_ASKS, TableWrites
 class Executor:
     """Runs the steps of a schedule around the trainer's own forward, backward and optimizer step.
 
-    The trainer drives it: `next_batch()` begins an iteration and returns the batch to train; `forward()` goes
-    around `training_step`; `stage_done(stage)` says that the trainer has done a stage. All steps run on the calling
-    thread, at the same point on every rank.
+    The trainer drives it: `next_batch()` begins an iteration, `forward()` goes around `training_step`, and
+    `stage_done(stage)` says that the trainer has done a stage. All steps run on the calling thread, at the same point
+    on every rank.
 
     Args:
         schedule: The table to walk, or several that follow one another.
         source: Provides the batches.
         sparse: Runs the sparse stages, and serves early embeddings in a forward.
-        order: The device's streams, the order of lookups, the observer and the timer, shared with `sparse`.
+        order: Streams, observer and timer, shared with `sparse`.
         consensus: Asks all ranks whether they have the next batch; None on one rank.
         lookup_context: Entered around every early lookup (autocast, as around `training_step`).
         num_before: Returns the number of batches trained so far, over all epochs.
@@ -66,13 +64,11 @@ class Executor:
     ) -> None:
         self._schedules = schedule
         self._inputs, self._lookups, self._tables = sparse
+        self._order, self._streams = order, order.streams
         self._num_before, self._accumulates, self._weights = num_before, accumulates, weights
-        self._first_batch = num_before()  # number of this epoch's batch 0 over all epochs
-        self.order = self._order = order
-        self._streams = order.streams
         self._hooks_read_tables = hooks_read_tables
-        self._finished_backward = False  # whether BACKWARD has ended before the trainer reports it
-        self._trainer_stage = ExitStack()  # the trainer's present stage, which begins and ends in different methods
+        self._first_batch = num_before()  # number of this epoch's batch 0 over all epochs
+        self._trainer_stage: ExitStack | None = None  # the trainer's present stage, if it is profiled or timed
         self.end = EndOfData(source, consensus, order.rank, schedule.depth)
         self.queue = BatchQueue(source, self.end, order)
         self.updates = DeferredUpdates(self._tables, order)
@@ -82,37 +78,25 @@ class Executor:
             self._lookups if first.has_sparse_stages else None,
             order,
             self.updates,
-            self._ahead,
+            self.queue,
             any_rank=None if consensus is None else any_rank,
             num_asks=NUM_ASKS if trains else 0,
         )
         # An evaluation keeps the mode that it runs in: no_grad or inference_mode.
         contexts = (torch.enable_grad if trains else nullcontext, lookup_context)
-        self._stages = StageIssuer(self._inputs, self._lookups, order, self.updates, lambda: self.current, contexts)
-        self._backward_fill = BackwardFill(
-            self._tables, self._stages, self.queue, order.rank, lambda: self.current, self._run_left_to_backward
-        )
+        self._stages = StageIssuer(self._inputs, self._lookups, order, self.updates, self.queue, contexts)
         self._use_schedule(first)
         self._reset()
 
     def _use_schedule(self, schedule: Schedule) -> None:
-        """Take a mode's table from the next iteration on; `frozen_window` has a second table, `_accumulating`."""
-        self._last_of_window, self._accumulating = schedule, schedule.accumulating
-        self._walk(schedule)
-
-    def _walk(self, schedule: Schedule) -> None:
-        """Walk one of the mode's two tables from the cursor on."""
-        self.schedule = self._stages.schedule = schedule
-        self._backward_fill.left = schedule.fills_backward_wait
-        self._dense_owned = schedule.dense_owned_lookup
-        # EMBEDDING_LOOKUP looks up the tables of these owners; `_dense_owned`, if there is one, looks up the others.
-        self._lookup_owners = EARLY_OWNERS if self._dense_owned is None else frozenset({WeightOwner.FUSED_BACKWARD})
+        """Take a mode's table from the next iteration on; `frozen_window` has a second table, `accumulating`."""
+        self.schedule = self._stages.schedule = self._last_of_window = schedule
 
     def _reset(self) -> None:
-        self._trainer_stage.close()
+        self._begin_trainer_stage(None)
         self._iteration = -1
         self._cursor = len(self.schedule.steps)  # the step of the schedule that comes next
-        self._finished_backward = False
+        self._finished_backward = False  # whether BACKWARD has ended before the trainer reports it
         self._in_forward = False  # of `training_step`, which with manual optimization contains all stages
         self._order.reset()
         self.queue.reset()
@@ -125,7 +109,7 @@ class Executor:
     @property
     def current(self) -> InFlightBatch | None:
         """The batch being trained."""
-        return self.queue.in_flight.get(self._iteration)
+        return self.queue.current
 
     @property
     def num_trained(self) -> int:
@@ -143,11 +127,6 @@ class Executor:
         return f"at {step.stage} of batch {self._iteration + step.offset}"
 
     @property
-    def depth(self) -> int:
-        """The largest number of batches in flight at once, under any table."""
-        return self._schedules.depth
-
-    @property
     def lasting_staleness(self) -> int:
         """The smaller staleness of the tables for the current and the next batch, as the mode may change in between."""
         batch = self._first_batch + self._iteration
@@ -156,21 +135,17 @@ class Executor:
     @property
     def num_ahead(self) -> int:
         """Batches fetched but not yet handed to the trainer."""
-        return sum(index > self._iteration for index in self.queue.in_flight)
+        return len(self.queue.in_flight) - (self.queue.current is not None)
 
     @property
-    def num_to_update(self) -> int:
-        """Number of earlier batches whose update is still to come."""
-        return sum(index < self._iteration for index in self.updates.to_update)
+    def num_in_flight(self) -> int:
+        """Batches fetched whose step is not over, or whose update of the tables is still to come."""
+        return len(self.queue.in_flight.keys() | self.updates.to_update)
 
     @property
     def is_last(self) -> bool:
         """Whether the current batch is known to be the last one, on all ranks."""
         return self.end.is_last(self._iteration, self.num_ahead)
-
-    def _ahead(self) -> list[InFlightBatch]:
-        """Return the batches in flight whose forward has not begun."""
-        return [batch for batch in self.queue.in_flight.values() if batch.index > self._iteration or not batch.consumed]
 
     # -- what the trainer calls -------------------------------------------------------------------------------------
 
@@ -181,22 +156,15 @@ class Executor:
         if self._iteration < 0:
             self._begin_epoch()
         else:
-            self.stage_done(self.schedule.training_stages[-1])
-            self.queue.in_flight.pop(self._iteration, None)
-            schedule = self._schedules.at(self._first_batch + self._iteration + 1)
-            if schedule is not self._last_of_window:
-                self.updates.make_all()
-                self._use_schedule(schedule)
-                self._fill(self._iteration + 1)
-        if self._iteration >= 0:
+            self._end_iteration()
             self.writes.begin_iteration()
         self._iteration += 1
         self._cursor = 0
         self.updates.begin_iteration()
         self._run_steps()
-        if self.current is None and self._iteration not in self.end.answers:  # asked once, answered once
-            self.queue.fetch(self.schedule[Stage.COPY_BATCH_TO_DEVICE], self._iteration)
-        current = self.queue.hear(self._iteration)
+        if self._iteration not in self.queue.in_flight and self._iteration not in self.end.answers:
+            self.queue.fetch(self.schedule[Stage.COPY_BATCH_TO_DEVICE], self._iteration)  # asked once, answered once
+        current = self.queue.current = self.queue.hear(self._iteration)
         if current is not None:
             self._stages.acquire(current, StreamName.COMPUTE, Stage.COPY_BATCH_TO_DEVICE)
             self._streams.record_stream(current.batch, StreamName.COMPUTE)
@@ -205,17 +173,17 @@ class Executor:
     @contextmanager
     def forward(self) -> Iterator[None]:
         """Go around the `training_step` of the current batch."""
-        current = self.current
+        current = self.queue.current
         assert current is not None, "next_batch() comes first"
         self._order.observe("issue", Stage.DENSE_FORWARD, current.index)
         if current.consumed:
             self.updates.make_for_second_forward(current)
         else:
             self.writes.check()
-            if self._accumulating is not None:
-                table = self._accumulating if self._accumulates() else self._last_of_window
-                if table is not self.schedule:  # the two differ below DENSE_FORWARD only
-                    self._walk(table)
+            if (accumulating := self._last_of_window.accumulating) is not None:
+                # The two tables differ below DENSE_FORWARD only.
+                table = accumulating if self._accumulates() else self._last_of_window
+                self.schedule = self._stages.schedule = table
                 self.updates.hold(current)
         if self._weights is not None:  # a second forward of a batch has a backward of its own
             self._weights.begin_step(splits=self.schedule.splits_backward and not current.consumed)
@@ -229,19 +197,19 @@ class Executor:
             self._in_forward = False
             if self._weights is not None:
                 self._weights.end_forward()
-            self._trainer_stage.close()
+            self._begin_trainer_stage(None)
 
     def _send_next(self) -> None:
         for step in self.schedule.sends_after_forward:
-            self._run(step, self._lookup_owners)
+            self._run(step)
 
     def stage_done(self, stage: Stage) -> None:
         """Note that the trainer has done a stage of the current batch; run the steps up to its next stage.
 
-        If the trainer has skipped a stage, the steps above `stage` run now. A second backward in one iteration
-        (LBFGS) writes the tables again: early lookups made in between are dropped.
+        If it has skipped a stage, the steps above `stage` run now. A second backward in one iteration (LBFGS) writes
+        the tables again: early lookups made in between are dropped.
         """
-        current = self.current
+        current = self.queue.current
         if stage is Stage.BACKWARD and self._finished_backward:
             self._finished_backward = False
             return
@@ -251,14 +219,14 @@ class Executor:
         if self._cursor > position:
             if stage is Stage.BACKWARD and self.schedule.has_sparse_stages:
                 self._after_backward(current)
-                for inflight in self._ahead():
+                for inflight in self.queue.ahead():
                     self._lookups.drop_lookups(inflight)
             return
-        self._trainer_stage.close()
+        self._begin_trainer_stage(None)
         while self._cursor <= position:
             step = self.schedule.steps[self._cursor]
             if step.stage not in TRAINING_STAGES:  # left to a backward that did not wait for other ranks
-                self._run(step, self._lookup_owners)
+                self._run(step)
                 self._cursor += 1
                 continue
             self._after_stage(step.stage, current)
@@ -272,12 +240,14 @@ class Executor:
         if stage is not self.schedule.training_stages[-1]:
             self._begin_trainer_stage(TRAINING_STAGES[TRAINING_STAGES.index(stage) + 1])
 
-    def _begin_trainer_stage(self, stage: Stage) -> None:
-        """Tell profiler and timer which stage the trainer begins."""
-        self._trainer_stage.close()
-        if is_profiled():
+    def _begin_trainer_stage(self, stage: Stage | None) -> None:
+        """Tell profiler and timer that the trainer's present stage has ended, and which one it begins."""
+        if self._trainer_stage is not None:
+            self._trainer_stage.close()
+            self._trainer_stage = None
+        if stage is not None and (is_profiled() or self._order.timer is not None):
+            self._trainer_stage = ExitStack()
             self._trainer_stage.enter_context(profiler_range(stage, self._iteration))
-        if self._order.timer is not None:
             self._trainer_stage.enter_context(self._order.timed(stage, self._iteration, StreamName.COMPUTE))
 
     def wait_for_lookups(self) -> None:
@@ -289,7 +259,7 @@ class Executor:
         self.updates.make_all()
         self.updates.drop_held()
         self.end.hear_all()
-        ahead = self._ahead()
+        ahead = self.queue.ahead()
         self._reset()
         for inflight in ahead:
             self._inputs.drain(inflight)
@@ -306,7 +276,7 @@ class Executor:
             self._count_lookups_ahead(1)
 
     def _count_lookups_ahead(self, times: int) -> None:
-        for inflight in [*self._ahead(), *self.updates.held]:
+        for inflight in [*self.queue.ahead(), *self.updates.held]:
             self._tables.count_lookups(inflight, times)
 
     def abandon(self) -> None:
@@ -331,6 +301,16 @@ class Executor:
             self._streams.wait(stream, start)
         self._fill(0)
 
+    def _end_iteration(self) -> None:
+        self.stage_done(self.schedule.training_stages[-1])
+        self.queue.in_flight.pop(self._iteration, None)
+        self.queue.current = None
+        schedule = self._schedules.at(self._first_batch + self._iteration + 1)
+        if schedule is not self._last_of_window:
+            self.updates.make_all()
+            self._use_schedule(schedule)
+            self._fill(self._iteration + 1)
+
     def _fill(self, start: int) -> None:
         """Issue what the table would have issued before iteration `start`, unless the former table has issued it."""
         for iteration in range(start - self.schedule.max_offset, start):
@@ -339,25 +319,48 @@ class Executor:
                 if step.stage is Stage.OPTIMIZER_STEP:
                     self._run_deferred_lookup()
                 elif step.stage not in TRAINING_STAGES:
-                    self._run(step, self._lookup_owners)
+                    self._run(step)
         self._iteration = start - 1
 
     def _run_steps(self) -> None:
         """Run the steps from the cursor to the trainer's next stage, except those left to the backward."""
-        steps = self.schedule.steps
+        steps, left = self.schedule.steps, self.schedule.fills_backward_wait
         while self._cursor < len(steps) and (step := steps[self._cursor]).stage not in TRAINING_STAGES:
-            if self._cursor in self._backward_fill.left and self._backward_fill.leave(step.stage):
+            if self._cursor in left and self._leave_to_backward(step.stage, self._run_left):
                 return
-            self._run(step, self._lookup_owners)
+            self._run(step)
             self._cursor += 1
-        lookup = self.schedule.received_in_backward
-        if lookup is not None and self._cursor == self.schedule.position(Stage.BACKWARD):
-            self._backward_fill.leave_receiving(lookup)
+        if self.schedule.received_in_backward is not None and self._cursor == self.schedule.position(Stage.BACKWARD):
+            self._leave_to_backward(Stage.INPUT_DATA_DIST, self._receive_next)
 
-    def _run_left_to_backward(self) -> None:
-        while self._cursor in self._backward_fill.left:
-            self._run(self.schedule.steps[self._cursor], self._lookup_owners)
-            self._cursor += 1
+    def _leave_to_backward(self, stage: Stage, run: Callable[[], None]) -> bool:
+        """Let the current backward call `run`, which issues `stage`, if the host would wait there for other ranks."""
+        current, index = self.queue.current, self._iteration
+        # The backward of a module's own forward may write tables before it waits.
+        if current is None or current.ran_unpipelined:
+            return False
+
+        def run_once_there() -> None:
+            if self.queue.current is not None and self._iteration == index:  # some hooks outlive their backward
+                run()
+
+        return self._tables.register_backward_hook(current, stage, run_once_there)
+
+    def _run_left(self) -> None:
+        with torch.enable_grad():  # a backward turns it off
+            while self._cursor in self.schedule.fills_backward_wait:
+                self._run(self.schedule.steps[self._cursor])
+                self._cursor += 1
+
+    def _receive_next(self) -> None:
+        """Assemble the ids of the lookup that comes after the backward, if they were sent."""
+        lookup = self.schedule.received_in_backward
+        if lookup is None:
+            return
+        inflight = self.queue.in_flight.get(self._iteration + lookup.offset)
+        if inflight is not None and Stage.INPUT_DATA_DIST in inflight.done:
+            with InStage(Stage.INPUT_DATA_DIST, inflight.index, self._order.rank):
+                self._stages.receive_input(lookup, inflight)
 
     def _after_stage(self, stage: Stage, current: InFlightBatch) -> None:
         """The trainer has done `stage` of the current batch."""
@@ -392,7 +395,7 @@ class Executor:
 
     def begin_backward(self, loss: torch.Tensor, *, is_only: bool) -> None:
         """Begin the backward of the current batch's loss; `is_only`: the step's only one (automatic optimization)."""
-        if self.current is None:
+        if self.queue.current is None:
             return
         if is_only and self._weights is not None:
             self._weights.begin_backward(loss)
@@ -415,34 +418,27 @@ class Executor:
         self._finished_backward = True
 
     def _run_deferred_lookup(self) -> None:
-        if self._dense_owned is not None:
-            self._run(self._dense_owned, frozenset({WeightOwner.DENSE_OPTIMIZER}))
+        step = self.schedule.dense_owned_lookup
+        if step is not None and (inflight := self.queue.hear(self._iteration + step.offset)) is not None:
+            self._stages.issue(step, inflight, frozenset({WeightOwner.DENSE_OPTIMIZER}))
 
-    def _run(self, step: Step, owners: frozenset[WeightOwner]) -> None:
-        index = self._iteration + step.offset
+    def _run(self, step: Step) -> None:
+        stage, index = step.stage, self._iteration + step.offset
         if index < 0:
             return
-        if step.stage is Stage.EMBEDDING_UPDATE:
-            current = self.current
-            own_forward = current is not None and current.ran_unpipelined
-            if self.schedule.updates_before_step and not self._streams.is_async:
-                self._backward_fill.receive(self.schedule[Stage.EMBEDDING_LOOKUP], self._iteration)
-            self.updates.make_up_to(
-                index,
-                step,
-                overlaps_forward=step.offset < 0 and not own_forward,
-                overlaps_dense=self.schedule.updates_before_step,
-            )
-            return
-        if step.stage is Stage.WEIGHT_GRADIENTS:
-            if self._weights is not None:
-                self._order.observe("issue", step.stage, index)
-                with InStage(step.stage, index, self._order.rank), self._order.timed(step.stage, index, step.stream):
-                    self._weights.compute()
-            return
-        if step.stage is Stage.COPY_BATCH_TO_DEVICE:
+        if stage is Stage.COPY_BATCH_TO_DEVICE:
             self.queue.fetch(step, index)
-            return
-        inflight = self.queue.hear(index)
-        if inflight is not None:
-            self._stages.issue(step, inflight, owners)
+        elif stage is Stage.EMBEDDING_UPDATE:
+            current, overlaps_dense = self.queue.current, self.schedule.updates_before_step
+            if overlaps_dense and not self._streams.is_async:
+                self._receive_next()
+            reads_tables = current is not None and current.ran_unpipelined
+            overlaps_forward = step.offset < 0 and not reads_tables
+            self.updates.make_up_to(index, step, overlaps_forward=overlaps_forward, overlaps_dense=overlaps_dense)
+        elif stage is Stage.WEIGHT_GRADIENTS:
+            if self._weights is not None:
+                self._order.observe("issue", stage, index)
+                with InStage(stage, index, self._order.rank), self._order.timed(stage, index, step.stream):
+                    self._weights.compute()
+        elif (inflight := self.queue.hear(index)) is not None:
+            self._stages.issue(step, inflight, self.schedule.lookup_owners)

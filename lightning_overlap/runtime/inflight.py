@@ -18,21 +18,17 @@ class InFlightBatch:
     index: int
     """Number of batches fetched earlier in the epoch."""
     batch: Any
-    """The staged batch: the same object that `training_step` gets."""
+    """The staged batch: the same object that `training_step` gets. These five fields are those of `FetchedBatch`."""
     batch_idx: int = 0
-    """Its number in its data loader; None batches count."""
     dataloader_idx: int = 0
-    """Index of its data loader."""
     latest_none: int = -1
-    """Number in its data loader of the last None batch before it in the epoch; -1 if there is none."""
     loader_states: Any = None
-    """States of the data loaders after it, for checkpoints."""
     done: dict[Stage, tuple[StreamName, Any]] = field(default_factory=dict)
     """Stages issued so far, each with its stream and the event recorded after it."""
     modules: dict[str, Any] = field(default_factory=dict)
     """State of each pipelined module for this batch, by the module's name; the sparse stages own it."""
     made: dict[Any, Any] = field(default_factory=dict)
-    """Results of staged methods for it, until its backward is over; `preprocessing.StagedCalls` owns them."""
+    """Results of staged methods, until its backward is over; `preprocessing.StagedCalls` owns them."""
     missing: frozenset[str] = frozenset()
     """Modules whose input only some ranks' batches contain; known once the sizes are read."""
     sizes: Any = None

@@ -34,13 +34,8 @@ class FetchedBatch(NamedTuple):
 class BatchSource(Protocol):
     """Where batches come from; `plugin.BatchStream` takes them from Lightning's loaders.
 
-    - `fetch` returns the staged batch with this number; None after the last batch, or while `max_steps` excludes it.
-      Batches that are None are skipped. A timer times the wait for the data loader.
-    - `num_batches` is the length of the shortest rank's epoch, None batches included; `inf` if it is not known.
-    - `length_known` says whether all ranks are known to have equally many batches.
-    - `exhausted` says whether this rank has no further batch, `num_certain` how many it surely has after the last
-      fetched batch.
-    - `stop_requested` says whether this process was told to stop.
+    `fetch` returns None after the last batch, and while `max_steps` excludes the batch; the timer times the wait for
+    the data loader.
     """
 
     @property
@@ -57,10 +52,9 @@ class BatchSource(Protocol):
 
 
 class Inputs(Protocol):
-    """The input dist of one batch; `sparse.SparseInputs` implements it with TorchRec.
+    """The input dist of one batch; `sparse.SparseInputs` implements it with TorchRec, and documents the methods.
 
-    Here and below, a method named as a `Stage` issues that stage on the current stream. The classes in `sparse/`
-    document the methods.
+    Here and below, a method named as a `Stage` issues that stage on the current stream.
     """
 
     @property
@@ -111,14 +105,7 @@ class SparseStages(NamedTuple):
 
 
 class WeightGradients(Protocol):
-    """The second half of a backward: `dense.SplitLayers` computes the weight gradients of the dense part.
-
-    - `begin_step` begins the forward of a batch; `splits` says whether to split its backward.
-    - `end_forward` ends the forward.
-    - `begin_backward` begins the backward of a loss.
-    - `compute` computes the weight gradients that the backward has left.
-    - `finish` waits for the collectives that were started; afterwards all gradients are complete.
-    """
+    """The second half of a backward: `dense.SplitLayers` computes the weight gradients of the dense part."""
 
     def begin_step(self, *, splits: bool) -> None: ...
     def end_forward(self) -> None: ...
@@ -130,8 +117,8 @@ class WeightGradients(Protocol):
 class StageTimer(Protocol):
     """Context managers that time parts of a step; `profiling.SpanRecorder` records their spans.
 
-    `during` times a stage, which may lie inside another one; `copy` the copies of a batch to the device; `data` the
-    wait for the data loader; `merge` the wait of the compute stream for embeddings.
+    `during` times a stage, perhaps inside another one, `copy` a batch's copies to the device, `data` the wait for the
+    data loader, `merge` the compute stream's wait for embeddings.
     """
 
     def during(self, stage: Stage, batch: int, stream: StreamName) -> AbstractContextManager[None]: ...

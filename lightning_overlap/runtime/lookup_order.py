@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from ..schedules import Stage, StreamName
 from .interfaces import Observer, StageTimer, observe_nothing
-from .streams import Streams
+from .streams import NOTHING, Streams
 
 
 class LookupOrder:
     """State that an executor shares with the sparse stages: streams, observer, timer, and the order of the two streams.
 
     Early lookups and updates of tables run on the lookup stream, in the order in which they are issued. A module's own
-    forward, and code between two steps, use the tables on the compute stream: then one of the two streams waits for
-    the other.
+    forward, and code between two steps, use the tables on the compute stream: one of the two streams then waits.
     """
 
     def __init__(
@@ -26,8 +25,7 @@ class LookupOrder:
         observe: Observer = observe_nothing,
         rank: int = 0,
     ) -> None:
-        self.streams, self.lookup = streams, lookup
-        self.observe, self.rank = observe, rank
+        self.streams, self.lookup, self.observe, self.rank = streams, lookup, observe, rank
         self.timer: StageTimer | None = None
         """Told of every stage that either side issues."""
         self.num_told = 0
@@ -46,7 +44,7 @@ class LookupOrder:
 
     def timed(self, stage: Stage, batch: int, stream: StreamName) -> AbstractContextManager[Any]:
         """Time a stage of a batch on a stream."""
-        return _NOTHING if self.timer is None else self.timer.during(stage, batch, stream)
+        return NOTHING if self.timer is None else self.timer.during(stage, batch, stream)
 
     def on_lookup(self) -> AbstractContextManager[Any]:
         """Make the lookup stream current."""
@@ -90,11 +88,8 @@ class LookupOrder:
 
         The timer records the wait of a batch's first use only.
         """
-        with self.timer.merge(batch) if is_first and self.timer is not None else _NOTHING:
+        with self.timer.merge(batch) if is_first and self.timer is not None else NOTHING:
             self.streams.hand_to_caller(value, event)
-
-
-_NOTHING: AbstractContextManager[Any] = nullcontext()
 
 
 @contextmanager

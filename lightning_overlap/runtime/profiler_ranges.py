@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from types import ModuleType, TracebackType
 from typing import Any
 
 import torch
 
 from ..schedules import Stage
+from .streams import NOTHING
 
 _PROFILED_FROM_OUTSIDE = "KINETO_USE_DAEMON" in os.environ
 """Whether a daemon may start a profiler at any time, unseen by the profiled thread."""
-
-_NO_RANGE: AbstractContextManager[Any] = nullcontext()
 
 
 def is_profiled() -> bool:
@@ -25,45 +24,35 @@ def is_profiled() -> bool:
 
 def profiler_range(stage: Stage, index: int) -> AbstractContextManager[Any]:
     """Return a profiler range around a stage of a batch; no range without a profiler, since it would cost 7 us."""
-    if is_profiled():
-        return torch.profiler.record_function(f"## {stage} {index} ##")
-    return _NO_RANGE
+    return torch.profiler.record_function(f"## {stage} {index} ##") if is_profiled() else NOTHING
 
 
 class RangesLeftOut:
-    """Skips another package's profiler ranges, a dozen in a step, while no profiler runs.
-
-    Args:
-        modules: Modules of that package that have imported `record_function` by name.
-    """
+    """Skips the profiler ranges, a dozen a step, of modules that import `record_function`, while no profiler runs."""
 
     def __init__(self, modules: Sequence[ModuleType]) -> None:
         self._modules = modules
-        self._replaced: list[tuple[ModuleType, Any]] = []
         self._users: set[int] = set()
 
     def begin(self, user: object) -> None:
         """Skip the ranges until this user's `end`."""
         if not self._users:
             for module in self._modules:
-                own = vars(module).get("record_function")
-                if own is torch.autograd.profiler.record_function:  # not another replacement
+                if vars(module).get("record_function") is torch.autograd.profiler.record_function:  # not another's
                     module.record_function = _range_if_profiled  # type: ignore[attr-defined]
-                    self._replaced.append((module, own))
         self._users.add(id(user))
 
     def end(self, user: object) -> None:
         """Restore the ranges, if there is no other user."""
         self._users.discard(id(user))
         if not self._users:
-            for module, own in self._replaced:
+            for module in self._modules:
                 if vars(module).get("record_function") is _range_if_profiled:
-                    module.record_function = own  # type: ignore[attr-defined]
-            self._replaced.clear()
+                    module.record_function = torch.autograd.profiler.record_function  # type: ignore[attr-defined]
 
 
 def _range_if_profiled(name: str, args: str | None = None) -> AbstractContextManager[Any]:
-    return torch.autograd.profiler.record_function(name, args) if is_profiled() else _NO_RANGE
+    return torch.autograd.profiler.record_function(name, args) if is_profiled() else NOTHING
 
 
 class InStage:

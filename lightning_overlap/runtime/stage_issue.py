@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from ..schedules import Schedule, Stage, Step, StreamName, WeightOwner
+from .batch_queue import BatchQueue
 from .deferred_updates import DeferredUpdates
 from .inflight import InFlightBatch
 from .interfaces import Inputs, Lookups
@@ -17,8 +18,7 @@ from .profiler_ranges import InStage
 class StageIssuer:
     """Issues the sparse stages of batches, each after everything it reads.
 
-    `current` returns the batch being trained, or None. Every lookup runs within both `lookup_contexts`: grad mode and
-    autocast.
+    Every lookup runs within both `lookup_contexts`: grad mode and autocast.
     """
 
     def __init__(
@@ -27,11 +27,11 @@ class StageIssuer:
         lookups: Lookups,
         order: LookupOrder,
         updates: DeferredUpdates,
-        current: Callable[[], InFlightBatch | None],
+        queue: BatchQueue,
         lookup_contexts: tuple[Callable[[], AbstractContextManager[Any]], Callable[[], AbstractContextManager[Any]]],
     ) -> None:
-        self._inputs, self._lookups = inputs, lookups
-        self._order, self._streams, self._updates, self._current = order, order.streams, updates, current
+        self._inputs, self._lookups, self._updates, self._queue = inputs, lookups, updates, queue
+        self._order, self._streams = order, order.streams
         self._grad_mode, self._lookup_context = lookup_contexts
         self.schedule: Schedule  # the table that is walked; the executor sets it before anything is issued
         self.reset()
@@ -47,42 +47,40 @@ class StageIssuer:
             self._began = self._streams.record(StreamName.COMPUTE)
 
     def issue(self, step: Step, inflight: InFlightBatch, owners: frozenset[WeightOwner]) -> None:
-        """Issue one stage of one batch on its stream; postpone it while `discover` has not found the modules' inputs.
-
-        A lookup reads the tables of `owners`; other stages ignore them.
-        """
+        """Issue one stage of a batch (a lookup: of `owners`' tables); postpone it until `discover` has found inputs."""
+        stage = step.stage
         if not self._inputs.ready:
             self._waiting.append((step, inflight, owners))
             return
-        if step.stage is Stage.EMBEDDING_LOOKUP:
+        if stage is Stage.EMBEDDING_LOOKUP:
             if not self._lookups.has_lookup(inflight, owners):
                 return
-        elif step.stage in inflight.done:  # issued under the former table
+        elif stage in inflight.done:  # issued under the former table
             return
-        previous = self.schedule.stage_before(step.stage)
+        previous = self.schedule.stage_before(stage)
         if previous not in inflight.done:  # the batch was fetched later than that step was walked
             self.issue(self.schedule[previous], inflight, owners)
-        self._order.observe("issue", step.stage, inflight.index)
-        with InStage(step.stage, inflight.index, self._order.rank):
-            if step.stage is Stage.INPUT_SPLITS_DIST:
+        self._order.observe("issue", stage, inflight.index)
+        with InStage(stage, inflight.index, self._order.rank):
+            if stage is Stage.INPUT_SPLITS_DIST:
                 self._inputs.make_inputs(inflight)
-            if step.stage in (Stage.PREFETCH, Stage.EMBEDDING_LOOKUP):
+            elif stage is not Stage.INPUT_DATA_DIST:
                 self.receive_input(step, inflight)
-            if step.stage is Stage.PREFETCH:
+            if stage is Stage.PREFETCH:
                 self._order_prefetch(step)
             self.acquire(inflight, step.stream, previous)
-            if step.stage is not Stage.EMBEDDING_LOOKUP and inflight.done[previous][0] is not step.stream:
+            if stage is not Stage.EMBEDDING_LOOKUP and inflight.done[previous][0] is not step.stream:
                 self._streams.record_stream(inflight.batch, step.stream)  # the ids are sent from the batch's own memory
-            with self._order.on(step.stage, inflight.index, step.stream):
-                if step.stage is Stage.INPUT_SPLITS_DIST:
+            with self._order.on(stage, inflight.index, step.stream):
+                if stage is Stage.INPUT_SPLITS_DIST:
                     self._inputs.input_splits_dist(inflight)
-                elif step.stage is Stage.INPUT_DATA_DIST:
+                elif stage is Stage.INPUT_DATA_DIST:
                     self._inputs.input_data_dist(inflight)
-                elif step.stage is Stage.PREFETCH:
+                elif stage is Stage.PREFETCH:
                     self._lookups.prefetch(inflight)
                 else:
                     self._look_up(step, inflight, owners)
-        inflight.done[step.stage] = (step.stream, self._streams.record(step.stream))
+        inflight.done[stage] = (step.stream, self._streams.record(step.stream))
 
     def discover(self, current: InFlightBatch) -> None:
         """Learn from the current batch's forward which input feeds which module; issue the postponed stages."""
@@ -114,7 +112,7 @@ class StageIssuer:
         FBGEMM itself orders a prefetch against the early lookups and updates that overlap with it.
         """
         self._streams.wait(step.stream, self._began)
-        current = self._current()
+        current = self._queue.current
         if current is not None and current.ran_unpipelined:
             self._streams.wait(step.stream, self._streams.record(StreamName.COMPUTE))
 

@@ -11,19 +11,18 @@ from typing_extensions import override
 from ..schedules import StreamName
 from .batch_tree import leaves
 
+NOTHING: AbstractContextManager[Any] = nullcontext()
+
 
 class Streams:
-    """Streams and events of a device; this base class serves a CPU, where program order is the only order.
-
-    Every stream is the calling thread, and every event is None.
-    """
+    """Streams and events of a device; here of a CPU: every stream is the calling thread, and every event is None."""
 
     is_async = False
     """Whether the host only launches work; otherwise it does all work itself and waits for every collective."""
 
     def on(self, name: StreamName) -> AbstractContextManager[Any]:
         """Make a stream current."""
-        return _NOTHING
+        return NOTHING
 
     def record(self, name: StreamName) -> Any:
         """Return an event after all work issued on a stream so far."""
@@ -57,19 +56,12 @@ class Streams:
         return None
 
 
-_NOTHING: AbstractContextManager[Any] = nullcontext()
-
-
 class CudaStreams(Streams):
     """CUDA streams, made once and kept for the whole run.
 
     One lookup stream serves the run: autograd runs the TBE backward on the stream of its forward, and so the
     lookup of the next batch, queued on that stream, comes after the update of the tables without an event.
-
-    Args:
-        device: The CUDA device.
-        lookup: The stream that `StreamName.LOOKUP` stands for: itself (a dedicated stream), the input dist's or the
-            compute stream.
+    `StreamName.LOOKUP` stands for `lookup`: itself (a dedicated stream), the input dist's or the compute stream.
     """
 
     is_async = True
@@ -77,13 +69,11 @@ class CudaStreams(Streams):
     def __init__(self, device: torch.device, lookup: StreamName) -> None:
         self.device = device
         # High priority as in TorchRec 1.8: short copies and all-to-alls must not queue behind dense kernels.
-        own = dict.fromkeys((StreamName.MEMCPY, StreamName.DATA_DIST, StreamName.PREFETCH, lookup))
-        self._streams: dict[StreamName, torch.cuda.Stream] = {
-            name: torch.cuda.Stream(device, priority=-1) for name in own if name is not StreamName.COMPUTE
-        }
-        self._streams[StreamName.COMPUTE] = torch.cuda.current_stream(device)
+        urgent = {StreamName.MEMCPY, StreamName.DATA_DIST, StreamName.PREFETCH, lookup}
+        self._streams = {name: torch.cuda.Stream(device, priority=-1) for name in StreamName if name in urgent}
         self._streams[StreamName.SIDE] = torch.cuda.Stream(device)  # nothing queues behind it
         self._lookup = lookup
+        self.begin_step()
 
     def move_lookups(self, lookup: StreamName) -> None:
         """Let `StreamName.LOOKUP` stand for another stream, ordered after all work of the old stream.

@@ -4,24 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from .batch_queue import BatchQueue
 from .deferred_updates import DeferredUpdates
-from .inflight import InFlightBatch
 from .interfaces import Lookups
 from .lookup_order import LookupOrder
 
 NUM_ASKS = 2
 """Number of batches at the start of a fit before which the ranks ask each other whether tables were written.
 
-A callback that writes tables usually starts at the first step. Asking in every step would make the ranks wait for each
-other.
+A callback that writes tables usually starts at the first step. Each question makes the ranks wait for each other.
 """
 
 
 class TableWrites:
-    """Drops early lookups, on all ranks alike, if the tables that they read were written afterwards.
+    """Drops early lookups, on all ranks alike, if their tables are written afterwards.
 
-    `lookups` is None if nothing is looked up early. `ahead` returns the batches that may have been looked up and whose
-    step has not begun. `any_rank` (None on one rank) is asked before the first `num_asks` batches, and after `ask`.
+    `lookups` is None without early lookups. `any_rank` (None on one rank) is asked before the first `num_asks` batches,
+    and after `ask`.
     """
 
     def __init__(
@@ -29,12 +28,12 @@ class TableWrites:
         lookups: Lookups | None,
         order: LookupOrder,
         updates: DeferredUpdates,
-        ahead: Callable[[], list[InFlightBatch]],
+        queue: BatchQueue,
         *,
         any_rank: Callable[[bool], bool] | None,
         num_asks: int,
     ) -> None:
-        self._lookups, self._order, self._updates, self._ahead = lookups, order, updates, ahead
+        self._lookups, self._order, self._updates, self._queue = lookups, order, updates, queue
         self._any_rank, self._num_asks = any_rank, num_asks
         self.reset()
 
@@ -43,11 +42,11 @@ class TableWrites:
         self._asks = False  # whether `any_rank` is asked in this iteration
 
     def ask(self) -> None:
-        """Ask all ranks before the next batch: an evaluation or a save, whose hooks may write tables, is over."""
+        """Ask all ranks before the next batch, after an evaluation or a save: their hooks may write tables."""
         self._num_asks = max(self._num_asks, 1)
 
     def begin_iteration(self) -> None:
-        """Check at the beginning of an iteration for writes since the last step."""
+        """Check for writes since the last step."""
         self._asks = self._num_asks > 0
         self._num_asks = max(0, self._num_asks - 1)
         self.check()
@@ -60,7 +59,7 @@ class TableWrites:
         """
         if self._lookups is None:
             return
-        written = everyone = self._lookups.is_overwritten(self._ahead())  # on one rank it decides for everyone
+        written = everyone = self._lookups.is_overwritten(self._queue.ahead())  # on one rank it decides for everyone
         if self._any_rank is not None:
             everyone = self._asks and self._any_rank(written)
         if everyone:
@@ -82,5 +81,5 @@ class TableWrites:
         """
         if self._lookups is not None:
             self._updates.refuse_writes()
-            self._lookups.leave_overwritten(self._ahead())
+            self._lookups.leave_overwritten(self._queue.ahead())
             self._order.note_write()

@@ -4,6 +4,7 @@ Standard library only. A new mode is a table in `modes.py`; `Mode` holds a mode'
 """
 
 from .mode import Mode as Mode
+from .mode import Schedules as Schedules
 from .mode import resolve_mode as resolve_mode
 from .mode import resolve_stream as resolve_stream
 from .modes import MODES as MODES
@@ -13,7 +14,6 @@ from .modes import StreamPolicy as StreamPolicy
 from .schedule import Schedule as Schedule
 from .schedule import ScheduleError as ScheduleError
 from .schedule import Step as Step
-from .sequential import Schedules as Schedules
 from .stages import EARLY_OWNERS as EARLY_OWNERS
 from .stages import SPARSE_STAGES as SPARSE_STAGES
 from .stages import TRAINING_STAGES as TRAINING_STAGES

@@ -2,19 +2,69 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TypeVar
+from dataclasses import dataclass, fields
+from typing import Any, Protocol, TypeVar
 
 from ..text import unknown_name_message
-from .modes import ASYNC_LOOKUP, MODES, STREAMS, ModeName, async_lookup, defer_update, frozen_window
-from .schedule import Schedule
-from .sequential import Schedules, with_exact_warmup
-from .stages import StreamName
+from .modes import ASYNC_LOOKUP, FUSED_SPARSE_DIST, MODES, STREAMS, ModeName, async_lookup, defer_update, frozen_window
+from .schedule import Schedule, check_number
+from .stages import Stage, StreamName
 
 _T = TypeVar("_T")
 
 
+class Schedules(Protocol):
+    """The schedules of a run: one, or several that follow one another."""
+
+    @property
+    def depth(self) -> int:
+        """The largest number of batches in flight at once."""
+
+    def at(self, batch: int) -> Schedule:
+        """The table to walk while a batch is trained, the same on all ranks."""
+
+
+@dataclass(frozen=True)
+class SequentialSchedule:
+    """Two or more schedules, each starting at a batch number that counts over the whole training.
+
+    The executor switches between two iterations and keeps the batches in flight. It repeats no stage, and at once
+    issues the stages that the next table would have issued by then. So in a part that starts at batch n and has
+    staleness k, a lookup of batch N in a fused table sees the updates of all batches before max(n, N - k). A part that
+    follows a staler part uses the lookups made under that part.
+    """
+
+    parts: tuple[tuple[int, Schedule], ...]
+    """`(first batch, schedule)` in order, starting with batch 0."""
+
+    def at(self, batch: int) -> Schedule:
+        """The table to walk while a batch is trained."""
+        return next(schedule for start, schedule in reversed(self.parts) if batch >= start)
+
+    @property
+    def depth(self) -> int:
+        """The largest number of batches in flight at once."""
+        return max(schedule.depth for _, schedule in self.parts)
+
+
+def _names_unknown_options(cls: Any) -> Any:
+    """Let a dataclass name an unknown option with the nearest valid ones."""
+    init, known = cls.__init__, [field.name for field in fields(cls)]
+
+    @functools.wraps(init)
+    def checked_init(self: Any, *args: Any, **options: Any) -> None:
+        for name in options:
+            if name not in known:
+                raise TypeError(f"{cls.__name__}: {unknown_name_message('option', name, known)}")
+        init(self, *args, **options)
+
+    cls.__init__ = checked_init
+    return cls
+
+
+@_names_unknown_options
 @dataclass(frozen=True, slots=True)
 class Mode:
     """A mode with its options, for `OverlapEmbeddingStrategy(pipeline=Mode("semi_sync", start_batch=1000))`.
@@ -37,7 +87,7 @@ class Mode:
 
     Raises:
         ValueError: No mode has this name (the message lists the nearest names), or the mode rejects an option.
-        TypeError: An option has the wrong type.
+        TypeError: An option has the wrong type, or no option has this name.
     """
 
     name: ModeName | Schedule = "fused_sparse_dist"
@@ -50,7 +100,7 @@ class Mode:
 
     def __post_init__(self) -> None:
         schedule = self.schedule
-        with_exact_warmup(schedule, self.start_batch, self.end_batch)
+        _ = self.schedules  # raises an error if these batches cannot be
         if self.stash_gradients and not schedule.staleness:
             raise ValueError(
                 f"stash_gradients: {schedule.name!r} has a staleness of 0, so no gradient would be late. Use it with "
@@ -79,7 +129,28 @@ class Mode:
     @property
     def schedules(self) -> Schedules:
         """The tables to walk: exact before `start_batch` and from `end_batch` on."""
-        return with_exact_warmup(self.schedule, self.start_batch, self.end_batch)
+        schedule, start, end = self.schedule, self.start_batch, self.end_batch
+        check_number("start_batch", start)
+        if end is not None:
+            check_number("end_batch", end)
+            if end <= start:
+                raise ValueError(f"end_batch must be larger than start_batch={start}, got {end}.")
+        elif not start:
+            return schedule
+        if not schedule.staleness:
+            raise ValueError(
+                f"start_batch={start}, end_batch={end}: {schedule.name!r} is always exact. Use them with a stale mode "
+                "(semi_sync, async_lookup)."
+            )
+        stream, of_exact = (table[Stage.EMBEDDING_LOOKUP].stream for table in (schedule, FUSED_SPARSE_DIST))
+        if stream is not of_exact:
+            raise ValueError(
+                f"all lookups of a run must use one stream, got {FUSED_SPARSE_DIST.name!r} on {of_exact}, "
+                f"{schedule.name!r} on {stream}."
+            )
+        before = [(0, FUSED_SPARSE_DIST)] if start else []
+        after = [] if end is None else [(end, FUSED_SPARSE_DIST)]
+        return SequentialSchedule((*before, (start, schedule), *after))
 
 
 def resolve_mode(pipeline: str | Schedule | Mode) -> Mode:
@@ -91,19 +162,14 @@ def resolve_stream(stream: str) -> StreamName:
     """Return the stream on which a policy runs early lookups.
 
     Raises:
-        ValueError: No policy has this name; the message lists the nearest names.
+        ValueError: No policy has this name.
         TypeError: The name is not a string.
     """
     return _named("stream", stream, STREAMS)
 
 
 def _named(kind: str, name: object, known: Mapping[str, _T], also: tuple[str, ...] = ()) -> _T:
-    """Return the entry of a name; messages name the argument (`kind`) and further valid names (`also`).
-
-    Raises:
-        ValueError: The name is unknown; the message lists the nearest names.
-        TypeError: The name is not a string.
-    """
+    """Return the entry of a name; errors name the argument (`kind`), the known names, and those in `also`."""
     if not isinstance(name, str):
         raise TypeError(f"{kind} must be a name ({', '.join((*known, *also))}), got {name!r}.")
     if name not in known:

@@ -98,7 +98,7 @@ SEMI_SYNC = _looks_up_before_backward("semi_sync", 1)
 """The lookup of N+1 before the backward of N: staleness 1. Source: TrainPipelineSemiSync, TorchRec 1.8."""
 
 DEFAULT_STALENESS = 2
-"""The default staleness of `async_lookup`. 1 is `semi_sync`; larger values cost accuracy and memory."""
+"""The staleness of `async_lookup`, if none is given. 1 is `semi_sync`; larger values cost accuracy and memory."""
 
 
 def async_lookup(staleness: int) -> Schedule:
@@ -106,11 +106,8 @@ def async_lookup(staleness: int) -> Schedule:
 
     Memory holds the embeddings of the current batch and of at most `staleness` batches after it.
 
-    Args:
-        staleness: Number of batches whose updates a lookup of a fused table does not see, at least 1 (`semi_sync`).
-
     Raises:
-        ValueError: The staleness is less than 1.
+        ValueError: The staleness is less than 1 (`semi_sync`).
         TypeError: The staleness is not an integer.
 
     Source: DeepRec's asynchronous embedding lookup, which bounds the staleness by a queue's capacity; here the
@@ -129,9 +126,6 @@ def defer_update(schedule: Schedule) -> Schedule:
     backward are sent after that forward, when the gradients have arrived. So gradients, ids, embeddings and the dense
     all-reduce never share the link.
 
-    Args:
-        schedule: A mode whose lookup stands above its backward.
-
     Raises:
         ValueError: The mode looks up after the backward and needs the update by then.
     """
@@ -144,8 +138,8 @@ def defer_update(schedule: Schedule) -> Schedule:
     steps = list(schedule.steps)
     ids, backward = schedule.position(_DATA), schedule.position(_BACKWARD)
     sent = [steps.pop(ids)] if ids > backward else []
-    position = steps.index(lookup)
-    steps[position:position] = [*sent, Step(_UPDATE, -1, lookup.stream)]
+    at = steps.index(lookup)
+    steps[at:at] = [*sent, Step(_UPDATE, -1, lookup.stream)]
     return Schedule(f"{schedule.name}_deferred", tuple(steps))
 
 
@@ -156,27 +150,21 @@ def frozen_window(schedule: Schedule) -> Schedule:
     optimizer steps and none of each other's. So within the window an early lookup need not wait for a backward
     (`Schedule.accumulating`), and its ids are sent a batch earlier. Only the first lookup of the next window waits.
 
-    Args:
-        schedule: A mode of staleness 0.
-
     Raises:
         ValueError: The mode has a staleness, has no sparse stages, prefetches, or splits its backward.
     """
-    splits = schedule.splits_backward
-    if schedule.staleness or not schedule.has_sparse_stages or schedule.prefetches or splits:
-        why = (
-            f"has a staleness of {schedule.staleness}, but a window sees all earlier updates"
-            if schedule.staleness
-            else "updates the tables of each batch while its weight gradients are computed"
-            if splits
-            else "keeps rows in a cache until their backward"
-            if schedule.has_sparse_stages
-            else "leaves the lookup to the modules"
-        )
-        raise ValueError(
-            f"frozen_window: {schedule.name!r} {why}. Use it with sparse_dist, fused_sparse_dist or "
-            "fused_sparse_dist_after_optimizer."
-        )
+    obstacles = {
+        f"has a staleness of {schedule.staleness}, but a window sees all earlier updates": schedule.staleness,
+        "updates the tables of each batch while its weight gradients are computed": schedule.splits_backward,
+        "leaves the lookup to the modules": not schedule.has_sparse_stages,
+        "keeps rows in a cache until their backward": schedule.prefetches,
+    }
+    for obstacle, is_there in obstacles.items():
+        if is_there:
+            raise ValueError(
+                f"frozen_window: {schedule.name!r} {obstacle}. Use it with sparse_dist, fused_sparse_dist or "
+                "fused_sparse_dist_after_optimizer."
+            )
     lookup = schedule[_LOOKUP]
     ahead = lookup.offset > 0
     steps = [
@@ -192,25 +180,15 @@ SEMI_SYNC_DEFERRED = defer_update(SEMI_SYNC)
 """`semi_sync` with embedding and gradient communication off the critical path: still staleness 1."""
 
 ASYNC_LOOKUP = replace(async_lookup(DEFAULT_STALENESS), name="async_lookup")
-"""`async_lookup` with the default staleness."""
 
 ModeName: TypeAlias = Literal[
-    "base",
-    "sparse_dist",
-    "fused_sparse_dist",
-    "fused_sparse_dist_after_optimizer",
-    "split_backward",
-    "prefetch",
-    "semi_sync",
-    "semi_sync_deferred",
-    "async_lookup",
-    "auto",
-]
+    "base", "sparse_dist", "fused_sparse_dist", "fused_sparse_dist_after_optimizer", "split_backward", "prefetch",
+    "semi_sync", "semi_sync_deferred", "async_lookup", "auto",
+]  # fmt: skip
 """The names of `MODES` and "auto", for editors and type checkers."""
 
 _EXACT = (BASE, SPARSE_DIST, FUSED_SPARSE_DIST, FUSED_SPARSE_DIST_AFTER_OPTIMIZER, SPLIT_BACKWARD, PREFETCH)
 _STALE = (SEMI_SYNC, SEMI_SYNC_DEFERRED, ASYNC_LOOKUP)
-
 MODES: Mapping[str, Schedule] = MappingProxyType({schedule.name: schedule for schedule in (*_EXACT, *_STALE)})
 
 StreamPolicy: TypeAlias = Literal["current", "data_dist", "dedicated"]

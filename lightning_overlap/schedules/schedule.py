@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
-from .stages import SPARSE_STAGES, STAGE_ORDER, TRAINING_STAGES, Stage, StreamName
+from .stages import EARLY_OWNERS, SPARSE_STAGES, STAGE_ORDER, TRAINING_STAGES, Stage, StreamName, WeightOwner
 
 _BEFORE = {
     Stage.INPUT_SPLITS_DIST: Stage.COPY_BATCH_TO_DEVICE,
@@ -23,22 +23,21 @@ _BEFORE = {
 }
 
 
+_SENDS = (Stage.INPUT_SPLITS_DIST, Stage.INPUT_DATA_DIST)
+_ON_TABLES = (Stage.PREFETCH, Stage.EMBEDDING_LOOKUP, Stage.EMBEDDING_UPDATE)
+
+
 class ScheduleError(ValueError):
     """A schedule that cannot run; the message prints the table with the offending step marked."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One line of a schedule: a stage, the batch that it is for, and its stream.
-
-    Args:
-        stage: The stage that is issued.
-        offset: Batches ahead of the one being trained; -1, for `EMBEDDING_UPDATE` only, is the previous batch.
-        stream: The stream of the stage.
-    """
+    """One line of a schedule: a stage, the batch that it is for, and its stream."""
 
     stage: Stage
     offset: int
+    """Batches ahead of the one being trained; -1, for `EMBEDDING_UPDATE` only, is the previous batch."""
     stream: StreamName
 
     def __str__(self) -> str:
@@ -50,11 +49,7 @@ _STEP_TEXT = re.compile(r"(?P<stage>[a-z_]+)(?P<offset>[+-]\d+)/(?P<stream>[a-z_
 
 @dataclass(frozen=True)
 class Schedule:
-    """A named, validated table of steps.
-
-    Args:
-        name: Lower-case name, as in `pipeline=`.
-        steps: The steps in issue order.
+    """A named, validated table of steps in issue order; the name is that of `pipeline=`, in lower case.
 
     Raises:
         ScheduleError: The table cannot run: a training stage is missing, repeated or not at offset 0; a stage
@@ -85,10 +80,19 @@ class Schedule:
         Raises:
             ScheduleError: The text is not `name: stage+offset/stream ...`, or the table cannot run.
         """
-        name, colon, steps = text.partition(":")
-        if not colon or not name.strip():
+        name, _, rest = map(str.strip, text.partition(":"))
+        if not name or ":" not in text:
             raise ScheduleError(f"expected 'name: stage+offset/stream ...', got {text!r}.")
-        return cls(name.strip(), tuple(_parse_step(name.strip(), step) for step in steps.split()))
+        steps = []
+        for word in rest.split():
+            if (match := _STEP_TEXT.fullmatch(word)) is None:
+                raise ScheduleError(f"{name!r}: expected 'stage+offset/stream', got {word!r}.")
+            try:
+                steps.append(Step(Stage(match["stage"]), int(match["offset"]), StreamName(match["stream"])))
+            except ValueError as err:
+                known = f"stages: {', '.join(map(str, Stage))}; streams: {', '.join(map(str, StreamName))}"
+                raise ScheduleError(f"{name!r}: {word!r} names an unknown stage or stream. Known {known}.") from err
+        return cls(name, tuple(steps))
 
     @cached_property
     def max_offset(self) -> int:
@@ -102,12 +106,12 @@ class Schedule:
 
     @cached_property
     def has_sparse_stages(self) -> bool:
-        """Whether the table places the input dist and the lookup (otherwise the modules' own forward does it)."""
+        """Whether the table places the input dist and the lookup (otherwise the modules' own forward does both)."""
         return any(step.stage in SPARSE_STAGES for step in self.steps)
 
     @cached_property
     def prefetches(self) -> bool:
-        """Whether the table has a step that copies rows from UVM into the cache."""
+        """Whether the table copies rows from UVM into the cache."""
         return self.step_of(Stage.PREFETCH) is not None
 
     def stage_before(self, stage: Stage) -> Stage:
@@ -117,12 +121,10 @@ class Schedule:
     @cached_property
     def staleness(self) -> int:
         """Number of batches whose updates a lookup of a fused table cannot see yet."""
-        lookup = self.step_of(Stage.EMBEDDING_LOOKUP)
-        if lookup is None:
+        if not self.has_sparse_stages:
             return 0
         # A step for EMBEDDING_UPDATE changes nothing: no lookup stands between the backward and the update.
-        above_backward = self.position(Stage.EMBEDDING_LOOKUP) < self.position(Stage.BACKWARD)
-        return max(0, lookup.offset if above_backward else lookup.offset - 1)
+        return max(0, self[Stage.EMBEDDING_LOOKUP].offset - self._is_below(Stage.EMBEDDING_LOOKUP, Stage.BACKWARD))
 
     @cached_property
     def defers_update(self) -> bool:
@@ -133,9 +135,7 @@ class Schedule:
     def updates_before_step(self) -> bool:
         """Whether a deferred update stands between the backward and the optimizer step of its own batch."""
         update = self.step_of(Stage.EMBEDDING_UPDATE)
-        if update is None or update.offset < 0:
-            return False
-        return self.position(Stage.EMBEDDING_UPDATE) < self.position(Stage.OPTIMIZER_STEP)
+        return update is not None and update.offset == 0 and self._is_below(Stage.OPTIMIZER_STEP, update.stage)
 
     @cached_property
     def splits_backward(self) -> bool:
@@ -147,7 +147,7 @@ class Schedule:
         """This table without `WEIGHT_GRADIENTS`, and without an update above `OPTIMIZER_STEP`: `BACKWARD` does both."""
         if not self.splits_backward:
             return self
-        left_out = {Stage.WEIGHT_GRADIENTS, *([Stage.EMBEDDING_UPDATE] if self.updates_before_step else [])}
+        left_out = {Stage.WEIGHT_GRADIENTS} | ({Stage.EMBEDDING_UPDATE} if self.updates_before_step else set())
         return Schedule(self.name, tuple(step for step in self.steps if step.stage not in left_out))
 
     @property
@@ -159,8 +159,8 @@ class Schedule:
     def accumulating(self) -> AccumulatingSchedule | None:
         """The table for a batch whose gradients wait for a later batch's optimizer step; None: this table.
 
-        An exact table with `EMBEDDING_UPDATE` at offset 0, below `OPTIMIZER_STEP`, applies the updates of all batches
-        of that optimizer step there. No table is written before it, so an early lookup does not wait for `BACKWARD`.
+        An exact table with `EMBEDDING_UPDATE` below `OPTIMIZER_STEP` applies the updates of all batches of that step
+        there. No table is written before it, so an early lookup does not wait for `BACKWARD`.
         """
         update = self.step_of(Stage.EMBEDDING_UPDATE)
         if update is None or update.offset < 0 or self.staleness or self.updates_before_step:
@@ -177,8 +177,7 @@ class Schedule:
     def sends_after_forward(self) -> tuple[Step, ...]:
         """The steps right below `DENSE_FORWARD` that send sizes and ids; between hosts on a CPU they run inside it."""
         below = self.steps[self.position(Stage.DENSE_FORWARD) + 1 :]
-        sends = (Stage.INPUT_SPLITS_DIST, Stage.INPUT_DATA_DIST)
-        return tuple(itertools.takewhile(lambda step: step.stage in sends, below))
+        return tuple(itertools.takewhile(lambda step: step.stage in _SENDS, below))
 
     @cached_property
     def fills_backward_wait(self) -> range:
@@ -187,28 +186,25 @@ class Schedule:
         They are the sparse steps right above `BACKWARD`, from the first that reads or writes tables. Moving them is
         safe: before gradients arrive, only an update among these steps writes tables.
         """
-        backward = self.position(Stage.BACKWARD)
-        on_tables = (Stage.PREFETCH, Stage.EMBEDDING_LOOKUP, Stage.EMBEDDING_UPDATE)
-        start = backward
-        for index in reversed(range(backward)):
-            if self.steps[index].stage not in (*SPARSE_STAGES, *on_tables):
-                break
-            if self.steps[index].stage in on_tables:
-                start = index
-        return range(start, backward)
+        end = self.position(Stage.BACKWARD)
+        start = end
+        while self.steps[start - 1].stage in (*_SENDS, *_ON_TABLES):
+            start -= 1
+        while start < end and self.steps[start].stage in _SENDS:
+            start += 1
+        return range(start, end)
 
     @cached_property
     def received_in_backward(self) -> Step | None:
-        """The next lookup after `BACKWARD`, if its ids may be assembled while `BACKWARD` waits (CPU only).
+        """The next lookup after `BACKWARD`, if its ids are sent by then: `BACKWARD` may assemble them (CPU only).
 
-        None if the ids have not been sent by then, and in stale modes, which look up in `BACKWARD` itself.
+        None in stale modes, which look up in `BACKWARD` itself.
         """
         if not self.has_sparse_stages or self.prefetches:  # a prefetch has assembled the ids already
             return None
         lookup, sent = self[Stage.EMBEDDING_LOOKUP], self[Stage.INPUT_DATA_DIST]
-        backward = self.position(Stage.BACKWARD)
-        offset = lookup.offset + (self.position(lookup.stage) < backward)
-        under_way = sent.offset - (self.position(sent.stage) > backward) >= offset > 0
+        offset = lookup.offset + self._is_below(Stage.BACKWARD, lookup.stage)
+        under_way = sent.offset - self._is_below(sent.stage, Stage.BACKWARD) >= offset > 0
         return Step(lookup.stage, offset, lookup.stream) if under_way and self.staleness == 0 else None
 
     @cached_property
@@ -222,8 +218,13 @@ class Schedule:
         lookup = self.step_of(Stage.EMBEDDING_LOOKUP)
         if lookup is None or lookup.offset == 0:
             return None
-        after_step = self.position(Stage.EMBEDDING_LOOKUP) > self.position(Stage.OPTIMIZER_STEP)
-        return None if after_step and lookup.offset == 1 else Step(Stage.EMBEDDING_LOOKUP, 1, lookup.stream)
+        comes_after = lookup.offset == 1 and self._is_below(lookup.stage, Stage.OPTIMIZER_STEP)
+        return None if comes_after else Step(lookup.stage, 1, lookup.stream)
+
+    @cached_property
+    def lookup_owners(self) -> frozenset[WeightOwner]:
+        """The owners whose tables `EMBEDDING_LOOKUP` looks up; `dense_owned_lookup`, if any, looks up the others."""
+        return EARLY_OWNERS if self.dense_owned_lookup is None else frozenset({WeightOwner.FUSED_BACKWARD})
 
     @cached_property
     def evaluation(self) -> EvaluationSchedule:
@@ -232,15 +233,13 @@ class Schedule:
         An evaluation writes no table, so a lookup can overlap only with the forward. Every stage stands above the
         forward, one batch ahead of the stage that waits for it, so each all-to-all has a whole forward to arrive in.
         """
-        lookup, copy = self.step_of(Stage.EMBEDDING_LOOKUP), self[Stage.COPY_BATCH_TO_DEVICE]
-        steps = [Step(Stage.DENSE_FORWARD, 0, StreamName.COMPUTE)]
-        if lookup is None:
-            return EvaluationSchedule(self.name, (copy, *steps))
-        offset = min(lookup.offset, 1)
-        for ahead, stage in enumerate(reversed(SPARSE_STAGES)):
-            steps.insert(ahead, Step(stage, offset + ahead, self[stage].stream))
-        steps.append(Step(copy.stage, offset + len(SPARSE_STAGES), copy.stream))
-        return EvaluationSchedule(self.name, tuple(steps))
+        forward, copy = Step(Stage.DENSE_FORWARD, 0, StreamName.COMPUTE), self[Stage.COPY_BATCH_TO_DEVICE]
+        if not self.has_sparse_stages:
+            return EvaluationSchedule(self.name, (copy, forward))
+        offset = min(self[Stage.EMBEDDING_LOOKUP].offset, 1)
+        early = [Step(stage, offset + n, self[stage].stream) for n, stage in enumerate(reversed(SPARSE_STAGES))]
+        last = Step(copy.stage, offset + len(early), copy.stream)
+        return EvaluationSchedule(self.name, (*early, forward, last))
 
     def at(self, batch: int) -> Schedule:
         """The table to walk while a batch is trained: always this one (a `SequentialSchedule` has several)."""
@@ -261,9 +260,12 @@ class Schedule:
         """Return the index of the step of a stage that the table has."""
         return self._positions[stage]
 
+    def _is_below(self, stage: Stage, other: Stage) -> bool:
+        return self._positions[stage] > self._positions[other]
+
 
 class _WithoutUpdates(Schedule):
-    """A derived table without updates of fused tables: no lookup is stale or waits for an update."""
+    """A derived table that updates no fused table: no lookup is stale or waits for an update."""
 
     staleness = 0
     fills_backward_wait = range(0)
@@ -285,27 +287,11 @@ class AccumulatingSchedule(_WithoutUpdates):
 
 
 def check_number(name: str, value: object, *, least: int = 0, instead: str = "") -> None:
-    """Check a number of batches that a user passes; `instead` ends the message about a smaller number than `least`.
-
-    Raises:
-        TypeError: The value is not an integer.
-        ValueError: The value is less than `least`.
-    """
+    """Check a number of batches that a user passes; `instead` ends the error about a smaller number than `least`."""
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"{name} must be a number of batches, got {value!r}.")
     if value < least:
         raise ValueError(f"{name} must be at least {least} batches, got {value}.{instead}")
-
-
-def _parse_step(name: str, text: str) -> Step:
-    match = _STEP_TEXT.fullmatch(text)
-    if match is None:
-        raise ScheduleError(f"{name!r}: expected 'stage+offset/stream', got {text!r}.")
-    try:
-        return Step(Stage(match["stage"]), int(match["offset"]), StreamName(match["stream"]))
-    except ValueError as err:
-        known = f"stages: {', '.join(map(str, Stage))}; streams: {', '.join(map(str, StreamName))}"
-        raise ScheduleError(f"{name!r}: {text!r} names an unknown stage or stream. Known {known}.") from err
 
 
 def _check_steps(schedule: Schedule) -> None:
@@ -317,10 +303,10 @@ def _check_steps(schedule: Schedule) -> None:
             raise ScheduleError(f"{schedule.name!r}: step {index + 1} is {step!r}; expected a Step.")
         lowest = -1 if step.stage is Stage.EMBEDDING_UPDATE else 0
         if step.offset < lowest:
-            remedy = f"Use an offset of {lowest} or more."
-            raise _error(schedule, [index], f"{step.stage} has offset {step.offset}", remedy)
+            problem = f"{step.stage} has offset {step.offset}"
+            raise _error(schedule, problem, f"Use an offset of {lowest} or more.", index)
         if step.stage in seen:
-            raise _error(schedule, [index], f"{step.stage} occurs twice", "Keep one step per stage.")
+            raise _error(schedule, f"{step.stage} occurs twice", "Keep one step per stage.", index)
         seen.add(step.stage)
 
 
@@ -330,15 +316,15 @@ _OF_TRAINER = (*TRAINING_STAGES, Stage.WEIGHT_GRADIENTS)
 def _check_training_steps(schedule: Schedule) -> None:
     for stage in (Stage.COPY_BATCH_TO_DEVICE, *schedule.training_stages):
         if schedule.step_of(stage) is None:
-            raise _error(schedule, [], f"{stage} is missing", f"Add Step({stage.name}, 0, ...).")
+            raise _error(schedule, f"{stage} is missing", f"Add Step({stage.name}, 0, ...).")
     for index, step in enumerate(schedule.steps):
         name = f"{step.stage} (step {index + 1})"
         if step.stage in _OF_TRAINER and step.offset != 0:
             remedy = "The trainer runs it on the batch being trained: offset 0."
-            raise _error(schedule, [index], f"{name} has offset {step.offset}", remedy)
+            raise _error(schedule, f"{name} has offset {step.offset}", remedy, index)
         if step.stage in _OF_TRAINER and step.stream is not StreamName.COMPUTE:
             remedy = "The trainer runs it on the compute stream."
-            raise _error(schedule, [index], f"{name} is on stream {step.stream}", remedy)
+            raise _error(schedule, f"{name} is on stream {step.stream}", remedy, index)
 
 
 _ALL_SPARSE = "Add a step for every sparse stage, or for none."
@@ -348,7 +334,7 @@ def _check_sparse_steps(schedule: Schedule) -> None:
     missing = [stage for stage in SPARSE_STAGES if schedule.step_of(stage) is None]
     update = schedule.step_of(Stage.EMBEDDING_UPDATE)
     if missing and (update is not None or len(missing) < len(SPARSE_STAGES)):
-        raise _error(schedule, [], f"{', '.join(map(str, missing))} is missing", _ALL_SPARSE)
+        raise _error(schedule, f"{', '.join(map(str, missing))} is missing", _ALL_SPARSE)
     if update is None:
         return
     position = schedule.position(update.stage)
@@ -359,36 +345,34 @@ def _check_sparse_steps(schedule: Schedule) -> None:
         # the update at once. Neither may change which updates a lookup sees.
         problem = f"a lookup stands between backward and {update.stage} (step {position + 1})"
         remedy = f"Move embedding_lookup above backward and {update.stage}-1 above it, or {update.stage}+0."
-        raise _error(schedule, [lookup, position], problem, remedy)
+        raise _error(schedule, problem, remedy, lookup, position)
 
 
 def _check_prefetch(schedule: Schedule) -> None:
     prefetch, lookup = schedule.step_of(Stage.PREFETCH), schedule.step_of(Stage.EMBEDDING_LOOKUP)
     if prefetch is None:
         return
-    bad = [schedule.position(Stage.PREFETCH)]
+    bad = schedule.position(Stage.PREFETCH)
     if lookup is None:
-        raise _error(schedule, bad, "no step looks up the prefetched rows", _ALL_SPARSE)
+        raise _error(schedule, "no step looks up the prefetched rows", _ALL_SPARSE, bad)
     if schedule.defers_update:
         problem = "a cached table's backward belongs to its last lookup and cannot be deferred"
-        bad.append(schedule.position(Stage.EMBEDDING_UPDATE))
-        raise _error(schedule, bad, problem, "Leave out prefetch or embedding_update.")
+        remedy = "Leave out prefetch or embedding_update."
+        raise _error(schedule, problem, remedy, bad, schedule.position(Stage.EMBEDDING_UPDATE))
     if prefetch.offset != lookup.offset or schedule.staleness:
         # The kernel matches lookups with prefetches in order, and its backward belongs to its last lookup. Between two
         # iterations may come an evaluation.
         problem = f"{prefetch} and {lookup} are in different iterations, or the lookup misses an update it needs"
-        raise _error(schedule, bad, problem, "Give both the same offset: 0, or 1 with the lookup below BACKWARD.")
+        raise _error(schedule, problem, "Give both the same offset: 0, or 1 with the lookup below BACKWARD.", bad)
 
 
 def _check_batch_order(schedule: Schedule) -> None:
     """Check that the stages of a batch are issued in their order of dependency."""
-    by_stage = sorted(enumerate(schedule.steps), key=lambda entry: STAGE_ORDER[entry[1].stage])
-    chain = [entry for entry in by_stage if entry[1].stage is not Stage.EMBEDDING_UPDATE]
-    backward_and_update = [entry for entry in by_stage if entry[1].stage in (Stage.BACKWARD, Stage.EMBEDDING_UPDATE)]
-    for (early_index, early), (late_index, late) in (
-        *itertools.pairwise(chain),
-        *itertools.pairwise(backward_and_update),
-    ):
+    by_stage = sorted(schedule.steps, key=lambda step: STAGE_ORDER[step.stage])
+    chain = [step for step in by_stage if step.stage is not Stage.EMBEDDING_UPDATE]
+    backward_and_update = [step for step in by_stage if step.stage in (Stage.BACKWARD, Stage.EMBEDDING_UPDATE)]
+    for early, late in (*itertools.pairwise(chain), *itertools.pairwise(backward_and_update)):
+        early_index, late_index = schedule.position(early.stage), schedule.position(late.stage)
         # Batch b passes step s in iteration b - offset(s): later iterations are larger, then the order of steps counts.
         if (-early.offset, early_index) > (-late.offset, late_index):
             problem = (
@@ -401,11 +385,10 @@ def _check_batch_order(schedule: Schedule) -> None:
                 if early.offset == late.offset
                 else f"{higher}, or lower the offset of {late.stage}."
             )
-            raise _error(schedule, [late_index], problem, remedy)
+            raise _error(schedule, problem, remedy, late_index)
 
 
-def _error(schedule: Schedule, bad_steps: Iterable[int], problem: str, remedy: str) -> ScheduleError:
-    bad = set(bad_steps)
+def _error(schedule: Schedule, problem: str, remedy: str, *bad: int) -> ScheduleError:
     width = max((len(str(step)) for step in schedule.steps), default=0)
     table = "\n".join(
         f"  {'>' if index in bad else ' '} {index + 1:2d}  {step!s:{width}s}{'   <-- here' if index in bad else ''}"

@@ -5,7 +5,14 @@ from __future__ import annotations
 from enum import Enum
 
 
-class Stage(Enum):
+class _Name(Enum):
+    __hash__ = object.__hash__  # Enum's own is a Python function, and every step calls it often
+
+    def __str__(self) -> str:
+        return str(self.value)
+
+
+class Stage(_Name):
     """A part of a step that some mode places on its own, in the order in which a batch passes the stages."""
 
     COPY_BATCH_TO_DEVICE = "copy_batch_to_device"
@@ -42,13 +49,8 @@ class Stage(Enum):
     """Wait for the all-to-all of gradients, which `BACKWARD` only starts, and run the TBE backward, which applies the
     fused optimizer to the tables that were looked up early. Without this step `BACKWARD` does all of it."""
 
-    __hash__ = object.__hash__  # Enum's own is a Python function, and every step calls it often
 
-    def __str__(self) -> str:
-        return self.value
-
-
-class StreamName(Enum):
+class StreamName(_Name):
     """The stream of a stage. On a CPU every name means the calling thread."""
 
     COMPUTE = "compute"
@@ -69,13 +71,8 @@ class StreamName(Enum):
     SIDE = "side"
     """Work that no step waits for: the counts of stale rows."""
 
-    __hash__ = object.__hash__
 
-    def __str__(self) -> str:
-        return self.value
-
-
-class WeightOwner(Enum):
+class WeightOwner(_Name):
     """The writer of a weight that a lookup reads, and so the stage that must come before the lookup."""
 
     FUSED_BACKWARD = "fused_backward"
@@ -90,7 +87,6 @@ class WeightOwner(Enum):
 
 EARLY_OWNERS = frozenset({WeightOwner.FUSED_BACKWARD, WeightOwner.DENSE_OPTIMIZER})
 """The owners whose tables can be looked up before their batch is trained."""
-
 
 SPARSE_STAGES = (Stage.INPUT_SPLITS_DIST, Stage.INPUT_DATA_DIST, Stage.EMBEDDING_LOOKUP)
 """A schedule has all of these stages or none; without them each module's own forward does their work."""

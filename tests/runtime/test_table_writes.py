@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,8 +32,8 @@ class Tables:
 def writes_of(tables: Any, any_rank: Callable[[bool], bool] | None, num_asks: int) -> TableWrites:
     order = LookupOrder(Streams(), rank=1)
     updates = DeferredUpdates(tables, order)
-    ahead = [InFlightBatch(7, None), InFlightBatch(8, None)]
-    return TableWrites(tables, order, updates, lambda: ahead, any_rank=any_rank, num_asks=num_asks)
+    queue: Any = SimpleNamespace(ahead=lambda: [InFlightBatch(7, None), InFlightBatch(8, None)])
+    return TableWrites(tables, order, updates, queue, any_rank=any_rank, num_asks=num_asks)
 
 
 @pytest.mark.parametrize("written", [False, True])

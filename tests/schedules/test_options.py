@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from dataclasses import replace
 from typing import Any
@@ -21,7 +22,6 @@ from lightning_overlap.schedules.modes import (
     defer_update,
 )
 from lightning_overlap.schedules.schedule import Schedule, Step
-from lightning_overlap.schedules.sequential import with_exact_warmup
 from lightning_overlap.schedules.stages import Stage, StreamName
 
 from ..support.schedules import issue_order
@@ -80,16 +80,23 @@ def test_a_staleness_that_cannot_be(pipeline: Any, staleness: Any, error: type[E
         Mode(pipeline, staleness=staleness)
 
 
+def test_an_option_that_there_is_not_is_named_with_the_nearest() -> None:
+    message = "Mode: unknown option 'stalness'. Did you mean 'staleness' or 'stash_gradients'? Known: name, stale"
+    with pytest.raises(TypeError, match=re.escape(message)):
+        Mode("semi_sync", stalness=2)  # type: ignore[call-arg]
+    assert [*inspect.signature(Mode).parameters][:2] == ["name", "staleness"]
+
+
 # -- switches ---------------------------------------------------------------------------------------------------
 
 
 def test_the_table_of_each_batch() -> None:
-    switched = with_exact_warmup(async_lookup(3), 5, 9)
+    switched = Mode(async_lookup(3), start_batch=5, end_batch=9).schedules
     assert [switched.at(batch).staleness for batch in range(12)] == [0] * 5 + [3] * 4 + [0] * 3
     assert switched.depth == async_lookup(3).depth
-    assert with_exact_warmup(SEMI_SYNC) is SEMI_SYNC
+    assert Mode(SEMI_SYNC).schedules is SEMI_SYNC
     assert SEMI_SYNC.at(7) is SEMI_SYNC
-    from_the_first_on = with_exact_warmup(SEMI_SYNC, end_batch=2)
+    from_the_first_on = Mode(SEMI_SYNC, end_batch=2).schedules
     assert [from_the_first_on.at(batch).staleness for batch in range(4)] == [1, 1, 0, 0]
 
 
@@ -121,7 +128,7 @@ def test_schedules_with_lookups_on_two_streams_cannot_follow_one_another() -> No
     steps = [replace(step, stream=StreamName.COMPUTE) if step.stage is lookup else step for step in SEMI_SYNC]
     message = "all lookups of a run must use one stream, got 'fused_sparse_dist' on lookup, 'mine' on compute"
     with pytest.raises(ValueError, match=message):
-        with_exact_warmup(Schedule("mine", tuple(steps)), 4)
+        Mode(Schedule("mine", tuple(steps)), start_batch=4)
 
 
 @pytest.mark.parametrize("mode", [SEMI_SYNC, async_lookup(3)], ids=lambda mode: mode.name)
