@@ -32,8 +32,7 @@ class Access(NamedTuple):
     by: str
     writes: bool
     stream: StreamName
-    time: int
-    """On the stream's clock."""
+    time: int  # on the stream's clock
 
     def __str__(self) -> str:
         return f"{self.by} ({'writes' if self.writes else 'reads'} on {self.stream})"
@@ -41,12 +40,10 @@ class Access(NamedTuple):
 
 @dataclass(slots=True)
 class _Resource:
-    last_write: Access | None = None
-    reads: dict[StreamName, Access] = field(default_factory=dict)
-    """The last read of each stream since the last write."""
-    made: Access | None = None
-    """The allocation; None if it exists for the whole run."""
+    made: Access | None = None  # the allocation; None if it exists for the whole run
     handed_to: set[StreamName] = field(default_factory=set)
+    latest: dict[tuple[StreamName, bool], Access] = field(default_factory=dict)
+    """The last write, and the last read of each stream since; by stream and whether it writes."""
 
 
 class Races:
@@ -57,7 +54,7 @@ class Races:
     """
 
     def __init__(self) -> None:
-        self._clocks: dict[StreamName, dict[StreamName, int]] = {name: {name: 0} for name in StreamName}
+        self._clocks = {name: dict.fromkeys(StreamName, 0) for name in StreamName}
         self._resources: dict[str, _Resource] = {}
 
     def event(self, stream: StreamName) -> Clock:
@@ -68,7 +65,7 @@ class Races:
         """Let a stream wait for an event; it then knows the work before the event."""
         clock = self._clocks[stream]
         for other, time in event.items():
-            clock[other] = max(clock.get(other, 0), time)
+            clock[other] = max(clock[other], time)
 
     def record_stream(self, resources: Iterable[str], stream: StreamName) -> None:
         """Let a stream use memory that another stream allocated."""
@@ -98,44 +95,32 @@ class Races:
             RaceError: The work is not ordered after an earlier access to the same resource, and one of both writes; or
                 another stream allocated the memory, and `record_stream` was not called.
         """
-        time = self._clocks[stream][stream] = self._clocks[stream][stream] + 1
-        read, write = (Access(by, writes, stream, time) for writes in (False, True))
-        for name in reads:
-            self._use(name, read)
-        for name in writes:
-            self._use(name, write)
+        self._clocks[stream][stream] += 1
+        read, write = (Access(by, is_write, stream, self._clocks[stream][stream]) for is_write in (False, True))
+        for names, access in ((reads, read), (writes, write)):
+            for name in names:
+                self._use(name, access)
         for name in makes:
-            self._resources[name] = _Resource(write, made=write)
+            self._resources[name] = _Resource(write, latest={(stream, True): write})
 
     def _use(self, name: str, access: Access) -> None:
         resource = self._resources.setdefault(name, _Resource())
-        self._check_owner(name, resource, access)
-        if resource.last_write is not None:
-            self._check_order(name, resource.last_write, access)
-        if not access.writes:
-            resource.reads[access.stream] = access
-            return
-        for read in resource.reads.values():
-            self._check_order(name, read, access)
-        resource.last_write = access
-        resource.reads.clear()
-
-    def _check_owner(self, name: str, resource: _Resource, access: Access) -> None:
         made = resource.made
-        if made is None or access.stream is made.stream or access.stream in resource.handed_to:
-            return
-        raise RaceError(
-            f"{access} uses the memory of {name}, which {made.by} allocated on {made.stream}: the allocator may reuse "
-            f"it for other work on {made.stream}. Missing: streams.record_stream(..., {access.stream})"
-        )
-
-    def _check_order(self, name: str, first: Access, second: Access) -> None:
-        if self._clocks[second.stream].get(first.stream, 0) >= first.time:
-            return
-        raise RaceError(
-            f"no event orders {second} after {first}: a race for {name}. Missing: streams.wait({second.stream}, "
-            f"event) with an event recorded on {first.stream} after {first.by}"
-        )
+        if made is not None and access.stream not in (made.stream, *resource.handed_to):
+            raise RaceError(
+                f"{access} uses the memory of {name}, which {made.by} allocated on {made.stream}: the allocator may "
+                f"reuse it for other work on {made.stream}. Missing: streams.record_stream(..., {access.stream})"
+            )
+        known = self._clocks[access.stream]
+        for first in resource.latest.values():
+            if (first.writes or access.writes) and known[first.stream] < first.time:
+                raise RaceError(
+                    f"no event orders {access} after {first}: a race for {name}. Missing: streams.wait({access.stream},"
+                    f" event) with an event recorded on {first.stream} after {first.by}"
+                )
+        if access.writes:
+            resource.latest.clear()
+        resource.latest[access.stream, access.writes] = access
 
 
 # -- streams --------------------------------------------------------------------------------------------------------
