@@ -32,6 +32,7 @@ from ..plugin import OverlapEmbeddingStrategy
 from ..tables import codecs_of, find_tables, make_plan, training_sharders
 from . import build, config_checks
 from .config_checks import Config
+from .step_timers import loss_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +45,7 @@ class Job:
     device: torch.device
     after_step: Callable[[Tensor, OverlapEmbeddingStrategy | None], None]  # gets each loss, and our strategy if used
     log_dir: Path
-    receives_first: bool = False
-    """Whether DistributedModelParallel communicates in this package's process group of the tables."""
+    receives_first: bool = False  # whether DistributedModelParallel uses this package's process group of the tables
 
     def make_model(self) -> LightningModule:
         """Return the model, initialized from the seed."""
@@ -77,7 +77,7 @@ class Job:
 
 def train(name: str, job: Job) -> None:
     """Train all batches of a job on this rank with the named arm; see `config_checks.arms`."""
-    plain, (precision, replicated) = name.partition("+")[0], config_checks.options_of(name)
+    plain, precision, replicated = config_checks.split_arm(name)
     config = dict(job.config)
     if precision is not None:
         config["comms"] = {"forward": precision, "backward": precision}
@@ -107,9 +107,6 @@ def _replicating(job: Job) -> Config:
     return {"sharding": {"type": None, "tables": others}, "strategy": strategy}
 
 
-# -- with Lightning ---------------------------------------------------------------------------------------------
-
-
 class _AfterStep(Callback):
     """Calls the job's `after_step`, and seeds the initialization of the tables."""
 
@@ -122,9 +119,8 @@ class _AfterStep(Callback):
 
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_: Any) -> None:
-        loss = (outputs["loss"] if isinstance(outputs, Mapping) else outputs) * trainer.accumulate_grad_batches
-        strategy = trainer.strategy
-        self._job.after_step(loss, strategy if isinstance(strategy, OverlapEmbeddingStrategy) else None)
+        strategy = trainer.strategy if isinstance(trainer.strategy, OverlapEmbeddingStrategy) else None
+        self._job.after_step(loss_of(trainer, outputs), strategy)
 
 
 class _DMPStrategy(DDPStrategy):
@@ -146,9 +142,6 @@ class _DMPStrategy(DDPStrategy):
 def _fit(job: Job, model: LightningModule, strategy: Any) -> None:
     trainer = build.build_trainer(job.config, strategy, [_AfterStep(job)], str(job.log_dir))
     trainer.fit(model, train_dataloaders=job.batches)
-
-
-# -- in a hand-written loop -------------------------------------------------------------------------------------
 
 
 class Network(nn.Module):
@@ -218,15 +211,13 @@ def _train_by_hand(job: Job, pipeline_class: str, options: Mapping[str, Any]) ->
 
 def late_all_to_alls(latency: Mapping[str, float] | None) -> AbstractContextManager[None]:
     """Make every all-to-all of this process take at least `all_to_all_ms`; the host sleeps in `wait`."""
-    latency_ms = (latency or {}).get("all_to_all_ms")
-    if not latency_ms:
-        return nullcontext()
+    latency_s = (latency or {}).get("all_to_all_ms", 0.0) / 1e3
 
     def late(name: str, call: dict[str, Any], issue: Issue) -> dist.Work | None:
         work = issue()
-        return None if work is None else _Late(work, latency_ms / 1e3)
+        return None if work is None else _Late(work, latency_s)
 
-    return wrap_collectives(late, ["all_to_all_single"])
+    return wrap_collectives(late, ["all_to_all_single"]) if latency_s else nullcontext()
 
 
 class _Late(WrappedWork):

@@ -22,7 +22,7 @@ from ..plugin import OverlapEmbeddingStrategy
 from ..schedules import Mode
 from ..tables import check_quantized_comms, check_sharding, find_tables, refuse_dense_owner, resolve_quantized_comms
 from ..text import some
-from .config_checks import AUTO, Config, check_arguments, check_known, modes, options_of
+from .config_checks import AUTO, Config, check_arguments, check_known, modes, split_arm
 
 _T = TypeVar("_T")
 
@@ -145,17 +145,20 @@ def check(config: Config) -> None:
     tables, device = find_tables(model), torch.device("cuda" if on_cuda(config) else "cpu")
     check_sharding(strategy.sharding, tables, device)
     check_quantized_comms(strategy.quantized_comms, tables, device)
+    kinds = (
+        strategy.sharding
+        if isinstance(strategy.sharding, Mapping)
+        else {table.name: strategy.sharding for table in tables}
+    )
     if strategy.fused_optimizer is None:
-        _refuse_untrained(tables, strategy.sharding, device)
+        _refuse_untrained(tables, kinds, device)
     for arm in config.get("arms", ()):  # of overlap-bench
-        check_quantized_comms(resolve_quantized_comms(options_of(arm)[0]), tables, device)
-    _check_optimizers(model, tables, strategy.sharding, device)
+        check_quantized_comms(resolve_quantized_comms(split_arm(arm)[1]), tables, device)
+    _check_optimizers(model, tables, kinds, device)
 
 
-def _refuse_untrained(tables: Any, sharding: Any, device: torch.device) -> None:
-    kinds = sharding if isinstance(sharding, Mapping) else {table.name: sharding for table in tables}
-    whole = {name for name, kind in kinds.items() if kind == "data_parallel"}
-    trained = [table for table in tables if table.parameter.requires_grad and table.name not in whole]
+def _refuse_untrained(tables: Any, kinds: Mapping[str, Any], device: torch.device) -> None:
+    trained = (table for table in tables if table.parameter.requires_grad and kinds.get(table.name) != "data_parallel")
     missing = [table for table in trained if table.fused_optimizer is None]
     if missing:
         way = " Or use sharding=data_parallel, which leaves the tables to the optimizer of configure_optimizers."
@@ -167,12 +170,11 @@ def _refuse_untrained(tables: Any, sharding: Any, device: torch.device) -> None:
         )
 
 
-def _check_optimizers(model: LightningModule, tables: Any, sharding: Any, device: torch.device) -> None:
+def _check_optimizers(model: LightningModule, tables: Any, kinds: Mapping[str, Any], device: torch.device) -> None:
     """Raise if the dense optimizer takes fused tables; changes the model, which the caller throws away.
 
     Skips tables whose sharding the planner chooses, and a configure_optimizers that needs a trainer.
     """
-    kinds = sharding if isinstance(sharding, Mapping) else {table.name: sharding for table in tables}
     fused = [table for table in tables if kinds.get(table.name) not in (None, "data_parallel")]
     for table in fused:
         table.apply_fused_optimizer(torch.optim.SGD, {"lr": 0.0})

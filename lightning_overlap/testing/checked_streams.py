@@ -34,8 +34,7 @@ class FollowedStreams(RacingStreams):
 
     def __init__(self, lookup: StreamName = StreamName.LOOKUP) -> None:
         super().__init__(lookup)
-        self._within: Any = None
-        """The autograd node that ran when `_current` was set; None outside a backward."""
+        self._within: Any = None  # the autograd node that ran when `_current` was set; None outside a backward
         self._since: list[tuple[int, StreamName]] = [(0, StreamName.COMPUTE)]
         """(number n, stream): nodes with autograd's sequence numbers from n on belong to the stream."""
         self._num_noted = 0
@@ -94,9 +93,6 @@ class CheckedStreams(FollowedStreams):
 
     Autograd orders a node after all earlier nodes of its backward and shares gradients between streams; at the end of
     the backward no stream waits for another.
-
-    Args:
-        lookup: As for `RacingStreams`.
     """
 
     def __init__(self, lookup: StreamName = StreamName.LOOKUP) -> None:
@@ -105,8 +101,7 @@ class CheckedStreams(FollowedStreams):
         self._num_named = 0
         self._ran_in_backward: set[StreamName] = set()
         self._weights: list[str] = []
-        self.doing = "start"
-        """The executor's last event; errors name it as their place."""
+        self.doing = "start"  # the executor's last event; errors name it as their place
 
     def memory_of(self, value: Any) -> Iterable[str]:
         """Return the names of the storages of all tensors in a nested value."""
@@ -130,11 +125,7 @@ class CheckedStreams(FollowedStreams):
         self._races.do(by, StreamName.COMPUTE, reads=self._weights)
 
     def ran(self, func: Any, args: Iterable[Any], result: Any) -> None:
-        """Check the memory that an operator reads, writes and allocates.
-
-        Raises:
-            RaceError: The operator is not ordered after an earlier use of the same memory on another stream.
-        """
+        """Raise a `RaceError` if an operator is not ordered after a use of its memory on another stream."""
         stream, in_backward = self.stream_of_operator()
         reads: list[str] = []
         writes: list[str] = []
@@ -174,11 +165,7 @@ def tensors_of(value: Any) -> list[Tensor]:
 
 
 class Operators(TorchDispatchMode):
-    """Calls `ran` after every operator of the calling thread, views included.
-
-    Args:
-        ran: Gets the ATen operator, its arguments in the order of its schema, and its result.
-    """
+    """Calls `ran(operator, arguments in the order of its schema, result)` after every ATen operator, views included."""
 
     def __init__(self, ran: Callable[[Any, list[Any], Any], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -21,9 +21,8 @@ class DelayedLookups(Callback):
 
     def __init__(self, delays: Delays) -> None:
         self._delays = delays
-        self._weights: dict[int, dict[str, list[Tensor]]] = {}
-        self._num_updates = 0
-        self._batch = 0
+        self._weights: dict[int, dict[str, list[Tensor]]] = {}  # number of updates -> module -> its fused tables
+        self._num_updates = self._batch = 0
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

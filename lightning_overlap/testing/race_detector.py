@@ -82,14 +82,7 @@ class Races:
         writes: Iterable[str] = (),
         makes: Iterable[str] = (),
     ) -> None:
-        """Issue a piece of work on a stream.
-
-        Args:
-            by: Name of the work, for errors.
-            stream: The stream that it runs on.
-            reads: Resources that it reads.
-            writes: Resources that it writes.
-            makes: Resources that it allocates and writes; they replace resources of the same name.
+        """Issue a piece of work named `by` on a stream; what it `makes` replaces resources of the same name.
 
         Raises:
             RaceError: The work is not ordered after an earlier access to the same resource, and one of both writes; or
@@ -121,9 +114,6 @@ class Races:
         if access.writes:
             resource.latest.clear()
         resource.latest[access.stream, access.writes] = access
-
-
-# -- streams --------------------------------------------------------------------------------------------------------
 
 
 class RecordedEvent(NamedTuple):

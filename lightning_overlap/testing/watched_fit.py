@@ -10,7 +10,7 @@ import signal
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
@@ -29,7 +29,9 @@ from ..sparse import EarlyEmbeddings, SparsePipeline
 from ..tables import owners_of, sharded_modules, table_modules
 from .checked_streams import CheckedStreams, Operators
 from .delayed_lookups import DelayedLookups, Delays, fused_weights
-from .unsharded import Answers, is_in
+
+if TYPE_CHECKING:
+    from .unsharded import Answers
 
 ModuleFactory = Callable[[], LightningModule]
 Data = LightningDataModule | Sequence[Any]
@@ -47,34 +49,22 @@ _NOT_FOR_USERS = (
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """The settings shared by all fits of a check.
+    """The settings shared by all fits of a check."""
 
-    Args:
-        make_module: Makes the untrained module; called once per fit.
-        batches: This rank's batches, from the loader.
-        datamodule: The data module, for its transfer hooks.
-        accelerator: The `accelerator` of `Trainer`.
-        seed: Set before each fit.
-        trainer_options: More arguments of `Trainer`.
-        strategy_options: More arguments of the strategy, except `pipeline`.
-    """
-
-    make_module: ModuleFactory
-    batches: Sequence[Any]
-    datamodule: LightningDataModule | None = None
-    accelerator: str = "cpu"
-    seed: int = 0
-    trainer_options: Mapping[str, Any] = field(default_factory=dict)
-    strategy_options: Mapping[str, Any] = field(default_factory=dict)
+    make_module: ModuleFactory  # makes the untrained module; called once per fit
+    batches: Sequence[Any]  # this rank's, from the loader
+    datamodule: LightningDataModule | None = None  # for its transfer hooks
+    accelerator: str = "cpu"  # of `Trainer`
+    seed: int = 0  # set before each fit
+    trainer_options: Mapping[str, Any] = field(default_factory=dict)  # more arguments of `Trainer`
+    strategy_options: Mapping[str, Any] = field(default_factory=dict)  # of the strategy, without `pipeline`
 
 
 class Watched(Callback):
-    """Records what one rank does in a fit.
+    """Records what one rank does in a fit of `num_steps` steps.
 
-    Args:
-        num_steps: Steps of the fit.
-        every_state: Whether to digest the state after every step, or only after the last.
-        syncs: Whether to record host syncs in `NUM_WATCHED_STEPS` steps.
+    The state is digested after every step, or without `every_state` only after the last. With `syncs`, host syncs are
+    recorded in `NUM_WATCHED_STEPS` steps.
     """
 
     reads_tables = False  # in its hook after the backward
@@ -82,37 +72,26 @@ class Watched(Callback):
     def __init__(self, num_steps: int, *, every_state: bool, syncs: bool) -> None:
         self._num_steps, self._every_state = num_steps, every_state
         self._first = max(1, num_steps // 2) if syncs else num_steps
-        self._batch = -1
-        self.open = contextlib.ExitStack()
-        """Contexts that end with the training."""
-        self.losses: list[Tensor] = []
-        self.states: dict[int, dict[str, str]] = {}
-        """Step -> weight or optimizer state -> digest of its bits."""
-        self.batches: list[int] = []
-        """The trained batches, in order."""
         self._noted = False  # the update of the present batch, before `on_after_backward`
-        self.updates: list[int] = []
-        """The batches whose backward is over, in order."""
-        self.seen: dict[int, tuple[int, ...]] = {}
-        """Batch -> the batches whose backward was over when its lookup was issued."""
+        self.open = contextlib.ExitStack()  # contexts that end with the training
+        self.batch = -1  # the present one
+        self.batches: list[int] = []  # the trained ones, in order
+        self.losses: list[Tensor] = []
+        self.states: dict[int, dict[str, str]] = {}  # step -> weight or optimizer state -> digest of its bits
+        self.updates: list[int] = []  # the batches whose backward is over, in order
+        self.seen: dict[int, tuple[int, ...]] = {}  # batch -> `updates` when its lookup was issued
         self.early: dict[int, dict[str, bool]] = {}
         """Batch -> module -> whether all its calls got the embeddings of an early lookup."""
-        self.split: tuple[str, ...] = ()
-        """Modules whose weight gradients came after the backward."""
-        self.plain_reasons: dict[str, str] = {}
-        """Module -> why it ran in its own forward."""
-        self.fused: frozenset[str] = frozenset()
-        """Modules with tables that the fused backward writes."""
+        self.split: tuple[str, ...] = ()  # modules whose weight gradients came after the backward
+        self.plain_reasons: dict[str, str] = {}  # module -> why it ran in its own forward
+        self.fused: frozenset[str] = frozenset()  # modules with tables that the fused backward writes
         self.syncs: list[HostSync] = []
         self.collectives: list[tuple[int, str, str]] = []
         """(batch, operator, group) of each collective that the main thread issued, in order."""
-        self.left: list[str] = []
-        """Objects that were not restored at the end."""
+        self.left: list[str] = []  # objects that were not restored at the end
         self.automatic = True
-        self.most_in_flight = 0
-        """The largest number of batches in flight at once."""
-        self.depth = 0
-        """Depth of the fit's schedules."""
+        self.most_in_flight = 0  # the largest number of batches in flight at once
+        self.depth = 0  # of the fit's schedules
 
     def modules_early_in(self, batch: int) -> frozenset[str]:
         """Return the modules that answered with early embeddings for a batch."""
@@ -120,7 +99,7 @@ class Watched(Callback):
 
     def served(self, name: str, early: bool, plain_reason: str | None) -> None:
         """Note a module's call in a training step, whether it was `early`, and why it runs its own forward, if so."""
-        modules = self.early.setdefault(self._batch, {})
+        modules = self.early.setdefault(self.batch, {})
         modules[name] = modules.get(name, True) and early
         if plain_reason is not None:
             self.plain_reasons[name] = plain_reason
@@ -131,7 +110,7 @@ class Watched(Callback):
             groups = (dist.ProcessGroup.unbox(arg) for arg in args if isinstance(arg, torch.ScriptObject))
             # Names are equal on all ranks; several groups may share a description.
             group = next((f"{group.group_desc} {group.group_name}" for group in groups), "")
-            self.collectives.append((self._batch, func.overloadpacket.__name__, group))
+            self.collectives.append((self.batch, func.overloadpacket.__name__, group))
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -144,19 +123,19 @@ class Watched(Callback):
             self.open.close()
         if batch_idx == self._first:
             self.syncs = self.open.enter_context(record_host_syncs())
-        self._batch = batch_idx
+        self.batch = batch_idx
         self.batches.append(batch_idx)
 
     @override
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not self._noted:
-            self.updates.append(self._batch)
+            self.updates.append(self.batch)
         self._noted = False
 
     def note_backward(self) -> None:
         """Note the update of a backward whose end comes before `on_after_backward`."""
-        if self.updates[-1:] != [self._batch]:
-            self.updates.append(self._batch)
+        if self.updates[-1:] != [self.batch]:
+            self.updates.append(self.batch)
             self._noted = True
 
     @override
@@ -166,16 +145,15 @@ class Watched(Callback):
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         self.losses.append(loss.detach().clone() if isinstance(loss, Tensor) else torch.zeros(()))
         if self._every_state or batch_idx == self._num_steps - 1:
-            strategy = trainer.strategy
-            assert isinstance(strategy, OverlapEmbeddingStrategy)
+            strategy: Any = trainer.strategy
             with strategy.saving():  # kernels count lookups: exclude early lookups
                 self.states[batch_idx] = _digests(pl_module, trainer.optimizers)
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.open.close()
-        assert isinstance(trainer.strategy, OverlapEmbeddingStrategy)
-        self.split = trainer.strategy.split_modules
+        strategy: Any = trainer.strategy
+        self.split = strategy.split_modules
 
 
 def fit(
@@ -188,16 +166,11 @@ def fit(
     races: bool = False,
     answers: Answers | None = None,
 ) -> Watched:
-    """Train a new module from the seed, and watch.
+    """Train a new module from the seed in a mode or schedule, and watch; `every_state` and `syncs` as for `Watched`.
 
-    Args:
-        setting: The settings of the check.
-        pipeline: A mode's name, a `Mode` or a schedule.
-        delays: The age of the tables that lookups read; only for `base`, which has no early lookups.
-        every_state: As for `Watched`.
-        syncs: As for `Watched`.
-        races: Whether simulated streams follow every operator's memory; on one rank only.
-        answers: Gets every answer of the sharded modules. The fit then also validates, if the module does.
+    `delays` is the age of the tables that lookups read; only for `base`, which has no early lookups. With `races`,
+    simulated streams follow every operator's memory; on one rank only. `answers` gets every answer of the sharded
+    modules; the fit then also validates, if the module does.
 
     Raises:
         RaceError: With `races`: two streams use the same memory unordered.
@@ -209,7 +182,7 @@ def fit(
     watched.depth = strategy._schedules.depth
     first = [] if strategy.checked is None else [_FollowsMemory(strategy.checked, watched.open)]
     if answers is not None:
-        answers.updates, answers.seen = watched.updates, watched.seen
+        answers.watched = watched
     last = [each for each in (watched, delay, answers) if each is not None]
     trainer = make_trainer(setting, strategy, [*first, *setting.trainer_options.get("callbacks", ()), *last])
     before = _patchable(trainer, module)
@@ -218,8 +191,7 @@ def fit(
             warnings.filterwarnings("ignore", message=text)
         validates = answers is not None and type(module).validation_step is not LightningModule.validation_step
         _fit_on(trainer, module, setting, validates=validates)
-    after = _patchable(trainer, module)
-    watched.left = [f"{name}: {after[name]}" for name in after if after[name] != before.get(name)]
+    watched.left = [f"{name}: {now}" for name, now in _patchable(trainer, module).items() if now != before.get(name)]
     if strategy.num_in_flight:
         watched.left.append(f"{strategy.num_in_flight} batches in flight")
     watched.automatic = module.automatic_optimization
@@ -304,8 +276,8 @@ class _FollowsMemory(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if batch_idx % 3 == 2:
-            assert isinstance(trainer.strategy, OverlapEmbeddingStrategy)
-            trainer.strategy.update_tables()  # makes pending updates, as before an evaluation or a save
+            strategy: Any = trainer.strategy
+            strategy.update_tables()  # makes pending updates, as before an evaluation or a save
         self._streams.read_weights(f"a callback after the step of batch {batch_idx}")
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -359,6 +331,11 @@ class _WatchedStrategy(OverlapEmbeddingStrategy):
         if step == "training_step" or answers is not None:
             pipeline.answers.answer = call  # type: ignore[method-assign]
         return pipeline
+
+
+def is_in(name: str, modules: Iterable[str]) -> bool:
+    """Return whether a weight belongs to one of these modules."""
+    return name.startswith(tuple(f"{outer}." for outer in modules))
 
 
 def _digests(module: LightningModule, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, str]:
