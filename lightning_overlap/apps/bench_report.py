@@ -16,7 +16,6 @@ from ..text import aligned, or_dash
 
 HIDDEN = 0.1
 """A collective counts as hidden if the wait for it was less than this share of its duration."""
-
 MAX_SPREAD = 0.2
 """If rounds of an arm differ by more than this share of their median, there is no verdict."""
 
@@ -105,7 +104,7 @@ def _evaluate(arm: ArmTurns, base: ArmTurns, ran: Mapping[str, ArmTurns], batch_
             [turn.losses for turn in turns] == [turn.losses for turn in alike.rounds[0]] for turns in arm.rounds
         ),
         "compared_with": alike.name,
-        "collectives": _worst(arm),
+        "collectives": {name: _worst(arm, name) for name in arm.rounds[0][0].collectives},
     }
 
 
@@ -119,14 +118,11 @@ def _round_ms(turns: Sequence[Turn]) -> float:
     return max(median(turn.step_ms) for turn in turns)
 
 
-def _worst(arm: ArmTurns) -> dict[str, tuple[float, float]]:
-    """Return the times of each collective: medians over rounds on the rank that waits longest for it."""
-    worst: dict[str, tuple[float, float]] = {}
-    for name in arm.rounds[0][0].collectives:
-        pairs = [[turn.collectives[name] for turn in turns if name in turn.collectives] for turns in arm.by_rank]
-        busy_ms, waited_ms = max((np.median(of, axis=0).tolist() for of in pairs if of), key=lambda pair: pair[1])
-        worst[name] = busy_ms, waited_ms
-    return worst
+def _worst(arm: ArmTurns, name: str) -> tuple[float, float]:
+    """Return the times of a collective: medians over rounds on the rank that waits longest for it."""
+    pairs = [[turn.collectives[name] for turn in turns if name in turn.collectives] for turns in arm.by_rank]
+    busy_ms, waited_ms = max((np.median(of, axis=0).tolist() for of in pairs if of), key=lambda pair: pair[1])
+    return busy_ms, waited_ms
 
 
 _FORMS = {

@@ -31,7 +31,6 @@ from .step_timers import Meter, free_memory
 
 TIMEOUT = timedelta(minutes=5)
 """Timeout of the arms' collectives; an arm that hangs must not block the others for long."""
-
 DRAIN = 4
 """Uncounted steps at the end, in which a draining pipeline has less work."""
 
@@ -130,9 +129,7 @@ class _Bench:
         job = Job(self.config, self.data, loader, self.device, meter.after_step, self.folder)
         try:
             train(name, job)
-            turn, spans = meter.turn()
-            if spans:
-                self.spans[name] = spans
+            turn, self.spans[name] = meter.turn()
             return turn
         finally:
             meter.close()
@@ -160,10 +157,12 @@ class _Bench:
 
     def draw(self) -> None:
         """Draw some steps of every mode into one picture."""
-        schedules = {name: schedule for name in self.spans if (schedule := self._schedule_of(name)) is not None}
-        if schedules:
-            shown: dict[int | str, list[Span]] = {name: self.spans[name] for name in schedules}
-            overlapped: Any = {name: overlapped_by(schedule) for name, schedule in schedules.items()}
+        shown: dict[int | str, list[Span]] = {}
+        overlapped: dict[int | str, Any] = {}
+        for name, spans in self.spans.items():
+            if spans and (schedule := self._schedule_of(name)) is not None:
+                shown[name], overlapped[name] = spans, overlapped_by(schedule)
+        if shown:
             title = "Some steps of rank 0"
             write_png(self.folder / "timeline.png", shown, num_steps=2, title=title, overlapped=overlapped)
 
