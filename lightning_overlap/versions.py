@@ -37,8 +37,7 @@ BUILT_FOR: Mapping[str, str] = {"1.5": "2.10", "1.6": "2.11", "1.7": "2.12", "1.
 
 _FBGEMM = ("fbgemm-gpu", "fbgemm-gpu-cpu")
 
-NEEDED = ("torchrec", "fbgemm_gpu")
-"""Imported packages that are not installed as dependencies on a CPU."""
+NEEDED = ("torchrec", "fbgemm_gpu")  # imported, but on a CPU not installed as dependencies
 
 
 def check_needed() -> None:

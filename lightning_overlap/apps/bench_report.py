@@ -14,10 +14,8 @@ import numpy as np
 from ..profiling import ALL_TO_ALLS
 from ..text import aligned, or_dash
 
-HIDDEN = 0.1
-"""A collective counts as hidden if the wait for it was less than this share of its duration."""
-MAX_SPREAD = 0.2
-"""If rounds of an arm differ by more than this share of their median, there is no verdict."""
+HIDDEN = 0.1  # a collective counts as hidden if the wait for it was less than this share of its duration
+MAX_SPREAD = 0.2  # if rounds of an arm differ by more than this share of their median, there is no verdict
 
 
 @dataclass(frozen=True, slots=True)

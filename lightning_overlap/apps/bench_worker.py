@@ -29,10 +29,8 @@ from .bench_report import ArmTurns, Turn
 from .config_checks import Config
 from .step_timers import Meter, free_memory
 
-TIMEOUT = timedelta(minutes=5)
-"""Timeout of the arms' collectives; an arm that hangs must not block the others for long."""
-DRAIN = 4
-"""Uncounted steps at the end, in which a draining pipeline has less work."""
+TIMEOUT = timedelta(minutes=5)  # of the arms' collectives; an arm that hangs must not block the others for long
+DRAIN = 4  # uncounted steps at the end, in which a draining pipeline has less work
 
 
 def run(config: Config, folder: Path) -> None:

@@ -17,14 +17,10 @@ from ..text import SCALES_LOSS, unknown_name_message
 Config = Mapping[str, Any]
 """The composed config as plain dicts and lists, without OmegaConf's containers."""
 
-AUTO = "auto"
-"""As a mode's name: the strategy starts with `fused_sparse_dist` and chooses a mode during training."""
-
-SWITCHES = ("start_batch", "end_batch", "stash_gradients")
-"""Options of a `Mode` that do not change its schedule."""
+AUTO = "auto"  # as a mode's name: the strategy starts with `fused_sparse_dist` and chooses a mode during training
+SWITCHES = ("start_batch", "end_batch", "stash_gradients")  # options of a `Mode` that keep its schedule
 MODE_OPTIONS = tuple(field.name for field in fields(Mode) if field.name != "name")
-METRICS = ("val", "test")
-"""Prefixes of reported metrics."""
+METRICS = ("val", "test")  # prefixes of reported metrics
 
 
 def mode_of(config: Config) -> Mode:

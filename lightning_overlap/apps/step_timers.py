@@ -51,7 +51,9 @@ class StepTimer(Callback):
     def on_train_epoch_start(self, *_: Any) -> None:
         self._last = time.perf_counter()
 
-    on_validation_end = on_train_epoch_start
+    @override
+    def on_validation_end(self, *_: Any) -> None:
+        self._last = time.perf_counter()
 
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_: Any) -> None:

@@ -17,16 +17,14 @@ from ..distributed import gather_objects
 from ..plugin import first_words
 from ..schedules import Mode, Schedule, resolve_mode
 from ..text import some
-from .delayed_lookups import Delays
+from .delayed_lookups import DelayedLookups, Delays
 from .local_group import process_group
 from .race_detector import RaceError
 from .unsharded import compare_with_unsharded
 from .watched_fit import NUM_WATCHED_STEPS, Data, ModuleFactory, Setting, Watched, fit, make_trainer
 
-_WITHOUT_REFERENCE = ("frozen_window", "stash_gradients")
-"""Options of a mode that plain training, the reference, lacks."""
-_SIZES = "/lightning_overlap/sparse/input_sizes.py"
-"""The file with a step's only host sync, the read of the split sizes."""
+_WITHOUT_REFERENCE = ("frozen_window", "stash_gradients")  # options of a mode that plain training lacks
+_SIZES = "/lightning_overlap/sparse/input_sizes.py"  # has a step's only host sync, the read of the split sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,11 +135,12 @@ def check_module(
         datamodule = data if isinstance(data, LightningDataModule) else None
         setting = Setting(make_module, (), datamodule, accelerator, seed, trainer_options or {}, strategy_options)
         setting = replace(setting, batches=_first_batches(setting, data, num_steps))
-        first = fit(setting, pipeline)
-        again = fit(setting, pipeline, every_state=False, syncs=True)
+        first, again = Watched(), Watched(every_state=False, syncs=True)
+        fit(setting, pipeline, first)
+        fit(setting, pipeline, again)
         at_least = not first.automatic or mode.start_batch > 0 or mode.end_batch is not None
-        delays = _delays(schedule, first, as_seen=at_least) if schedule.staleness else None
-        plain = fit(setting, "base", delays=delays)
+        plain = DelayedLookups(_delays(schedule, first, as_seen=at_least) if schedule.staleness else {})
+        fit(setting, "base", plain)
         reference = f"plain training with updates delayed by {schedule.staleness}" if schedule.staleness else "base"
         syncs, *verdict_of_syncs = _host_syncs(again, max_host_syncs)
         num, most = len(setting.batches), first.most_in_flight
@@ -257,7 +256,7 @@ def _race(setting: Setting, pipeline: str | Mode | Schedule, overlaps: bool) -> 
     if not overlaps or setting.accelerator != "cpu" or dist.get_world_size() > 1:
         return "", "only checked in one CPU process, in modes with early lookups"
     try:
-        fit(setting, pipeline, every_state=False, races=True)
+        fit(setting, pipeline, Watched(every_state=False), races=True)
     except RaceError as err:
         return str(err), ""
     return "", "streams order every operator of another fit"

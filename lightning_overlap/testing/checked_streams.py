@@ -22,6 +22,8 @@ from ..runtime import leaves
 from ..schedules import StreamName
 from .race_detector import RacingStreams
 
+_sequence_number: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
+
 
 class FollowedStreams(RacingStreams):
     """Attributes each operator to the stream that would be current on a device.
@@ -81,11 +83,6 @@ class FollowedStreams(RacingStreams):
         if stream is not self._since[-1][1]:
             self._since.append((self._num_noted, stream))
         self._num_noted = _sequence_number()
-
-
-def _sequence_number() -> int:
-    number: int = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
-    return number
 
 
 class CheckedStreams(FollowedStreams):

@@ -7,6 +7,7 @@ import logging
 import os
 import random
 from collections.abc import Iterator
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -26,7 +27,7 @@ def process_group(accelerator: str) -> Iterator[None]:
         stack.callback(random.setstate, random.getstate())
         stack.callback(np.random.set_state, np.random.get_state())
         if not dist.is_initialized():
-            alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # type: ignore[attr-defined]
+            alone: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # type: ignore[attr-defined]
             place = {} if dist.is_torchelastic_launched() else alone
             dist.init_process_group("gloo" if accelerator == "cpu" else "nccl", **place)
             stack.callback(dist.destroy_process_group)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -19,10 +20,10 @@ from .. import tables
 from ..checkpoint import gather
 from ..distributed import gather_objects
 from ..schedules import WeightOwner
+from ..sparse import EarlyEmbeddings
 from .watched_fit import Setting, Watched, fit, fit_unsharded, is_in, make_seeded
 
-_MOST_STEPS = 4
-"""Steps of the short fits, without the staleness, which is added."""
+_MOST_STEPS = 4  # steps of the short fits; the staleness is added
 _ROUNDING = 1e-10
 """In float64 a gradient below this share of the largest gradient counts as zero; rounding leaves about 1e-15."""
 
@@ -47,19 +48,20 @@ def compare_with_unsharded(setting: Setting, pipeline: Any, staleness: int) -> t
     unsharded = _fit_unsharded(short)
     validation = {"limit_val_batches": 2, "val_check_interval": max(1, len(batches) // 2)}
     validated = replace(short, trainer_options={**validation, **setting.trainer_options})
-    fit(validated, pipeline, every_state=False, answers=answers)
+    fit(validated, pipeline, answers)
     left_out = dict(answers.left_out)
     problems = list(answers.problems.values())
+    sharded = of_all_ranks(answers.changes.weights)
     if isinstance(unsharded, str):
         left_out["the weights that training changes"] = unsharded
     else:
         weights = of_all_ranks(unsharded.weights)
-        for name in _rounded(short, answers.weights, weights):
+        for name in _rounded(short, sharded, weights):
             left_out[f"whether training changes {name}"] = "its gradient is zero, except for rounding"
-            answers.weights[CHANGED].discard(name)
+            sharded[CHANGED].discard(name)
             weights[CHANGED].discard(name)
-        problems += different_weights(answers.weights, weights, answers.modules)
-    said = f"{answers.num_outputs} outputs, {len(answers.weights[ALL])} weights"
+        problems += different_weights(sharded, weights, answers.modules)
+    said = f"{answers.num_outputs} outputs, {len(sharded[ALL])} weights"
     said += "".join(f"; left out: {name} ({reason})" for name, reason in left_out.items())
     return "; ".join(problems), said
 
@@ -114,16 +116,18 @@ def _make(setting: Setting) -> LightningModule:
     return module
 
 
+def _named_weights(module: LightningModule) -> dict[str, Tensor]:
+    return {name: weight.detach().clone() for name, weight in module.named_parameters()}
+
+
 class Changes(Callback):
     """Notes the weights that a fit changes, and how large their gradients are."""
 
-    def __init__(self) -> None:
+    def __init__(self, weights_of: Callable[[LightningModule], dict[str, Tensor]] = _named_weights) -> None:
+        self._weights_of = weights_of
         self.weights: Weights = {CHANGED: set(), WITH_GRADIENT: set(), ALL: set()}
         self.shares: dict[str, float] = {}  # weight -> its gradient's largest share in the largest of a backward
         self._first: dict[str, Tensor] = {}
-
-    def _weights_of(self, module: LightningModule) -> dict[str, Tensor]:
-        return {name: weight.detach().clone() for name, weight in module.named_parameters()}
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -146,8 +150,8 @@ class Changes(Callback):
         self.weights = {CHANGED: changed, WITH_GRADIENT: set(self.shares), ALL: set(last)}
 
 
-class Answers(Changes):
-    """Compares each answer (returned embeddings) of sharded modules with the unsharded module's.
+class Answers(Watched):
+    """Watches a fit, and compares each answer (returned embeddings) of sharded modules with the unsharded module's.
 
     The unsharded module is not trained: before each comparison it gets the unsharded weights that the lookup must have
     read. Embeddings are compared at the end of the step: a comparison at the call would wait for them too early.
@@ -156,13 +160,16 @@ class Answers(Changes):
         unsharded: A copy of the untrained module; it is changed.
     """
 
+    validates = True
+
     def __init__(self, unsharded: LightningModule) -> None:
-        super().__init__()
+        super().__init__(every_state=False)
+        self.changes = Changes(self._weights_of)
+        self.also = [self.changes]
         self.problems: dict[str, str] = {}
         self.left_out: dict[str, str] = {}
         self.num_outputs = 0
         self.modules: Mapping[str, Any] = {}  # the sharded modules, by name
-        self.watched: Watched  # `fit` sets it
         self._unsharded = unsharded
         self._states: dict[int, dict[str, dict[str, Tensor]]] = {}
         """Number of updates -> module -> its unsharded state after these updates."""
@@ -170,23 +177,29 @@ class Answers(Changes):
         """Module, place, embeddings, expected embeddings, and whether gradients were enabled."""
         self._given: dict[str, Any] = {}  # module -> the arguments of its last call
 
-    def answered(self, name: str, step: str, given: Any, embeddings: Any, *, early: bool) -> None:
-        """Keep the embeddings that a sharded module returned to a user's method, to compare them later.
+    @override
+    def serve(self, step: str, answer: Callable[..., Any], pipelined: Any, args: Any, kwargs: Any) -> Any:
+        given = None
+        with suppress(RuntimeError):  # a tensor with a graph cannot be copied
+            given = copy.deepcopy((args, kwargs))
+        embeddings = super().serve(step, answer, pipelined, args, kwargs)
+        self._answered(pipelined.name, step, given, embeddings)
+        return embeddings
 
-        `given` is a copy of the positional and keyword arguments from before the call; None if they cannot be copied.
-        """
+    def _answered(self, name: str, step: str, given: Any, embeddings: Any) -> None:
+        """Keep the embeddings that a sharded module returned to a user's method, to compare them later."""
         if name in self.left_out or name not in self.modules:
             return
         if given is None:
             self.left_out[name] = "its arguments cannot be copied"
             return
-        trains, watched, latest = step == "training_step", self.watched, max(self._states)
-        if trains and len(watched.updates) > latest:
+        trains, latest = step == "training_step", max(self._states)
+        if trains and len(self.updates) > latest:
             return  # a backward of the same step has already updated tables; their state is unknown
         sharded, state = self.modules[name], self._states[latest][name]
-        if early and trains and watched.batch in watched.seen:
+        if trains and isinstance(embeddings, EarlyEmbeddings) and self.batch in self.seen:
             # Only fused tables are stale.
-            then = self._states[len(watched.seen[watched.batch])][name]
+            then = self._states[len(self.seen[self.batch])][name]
             state = {key: then[key] if _is_fused(key, sharded) else value for key, value in state.items()}
         unsharded = self._unsharded.get_submodule(name).train(sharded.training)
         unsharded.load_state_dict(state, strict=False)
@@ -194,11 +207,12 @@ class Answers(Changes):
         args, kwargs = given
         with torch.no_grad():
             expected = unsharded(*args, **kwargs)
-        place = f"batch {watched.batch}" if trains else f"a {step}"
+        place = f"batch {self.batch}" if trains else f"a {step}"
         self._calls.append((name, place, embeddings, expected, torch.is_grad_enabled()))
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
         self.modules = tables.sharded_modules(pl_module)
         unsharded = dict(self._unsharded.named_modules())
         for name, module in self.modules.items():
@@ -207,15 +221,13 @@ class Answers(Changes):
             if name in unsharded:
                 materialize(unsharded[name])
         self._unsharded.to(pl_module.device)
-        self._keep(trainer)
-        super().on_train_start(trainer, pl_module)
+        self._keep(trainer.strategy)
 
     @override
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         self._compare()
-        self._keep(trainer)
+        self._keep(trainer.strategy)
 
     @override
     def on_validation_batch_end(self, *args: Any, **kwargs: Any) -> None:
@@ -224,6 +236,7 @@ class Answers(Changes):
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Also compare calls in evaluation mode, as a callback may make them."""
+        super().on_train_end(trainer, pl_module)
         everyone = gather_objects(self._given.keys() - self.left_out.keys())
         for name in sorted(set.intersection(*everyone)):
             sharded, given = self.modules[name], self._given[name]
@@ -231,23 +244,19 @@ class Answers(Changes):
             args, kwargs = copy.deepcopy(given)
             with torch.no_grad():
                 embeddings = waited(sharded.eval()(*args, **kwargs))
-            self.answered(name, "call by hand in evaluation mode", given, embeddings, early=False)
+            self._answered(name, "call by hand in evaluation mode", given, embeddings)
             self._compare()
             sharded.train(training)
-        super().on_train_end(trainer, pl_module)
-        self.weights = of_all_ranks(self.weights)
 
-    def _keep(self, trainer: Trainer) -> None:
+    def _keep(self, strategy: Any) -> None:
         """Keep the current weights; drop old weights that no stale lookup can read any more."""
-        strategy: Any = trainer.strategy
-        num, watched = len(self.watched.updates), self.watched
-        oldest = min([num, *(len(seen) for batch, seen in watched.seen.items() if batch > watched.batch)])
+        num = len(self.updates)
+        oldest = min([num, *(len(seen) for batch, seen in self.seen.items() if batch > self.batch)])
         self._states = {at: state for at, state in self._states.items() if at >= oldest}
         with strategy.saving():  # after deferred updates and running lookups
             group = strategy.checkpoint_group
             self._states[num] = {name: _whole_state(module, group) for name, module in self.modules.items()}
 
-    @override
     def _weights_of(self, module: LightningModule) -> dict[str, Tensor]:
         """Return the model's weights; for sharded modules from the latest state."""
         found = {
