@@ -15,6 +15,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.accelerators import CPUAccelerator, CUDAAccelerator
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar
+from torch.utils._pytree import tree_leaves
 from torchrec.distributed.fbgemm_qcomm_codec import QCommsConfig
 from torchrec.modules.embedding_modules import EmbeddingCollection
 
@@ -143,13 +144,10 @@ def check(config: Config) -> None:
     model = build_model(config, data)
     strategy = build_strategy(config, modes(config)[-1], model)
     tables, device = find_tables(model), torch.device("cuda" if on_cuda(config) else "cpu")
-    check_sharding(strategy.sharding, tables, device)
+    sharding = strategy.sharding
+    check_sharding(sharding, tables, device)
     check_quantized_comms(strategy.quantized_comms, tables, device)
-    kinds = (
-        strategy.sharding
-        if isinstance(strategy.sharding, Mapping)
-        else {table.name: strategy.sharding for table in tables}
-    )
+    kinds = sharding if isinstance(sharding, Mapping) else {table.name: sharding for table in tables}
     if strategy.fused_optimizer is None:
         _refuse_untrained(tables, kinds, device)
     for arm in config.get("arms", ()):  # of overlap-bench
@@ -188,10 +186,7 @@ def _check_optimizers(model: LightningModule, tables: Any, kinds: Mapping[str, A
 
 def optimizers_in(made: Any) -> list[torch.optim.Optimizer]:
     """Return every optimizer in a result of `configure_optimizers`."""
-    if isinstance(made, torch.optim.Optimizer):
-        return [made]
-    parts = made.values() if isinstance(made, Mapping) else made if isinstance(made, list | tuple) else ()
-    return [optimizer for part in parts for optimizer in optimizers_in(part)]
+    return [leaf for leaf in tree_leaves(made) if isinstance(leaf, torch.optim.Optimizer)]
 
 
 def on_cuda(config: Config) -> bool:

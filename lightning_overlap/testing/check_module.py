@@ -17,7 +17,7 @@ from ..distributed import gather_objects
 from ..plugin import first_words
 from ..schedules import Mode, Schedule, resolve_mode
 from ..text import some
-from .delayed_lookups import DelayedLookups, Delays
+from .delayed_lookups import DelayedLookups
 from .local_group import process_group
 from .race_detector import RaceError
 from .unsharded import compare_with_unsharded
@@ -139,9 +139,12 @@ def check_module(
         fit(setting, pipeline, first)
         fit(setting, pipeline, again)
         at_least = not first.automatic or mode.start_batch > 0 or mode.end_batch is not None
-        plain = DelayedLookups(_delays(schedule, first, as_seen=at_least) if schedule.staleness else {})
+        staleness = schedule.staleness
+        lookups = _early_lookups(first, staleness)
+        delays = {at: (len(seen if at_least else due), modules) for at, (modules, seen, due) in lookups.items()}
+        plain = DelayedLookups(delays if staleness else {})
         fit(setting, "base", plain)
-        reference = f"plain training with updates delayed by {schedule.staleness}" if schedule.staleness else "base"
+        reference = f"plain training with updates delayed by {staleness}" if staleness else "base"
         syncs, *verdict_of_syncs = _host_syncs(again, max_host_syncs)
         num, most = len(setting.batches), first.most_in_flight
         compared = f"{len(first.losses)} losses, {len(first.states[max(first.states)])} weights and states"
@@ -149,7 +152,7 @@ def check_module(
         others = f"trained {first.batches} of {num}" if first.batches != list(range(num)) else ""
         verdicts = (
             Verdict(f"law 1: equal to {reference}, bit for bit", _first_difference(first, plain), compared),
-            Verdict(f"law 2: lookups see updates {schedule.staleness} batches late", *_seen(schedule, first, at_least)),
+            Verdict(f"law 2: lookups see updates {staleness} batches late", *_seen(lookups, staleness, at_least)),
             Verdict("law 2: every run alike", _first_difference(again, first), "two fits are the same to the bit"),
             Verdict("law 2: no row is read while it is written", *_race(setting, pipeline, overlaps)),
             Verdict("modules are served from early lookups", *_served(first, must_overlap and overlaps)),
@@ -160,7 +163,7 @@ def check_module(
             Verdict("law 9: no host sync but the read of sizes", *verdict_of_syncs),
             Verdict(
                 "law 10: computes what the unsharded module computes",
-                *compare_with_unsharded(setting, pipeline, schedule.staleness),
+                *compare_with_unsharded(setting, pipeline, staleness),
             ),
         )
         report = ModuleReport(
@@ -223,32 +226,30 @@ def _number(loss: torch.Tensor | None) -> str:
     return "missing" if loss is None else f"{loss.mean().item():.9g}"
 
 
-def _updates_to_see(schedule: Schedule, watched: Watched, batch: int) -> tuple[int, ...]:
-    """Return the updates that an early lookup must see; tables of the dense optimizer are never stale."""
-    staleness = 0 if watched.fused.isdisjoint(watched.modules_early_in(batch)) else schedule.staleness
-    return tuple(update for update in watched.updates if update < batch - staleness)
+_Lookup = tuple[frozenset[str], tuple[int, ...], tuple[int, ...]]
+"""Modules with an early lookup of a batch; the batches whose updates it saw; those whose updates it must see."""
 
 
-def _delays(schedule: Schedule, watched: Watched, *, as_seen: bool) -> Delays:
-    """Return the updates that the reference's lookups see: by the mode, or with `as_seen` as the watched fit saw."""
-    return {
-        batch: (len(seen if as_seen else _updates_to_see(schedule, watched, batch)), watched.modules_early_in(batch))
-        for batch, seen in watched.seen.items()
-    }
-
-
-def _seen(schedule: Schedule, watched: Watched, at_least: bool) -> tuple[str, str]:
+def _early_lookups(watched: Watched, staleness: int) -> dict[int, _Lookup]:
+    """Return the early lookups of a fit by batch; tables of the dense optimizer are never stale."""
+    found = {}
     for batch, seen in sorted(watched.seen.items()):
-        early = watched.modules_early_in(batch)
-        expected = _updates_to_see(schedule, watched, batch)
+        modules = frozenset(name for name, early in watched.early.get(batch, {}).items() if early)
+        late = 0 if watched.fused.isdisjoint(modules) else staleness
+        found[batch] = modules, seen, tuple(update for update in watched.updates if update < batch - late)
+    return found
+
+
+def _seen(lookups: Mapping[int, _Lookup], staleness: int, at_least: bool) -> tuple[str, str]:
+    for batch, (modules, seen, expected) in lookups.items():
         wrong = not set(expected) <= set(seen) if at_least else seen != expected
-        if early and wrong:
+        if modules and wrong:
             problem = (
-                f"the lookup of batch {batch} ({', '.join(sorted(early))}) was issued after the updates of batches "
-                f"{list(seen)}; with a staleness of {schedule.staleness} it must see {list(expected)}"
+                f"the lookup of batch {batch} ({', '.join(sorted(modules))}) was issued after the updates of batches "
+                f"{list(seen)}; with a staleness of {staleness} it must see {list(expected)}"
             )
             return problem, ""
-    return "", f"{len(watched.seen)} early lookups"
+    return "", f"{len(lookups)} early lookups"
 
 
 def _race(setting: Setting, pipeline: str | Mode | Schedule, overlaps: bool) -> tuple[str, str]:

@@ -90,10 +90,6 @@ class Watched(Callback):
         self.most_in_flight = 0  # the largest number of batches in flight at once
         self.depth = 0  # of the fit's schedules
 
-    def modules_early_in(self, batch: int) -> frozenset[str]:
-        """Return the modules that answered with early embeddings for a batch."""
-        return frozenset(name for name, early in self.early.get(batch, {}).items() if early)
-
     def serve(self, step: str, answer: Callable[..., Any], pipelined: Any, args: Any, kwargs: Any) -> Any:
         """Answer a call of a sharded module in the user's method `step`; note whether its lookup was early."""
         embeddings = answer(pipelined, args, kwargs)
