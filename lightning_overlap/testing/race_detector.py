@@ -10,12 +10,10 @@ Source: the happens-before order of Lamport (1978) in vector clocks, and the las
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from ..runtime import Streams
 from ..schedules import StreamName
 
 Clock = Mapping[StreamName, int]
@@ -121,58 +119,3 @@ class RecordedEvent(NamedTuple):
 
     stream: StreamName
     clock: Clock
-
-
-class RacingStreams(Streams):
-    """Streams of a CPU run that pass waits and `record_stream` to `Races`; subclasses add the work.
-
-    Args:
-        lookup: The stream that `StreamName.LOOKUP` stands for, depending on the `stream` option.
-    """
-
-    is_async = True  # as on the simulated device
-
-    def __init__(self, lookup: StreamName = StreamName.LOOKUP) -> None:
-        self._lookup = lookup
-        self._current = StreamName.COMPUTE
-        self._races = Races()
-
-    def __getitem__(self, name: StreamName) -> StreamName:
-        return self._lookup if name is StreamName.LOOKUP else name
-
-    @contextmanager
-    def on(self, name: StreamName) -> Iterator[None]:
-        """Make a stream current."""
-        previous = self._current
-        self._current = self[name]
-        try:
-            yield
-        finally:
-            self._current = previous
-
-    def current(self) -> StreamName:
-        """Return the name of the current stream."""
-        return self._current
-
-    def memory_of(self, value: Any) -> Iterable[str]:
-        """Return the resources of a value, which may be nested."""
-        raise NotImplementedError
-
-    def record(self, name: StreamName) -> RecordedEvent:
-        """Return an event that marks all work issued on a stream so far."""
-        return RecordedEvent(self[name], self._races.event(self[name]))
-
-    def wait(self, name: StreamName, event: RecordedEvent | None) -> None:
-        """Order later work on a stream after an event."""
-        if event is not None:
-            self._races.wait(self[name], event.clock)
-
-    def record_stream(self, value: Any, name: StreamName) -> None:
-        """Let a stream use the memory of a value that another stream allocated."""
-        self._races.record_stream(self.memory_of(value), self[name])
-
-    def hand_to_caller(self, value: Any, event: RecordedEvent) -> None:
-        """Let the compute stream and the current stream use a value after an event."""
-        for name in dict.fromkeys((StreamName.COMPUTE, self._current)):
-            self.wait(name, event)
-            self.record_stream(value, name)
