@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
+from lightning.pytorch import LightningDataModule, LightningModule, seed_everything
+from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
@@ -107,22 +108,6 @@ def _replicating(job: Job) -> Config:
     return {"sharding": {"type": None, "tables": others}, "strategy": strategy}
 
 
-class _AfterStep(Callback):
-    """Calls the job's `after_step`, and seeds the initialization of the tables."""
-
-    def __init__(self, job: Job) -> None:
-        self._job = job
-
-    @override
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        torch.manual_seed(self._job.config["seed"])
-
-    @override
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_: Any) -> None:
-        strategy = trainer.strategy if isinstance(trainer.strategy, OverlapEmbeddingStrategy) else None
-        self._job.after_step(loss_of(trainer, outputs), strategy)
-
-
 class _DMPStrategy(DDPStrategy):
     def __init__(self, job: Job) -> None:
         super().__init__()
@@ -140,7 +125,12 @@ class _DMPStrategy(DDPStrategy):
 
 
 def _fit(job: Job, model: LightningModule, strategy: Any) -> None:
-    trainer = build.build_trainer(job.config, strategy, [_AfterStep(job)], str(job.log_dir))
+    ours = strategy if isinstance(strategy, OverlapEmbeddingStrategy) else None
+    callback = LambdaCallback(
+        setup=lambda *_, **__: torch.manual_seed(job.config["seed"]),  # sharding initializes the tables
+        on_train_batch_end=lambda trainer, module, outputs, *_: job.after_step(loss_of(trainer, outputs), ours),
+    )
+    trainer = build.build_trainer(job.config, strategy, [callback], str(job.log_dir))
     trainer.fit(model, train_dataloaders=job.batches)
 
 
