@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from lightning_overlap import StreamName
 from lightning_overlap.runtime import leaves
-from lightning_overlap.testing.checked_streams import FollowedStreams, tensors_of
+from lightning_overlap.testing.checked_streams import CheckedStreams, tensors_of
 
 MIB = 1 << 20
 _ROUND = 512
@@ -106,8 +106,8 @@ def _segment_of(size: int) -> int:
     return _LARGE_SEGMENT if size < _LARGE else -(-size // _SEGMENT_ROUND) * _SEGMENT_ROUND
 
 
-class PooledStreams(FollowedStreams):
-    """Streams of a run that count what a caching allocator would hold for it.
+class PooledStreams(CheckedStreams):
+    """Streams of a run that count what a caching allocator would hold for it, in place of looking for races.
 
     A block that another stream was told of comes back as the step after next begins: the host is a step ahead of the
     device at most, since it waits for the sizes of each batch.

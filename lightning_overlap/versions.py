@@ -21,10 +21,8 @@ class Pair:
     torch: str
     fbgemm: str
     torchrec: str
-    tried: str
-    """What has been run with these versions."""
-    extras: tuple[str, str]
-    """The extra of `pip install 'lightning_overlap[...]'`, for a CPU and for CUDA."""
+    tried: str  # what has been run with these versions
+    extras: tuple[str, str]  # of `pip install 'lightning_overlap[...]'`, for a CPU and for CUDA
 
 
 _TORCH_2_14 = "cpu-torch-2-14", "cuda-torch-2-14"
@@ -39,9 +37,7 @@ BUILT_FOR: Mapping[str, str] = {"1.5": "2.10", "1.6": "2.11", "1.7": "2.12", "1.
 
 _FBGEMM = ("fbgemm-gpu", "fbgemm-gpu-cpu")
 
-
-NEEDED = ("torchrec", "fbgemm_gpu")
-"""Imported packages that are not installed as dependencies on a CPU."""
+NEEDED = ("torchrec", "fbgemm_gpu")  # imported, but on a CPU not installed as dependencies
 
 
 def check_needed() -> None:
@@ -57,17 +53,11 @@ def check_needed() -> None:
 
 
 def check_installed() -> None:
-    """Check that the installed torch and FBGEMM fit together; missing packages are skipped.
-
-    Raises:
-        ImportError: FBGEMM is built for another torch, or FBGEMM is built for CUDA and torch is not.
-    """
+    """Raise an ImportError if the installed FBGEMM is built for another torch, or for CUDA and torch is not."""
     found = installed()
-    torch, builds = found.get("torch"), {name: found[name] for name in _FBGEMM if name in found}
-    if torch is None:
-        return
+    torch, builds = found.get("torch", ""), {name: found[name] for name in _FBGEMM if name in found}
     built_for = {name: BUILT_FOR.get(_two_numbers(version), _two_numbers(torch)) for name, version in builds.items()}
-    if builds and _two_numbers(torch) not in built_for.values():  # both builds install the same files
+    if torch and builds and _two_numbers(torch) not in built_for.values():  # both builds install the same files
         raise ImportError(
             " and ".join(f"{name} {builds[name]} is built for torch {built}" for name, built in built_for.items())
             + f", and does not load with torch {torch}. Install an fbgemm that is built for your torch."

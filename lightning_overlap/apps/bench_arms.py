@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
+from lightning.pytorch import LightningDataModule, LightningModule, seed_everything
+from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
@@ -32,6 +33,7 @@ from ..plugin import OverlapEmbeddingStrategy
 from ..tables import codecs_of, find_tables, make_plan, training_sharders
 from . import build, config_checks
 from .config_checks import Config
+from .step_timers import loss_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +46,7 @@ class Job:
     device: torch.device
     after_step: Callable[[Tensor, OverlapEmbeddingStrategy | None], None]  # gets each loss, and our strategy if used
     log_dir: Path
-    receives_first: bool = False
-    """Whether DistributedModelParallel communicates in this package's process group of the tables."""
+    receives_first: bool = False  # whether DistributedModelParallel uses this package's process group of the tables
 
     def make_model(self) -> LightningModule:
         """Return the model, initialized from the seed."""
@@ -77,7 +78,7 @@ class Job:
 
 def train(name: str, job: Job) -> None:
     """Train all batches of a job on this rank with the named arm; see `config_checks.arms`."""
-    plain, (precision, replicated) = name.partition("+")[0], config_checks.options_of(name)
+    plain, precision, replicated = config_checks.split_arm(name)
     config = dict(job.config)
     if precision is not None:
         config["comms"] = {"forward": precision, "backward": precision}
@@ -107,26 +108,6 @@ def _replicating(job: Job) -> Config:
     return {"sharding": {"type": None, "tables": others}, "strategy": strategy}
 
 
-# -- with Lightning ---------------------------------------------------------------------------------------------
-
-
-class _AfterStep(Callback):
-    """Calls the job's `after_step`, and seeds the initialization of the tables."""
-
-    def __init__(self, job: Job) -> None:
-        self._job = job
-
-    @override
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        torch.manual_seed(self._job.config["seed"])
-
-    @override
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_: Any) -> None:
-        loss = (outputs["loss"] if isinstance(outputs, Mapping) else outputs) * trainer.accumulate_grad_batches
-        strategy = trainer.strategy
-        self._job.after_step(loss, strategy if isinstance(strategy, OverlapEmbeddingStrategy) else None)
-
-
 class _DMPStrategy(DDPStrategy):
     def __init__(self, job: Job) -> None:
         super().__init__()
@@ -144,11 +125,13 @@ class _DMPStrategy(DDPStrategy):
 
 
 def _fit(job: Job, model: LightningModule, strategy: Any) -> None:
-    trainer = build.build_trainer(job.config, strategy, [_AfterStep(job)], str(job.log_dir))
+    ours = strategy if isinstance(strategy, OverlapEmbeddingStrategy) else None
+    callback = LambdaCallback(
+        setup=lambda *_, **__: torch.manual_seed(job.config["seed"]),  # sharding initializes the tables
+        on_train_batch_end=lambda trainer, module, outputs, *_: job.after_step(loss_of(trainer, outputs), ours),
+    )
+    trainer = build.build_trainer(job.config, strategy, [callback], str(job.log_dir))
     trainer.fit(model, train_dataloaders=job.batches)
-
-
-# -- in a hand-written loop -------------------------------------------------------------------------------------
 
 
 class Network(nn.Module):
@@ -218,15 +201,13 @@ def _train_by_hand(job: Job, pipeline_class: str, options: Mapping[str, Any]) ->
 
 def late_all_to_alls(latency: Mapping[str, float] | None) -> AbstractContextManager[None]:
     """Make every all-to-all of this process take at least `all_to_all_ms`; the host sleeps in `wait`."""
-    latency_ms = (latency or {}).get("all_to_all_ms")
-    if not latency_ms:
-        return nullcontext()
+    latency_s = (latency or {}).get("all_to_all_ms", 0.0) / 1e3
 
     def late(name: str, call: dict[str, Any], issue: Issue) -> dist.Work | None:
         work = issue()
-        return None if work is None else _Late(work, latency_ms / 1e3)
+        return None if work is None else _Late(work, latency_s)
 
-    return wrap_collectives(late, ["all_to_all_single"])
+    return wrap_collectives(late, ["all_to_all_single"]) if latency_s else nullcontext()
 
 
 class _Late(WrappedWork):

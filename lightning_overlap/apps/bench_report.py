@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -14,11 +14,8 @@ import numpy as np
 from ..profiling import ALL_TO_ALLS
 from ..text import aligned, or_dash
 
-HIDDEN = 0.1
-"""A collective counts as hidden if the wait for it was less than this share of its duration."""
-
-MAX_SPREAD = 0.2
-"""If rounds of an arm differ by more than this share of their median, there is no verdict."""
+HIDDEN = 0.1  # a collective counts as hidden if the wait for it was less than this share of its duration
+MAX_SPREAD = 0.2  # if rounds of an arm differ by more than this share of their median, there is no verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,25 +53,8 @@ class ArmTurns:
         return list(zip(*self.rounds, strict=True))
 
 
-@dataclass(frozen=True, slots=True)
-class ArmResult:
-    """The statistics of an arm over the steps of all rounds, of the rank with the largest value."""
-
-    name: str
-    staleness: int
-    frozen_window: bool
-    step_ms_median: float
-    step_ms_p90: float
-    cpu_ms: float | None  # median; less sensitive to other programs than the step time
-    of_base: float  # median over rounds of: this arm's median step / the reference's median step in the same round
-    of_base_range: tuple[float, float]  # lowest and highest ratio of a round
-    samples_per_s: float | None  # of all ranks together
-    peak_memory: dict[str, int]  # 90th percentile over rounds; name -> bytes
-    exposed_ms: float | None  # median per measured step
-    final_loss: float  # mean over ranks
-    same_as_base: bool  # whether all losses equal the reference's, bit for bit, on every rank, in every step and round
-    compared_with: str  # the reference of the losses: for an arm `mode+fp16` it is `base+fp16`, if that ran
-    collectives: dict[str, tuple[float, float]]  # -> ms per step in progress, and waited
+Result = Mapping[str, Any]
+"""The statistics of an arm over the steps of all rounds, of the rank with the largest value; as in `bench.json`."""
 
 
 def bound_ms(base: ArmTurns, all_reduce_ms: float = 0.0) -> float | None:
@@ -88,42 +68,42 @@ def bound_ms(base: ArmTurns, all_reduce_ms: float = 0.0) -> float | None:
     return max(*busy, min(wire) + all_reduce_ms) if busy and wire else None
 
 
-def evaluate(arms: Sequence[ArmTurns], batch_size: int | None) -> list[ArmResult]:
+def evaluate(arms: Sequence[ArmTurns], batch_size: int | None) -> list[Result]:
     """Return the statistics of every arm that ran; the first arm is the reference."""
-    base, by_name = arms[0], {arm.name: arm for arm in arms}
-    results = []
-    for arm in arms:
-        if arm.failure is not None:
-            continue
-        by_rank = arm.by_rank
-        slowest_ms = max(float(np.mean([turn.step_ms for turn in turns])) for turns in by_rank)
-        ratios = [_round_ms(mine) / _round_ms(of_base) for mine, of_base in zip(arm.rounds, base.rounds, strict=True)]
-        alike = by_name.get(f"{base.name}+{arm.name.partition('+')[2]}", base)
-        results.append(
-            ArmResult(
-                name=arm.name,
-                staleness=arm.staleness,
-                frozen_window=arm.frozen_window,
-                step_ms_median=max(_by_rank(arm, "step_ms")),
-                step_ms_p90=max(_by_rank(arm, "step_ms", 90)),
-                cpu_ms=max(_by_rank(arm, "cpu_ms"), default=None),
-                of_base=median(ratios),
-                of_base_range=(min(ratios), max(ratios)),
-                samples_per_s=len(by_rank) * batch_size / slowest_ms * 1e3 if batch_size else None,
-                peak_memory={
-                    name: int(max(np.percentile([turn.peak_memory[name] for turn in turns], 90) for turns in by_rank))
-                    for name in arm.rounds[0][0].peak_memory
-                },
-                exposed_ms=max(_by_rank(arm, "exposed_ms"), default=None),
-                final_loss=sum(turn.final_loss for turn in arm.rounds[0]) / len(by_rank),
-                same_as_base=all(
-                    [turn.losses for turn in turns] == [turn.losses for turn in alike.rounds[0]] for turns in arm.rounds
-                ),
-                compared_with=alike.name,
-                collectives=_worst(arm),
-            )
-        )
-    return results
+    ran = {arm.name: arm for arm in arms if arm.failure is None}
+    return [_evaluate(arm, arms[0], ran, batch_size) for arm in ran.values()]
+
+
+def _evaluate(arm: ArmTurns, base: ArmTurns, ran: Mapping[str, ArmTurns], batch_size: int | None) -> Result:
+    by_rank, memories = arm.by_rank, arm.rounds[0][0].peak_memory
+    slowest_ms = max(float(np.mean([turn.step_ms for turn in turns])) for turns in by_rank)
+    # This arm's median step / the reference's median step in the same round.
+    ratios = [_round_ms(mine) / _round_ms(of_base) for mine, of_base in zip(arm.rounds, base.rounds, strict=True)]
+    # The reference of the losses: for an arm `mode+fp16` it is `base+fp16`, if that ran.
+    alike = ran.get(f"{base.name}+{arm.name.partition('+')[2]}", base)
+    return {
+        "name": arm.name,
+        "staleness": arm.staleness,
+        "frozen_window": arm.frozen_window,
+        "step_ms_median": max(_by_rank(arm, "step_ms")),
+        "step_ms_p90": max(_by_rank(arm, "step_ms", 90)),
+        "cpu_ms": max(_by_rank(arm, "cpu_ms"), default=None),  # less sensitive to other programs than the step time
+        "of_base": median(ratios),
+        "of_base_range": (min(ratios), max(ratios)),
+        "samples_per_s": len(by_rank) * batch_size / slowest_ms * 1e3 if batch_size else None,  # of all ranks together
+        "peak_memory": {  # 90th percentile over rounds, bytes
+            name: int(max(np.percentile([turn.peak_memory[name] for turn in turns], 90) for turns in by_rank))
+            for name in memories
+        },
+        "exposed_ms": max(_by_rank(arm, "exposed_ms"), default=None),  # median per measured step
+        "final_loss": sum(turn.final_loss for turn in arm.rounds[0]) / len(by_rank),  # mean over ranks
+        # Bit for bit, on every rank, in every step and round.
+        "same_as_base": all(
+            [turn.losses for turn in turns] == [turn.losses for turn in alike.rounds[0]] for turns in arm.rounds
+        ),
+        "compared_with": alike.name,
+        "collectives": {name: _worst(arm, name) for name in arm.rounds[0][0].collectives},
+    }
 
 
 def _by_rank(arm: ArmTurns, what: str, percent: float = 50) -> list[float]:
@@ -136,17 +116,11 @@ def _round_ms(turns: Sequence[Turn]) -> float:
     return max(median(turn.step_ms) for turn in turns)
 
 
-def _worst(arm: ArmTurns) -> dict[str, tuple[float, float]]:
-    """Return the times of each collective: medians over rounds on the rank that waits longest for it."""
-    worst: dict[str, tuple[float, float]] = {}
-    for name in arm.rounds[0][0].collectives:
-        pairs = [[turn.collectives[name] for turn in turns if name in turn.collectives] for turns in arm.by_rank]
-        busy_ms, waited_ms = max((np.median(of, axis=0).tolist() for of in pairs if of), key=lambda pair: pair[1])
-        worst[name] = busy_ms, waited_ms
-    return worst
-
-
-# -- text -------------------------------------------------------------------------------------------------------
+def _worst(arm: ArmTurns, name: str) -> tuple[float, float]:
+    """Return the times of a collective: medians over rounds on the rank that waits longest for it."""
+    pairs = [[turn.collectives[name] for turn in turns if name in turn.collectives] for turns in arm.by_rank]
+    busy_ms, waited_ms = max((np.median(of, axis=0).tolist() for of in pairs if of), key=lambda pair: pair[1])
+    return busy_ms, waited_ms
 
 
 _FORMS = {
@@ -161,34 +135,34 @@ _FORMS = {
 """Field of a result -> title and form in the table."""
 
 
-def table(results: Sequence[ArmResult]) -> str:
+def table(results: Sequence[Result]) -> str:
     """Return the table of the arms that ran, one line each."""
-    memories = list(results[0].peak_memory)
+    memories = list(results[0]["peak_memory"])
     rows = [["arm", *(title for title, _ in _FORMS.values()), *(f"peak {name}" for name in memories)]]
     rows[0] += ["final loss", "same as base"]
     for result in results:
-        reference = f" ({result.compared_with})" if "+" in result.compared_with else ""
-        why = "" if reference else result.name.partition("+")[2]
-        if result.staleness:
-            why = f"staleness {result.staleness}"
-        elif result.frozen_window:
+        reference = f" ({result['compared_with']})" if "+" in result["compared_with"] else ""
+        why = "" if reference else result["name"].partition("+")[2]
+        if result["staleness"]:
+            why = f"staleness {result['staleness']}"
+        elif result["frozen_window"]:
             why = "frozen window"
-        cells = [or_dash(getattr(result, name), form) for name, (_, form) in _FORMS.items()]
-        cells += [f"{result.peak_memory[name] / 2**20:,.0f} MiB" for name in memories]
-        same = f"yes{reference}" if result.same_as_base else f"no ({why})" if why else f"NO{reference}"
-        rows.append([result.name, *cells, f"{result.final_loss:.9g}", same])
+        cells = [or_dash(result[name], form) for name, (_, form) in _FORMS.items()]
+        cells += [f"{result['peak_memory'][name] / 2**20:,.0f} MiB" for name in memories]
+        same = f"yes{reference}" if result["same_as_base"] else f"no ({why})" if why else f"NO{reference}"
+        rows.append([result["name"], *cells, f"{result['final_loss']:.9g}", same])
     return aligned(rows)
 
 
-def collectives_table(results: Sequence[ArmResult]) -> str | None:
+def collectives_table(results: Sequence[Result]) -> str | None:
     """Return a table of the exposed time of each collective by arm; None if there is none.
 
     It has all all-to-alls, and other collectives that at least one arm waits for.
     """
-    names = dict.fromkeys([*ALL_TO_ALLS, *(name for result in results for name in result.collectives)])
-    columns = [["waited for", *(result.name for result in results)]]
+    names = dict.fromkeys([*ALL_TO_ALLS, *(name for result in results for name in result["collectives"])])
+    columns = [["waited for", *(result["name"] for result in results)]]
     for name in names:
-        cells = [_hidden(result.collectives.get(name)) for result in results]
+        cells = [_hidden(result["collectives"].get(name)) for result in results]
         if set(cells) - ({"-"} if name in ALL_TO_ALLS else {"-", "hidden"}):
             columns.append([name, *cells])
     return aligned(list(zip(*columns, strict=True))) if len(columns) > 1 else None
@@ -201,24 +175,24 @@ def _hidden(times: tuple[float, float] | None) -> str:
     return "hidden" if waited < max(HIDDEN * busy, 0.05) else f"exposed {waited:.1f} ms"
 
 
-def notes(arms: Sequence[ArmTurns], results: Sequence[ArmResult]) -> list[str]:
+def notes(arms: Sequence[ArmTurns], results: Sequence[Result]) -> list[str]:
     """Return a line for each arm whose rounds differ too much for a verdict, and for each arm that does not run."""
     return [
-        f"{result.name}: the rounds disagree, from {low:.2f} to {high:.2f} of base: no verdict. Close other programs, "
-        "or raise rounds and steps."
+        f"{result['name']}: the rounds disagree, from {low:.2f} to {high:.2f} of base: no verdict. Close other "
+        "programs, or raise rounds and steps."
         for result in results
-        for low, high in [result.of_base_range]
-        if high - low > MAX_SPREAD * result.of_base
+        for low, high in [result["of_base_range"]]
+        if high - low > MAX_SPREAD * result["of_base"]
     ] + [f"{arm.name}: does not run here: {arm.failure}" for arm in arms if arm.failure is not None]
 
 
 def write(
-    folder: Path, arms: Sequence[ArmTurns], results: Sequence[ArmResult], bound: float | None, about: Mapping[str, Any]
+    folder: Path, arms: Sequence[ArmTurns], results: Sequence[Result], bound: float | None, about: Mapping[str, Any]
 ) -> None:
     """Write `bench.json`, with the facts in `about`, into the run folder."""
-    ran = {result.name: asdict(result) for result in results}
+    ran = {result["name"]: result for result in results}
     every = [
-        {"name": arm.name, "staleness": arm.staleness, "failure": arm.failure} | ran.get(arm.name, {}) for arm in arms
+        {"name": arm.name, "staleness": arm.staleness, "failure": arm.failure, **ran.get(arm.name, {})} for arm in arms
     ]
     content = {**about, "bound_ms": bound, "arms": every}
     (folder / "bench.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -21,6 +21,7 @@ from .. import versions
 from ..distributed import gather_objects
 from ..plugin import keep_freed_memory
 from ..profiling import Span, overlapped_by, timestamps_of, write_png
+from ..schedules import Schedule
 from ..tables import find_tables
 from . import bench_report, build, config_checks, train_worker
 from .bench_arms import Job, train
@@ -28,11 +29,8 @@ from .bench_report import ArmTurns, Turn
 from .config_checks import Config
 from .step_timers import Meter, free_memory
 
-TIMEOUT = timedelta(minutes=5)
-"""Timeout of the arms' collectives; an arm that hangs must not block the others for long."""
-
-DRAIN = 4
-"""Uncounted steps at the end, in which a draining pipeline has less work."""
+TIMEOUT = timedelta(minutes=5)  # of the arms' collectives; an arm that hangs must not block the others for long
+DRAIN = 4  # uncounted steps at the end, in which a draining pipeline has less work
 
 
 def run(config: Config, folder: Path) -> None:
@@ -88,11 +86,17 @@ class _Bench:
             times_ms.append((time.perf_counter() - start) * 1e3)
         return median(times_ms)
 
+    def _schedule_of(self, arm: str) -> Schedule | None:
+        """Return the schedule of an arm; None for arms that are not our modes."""
+        return self.ours.get(config_checks.split_arm(arm)[0], (None, ""))[0]
+
     def all_rounds(self) -> list[ArmTurns]:
-        stale = {name: schedule.staleness for name, (schedule, _) in self.ours.items()} | {"torchrec/semi_sync": 1}
-        frozen = {name for name, (schedule, _) in self.ours.items() if schedule.holds_updates}
-        plain = {name: _plain(name) for name in config_checks.arms(self.config)}
-        arms = [ArmTurns(name, stale.get(of, 0), frozen_window=of in frozen) for name, of in plain.items()]
+        arms = []
+        for name in config_checks.arms(self.config):
+            if (schedule := self._schedule_of(name)) is not None:
+                arms.append(ArmTurns(name, schedule.staleness, frozen_window=schedule.holds_updates))
+            else:
+                arms.append(ArmTurns(name, int(config_checks.split_arm(name)[0] == "torchrec/semi_sync")))
         shifts = [number % len(arms) for number in range(self.config["rounds"])]
         in_turn = [arm for shift in shifts for arm in arms[shift:] + arms[:shift]]
         bar = tqdm(in_turn, disable=dist.get_rank() != 0, desc="overlap-bench", unit="turn")
@@ -108,7 +112,7 @@ class _Bench:
         try:
             mine = self._train(arm.name)
         except Exception as err:
-            if _plain(arm.name) in self.ours:
+            if self._schedule_of(arm.name) is not None:
                 raise
             mine = _why(err)
         everyone = gather_objects(mine, self.group)
@@ -123,9 +127,7 @@ class _Bench:
         job = Job(self.config, self.data, loader, self.device, meter.after_step, self.folder)
         try:
             train(name, job)
-            turn, spans = meter.turn()
-            if spans:
-                self.spans[name] = spans
+            turn, self.spans[name] = meter.turn()
             return turn
         finally:
             meter.close()
@@ -153,16 +155,14 @@ class _Bench:
 
     def draw(self) -> None:
         """Draw some steps of every mode into one picture."""
-        schedules = {name: self.ours[_plain(name)][0] for name in self.spans if _plain(name) in self.ours}
-        if schedules:
-            shown: dict[int | str, list[Span]] = {name: self.spans[name] for name in schedules}
-            overlapped: Any = {name: overlapped_by(schedule) for name, schedule in schedules.items()}
+        shown: dict[int | str, list[Span]] = {}
+        overlapped: dict[int | str, Any] = {}
+        for name, spans in self.spans.items():
+            if spans and (schedule := self._schedule_of(name)) is not None:
+                shown[name], overlapped[name] = spans, overlapped_by(schedule)
+        if shown:
             title = "Some steps of rank 0"
             write_png(self.folder / "timeline.png", shown, num_steps=2, title=title, overlapped=overlapped)
-
-
-def _plain(name: str) -> str:
-    return name.partition("+")[0]
 
 
 def _why(err: Exception) -> str:

@@ -15,6 +15,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.accelerators import CPUAccelerator, CUDAAccelerator
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar
+from torch.utils._pytree import tree_leaves
 from torchrec.distributed.fbgemm_qcomm_codec import QCommsConfig
 from torchrec.modules.embedding_modules import EmbeddingCollection
 
@@ -22,7 +23,7 @@ from ..plugin import OverlapEmbeddingStrategy
 from ..schedules import Mode
 from ..tables import check_quantized_comms, check_sharding, find_tables, refuse_dense_owner, resolve_quantized_comms
 from ..text import some
-from .config_checks import AUTO, Config, check_arguments, check_known, modes, options_of
+from .config_checks import AUTO, Config, check_arguments, check_known, modes, split_arm
 
 _T = TypeVar("_T")
 
@@ -143,19 +144,19 @@ def check(config: Config) -> None:
     model = build_model(config, data)
     strategy = build_strategy(config, modes(config)[-1], model)
     tables, device = find_tables(model), torch.device("cuda" if on_cuda(config) else "cpu")
-    check_sharding(strategy.sharding, tables, device)
+    sharding = strategy.sharding
+    check_sharding(sharding, tables, device)
     check_quantized_comms(strategy.quantized_comms, tables, device)
-    if strategy.fused_optimizer is None:
-        _refuse_untrained(tables, strategy.sharding, device)
-    for arm in config.get("arms", ()):  # of overlap-bench
-        check_quantized_comms(resolve_quantized_comms(options_of(arm)[0]), tables, device)
-    _check_optimizers(model, tables, strategy.sharding, device)
-
-
-def _refuse_untrained(tables: Any, sharding: Any, device: torch.device) -> None:
     kinds = sharding if isinstance(sharding, Mapping) else {table.name: sharding for table in tables}
-    whole = {name for name, kind in kinds.items() if kind == "data_parallel"}
-    trained = [table for table in tables if table.parameter.requires_grad and table.name not in whole]
+    if strategy.fused_optimizer is None:
+        _refuse_untrained(tables, kinds, device)
+    for arm in config.get("arms", ()):  # of overlap-bench
+        check_quantized_comms(resolve_quantized_comms(split_arm(arm)[1]), tables, device)
+    _check_optimizers(model, tables, kinds, device)
+
+
+def _refuse_untrained(tables: Any, kinds: Mapping[str, Any], device: torch.device) -> None:
+    trained = (table for table in tables if table.parameter.requires_grad and kinds.get(table.name) != "data_parallel")
     missing = [table for table in trained if table.fused_optimizer is None]
     if missing:
         way = " Or use sharding=data_parallel, which leaves the tables to the optimizer of configure_optimizers."
@@ -167,12 +168,11 @@ def _refuse_untrained(tables: Any, sharding: Any, device: torch.device) -> None:
         )
 
 
-def _check_optimizers(model: LightningModule, tables: Any, sharding: Any, device: torch.device) -> None:
+def _check_optimizers(model: LightningModule, tables: Any, kinds: Mapping[str, Any], device: torch.device) -> None:
     """Raise if the dense optimizer takes fused tables; changes the model, which the caller throws away.
 
     Skips tables whose sharding the planner chooses, and a configure_optimizers that needs a trainer.
     """
-    kinds = sharding if isinstance(sharding, Mapping) else {table.name: sharding for table in tables}
     fused = [table for table in tables if kinds.get(table.name) not in (None, "data_parallel")]
     for table in fused:
         table.apply_fused_optimizer(torch.optim.SGD, {"lr": 0.0})
@@ -186,10 +186,7 @@ def _check_optimizers(model: LightningModule, tables: Any, sharding: Any, device
 
 def optimizers_in(made: Any) -> list[torch.optim.Optimizer]:
     """Return every optimizer in a result of `configure_optimizers`."""
-    if isinstance(made, torch.optim.Optimizer):
-        return [made]
-    parts = made.values() if isinstance(made, Mapping) else made if isinstance(made, list | tuple) else ()
-    return [optimizer for part in parts for optimizer in optimizers_in(part)]
+    return [leaf for leaf in tree_leaves(made) if isinstance(leaf, torch.optim.Optimizer)]
 
 
 def on_cuda(config: Config) -> bool:

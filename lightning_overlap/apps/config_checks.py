@@ -17,14 +17,10 @@ from ..text import SCALES_LOSS, unknown_name_message
 Config = Mapping[str, Any]
 """The composed config as plain dicts and lists, without OmegaConf's containers."""
 
-AUTO = "auto"
-"""As a mode's name: the strategy starts with `fused_sparse_dist` and chooses a mode during training."""
-
-SWITCHES = ("start_batch", "end_batch", "stash_gradients")
-"""Options of a `Mode` that do not change its schedule."""
+AUTO = "auto"  # as a mode's name: the strategy starts with `fused_sparse_dist` and chooses a mode during training
+SWITCHES = ("start_batch", "end_batch", "stash_gradients")  # options of a `Mode` that keep its schedule
 MODE_OPTIONS = tuple(field.name for field in fields(Mode) if field.name != "name")
-METRICS = ("val", "test")
-"""Prefixes of reported metrics."""
+METRICS = ("val", "test")  # prefixes of reported metrics
 
 
 def mode_of(config: Config) -> Mode:
@@ -32,8 +28,7 @@ def mode_of(config: Config) -> Mode:
     pipeline = config["pipeline"]
     for name in pipeline:
         check_known("option of pipeline", name, ("name", "schedule", *MODE_OPTIONS))
-    own = pipeline.get("schedule")
-    options = {name: value for name in MODE_OPTIONS if (value := pipeline.get(name)) is not None}
+    own, options = pipeline.get("schedule"), _given(pipeline, MODE_OPTIONS)
     if pipeline.get("name") == AUTO and not own:
         if options:
             raise ValueError(
@@ -52,18 +47,15 @@ def modes(config: Config) -> list[Mode]:
 
 def with_switches(config: Config, schedule: Schedule) -> Mode:
     """Return the mode of a schedule; if it is stale, with the config's `SWITCHES`."""
-    pipeline = config["pipeline"] if schedule.staleness else {}
-    return Mode(schedule, **{name: value for name in SWITCHES if (value := pipeline.get(name)) is not None})
+    return Mode(schedule, **_given(config["pipeline"], SWITCHES if schedule.staleness else ()))
+
+
+def _given(pipeline: Config, names: Collection[str]) -> dict[str, Any]:
+    return {name: value for name in names if (value := pipeline.get(name)) is not None}
 
 
 def check(config: Config) -> None:
-    """Check the names and numbers in a config; `build.check` checks the arguments of classes.
-
-    Raises:
-        ValueError: A choice is unknown, or contradicts another choice.
-        TypeError: A choice has a wrong type.
-        FileNotFoundError: There is no checkpoint at `ckpt_path`.
-    """
+    """Raise if the names and numbers in a config are wrong; `build.check` checks the arguments of classes."""
     if not isinstance(config["compare"], list):
         raise ValueError(f"compare must be a list of modes, got {config['compare']!r}. Write compare=[base].")
     metric = str(config.get("metric", ""))
@@ -72,7 +64,7 @@ def check(config: Config) -> None:
             f"metric must name a logged metric that begins with val or test, got {metric!r}. "
             f"Did you mean 'test_{metric}' or 'val_{metric}'?"
         )
-    _check_numbers(config, ("seed", 0), ("threads_per_rank", 1))
+    _check_integers(config, seed=0, threads_per_rank=1)
     deltas = config["callbacks"].get("deltas")
     if deltas is not None and deltas.get("sink") is None:
         raise ValueError(
@@ -94,15 +86,15 @@ def check(config: Config) -> None:
 
 def _check_bench(config: Config) -> None:
     arms(config)
-    _check_numbers(config, ("rounds", 1), ("steps", 2), ("warm_up", 1), ("measured_steps", 0), ("num_batches", 1))
+    _check_integers(config, rounds=1, steps=2, warm_up=1, measured_steps=0, num_batches=1)
     for name, value in (config["latency"] or {}).items():
         check_known("latency", name, ("all_to_all_ms", "forward_ms", "backward_ms", "step_ms"))
         if not isinstance(value, int | float) or value < 0:
             raise ValueError(f"latency.{name} must be milliseconds >= 0, got {value!r}.")
 
 
-def _check_numbers(config: Config, *lowest_of: tuple[str, int]) -> None:
-    for name, lowest in lowest_of:
+def _check_integers(config: Config, **lowest_of: int) -> None:
+    for name, lowest in lowest_of.items():
         value = config[name]
         if value is None and name in ("seed", "threads_per_rank"):
             continue
@@ -154,10 +146,10 @@ def our_arms(config: Config) -> dict[str, tuple[Schedule, str]]:
     return own
 
 
-def options_of(arm: str) -> tuple[str | None, bool]:
-    """Return an arm's precision of communication (None: the config's), and whether it replicates tables."""
-    options = arm.split("+")[1:]
-    return "+".join(option for option in options if option != "replicated") or None, "replicated" in options
+def split_arm(arm: str) -> tuple[str, str | None, bool]:
+    """Return an arm without options, its precision of communication (None: the config's), and whether it replicates."""
+    plain, *options = arm.split("+")
+    return plain, "+".join(option for option in options if option != "replicated") or None, "replicated" in options
 
 
 def arms(config: Config) -> list[str]:
@@ -165,16 +157,13 @@ def arms(config: Config) -> list[str]:
 
     Options follow a `+`: `mode+fp16`, `mode+replicated`, `mode+fp16+replicated`. `build.check` checks precisions.
     TorchRec's arms cannot replicate tables.
-
-    Raises:
-        ValueError: A pattern matches no arm; the message suggests the nearest names.
     """
     known = [*our_arms(config), *PEER_ARMS]
     chosen = {"base": None}  # the reference
     for pattern in config["arms"]:
-        plain, plus, options = pattern.partition("+")
-        names = set(known) - set(PEER_ARMS if options_of(pattern)[1] else ())
-        fits = [name + plus + options for name in known if name in names and fnmatch.fnmatch(name, plain)]
+        plain, _, replicated = split_arm(pattern)
+        names = our_arms(config) if replicated else known
+        fits = [name + pattern.removeprefix(plain) for name in fnmatch.filter(names, plain)]
         if not fits:
             raise ValueError(unknown_name_message("arm", pattern, known))
         chosen |= dict.fromkeys(fits)
@@ -187,16 +176,8 @@ def check_known(kind: str, name: str, known: Collection[str]) -> None:
         raise ValueError(unknown_name_message(kind, str(name), known))
 
 
-# -- names and types of arguments -------------------------------------------------------------------------------
-
-
 def check_arguments(where: str, node: Config, target: Callable[..., Any]) -> None:
-    """Check the names and types in the config group `where` against the signature of `target`.
-
-    Raises:
-        ValueError: `target` has no such argument.
-        TypeError: A value does not fit the argument's annotation.
-    """
+    """Raise if names or types in the config group `where` do not fit the signature of `target`."""
     parameters = inspect.signature(target).parameters
     takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
     for name in node:

@@ -42,11 +42,7 @@ def rank() -> int:
 
 
 def run_ranks(num_ranks: int, worker: str, folder: Path) -> None:
-    """Run the worker, a file of `apps`, on `num_ranks` ranks of this host, as torchrun does, and wait for them.
-
-    Raises:
-        RunEndedError: A rank failed, or a signal stopped this process. All ranks have ended.
-    """
+    """Run the worker, a file of `apps`, on `num_ranks` ranks of this host, as torchrun does, and wait for their end."""
     with ExitStack() as stack:
         for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):  # the launcher replaces handlers
             stack.callback(signal.signal, signum, signal.getsignal(signum))

@@ -60,9 +60,7 @@ class StepTimer(Callback):
         now = time.perf_counter()
         self.step_ms.append((now - self._last) * 1e3)
         self._last = now
-        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
-        loss = loss.detach() if isinstance(loss, Tensor) else torch.tensor(float("nan"))
-        self._losses.append(loss * trainer.accumulate_grad_batches)  # undoes Lightning's division
+        self._losses.append(loss_of(trainer, outputs))
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -70,6 +68,13 @@ class StepTimer(Callback):
             start = time.perf_counter()
             timestamps_of(pl_module.device).wait()
             self.step_ms[-1] += (time.perf_counter() - start) * 1e3
+
+
+def loss_of(trainer: Trainer, outputs: Any) -> Tensor:
+    """Return the loss of a batch, `()`, without Lightning's division by accumulated batches; NaN if there is none."""
+    loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+    loss = loss.detach() if isinstance(loss, Tensor) else torch.tensor(float("nan"))
+    return loss * trainer.accumulate_grad_batches
 
 
 class Meter:
@@ -94,7 +99,7 @@ class Meter:
         self._losses: list[Tensor] = []
         self._memory: dict[str, int] = {}
 
-    def after_step(self, loss: Tensor, strategy: OverlapEmbeddingStrategy | None = None) -> None:
+    def after_step(self, loss: Tensor, strategy: OverlapEmbeddingStrategy | None) -> None:
         """Note the end of a step; the loss is read after the run. `strategy` is None if it is not ours."""
         self._losses.append(loss.detach())
         step = len(self._losses)
@@ -117,11 +122,12 @@ class Meter:
 
     def _start_recording(self, strategy: OverlapEmbeddingStrategy | None) -> None:
         streams = Streams() if self._device.type == "cpu" else None if strategy is None else strategy.streams
-        if streams is not None:
-            self._recorder = SpanRecorder(streams)
-            self._recorder.start()
-            self._recording.callback(self._recorder.stop)
-        if self._recorder is not None and strategy is not None:
+        if streams is None:
+            return
+        self._recorder = SpanRecorder(streams)
+        self._recorder.start()
+        self._recording.callback(self._recorder.stop)
+        if strategy is not None:
             strategy.watch(self._recorder)
             self._recording.callback(strategy.watch, None)
 

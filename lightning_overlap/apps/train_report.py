@@ -113,11 +113,7 @@ def compare_runs(runs: Sequence[tuple[str, Path]]) -> str:
 
 
 def read_metric(folder: Path) -> float | None:
-    """Return the config mode's value of the metric in `summary.json`; None, with a warning, if it was not logged.
-
-    Raises:
-        ValueError: The losses of exact modes differ.
-    """
+    """Return the config mode's value of the metric in `summary.json`; None, with a warning, if it was not logged."""
     summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     if not summary["exact"]:
         raise ValueError(f"the losses of exact modes must be identical, got {summary['verdict']}.")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -18,56 +17,39 @@ from ..distributed import gather_objects
 from ..plugin import first_words
 from ..schedules import Mode, Schedule, resolve_mode
 from ..text import some
-from .delayed_lookups import Delays
+from .delayed_lookups import DelayedLookups
 from .local_group import process_group
 from .race_detector import RaceError
-from .unsharded_law import compare_with_unsharded
+from .unsharded import compare_with_unsharded
 from .watched_fit import NUM_WATCHED_STEPS, Data, ModuleFactory, Setting, Watched, fit, make_trainer
 
-_WITHOUT_REFERENCE = ("frozen_window", "stash_gradients")
-"""Options of a mode that plain training, the reference, lacks."""
-_SIZES = "/lightning_overlap/sparse/input_sizes.py"
-"""The file with a step's only host sync, the read of the split sizes."""
+_WITHOUT_REFERENCE = ("frozen_window", "stash_gradients")  # options of a mode that plain training lacks
+_SIZES = "/lightning_overlap/sparse/input_sizes.py"  # has a step's only host sync, the read of the split sizes
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The result of checking one law.
-
-    Args:
-        law: The law.
-        problem: How it is broken, or ''.
-        said: What was compared, if it holds.
-    """
+    """The result of checking one law."""
 
     law: str
-    problem: str
-    said: str
+    problem: str  # how it is broken, or ''
+    said: str  # what was compared, if it holds
 
 
 @dataclass(frozen=True, slots=True)
 class ModuleReport:
-    """The result of `check_module`; `str()` returns it as a table.
+    """The result of `check_module`; `str()` returns it as a table."""
 
-    Args:
-        schedule: The checked mode.
-        num_steps: Steps of each fit.
-        num_ranks: Number of ranks.
-        verdicts: A verdict per law.
-        early: Module -> share of batches, after the first, with embeddings from an early lookup.
-        plain: Module that ran its own forward -> the reason.
-        host_syncs: Place in the code -> syncs per step, without the read of sizes; on a CPU predicted from operators.
-        split: Modules whose weight gradients came after the backward; None if the mode does not split the backward.
-    """
-
-    schedule: Schedule
-    num_steps: int
+    schedule: Schedule  # of the checked mode
+    num_steps: int  # of each fit
     num_ranks: int
-    verdicts: tuple[Verdict, ...]
-    early: Mapping[str, float]
-    plain: Mapping[str, str]
+    verdicts: tuple[Verdict, ...]  # one per law
+    early: Mapping[str, float]  # module -> share of batches, after the first, with embeddings from an early lookup
+    plain: Mapping[str, str]  # module that ran its own forward -> the reason
     host_syncs: Mapping[str, float]
+    """Place in the code -> syncs per step, without the read of sizes; on a CPU predicted from operators."""
     split: tuple[str, ...] | None = None
+    """Modules whose weight gradients came after the backward; None if the mode does not split the backward."""
 
     @property
     def holds(self) -> bool:
@@ -105,19 +87,11 @@ def check_module(
     trainer_options: Mapping[str, Any] | None = None,
     **strategy_options: Any,
 ) -> ModuleReport:
-    """Train your module in a mode and check that the laws hold for it.
+    """Train your module in a mode and check that the laws hold for it; `docs/testing.md` explains each.
 
-    Runs four fits of `num_steps` from the same seed, on the same batches: three in the mode and one as a reference.
-    Law 10 needs two more short fits, in the mode and of the unsharded module. Each fit calls the `training_step` of a
-    new module under Lightning. `docs/testing.md` has the details; in short, this checks that:
-
-    - Losses, weights, tables and optimizer states equal those of `pipeline="base"`, bit for bit, after every step. In a
-      stale mode the reference's lookups read fused tables that are equally old.
-    - The lookup of batch N sees exactly the updates of batches 0 to N - 1 - k, where k is the staleness. (With manual
-      optimization, `start_batch` or `end_batch`: at least these updates.)
-    - On one CPU rank, streams and events order all uses of the same memory, in the package and in your hooks.
-    - Early lookups serve the modules from the second batch on; each batch is trained once, in order.
-    - Sharded modules compute what the unsharded modules compute with the same weights, and train the same weights.
+    Runs four fits of `num_steps` from the same seed, on the same batches: three in the mode and one as a reference,
+    `pipeline="base"`; in a stale mode its lookups read fused tables that are equally old. Law 10 needs two more short
+    fits, in the mode and of the unsharded module. Each fit calls the `training_step` of a new module under Lightning.
 
     Without a process group this makes a temporary group of one rank. With a process group (for example under torchrun)
     call this on every rank; all ranks raise together. All ranks make the module with the same seed and train with
@@ -161,20 +135,24 @@ def check_module(
         datamodule = data if isinstance(data, LightningDataModule) else None
         setting = Setting(make_module, (), datamodule, accelerator, seed, trainer_options or {}, strategy_options)
         setting = replace(setting, batches=_first_batches(setting, data, num_steps))
-        first = fit(setting, pipeline)
-        again = fit(setting, pipeline, every_state=False, syncs=True)
+        first, again = Watched(), Watched(every_state=False, syncs=True)
+        fit(setting, pipeline, first)
+        fit(setting, pipeline, again)
         at_least = not first.automatic or mode.start_batch > 0 or mode.end_batch is not None
-        delays = _delays(schedule, first, as_seen=at_least) if schedule.staleness else None
-        plain = fit(setting, "base", delays=delays)
-        reference = f"plain training with updates delayed by {schedule.staleness}" if schedule.staleness else "base"
-        syncs, num_sizes = _host_syncs(again)
+        staleness = schedule.staleness
+        lookups = _early_lookups(first, staleness)
+        delays = {at: (len(seen if at_least else due), modules) for at, (modules, seen, due) in lookups.items()}
+        plain = DelayedLookups(delays if staleness else {})
+        fit(setting, "base", plain)
+        reference = f"plain training with updates delayed by {staleness}" if staleness else "base"
+        syncs, *verdict_of_syncs = _host_syncs(again, max_host_syncs)
         num, most = len(setting.batches), first.most_in_flight
         compared = f"{len(first.losses)} losses, {len(first.states[max(first.states)])} weights and states"
         too_many = f"{most} batches in flight, the depth is {first.depth}" if most > first.depth else ""
         others = f"trained {first.batches} of {num}" if first.batches != list(range(num)) else ""
         verdicts = (
             Verdict(f"law 1: equal to {reference}, bit for bit", _first_difference(first, plain), compared),
-            Verdict(f"law 2: lookups see updates {schedule.staleness} batches late", *_seen(schedule, first, at_least)),
+            Verdict(f"law 2: lookups see updates {staleness} batches late", *_seen(lookups, staleness, at_least)),
             Verdict("law 2: every run alike", _first_difference(again, first), "two fits are the same to the bit"),
             Verdict("law 2: no row is read while it is written", *_race(setting, pipeline, overlaps)),
             Verdict("modules are served from early lookups", *_served(first, must_overlap and overlaps)),
@@ -182,21 +160,21 @@ def check_module(
             Verdict("law 6: no more batches in flight than the depth", too_many, f"{most} at once"),
             Verdict("nothing left patched or in flight", "; ".join(first.left), "all put back"),
             Verdict("law 7: each batch is trained once, in order", others, f"{num} batches"),
-            Verdict("law 9: no host sync but the read of sizes", *_few_syncs(syncs, num_sizes, max_host_syncs)),
+            Verdict("law 9: no host sync but the read of sizes", *verdict_of_syncs),
             Verdict(
                 "law 10: computes what the unsharded module computes",
-                *compare_with_unsharded(setting, pipeline, schedule.staleness),
+                *compare_with_unsharded(setting, pipeline, staleness),
             ),
         )
         report = ModuleReport(
             schedule,
-            num,
-            dist.get_world_size(),
-            _together(verdicts),
-            _shares(first),
-            first.plain_reasons if overlaps else {},
-            syncs,
-            first.split if schedule.splits_backward else None,
+            num_steps=num,
+            num_ranks=dist.get_world_size(),
+            verdicts=_together(verdicts),
+            early=_shares(first),
+            plain=first.plain_reasons if overlaps else {},
+            host_syncs=syncs,
+            split=first.split if schedule.splits_backward else None,
         )
     broken = [f"{verdict.law}: {verdict.problem}" for verdict in report.verdicts if verdict.problem]
     assert not broken, "\n".join([*broken, str(report)])
@@ -248,32 +226,30 @@ def _number(loss: torch.Tensor | None) -> str:
     return "missing" if loss is None else f"{loss.mean().item():.9g}"
 
 
-def _updates_to_see(schedule: Schedule, watched: Watched, batch: int) -> tuple[int, ...]:
-    """Return the updates that an early lookup must see; tables of the dense optimizer are never stale."""
-    staleness = 0 if watched.fused.isdisjoint(watched.modules_early_in(batch)) else schedule.staleness
-    return tuple(update for update in watched.updates if update < batch - staleness)
+_Lookup = tuple[frozenset[str], tuple[int, ...], tuple[int, ...]]
+"""Modules with an early lookup of a batch; the batches whose updates it saw; those whose updates it must see."""
 
 
-def _delays(schedule: Schedule, watched: Watched, *, as_seen: bool) -> Delays:
-    """Return the updates that the reference's lookups see: by the mode, or with `as_seen` as the watched fit saw."""
-    return {
-        batch: (len(seen if as_seen else _updates_to_see(schedule, watched, batch)), watched.modules_early_in(batch))
-        for batch, seen in watched.seen.items()
-    }
-
-
-def _seen(schedule: Schedule, watched: Watched, at_least: bool) -> tuple[str, str]:
+def _early_lookups(watched: Watched, staleness: int) -> dict[int, _Lookup]:
+    """Return the early lookups of a fit by batch; tables of the dense optimizer are never stale."""
+    found = {}
     for batch, seen in sorted(watched.seen.items()):
-        early = watched.modules_early_in(batch)
-        expected = _updates_to_see(schedule, watched, batch)
+        modules = frozenset(name for name, early in watched.early.get(batch, {}).items() if early)
+        late = 0 if watched.fused.isdisjoint(modules) else staleness
+        found[batch] = modules, seen, tuple(update for update in watched.updates if update < batch - late)
+    return found
+
+
+def _seen(lookups: Mapping[int, _Lookup], staleness: int, at_least: bool) -> tuple[str, str]:
+    for batch, (modules, seen, expected) in lookups.items():
         wrong = not set(expected) <= set(seen) if at_least else seen != expected
-        if early and wrong:
+        if modules and wrong:
             problem = (
-                f"the lookup of batch {batch} ({', '.join(sorted(early))}) was issued after the updates of batches "
-                f"{list(seen)}; with a staleness of {schedule.staleness} it must see {list(expected)}"
+                f"the lookup of batch {batch} ({', '.join(sorted(modules))}) was issued after the updates of batches "
+                f"{list(seen)}; with a staleness of {staleness} it must see {list(expected)}"
             )
             return problem, ""
-    return "", f"{len(watched.seen)} early lookups"
+    return "", f"{len(lookups)} early lookups"
 
 
 def _race(setting: Setting, pipeline: str | Mode | Schedule, overlaps: bool) -> tuple[str, str]:
@@ -281,7 +257,7 @@ def _race(setting: Setting, pipeline: str | Mode | Schedule, overlaps: bool) -> 
     if not overlaps or setting.accelerator != "cpu" or dist.get_world_size() > 1:
         return "", "only checked in one CPU process, in modes with early lookups"
     try:
-        fit(setting, pipeline, every_state=False, races=True)
+        fit(setting, pipeline, Watched(every_state=False), races=True)
     except RaceError as err:
         return str(err), ""
     return "", "streams order every operator of another fit"
@@ -313,31 +289,22 @@ def _shares(watched: Watched) -> dict[str, float]:
 def _same_order(watched: Watched) -> tuple[str, str]:
     for at, issued in enumerate(itertools.zip_longest(*gather_objects(watched.collectives))):
         if len(set(issued)) > 1:
-            return f"number {at} is {' and '.join(map(_collective, issued))}", ""
+            each = ["missing" if one is None else f"{one[1]} of group {one[2]!r} at batch {one[0]}" for one in issued]
+            return f"number {at} is {' and '.join(each)}", ""
     return "", f"{len(watched.collectives)} of the main thread"
 
 
-def _collective(issued: tuple[int, str, str] | None) -> str:
-    if issued is None:
-        return "missing"
-    batch, name, group = issued
-    return f"{name} of group {group!r} at batch {batch}"
-
-
-def _host_syncs(watched: Watched) -> tuple[dict[str, float], float]:
-    """Return place of a host sync -> syncs per step, and the reads of sizes per step."""
-    of_sizes = [any(frame.filename.endswith(_SIZES) for frame in sync.stack) for sync in watched.syncs]
-    places = Counter(
-        f"{sync.operator} in {re.sub(r'^, ', '', sync.source())}"
-        for sync, reads_sizes in zip(watched.syncs, of_sizes, strict=True)
-        if not sync.reads_host and not reads_sizes
-    )
-    return {place: num / NUM_WATCHED_STEPS for place, num in places.items()}, sum(of_sizes) / NUM_WATCHED_STEPS
-
-
-def _few_syncs(others: Mapping[str, float], num_sizes: float, max_host_syncs: float | None) -> tuple[str, str]:
+def _host_syncs(watched: Watched, most: float | None) -> tuple[dict[str, float], str, str]:
+    """Return place of a host sync -> syncs per step, and the verdict on law 9."""
+    places, num_reads = Counter[str](), 0
+    for sync in watched.syncs:
+        if any(frame.filename.endswith(_SIZES) for frame in sync.stack):
+            num_reads += 1
+        elif not sync.reads_host:
+            places[f"{sync.operator} in {sync.source().removeprefix(', ')}"] += 1
+    others, num_sizes = {at: num / NUM_WATCHED_STEPS for at, num in places.items()}, num_reads / NUM_WATCHED_STEPS
     listed = ", ".join(f"{place} ({num:g} a step)" for place, num in others.items())
     problems = [f"{num_sizes:g} reads of sizes a step"] if num_sizes > 1 else []
-    if max_host_syncs is not None and sum(others.values()) > max_host_syncs:
+    if most is not None and sum(others.values()) > most:
         problems.append(listed)
-    return "; ".join(problems), f"{num_sizes:g} a step" + (f"; reported: {listed}" if listed else "")
+    return others, "; ".join(problems), f"{num_sizes:g} a step" + (f"; reported: {listed}" if listed else "")

@@ -15,8 +15,7 @@ from .check_module import check_module
 
 _SHARDING = {"a": "table_wise", "b": "column_wise", "c": "data_parallel"}
 """Table -> sharding; the dense optimizer writes the data-parallel table."""
-_NUM_ROWS = 50
-_BATCH_SIZE = 8
+_NUM_ROWS, _BATCH_SIZE = 50, 8
 
 
 class _Ranker(LightningModule):

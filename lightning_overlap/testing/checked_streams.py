@@ -17,28 +17,45 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from typing_extensions import override
 
-from ..runtime import leaves
+from ..runtime import Streams, leaves
 from ..schedules import StreamName
-from .race_detector import RacingStreams
+from .race_detector import Races, RecordedEvent
+
+_sequence_number: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
 
 
-class FollowedStreams(RacingStreams):
-    """Attributes each operator to the stream that would be current on a device.
+class CheckedStreams(Streams):
+    """Streams of a run on one rank that raise a `RaceError` if an operator's use of memory is not ordered.
 
     On a device autograd runs a node on the stream that was current when the node was made. The node's operators belong
-    to that stream, and so do the nodes that it makes.
+    to that stream, and so do the nodes that it makes. Autograd orders a node after all earlier nodes of its backward
+    and shares gradients between streams; at the end of the backward no stream waits for another.
 
     Source: `InputMetadata` (a node's stream) and `Engine::evaluate_function` (its guard) of PyTorch 2.11 to 2.14.
+
+    Args:
+        lookup: The stream that `StreamName.LOOKUP` stands for, depending on the `stream` option.
     """
 
+    is_async = True  # as on the simulated device
+
     def __init__(self, lookup: StreamName = StreamName.LOOKUP) -> None:
-        super().__init__(lookup)
-        self._within: Any = None
-        """The autograd node that ran when `_current` was set; None outside a backward."""
+        self._lookup, self._current = lookup, StreamName.COMPUTE
+        self._races = Races()
+        self._within: Any = None  # the autograd node that ran when `_current` was set; None outside a backward
         self._since: list[tuple[int, StreamName]] = [(0, StreamName.COMPUTE)]
         """(number n, stream): nodes with autograd's sequence numbers from n on belong to the stream."""
         self._num_noted = 0
+        self._names: dict[int, tuple[StorageWeakRef, str]] = {}
+        self._num_named = 0
+        self._ran_in_backward: set[StreamName] = set()
+        self._weights: list[str] = []
+        self.doing = "start"  # the executor's last event; errors name it as their place
+
+    def __getitem__(self, name: StreamName) -> StreamName:
+        return self._lookup if name is StreamName.LOOKUP else name
 
     @contextmanager
     def on(self, name: StreamName) -> Iterator[None]:
@@ -52,13 +69,53 @@ class FollowedStreams(RacingStreams):
             self._note_nodes()
             self._current, self._within = before
 
+    @override
+    def current(self) -> StreamName:
+        return self._current
+
+    def memory_of(self, value: Any) -> Iterable[str]:
+        """Return the names of the storages of all tensors in a nested value."""
+        return map(self._name, _all_tensors(value))
+
+    @override
+    def record(self, name: StreamName) -> RecordedEvent:
+        return RecordedEvent(self[name], self._races.event(self[name]))
+
+    @override
+    def wait(self, name: StreamName, event: RecordedEvent | None) -> None:
+        if event is not None:
+            self._races.wait(self[name], event.clock)
+
+    @override
+    def record_stream(self, value: Any, name: StreamName) -> None:
+        self._races.record_stream(self.memory_of(value), self[name])
+
+    @override
+    def hand_to_caller(self, value: Any, event: RecordedEvent) -> None:
+        for name in dict.fromkeys((StreamName.COMPUTE, self._current)):
+            self.wait(name, event)
+            self.record_stream(value, name)
+
     def following(self) -> Operators:
         """Follow all operators of the calling thread."""
         return Operators(self._ran)
 
-    def ran(self, func: Any, args: Iterable[Any], result: Any) -> None:
-        """Handle an operator that is not a view; arguments as for `Operators`."""
-        raise NotImplementedError
+    @contextmanager
+    def watching(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
+        """Follow all operators of the calling thread; `weights` are parameters and tables by name."""
+        self._weights = [self._name(tensor, label) for label, tensor in weights.items()]
+        self._races.do("the load of the weights", StreamName.COMPUTE, writes=self._weights)
+        with self.following():
+            yield
+
+    def take(self, batch: Any) -> None:
+        """Note a batch that was copied to the device on the current stream; its tensors are new memory."""
+        names = [self._name(tensor, "a tensor of a batch", anew=True) for tensor in _all_tensors(batch)]
+        self._races.do(f"the copy of a batch after the {self.doing}", self._current, makes=names)
+
+    def read_weights(self, by: str) -> None:
+        """Read all weights on the compute stream, as a callback between two steps may."""
+        self._races.do(by, StreamName.COMPUTE, reads=self._weights)
 
     def stream_of_operator(self) -> tuple[StreamName, bool]:
         """Return the stream of the operator that just ran, and whether autograd chose the stream."""
@@ -83,58 +140,8 @@ class FollowedStreams(RacingStreams):
             self._since.append((self._num_noted, stream))
         self._num_noted = _sequence_number()
 
-
-def _sequence_number() -> int:
-    number: int = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
-    return number
-
-
-class CheckedStreams(FollowedStreams):
-    """Streams of a run on one rank that raise a `RaceError` if an operator's use of memory is not ordered.
-
-    Autograd orders a node after all earlier nodes of its backward and shares gradients between streams; at the end of
-    the backward no stream waits for another.
-
-    Args:
-        lookup: As for `RacingStreams`.
-    """
-
-    def __init__(self, lookup: StreamName = StreamName.LOOKUP) -> None:
-        super().__init__(lookup)
-        self._names: dict[int, tuple[StorageWeakRef, str]] = {}
-        self._num_named = 0
-        self._ran_in_backward: set[StreamName] = set()
-        self._weights: list[str] = []
-        self.doing = "start"
-        """The executor's last event; errors name it as their place."""
-
-    def memory_of(self, value: Any) -> Iterable[str]:
-        """Return the names of the storages of all tensors in a nested value."""
-        return map(self._name, _all_tensors(value))
-
-    @contextmanager
-    def watching(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
-        """Follow all operators of the calling thread; `weights` are parameters and tables by name."""
-        self._weights = [self._name(tensor, label) for label, tensor in weights.items()]
-        self._races.do("the load of the weights", StreamName.COMPUTE, writes=self._weights)
-        with self.following():
-            yield
-
-    def take(self, batch: Any) -> None:
-        """Note a batch that was copied to the device on the current stream; its tensors are new memory."""
-        names = [self._name(tensor, "a tensor of a batch", anew=True) for tensor in _all_tensors(batch)]
-        self._races.do(f"the copy of a batch after the {self.doing}", self._current, makes=names)
-
-    def read_weights(self, by: str) -> None:
-        """Read all weights on the compute stream, as a callback between two steps may."""
-        self._races.do(by, StreamName.COMPUTE, reads=self._weights)
-
     def ran(self, func: Any, args: Iterable[Any], result: Any) -> None:
-        """Check the memory that an operator reads, writes and allocates.
-
-        Raises:
-            RaceError: The operator is not ordered after an earlier use of the same memory on another stream.
-        """
+        """Raise a `RaceError` if an operator is not ordered after a use of its memory on another stream."""
         stream, in_backward = self.stream_of_operator()
         reads: list[str] = []
         writes: list[str] = []
@@ -174,11 +181,7 @@ def tensors_of(value: Any) -> list[Tensor]:
 
 
 class Operators(TorchDispatchMode):
-    """Calls `ran` after every operator of the calling thread, views included.
-
-    Args:
-        ran: Gets the ATen operator, its arguments in the order of its schema, and its result.
-    """
+    """Calls `ran(operator, arguments in the order of its schema, result)` after every ATen operator, views included."""
 
     def __init__(self, ran: Callable[[Any, list[Any], Any], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -2,70 +2,63 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from typing_extensions import override
 
-from ..tables import sharded_modules, tbes
+from ..tables import sharded_modules
+from .watched_fit import Watched, fused_weights
 
 Delays = Mapping[int, tuple[int, frozenset[str]]]
 """Batch -> number of updates that its lookups see, and the modules concerned; other modules see every update."""
 
 
-class DelayedLookups(Callback):
-    """Makes lookups of a plain fit read old fused tables, as `delays` says."""
+class DelayedLookups(Watched):
+    """Watches a plain fit, and makes its lookups read old fused tables, as `delays` says."""
+
+    reads_tables = True
 
     def __init__(self, delays: Delays) -> None:
+        super().__init__()
         self._delays = delays
-        self._weights: dict[int, dict[str, list[Tensor]]] = {}
-        self._num_updates = 0
-        self._batch = 0
+        self._weights: dict[int, dict[str, list[Tensor]]] = {}  # number of updates -> module -> its fused tables
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
         self._keep(pl_module)
-
-    @override
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        self._batch = batch_idx
 
     @override
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._num_updates += 1
+        super().on_after_backward(trainer, pl_module)
         self._keep(pl_module)
 
     def _keep(self, module: LightningModule) -> None:
-        wanted = {num for batch, (num, _) in self._delays.items() if batch >= self._batch}
+        wanted = {num for batch, (num, _) in self._delays.items() if batch >= self.batch}
         self._weights = {num: weights for num, weights in self._weights.items() if num in wanted}
-        if self._num_updates in wanted:
-            self._weights[self._num_updates] = {
-                name: [weight.detach().clone() for weight in fused_weights(sharded)]
-                for name, sharded in sharded_modules(module).items()
-            }
+        if (num := len(self.updates)) in wanted:
+            self._weights[num] = {name: _copies(sharded) for name, sharded in sharded_modules(module).items()}
 
-    @contextlib.contextmanager
-    def around(self, name: str, module: Any) -> Iterator[None]:
-        """Wrap a module's lookup of the current batch."""
-        num_updates, names = self._delays.get(self._batch, (0, frozenset()))
-        if name not in names:
-            yield
-            return
-        weights = fused_weights(module)
-        now = [weight.detach().clone() for weight in weights]
-        # `.data` hides from autograd that the backward writes other values than the lookup read.
-        for weight, value in zip(weights, self._weights[num_updates][name], strict=True):
-            weight.data.copy_(value)
+    @override
+    def serve(self, step: str, answer: Callable[..., Any], pipelined: Any, args: Any, kwargs: Any) -> Any:
+        num, names = self._delays.get(self.batch, (0, frozenset[str]()))
+        if pipelined.name not in names:
+            return super().serve(step, answer, pipelined, args, kwargs)
+        now = _copies(pipelined.module)
+        _write(pipelined.module, self._weights[num][pipelined.name])
         try:
-            yield
+            return super().serve(step, answer, pipelined, args, kwargs)
         finally:
-            for weight, value in zip(weights, now, strict=True):
-                weight.data.copy_(value)
+            _write(pipelined.module, now)
 
 
-def fused_weights(module: Any) -> list[Tensor]:
-    """Return views of the tables in a module's kernels, each `(rows, columns)`."""
-    return [weight for kernel in tbes(module) for weight in kernel.split_embedding_weights()]
+def _copies(module: Any) -> list[Tensor]:
+    return [weight.detach().clone() for weight in fused_weights(module)]
+
+
+def _write(module: Any, values: list[Tensor]) -> None:
+    for weight, value in zip(fused_weights(module), values, strict=True):
+        weight.data.copy_(value)  # `.data`: autograd must not see that the backward writes other values than were read

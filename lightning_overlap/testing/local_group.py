@@ -7,6 +7,7 @@ import logging
 import os
 import random
 from collections.abc import Iterator
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -25,12 +26,10 @@ def process_group(accelerator: str) -> Iterator[None]:
         stack.enter_context(torch.random.fork_rng(devices=[]))
         stack.callback(random.setstate, random.getstate())
         stack.callback(np.random.set_state, np.random.get_state())
-        if not dist.is_initialized() and dist.is_torchelastic_launched():
-            dist.init_process_group("gloo" if accelerator == "cpu" else "nccl")
-            stack.callback(dist.destroy_process_group)
-        elif not dist.is_initialized():
-            store = dist.HashStore()  # type: ignore[attr-defined]
-            dist.init_process_group("gloo" if accelerator == "cpu" else "nccl", store=store, rank=0, world_size=1)
+        if not dist.is_initialized():
+            alone: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # type: ignore[attr-defined]
+            place = {} if dist.is_torchelastic_launched() else alone
+            dist.init_process_group("gloo" if accelerator == "cpu" else "nccl", **place)
             stack.callback(dist.destroy_process_group)
         rank, world_size = dist.get_rank(), dist.get_world_size()
         node, local_rank = divmod(rank, per_node := int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))

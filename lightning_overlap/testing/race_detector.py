@@ -10,12 +10,10 @@ Source: the happens-before order of Lamport (1978) in vector clocks, and the las
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from ..runtime import Streams
 from ..schedules import StreamName
 
 Clock = Mapping[StreamName, int]
@@ -32,8 +30,7 @@ class Access(NamedTuple):
     by: str
     writes: bool
     stream: StreamName
-    time: int
-    """On the stream's clock."""
+    time: int  # on the stream's clock
 
     def __str__(self) -> str:
         return f"{self.by} ({'writes' if self.writes else 'reads'} on {self.stream})"
@@ -41,12 +38,10 @@ class Access(NamedTuple):
 
 @dataclass(slots=True)
 class _Resource:
-    last_write: Access | None = None
-    reads: dict[StreamName, Access] = field(default_factory=dict)
-    """The last read of each stream since the last write."""
-    made: Access | None = None
-    """The allocation; None if it exists for the whole run."""
+    made: Access | None = None  # the allocation; None if it exists for the whole run
     handed_to: set[StreamName] = field(default_factory=set)
+    latest: dict[tuple[StreamName, bool], Access] = field(default_factory=dict)
+    """The last write, and the last read of each stream since; by stream and whether it writes."""
 
 
 class Races:
@@ -57,7 +52,7 @@ class Races:
     """
 
     def __init__(self) -> None:
-        self._clocks: dict[StreamName, dict[StreamName, int]] = {name: {name: 0} for name in StreamName}
+        self._clocks = {name: dict.fromkeys(StreamName, 0) for name in StreamName}
         self._resources: dict[str, _Resource] = {}
 
     def event(self, stream: StreamName) -> Clock:
@@ -68,7 +63,7 @@ class Races:
         """Let a stream wait for an event; it then knows the work before the event."""
         clock = self._clocks[stream]
         for other, time in event.items():
-            clock[other] = max(clock.get(other, 0), time)
+            clock[other] = max(clock[other], time)
 
     def record_stream(self, resources: Iterable[str], stream: StreamName) -> None:
         """Let a stream use memory that another stream allocated."""
@@ -85,60 +80,38 @@ class Races:
         writes: Iterable[str] = (),
         makes: Iterable[str] = (),
     ) -> None:
-        """Issue a piece of work on a stream.
-
-        Args:
-            by: Name of the work, for errors.
-            stream: The stream that it runs on.
-            reads: Resources that it reads.
-            writes: Resources that it writes.
-            makes: Resources that it allocates and writes; they replace resources of the same name.
+        """Issue a piece of work named `by` on a stream; what it `makes` replaces resources of the same name.
 
         Raises:
             RaceError: The work is not ordered after an earlier access to the same resource, and one of both writes; or
                 another stream allocated the memory, and `record_stream` was not called.
         """
-        time = self._clocks[stream][stream] = self._clocks[stream][stream] + 1
-        read, write = (Access(by, writes, stream, time) for writes in (False, True))
-        for name in reads:
-            self._use(name, read)
-        for name in writes:
-            self._use(name, write)
+        self._clocks[stream][stream] += 1
+        read, write = (Access(by, is_write, stream, self._clocks[stream][stream]) for is_write in (False, True))
+        for names, access in ((reads, read), (writes, write)):
+            for name in names:
+                self._use(name, access)
         for name in makes:
-            self._resources[name] = _Resource(write, made=write)
+            self._resources[name] = _Resource(write, latest={(stream, True): write})
 
     def _use(self, name: str, access: Access) -> None:
         resource = self._resources.setdefault(name, _Resource())
-        self._check_owner(name, resource, access)
-        if resource.last_write is not None:
-            self._check_order(name, resource.last_write, access)
-        if not access.writes:
-            resource.reads[access.stream] = access
-            return
-        for read in resource.reads.values():
-            self._check_order(name, read, access)
-        resource.last_write = access
-        resource.reads.clear()
-
-    def _check_owner(self, name: str, resource: _Resource, access: Access) -> None:
         made = resource.made
-        if made is None or access.stream is made.stream or access.stream in resource.handed_to:
-            return
-        raise RaceError(
-            f"{access} uses the memory of {name}, which {made.by} allocated on {made.stream}: the allocator may reuse "
-            f"it for other work on {made.stream}. Missing: streams.record_stream(..., {access.stream})"
-        )
-
-    def _check_order(self, name: str, first: Access, second: Access) -> None:
-        if self._clocks[second.stream].get(first.stream, 0) >= first.time:
-            return
-        raise RaceError(
-            f"no event orders {second} after {first}: a race for {name}. Missing: streams.wait({second.stream}, "
-            f"event) with an event recorded on {first.stream} after {first.by}"
-        )
-
-
-# -- streams --------------------------------------------------------------------------------------------------------
+        if made is not None and access.stream not in (made.stream, *resource.handed_to):
+            raise RaceError(
+                f"{access} uses the memory of {name}, which {made.by} allocated on {made.stream}: the allocator may "
+                f"reuse it for other work on {made.stream}. Missing: streams.record_stream(..., {access.stream})"
+            )
+        known = self._clocks[access.stream]
+        for first in resource.latest.values():
+            if (first.writes or access.writes) and known[first.stream] < first.time:
+                raise RaceError(
+                    f"no event orders {access} after {first}: a race for {name}. Missing: streams.wait({access.stream},"
+                    f" event) with an event recorded on {first.stream} after {first.by}"
+                )
+        if access.writes:
+            resource.latest.clear()
+        resource.latest[access.stream, access.writes] = access
 
 
 class RecordedEvent(NamedTuple):
@@ -146,58 +119,3 @@ class RecordedEvent(NamedTuple):
 
     stream: StreamName
     clock: Clock
-
-
-class RacingStreams(Streams):
-    """Streams of a CPU run that pass waits and `record_stream` to `Races`; subclasses add the work.
-
-    Args:
-        lookup: The stream that `StreamName.LOOKUP` stands for, depending on the `stream` option.
-    """
-
-    is_async = True  # as on the simulated device
-
-    def __init__(self, lookup: StreamName = StreamName.LOOKUP) -> None:
-        self._lookup = lookup
-        self._current = StreamName.COMPUTE
-        self._races = Races()
-
-    def __getitem__(self, name: StreamName) -> StreamName:
-        return self._lookup if name is StreamName.LOOKUP else name
-
-    @contextmanager
-    def on(self, name: StreamName) -> Iterator[None]:
-        """Make a stream current."""
-        previous = self._current
-        self._current = self[name]
-        try:
-            yield
-        finally:
-            self._current = previous
-
-    def current(self) -> StreamName:
-        """Return the name of the current stream."""
-        return self._current
-
-    def memory_of(self, value: Any) -> Iterable[str]:
-        """Return the resources of a value, which may be nested."""
-        raise NotImplementedError
-
-    def record(self, name: StreamName) -> RecordedEvent:
-        """Return an event that marks all work issued on a stream so far."""
-        return RecordedEvent(self[name], self._races.event(self[name]))
-
-    def wait(self, name: StreamName, event: RecordedEvent | None) -> None:
-        """Order later work on a stream after an event."""
-        if event is not None:
-            self._races.wait(self[name], event.clock)
-
-    def record_stream(self, value: Any, name: StreamName) -> None:
-        """Let a stream use the memory of a value that another stream allocated."""
-        self._races.record_stream(self.memory_of(value), self[name])
-
-    def hand_to_caller(self, value: Any, event: RecordedEvent) -> None:
-        """Let the compute stream and the current stream use a value after an event."""
-        for name in dict.fromkeys((StreamName.COMPUTE, self._current)):
-            self.wait(name, event)
-            self.record_stream(value, name)

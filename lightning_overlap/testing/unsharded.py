@@ -1,9 +1,11 @@
-"""Compare the embeddings of sharded modules and the weights that a fit changes with the unsharded module (law 10)."""
+"""Law 10: a sharded module computes what the unsharded module computes, and trains the same weights."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,19 +16,16 @@ from torchrec.distributed.types import Awaitable, LazyAwaitable
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from typing_extensions import override
 
+from .. import tables
 from ..checkpoint import gather
 from ..distributed import gather_objects
-from ..plugin import OverlapEmbeddingStrategy
 from ..schedules import WeightOwner
-from ..tables import (
-    apply_table_optimizers,
-    owners_of,
-    sharded_modules,
-    spec_of,
-    table_optimizers,
-    tables_in_backward,
-    tables_of,
-)
+from ..sparse import EarlyEmbeddings
+from .watched_fit import Setting, Watched, fit, fit_unsharded, is_in, make_seeded
+
+_MOST_STEPS = 4  # steps of the short fits; the staleness is added
+_ROUNDING = 1e-10
+"""In float64 a gradient below this share of the largest gradient counts as zero; rounding leaves about 1e-15."""
 
 Weights = dict[str, set[str]]
 """`CHANGED`, `WITH_GRADIENT` or `ALL` -> names of weights."""
@@ -34,39 +33,105 @@ Weights = dict[str, set[str]]
 CHANGED, WITH_GRADIENT, ALL = "changed by training", "with a gradient", "all"
 
 
+def compare_with_unsharded(setting: Setting, pipeline: Any, staleness: int) -> tuple[str, str]:
+    """Compare two short fits, in a mode and unsharded; return the problem, or '', and what was compared.
+
+    All ranks call this. Each rank compares the embeddings of its batches; the names of changed weights are gathered.
+    """
+    batches = setting.batches[: _MOST_STEPS + staleness]
+    # The unsharded module needs the ids, which `release_features` frees. Quantized communication rounds too much for
+    # this comparison.
+    left = ("release_features", "quantized_comms")
+    strategy_options = {name: value for name, value in setting.strategy_options.items() if name not in left}
+    short = replace(setting, batches=batches, strategy_options=strategy_options)
+    answers = Answers(_make(short))
+    unsharded = _fit_unsharded(short)
+    validation = {"limit_val_batches": 2, "val_check_interval": max(1, len(batches) // 2)}
+    validated = replace(short, trainer_options={**validation, **setting.trainer_options})
+    fit(validated, pipeline, answers)
+    left_out = dict(answers.left_out)
+    problems = list(answers.problems.values())
+    sharded = of_all_ranks(answers.changes.weights)
+    if isinstance(unsharded, str):
+        left_out["the weights that training changes"] = unsharded
+    else:
+        weights = of_all_ranks(unsharded.weights)
+        for name in _rounded(short, sharded, weights):
+            left_out[f"whether training changes {name}"] = "its gradient is zero, except for rounding"
+            sharded[CHANGED].discard(name)
+            weights[CHANGED].discard(name)
+        problems += different_weights(sharded, weights, answers.modules)
+    said = f"{answers.num_outputs} outputs, {len(sharded[ALL])} weights"
+    said += "".join(f"; left out: {name} ({reason})" for name, reason in left_out.items())
+    return "; ".join(problems), said
+
+
+def _rounded(setting: Setting, sharded: Weights, unsharded: Weights) -> list[str]:
+    """Return the weights that only one of the fits changes, because their gradient is zero except for rounding.
+
+    An example is the bias before a softmax: its gradient is sometimes exactly zero, and Adam makes a full step for any
+    other value. In float64 it is tiny beside the other gradients. If the module does not train in float64, return [].
+    """
+    doubted = (sharded[CHANGED] ^ unsharded[CHANGED]) & sharded[WITH_GRADIENT] & unsharded[WITH_GRADIENT]
+    precise = replace(setting, trainer_options={**setting.trainer_options, "precision": "64-true"})
+    changes = _fit_unsharded(precise, in_64_bits=True) if doubted else ""
+    if isinstance(changes, str):
+        return []
+    everyone = gather_objects(changes.shares)
+    return sorted(name for name in doubted if all(shares.get(name, 0.0) < _ROUNDING for shares in everyone))
+
+
+def _fit_unsharded(setting: Setting, *, in_64_bits: bool = False) -> Changes | str:
+    """Train the unsharded module; return what the fit changes on this rank, or why training fails on a rank."""
+    module, changes, problem = _make(setting), Changes(), ""
+    try:
+        for name in {table.module for table in tables.find_tables(module)}:
+            materialize(module.get_submodule(name))
+            if in_64_bits:
+                module.get_submodule(name).register_forward_hook(_widen)
+        if any(weight.is_meta for weight in module.parameters()):
+            raise RuntimeError("weights other than tables are on the meta device")
+        fused = tables.check_fused_optimizer(setting.strategy_options.get("fused_optimizer"))
+        if fused is not None:
+            for table in tables.find_tables(module):
+                table.update_in_backward(*fused)
+        fit_unsharded(setting, module, changes)
+    except Exception as err:  # the training step may need something that only the strategy has
+        problem = f"unsharded training fails: {type(err).__name__}: {str(err).splitlines()[0] if str(err) else ''}"
+    return next(filter(None, gather_objects(problem)), changes)
+
+
+def _widen(module: Any, args: Any, answer: Any) -> Any:
+    """Return embeddings in float64, as a forward hook. TorchRec's modules return float32 for tables of any dtype."""
+    if isinstance(answer, KeyedTensor):
+        return KeyedTensor(answer.keys(), answer.length_per_key(), answer.values().double())
+    if isinstance(answer, JaggedTensor):
+        return JaggedTensor(answer.values().double(), weights=answer.weights_or_none(), lengths=answer.lengths())
+    return {key: _widen(module, args, one) for key, one in answer.items()} if isinstance(answer, dict) else answer
+
+
+def _make(setting: Setting) -> LightningModule:
+    module = make_seeded(setting)
+    module.configure_model()
+    return module
+
+
+def _named_weights(module: LightningModule) -> dict[str, Tensor]:
+    return {name: weight.detach().clone() for name, weight in module.named_parameters()}
+
+
 class Changes(Callback):
-    """Notes the weights that a fit changes."""
+    """Notes the weights that a fit changes, and how large their gradients are."""
 
-    def __init__(self) -> None:
+    def __init__(self, weights_of: Callable[[LightningModule], dict[str, Tensor]] = _named_weights) -> None:
+        self._weights_of = weights_of
         self.weights: Weights = {CHANGED: set(), WITH_GRADIENT: set(), ALL: set()}
+        self.shares: dict[str, float] = {}  # weight -> its gradient's largest share in the largest of a backward
         self._first: dict[str, Tensor] = {}
-
-    def _weights_of(self, module: LightningModule) -> dict[str, Tensor]:
-        return {name: weight.detach().clone() for name, weight in module.named_parameters()}
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._first = self._weights_of(pl_module)
-
-    @override
-    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.weights[WITH_GRADIENT] |= {
-            name for name, weight in pl_module.named_parameters() if weight.grad is not None
-        }
-
-    @override
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        last = self._weights_of(pl_module)
-        self.weights[ALL] = set(last)
-        self.weights[CHANGED] = {name for name, value in last.items() if not torch.equal(value, self._first[name])}
-
-
-class GradientShares(Callback):
-    """Notes the size of each gradient as a share of the largest gradient of the same backward."""
-
-    def __init__(self) -> None:
-        self.most: dict[str, float] = {}
-        """Weight -> its largest share in the fit."""
 
     @override
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -76,12 +141,17 @@ class GradientShares(Callback):
             if weight.grad is not None
         }
         largest = max(sizes.values(), default=0.0) or 1.0
-        for name, size in sizes.items():
-            self.most[name] = max(self.most.get(name, 0.0), size / largest)
+        self.shares |= {name: max(self.shares.get(name, 0.0), size / largest) for name, size in sizes.items()}
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        last = self._weights_of(pl_module)
+        changed = {name for name, value in last.items() if not torch.equal(value, self._first[name])}
+        self.weights = {CHANGED: changed, WITH_GRADIENT: set(self.shares), ALL: set(last)}
 
 
-class Answers(Changes):
-    """Compares each answer (returned embeddings) of sharded modules with the unsharded module's.
+class Answers(Watched):
+    """Watches a fit, and compares each answer (returned embeddings) of sharded modules with the unsharded module's.
 
     The unsharded module is not trained: before each comparison it gets the unsharded weights that the lookup must have
     read. Embeddings are compared at the end of the step: a comparison at the call would wait for them too early.
@@ -90,50 +160,46 @@ class Answers(Changes):
         unsharded: A copy of the untrained module; it is changed.
     """
 
+    validates = True
+
     def __init__(self, unsharded: LightningModule) -> None:
-        super().__init__()
+        super().__init__(every_state=False)
+        self.changes = Changes(self._weights_of)
+        self.also = [self.changes]
         self.problems: dict[str, str] = {}
         self.left_out: dict[str, str] = {}
         self.num_outputs = 0
-        self.updates: list[int] = []
-        """The batches whose backward is over; `fit` sets this to `Watched.updates`."""
-        self.seen: Mapping[int, tuple[int, ...]] = {}
-        """Batch -> the updates that its early lookup saw; `fit` sets this to `Watched.seen`."""
+        self.modules: Mapping[str, Any] = {}  # the sharded modules, by name
         self._unsharded = unsharded
-        self.modules: Mapping[str, Any] = {}
-        """The sharded modules, by name."""
         self._states: dict[int, dict[str, dict[str, Tensor]]] = {}
         """Number of updates -> module -> its unsharded state after these updates."""
         self._calls: list[tuple[str, str, Any, Any, bool]] = []
         """Module, place, embeddings, expected embeddings, and whether gradients were enabled."""
-        self._given: dict[str, Any] = {}
-        """Module -> the arguments of its last call."""
-        self._batch, self._state = -1, 0
+        self._given: dict[str, Any] = {}  # module -> the arguments of its last call
 
-    # -- events of the fit ----------------------------------------------------------------------------------------
+    @override
+    def serve(self, step: str, answer: Callable[..., Any], pipelined: Any, args: Any, kwargs: Any) -> Any:
+        given = None
+        with suppress(RuntimeError):  # a tensor with a graph cannot be copied
+            given = copy.deepcopy((args, kwargs))
+        embeddings = super().serve(step, answer, pipelined, args, kwargs)
+        self._answered(pipelined.name, step, given, embeddings)
+        return embeddings
 
-    def answered(self, name: str, step: str, given: Any, embeddings: Any, *, early: bool) -> None:
-        """Keep a sharded module's answer, to compare it at the end of the step.
-
-        Args:
-            name: The module.
-            step: The user's method that called it.
-            given: A copy of the positional and keyword arguments from before the call; None if they cannot be copied.
-            embeddings: The returned embeddings.
-            early: Whether they came from an early lookup.
-        """
+    def _answered(self, name: str, step: str, given: Any, embeddings: Any) -> None:
+        """Keep the embeddings that a sharded module returned to a user's method, to compare them later."""
         if name in self.left_out or name not in self.modules:
             return
         if given is None:
             self.left_out[name] = "its arguments cannot be copied"
             return
-        trains = step == "training_step"
-        if trains and len(self.updates) > self._state:
+        trains, latest = step == "training_step", max(self._states)
+        if trains and len(self.updates) > latest:
             return  # a backward of the same step has already updated tables; their state is unknown
-        sharded, state = self.modules[name], self._states[self._state][name]
-        if early and trains and self._batch in self.seen:
+        sharded, state = self.modules[name], self._states[latest][name]
+        if trains and isinstance(embeddings, EarlyEmbeddings) and self.batch in self.seen:
             # Only fused tables are stale.
-            then = self._states[len(self.seen[self._batch])][name]
+            then = self._states[len(self.seen[self.batch])][name]
             state = {key: then[key] if _is_fused(key, sharded) else value for key, value in state.items()}
         unsharded = self._unsharded.get_submodule(name).train(sharded.training)
         unsharded.load_state_dict(state, strict=False)
@@ -141,12 +207,13 @@ class Answers(Changes):
         args, kwargs = given
         with torch.no_grad():
             expected = unsharded(*args, **kwargs)
-        place = f"batch {self._batch}" if trains else f"a {step}"
+        place = f"batch {self.batch}" if trains else f"a {step}"
         self._calls.append((name, place, embeddings, expected, torch.is_grad_enabled()))
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.modules = sharded_modules(pl_module)
+        super().on_train_start(trainer, pl_module)
+        self.modules = tables.sharded_modules(pl_module)
         unsharded = dict(self._unsharded.named_modules())
         for name, module in self.modules.items():
             if (reason := _why_not_comparable(module, unsharded.get(name))) is not None:
@@ -154,20 +221,13 @@ class Answers(Changes):
             if name in unsharded:
                 materialize(unsharded[name])
         self._unsharded.to(pl_module.device)
-        self._keep(trainer)
-        super().on_train_start(trainer, pl_module)
+        self._keep(trainer.strategy)
 
     @override
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        self._batch, self._state = batch_idx, len(self.updates)
-
-    @override
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         self._compare()
-        self._keep(trainer)
-        self._state = len(self.updates)
+        self._keep(trainer.strategy)
 
     @override
     def on_validation_batch_end(self, *args: Any, **kwargs: Any) -> None:
@@ -176,33 +236,27 @@ class Answers(Changes):
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Also compare calls in evaluation mode, as a callback may make them."""
-        everyone = gather_objects(sorted(self._given.keys() - self.left_out.keys()))
-        for name in sorted(set(everyone[0]).intersection(*everyone)):
+        super().on_train_end(trainer, pl_module)
+        everyone = gather_objects(self._given.keys() - self.left_out.keys())
+        for name in sorted(set.intersection(*everyone)):
             sharded, given = self.modules[name], self._given[name]
             training = sharded.training
             args, kwargs = copy.deepcopy(given)
             with torch.no_grad():
                 embeddings = waited(sharded.eval()(*args, **kwargs))
-            self.answered(name, "call by hand in evaluation mode", given, embeddings, early=False)
+            self._answered(name, "call by hand in evaluation mode", given, embeddings)
             self._compare()
             sharded.train(training)
-        super().on_train_end(trainer, pl_module)
-        self.weights = of_all_ranks(self.weights)
 
-    # -- states and comparisons -----------------------------------------------------------------------------------
-
-    def _keep(self, trainer: Trainer) -> None:
+    def _keep(self, strategy: Any) -> None:
         """Keep the current weights; drop old weights that no stale lookup can read any more."""
-        strategy = trainer.strategy
-        assert isinstance(strategy, OverlapEmbeddingStrategy)
         num = len(self.updates)
-        oldest = min([num, *(len(seen) for batch, seen in self.seen.items() if batch > self._batch)])
+        oldest = min([num, *(len(seen) for batch, seen in self.seen.items() if batch > self.batch)])
         self._states = {at: state for at, state in self._states.items() if at >= oldest}
         with strategy.saving():  # after deferred updates and running lookups
             group = strategy.checkpoint_group
             self._states[num] = {name: _whole_state(module, group) for name, module in self.modules.items()}
 
-    @override
     def _weights_of(self, module: LightningModule) -> dict[str, Tensor]:
         """Return the model's weights; for sharded modules from the latest state."""
         found = {
@@ -249,9 +303,6 @@ def different_weights(sharded: Weights, unsharded: Weights, modules: Iterable[st
     return problems
 
 
-# -- answers --------------------------------------------------------------------------------------------------------
-
-
 def waited(answer: Any) -> Any:
     """Return an answer after waiting for every awaitable in it."""
     if isinstance(answer, LazyAwaitable):  # `wait()` would wait again if the step has waited
@@ -292,25 +343,17 @@ def first_difference(mine: Any, theirs: Any) -> str | None:
     for (name, part), (other, expected) in zip(all_mine, all_theirs, strict=False):
         if name != other:
             return f"{name} instead of the unsharded module's {other}"
-        if not isinstance(part, Tensor) or not isinstance(expected, Tensor):
-            if part is not expected and part != expected:
-                return f"{name.removeprefix('.')} is {part}, unsharded {expected}"
-            continue
-        try:
-            torch.testing.assert_close(part.detach(), expected.detach(), check_dtype=False, equal_nan=True)
-        except AssertionError as err:
-            return f"{name.removeprefix('.')}: {' '.join(str(err).split())}"
+        what = name.removeprefix(".")
+        if isinstance(part, Tensor) and isinstance(expected, Tensor):
+            try:
+                torch.testing.assert_close(part.detach(), expected.detach(), check_dtype=False, equal_nan=True)
+            except AssertionError as err:
+                return f"{what}: {' '.join(str(err).split())}"
+        elif part is not expected and part != expected:
+            return f"{what} is {part}, unsharded {expected}"
     if len(all_mine) != len(all_theirs):
         return f"{len(all_mine)} parts of an answer, unsharded {len(all_theirs)}"
     return None
-
-
-# -- weights --------------------------------------------------------------------------------------------------------
-
-
-def is_in(name: str, modules: Iterable[str]) -> bool:
-    """Return whether a weight belongs to one of these modules."""
-    return any(name.startswith(f"{outer}.") for outer in modules)
 
 
 def _whole_state(module: nn.Module, group: dist.ProcessGroup | None) -> dict[str, Tensor]:
@@ -324,11 +367,11 @@ def _whole_state(module: nn.Module, group: dist.ProcessGroup | None) -> dict[str
 def materialize(child: nn.Module) -> None:
     """Move a module from `meta` to the CPU with random values, and apply its in-backward optimizers again."""
     if any(weight.is_meta for weight in child.parameters()):
-        applied = table_optimizers(child)
+        applied = tables.table_optimizers(child)
         child.to_empty(device="cpu")
         for weight in child.parameters():
             nn.init.normal_(weight, std=0.1)
-        apply_table_optimizers(child, applied)
+        tables.apply_table_optimizers(child, applied)
 
 
 def _why_not_comparable(module: Any, unsharded: nn.Module | None) -> str | None:
@@ -336,10 +379,10 @@ def _why_not_comparable(module: Any, unsharded: nn.Module | None) -> str | None:
         return "the unsharded model has no module of that name: the fit makes or replaces it"
     if type(unsharded) is type(module):
         return "the user shards it"
-    kind = spec_of(module)
+    kind = tables.spec_of(module)
     if kind is None:
         return f"a {type(module).__name__} is of no known kind"
-    if WeightOwner.LOOKUP in owners_of(module):
+    if WeightOwner.LOOKUP in tables.owners_of(module):
         return "each shard assigns rows to the ids that it has seen"
     if kind.feature_processors and list(getattr(module, kind.feature_processors).buffers()):
         return "its feature processors have buffers, which differ by rank"
@@ -347,5 +390,5 @@ def _why_not_comparable(module: Any, unsharded: nn.Module | None) -> str | None:
 
 
 def _is_fused(key: str, module: Any) -> bool:
-    fused = WeightOwner.FUSED_BACKWARD in owners_of(module)
-    return fused and any(f".{table}." in f".{key}." for table in tables_in_backward(tables_of(module)))
+    fused = WeightOwner.FUSED_BACKWARD in tables.owners_of(module)
+    return fused and any(f".{table}." in f".{key}." for table in tables.tables_in_backward(tables.tables_of(module)))

@@ -10,6 +10,7 @@ import signal
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -26,16 +27,13 @@ from ..plugin import OverlapEmbeddingStrategy
 from ..profiling import HostSync, record_host_syncs
 from ..schedules import Stage, WeightOwner
 from ..sparse import EarlyEmbeddings, SparsePipeline
-from ..tables import owners_of, sharded_modules, table_modules
+from ..tables import owners_of, sharded_modules, table_modules, tbes
 from .checked_streams import CheckedStreams, Operators
-from .delayed_lookups import DelayedLookups, Delays, fused_weights
-from .unsharded import Answers, is_in
 
 ModuleFactory = Callable[[], LightningModule]
 Data = LightningDataModule | Sequence[Any]
 
-NUM_WATCHED_STEPS = 3
-"""Steps, in the middle of a fit, that are watched for host syncs."""
+NUM_WATCHED_STEPS = 3  # steps, in the middle of a fit, that are watched for host syncs
 
 _NOT_FOR_USERS = (
     "The lookup of .* is not overlapped",  # in the report
@@ -47,83 +45,60 @@ _NOT_FOR_USERS = (
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """The settings shared by all fits of a check.
+    """The settings shared by all fits of a check."""
 
-    Args:
-        make_module: Makes the untrained module; called once per fit.
-        batches: This rank's batches, from the loader.
-        datamodule: The data module, for its transfer hooks.
-        accelerator: The `accelerator` of `Trainer`.
-        seed: Set before each fit.
-        trainer_options: More arguments of `Trainer`.
-        strategy_options: More arguments of the strategy, except `pipeline`.
-    """
-
-    make_module: ModuleFactory
-    batches: Sequence[Any]
-    datamodule: LightningDataModule | None = None
-    accelerator: str = "cpu"
-    seed: int = 0
-    trainer_options: Mapping[str, Any] = field(default_factory=dict)
-    strategy_options: Mapping[str, Any] = field(default_factory=dict)
+    make_module: ModuleFactory  # makes the untrained module; called once per fit
+    batches: Sequence[Any]  # this rank's, from the loader
+    datamodule: LightningDataModule | None = None  # for its transfer hooks
+    accelerator: str = "cpu"  # of `Trainer`
+    seed: int = 0  # set before each fit
+    trainer_options: Mapping[str, Any] = field(default_factory=dict)  # more arguments of `Trainer`
+    strategy_options: Mapping[str, Any] = field(default_factory=dict)  # of the strategy, without `pipeline`
 
 
 class Watched(Callback):
     """Records what one rank does in a fit.
 
-    Args:
-        num_steps: Steps of the fit.
-        every_state: Whether to digest the state after every step, or only after the last.
-        syncs: Whether to record host syncs in `NUM_WATCHED_STEPS` steps.
+    The state is digested after every step, or without `every_state` only after the last. With `syncs`, host syncs are
+    recorded in `NUM_WATCHED_STEPS` steps.
     """
 
     reads_tables = False  # in its hook after the backward
+    validates = False  # whether the fit also validates, if the module does
+    also: Sequence[Callback] = ()  # more callbacks of the fit
 
-    def __init__(self, num_steps: int, *, every_state: bool, syncs: bool) -> None:
-        self._num_steps, self._every_state = num_steps, every_state
-        self._first = max(1, num_steps // 2) if syncs else num_steps
-        self._batch = -1
-        self.open = contextlib.ExitStack()
-        """Contexts that end with the training."""
-        self.losses: list[Tensor] = []
-        self.states: dict[int, dict[str, str]] = {}
-        """Step -> weight or optimizer state -> digest of its bits."""
-        self.batches: list[int] = []
-        """The trained batches, in order."""
+    def __init__(self, *, every_state: bool = True, syncs: bool = False) -> None:
+        self._every_state, self._records_syncs = every_state, syncs
         self._noted = False  # the update of the present batch, before `on_after_backward`
-        self.updates: list[int] = []
-        """The batches whose backward is over, in order."""
-        self.seen: dict[int, tuple[int, ...]] = {}
-        """Batch -> the batches whose backward was over when its lookup was issued."""
+        self.open = contextlib.ExitStack()  # contexts that end with the training
+        self.batch = -1  # the present one
+        self.batches: list[int] = []  # the trained ones, in order
+        self.losses: list[Tensor] = []
+        self.states: dict[int, dict[str, str]] = {}  # step -> weight or optimizer state -> digest of its bits
+        self.updates: list[int] = []  # the batches whose backward is over, in order
+        self.seen: dict[int, tuple[int, ...]] = {}  # batch -> `updates` when its lookup was issued
         self.early: dict[int, dict[str, bool]] = {}
         """Batch -> module -> whether all its calls got the embeddings of an early lookup."""
-        self.split: tuple[str, ...] = ()
-        """Modules whose weight gradients came after the backward."""
-        self.plain_reasons: dict[str, str] = {}
-        """Module -> why it ran in its own forward."""
-        self.fused: frozenset[str] = frozenset()
-        """Modules with tables that the fused backward writes."""
+        self.split: tuple[str, ...] = ()  # modules whose weight gradients came after the backward
+        self.plain_reasons: dict[str, str] = {}  # module -> why it ran in its own forward
+        self.fused: frozenset[str] = frozenset()  # modules with tables that the fused backward writes
         self.syncs: list[HostSync] = []
         self.collectives: list[tuple[int, str, str]] = []
         """(batch, operator, group) of each collective that the main thread issued, in order."""
-        self.left: list[str] = []
-        """Objects that were not restored at the end."""
+        self.left: list[str] = []  # objects that were not restored at the end
         self.automatic = True
-        self.most_in_flight = 0
-        """The largest number of batches in flight at once."""
-        self.depth = 0
-        """Depth of the fit's schedules."""
+        self.most_in_flight = 0  # the largest number of batches in flight at once
+        self.depth = 0  # of the fit's schedules
 
-    def modules_early_in(self, batch: int) -> frozenset[str]:
-        """Return the modules that answered with early embeddings for a batch."""
-        return frozenset(name for name, early in self.early.get(batch, {}).items() if early)
-
-    def served(self, name: str, early: bool, plain_reason: str | None) -> None:
-        """Note a module's call in a training step, whether it was `early`, and why it runs its own forward, if so."""
-        modules = self.early.setdefault(self._batch, {})
-        modules[name] = modules.get(name, True) and early
-        if plain_reason is not None:
-            self.plain_reasons[name] = plain_reason
+    def serve(self, step: str, answer: Callable[..., Any], pipelined: Any, args: Any, kwargs: Any) -> Any:
+        """Answer a call of a sharded module in the user's method `step`; note whether its lookup was early."""
+        embeddings = answer(pipelined, args, kwargs)
+        if step == "training_step":
+            modules = self.early.setdefault(self.batch, {})
+            modules[pipelined.name] = modules.get(pipelined.name, True) and isinstance(embeddings, EarlyEmbeddings)
+            if pipelined.unpipelined_reason is not None:
+                self.plain_reasons[pipelined.name] = pipelined.unpipelined_reason
+        return embeddings
 
     def ran(self, func: Any, args: Iterable[Any], result: Any) -> None:
         """Note a collective of this thread; on a CPU the backward runs on this thread."""
@@ -131,7 +106,7 @@ class Watched(Callback):
             groups = (dist.ProcessGroup.unbox(arg) for arg in args if isinstance(arg, torch.ScriptObject))
             # Names are equal on all ranks; several groups may share a description.
             group = next((f"{group.group_desc} {group.group_name}" for group in groups), "")
-            self.collectives.append((self._batch, func.overloadpacket.__name__, group))
+            self.collectives.append((self.batch, func.overloadpacket.__name__, group))
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -140,90 +115,64 @@ class Watched(Callback):
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if batch_idx == self._first + NUM_WATCHED_STEPS:
+        first = max(1, int(trainer.num_training_batches) // 2)
+        if self._records_syncs and batch_idx == first + NUM_WATCHED_STEPS:
             self.open.close()
-        if batch_idx == self._first:
+        if self._records_syncs and batch_idx == first:
             self.syncs = self.open.enter_context(record_host_syncs())
-        self._batch = batch_idx
+        self.batch = batch_idx
         self.batches.append(batch_idx)
 
     @override
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not self._noted:
-            self.updates.append(self._batch)
+            self.updates.append(self.batch)
         self._noted = False
 
     def note_backward(self) -> None:
         """Note the update of a backward whose end comes before `on_after_backward`."""
-        if self.updates[-1:] != [self._batch]:
-            self.updates.append(self._batch)
+        if self.updates[-1:] != [self.batch]:
+            self.updates.append(self.batch)
             self._noted = True
 
     @override
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         self.losses.append(loss.detach().clone() if isinstance(loss, Tensor) else torch.zeros(()))
-        if self._every_state or batch_idx == self._num_steps - 1:
-            strategy = trainer.strategy
-            assert isinstance(strategy, OverlapEmbeddingStrategy)
-            with strategy.saving():  # kernels count lookups: exclude early lookups
+        if self._every_state or batch_idx == trainer.num_training_batches - 1:
+            with trainer.strategy.saving():  # kernels count lookups: exclude early lookups
                 self.states[batch_idx] = _digests(pl_module, trainer.optimizers)
 
     @override
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_end(self, trainer: Any, pl_module: LightningModule) -> None:
         self.open.close()
-        assert isinstance(trainer.strategy, OverlapEmbeddingStrategy)
         self.split = trainer.strategy.split_modules
 
 
-def fit(
-    setting: Setting,
-    pipeline: Any,
-    *,
-    delays: Delays | None = None,
-    every_state: bool = True,
-    syncs: bool = False,
-    races: bool = False,
-    answers: Answers | None = None,
-) -> Watched:
-    """Train a new module from the seed, and watch.
+def fit(setting: Setting, pipeline: Any, watched: Watched, *, races: bool = False) -> None:
+    """Train a new module from the seed in a mode or schedule, and watch.
 
-    Args:
-        setting: The settings of the check.
-        pipeline: A mode's name, a `Mode` or a schedule.
-        delays: The age of the tables that lookups read; only for `base`, which has no early lookups.
-        every_state: As for `Watched`.
-        syncs: As for `Watched`.
-        races: Whether simulated streams follow every operator's memory; on one rank only.
-        answers: Gets every answer of the sharded modules. The fit then also validates, if the module does.
+    With `races`, simulated streams follow every operator's memory; on one rank only.
 
     Raises:
         RaceError: With `races`: two streams use the same memory unordered.
     """
     module = make_seeded(setting)
-    watched = Watched(len(setting.batches), every_state=every_state, syncs=syncs)
-    delay = DelayedLookups(delays) if delays is not None else None
-    strategy = _WatchedStrategy(watched, delay, answers, races, pipeline=pipeline, **setting.strategy_options)
+    strategy = _WatchedStrategy(watched, races, pipeline=pipeline, **setting.strategy_options)
     watched.depth = strategy._schedules.depth
     first = [] if strategy.checked is None else [_FollowsMemory(strategy.checked, watched.open)]
-    if answers is not None:
-        answers.updates, answers.seen = watched.updates, watched.seen
-    last = [each for each in (watched, delay, answers) if each is not None]
-    trainer = make_trainer(setting, strategy, [*first, *setting.trainer_options.get("callbacks", ()), *last])
+    users = setting.trainer_options.get("callbacks", ())
+    trainer = make_trainer(setting, strategy, [*first, *users, watched, *watched.also])
     before = _patchable(trainer, module)
     with warnings.catch_warnings(), Operators(watched.ran), watched.open:
         for text in _NOT_FOR_USERS:
             warnings.filterwarnings("ignore", message=text)
-        validates = answers is not None and type(module).validation_step is not LightningModule.validation_step
-        _fit_on(trainer, module, setting, validates=validates)
-    after = _patchable(trainer, module)
-    watched.left = [f"{name}: {after[name]}" for name in after if after[name] != before.get(name)]
+        has_validation = type(module).validation_step is not LightningModule.validation_step
+        _fit_on(trainer, module, setting, validates=watched.validates and has_validation)
+    watched.left = [f"{name}: {now}" for name, now in _patchable(trainer, module).items() if now != before.get(name)]
     if strategy.num_in_flight:
         watched.left.append(f"{strategy.num_in_flight} batches in flight")
     watched.automatic = module.automatic_optimization
-    return watched
 
 
 def make_seeded(setting: Setting) -> LightningModule:
@@ -300,11 +249,8 @@ class _FollowsMemory(Callback):
             weights |= {f"a table of {name} {at}": weight for at, weight in enumerate(fused_weights(module))}
         self._open.enter_context(self._streams.watching(weights))
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx % 3 == 2:
-            assert isinstance(trainer.strategy, OverlapEmbeddingStrategy)
             trainer.strategy.update_tables()  # makes pending updates, as before an evaluation or a save
         self._streams.read_weights(f"a callback after the step of batch {batch_idx}")
 
@@ -313,13 +259,11 @@ class _FollowsMemory(Callback):
 
 
 class _WatchedStrategy(OverlapEmbeddingStrategy):
-    """Reports early lookups and served modules to `Watched`, passes answers on, and delays the reference's lookups."""
+    """Reports lookups to `Watched`, which answers the calls of sharded modules."""
 
-    def __init__(
-        self, watched: Watched, delay: DelayedLookups | None, answers: Answers | None, races: bool, **kwargs: Any
-    ) -> None:
+    def __init__(self, watched: Watched, races: bool, **kwargs: Any) -> None:
         super().__init__(observer=self._observed, **kwargs)
-        self._watched, self._delay, self._answers = watched, delay, answers
+        self._watched = watched
         self._streams = self.checked = CheckedStreams(self._lookup_stream) if races else None
 
     def _observed(self, kind: str, stage: Stage, batch: int) -> None:
@@ -340,25 +284,19 @@ class _WatchedStrategy(OverlapEmbeddingStrategy):
 
     def _make_pipeline(self, schedule: Any, step: str) -> SparsePipeline:
         pipeline = super()._make_pipeline(schedule, step)
-        serve, watched, delay, answers = pipeline.answers.answer, self._watched, self._delay, self._answers
-
-        def call(pipelined: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            given = None
-            if answers is not None:
-                with contextlib.suppress(RuntimeError):  # a tensor with a graph cannot be copied
-                    given = copy.deepcopy((args, kwargs))
-            with contextlib.nullcontext() if delay is None else delay.around(pipelined.name, pipelined.module):
-                embeddings = serve(pipelined, args, kwargs)
-            early = isinstance(embeddings, EarlyEmbeddings)
-            if step == "training_step":
-                watched.served(pipelined.name, early, pipelined.unpipelined_reason)
-            if answers is not None:
-                answers.answered(pipelined.name, step, given, embeddings, early=early)
-            return embeddings
-
-        if step == "training_step" or answers is not None:
-            pipeline.answers.answer = call  # type: ignore[method-assign]
+        own = pipeline.answers.answer
+        pipeline.answers.answer = partial(self._watched.serve, step, own)  # type: ignore[method-assign]
         return pipeline
+
+
+def fused_weights(module: Any) -> list[Tensor]:
+    """Return views of the tables in a module's kernels, each `(rows, columns)`."""
+    return [weight for kernel in tbes(module) for weight in kernel.split_embedding_weights()]
+
+
+def is_in(name: str, modules: Iterable[str]) -> bool:
+    """Return whether a weight belongs to one of these modules."""
+    return name.startswith(tuple(f"{outer}." for outer in modules))
 
 
 def _digests(module: LightningModule, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, str]:

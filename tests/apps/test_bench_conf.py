@@ -125,7 +125,7 @@ def test_arms_of_ours_can_replicate_small_tables() -> None:
     found = set(config_checks.arms(config))
     assert {"semi_sync+replicated", "sparse_dist+fp16+replicated"} < found
     assert not [name for name in found if name.startswith("torchrec/")], "TorchRec has no such tables"
-    assert config_checks.options_of("sparse_dist+fp16+replicated") == ("fp16", True)
+    assert config_checks.split_arm("sparse_dist+fp16+replicated") == ("sparse_dist", "fp16", True)
 
 
 def test_a_precision_is_part_of_a_name() -> None:

@@ -51,26 +51,26 @@ def test_the_bound_is_the_busiest_rank_or_the_wire() -> None:
 def test_each_statistic_is_of_the_slowest_rank() -> None:
     mode = ArmTurns("mode", 0, [[turn(50, 50, 50), turn(70, 80, 90)], [turn(90, 90, 90), turn(70, 80, 90)]])
     _, result = evaluate([base(), mode], batch_size=10)
-    assert result.step_ms_median == 80  # of rank 1; rank 0's is 70
-    assert result.step_ms_p90 == 90
-    assert result.of_base_range == (0.8, 0.9)  # 80 and 90 of 100, by rounds
-    assert math.isclose(result.of_base, 0.85)
-    assert result.samples_per_s == pytest.approx(10 * 12 / 0.480)  # rank 1 took 480 ms for its 6 steps, rank 0 420
-    assert result.exposed_ms is None  # nothing was recorded
-    assert result.same_as_base
+    assert result["step_ms_median"] == 80  # of rank 1; rank 0's is 70
+    assert result["step_ms_p90"] == 90
+    assert result["of_base_range"] == (0.8, 0.9)  # 80 and 90 of 100, by rounds
+    assert math.isclose(result["of_base"], 0.85)
+    assert result["samples_per_s"] == pytest.approx(10 * 12 / 0.480)  # rank 1 took 480 ms for its 6 steps, rank 0 420
+    assert result["exposed_ms"] is None  # nothing was recorded
+    assert result["same_as_base"]
 
 
 def test_memory_is_the_90th_percentile_over_rounds_of_the_largest_rank() -> None:
     rounds = [[turn(100, memory_mib=mib), turn(100, memory_mib=50)] for mib in range(100, 111)]
     arm = ArmTurns("base", 0, rounds)
-    assert evaluate([arm], batch_size=None)[0].peak_memory == {"resident": 109 * MIB}
+    assert evaluate([arm], batch_size=None)[0]["peak_memory"] == {"resident": 109 * MIB}
 
 
 def test_a_precision_has_a_reference_of_its_own() -> None:
     other = [[turn(80, losses=b"xb")] * 2] * 2
     arms = [base(), ArmTurns("base+fp16", 0, other), ArmTurns("mode+fp16", 0, other), ArmTurns("mode+int8", 0, other)]
     found = evaluate(arms, batch_size=None)
-    assert [result.same_as_base for result in found] == [True, True, True, False]
+    assert [result["same_as_base"] for result in found] == [True, True, True, False]
     lines = table(found).splitlines()
     assert [line.split("  ")[-1].strip() for line in lines[-2:]] == ["yes (base+fp16)", "no (int8)"]
 
@@ -80,7 +80,7 @@ def test_one_other_bit_on_any_rank_in_any_round_is_not_the_same() -> None:
     other[1][1] = replace(other[1][1], losses=b"ac")
     arms = [base(), ArmTurns("x", 0, other), ArmTurns("y", 1, other), ArmTurns("z", 0, other, frozen_window=True)]
     results = evaluate(arms, None)[1:]
-    assert not any(result.same_as_base for result in results)
+    assert not any(result["same_as_base"] for result in results)
     lines = table(results).splitlines()
     assert lines[2].endswith(" NO")
     assert lines[3].endswith("no (staleness 1)")
@@ -129,7 +129,7 @@ def test_files(tmp_path: Path) -> None:
 
 def test_rounds_that_disagree_give_no_verdict() -> None:
     [result] = evaluate([base()], None)
-    calm = replace(result, name="calm", of_base=0.8, of_base_range=(0.75, 0.85))
-    wild = replace(result, name="wild", of_base=0.8, of_base_range=(0.7, 1.1))
+    calm = {**result, "name": "calm", "of_base": 0.8, "of_base_range": (0.75, 0.85)}
+    wild = {**result, "name": "wild", "of_base": 0.8, "of_base_range": (0.7, 1.1)}
     [line] = notes([], [calm, wild])
     assert line.startswith("wild: the rounds disagree, from 0.70 to 1.10 of base: no verdict.")

@@ -17,8 +17,7 @@ from torchrec.distributed.sharding_plan import table_wise
 
 from lightning_overlap import MODES
 from lightning_overlap.testing.local_group import process_group
-from lightning_overlap.testing.unsharded import parts, waited
-from lightning_overlap.testing.unsharded_law import compare_with_unsharded
+from lightning_overlap.testing.unsharded import compare_with_unsharded, parts, waited
 from lightning_overlap.testing.watched_fit import Setting
 
 from ..support import modules

@@ -20,7 +20,7 @@ from lightning_overlap.schedules.stages import StreamName
 from lightning_overlap.sparse import answers
 from lightning_overlap.testing import CheckedStreams, RaceError
 from lightning_overlap.testing.local_group import process_group
-from lightning_overlap.testing.watched_fit import Setting, fit
+from lightning_overlap.testing.watched_fit import Setting, Watched, fit
 
 from ..sparse.update_rates import Scheduled
 from ..support import mutants
@@ -61,7 +61,7 @@ def train(
     with process_group("cpu"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         setting = Setting(lambda: module(case), batches, trainer_options=trainer_options, strategy_options=options)
-        fit(setting, Mode(pipeline, frozen_window=frozen_window), races=True)  # type: ignore[arg-type]
+        fit(setting, Mode(pipeline, frozen_window=frozen_window), Watched(), races=True)  # type: ignore[arg-type]
 
 
 CASES = {case.name: case for case in (MIXED, SEQUENCE, TWO_COLLECTIONS, WEIGHTED, ROWWISE_ADAGRAD)}

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from lightning_overlap.schedules import EARLY_OWNERS, Schedule, Stage, StreamName, WeightOwner
-from lightning_overlap.testing.race_detector import RacingStreams
+from lightning_overlap.testing import CheckedStreams
 
 FAKE_MODULES: Mapping[str, frozenset[WeightOwner]] = MappingProxyType(
     {
@@ -89,7 +89,7 @@ LOADED_WEIGHTS = Mark(None, -1)
 """What the compute stream did to the tables before a run: a checkpoint was loaded, weights were initialized."""
 
 
-class RecordingStreams(RacingStreams):
+class RecordingStreams(CheckedStreams):
     """Stands in for a device's streams where the work is fake: raises at a race.
 
     Args:
