@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from ..schedules import Mode
 from ..tables import table_lines
 
 LOGGER = "lightning.pytorch.lightning_overlap"
@@ -49,6 +50,15 @@ def calm_libraries(wanted: bool = True) -> None:
         (logger.addFilter if wanted else logger.removeFilter)(kept_back)  # adds it once
     for message in KNOWN_WARNINGS if wanted else ():
         warnings.filterwarnings("ignore", message=message)
+
+
+def of_mode(mode: Mode) -> str:
+    """Return a mode's name, its staleness if it is not 0, and the batches that train exactly."""
+    schedule = mode.schedule
+    words = schedule.name + f", staleness {schedule.staleness}" * bool(schedule.staleness)
+    exact = [f"before batch {mode.start_batch}"] if mode.start_batch else []
+    exact += [] if mode.end_batch is None else [f"from batch {mode.end_batch} on"]
+    return words + f" (fused_sparse_dist {' and '.join(exact)})" * bool(exact)
 
 
 def tell_set_up(

@@ -144,7 +144,7 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
         auto = resolve_auto(pipeline)
         self._tuner = None if auto is None else Tuner(auto, stream)
         mode = resolve_mode(TRIED[0] if auto is not None or isinstance(pipeline, Auto) else pipeline)
-        self._schedule, self._schedules = mode.schedule, self._tuner or mode.schedules
+        self._mode, self._schedule, self._schedules = mode, mode.schedule, self._tuner or mode.schedules
         self._stash_gradients = mode.stash_gradients
         self.stream = stream
         self._lookup_stream = resolve_stream(stream)
@@ -245,8 +245,7 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
                 self._run.overflow = OverflowWatch(self.lightning_module, self._consensus, warns=warns)
             if self.global_rank == 0:
                 schedulers = [config.scheduler for config in self.lr_scheduler_configs]
-                mode = self.schedule.name + f", staleness {self.schedule.staleness}" * bool(self.schedule.staleness)
-                mode = mode if self._tuner is None else self._tuner.first_words
+                mode = first_words.of_mode(self._mode) if self._tuner is None else self._tuner.first_words
                 mode += f" (the backward runs whole: {whole})" if self.schedule.splits_backward and whole else ""
                 words = (mode, self.stream, self.world_size, self.optimizers)
                 first_words.tell_set_up(

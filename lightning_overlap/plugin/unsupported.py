@@ -84,7 +84,7 @@ def _why_refused(callback: Callback, model: nn.Module) -> str | None:
         return (
             "it has frozen tables, and once they are sharded it cannot unfreeze them: a fused update ignores "
             "requires_grad. Let it freeze other modules only; to keep tables constant for a while, schedule their "
-            "learning rate with combined_optimizer"
+            "learning rate with combined_optimizer (docs/optimizers.md, 'Tables that train later')"
         )
     if isinstance(callback, callbacks.ModelPruning):
         weights = {id(table.parameter) for table in tables}
