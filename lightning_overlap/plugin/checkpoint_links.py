@@ -45,11 +45,7 @@ def stems(trainer: Trainer | None) -> set[str]:
 
 
 def bridges(trainer: Trainer | None, path: Path) -> list[tuple[Path, bool]]:
-    """Return the links that "last" finds while the last checkpoint is incomplete, for a checkpoint that is being saved.
-
-    Returns:
-        For each callback that saves into the folder of `path`, the link and whether `path` is a last checkpoint itself.
-    """
+    """Return the bridges beside a checkpoint that is being saved, each with whether it is a last checkpoint itself."""
     found = {}
     for callback in _keeping_last(trainer):
         stem = callback.CHECKPOINT_NAME_LAST
@@ -79,8 +75,7 @@ def _link(on_commit: OnCommit, trainer: Trainer, filepath: Any, linkpath: Any) -
 def explain_folders() -> None:
     """Let `Module.load_from_checkpoint` explain its error about a folder, which Lightning opens as a file.
 
-    This is the only change of Lightning that stays once the package is imported: no trainer or strategy takes part in
-    that call, so no run could make and undo the change.
+    The only change of Lightning that stays: no trainer or strategy takes part in that call, so no run could undo it.
     """
     if getattr(lightning_module, "_load_from_checkpoint", None) is saving._load_from_checkpoint:
         lightning_module._load_from_checkpoint = _load  # type: ignore[attr-defined]

@@ -25,17 +25,13 @@ SAVE_TIMEOUT_S = 20
 
 
 class FailsTogether(SavesShards):
-    """The hooks of a strategy around errors, and around the work of callbacks that handle an error.
-
-    Owns the ranks' messages about the first error in the store (`_first_cause`), and whether all ranks have failed in
-    the same place (`_all_failed`).
-    """
+    """The hooks of a strategy around errors, and around the work of callbacks that handle an error."""
 
     @override
     def forget_run(self) -> None:
         super().forget_run()
-        self._first_cause: FirstCause | None = None
-        self._all_failed = False
+        self._first_cause: FirstCause | None = None  # the ranks' messages about the first error, in the store
+        self._all_failed = False  # in the same place
 
     @override
     def setup_environment(self) -> None:
@@ -51,16 +47,16 @@ class FailsTogether(SavesShards):
         _name_unused_parameters(exception, self.model, type(self).__name__)
         super().on_exception(exception)
         executor = self._executor
-        place = "outside of training" if executor is None else executor.place
         if timed_out(exception):
             exception.add_note(
                 f"Another rank did not answer within {self.timeout_s:g} s: see its last message. If it is only slow, "
                 "pass a longer timeout= to the strategy."
             )
+        place = "outside of training"
         if executor is not None:
+            place = executor.place
             exception.add_note(f"rank {self.global_rank} was {place}")
-            missing = executor.updates.settle(SAVE_TIMEOUT_S)
-            if missing is not None:
+            if (missing := executor.updates.settle(SAVE_TIMEOUT_S)) is not None:
                 exception.add_note(f"{missing}, the dense part has it: resume from a checkpoint")
         if self._first_cause is not None:
             self._first_cause.note(exception, place)
@@ -128,18 +124,14 @@ class FailsTogether(SavesShards):
 
 
 def _name_unused_parameters(exception: BaseException, model: Any, strategy: str) -> None:
-    """Reword DistributedDataParallel's error about parameters without a gradient: Lightning would name DDPStrategy.
-
-    Other errors stay as they are. The text names the parameters if `model` is wrapped and still has the step's
-    gradients.
-    """
+    """Reword DistributedDataParallel's error about parameters without a gradient: Lightning would name DDPStrategy."""
     if not any("Expected to have finished reduction in the prior iteration" in str(arg) for arg in exception.args):
         return
     without = []
     if isinstance(model, DistributedDataParallel):
         named = [(name, p) for name, p in model.module.named_parameters() if name not in model.parameters_to_ignore]
-        trained = [name for name, p in named if p.grad is not None]
-        without = [name for name, p in named if p.requires_grad and p.grad is None] if trained else []
+        if any(p.grad is not None for _, p in named):  # else the step's gradients are gone
+            without = [name for name, p in named if p.requires_grad and p.grad is None]
     which = f": {some(without)}" if without else ", here or on another rank"
     exception.args = (
         f"some dense parameters got no gradient from the loss of training_step{which}. If this is intended, give the "

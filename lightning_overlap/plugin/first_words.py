@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any
 
@@ -64,29 +64,14 @@ def of_mode(mode: Mode) -> str:
 def tell_set_up(
     model: nn.Module,
     mode: str,
-    stream: str,
-    num_ranks: int,
-    optimizers: Iterable[Optimizer],
+    optimizers: list[Optimizer],
     *,
     schedulers: Collection[Any],
     unpipelined: Mapping[str, str],
 ) -> None:
-    """Log what a user has to know before the first step.
-
-    Args:
-        model: The sharded model.
-        mode: The mode, with its staleness if it is not 0.
-        stream: The stream policy's name.
-        num_ranks: How many ranks there are.
-        optimizers: Those of `configure_optimizers`.
-        schedulers: The learning-rate schedulers.
-        unpipelined: Modules that run in their own forward, each with the reason.
-    """
-    optimizers = list(optimizers)
+    """Log the mode, what trains the sharded model's tables, and why modules run in their own forward."""
     moved = any(getattr(one.optimizer, "fused_groups", None) for one in schedulers)  # of combined_optimizer
-    ranks = f"{num_ranks} rank{'s' * (num_ranks != 1)}"
-    lines = [f"lightning_overlap: {mode}, stream {stream}, {ranks}"]
-    lines += table_lines(model, optimizers, scheduled=bool(schedulers), moved=moved)
+    lines = [f"lightning_overlap: {mode}", *table_lines(model, optimizers, scheduled=bool(schedulers), moved=moved)]
     lines += [f"{name} runs unpipelined: {reason}" for name, reason in unpipelined.items()]
     tell("\n  ".join(lines))
 

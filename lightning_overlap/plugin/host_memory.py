@@ -17,15 +17,6 @@ TOP_PAD = 64 << 20
 """The heap grows by this many bytes at once."""
 
 
-class _Symbol(ctypes.Structure):
-    _fields_ = (
-        ("file", ctypes.c_char_p),
-        ("base", ctypes.c_void_p),
-        ("name", ctypes.c_char_p),
-        ("address", ctypes.c_void_p),
-    )
-
-
 def keep_freed_memory() -> bool:
     """Let glibc's malloc keep freed memory, for the whole process; return whether it does.
 
@@ -35,13 +26,16 @@ def keep_freed_memory() -> bool:
     if any(name.startswith("MALLOC_") for name in os.environ) or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
         return False
     process: Any = ctypes.CDLL(None)
-    if not (hasattr(process, "mallopt") and hasattr(process, "dladdr")):
+    try:
+        libc: Any = ctypes.CDLL("libc.so.6")
+    except OSError:  # not glibc
         return False
-    found = _Symbol()
-    if not process.dladdr(ctypes.cast(process.malloc, ctypes.c_void_p), ctypes.byref(found)):
-        return False
-    if not os.path.basename(os.fsdecode(found.file or b"")).startswith("libc."):
+    if _address(process.malloc) != _address(libc.malloc):
         return False
     settings = ((_M_MMAP_THRESHOLD, MMAP_THRESHOLD), (_M_TRIM_THRESHOLD, TRIM_THRESHOLD), (_M_TOP_PAD, TOP_PAD))
-    accepted = [process.mallopt(name, value) for name, value in settings]
+    accepted = [libc.mallopt(name, value) for name, value in settings]
     return all(accepted)
+
+
+def _address(function: Any) -> int | None:
+    return ctypes.cast(function, ctypes.c_void_p).value

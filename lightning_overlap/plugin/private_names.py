@@ -52,11 +52,7 @@ PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
 
 
 def check_lightning(trainer: Trainer) -> None:
-    """Look for the names in a trainer that is about to run.
-
-    Raises:
-        ImportError: The installed Lightning lacks a name.
-    """
+    """Raise an ImportError if what a trainer is about to run lacks one of the names."""
     check_names("lightning", PRIVATE_NAMES, {"Trainer": trainer})
     epoch_loop = trainer.fit_loop.epoch_loop
     owners = {

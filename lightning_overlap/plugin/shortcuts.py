@@ -94,7 +94,7 @@ def _is_silent(trainer: Trainer) -> bool:
     return id(trainer) in _running and _records_nothing(profiler) and not _LOG.isEnabledFor(logging.DEBUG)
 
 
-_own_hooks = {name: getattr(call, name) for name in PRIVATE_NAMES[call.__name__]}
+_OWN = {name: getattr(call, name) for name in PRIVATE_NAMES[call.__name__]}
 
 
 def _call_callback_hooks(
@@ -102,7 +102,7 @@ def _call_callback_hooks(
 ) -> None:
     module = trainer.lightning_module
     if monitoring_callbacks is not None or module is None or not _is_silent(trainer):
-        own = _own_hooks["_call_callback_hooks"]
+        own = _OWN["_call_callback_hooks"]
         own(trainer, hook_name, *args, monitoring_callbacks=monitoring_callbacks, **kwargs)
         return
     before = module._current_fx_name
@@ -120,15 +120,14 @@ def _call_lightning_module_hook(
     module = pl_module or trainer.lightning_module
     hook = getattr(module, hook_name, None)
     if hook is None or not _is_silent(trainer):
-        own = _own_hooks["_call_lightning_module_hook"]
-        return own(trainer, hook_name, *args, pl_module=pl_module, **kwargs)
+        return _OWN["_call_lightning_module_hook"](trainer, hook_name, *args, pl_module=pl_module, **kwargs)
     return _call(module, hook_name, hook, args, kwargs)
 
 
 def _call_strategy_hook(trainer: Trainer, hook_name: str, *args: Any, **kwargs: Any) -> Any:
     module, hook = trainer.lightning_module, getattr(trainer.strategy, hook_name, None)
     if hook is None or module is None or not _is_silent(trainer):
-        return _own_hooks["_call_strategy_hook"](trainer, hook_name, *args, **kwargs)
+        return _OWN["_call_strategy_hook"](trainer, hook_name, *args, **kwargs)
     return _call(module, hook_name, hook, args, kwargs)
 
 
@@ -146,15 +145,13 @@ def _call(module: LightningModule, hook_name: str, hook: Any, args: tuple[Any, .
 
 # -- installation ---------------------------------------------------------------------------------------------------
 
-_REPLACEMENTS: tuple[tuple[Any, str, Any], ...] = (
+_REPLACEMENTS = (
     *((call, own.__name__, own) for own in (_call_callback_hooks, _call_lightning_module_hook, _call_strategy_hook)),
     (_ResultMetric, "to", _to),
 )
 """(module or class of Lightning, name of its attribute, replacement while any run goes on)."""
-_replaced: list[tuple[Any, str, Any, Any]] = []
-"""The replacements made: (module or class, name, Lightning's attribute, replacement)."""
-_running: set[int] = set()
-"""The ids of the trainers that run."""
+_replaced: list[tuple[Any, str, Any, Any]] = []  # the same for the replacements made, with Lightning's attribute
+_running: set[int] = set()  # the ids of the trainers that run
 
 
 @contextmanager

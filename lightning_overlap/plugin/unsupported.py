@@ -40,10 +40,10 @@ _AVERAGING = (
 
 
 def check_arguments(kind: type[DDPStrategy], given: Iterable[str]) -> None:
-    """Check the names of arguments that a strategy passes to `DDPStrategy` and to DistributedDataParallel.
+    """Refuse an argument that neither a strategy nor DistributedDataParallel has: Lightning would notice late in `fit`.
 
     Raises:
-        TypeError: None of them has an argument of this name. Lightning would notice in the middle of `fit`.
+        TypeError: The message lists the nearest names.
     """
     owners: list[Any] = [owner for owner in kind.__mro__ if issubclass(owner, DDPStrategy)]
     parameters = [one for owner in (*owners, DistributedDataParallel) for one in signature(owner).parameters.values()]
@@ -58,16 +58,11 @@ def check_arguments(kind: type[DDPStrategy], given: Iterable[str]) -> None:
 
 
 def refuse(precision: Any, given: Iterable[Callback], model: nn.Module) -> None:
-    """Refuse a precision and callbacks that do not work with sharded tables, before the tables are sharded.
-
-    Raises:
-        ValueError: The precision is in `PRECISIONS`, or a callback copies, freezes or prunes tables.
-    """
+    """Refuse the `PRECISIONS`, and callbacks that copy, freeze or prune tables, before the tables are sharded."""
     if str(precision) in PRECISIONS:
         raise ValueError(f"precision={precision!r} {PRECISIONS[str(precision)]}.")
     for callback in given:
-        reason = _why_refused(callback, model)
-        if reason is not None:
+        if reason := _why_refused(callback, model):
             raise ValueError(f"{type(callback).__name__} cannot be used with sharded tables: {reason}.")
 
 
@@ -98,11 +93,7 @@ def _why_refused(callback: Callback, model: nn.Module) -> str | None:
 
 
 def refuse_hashing(model: nn.Module) -> None:
-    """Refuse to train modules with multi-probe zero-collision hashing (MPZCH) on a CPU.
-
-    Raises:
-        ValueError: The model has such modules.
-    """
+    """Refuse to train modules with multi-probe zero-collision hashing (MPZCH) on a CPU."""
     found = [name for name, module in model.named_modules() if isinstance(module, HashZchManagedCollisionModule)]
     if found:
         raise ValueError(
@@ -112,13 +103,8 @@ def refuse_hashing(model: nn.Module) -> None:
 
 
 def refuse_static_graph(trainer: Trainer) -> None:
-    """Refuse accumulated gradients under `static_graph=True`, which DistributedDataParallel aborts in the first batch.
-
-    Raises:
-        ValueError: The trainer accumulates gradients, now or later.
-    """
-    accumulates = _accumulates(trainer)
-    if accumulates:
+    """Refuse accumulated gradients under `static_graph=True`, at which DistributedDataParallel fails."""
+    if accumulates := _accumulates(trainer):
         raise ValueError(
             f"static_graph=True and {accumulates}: DistributedDataParallel fails if its first batch with static_graph "
             "does not end in an optimizer step. Use find_unused_parameters=True, or do not accumulate gradients."
@@ -126,22 +112,15 @@ def refuse_static_graph(trainer: Trainer) -> None:
 
 
 def refuse_held_updates(module: LightningModule) -> None:
-    """Refuse a module whose tables cannot be updated with the optimizer step.
-
-    Raises:
-        ValueError: The module steps its optimizers itself, or a sharded module has to update tables in the backward.
-    """
+    """Refuse a module whose tables cannot be updated with the optimizer step."""
     if not module.automatic_optimization:
         raise ValueError(
             "frozen_window=True: with manual optimization it is not known which backwards share an optimizer step. "
             "Use automatic optimization with Trainer(accumulate_grad_batches=...)."
         )
     for name, sharded in sharded_modules(module).items():
-        reason = why_never_held(sharded)
-        if reason is not None:
-            raise ValueError(
-                f"frozen_window=True: the tables of {name!r} cannot wait for the optimizer step: {reason}."
-            )
+        if why := why_never_held(sharded):
+            raise ValueError(f"frozen_window=True: the tables of {name!r} cannot wait for the optimizer step: {why}.")
 
 
 @contextmanager
@@ -153,7 +132,10 @@ def refusing_clipping(trainer: Trainer, module: LightningModule) -> Iterator[Non
             for an optimizer that trains such shards.
     """
     names = tables_in_dense_shards(module) if trainer.world_size > 1 else []
-    paths = {id(weight): path.split(".") for path, weight in module.named_parameters()} if names else {}
+    if not names:
+        yield
+        return
+    paths = {id(weight): path.split(".") for path, weight in module.named_parameters()}
     shards = {key for key, path in paths.items() if ".".join((*path[:-3], *path[-2:-1])) in names}
     plugin = trainer.precision_plugin
     clip = plugin.clip_grad_by_norm
@@ -171,30 +153,25 @@ def refusing_clipping(trainer: Trainer, module: LightningModule) -> Iterator[Non
         clip(optimizer, clip_val)
 
     algorithm = trainer.gradient_clip_algorithm or GradClipAlgorithmType.NORM
-    if names and trainer.gradient_clip_val and algorithm == GradClipAlgorithmType.NORM:
+    if trainer.gradient_clip_val and algorithm == GradClipAlgorithmType.NORM:
         refuse(trainer.gradient_clip_val)
-    if names:
-        plugin.clip_grad_by_norm = clip_or_refuse  # type: ignore[method-assign]
+    plugin.clip_grad_by_norm = clip_or_refuse  # type: ignore[method-assign]
     yield
     vars(plugin).pop("clip_grad_by_norm", None)
 
 
 def warn_of_ignored_options(trainer: Trainer, *, holds_updates: bool) -> None:
     """Warn of the trainer's options that have no effect on fused tables: accumulation and clipping of gradients."""
-    accumulates = _accumulates(trainer)
-    if accumulates and not holds_updates:
+    if not holds_updates and (accumulates := _accumulates(trainer)):
         warnings.warn(
-            f"{accumulates} accumulates dense gradients only: "
-            "fused tables are updated inside the backward of every batch. "
-            "pipeline=Mode('fused_sparse_dist', frozen_window=True) updates them with the optimizer step.",
-            UserWarning,
+            f"{accumulates} accumulates dense gradients only: fused tables are updated inside the backward of every "
+            "batch. pipeline=Mode('fused_sparse_dist', frozen_window=True) updates them with the optimizer step.",
             stacklevel=2,
         )
     if trainer.gradient_clip_val:
         warnings.warn(
             f"gradient_clip_val={trainer.gradient_clip_val} clips dense gradients only: gradients of fused tables "
             "never leave the backward kernel (FBGEMM clips them by its own fused_params).",
-            UserWarning,
             stacklevel=2,
         )
 
@@ -202,8 +179,8 @@ def warn_of_ignored_options(trainer: Trainer, *, holds_updates: bool) -> None:
 def _accumulates(trainer: Trainer) -> str | None:
     """Return the option or callback that makes a trainer accumulate gradients, now or later; else None."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        kind = callbacks.GradientAccumulationScheduler
-        if isinstance(callback, kind) and callback.going_to_accumulate_grad_batches():
+        schedules = isinstance(callback, callbacks.GradientAccumulationScheduler)
+        if schedules and callback.going_to_accumulate_grad_batches():
             return type(callback).__name__
     number = trainer.accumulate_grad_batches
     return f"accumulate_grad_batches={number}" if number != 1 else None

@@ -28,27 +28,23 @@ class _LookaheadMixin:
     _step: str
     """The user's method for a batch."""
     num_dataloaders: int
-    trainer: Trainer
+    trainer: Any
 
     def reset(self) -> None:
         """Take over the fetcher. A module that takes `dataloader_iter` does its own fetching."""
         super().reset()  # type: ignore[misc]
-        fetcher = self._data_fetcher
-        if type(fetcher) is _PrefetchDataFetcher:
-            self._data_fetcher = self.trainer.strategy.look_ahead(fetcher, self._step_arguments)  # type: ignore[attr-defined]
+        if type(self._data_fetcher) is _PrefetchDataFetcher:
+            self._data_fetcher = LookaheadFetcher(self._data_fetcher, self.trainer, self._step_arguments)
 
     def on_run_start(self) -> None:
         """Update the tables before the hooks and steps of the evaluation read them."""
-        strategy: Any = self.trainer.strategy
-        strategy.begin_evaluation(self._step)
-        if isinstance(self._data_fetcher, LookaheadFetcher):
-            self._data_fetcher.executor = strategy.make_executor(self._data_fetcher.stream)
+        self.trainer.strategy.begin_evaluation(self._step)
         super().on_run_start()  # type: ignore[misc]
 
     def on_run_end(self) -> Any:
         """Leave nothing in flight."""
         outputs = super().on_run_end()  # type: ignore[misc]
-        self.trainer.strategy.end_evaluation()  # type: ignore[attr-defined]
+        self.trainer.strategy.end_evaluation()
         return outputs
 
     def _step_arguments(self, batch: Any, batch_idx: int, dataloader_idx: int) -> tuple[Any, ...]:
@@ -69,8 +65,7 @@ class _LookaheadMixin:
 
     def _stop_together(self) -> None:
         """Leave after the same step on all ranks if one of them has received SIGTERM."""
-        fetcher = self._data_fetcher
-        executor = fetcher.executor if isinstance(fetcher, LookaheadFetcher) else None
+        executor = getattr(self._data_fetcher, "executor", None)  # of a LookaheadFetcher
         if executor is not None and executor.end.stop_agreed and not executor.is_last:
             sigterm.leave(self.trainer)
 

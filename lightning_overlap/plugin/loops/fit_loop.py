@@ -22,6 +22,7 @@ from torch.utils import data
 from typing_extensions import override
 
 from . import sigterm
+from .batch_stream import BatchStream
 from .fetcher import LookaheadFetcher, NoneFetcher
 
 
@@ -42,30 +43,28 @@ class _FitLoopMixin(_FitLoop):
         super().setup_data()
         # A module that takes `dataloader_iter` does its own fetching and runs without lookahead.
         if type(self._data_fetcher) is _PrefetchDataFetcher:
-            strategy, epoch_loop = self.trainer.strategy, self.epoch_loop
-            fetcher: LookaheadFetcher = strategy.look_ahead(  # type: ignore[attr-defined]
-                self._data_fetcher, self._step_arguments, lambda: epoch_loop.batch_idx + 1
+            epoch_loop = self.epoch_loop
+            self._data_fetcher = LookaheadFetcher(
+                self._data_fetcher, self.trainer, self._step_arguments, lambda: epoch_loop.batch_idx + 1
             )
-            self._data_fetcher = fetcher
-            self._end_together(fetcher)
+            self._end_together(self._data_fetcher.stream)
 
     def _step_arguments(self, batch: Any, batch_idx: int, dataloader_idx: int) -> tuple[Any, ...]:
         return tuple(self.epoch_loop._build_kwargs(OrderedDict(), batch, batch_idx).values())
 
-    def _end_together(self, fetcher: LookaheadFetcher) -> None:
+    def _end_together(self, stream: BatchStream) -> None:
         """Set the epoch's length to the shortest rank's; all ranks call this, and ranks with more batches warn."""
-        own, shortest = self.max_batches, fetcher.epoch
-        gather = self.trainer.strategy.gather  # type: ignore[attr-defined]
-        shortest.agree(own, gather, knows=_has_known_length(fetcher.combined_loader))
-        if shortest.num_batches == own:
+        own = self.max_batches
+        stream.agree_on_length(own, is_certain=_has_known_length(stream.inner.combined_loader))
+        if stream.num_batches == own:
             return
         warnings.warn(
-            f"Rank {self.trainer.global_rank} has {own} batches, another rank {shortest.num_batches:g}: all ranks end "
+            f"Rank {self.trainer.global_rank} has {own} batches, another rank {stream.num_batches:g}: all ranks end "
             "the epoch there, and the remaining batches of this rank are not trained.",
             UserWarning,
             stacklevel=2,
         )
-        self.max_batches = int(shortest.num_batches)
+        self.max_batches = int(stream.num_batches)
         interval = self.trainer.val_check_interval
         if isinstance(interval, float) and self.trainer.val_check_batch is not None:
             self.trainer.val_check_batch = max(1, int(self.max_batches * interval))
@@ -107,21 +106,14 @@ class _EpochLoopMixin(_TrainingEpochLoop):
         super().advance(data_fetcher)
 
     def _look_at_next(self, fetcher: LookaheadFetcher) -> _DataFetcher:
-        """Look at the next batch, and return the fetcher to take it from: a `NoneFetcher` for a None batch.
-
-        Raises:
-            StopIteration: The epoch's data has ended.
-            SIGTERMException: All ranks have agreed to stop.
-        """
-        if fetcher.executor is None:
-            fetcher.executor = self.trainer.strategy.make_executor(fetcher.stream)
+        """Look at the next batch, and return the fetcher to take it from: a `NoneFetcher` for a None batch."""
         try:
             batch = fetcher.peek()
         except StopIteration:
-            if self.restarting:
-                # Resumed in the validation after an epoch's last batch, which Lightning's loop still has to run.
-                return fetcher
-            raise
+            if not self.restarting:
+                raise
+            return fetcher  # resumed in the validation after an epoch's last batch, which the loop still has to run
+        assert fetcher.executor is not None
         if fetcher.executor.end.stop_agreed:
             sigterm.leave(self.trainer)
         return NoneFetcher(fetcher) if batch is None else fetcher
@@ -177,10 +169,7 @@ def installed(trainer: Trainer) -> Iterator[None]:
 
 @contextmanager
 def mixed_in(live: Any, mixin: type) -> Iterator[None]:
-    """Within this context an object has a subclass of its class that begins with `mixin`.
-
-    The subclass has the same name, which profiler actions and logs contain.
-    """
+    """Within this context an object has a subclass of its class, of the same name, that begins with `mixin`."""
     cls = type(live)
     live.__class__ = type(cls.__name__, (mixin, cls), {"__module__": cls.__module__})
     yield

@@ -24,8 +24,9 @@ class Sigterm:
 
     def __call__(self, signum: int, frame: Any) -> None:
         """Forward the signal to the processes that this process launched, and note it for the next consensus."""
-        if not self.heard and self._trainer.strategy.launcher is not None:
-            self._trainer.strategy.launcher.kill(signum)
+        launcher = self._trainer.strategy.launcher
+        if not self.heard and launcher is not None:
+            launcher.kill(signum)
         self.heard = True
 
 
