@@ -85,7 +85,9 @@ class SavesShards(HasRun):
             self._save(checkpoint, self.broadcast(filepath), storage_options)
 
     def _save(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any) -> None:
-        module, saved_format = self._module, self._saved_format
+        module = self._module
+        whole = self.world_size == 1 and not self.async_checkpoint and not hands_out_rows(module)
+        saved_format = self.checkpoint_format or (FULL if whole else SHARDED)
         # Rank 0 alone writes the state that is not sharded, so it gets the loader states of all ranks.
         states = gather_objects(_fit_loop(checkpoint).get(_LOADER), self.checkpoint_group)
         if any(states):
@@ -131,13 +133,6 @@ class SavesShards(HasRun):
             elif resumable:
                 self._folder_saver.on_commit(partial(checkpoints.lead, bridge, path))
 
-    @property
-    def _saved_format(self) -> str:
-        if self.checkpoint_format is not None:
-            return self.checkpoint_format
-        whole = self.world_size == 1 and not self.async_checkpoint and not hands_out_rows(self._module)
-        return FULL if whole else SHARDED
-
     @override
     def remove_checkpoint(self, filepath: Any) -> None:
         # Only once the checkpoint that was saved after it is complete.
@@ -158,7 +153,7 @@ class SavesShards(HasRun):
         elif not checkpoints.is_folder(path := checkpoints.resolve_path(path)):
             checkpoint = checkpoints.load_file(path, weights_only=weights_only)
         else:
-            load = partial(checkpoints.load_folder, weights_only=weights_only, with_optimizers=self._is_fitting())
+            load = partial(checkpoints.load_folder, weights_only=weights_only, with_optimizers=self._fits)
             checkpoint = load(path, self._module, self.checkpoint_group, strict=self._module.strict_loading)
         states = checkpoint.pop(_LOADERS, [])
         if len(states) == self.world_size:  # else all ranks take the states of rank 0
@@ -180,7 +175,7 @@ class SavesShards(HasRun):
         except RuntimeError as err:
             err.add_note("The checkpoint's module has other tables or another dense part than this module.")
             raise
-        if self._is_fitting() and self._is_sharded:
+        if self._fits and self._is_sharded:
             if self._tuner is not None:
                 self._tuner.load_state_dict(checkpoint.get(_CHOICE, {}))
             assert isinstance(checkpoint, dict)
@@ -193,16 +188,13 @@ class SavesShards(HasRun):
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
             self._stash.take_from(optimizer, state.get(_NUM_STASHED, 0))
 
-    def _is_fitting(self) -> bool:
-        try:
-            return self._module.trainer.state.fn == TrainerFn.FITTING
-        except RuntimeError:  # it has no trainer, as in the process that has spawned the ranks of a fit
-            return False
+    @property
+    def _fits(self) -> bool:
+        return self._run is not None and self._run.trainer.state.fn == TrainerFn.FITTING
 
 
-def _fit_loop(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    state: dict[str, Any] = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
-    return state
+def _fit_loop(checkpoint: dict[str, Any]) -> Any:
+    return checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
 
 
 def _remove(path: Path, newest: Path | None, stems: set[str]) -> None:

@@ -39,7 +39,7 @@ class FailsTogether(SavesShards):
             super().setup_environment()
         # All ranks come here, so their messages begin anew with each run.
         store = default_store()
-        self._first_cause = FirstCause(store, self.global_rank) if store is not None else None
+        self._first_cause = None if store is None else FirstCause(store, self.global_rank)
         self._all_failed = False
 
     @override
@@ -82,11 +82,7 @@ class FailsTogether(SavesShards):
         return self._first_error_first("a broadcast that followed it failed", partial(broadcast, obj, src))
 
     def _save_together_or_not(self) -> None:
-        """Let callbacks save in `on_exception` only if all ranks have failed in the same place, and so save too.
-
-        Raises:
-            BaseException: They have not: this rank's own error, with a note, instead of a later timeout.
-        """
+        """Let callbacks save in `on_exception` only if all ranks failed in the same place; else raise the own error."""
         first = sys.exception()
         if first is None or self._first_cause is None or self._all_failed or not self._interrupted:
             return

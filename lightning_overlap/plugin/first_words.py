@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -62,12 +62,7 @@ def of_mode(mode: Mode) -> str:
 
 
 def tell_set_up(
-    model: nn.Module,
-    mode: str,
-    optimizers: list[Optimizer],
-    *,
-    schedulers: Collection[Any],
-    unpipelined: Mapping[str, str],
+    model: nn.Module, mode: str, optimizers: list[Optimizer], schedulers: list[Any], unpipelined: Mapping[str, str]
 ) -> None:
     """Log the mode, what trains the sharded model's tables, and why modules run in their own forward."""
     moved = any(getattr(one.optimizer, "fused_groups", None) for one in schedulers)  # of combined_optimizer
@@ -77,5 +72,5 @@ def tell_set_up(
 
 
 def tell(text: str) -> None:
-    """Log a text."""
+    """Log a text of this package."""
     logging.getLogger(LOGGER).info(text)

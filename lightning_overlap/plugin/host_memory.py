@@ -9,12 +9,9 @@ from typing import Any
 # From glibc's malloc.h. By default blocks of more than 128 KiB (later up to 32 MiB) are mapped anew at each use, and
 # the kernel fills each of their pages with zeros.
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
-MMAP_THRESHOLD = 32 << 20
-"""Blocks up to this size, in bytes, come from the heap: the most that glibc accepts."""
-TRIM_THRESHOLD = (1 << 31) - 1
-"""The heap keeps this many free bytes."""
-TOP_PAD = 64 << 20
-"""The heap grows by this many bytes at once."""
+MMAP_THRESHOLD = 32 << 20  # blocks up to this size, in bytes, come from the heap: the most that glibc accepts
+TRIM_THRESHOLD = (1 << 31) - 1  # the heap keeps this many free bytes
+TOP_PAD = 64 << 20  # the heap grows by this many bytes at once
 
 
 def keep_freed_memory() -> bool:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -39,8 +38,7 @@ _TABLE_OPTIMIZERS = "table_optimizers"  # entry of a copy's state: the optimizer
 class StartsProcesses(HasRun):
     """A strategy that can be copied and pickled, and that gives whole tables back to the process that started it."""
 
-    _parents_state: frozenset[str] | None = None
-    """Names in the `state_dict` of the parent's module, set by the `Launcher` for a fit in started processes."""
+    _parents_state: frozenset[str] | None = None  # names in the parent's `state_dict`, for a fit in started processes
 
     @override
     def __getstate__(self) -> dict[str, Any]:
@@ -121,20 +119,17 @@ class Launcher(_MultiProcessingLauncher):
         module = trainer.lightning_module
         if trainer.state.fn != TrainerFn.FITTING or not sharded_modules(module):
             return super()._collect_rank_zero_results(trainer, results)
+
         # Lightning takes the module's state on every rank, and saves the state of rank 0 for the parent.
-        make_whole = partial(_make_whole, self._strategy.checkpoint_group)
+        def make_whole(_: nn.Module, state: dict[str, Any], *args: Any) -> None:
+            tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
+            state.update(gather(tensors, self._strategy.checkpoint_group))
+
         handle = module.register_state_dict_post_hook(make_whole)  # type: ignore[no-untyped-call]
         try:
             return super()._collect_rank_zero_results(trainer, results)
         finally:
             handle.remove()
-
-
-def _make_whole(
-    group: dist.ProcessGroup | None, module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]
-) -> None:
-    """Replace the shards in a state dict by whole tensors on rank 0; a `state_dict` hook that all ranks run."""
-    state.update(gather({key: value for key, value in state.items() if isinstance(value, Tensor)}, group))
 
 
 _OTHERWISE = "or start a process per rank: run the script itself (start_method='popen', the default), or torchrun."
@@ -155,7 +150,6 @@ def _check_same_tables(module: nn.Module, of_parent: frozenset[str], start_metho
 
 def _refuse_launch(strategy: DDPStrategy, start_method: str, module: LightningModule, trainer: Trainer) -> None:
     """Refuse state that started processes cannot share with this process, before they are started."""
-    reason = None
     on_meta = [table.path for table in find_tables(module) if table.parameter.is_meta]
     if sharded_modules(module):
         reason = "the module was sharded in this process. Make it anew (load a checkpoint of it)"
@@ -175,5 +169,6 @@ def _refuse_launch(strategy: DDPStrategy, start_method: str, module: LightningMo
     elif on_meta:
         reason = f"{', '.join(sorted(on_meta))} are on the meta device in this process, which cannot take trained rows"
         reason += ". Make them on a CPU"
-    if reason is not None:
-        raise ValueError(f"start_method={start_method!r}: {reason}, {_OTHERWISE}")
+    else:
+        return
+    raise ValueError(f"start_method={start_method!r}: {reason}, {_OTHERWISE}")

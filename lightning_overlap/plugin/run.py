@@ -1,8 +1,4 @@
-"""State that the base classes of the strategy share: the current run, and the objects that outlive it.
-
-The strategy makes its `Run` in `setup` and drops it in `stop_run`. The hooks read it as `self._run`; each base class
-sets its own attributes only.
-"""
+"""State that the base classes of the strategy share: the current run, and the objects that outlive it."""
 
 from __future__ import annotations
 
@@ -92,27 +88,28 @@ class Run:
 class HasRun(DDPStrategy):
     """Base of the strategy's other base classes: state that several of them need, and questions between ranks.
 
-    Owns the current run (`_run`), and the objects that outlive it: the process groups (`_groups`), the streams
-    (`_streams`), the dense gradients that wait for their optimizer step (`_stash`) and, with `pipeline="auto"`, what
-    tries modes or has chosen one (`_tuner`).
+    The strategy makes its `Run` in `setup` and drops it in `stop_run`. Each base class sets its own attributes only.
     """
 
-    _tuner: Tuner | None = None
+    _tuner: Tuner | None = None  # with `pipeline="auto"`: tries modes, or has chosen one
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self._group_timeout: timedelta = kwargs.get("timeout", default_pg_timeout)
+        self.timeout_s = self._group_timeout.total_seconds()
+        """How long a rank waits for the others in a collective, in seconds."""
         self.forget_run()
 
     def forget_run(self) -> None:
         """Reset all state of runs, as before the first run; a copy of the strategy also starts like this."""
         self._run: Run | None = None  # None outside of runs, and for a module without tables
         self._groups: groups.Groups | None = None  # None before the first run with tables
-        self._streams: Streams | None = None  # None before the tables are sharded
-        self._stash = GradientStash()
+        self.streams: Streams | None = None
+        """The streams of the stages; None before the tables are sharded."""
+        self._stash = GradientStash()  # dense gradients that wait for their optimizer step
 
     def stop_run(self) -> None:
-        """If a run goes on, drop its work in flight and undo its changes."""
+        """Drop the work in flight of the run that goes on, if any, and undo its changes."""
         if self._run is not None:
             self._run.stop()
             self._run = None
@@ -145,25 +142,14 @@ class HasRun(DDPStrategy):
         return plan_of(self.lightning_module)
 
     @property
-    def streams(self) -> Streams | None:
-        """The streams of the stages; None for a module without tables."""
-        return self._streams
-
-    @property
     def lookup_order(self) -> LookupOrder | None:
         """The order of lookups and updates on this fit's streams; None outside of a fit, and without tables."""
         return None if self._run is None or self._run.sparse is None else self._run.sparse.order
 
     @property
-    def timeout_s(self) -> float:
-        """How long a rank waits for the others in a collective, in seconds."""
-        return self._group_timeout.total_seconds()
-
-    @property
     def num_in_flight(self) -> int:
         """Batches fetched whose step is not over, or whose update of the tables is still to come."""
-        executor = self._executor
-        if executor is None:
+        if (executor := self._executor) is None:
             return 0
         return executor.num_ahead + (executor.current is not None) + executor.num_to_update
 
@@ -211,8 +197,7 @@ class HasRun(DDPStrategy):
         """Within this context tables and kernels' iteration counts have the state after the last trained batch."""
         if self._run is not None:
             self._run.disturbs("save")
-        executor = self._executor
-        if executor is None:
+        if (executor := self._executor) is None:
             yield
             return
         executor.updates.make_all()

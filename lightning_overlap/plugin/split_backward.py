@@ -55,16 +55,14 @@ def check_all_ranks(mode: str, whole: str | None, gather: Callable[[Any], list[A
 
 
 def late_all_reduce(model: Any, comm_hook: object | None) -> LateAllReduce | None:
-    """Return a wait for the all-reduce after the backward; None if DistributedDataParallel has to wait.
-
-    On CUDA a stream waits, not the host. Gradients that are views of buckets may be divided, others are multiplied: the
-    same to the bit if the number of ranks is a power of two.
-    """
-    if not isinstance(model, DistributedDataParallel) or comm_hook is not None:
+    """Return a wait for the all-reduce after the backward; None if DistributedDataParallel has to wait."""
+    # On CUDA a stream waits, not the host.
+    if not isinstance(model, DistributedDataParallel) or comm_hook is not None or model.device_type != "cpu":
         return None
+    # Gradients that are views of buckets may be divided, others are multiplied: for 2^n ranks the same to the bit.
     num_ranks = model.process_group.size()
     divides_alike = not model.gradient_as_bucket_view or num_ranks & (num_ranks - 1) == 0
-    return LateAllReduce(model) if divides_alike and model.device_type == "cpu" else None
+    return LateAllReduce(model) if divides_alike else None
 
 
 def split_layers(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -25,10 +26,7 @@ from .run import HasRun
 
 
 class WalksSteps(HasRun):
-    """The hooks of a strategy around the parts of a step, which drive the executor; without one they are DDPStrategy's.
-
-    Decides which stashed gradients an optimizer step applies.
-    """
+    """The hooks of a strategy around the parts of a step, which drive the executor; else they are DDPStrategy's."""
 
     _stash_gradients: bool
     _release_features: bool
@@ -42,8 +40,7 @@ class WalksSteps(HasRun):
     @property
     def split_modules(self) -> tuple[str, ...]:
         """Names of the modules whose weight gradients come after the backward; known after a fit's first backward."""
-        split = None if self._run is None else self._run.split
-        return () if split is None else split.names
+        return () if self._run is None or self._run.split is None else self._run.split.names
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
@@ -54,10 +51,9 @@ class WalksSteps(HasRun):
         with contextlib.nullcontext() if timer is None else timer.copy(), self._placing_copies(device):
             if device.type == "cuda" and not _has_own_hook(self.lightning_module, "transfer_batch_to_device"):
                 # Lightning passes non_blocking to tensors only: the host would wait for the others.
-                batch = apply_to_collection(
-                    batch, Pipelineable, lambda part: part.to(device, non_blocking=True), allow_frozen=True
-                )
-            streams = self._streams if _has_own_hook(self.lightning_module, "on_after_batch_transfer") else None
+                move = methodcaller("to", device, non_blocking=True)
+                batch = apply_to_collection(batch, Pipelineable, move, allow_frozen=True)
+            streams = self.streams if _has_own_hook(self.lightning_module, "on_after_batch_transfer") else None
             if streams is not None:
                 # The user's hook may read what training_step writes. Without such a hook the copies do not wait.
                 streams.wait(StreamName.MEMCPY, streams.record(StreamName.COMPUTE))
@@ -74,7 +70,7 @@ class WalksSteps(HasRun):
 
     def _placing_copies(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
         """Within this context copies take memory from the compute stream's pool, if `copy_in_place` says so."""
-        streams, on_cuda = self._streams, self._copy_in_place and device.type == "cuda"
+        streams, on_cuda = self.streams, self._copy_in_place and device.type == "cuda"
         if on_cuda and isinstance(streams, CudaStreams) and streams.current() is StreamName.MEMCPY:
             return BatchCopies(streams, "cuda")
         return contextlib.nullcontext()
@@ -84,8 +80,8 @@ class WalksSteps(HasRun):
         staged = args[0] if args else None
         if not isinstance(staged, StagedBatch):
             return super().training_step(*args, **kwargs)
-        if self._streams is not None and self._transferred is not None:
-            self._streams.wait(StreamName.COMPUTE, self._transferred)  # the hook may have read what this step writes
+        if self.streams is not None and self._transferred is not None:
+            self.streams.wait(StreamName.COMPUTE, self._transferred)  # the hook may have read what this step writes
             self._transferred = None
         if self._run is not None and self._run.overflow is not None:
             self._run.overflow.step()
@@ -132,11 +128,12 @@ class WalksSteps(HasRun):
         **kwargs: Any,
     ) -> Any:
         step = partial(super().optimizer_step, optimizer, model=model, **kwargs)
-        delay = self._gradient_delay
+        executor = self._executor if self._stash_gradients else None
+        delay = 0 if executor is None else executor.lasting_staleness  # in optimizer steps
         if not delay and not self._stash.num(optimizer):
             output = step(closure=closure)
         else:
-            output = step(closure=self._exchanging_gradients(optimizer, closure, delay))
+            output = step(closure=partial(self._exchange_gradients, optimizer, closure, delay, itertools.count()))
             self._apply_stashed(optimizer, step, delay)
         if self._automatic:
             self._stage_done(Stage.OPTIMIZER_STEP)
@@ -149,27 +146,18 @@ class WalksSteps(HasRun):
         if run is not None and run.tuner is not None and run.executor is not None:
             run.tuner.step()
 
-    @property
-    def _gradient_delay(self) -> int:
-        """How many optimizer steps later the gradients of this step are applied; 0 without `stash_gradients`."""
-        executor = self._executor if self._stash_gradients else None
-        return 0 if executor is None else executor.lasting_staleness
-
-    def _exchanging_gradients(self, optimizer: Optimizer, closure: Callable[[], Any], delay: int) -> Callable[[], Any]:
-        """Return a closure that runs `closure`, stashes its gradients and shows gradients of `delay` steps earlier."""
-        calls = itertools.count()
-
-        def exchange() -> Any:
-            if next(calls) > 0:  # as LBFGS does
-                raise RuntimeError(
-                    f"{optimizer_name(optimizer)} asks for its gradients several times in a step, so they cannot be "
-                    "those of an earlier one: train without stash_gradients."
-                )
-            output = closure()
-            self._stash.exchange(optimizer, delay)
-            return output
-
-        return exchange
+    def _exchange_gradients(
+        self, optimizer: Optimizer, closure: Callable[[], Any], delay: int, calls: Iterator[int]
+    ) -> Any:
+        """Run an optimizer's closure, stash its gradients and show gradients of `delay` steps earlier."""
+        if next(calls) > 0:  # as LBFGS does
+            raise RuntimeError(
+                f"{optimizer_name(optimizer)} asks for its gradients several times in a step, so they cannot be "
+                "those of an earlier one: train without stash_gradients."
+            )
+        output = closure()
+        self._stash.exchange(optimizer, delay)
+        return output
 
     def _apply_stashed(self, optimizer: Optimizer, step: Callable[..., Any], delay: int = 0) -> None:
         """Make an optimizer step for each of the stashed gradients except the last `delay`; clipping works as usual."""

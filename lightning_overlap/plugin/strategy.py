@@ -25,7 +25,7 @@ from ..schedules import Mode, ModeName, Schedule, Stage, StreamName, StreamPolic
 from ..sparse import SparseOptions, SparsePipeline, StaleRows
 from ..tables import FusedOptimizer, OutOfRangeIds, OverflowWatch, QuantizedComms, ReplicateTables, Sharding
 from ..tuning import TRIED, Auto, Tuner, resolve_auto
-from . import checkpoint_links, first_words, shortcuts
+from . import checkpoint_links, first_words, shortcuts, unsupported
 from .failure_hooks import FailsTogether
 from .host_memory import keep_freed_memory
 from .loops import BatchStream, evaluation_loops, fit_loop, sigterm
@@ -34,15 +34,6 @@ from .processes import StartsProcesses
 from .run import Run, batch_size_of
 from .split_backward import check_all_ranks, late_all_reduce, split_layers, why_whole
 from .step_hooks import WalksSteps, runs_between_backward_and_step
-from .unsupported import (
-    check_arguments,
-    refuse,
-    refuse_hashing,
-    refuse_held_updates,
-    refuse_static_graph,
-    refusing_clipping,
-    warn_of_ignored_options,
-)
 
 STRATEGY_NAMES = {
     "overlap_embedding": "popen",
@@ -126,7 +117,7 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
         keep_freed_memory: bool = True,
         **kwargs: Any,
     ) -> None:
-        check_arguments(type(self), kwargs)
+        unsupported.check_arguments(type(self), kwargs)
         auto = resolve_auto(pipeline)
         self._tuner = None if auto is None else Tuner(auto, stream)
         mode = resolve_mode(TRIED[0] if auto is not None or isinstance(pipeline, Auto) else pipeline)
@@ -165,7 +156,7 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
     @override
     def connect(self, model: LightningModule) -> None:
         if self.model is not None and model is not self.model:  # Lightning has set `lightning_module` already
-            self._streams = None  # they depend on whether the module has lookups to send
+            self.streams = None  # they depend on whether the module has lookups to send
             if self._tuner is not None:
                 self._tuner.forget()
         super().connect(model)
@@ -181,12 +172,12 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
         if self._run is None:
             return
         sends_embeddings = tables.has_model_parallel_tables(self._module)
-        if self._streams is None:
+        if self.streams is None:
             # If all tables are data-parallel there is no all-to-all to hide, and another stream would only cost.
             lookup_stream = self._lookup_stream if sends_embeddings else StreamName.COMPUTE
-            self._streams = make_streams(self.root_device, lookup_stream)
+            self.streams = make_streams(self.root_device, lookup_stream)
         if fits:
-            self._begin_fit(self._run, self._streams, sends_embeddings)
+            self._begin_fit(self._run, self.streams, sends_embeddings)
 
     def _begin_run(self, trainer: Trainer, model: nn.Module, fits: bool) -> None:
         """Refuse what does not work with tables, join the other ranks, and change Lightning's objects."""
@@ -194,30 +185,29 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
         first_words.calm_libraries(self._calm_libraries)
         if self._keep_freed_memory and on_cpu:
             keep_freed_memory()
-        refuse(self.precision_plugin.precision, trainer.callbacks if fits else (), model)  # type: ignore[attr-defined]
-        if fits and on_cpu:
-            refuse_hashing(model)
+        unsupported.refuse_precision(self.precision_plugin.precision)
+        if fits:
+            static_graph = bool(self._ddp_kwargs.get("static_graph"))
+            unsupported.refuse_fit(trainer, model, on_cpu=on_cpu, static_graph=static_graph)
         self.join_groups()
         self._run = Run(trainer)
         check_lightning(trainer)
-        begin = self._run.undo.enter_context
+        undo = self._run.undo
         for changes in (evaluation_loops, sigterm, shortcuts):
-            begin(changes.installed(trainer))
+            changes.install(trainer, undo)
         if fits:
             # Before super().setup(): configure_optimizers may ask for the number of steps, which sets up the data.
-            if self._ddp_kwargs.get("static_graph"):
-                refuse_static_graph(trainer)
-            begin(fit_loop.installed(trainer))
-            begin(checkpoint_links.installed(trainer, self._folder_saver.on_commit))
+            fit_loop.install(trainer, undo)
+            checkpoint_links.install(trainer, undo, self._folder_saver.on_commit)
             if self.global_rank == 0:
-                warn_of_ignored_options(trainer, holds_updates=self.schedule.holds_updates)
+                unsupported.warn_of_ignored_options(trainer, holds_updates=self.schedule.holds_updates)
 
     def _begin_fit(self, run: Run, streams: Streams, sends_embeddings: bool) -> None:
         """Make the pipeline of training and what else a fit needs, and log its first words."""
         module, schedule, is_first = self._module, self.schedule, self.global_rank == 0
-        run.undo.enter_context(refusing_clipping(run.trainer, module))
+        unsupported.refuse_clipping(run.trainer, module, run.undo)
         if schedule.holds_updates:
-            refuse_held_updates(module)
+            unsupported.refuse_held_updates(module)
         tables.follow_rates(module, tables.rate_setter(self.optimizers))
         run.sparse = self._make_pipeline(schedule, "training_step")
         run.undo.callback(run.sparse.detach)
@@ -230,28 +220,18 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
         if self._tuner is not None:
             run.tuner = self._tuner
             run.undo.callback(run.tuner.stop)
-            run.tuner.begin(
-                self.root_device,
-                streams,
-                self.gather,
-                first_words.tell if is_first else (lambda text: None),
-                moves_lookups=sends_embeddings,
-                splits=whole is None,
-                per_step=run.trainer.accumulate_grad_batches,
-            )
+            tell = first_words.tell if is_first else (lambda text: None)
+            begin = partial(run.tuner.begin, moves_lookups=sends_embeddings, splits=whole is None)
+            begin(self.root_device, streams, self.gather, tell, per_step=run.trainer.accumulate_grad_batches)
         if self.quantized_comms is not None and self._consensus is not None:
             run.overflow = OverflowWatch(module, self._consensus, warns=is_first)
             run.undo.callback(run.overflow.stop)
         if is_first:
             mode = first_words.of_mode(self._mode) if self._tuner is None else self._tuner.first_words
             mode += f" (the backward runs whole: {whole})" if schedule.splits_backward and whole else ""
-            first_words.tell_set_up(
-                module,
-                f"{mode}, stream {self.stream}, {self.world_size} rank{'s' * (self.world_size != 1)}",
-                self.optimizers,
-                schedulers=[config.scheduler for config in self.lr_scheduler_configs],
-                unpipelined=run.sparse.unpipelined,
-            )
+            mode += f", stream {self.stream}, {self.world_size} rank{'s' * (self.world_size != 1)}"
+            schedulers = [config.scheduler for config in self.lr_scheduler_configs]
+            first_words.tell_set_up(module, mode, self.optimizers, schedulers, run.sparse.unpipelined)
 
     @override
     def model_to_device(self) -> None:
@@ -292,7 +272,7 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
 
     def _make_pipeline(self, schedule: Schedule, step: str) -> SparsePipeline:
         """Return the sparse stages for a table, of training or of an evaluation; `step` names the user's method."""
-        assert self._streams is not None
+        assert self.streams is not None
         assert self._groups is not None
         lookup, module = schedule.step_of(Stage.EMBEDDING_LOOKUP), self._module
         trains = Stage.BACKWARD in schedule.training_stages
@@ -316,7 +296,7 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
         )
         stream = StreamName.COMPUTE if lookup is None else lookup.stream
         observe = self._observer if trains and self._observer is not None else observe_nothing
-        order = LookupOrder(self._streams, stream, observe, self.global_rank)
+        order = LookupOrder(self.streams, stream, observe, self.global_rank)
         return SparsePipeline(tables.sharded_modules(module), self._groups.lookahead, order, options)
 
     def make_executor(self, stream: BatchStream) -> Executor:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import fields
 from inspect import signature
 from typing import Any
@@ -57,13 +57,28 @@ def check_arguments(kind: type[DDPStrategy], given: Iterable[str]) -> None:
             raise TypeError(f"{kind.__name__}: {unknown_name_message('argument', name, known)}")
 
 
-def refuse(precision: Any, given: Iterable[Callback], model: nn.Module) -> None:
-    """Refuse the `PRECISIONS`, and callbacks that copy, freeze or prune tables, before the tables are sharded."""
+def refuse_precision(precision: Any) -> None:
+    """Refuse the `PRECISIONS`."""
     if str(precision) in PRECISIONS:
         raise ValueError(f"precision={precision!r} {PRECISIONS[str(precision)]}.")
-    for callback in given:
+
+
+def refuse_fit(trainer: Trainer, model: nn.Module, *, on_cpu: bool, static_graph: bool) -> None:
+    """Refuse what a fit cannot do with tables, before they are sharded."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if reason := _why_refused(callback, model):
             raise ValueError(f"{type(callback).__name__} cannot be used with sharded tables: {reason}.")
+    modules = model.named_modules() if on_cpu else ()
+    if hashing := [name for name, module in modules if isinstance(module, HashZchManagedCollisionModule)]:
+        raise ValueError(
+            f"{some(hashing)}: HashZchManagedCollisionModule (MPZCH) cannot be trained on a CPU, where FBGEMM's "
+            "zero_collision_hash gives no rows to new ids. Train on CUDA, or use MCHManagedCollisionModule."
+        )
+    if static_graph and (accumulates := _accumulates(trainer)):
+        raise ValueError(
+            f"static_graph=True and {accumulates}: DistributedDataParallel fails if its first batch with static_graph "
+            "does not end in an optimizer step. Use find_unused_parameters=True, or do not accumulate gradients."
+        )
 
 
 def _why_refused(callback: Callback, model: nn.Module) -> str | None:
@@ -92,25 +107,6 @@ def _why_refused(callback: Callback, model: nn.Module) -> str | None:
     return None
 
 
-def refuse_hashing(model: nn.Module) -> None:
-    """Refuse to train modules with multi-probe zero-collision hashing (MPZCH) on a CPU."""
-    found = [name for name, module in model.named_modules() if isinstance(module, HashZchManagedCollisionModule)]
-    if found:
-        raise ValueError(
-            f"{some(found)}: HashZchManagedCollisionModule (MPZCH) cannot be trained on a CPU, where FBGEMM's "
-            "zero_collision_hash gives no rows to new ids. Train on CUDA, or use MCHManagedCollisionModule."
-        )
-
-
-def refuse_static_graph(trainer: Trainer) -> None:
-    """Refuse accumulated gradients under `static_graph=True`, at which DistributedDataParallel fails."""
-    if accumulates := _accumulates(trainer):
-        raise ValueError(
-            f"static_graph=True and {accumulates}: DistributedDataParallel fails if its first batch with static_graph "
-            "does not end in an optimizer step. Use find_unused_parameters=True, or do not accumulate gradients."
-        )
-
-
 def refuse_held_updates(module: LightningModule) -> None:
     """Refuse a module whose tables cannot be updated with the optimizer step."""
     if not module.automatic_optimization:
@@ -123,9 +119,8 @@ def refuse_held_updates(module: LightningModule) -> None:
             raise ValueError(f"frozen_window=True: the tables of {name!r} cannot wait for the optimizer step: {why}.")
 
 
-@contextmanager
-def refusing_clipping(trainer: Trainer, module: LightningModule) -> Iterator[None]:
-    """Within this context gradients are not clipped by a norm that would differ between ranks.
+def refuse_clipping(trainer: Trainer, module: LightningModule, undo: ExitStack) -> None:
+    """Refuse to clip gradients by a norm that would differ between ranks, now and until `undo` is closed.
 
     Raises:
         ValueError: The trainer clips by norm, and tables with a dense kernel are sharded. `clip_gradients` raises it
@@ -133,7 +128,6 @@ def refusing_clipping(trainer: Trainer, module: LightningModule) -> Iterator[Non
     """
     names = tables_in_dense_shards(module) if trainer.world_size > 1 else []
     if not names:
-        yield
         return
     paths = {id(weight): path.split(".") for path, weight in module.named_parameters()}
     shards = {key for key, path in paths.items() if ".".join((*path[:-3], *path[-2:-1])) in names}
@@ -156,8 +150,7 @@ def refusing_clipping(trainer: Trainer, module: LightningModule) -> Iterator[Non
     if trainer.gradient_clip_val and algorithm == GradClipAlgorithmType.NORM:
         refuse(trainer.gradient_clip_val)
     plugin.clip_grad_by_norm = clip_or_refuse  # type: ignore[method-assign]
-    yield
-    vars(plugin).pop("clip_grad_by_norm", None)
+    undo.callback(vars(plugin).pop, "clip_grad_by_norm", None)
 
 
 def warn_of_ignored_options(trainer: Trainer, *, holds_updates: bool) -> None:

@@ -1,8 +1,4 @@
-"""The stream of batches: it takes them from Lightning's fetcher and stages each for the executor.
-
-It skips None batches, copies batches that the loader may overwrite, notes the loaders' states for checkpoints, and
-knows how many batches an epoch has on all ranks.
-"""
+"""The stream of batches: it takes them from Lightning's fetcher and stages each for the executor."""
 
 from __future__ import annotations
 
@@ -24,10 +20,10 @@ NUM_AT_HAND = 2
 class BatchStream:
     """The batches of a fit or an evaluation, staged in the order of Lightning's fetcher: a `runtime.BatchSource`.
 
-    Lightning skips a *None batch*, for which the collate function has returned None. All ranks have to skip the same
-    batches: they compare them with each batch's sizes if the mode sends sizes, otherwise they ask each other.
-
-    The iterator of `inner`, Lightning's fetcher, may be running.
+    It skips None batches, copies batches that the loader may overwrite, notes the loaders' states for checkpoints, and
+    knows how many batches an epoch has on all ranks. Lightning skips a *None batch*, for which the collate function has
+    returned None. All ranks have to skip the same batches: they compare them with each batch's sizes if the mode sends
+    sizes, otherwise they ask each other. The iterator of `inner`, Lightning's fetcher, may be running.
     """
 
     def __init__(self, inner: _DataFetcher, trainer: Trainer, *, trains: bool) -> None:
@@ -72,12 +68,11 @@ class BatchStream:
     def allow(self, num_trained: int) -> None:
         """Let batches be fetched as far as `max_steps` allows after `num_trained` batches."""
         loop, trainer = self._trainer.fit_loop.epoch_loop, self._trainer
-        if not self.trains or loop.max_steps == -1 or not trainer.lightning_module.automatic_optimization:
-            self._num_allowed = float("inf")
-            return
-        every = trainer.accumulate_grad_batches
-        done_of_step = loop.batch_progress.current.ready % every
-        self._num_allowed = num_trained + (loop.max_steps - loop.global_step) * every - done_of_step
+        self._num_allowed = float("inf")
+        if self.trains and loop.max_steps != -1 and trainer.lightning_module.automatic_optimization:
+            every = trainer.accumulate_grad_batches
+            done_of_step = loop.batch_progress.current.ready % every
+            self._num_allowed = num_trained + (loop.max_steps - loop.global_step) * every - done_of_step
 
     # -- what the executor asks for ---------------------------------------------------------------------------------
 

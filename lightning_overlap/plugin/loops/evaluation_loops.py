@@ -1,12 +1,8 @@
-"""Lightning's evaluation loops with a lookahead: `validate`, `test`, `predict`, and validation inside a fit.
-
-As in `fit_loop.py` the trainer's loop objects have a subclass of their class with a mixin during a run.
-"""
+"""Lightning's evaluation loops with a lookahead: `validate`, `test`, `predict`, and validation inside a fit."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -17,7 +13,7 @@ from typing_extensions import override
 
 from . import sigterm
 from .fetcher import LookaheadFetcher
-from .fit_loop import mixed_in
+from .fit_loop import mix_in
 
 
 class _LookaheadMixin:
@@ -100,11 +96,8 @@ class _PredictionLoopMixin(_LookaheadMixin, _PredictionLoop):
         self._stop_together()
 
 
-@contextmanager
-def installed(trainer: Trainer) -> Iterator[None]:
-    """Within this context the trainer's evaluation loops look ahead."""
-    with ExitStack() as stack:
-        for loop in (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
-            stack.enter_context(mixed_in(loop, _EvaluationLoopMixin))
-        stack.enter_context(mixed_in(trainer.predict_loop, _PredictionLoopMixin))
-        yield
+def install(trainer: Trainer, undo: ExitStack) -> None:
+    """Let the trainer's evaluation loops look ahead until `undo` is closed."""
+    for loop in (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
+        mix_in(_EvaluationLoopMixin, loop, undo)
+    mix_in(_PredictionLoopMixin, trainer.predict_loop, undo)

@@ -32,12 +32,9 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
 
     It is a subclass of the fetcher for `dataloader_iter`, for which Lightning's loop does no batch transfer itself.
 
-    Args:
-        inner: Lightning's fetcher, which may be running.
-        trainer: The trainer; its strategy makes the executor when the first batch is wanted.
-        step_arguments: Returns the arguments of the user's step for (batch, batch_idx, dataloader_idx).
-        next_number: Returns the `batch_idx` of the fit loop's next batch. None in an evaluation, whose batches keep
-            their loader's number.
+    The strategy makes the executor when the first batch is wanted. `step_arguments` returns the arguments of the user's
+    step for (batch, batch_idx, dataloader_idx), `next_number` the `batch_idx` of the fit loop's next batch; None in an
+    evaluation, whose batches keep their loader's number.
     """
 
     def __init__(
@@ -103,10 +100,6 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
 
         None batches come after the executor has begun the batch that follows them: by then all ranks have compared
         their None batches.
-
-        Raises:
-            StopIteration: The epoch's data has ended.
-            RuntimeError: A batch is None on some ranks only.
         """
         if self._peeked:
             return self._batch

@@ -1,15 +1,13 @@
-"""Lightning's fit loop with a lookahead: the loops keep their class names, states and checkpoints.
+"""Lightning's fit loop with a lookahead: during a fit the loop objects have a subclass of their class with a mixin.
 
-During a fit the trainer's loop objects have a subclass of their class with the mixins below, and the fetcher of
-`fetcher.py`; no loop method is copied.
+They keep their class names, states and checkpoints; no loop method is copied.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -61,7 +59,6 @@ class _FitLoopMixin(_FitLoop):
         warnings.warn(
             f"Rank {self.trainer.global_rank} has {own} batches, another rank {stream.num_batches:g}: all ranks end "
             "the epoch there, and the remaining batches of this rank are not trained.",
-            UserWarning,
             stacklevel=2,
         )
         self.max_batches = int(stream.num_batches)
@@ -149,17 +146,16 @@ def _leave_if_agreed(trainer: Trainer) -> None:
         sigterm.leave(trainer)
 
 
-@contextmanager
-def installed(trainer: Trainer) -> Iterator[None]:
-    """Within this context the trainer's fit loop looks ahead."""
+def install(trainer: Trainer, undo: ExitStack) -> None:
+    """Let the trainer's fit loop look ahead until `undo` is closed."""
     loop = trainer.fit_loop
-    epoch_loop = loop.epoch_loop
-    with (
-        mixed_in(loop, _FitLoopMixin),
-        mixed_in(epoch_loop, _EpochLoopMixin),
-        mixed_in(epoch_loop.automatic_optimization, _AutomaticOptimizationMixin),
-    ):
-        yield
+    undo.callback(_forget_broken_loader, loop)
+    mix_in(_FitLoopMixin, loop, undo)
+    mix_in(_EpochLoopMixin, loop.epoch_loop, undo)
+    mix_in(_AutomaticOptimizationMixin, loop.epoch_loop.automatic_optimization, undo)
+
+
+def _forget_broken_loader(loop: _FitLoop) -> None:
     fetcher = loop._data_fetcher
     if fetcher is not None and not isinstance(fetcher, LookaheadFetcher) and fetcher.iterator is None:
         # The loader could not be iterated. Lightning would ask for its length while it handles the error, and hide the
@@ -167,13 +163,11 @@ def installed(trainer: Trainer) -> Iterator[None]:
         loop._data_fetcher = None
 
 
-@contextmanager
-def mixed_in(live: Any, mixin: type) -> Iterator[None]:
-    """Within this context an object has a subclass of its class, of the same name, that begins with `mixin`."""
+def mix_in(mixin: type, live: Any, undo: ExitStack) -> None:
+    """Give an object a subclass of its class, of the same name, that begins with `mixin`, until `undo` is closed."""
     cls = type(live)
     live.__class__ = type(cls.__name__, (mixin, cls), {"__module__": cls.__module__})
-    yield
-    live.__class__ = cls
+    undo.callback(setattr, live, "__class__", cls)
 
 
 def logged_step(trainer: Trainer) -> int:

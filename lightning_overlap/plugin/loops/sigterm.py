@@ -7,8 +7,7 @@ it from the consensus about batches.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -30,14 +29,12 @@ class Sigterm:
         self.heard = True
 
 
-@contextmanager
-def installed(trainer: Trainer) -> Iterator[None]:
-    """Within this context `Sigterm` handles the signal if there are several ranks; a single rank ends as before."""
-    connector = trainer._signal_connector
+def install(trainer: Trainer, undo: ExitStack) -> None:
+    """Let `Sigterm` handle the signal until `undo` is closed, if there are several ranks."""
     if trainer.world_size > 1:
+        connector = trainer._signal_connector
         connector._sigterm_notifier_fn = Sigterm(trainer)  # type: ignore[method-assign, assignment]
-    yield
-    vars(connector).pop("_sigterm_notifier_fn", None)
+        undo.callback(vars(connector).pop, "_sigterm_notifier_fn")
 
 
 def heard(trainer: Trainer) -> bool:
