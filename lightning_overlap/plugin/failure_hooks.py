@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
@@ -17,8 +17,6 @@ from typing_extensions import override
 from ..distributed import Consensus, FirstCause, default_store, groups, remember_sockets, tell_last, timed_out
 from ..text import some
 from .checkpoint_hooks import SavesShards
-
-T = TypeVar("T")
 
 SAVE_TIMEOUT_S = 20
 """How long a rank that failed waits for the others to fail before it saves with them, in seconds."""
@@ -95,7 +93,7 @@ class FailsTogether(SavesShards):
             first.add_note(f"no checkpoint of it was saved: other ranks did not fail there within {timeout_s:g} s")
             raise self._torn_down(first)
 
-    def _first_error_first(self, what: str, action: Callable[[], T]) -> T:
+    def _first_error_first(self, what: str, action: Callable[[], Any]) -> Any:
         """Return `action()`; if it fails while a run's error is handled, raise that error with a note (`what`)."""
         first = sys.exception() if self._interrupted else None
         try:

@@ -27,12 +27,8 @@ def keep_freed_memory() -> bool:
         libc: Any = ctypes.CDLL("libc.so.6")
     except OSError:  # not glibc
         return False
-    if _address(process.malloc) != _address(libc.malloc):
+    if len({ctypes.cast(one.malloc, ctypes.c_void_p).value for one in (process, libc)}) > 1:
         return False
     settings = ((_M_MMAP_THRESHOLD, MMAP_THRESHOLD), (_M_TRIM_THRESHOLD, TRIM_THRESHOLD), (_M_TOP_PAD, TOP_PAD))
     accepted = [libc.mallopt(name, value) for name, value in settings]
     return all(accepted)
-
-
-def _address(function: Any) -> int | None:
-    return ctypes.cast(function, ctypes.c_void_p).value

@@ -383,8 +383,8 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
         what = "TorchRec tables sharded, their lookup overlapped with the dense part"
         for name, start_method in STRATEGY_NAMES.items():
             if name not in strategy_registry:
-                description = f"{what}, with `start_method` '{start_method}'"
-                strategy_registry.register(name, cls, description=description, start_method=start_method)
+                words = f"{what}, with `start_method` '{start_method}'"
+                strategy_registry.register(name, cls, description=words, start_method=start_method)
 
 
 OverlapEmbeddingStrategy.register_strategies(StrategyRegistry)

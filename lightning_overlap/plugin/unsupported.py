@@ -40,11 +40,7 @@ _AVERAGING = (
 
 
 def check_arguments(kind: type[DDPStrategy], given: Iterable[str]) -> None:
-    """Refuse an argument that neither a strategy nor DistributedDataParallel has: Lightning would notice late in `fit`.
-
-    Raises:
-        TypeError: The message lists the nearest names.
-    """
+    """Refuse an argument that neither strategy nor DistributedDataParallel has: Lightning would notice it late."""
     owners: list[Any] = [owner for owner in kind.__mro__ if issubclass(owner, DDPStrategy)]
     parameters = [one for owner in (*owners, DistributedDataParallel) for one in signature(owner).parameters.values()]
     named = [one.name for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
@@ -120,11 +116,9 @@ def refuse_held_updates(module: LightningModule) -> None:
 
 
 def refuse_clipping(trainer: Trainer, module: LightningModule, undo: ExitStack) -> None:
-    """Refuse to clip gradients by a norm that would differ between ranks, now and until `undo` is closed.
+    """Refuse, until `undo` is closed, to clip by a norm that would differ between ranks: of shards with a dense kernel.
 
-    Raises:
-        ValueError: The trainer clips by norm, and tables with a dense kernel are sharded. `clip_gradients` raises it
-            for an optimizer that trains such shards.
+    Raises at once for `gradient_clip_val`, else when `clip_gradients` is called with an optimizer of such shards.
     """
     names = tables_in_dense_shards(module) if trainer.world_size > 1 else []
     if not names:

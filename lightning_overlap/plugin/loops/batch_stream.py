@@ -117,8 +117,8 @@ class BatchStream:
         self._index = index
         staged = self._stage(fetched)  # before the loader makes the next batch, which may overwrite this one
         for ahead in range(index + 1 + len(self._buffered), index + 1 + self._num_to_buffer):
-            if ahead < self._num_allowed and (following := self._next_to_train(ahead, timer)) is not None:
-                self._buffered.append(following)
+            if ahead < self._num_allowed:
+                self._buffer(ahead, timer)
         return fetched._replace(batch=staged)
 
     def _stage(self, fetched: FetchedBatch) -> Any:
@@ -145,8 +145,7 @@ class BatchStream:
         if not self.trains:
             return 0
         if self.num_fetched <= num_before and not self.exhausted:
-            following = self._next_to_train(num_before, None)
-            self._buffered.extend([] if following is None else [following])
+            self._buffer(num_before, None)
         goes_on = self.num_fetched > num_before or bool(self._buffered)
         gather = self._trainer.strategy.gather  # type: ignore[attr-defined]
         told: list[tuple[list[int], bool]] = gather((self.nones_after(num_before), goes_on))
@@ -171,6 +170,10 @@ class BatchStream:
             return int(self.num_batches - self.inner.fetched <= ASK_FOR_LAST)
         keeps = self._trainer.world_size > 1 and self._memory.is_own
         return NUM_AT_HAND - (self.inner.length is None) if keeps else 0  # without a length the inner fetcher holds one
+
+    def _buffer(self, index: int, timer: StageTimer | None) -> None:
+        if (following := self._next_to_train(index, timer)) is not None:
+            self._buffered.append(following)
 
     def _next_to_train(self, index: int, timer: StageTimer | None) -> FetchedBatch | None:
         """Return the batch `index`, past None batches; None at the end."""

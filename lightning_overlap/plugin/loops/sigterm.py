@@ -8,22 +8,23 @@ it from the consensus about batches.
 from __future__ import annotations
 
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 
+@dataclass(eq=False)
 class Sigterm:
     """Replaces Lightning's handler of SIGTERM while several ranks run; `heard` says whether a signal has come."""
 
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
-        self.heard = False
+    trainer: Trainer
+    heard: bool = False
 
     def __call__(self, signum: int, frame: Any) -> None:
         """Forward the signal to the processes that this process launched, and note it for the next consensus."""
-        launcher = self._trainer.strategy.launcher
+        launcher = self.trainer.strategy.launcher
         if not self.heard and launcher is not None:
             launcher.kill(signum)
         self.heard = True
