@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
@@ -16,35 +15,28 @@ from typing_extensions import override
 from .. import checkpoint as checkpoints
 from ..checkpoint import FULL, SHARDED, FolderSaver
 from ..distributed import gather_objects
-from ..tables import hands_out_rows, has_tables, sharded_modules
+from ..tables import hands_out_rows, has_tables
 from . import checkpoint_links
 from .run import HasRun
 
-_LOADERS, _LOADER = "loader_states", "combined_loader"
-"""Entry of a checkpoint with every rank's state of the data loaders, and Lightning's entry with this rank's."""
-_ASSIGNING_RANKS = "managed_collision_ranks"
-"""Entry of a checkpoint: the number of ranks on which its managed collision modules assigned rows to ids."""
-_CHOICE = "lightning_overlap_auto"
-"""Entry of a checkpoint: the mode that `pipeline="auto"` has chosen."""
-_NUM_STASHED = "num_stashed_gradients"
-"""Entry of an optimizer's state: the number of steps whose gradients are stashed in it."""
+# Entries of a checkpoint.
+_LOADERS, _LOADER = "loader_states", "combined_loader"  # states of every rank's data loaders; Lightning's, of this rank
+_ASSIGNING_RANKS = "managed_collision_ranks"  # number of ranks whose managed collision modules assigned rows to ids
+_CHOICE = "lightning_overlap_auto"  # the mode that `pipeline="auto"` has chosen
+_NUM_STASHED = "num_stashed_gradients"  # of an optimizer's state: number of steps whose gradients are stashed in it
 
 
 class SavesShards(HasRun):
-    """The hooks of a strategy around checkpoints; a module without sharded tables is saved as DDPStrategy does.
-
-    Owns the saver that writes folders while training goes on (`_folder_saver`) and the path of the newest checkpoint
-    (`_newest`).
-    """
+    """The hooks of a strategy around checkpoints; a module without sharded tables is saved as DDPStrategy does."""
 
     checkpoint_format: str | None
     async_checkpoint: bool
-    _newest: Path | None = None
+    _newest: Path | None = None  # the newest checkpoint
 
     @override
     def forget_run(self) -> None:
         super().forget_run()
-        self._folder_saver = FolderSaver(None)
+        self._folder_saver = FolderSaver(None)  # writes folders while training goes on
 
     @override
     def join_groups(self) -> None:
@@ -54,11 +46,7 @@ class SavesShards(HasRun):
             self._folder_saver = FolderSaver(self.checkpoint_group)
 
     def finish_save(self, error: BaseException | None = None) -> None:
-        """Wait for the save under way in a thread, if there is one; a handled error gets a note if the save has failed.
-
-        Raises:
-            Exception: The save has failed, and no other error is being handled.
-        """
+        """Wait for the save under way, if any, and raise its error, or note it in the error that is being handled."""
         try:
             self._folder_saver.wait()
         except Exception as err:
@@ -80,31 +68,32 @@ class SavesShards(HasRun):
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         state = super().optimizer_state(optimizer)
-        module = self.lightning_module
-        if module is None or not sharded_modules(module):
+        if not self._is_sharded:
             return state
-        named = checkpoints.by_name(optimizer, state, module, self._stash.as_state(optimizer))
+        named = checkpoints.by_name(optimizer, state, self._module, self._stash.as_state(optimizer))
         if self._stash.num(optimizer) and "state" in named:
             named[_NUM_STASHED] = self._stash.num(optimizer)
         return named
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        module = self.lightning_module
-        if module is None or not sharded_modules(module):
+        if not self._is_sharded:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         self._folder_saver.wait()  # its thread uses `checkpoint_group`, as everything below does
         with self.saving():
-            self._save(module, checkpoint, self.broadcast(filepath), storage_options)
+            self._save(checkpoint, self.broadcast(filepath), storage_options)
 
-    def _save(self, module: LightningModule, checkpoint: dict[str, Any], filepath: Any, storage_options: Any) -> None:
+    def _save(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any) -> None:
+        module = self._module
+        whole = self.world_size == 1 and not self.async_checkpoint and not hands_out_rows(module)
+        saved_format = self.checkpoint_format or (FULL if whole else SHARDED)
         # Rank 0 alone writes the state that is not sharded, so it gets the loader states of all ranks.
         states = gather_objects(_fit_loop(checkpoint).get(_LOADER), self.checkpoint_group)
         if any(states):
             checkpoint[_LOADERS] = states
         if hands_out_rows(module):
-            if self._saved_format == FULL:
+            if saved_format == FULL:
                 raise ValueError(
                     "checkpoint_format='full' cannot hold managed collision modules: each shard assigns rows to the "
                     "ids that its rank gets, which TorchRec loads from shards only. Use checkpoint_format='sharded'."
@@ -114,7 +103,7 @@ class SavesShards(HasRun):
             checkpoint[_CHOICE] = self._tuner.state_dict()
         path, resumable = Path(filepath), "optimizer_states" in checkpoint
         first = self._first_last(path) if resumable else None
-        if self._saved_format == FULL:
+        if saved_format == FULL:
             content = checkpoints.gather_checkpoint(checkpoint, module, self.checkpoint_group)
             if not _is_plain_file(filepath, storage_options, self.checkpoint_io):
                 super().save_checkpoint(content or {}, filepath, storage_options)
@@ -127,10 +116,8 @@ class SavesShards(HasRun):
         self._take_newest(path, resumable)
 
     def _first_last(self, path: Path) -> Path | None:
-        """Return a second name under which "last" finds this checkpoint, if there is no last checkpoint yet.
-
-        With `save_last=True` Lightning saves it again as the last checkpoint; until then "last" finds nothing else.
-        """
+        """Return a second name under which "last" finds this checkpoint, if there is no last checkpoint yet."""
+        # With `save_last=True` Lightning saves it again as the last checkpoint; until then "last" finds nothing else.
         for bridge, is_last in checkpoint_links.bridges(self._running_trainer, path):
             found = path.parent.glob(f"{bridge.name.partition('.new')[0]}*{bridge.suffix}")
             if not is_last and not any(other.exists() for other in found):
@@ -146,14 +133,6 @@ class SavesShards(HasRun):
             elif resumable:
                 self._folder_saver.on_commit(partial(checkpoints.lead, bridge, path))
 
-    @property
-    def _saved_format(self) -> str:
-        if self.checkpoint_format is not None:
-            return self.checkpoint_format
-        assert self.lightning_module is not None
-        whole = self.world_size == 1 and not self.async_checkpoint and not hands_out_rows(self.lightning_module)
-        return FULL if whole else SHARDED
-
     @override
     def remove_checkpoint(self, filepath: Any) -> None:
         # Only once the checkpoint that was saved after it is complete.
@@ -167,24 +146,15 @@ class SavesShards(HasRun):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         self._folder_saver.wait()
         checkpoint_path = self.broadcast(checkpoint_path)
-        if not (
-            _is_plain_file(checkpoint_path, None, self.checkpoint_io) or checkpoints.is_folder(Path(checkpoint_path))
-        ):
+        path = Path(checkpoint_path)
+        if not _is_plain_file(checkpoint_path, None, self.checkpoint_io) and not checkpoints.is_folder(path):
             # Lightning 2.5 has no such argument.
             checkpoint = super().load_checkpoint(checkpoint_path, *([] if weights_only is None else [weights_only]))
-        elif not checkpoints.is_folder(path := checkpoints.resolve_path(Path(checkpoint_path))):
+        elif not checkpoints.is_folder(path := checkpoints.resolve_path(path)):
             checkpoint = checkpoints.load_file(path, weights_only=weights_only)
         else:
-            module = self.lightning_module
-            assert module is not None
-            checkpoint = checkpoints.load_folder(
-                path,
-                module,
-                self.checkpoint_group,
-                weights_only=weights_only,
-                strict=module.strict_loading,
-                with_optimizers=self._is_fitting(),
-            )
+            load = partial(checkpoints.load_folder, weights_only=weights_only, with_optimizers=self._fits)
+            checkpoint = load(path, self._module, self.checkpoint_group, strict=self._module.strict_loading)
         states = checkpoint.pop(_LOADERS, [])
         if len(states) == self.world_size:  # else all ranks take the states of rank 0
             _fit_loop(checkpoint)[_LOADER] = states[self.global_rank] or []
@@ -198,15 +168,14 @@ class SavesShards(HasRun):
                 f"the checkpoint has managed collision modules of {num_ranks} ranks, this run has {self.world_size}: "
                 f"the ids would be looked up in shards that did not assign their rows. Load it on {num_ranks} ranks."
             )
-        module = self.lightning_module
-        assert module is not None
+        module = self._module
         try:
             checkpoints.check_tables(module, checkpoint["state_dict"])
             super().load_model_state_dict(checkpoint, strict)
         except RuntimeError as err:
             err.add_note("The checkpoint's module has other tables or another dense part than this module.")
             raise
-        if self._is_fitting() and sharded_modules(module):
+        if self._fits and self._is_sharded:
             if self._tuner is not None:
                 self._tuner.load_state_dict(checkpoint.get(_CHOICE, {}))
             assert isinstance(checkpoint, dict)
@@ -215,23 +184,17 @@ class SavesShards(HasRun):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        module = self.lightning_module
-        assert module is not None
-        checkpoints.load_dense(checkpoint, self.optimizers, module)
+        checkpoints.load_dense(checkpoint, self.optimizers, self._module)
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
             self._stash.take_from(optimizer, state.get(_NUM_STASHED, 0))
 
-    def _is_fitting(self) -> bool:
-        module = self.lightning_module
-        try:
-            return module is not None and module.trainer.state.fn == TrainerFn.FITTING
-        except RuntimeError:  # it has no trainer, as in the process that has spawned the ranks of a fit
-            return False
+    @property
+    def _fits(self) -> bool:
+        return self._run is not None and self._run.trainer.state.fn == TrainerFn.FITTING
 
 
-def _fit_loop(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    state: dict[str, Any] = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
-    return state
+def _fit_loop(checkpoint: dict[str, Any]) -> Any:
+    return checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
 
 
 def _remove(path: Path, newest: Path | None, stems: set[str]) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,20 +23,15 @@ from lightning.pytorch.core import saving
 
 from ..checkpoint import discard, is_folder, lead
 
-OnCommit = Callable[[Callable[[], None]], None]
-"""Calls a function as soon as the save under way has succeeded; at once if no save is under way."""
+OnCommit = Callable[[Callable[[], None]], None]  # calls a function when the save under way, if any, has succeeded
 
 
-@contextmanager
-def installed(trainer: Trainer, on_commit: OnCommit) -> Iterator[None]:
-    """Within this context callbacks link to complete checkpoints only; a subclass keeps a link method of its own."""
-    linking = [callback for callback in _keeping_last(trainer) if callback.save_last == "link"]
-    for callback in linking:
-        if type(callback)._link_checkpoint is ModelCheckpoint._link_checkpoint:
+def install(trainer: Trainer, undo: ExitStack, on_commit: OnCommit) -> None:
+    """Let callbacks link to complete checkpoints only; a subclass keeps a link method of its own."""
+    for callback in _keeping_last(trainer):
+        if callback.save_last == "link" and type(callback)._link_checkpoint is ModelCheckpoint._link_checkpoint:
             callback._link_checkpoint = partial(_link, on_commit)  # type: ignore[method-assign]
-    yield
-    for callback in linking:
-        vars(callback).pop("_link_checkpoint", None)
+            undo.callback(vars(callback).pop, "_link_checkpoint", None)
 
 
 def stems(trainer: Trainer | None) -> set[str]:
@@ -45,11 +40,7 @@ def stems(trainer: Trainer | None) -> set[str]:
 
 
 def bridges(trainer: Trainer | None, path: Path) -> list[tuple[Path, bool]]:
-    """Return the links that "last" finds while the last checkpoint is incomplete, for a checkpoint that is being saved.
-
-    Returns:
-        For each callback that saves into the folder of `path`, the link and whether `path` is a last checkpoint itself.
-    """
+    """Return the bridges beside a checkpoint that is being saved, each with whether it is a last checkpoint itself."""
     found = {}
     for callback in _keeping_last(trainer):
         stem = callback.CHECKPOINT_NAME_LAST
@@ -73,14 +64,10 @@ def _link(on_commit: OnCommit, trainer: Trainer, filepath: Any, linkpath: Any) -
     trainer.strategy.barrier()
 
 
-# -- loading a folder as a file ---------------------------------------------------------------------------------
-
-
 def explain_folders() -> None:
     """Let `Module.load_from_checkpoint` explain its error about a folder, which Lightning opens as a file.
 
-    This is the only change of Lightning that stays once the package is imported: no trainer or strategy takes part in
-    that call, so no run could make and undo the change.
+    The only change of Lightning that stays: no trainer or strategy takes part in that call, so no run could undo it.
     """
     if getattr(lightning_module, "_load_from_checkpoint", None) is saving._load_from_checkpoint:
         lightning_module._load_from_checkpoint = _load  # type: ignore[attr-defined]

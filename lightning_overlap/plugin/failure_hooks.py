@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
@@ -18,24 +18,18 @@ from ..distributed import Consensus, FirstCause, default_store, groups, remember
 from ..text import some
 from .checkpoint_hooks import SavesShards
 
-T = TypeVar("T")
-
 SAVE_TIMEOUT_S = 20
 """How long a rank that failed waits for the others to fail before it saves with them, in seconds."""
 
 
 class FailsTogether(SavesShards):
-    """The hooks of a strategy around errors, and around the work of callbacks that handle an error.
-
-    Owns the ranks' messages about the first error in the store (`_first_cause`), and whether all ranks have failed in
-    the same place (`_all_failed`).
-    """
+    """The hooks of a strategy around errors, and around the work of callbacks that handle an error."""
 
     @override
     def forget_run(self) -> None:
         super().forget_run()
-        self._first_cause: FirstCause | None = None
-        self._all_failed = False
+        self._first_cause: FirstCause | None = None  # the ranks' messages about the first error, in the store
+        self._all_failed = False  # in the same place
 
     @override
     def setup_environment(self) -> None:
@@ -43,7 +37,7 @@ class FailsTogether(SavesShards):
             super().setup_environment()
         # All ranks come here, so their messages begin anew with each run.
         store = default_store()
-        self._first_cause = FirstCause(store, self.global_rank) if store is not None else None
+        self._first_cause = None if store is None else FirstCause(store, self.global_rank)
         self._all_failed = False
 
     @override
@@ -51,16 +45,16 @@ class FailsTogether(SavesShards):
         _name_unused_parameters(exception, self.model, type(self).__name__)
         super().on_exception(exception)
         executor = self._executor
-        place = "outside of training" if executor is None else executor.place
         if timed_out(exception):
             exception.add_note(
                 f"Another rank did not answer within {self.timeout_s:g} s: see its last message. If it is only slow, "
                 "pass a longer timeout= to the strategy."
             )
+        place = "outside of training"
         if executor is not None:
+            place = executor.place
             exception.add_note(f"rank {self.global_rank} was {place}")
-            missing = executor.updates.settle(SAVE_TIMEOUT_S)
-            if missing is not None:
+            if (missing := executor.updates.settle(SAVE_TIMEOUT_S)) is not None:
                 exception.add_note(f"{missing}, the dense part has it: resume from a checkpoint")
         if self._first_cause is not None:
             self._first_cause.note(exception, place)
@@ -86,11 +80,7 @@ class FailsTogether(SavesShards):
         return self._first_error_first("a broadcast that followed it failed", partial(broadcast, obj, src))
 
     def _save_together_or_not(self) -> None:
-        """Let callbacks save in `on_exception` only if all ranks have failed in the same place, and so save too.
-
-        Raises:
-            BaseException: They have not: this rank's own error, with a note, instead of a later timeout.
-        """
+        """Let callbacks save in `on_exception` only if all ranks failed in the same place; else raise the own error."""
         first = sys.exception()
         if first is None or self._first_cause is None or self._all_failed or not self._interrupted:
             return
@@ -103,7 +93,7 @@ class FailsTogether(SavesShards):
             first.add_note(f"no checkpoint of it was saved: other ranks did not fail there within {timeout_s:g} s")
             raise self._torn_down(first)
 
-    def _first_error_first(self, what: str, action: Callable[[], T]) -> T:
+    def _first_error_first(self, what: str, action: Callable[[], Any]) -> Any:
         """Return `action()`; if it fails while a run's error is handled, raise that error with a note (`what`)."""
         first = sys.exception() if self._interrupted else None
         try:
@@ -128,18 +118,14 @@ class FailsTogether(SavesShards):
 
 
 def _name_unused_parameters(exception: BaseException, model: Any, strategy: str) -> None:
-    """Reword DistributedDataParallel's error about parameters without a gradient: Lightning would name DDPStrategy.
-
-    Other errors stay as they are. The text names the parameters if `model` is wrapped and still has the step's
-    gradients.
-    """
+    """Reword DistributedDataParallel's error about parameters without a gradient: Lightning would name DDPStrategy."""
     if not any("Expected to have finished reduction in the prior iteration" in str(arg) for arg in exception.args):
         return
     without = []
     if isinstance(model, DistributedDataParallel):
         named = [(name, p) for name, p in model.module.named_parameters() if name not in model.parameters_to_ignore]
-        trained = [name for name, p in named if p.grad is not None]
-        without = [name for name, p in named if p.requires_grad and p.grad is None] if trained else []
+        if any(p.grad is not None for _, p in named):  # else the step's gradients are gone
+            without = [name for name, p in named if p.requires_grad and p.grad is None]
     which = f": {some(without)}" if without else ", here or on another rank"
     exception.args = (
         f"some dense parameters got no gradient from the loss of training_step{which}. If this is intended, give the "

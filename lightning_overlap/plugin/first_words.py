@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
+from ..schedules import Mode
 from ..tables import table_lines
 
 LOGGER = "lightning.pytorch.lightning_overlap"
@@ -51,36 +52,25 @@ def calm_libraries(wanted: bool = True) -> None:
         warnings.filterwarnings("ignore", message=message)
 
 
-def tell_set_up(
-    model: nn.Module,
-    mode: str,
-    stream: str,
-    num_ranks: int,
-    optimizers: Iterable[Optimizer],
-    *,
-    schedulers: Collection[Any],
-    unpipelined: Mapping[str, str],
-) -> None:
-    """Log what a user has to know before the first step.
+def of_mode(mode: Mode) -> str:
+    """Return a mode's name, its staleness if it is not 0, and the batches that train exactly."""
+    schedule = mode.schedule
+    words = schedule.name + f", staleness {schedule.staleness}" * bool(schedule.staleness)
+    exact = [f"before batch {mode.start_batch}"] if mode.start_batch else []
+    exact += [] if mode.end_batch is None else [f"from batch {mode.end_batch} on"]
+    return words + f" (fused_sparse_dist {' and '.join(exact)})" * bool(exact)
 
-    Args:
-        model: The sharded model.
-        mode: The mode, with its staleness if it is not 0.
-        stream: The stream policy's name.
-        num_ranks: How many ranks there are.
-        optimizers: Those of `configure_optimizers`.
-        schedulers: The learning-rate schedulers.
-        unpipelined: Modules that run in their own forward, each with the reason.
-    """
-    optimizers = list(optimizers)
+
+def tell_set_up(
+    model: nn.Module, mode: str, optimizers: list[Optimizer], schedulers: list[Any], unpipelined: Mapping[str, str]
+) -> None:
+    """Log the mode, what trains the sharded model's tables, and why modules run in their own forward."""
     moved = any(getattr(one.optimizer, "fused_groups", None) for one in schedulers)  # of combined_optimizer
-    ranks = f"{num_ranks} rank{'s' * (num_ranks != 1)}"
-    lines = [f"lightning_overlap: {mode}, stream {stream}, {ranks}"]
-    lines += table_lines(model, optimizers, scheduled=bool(schedulers), moved=moved)
+    lines = [f"lightning_overlap: {mode}", *table_lines(model, optimizers, scheduled=bool(schedulers), moved=moved)]
     lines += [f"{name} runs unpipelined: {reason}" for name, reason in unpipelined.items()]
     tell("\n  ".join(lines))
 
 
 def tell(text: str) -> None:
-    """Log a text."""
+    """Log a text of this package."""
     logging.getLogger(LOGGER).info(text)

@@ -9,21 +9,9 @@ from typing import Any
 # From glibc's malloc.h. By default blocks of more than 128 KiB (later up to 32 MiB) are mapped anew at each use, and
 # the kernel fills each of their pages with zeros.
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
-MMAP_THRESHOLD = 32 << 20
-"""Blocks up to this size, in bytes, come from the heap: the most that glibc accepts."""
-TRIM_THRESHOLD = (1 << 31) - 1
-"""The heap keeps this many free bytes."""
-TOP_PAD = 64 << 20
-"""The heap grows by this many bytes at once."""
-
-
-class _Symbol(ctypes.Structure):
-    _fields_ = (
-        ("file", ctypes.c_char_p),
-        ("base", ctypes.c_void_p),
-        ("name", ctypes.c_char_p),
-        ("address", ctypes.c_void_p),
-    )
+MMAP_THRESHOLD = 32 << 20  # blocks up to this size, in bytes, come from the heap: the most that glibc accepts
+TRIM_THRESHOLD = (1 << 31) - 1  # the heap keeps this many free bytes
+TOP_PAD = 64 << 20  # the heap grows by this many bytes at once
 
 
 def keep_freed_memory() -> bool:
@@ -35,13 +23,12 @@ def keep_freed_memory() -> bool:
     if any(name.startswith("MALLOC_") for name in os.environ) or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
         return False
     process: Any = ctypes.CDLL(None)
-    if not (hasattr(process, "mallopt") and hasattr(process, "dladdr")):
+    try:
+        libc: Any = ctypes.CDLL("libc.so.6")
+    except OSError:  # not glibc
         return False
-    found = _Symbol()
-    if not process.dladdr(ctypes.cast(process.malloc, ctypes.c_void_p), ctypes.byref(found)):
-        return False
-    if not os.path.basename(os.fsdecode(found.file or b"")).startswith("libc."):
+    if len({ctypes.cast(one.malloc, ctypes.c_void_p).value for one in (process, libc)}) > 1:
         return False
     settings = ((_M_MMAP_THRESHOLD, MMAP_THRESHOLD), (_M_TRIM_THRESHOLD, TRIM_THRESHOLD), (_M_TOP_PAD, TOP_PAD))
-    accepted = [process.mallopt(name, value) for name, value in settings]
+    accepted = [libc.mallopt(name, value) for name, value in settings]
     return all(accepted)

@@ -1,5 +1,7 @@
 """Lightning's private names that this folder uses: an upgrade that lacks a name fails with a clear error.
 
+A module's names that this folder imports are not listed: the import itself fails.
+
 A test looks for each name in the installed Lightning; each run looks in the objects that it changes.
 """
 
@@ -16,26 +18,17 @@ from ..versions import check_names
 _OF_BOTH = ["_build_kwargs", "_build_step_args_from_hook_kwargs", "_data_fetcher", "_verify_dataloader_idx_requirement"]
 PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
     "lightning.pytorch.core.module": ("_load_from_checkpoint",),
-    "lightning.pytorch.loops.evaluation_loop": ("_EvaluationLoop",),
-    "lightning.pytorch.loops.fetchers": ("_DataFetcher", "_DataLoaderIterDataFetcher", "_PrefetchDataFetcher"),
-    "lightning.pytorch.loops.fit_loop": ("_FitLoop",),
-    "lightning.pytorch.loops.optimization.automatic": ("_AutomaticOptimization",),
-    "lightning.pytorch.loops.prediction_loop": ("_PredictionLoop",),
-    "lightning.pytorch.loops.training_epoch_loop": ("_TrainingEpochLoop",),
-    "lightning.pytorch.strategies.launchers.multiprocessing": ("_MultiProcessingLauncher",),
     "lightning.pytorch.trainer.call": ("_call_callback_hooks", "_call_lightning_module_hook", "_call_strategy_hook"),
-    "lightning.pytorch.trainer.connectors.logger_connector.result": ("_ResultMetric",),
-    "_AutomaticOptimization": ("_make_zero_grad_fn",),
     "_DataLoaderIterDataFetcher": ("_batch", "_batch_idx", "_dataloader_idx", "_start_profiler", "_stop_profiler"),
     "_EvaluationLoop": (*_OF_BOTH, "_evaluation_step", "_is_sequential"),
-    "_FitLoop": ("_can_stop_early", "_data_fetcher", "_should_reload_train_dl", "setup_data"),
+    "_FitLoop": ("_data_fetcher", "_should_reload_train_dl", "setup_data"),
     "_MultiProcessingLauncher": ("_collect_rank_zero_results", "_start_method", "_strategy"),
     "_PredictionLoop": (*_OF_BOTH, "_predict_step", "_return_predictions", "_store_data_for_prediction_writer"),
     "_ResultMetric": ("_computed", "_defaults", "_forward_cache"),
     "_SignalConnector": ("_sigterm_notifier_fn",),
     "_TrainingEpochLoop": (
-        *("_batches_that_stepped", "_broadcast_sigterm_tensor", "_build_kwargs", "_num_ready_batches_reached"),
-        *("_should_accumulate", "_should_check_val_epoch", "_should_check_val_fx", "advance"),
+        *("_batches_that_stepped", "_broadcast_sigterm_tensor", "_build_kwargs", "_should_accumulate"),
+        *("_should_check_val_fx", "advance"),
     ),
     "CombinedLoader": ("_state_dicts",),
     "DDPStrategy": (
@@ -52,21 +45,15 @@ PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
 
 
 def check_lightning(trainer: Trainer) -> None:
-    """Look for the names in a trainer that is about to run.
-
-    Raises:
-        ImportError: The installed Lightning lacks a name.
-    """
+    """Raise an ImportError if what a trainer is about to run lacks one of the names."""
     check_names("lightning", PRIVATE_NAMES, {"Trainer": trainer})
-    epoch_loop = trainer.fit_loop.epoch_loop
     owners = {
         "lightning.pytorch.trainer.call": call,
-        "_AutomaticOptimization": epoch_loop.automatic_optimization,
         "_EvaluationLoop": trainer.validate_loop,
         "_FitLoop": trainer.fit_loop,
         "_PredictionLoop": trainer.predict_loop,
         "_SignalConnector": trainer._signal_connector,
-        "_TrainingEpochLoop": epoch_loop,
+        "_TrainingEpochLoop": trainer.fit_loop.epoch_loop,
         "LightningModule": trainer.lightning_module,
         "ModelCheckpoint": ModelCheckpoint,
         "Strategy": trainer.strategy,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -33,28 +32,23 @@ _NOT_IN_NOTEBOOKS = (
     "script works with any number of devices."
 )
 
-_TABLE_OPTIMIZERS = "table_optimizers"
-"""Entry of a copy's state: the optimizers that are applied in backward to the tables of its module."""
+_TABLE_OPTIMIZERS = "table_optimizers"  # entry of a copy's state: the optimizers applied in backward to its tables
 
 
 class StartsProcesses(HasRun):
-    """A strategy that can be copied and pickled, and that gives whole tables back to the process that started it.
+    """A strategy that can be copied and pickled, and that gives whole tables back to the process that started it."""
 
-    Owns `_parents_state`, which the `Launcher` sets in the parent and the started processes read.
-    """
-
-    _parents_state: frozenset[str] | None = None
-    """Names in the `state_dict` of the parent's module, during a fit in started processes; else None."""
+    _parents_state: frozenset[str] | None = None  # names in the parent's `state_dict`, for a fit in started processes
 
     @override
     def __getstate__(self) -> dict[str, Any]:
         new = object.__new__(type(self))
         new.forget_run()
         state = {name: value for name, value in super().__getstate__().items() if name not in vars(new)}
-        module = self.lightning_module
-        if module is not None and sharded_modules(module):
+        if self._is_sharded:
             # Shards cannot be copied, so neither can module and optimizers: the copied trainer has no module.
             return state | {"_lightning_module": None, "_model": None, "_optimizers": [], "lr_scheduler_configs": []}
+        module = self.lightning_module
         return state | {_TABLE_OPTIMIZERS: {} if module is None else table_optimizers(module)}
 
     @override
@@ -95,10 +89,7 @@ class StartsProcesses(HasRun):
 
 
 def own_memory(module: nn.Module) -> None:
-    """Copy the tensors that a started process shares with its parent, since all ranks would write the same memory.
-
-    Lightning does so for `spawn`, but not for `forkserver`.
-    """
+    """Copy the tensors that all started processes share, as Lightning does for `spawn` but not for `forkserver`."""
     for tensor in (*module.parameters(), *module.buffers()):
         if tensor.device.type == "cpu" and tensor.is_shared():
             tensor.data = tensor.data.clone()
@@ -128,8 +119,12 @@ class Launcher(_MultiProcessingLauncher):
         module = trainer.lightning_module
         if trainer.state.fn != TrainerFn.FITTING or not sharded_modules(module):
             return super()._collect_rank_zero_results(trainer, results)
+
         # Lightning takes the module's state on every rank, and saves the state of rank 0 for the parent.
-        make_whole = partial(_make_whole, self._strategy.checkpoint_group)
+        def make_whole(_: nn.Module, state: dict[str, Any], *args: Any) -> None:
+            tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
+            state.update(gather(tensors, self._strategy.checkpoint_group))
+
         handle = module.register_state_dict_post_hook(make_whole)  # type: ignore[no-untyped-call]
         try:
             return super()._collect_rank_zero_results(trainer, results)
@@ -137,25 +132,11 @@ class Launcher(_MultiProcessingLauncher):
             handle.remove()
 
 
-def _make_whole(
-    group: dist.ProcessGroup | None, module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]
-) -> None:
-    """Replace the shards in a state dict by whole tensors on rank 0; a `state_dict` hook that all ranks run."""
-    tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
-    state.update(gather(tensors, group))
-
-
 _OTHERWISE = "or start a process per rank: run the script itself (start_method='popen', the default), or torchrun."
 
 
 def _check_same_tables(module: nn.Module, of_parent: frozenset[str], start_method: str) -> None:
-    """Check in a started process that its sharded modules have the same names of state as the parent's module.
-
-    `of_parent` has the names in the `state_dict` of the parent's module.
-
-    Raises:
-        ValueError: The names differ. Lightning would silently drop tables that the parent lacks.
-    """
+    """Refuse tables in a started process that its parent's `state_dict` lacks: Lightning would silently drop them."""
     sharded = tuple(f"{name}." for name in sharded_modules(module))
     here, there = ({key for key in keys if key.startswith(sharded)} for keys in (module.state_dict(), of_parent))
     if here != there:
@@ -168,13 +149,7 @@ def _check_same_tables(module: nn.Module, of_parent: frozenset[str], start_metho
 
 
 def _refuse_launch(strategy: DDPStrategy, start_method: str, module: LightningModule, trainer: Trainer) -> None:
-    """Refuse state that started processes cannot share with this process, before they are started.
-
-    Raises:
-        ValueError: The module is sharded, or its tables could not be given back.
-        RuntimeError: This process has a process group, which a forked process would take for its own.
-    """
-    reason = None
+    """Refuse state that started processes cannot share with this process, before they are started."""
     on_meta = [table.path for table in find_tables(module) if table.parameter.is_meta]
     if sharded_modules(module):
         reason = "the module was sharded in this process. Make it anew (load a checkpoint of it)"
@@ -189,14 +164,11 @@ def _refuse_launch(strategy: DDPStrategy, start_method: str, module: LightningMo
     elif strategy.num_nodes > 1:
         reason = "tables are given back on the first of several nodes only. Train on one node"
     elif any(isinstance(part, BaseManagedCollisionEmbeddingCollection) for part in module.modules()):
-        reason = (
-            "managed collision modules cannot be given back: each shard assigns rows to the ids that its rank gets. "
-            "Use plain tables"
-        )
+        reason = "managed collision modules cannot be given back: each shard assigns rows to the ids that its rank gets"
+        reason += ". Use plain tables"
     elif on_meta:
-        reason = (
-            f"{', '.join(sorted(on_meta))} are on the meta device in this process, which cannot take trained rows. "
-            "Make them on a CPU"
-        )
-    if reason is not None:
-        raise ValueError(f"start_method={start_method!r}: {reason}, {_OTHERWISE}")
+        reason = f"{', '.join(sorted(on_meta))} are on the meta device in this process, which cannot take trained rows"
+        reason += ". Make them on a CPU"
+    else:
+        return
+    raise ValueError(f"start_method={start_method!r}: {reason}, {_OTHERWISE}")

@@ -1,8 +1,4 @@
-"""State that the base classes of the strategy share: the current run, and the objects that outlive it.
-
-The strategy makes its `Run` in `setup` and drops it in `stop_run`. The hooks read it as `self._run`; each base class
-sets its own attributes only.
-"""
+"""State that the base classes of the strategy share: the current run, and the objects that outlive it."""
 
 from __future__ import annotations
 
@@ -20,17 +16,14 @@ from torch.distributed.constants import default_pg_timeout
 
 from ..dense import SplitLayers
 from ..distributed import Consensus, Lowest, groups
-from ..runtime import Executor, StageTimer, Streams
+from ..runtime import Executor, LookupOrder, StageTimer, Streams
 from ..sparse import GradientStash, SparsePipeline
-from ..tables import KeptPlan, OverflowWatch, plan_of
+from ..tables import KeptPlan, OverflowWatch, plan_of, sharded_modules
 from ..tuning import Tuner
 
 
 def batch_size_of(module: LightningModule | None) -> int | None:
-    """Return the `batch_size` of the data module, the module or their hyperparameters; None where there is none.
-
-    Lightning's `BatchSizeFinder` looks for it there.
-    """
+    """Return `batch_size` from where `BatchSizeFinder` looks for it: data module, module, their hyperparameters."""
     if module is None or not lightning_hasattr(module, "batch_size"):
         return None
     found = lightning_getattr(module, "batch_size")
@@ -46,26 +39,17 @@ class Run:
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
-        self.installed = ExitStack()
-        """Contexts that undo the changes of Lightning's objects when they are closed."""
-        self.sparse: SparsePipeline | None = None
-        """The pipeline of training, as soon as the tables are sharded."""
-        self.executor: Executor | None = None
-        """The executor of training, as soon as the fit loop asks for its first batch."""
-        self.split: SplitLayers | None = None
-        """The layers whose backward is split; None if the mode splits none."""
-        self.pipelines: dict[str, SparsePipeline] = {}
-        """The pipelines of evaluations, by the user's method (`validation_step`, ...)."""
-        self.evaluating: SparsePipeline | None = None
-        """The pipeline of the current evaluation; None between evaluations."""
-        self.evaluator: Executor | None = None
-        """The executor of the current evaluation, as soon as its loop asks for the first batch."""
-        self.overflow: OverflowWatch | None = None
-        """Watches gradients that are sent in fewer bits; None if they are sent in full precision."""
-        self.at_end: list[Callable[[], None]] = []
-        """Called once training has written its last weight."""
-        self.tuner: Tuner | None = None
-        """Tries modes until it has chosen one; None if the user has named a mode."""
+        self.undo = ExitStack()
+        """Undoes the changes of Lightning's objects and of the module's when it is closed."""
+        self.sparse: SparsePipeline | None = None  # of training, as soon as the tables are sharded
+        self.executor: Executor | None = None  # of training, as soon as the fit loop wants its first batch
+        self.split: SplitLayers | None = None  # the layers whose backward is split, if the mode splits any
+        self.pipelines: dict[str, SparsePipeline] = {}  # of evaluations, by the user's method (`validation_step`, ...)
+        self.evaluating: SparsePipeline | None = None  # the pipeline of the current evaluation
+        self.evaluator: Executor | None = None  # its executor, as soon as its loop wants the first batch
+        self.overflow: OverflowWatch | None = None  # watches gradients that are sent in fewer bits
+        self.at_end: list[Callable[[], None]] = []  # called once training has written its last weight
+        self.tuner: Tuner | None = None  # tries modes until it has chosen one, if the user has named none
 
     def finish(self) -> None:
         """Complete the work that training has started, on all ranks alike."""
@@ -86,10 +70,9 @@ class Run:
         """Drop an evaluation's work in flight, without a collective."""
         if self.evaluator is not None:
             self.evaluator.abandon()
-            self.evaluator = None
         if self.evaluating is not None:
             self.evaluating.detach()
-            self.evaluating = None
+        self.evaluator = self.evaluating = None
 
     def stop(self) -> None:
         """Drop all work in flight, without a collective, and give the modules their own forwards back."""
@@ -99,54 +82,49 @@ class Run:
             self.executor.abandon()
             self.executor = None
         self.abandon_evaluation()
-        if self.sparse is not None:
-            self.sparse.detach()
-            self.sparse = None
-        if self.split is not None:
-            self.split.detach()
-        if self.overflow is not None:
-            self.overflow.stop()
-        if self.tuner is not None:
-            self.tuner.stop()
-        self.installed.close()
+        self.undo.close()
 
 
 class HasRun(DDPStrategy):
     """Base of the strategy's other base classes: state that several of them need, and questions between ranks.
 
-    Owns the current run (`_run`), and the objects that outlive it: the process groups (`_groups`), the streams
-    (`_streams`), the dense gradients that wait for their optimizer step (`_stash`) and the chosen mode (`_tuner`).
+    The strategy makes its `Run` in `setup` and drops it in `stop_run`. Each base class sets its own attributes only.
     """
 
-    _run: Run | None
-    """None outside of runs, and for a module without tables."""
-    _groups: groups.Groups | None
-    """None before the first run with tables."""
-    _streams: Streams | None
-    """None before the tables are sharded."""
-    _stash: GradientStash
-    _tuner: Tuner | None = None
-    """With `pipeline="auto"`: tries modes, or has chosen one."""
+    _tuner: Tuner | None = None  # with `pipeline="auto"`: tries modes, or has chosen one
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self._group_timeout: timedelta = kwargs.get("timeout", default_pg_timeout)
+        self.timeout_s = self._group_timeout.total_seconds()
+        """How long a rank waits for the others in a collective, in seconds."""
         self.forget_run()
 
     def forget_run(self) -> None:
         """Reset all state of runs, as before the first run; a copy of the strategy also starts like this."""
-        self._run = self._groups = self._streams = None
-        self._stash = GradientStash()
+        self._run: Run | None = None  # None outside of runs, and for a module without tables
+        self._groups: groups.Groups | None = None  # None before the first run with tables
+        self.streams: Streams | None = None
+        """The streams of the stages; None before the tables are sharded."""
+        self._stash = GradientStash()  # dense gradients that wait for their optimizer step
 
     def stop_run(self) -> None:
-        """If a run goes on, drop its work in flight and undo its changes."""
+        """Drop the work in flight of the run that goes on, if any, and undo its changes."""
         if self._run is not None:
             self._run.stop()
             self._run = None
 
     @property
+    def _module(self) -> LightningModule:
+        assert self.lightning_module is not None
+        return self.lightning_module
+
+    @property
+    def _is_sharded(self) -> bool:
+        return self.lightning_module is not None and bool(sharded_modules(self.lightning_module))
+
+    @property
     def _running_trainer(self) -> Trainer | None:
-        """The trainer whose fit or evaluation goes on; None outside of runs."""
         return None if self._run is None else self._run.trainer
 
     @property
@@ -164,24 +142,23 @@ class HasRun(DDPStrategy):
         return plan_of(self.lightning_module)
 
     @property
-    def streams(self) -> Streams | None:
-        """The streams of the stages; None for a module without tables."""
-        return self._streams
-
-    @property
-    def timeout_s(self) -> float:
-        """How long a rank waits for the others in a collective, in seconds."""
-        return self._group_timeout.total_seconds()
+    def lookup_order(self) -> LookupOrder | None:
+        """The order of lookups and updates on this fit's streams; None outside of a fit, and without tables."""
+        return None if self._run is None or self._run.sparse is None else self._run.sparse.order
 
     @property
     def num_in_flight(self) -> int:
         """Batches fetched whose step is not over, or whose update of the tables is still to come."""
         return 0 if self._executor is None else self._executor.num_in_flight
 
+    def num_pending_updates(self) -> int:
+        """Return the number of batches that have ended their step and not yet updated the tables."""
+        return 0 if self._executor is None else len(self._executor.updates.to_update)
+
     def watch(self, timer: StageTimer | None) -> None:
         """Let a timer record the coming steps of this fit; None stops recording."""
-        if self._run is not None and self._run.sparse is not None:
-            self._run.sparse.order.timer = timer
+        if self.lookup_order is not None:
+            self.lookup_order.timer = timer
 
     def call_at_end(self, do: Callable[[], None]) -> None:
         """Call a function at the end of this fit, after all hooks and after the steps of stashed gradients."""
@@ -210,16 +187,15 @@ class HasRun(DDPStrategy):
         """
         if self._executor is not None:
             self._executor.writes.tables_changed()
-        if self._run is not None and self._run.sparse is not None:
-            self._run.sparse.order.num_told += 1
+        if self.lookup_order is not None:
+            self.lookup_order.num_told += 1
 
     @contextmanager
     def saving(self) -> Iterator[None]:
         """Within this context tables and kernels' iteration counts have the state after the last trained batch."""
         if self._run is not None:
             self._run.disturbs("save")
-        executor = self._executor
-        if executor is None:
+        if (executor := self._executor) is None:
             yield
             return
         executor.updates.make_all()

@@ -10,8 +10,7 @@ Each hook is looked up anew at each call, so callbacks and methods that are adde
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from types import FunctionType
 from typing import Any
 
@@ -28,14 +27,14 @@ from .private_names import PRIVATE_NAMES
 
 # -- logged values --------------------------------------------------------------------------------------------------
 
-
-_OWN_TO = _ResultMetric.to
+_OWN = {"to": _ResultMetric.to, **{name: getattr(call, name) for name in PRIVATE_NAMES[call.__name__]}}
+"""Lightning's methods and functions that are replaced, by name."""
 
 
 def _to(result: _ResultMetric, *args: Any, **kwargs: Any) -> Any:
     if len(args) == 1 and not kwargs and isinstance(args[0], torch.device) and _is_on(result, args[0]):
         return result
-    return _OWN_TO(result, *args, **kwargs)
+    return _OWN["to"](result, *args, **kwargs)
 
 
 def _is_on(result: _ResultMetric, device: torch.device) -> bool:
@@ -79,22 +78,17 @@ _EMPTY_HOOKS = frozenset(
 _PROFILING = {name: getattr(PassThroughProfiler, name) for name in ("start", "stop", "profile")}
 
 
-def _records_nothing(profiler: object) -> bool:
-    cls = type(profiler)
-    is_lightnings = cls is PassThroughProfiler and all(getattr(cls, name) is own for name, own in _PROFILING.items())
-    return is_lightnings and not _PROFILING.keys() & vars(profiler).keys()
-
-
 _LOG: logging.Logger = call.log
 
 
 def _is_silent(trainer: Trainer) -> bool:
     """Whether calls of hooks are not recorded: no profiler runs, and Lightning's logger is not at level DEBUG."""
+    if id(trainer) not in _running or _LOG.isEnabledFor(logging.DEBUG):
+        return False
     profiler = trainer.profiler  # type: ignore[attr-defined]
-    return id(trainer) in _running and _records_nothing(profiler) and not _LOG.isEnabledFor(logging.DEBUG)
-
-
-_own_hooks = {name: getattr(call, name) for name in PRIVATE_NAMES[call.__name__]}
+    cls = type(profiler)
+    is_lightnings = cls is PassThroughProfiler and all(getattr(cls, name) is own for name, own in _PROFILING.items())
+    return is_lightnings and not _PROFILING.keys() & vars(profiler).keys()
 
 
 def _call_callback_hooks(
@@ -102,7 +96,7 @@ def _call_callback_hooks(
 ) -> None:
     module = trainer.lightning_module
     if monitoring_callbacks is not None or module is None or not _is_silent(trainer):
-        own = _own_hooks["_call_callback_hooks"]
+        own = _OWN["_call_callback_hooks"]
         own(trainer, hook_name, *args, monitoring_callbacks=monitoring_callbacks, **kwargs)
         return
     before = module._current_fx_name
@@ -120,15 +114,14 @@ def _call_lightning_module_hook(
     module = pl_module or trainer.lightning_module
     hook = getattr(module, hook_name, None)
     if hook is None or not _is_silent(trainer):
-        own = _own_hooks["_call_lightning_module_hook"]
-        return own(trainer, hook_name, *args, pl_module=pl_module, **kwargs)
+        return _OWN["_call_lightning_module_hook"](trainer, hook_name, *args, pl_module=pl_module, **kwargs)
     return _call(module, hook_name, hook, args, kwargs)
 
 
 def _call_strategy_hook(trainer: Trainer, hook_name: str, *args: Any, **kwargs: Any) -> Any:
     module, hook = trainer.lightning_module, getattr(trainer.strategy, hook_name, None)
     if hook is None or module is None or not _is_silent(trainer):
-        return _own_hooks["_call_strategy_hook"](trainer, hook_name, *args, **kwargs)
+        return _OWN["_call_strategy_hook"](trainer, hook_name, *args, **kwargs)
     return _call(module, hook_name, hook, args, kwargs)
 
 
@@ -146,29 +139,26 @@ def _call(module: LightningModule, hook_name: str, hook: Any, args: tuple[Any, .
 
 # -- installation ---------------------------------------------------------------------------------------------------
 
-_REPLACEMENTS: tuple[tuple[Any, str, Any], ...] = (
+_REPLACEMENTS = (
     *((call, own.__name__, own) for own in (_call_callback_hooks, _call_lightning_module_hook, _call_strategy_hook)),
     (_ResultMetric, "to", _to),
 )
 """(module or class of Lightning, name of its attribute, replacement while any run goes on)."""
-_replaced: list[tuple[Any, str, Any, Any]] = []
-"""The replacements made: (module or class, name, Lightning's attribute, replacement)."""
-_running: set[int] = set()
-"""The ids of the trainers that run."""
+_running: set[int] = set()  # the ids of the trainers that run
 
 
-@contextmanager
-def installed(trainer: Trainer) -> Iterator[None]:
+def install(trainer: Trainer, undo: ExitStack) -> None:
     """Take the shortcuts in the run of a trainer; Lightning gets everything back after the last run."""
     for place, name, mine in _REPLACEMENTS if not _running else ():
         own = getattr(place, name)
         if type(own) is FunctionType and own.__module__.startswith("lightning."):  # not another replacement
-            _replaced.append((place, name, own, mine))
             setattr(place, name, mine)
     _running.add(id(trainer))
-    yield
+    undo.callback(_restore, trainer)
+
+
+def _restore(trainer: Trainer) -> None:
     _running.discard(id(trainer))
-    while _replaced and not _running:
-        place, name, own, mine = _replaced.pop()
+    for place, name, mine in _REPLACEMENTS if not _running else ():
         if getattr(place, name) is mine:
-            setattr(place, name, own)
+            setattr(place, name, _OWN[name])

@@ -27,32 +27,21 @@ def why_whole(
         return "with manual optimization a step may have several backwards"
     if type(module).backward is not LightningModule.backward:
         return "the module has a backward of its own"
-    callbacks = module.trainer.callbacks  # type: ignore[attr-defined]
-    hooks = [type(module).on_before_backward is not LightningModule.on_before_backward]
-    hooks += [type(one).on_before_backward is not Callback.on_before_backward for one in callbacks]
-    if any(hooks):
+    owners = [module, *module.trainer.callbacks]  # type: ignore[attr-defined]
+    empty = (LightningModule.on_before_backward, Callback.on_before_backward)
+    if any(type(one).on_before_backward not in empty for one in owners):
         return "on_before_backward may compute gradients"
     for option in ("static_graph", "find_unused_parameters"):
         if ddp_options.get(option):
             return f"{option}=True looks for weights in the graph of the loss, where those of split layers are not"
-    if any(
-        isinstance(getattr(one, "dense", one), torch.optim.LBFGS) for one in optimizers
-    ):  # of combined_optimizer too
+    dense = [getattr(one, "dense", one) for one in optimizers]  # of combined_optimizer too
+    if any(isinstance(one, torch.optim.LBFGS) for one in dense):
         return "LBFGS runs several backwards in a step"
     return None
 
 
 def check_all_ranks(mode: str, whole: str | None, gather: Callable[[Any], list[Any]]) -> None:
-    """Check that all ranks train in the same mode, and that all of them or none can split the backward.
-
-    Args:
-        mode: This rank's mode.
-        whole: Why this rank cannot split the backward; None if it can.
-        gather: Returns the values of all ranks.
-
-    Raises:
-        RuntimeError: On all ranks, if they differ.
-    """
+    """Check that all ranks train in the same mode, and that all of them or none (`whole`: why) split the backward."""
     known = gather((mode, whole))
     if len({mode for mode, _ in known}) > 1:
         modes = ", ".join(f"rank {rank}: {mode!r}" for rank, (mode, _) in enumerate(known))
@@ -66,16 +55,14 @@ def check_all_ranks(mode: str, whole: str | None, gather: Callable[[Any], list[A
 
 
 def late_all_reduce(model: Any, comm_hook: object | None) -> LateAllReduce | None:
-    """Return a wait for the all-reduce after the backward; None if DistributedDataParallel has to wait.
-
-    On CUDA a stream waits, not the host. Gradients that are views of buckets may be divided, others are multiplied: the
-    same to the bit if the number of ranks is a power of two.
-    """
-    if not isinstance(model, DistributedDataParallel) or comm_hook is not None:
+    """Return a wait for the all-reduce after the backward; None if DistributedDataParallel has to wait."""
+    # On CUDA a stream waits, not the host.
+    if not isinstance(model, DistributedDataParallel) or comm_hook is not None or model.device_type != "cpu":
         return None
+    # Gradients that are views of buckets may be divided, others are multiplied: for 2^n ranks the same to the bit.
     num_ranks = model.process_group.size()
     divides_alike = not model.gradient_as_bucket_view or num_ranks & (num_ranks - 1) == 0
-    return LateAllReduce(model) if divides_alike and model.device_type == "cpu" else None
+    return LateAllReduce(model) if divides_alike else None
 
 
 def split_layers(
@@ -104,10 +91,9 @@ def split_layers(
 
 
 def _in_words(split: list[str], whole: Mapping[str, str]) -> str:
-    text = f"weight gradients of {some(split)} come after the backward"
     reasons: dict[str, list[str]] = {}
     for name, why in whole.items():
-        reasons.setdefault(why, []).append(name)
-    lines = [f"split backward: {text if split else 'no layer can be split'}"]
-    lines += [f"{some(name or 'the module' for name in names)}: whole, {why}" for why, names in reasons.items()]
-    return "\n  ".join(lines)
+        reasons.setdefault(why, []).append(name or "the module")
+    words = f"weight gradients of {some(split)} come after the backward" if split else "no layer can be split"
+    lines = [f"{some(names)}: whole, {why}" for why, names in reasons.items()]
+    return "\n  ".join([f"split backward: {words}", *lines])

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -25,11 +26,7 @@ from .run import HasRun
 
 
 class WalksSteps(HasRun):
-    """The hooks of a strategy around the parts of a step; without an executor they do the same as DDPStrategy.
-
-    Owns the event after the user's last `on_after_batch_transfer` (`_transferred`), for which the next `training_step`
-    waits. Drives the executor of the run, and decides which stashed gradients an optimizer step applies.
-    """
+    """The hooks of a strategy around the parts of a step, which drive the executor; else they are DDPStrategy's."""
 
     _stash_gradients: bool
     _release_features: bool
@@ -38,28 +35,25 @@ class WalksSteps(HasRun):
     @override
     def forget_run(self) -> None:
         super().forget_run()
-        self._transferred: Any = None
+        self._transferred: Any = None  # event after the user's last `on_after_batch_transfer`
 
     @property
     def split_modules(self) -> tuple[str, ...]:
         """Names of the modules whose weight gradients come after the backward; known after a fit's first backward."""
-        split = None if self._run is None else self._run.split
-        return () if split is None else split.names
+        return () if self._run is None or self._run.split is None else self._run.split.names
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         device = device or self.root_device
         loaded = keyed_jagged_tensors(batch)
         note_lengths(loaded)
-        run = self._run
-        timer = None if run is None or run.sparse is None else run.sparse.order.timer
+        timer = None if self.lookup_order is None else self.lookup_order.timer
         with contextlib.nullcontext() if timer is None else timer.copy(), self._placing_copies(device):
             if device.type == "cuda" and not _has_own_hook(self.lightning_module, "transfer_batch_to_device"):
                 # Lightning passes non_blocking to tensors only: the host would wait for the others.
-                batch = apply_to_collection(
-                    batch, Pipelineable, lambda part: part.to(device, non_blocking=True), allow_frozen=True
-                )
-            streams = self._streams if _has_own_hook(self.lightning_module, "on_after_batch_transfer") else None
+                move = methodcaller("to", device, non_blocking=True)
+                batch = apply_to_collection(batch, Pipelineable, move, allow_frozen=True)
+            streams = self.streams if _has_own_hook(self.lightning_module, "on_after_batch_transfer") else None
             if streams is not None:
                 # The user's hook may read what training_step writes. Without such a hook the copies do not wait.
                 streams.wait(StreamName.MEMCPY, streams.record(StreamName.COMPUTE))
@@ -68,27 +62,26 @@ class WalksSteps(HasRun):
                 count_writes(keyed_jagged_tensors(batch))
             if streams is not None:
                 self._transferred = streams.record(StreamName.MEMCPY)
-        if self._release_features and run is not None and run.sparse is not None:
-            moved = keyed_jagged_tensors(batch)
-            if any(kjt is own for kjt in moved for own in loaded):
-                reason = "no copy of them is made, so the data loader's own objects would lose their values"
-                run.sparse.inputs.keep_features(f"the batch's KeyedJaggedTensors are on {device} already and {reason}")
+        sparse = None if self._run is None or not self._release_features else self._run.sparse
+        if sparse is not None and any(kjt is own for kjt in keyed_jagged_tensors(batch) for own in loaded):
+            reason = "no copy of them is made, so the data loader's own objects would lose their values"
+            sparse.inputs.keep_features(f"the batch's KeyedJaggedTensors are on {device} already and {reason}")
         return batch
 
     def _placing_copies(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
         """Within this context copies take memory from the compute stream's pool, if `copy_in_place` says so."""
-        streams = self._streams
-        if not self._copy_in_place or not isinstance(streams, CudaStreams) or device.type != "cuda":
-            return contextlib.nullcontext()
-        return BatchCopies(streams, "cuda") if streams.current() is StreamName.MEMCPY else contextlib.nullcontext()
+        streams, on_cuda = self.streams, self._copy_in_place and device.type == "cuda"
+        if on_cuda and isinstance(streams, CudaStreams) and streams.current() is StreamName.MEMCPY:
+            return BatchCopies(streams, "cuda")
+        return contextlib.nullcontext()
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        if not (args and isinstance(args[0], StagedBatch)):
+        staged = args[0] if args else None
+        if not isinstance(staged, StagedBatch):
             return super().training_step(*args, **kwargs)
-        [staged] = args
-        if self._streams is not None and self._transferred is not None:
-            self._streams.wait(StreamName.COMPUTE, self._transferred)  # the hook may have read what this step writes
+        if self.streams is not None and self._transferred is not None:
+            self.streams.wait(StreamName.COMPUTE, self._transferred)  # the hook may have read what this step writes
             self._transferred = None
         if self._run is not None and self._run.overflow is not None:
             self._run.overflow.step()
@@ -115,8 +108,7 @@ class WalksSteps(HasRun):
     def pre_backward(self, closure_loss: Tensor) -> None:
         super().pre_backward(closure_loss)
         self._stage_done(Stage.DENSE_FORWARD)
-        executor = self._executor
-        if executor is not None:
+        if (executor := self._executor) is not None:
             executor.begin_backward(closure_loss, is_only=self._automatic)
 
     @override
@@ -136,11 +128,12 @@ class WalksSteps(HasRun):
         **kwargs: Any,
     ) -> Any:
         step = partial(super().optimizer_step, optimizer, model=model, **kwargs)
-        delay = self._gradient_delay
+        executor = self._executor if self._stash_gradients else None
+        delay = 0 if executor is None else executor.lasting_staleness  # in optimizer steps
         if not delay and not self._stash.num(optimizer):
             output = step(closure=closure)
         else:
-            output = step(closure=self._exchanging_gradients(optimizer, closure, delay))
+            output = step(closure=partial(self._exchange_gradients, optimizer, closure, delay, itertools.count()))
             self._apply_stashed(optimizer, step, delay)
         if self._automatic:
             self._stage_done(Stage.OPTIMIZER_STEP)
@@ -153,31 +146,18 @@ class WalksSteps(HasRun):
         if run is not None and run.tuner is not None and run.executor is not None:
             run.tuner.step()
 
-    @property
-    def _gradient_delay(self) -> int:
-        """How many optimizer steps later the gradients of this step are applied; 0 without `stash_gradients`."""
-        executor = self._executor if self._stash_gradients else None
-        return 0 if executor is None else executor.lasting_staleness
-
-    def _exchanging_gradients(self, optimizer: Optimizer, closure: Callable[[], Any], delay: int) -> Callable[[], Any]:
-        """Return a closure that runs `closure`, stashes its gradients and shows gradients of `delay` steps earlier.
-
-        Raises:
-            RuntimeError: When it is called: the optimizer calls it several times in a step, as LBFGS does.
-        """
-        calls = itertools.count()
-
-        def exchange() -> Any:
-            if next(calls) > 0:
-                raise RuntimeError(
-                    f"{optimizer_name(optimizer)} asks for its gradients several times in a step, so they cannot be "
-                    "those of an earlier one: train without stash_gradients."
-                )
-            output = closure()
-            self._stash.exchange(optimizer, delay)
-            return output
-
-        return exchange
+    def _exchange_gradients(
+        self, optimizer: Optimizer, closure: Callable[[], Any], delay: int, calls: Iterator[int]
+    ) -> Any:
+        """Run an optimizer's closure, stash its gradients and show gradients of `delay` steps earlier."""
+        if next(calls) > 0:  # as LBFGS does
+            raise RuntimeError(
+                f"{optimizer_name(optimizer)} asks for its gradients several times in a step, so they cannot be "
+                "those of an earlier one: train without stash_gradients."
+            )
+        output = closure()
+        self._stash.exchange(optimizer, delay)
+        return output
 
     def _apply_stashed(self, optimizer: Optimizer, step: Callable[..., Any], delay: int = 0) -> None:
         """Make an optimizer step for each of the stashed gradients except the last `delay`; clipping works as usual."""
@@ -191,8 +171,8 @@ class WalksSteps(HasRun):
             self._run.finish()
         for optimizer in self.optimizers:
             self._apply_stashed(optimizer, partial(super().optimizer_step, optimizer))
-        while self._run is not None and self._run.at_end:
-            self._run.at_end.pop(0)()
+        for do in self._run.at_end if self._run is not None else ():
+            do()
 
     @property
     def has_stashed_gradients(self) -> bool:
@@ -210,9 +190,9 @@ class WalksSteps(HasRun):
 
 def _evaluate(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run the user's step of an evaluation, with early embeddings if its loop has a `LookaheadFetcher`."""
-    if not (args and isinstance(args[0], StagedBatch)):
+    staged = args[0] if args else None
+    if not isinstance(staged, StagedBatch):
         return step(*args, **kwargs)
-    [staged] = args
     with staged.executor.forward():
         output = step(*staged.arguments)
     staged.executor.stage_done(Stage.DENSE_FORWARD)
@@ -223,10 +203,8 @@ def _has_own_hook(module: LightningModule | None, hook: str) -> bool:
     """Whether the user has a hook of this name, in the module or the data module."""
     if module is None:
         return False
-    datamodule = module.trainer.datamodule  # type: ignore[attr-defined]
-    return _is_own(module, hook, LightningModule) or (
-        datamodule is not None and _is_own(datamodule, hook, LightningDataModule)
-    )
+    data = module.trainer.datamodule  # type: ignore[attr-defined]
+    return _is_own(module, hook, LightningModule) or (data is not None and _is_own(data, hook, LightningDataModule))
 
 
 def _is_own(owner: Any, hook: str, base: type) -> bool:
@@ -234,16 +212,14 @@ def _is_own(owner: Any, hook: str, base: type) -> bool:
     return getattr(getattr(owner, hook), "__func__", None) is not getattr(base, hook)
 
 
-_BETWEEN_BACKWARD_AND_STEP = ("on_after_backward", "on_before_optimizer_step")
-
-
 def runs_between_backward_and_step(trainer: Trainer) -> bool:
     """Whether a hook of the user or of a callback, which may read tables, runs between this backward and its step."""
     module, callbacks = trainer.lightning_module, trainer.callbacks  # type: ignore[attr-defined]
-    hooks = (*_BETWEEN_BACKWARD_AND_STEP, "optimizer_step", "configure_gradient_clipping")
-    return any(_is_own(module, hook, LightningModule) for hook in hooks) or any(
+    hooks = ("on_after_backward", "on_before_optimizer_step")
+    of_module = (*hooks, "optimizer_step", "configure_gradient_clipping")
+    return any(_is_own(module, hook, LightningModule) for hook in of_module) or any(
         _is_own(callback, hook, Callback)
         for callback in callbacks
         if getattr(callback, "reads_tables", True)  # callbacks of this package that watch a run say False
-        for hook in _BETWEEN_BACKWARD_AND_STEP
+        for hook in hooks
     )

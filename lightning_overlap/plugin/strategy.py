@@ -7,52 +7,33 @@ The strategy's other hooks are in its base classes, each with its own state: `st
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.loops.fetchers import _DataFetcher
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from .. import checkpoint as checkpoints
 from .. import tables
 from ..distributed import default_store
-from ..runtime import Executor, LookupOrder, Observer, make_streams, observe_nothing
-from ..schedules import (
-    Mode,
-    ModeName,
-    Schedule,
-    Stage,
-    StreamName,
-    StreamPolicy,
-    resolve_mode,
-    resolve_stream,
-)
+from ..runtime import Executor, LookupOrder, Observer, Streams, make_streams, observe_nothing
+from ..schedules import Mode, ModeName, Schedule, Stage, StreamName, StreamPolicy, resolve_mode, resolve_stream
 from ..sparse import SparseOptions, SparsePipeline, StaleRows
 from ..tables import FusedOptimizer, OutOfRangeIds, OverflowWatch, QuantizedComms, ReplicateTables, Sharding
 from ..tuning import TRIED, Auto, Tuner, resolve_auto
-from . import checkpoint_links, first_words, shortcuts
+from . import checkpoint_links, first_words, shortcuts, unsupported
 from .failure_hooks import FailsTogether
 from .host_memory import keep_freed_memory
-from .loops import BatchStream, Epoch, LookaheadFetcher, StepArguments, evaluation_loops, fit_loop, sigterm
+from .loops import BatchStream, evaluation_loops, fit_loop, sigterm
 from .private_names import check_lightning
 from .processes import StartsProcesses
 from .run import Run, batch_size_of
 from .split_backward import check_all_ranks, late_all_reduce, split_layers, why_whole
 from .step_hooks import WalksSteps, runs_between_backward_and_step
-from .unsupported import (
-    check_arguments,
-    refuse,
-    refuse_hashing,
-    refuse_held_updates,
-    refuse_static_graph,
-    refusing_clipping,
-    warn_of_ignored_options,
-)
 
 STRATEGY_NAMES = {
     "overlap_embedding": "popen",
@@ -77,30 +58,26 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
 
     Args:
         pipeline: A mode's name (see `lightning_overlap.MODES`), a `Mode` (a name and its options), a `Schedule`, or
-            "auto" (or `Auto`, its options): exact modes take turns while training goes on, with the same losses, until
-            the fastest one is chosen.
+            "auto" (or `Auto`, its options): exact modes take turns during training until the fastest one is chosen.
         stream: Where early lookups run: `current`, `data_dist` or `dedicated`.
         sharding: None for TorchRec's planner; a sharding type for all tables; `{"item_table": "table_wise", ...}`, by
-            the `name` of a table's `EmbeddingBagConfig` or `EmbeddingConfig` (the planner decides about the others); a
-            planner; a `ShardingPlan`. A table that is made data-parallel here, and not by `replicate_tables`, loses its
-            fused optimizer.
+            the `name` in a table's config (the planner decides about the others); a planner; a `ShardingPlan`. A table
+            that is made data-parallel here, and not by `replicate_tables`, loses its fused optimizer.
         fused_optimizer: `(class, kwargs)` or `functools.partial(class, **kwargs)`, in YAML
             `[torch.optim.SGD, {lr: 0.1}]` or `class_path:` and `init_args:`; applied in backward to the tables that
             have no optimizer applied in backward yet. Without it such a table is refused unless `sharding` makes it
             data-parallel: whole on every rank, for the optimizer of `configure_optimizers`.
         quantized_comms: Precision in which embeddings and their gradients are sent between ranks: "fp16", "bf16",
             "fp8", "int8" or "mx4", one for each direction (`("fp16", "bf16")`), or TorchRec's `QCommsConfig`; None:
-            full precision. Losses equal a plain loop's with the same codecs. The strategy warns of gradients that
-            are too large or too small for FP16.
+            full precision. The strategy warns of gradients that are too large or too small for FP16.
         replicate_tables: Tables that every rank holds whole, since their gradients are fewer bytes than their
-            embeddings; their fused optimizer updates them in the backward, alike on all ranks. None: tables with fewer
-            rows than a rank's batch (`batch_size` of the data module or the module), unless `sharding` names their
-            sharding type; a number: tables with fewer rows; names: these tables; False: no table.
-        release_features: Free the memory of a batch's ids as soon as they are sent, steps before the batch is trained.
-            `training_step` can then pass a KeyedJaggedTensor to its module and read its keys and lengths; reading its
-            values or weights raises an error that says why.
-        copy_in_place: On CUDA, allocate batches on the device in the compute stream's memory pool, which activations
-            can use again, and not in a pool of their own. The copy of a batch then begins after the forward.
+            embeddings; their fused optimizer updates them alike on all ranks. None: tables with fewer rows than a
+            rank's `batch_size` (of the data module or the module), unless `sharding` names their sharding type; a
+            number: tables with fewer rows; names: these tables; False: no table.
+        release_features: Free the memory of a batch's ids as soon as they are sent. `training_step` can then pass a
+            KeyedJaggedTensor to its module and read its keys and lengths, but not its values or weights.
+        copy_in_place: On CUDA, allocate batches in the compute stream's memory pool, which activations can use again,
+            and not in a pool of their own. The copy of a batch then begins after the forward.
         out_of_range_ids: On a CPU, what to do about an id that its table has no row for: "error", "warning" (once, then
             as FBGEMM does) or "fbgemm" (no check). On CUDA the kernels' `bounds_check_mode` alone decides.
         observer: Called with ("issue" | "wait", stage, batch) for every issued stage and every wait for a result.
@@ -115,10 +92,10 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
             the process that starts the others stays unsharded and gets whole tables back.
 
     Raises:
-        ValueError: Unknown mode, stream, precision or checkpoint format (the nearest names are listed), a Schedule
-            that cannot run, or `async_checkpoint` with `checkpoint_format="full"`.
-        TypeError: An argument of the wrong type, or an argument that neither this class nor `DDPStrategy` nor
-            DistributedDataParallel has (the nearest names are listed).
+        ValueError: An unknown name (the nearest names are listed), a Schedule that cannot run, or `async_checkpoint`
+            with `checkpoint_format="full"`.
+        TypeError: An argument of the wrong type, or one that neither this class nor `DDPStrategy` nor
+            DistributedDataParallel has.
     """
 
     def __init__(
@@ -140,14 +117,13 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
         keep_freed_memory: bool = True,
         **kwargs: Any,
     ) -> None:
-        check_arguments(type(self), kwargs)
+        unsupported.check_arguments(type(self), kwargs)
         auto = resolve_auto(pipeline)
         self._tuner = None if auto is None else Tuner(auto, stream)
         mode = resolve_mode(TRIED[0] if auto is not None or isinstance(pipeline, Auto) else pipeline)
+        self._mode, self._stash_gradients = mode, mode.stash_gradients
         self._schedule, self._schedules = mode.schedule, self._tuner or mode.schedules
-        self._stash_gradients = mode.stash_gradients
-        self.stream = stream
-        self._lookup_stream = resolve_stream(stream)
+        self.stream, self._lookup_stream = stream, resolve_stream(stream)
         tables.check_fused_optimizer(fused_optimizer)
         self._release_features, self._copy_in_place = release_features, copy_in_place
         self._out_of_range_ids = tables.check_out_of_range_ids(out_of_range_ids)
@@ -180,7 +156,7 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
     @override
     def connect(self, model: LightningModule) -> None:
         if self.model is not None and model is not self.model:  # Lightning has set `lightning_module` already
-            self._streams = None  # they depend on whether the module has lookups to send
+            self.streams = None  # they depend on whether the module has lookups to send
             if self._tuner is not None:
                 self._tuner.forget()
         super().connect(model)
@@ -189,69 +165,73 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
     def setup(self, trainer: Trainer) -> None:
         assert self.model is not None
         self.stop_run()  # a run whose callback raised in on_exception was not stopped
-        overlaps = tables.has_tables(self.model)
-        fitting = trainer.state.fn == TrainerFn.FITTING
-        if overlaps:
-            first_words.calm_libraries(self._calm_libraries)
-            if self._keep_freed_memory and self.root_device.type == "cpu":
-                keep_freed_memory()
-            callbacks = trainer.callbacks if fitting else ()  # type: ignore[attr-defined]
-            refuse(self.precision_plugin.precision, callbacks, self.model)
-            if fitting and self.root_device.type == "cpu":
-                refuse_hashing(self.model)
-            self.join_groups()
-            self._run = Run(trainer)
-            check_lightning(trainer)
-            for changes in (evaluation_loops, sigterm, shortcuts):
-                self._run.installed.enter_context(changes.installed(trainer))
-            if fitting:
-                # Before super().setup(): configure_optimizers may ask for the number of steps, which sets up the data.
-                if self._ddp_kwargs.get("static_graph"):
-                    refuse_static_graph(trainer)
-                self._run.installed.enter_context(fit_loop.installed(trainer))
-                self._run.installed.enter_context(checkpoint_links.installed(trainer, self._folder_saver.on_commit))
+        fits = trainer.state.fn == TrainerFn.FITTING
+        if tables.has_tables(self.model):
+            self._begin_run(trainer, self.model, fits)
         super().setup(trainer)
         if self._run is None:
             return
-        assert self.lightning_module is not None
-        sends_embeddings = tables.has_model_parallel_tables(self.lightning_module)
-        if self._streams is None:
+        sends_embeddings = tables.has_model_parallel_tables(self._module)
+        if self.streams is None:
             # If all tables are data-parallel there is no all-to-all to hide, and another stream would only cost.
             lookup_stream = self._lookup_stream if sends_embeddings else StreamName.COMPUTE
-            self._streams = make_streams(self.root_device, lookup_stream)
-        if fitting:
-            self._run.installed.enter_context(refusing_clipping(trainer, self.lightning_module))
-            if self.global_rank == 0:
-                warn_of_ignored_options(trainer, self.lightning_module, holds_updates=self.schedule.holds_updates)
-            if self.schedule.holds_updates:
-                refuse_held_updates(self.lightning_module)
-            tables.follow_rates(self.lightning_module, tables.rate_setter(self.optimizers))
-            self._run.sparse = sparse = self._make_pipeline(self.schedule, "training_step")
-            sparse.attach()
-            whole = why_whole(self.lightning_module, self.optimizers, self._ddp_kwargs, sparse.updates)
-            check_all_ranks(self.schedule.name, whole, self.gather)
-            splits = self.schedule.splits_backward or self._tuner is not None
-            if splits and whole is None:
-                late = late_all_reduce(self.model, self._ddp_comm_hook)
-                self._run.split = split_layers(self.lightning_module, self.gather, late)
-            if self._tuner is not None:
-                self._run.tuner = self._tuner
-                tell = first_words.tell if self.global_rank == 0 else (lambda text: None)
-                options: dict[str, Any] = {"moves_lookups": sends_embeddings, "splits": whole is None}
-                options["per_step"] = trainer.accumulate_grad_batches
-                self._tuner.begin(self.root_device, self._streams, self.gather, tell, **options)
-            if self.quantized_comms is not None and self._consensus is not None:
-                warns = self.global_rank == 0
-                self._run.overflow = OverflowWatch(self.lightning_module, self._consensus, warns=warns)
-            if self.global_rank == 0:
-                schedulers = [config.scheduler for config in self.lr_scheduler_configs]
-                mode = self.schedule.name + f", staleness {self.schedule.staleness}" * bool(self.schedule.staleness)
-                mode = mode if self._tuner is None else self._tuner.first_words
-                mode += f" (the backward runs whole: {whole})" if self.schedule.splits_backward and whole else ""
-                words = (mode, self.stream, self.world_size, self.optimizers)
-                first_words.tell_set_up(
-                    self.lightning_module, *words, schedulers=schedulers, unpipelined=sparse.unpipelined
-                )
+            self.streams = make_streams(self.root_device, lookup_stream)
+        if fits:
+            self._begin_fit(self._run, self.streams, sends_embeddings)
+
+    def _begin_run(self, trainer: Trainer, model: nn.Module, fits: bool) -> None:
+        """Refuse what does not work with tables, join the other ranks, and change Lightning's objects."""
+        on_cpu = self.root_device.type == "cpu"
+        first_words.calm_libraries(self._calm_libraries)
+        if self._keep_freed_memory and on_cpu:
+            keep_freed_memory()
+        unsupported.refuse_precision(self.precision_plugin.precision)
+        if fits:
+            static_graph = bool(self._ddp_kwargs.get("static_graph"))
+            unsupported.refuse_fit(trainer, model, on_cpu=on_cpu, static_graph=static_graph)
+        self.join_groups()
+        self._run = Run(trainer)
+        check_lightning(trainer)
+        undo = self._run.undo
+        for changes in (evaluation_loops, sigterm, shortcuts):
+            changes.install(trainer, undo)
+        if fits:
+            # Before super().setup(): configure_optimizers may ask for the number of steps, which sets up the data.
+            fit_loop.install(trainer, undo)
+            checkpoint_links.install(trainer, undo, self._folder_saver.on_commit)
+
+    def _begin_fit(self, run: Run, streams: Streams, sends_embeddings: bool) -> None:
+        """Make the pipeline of training and what else a fit needs, and log its first words."""
+        module, schedule, is_first = self._module, self.schedule, self.global_rank == 0
+        unsupported.refuse_clipping(run.trainer, module, run.undo)
+        if is_first:
+            unsupported.warn_of_ignored_options(run.trainer, module, holds_updates=schedule.holds_updates)
+        if schedule.holds_updates:
+            unsupported.refuse_held_updates(module)
+        tables.follow_rates(module, tables.rate_setter(self.optimizers))
+        run.sparse = self._make_pipeline(schedule, "training_step")
+        run.undo.callback(run.sparse.detach)
+        run.sparse.attach()
+        whole = why_whole(module, self.optimizers, self._ddp_kwargs, run.sparse.updates)
+        check_all_ranks(schedule.name, whole, self.gather)
+        if whole is None and (schedule.splits_backward or self._tuner is not None):
+            run.split = split_layers(module, self.gather, late_all_reduce(self.model, self._ddp_comm_hook))
+            run.undo.callback(run.split.detach)
+        if self._tuner is not None:
+            run.tuner = self._tuner
+            run.undo.callback(run.tuner.stop)
+            tell = first_words.tell if is_first else (lambda text: None)
+            begin = partial(run.tuner.begin, moves_lookups=sends_embeddings, splits=whole is None)
+            begin(self.root_device, streams, self.gather, tell, per_step=run.trainer.accumulate_grad_batches)
+        if self.quantized_comms is not None and self._consensus is not None:
+            run.overflow = OverflowWatch(module, self._consensus, warns=is_first)
+            run.undo.callback(run.overflow.stop)
+        if is_first:
+            mode = first_words.of_mode(self._mode) if self._tuner is None else self._tuner.first_words
+            mode += f" (the backward runs whole: {whole})" if schedule.splits_backward and whole else ""
+            mode += f", stream {self.stream}, {self.world_size} rank{'s' * (self.world_size != 1)}"
+            schedulers = [config.scheduler for config in self.lr_scheduler_configs]
+            first_words.tell_set_up(module, mode, self.optimizers, schedulers, run.sparse.unpipelined)
 
     @override
     def model_to_device(self) -> None:
@@ -288,15 +268,13 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
         super().setup_optimizers(trainer)
-        assert self.lightning_module is not None
-        tables.check_dense_optimizers(self.lightning_module, self.optimizers)
+        tables.check_dense_optimizers(self._module, self.optimizers)
 
     def _make_pipeline(self, schedule: Schedule, step: str) -> SparsePipeline:
         """Return the sparse stages for a table, of training or of an evaluation; `step` names the user's method."""
-        assert self.lightning_module is not None
-        assert self._streams is not None
+        assert self.streams is not None
         assert self._groups is not None
-        lookup = schedule.step_of(Stage.EMBEDDING_LOOKUP)
+        lookup, module = schedule.step_of(Stage.EMBEDDING_LOOKUP), self._module
         trains = Stage.BACKWARD in schedule.training_stages
         options = SparseOptions(
             step=step,
@@ -312,28 +290,14 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
             any_rank=self.any_rank,
             out_of_range_ids=self._out_of_range_ids,
             timeout_s=self.timeout_s,
-            model=self.lightning_module,
+            model=module,
             # With manual optimization there may be several backwards, and it is not known which tables each writes.
-            fills_waits=trains and self.lightning_module.automatic_optimization,
+            fills_waits=trains and module.automatic_optimization,
         )
         stream = StreamName.COMPUTE if lookup is None else lookup.stream
         observe = self._observer if trains and self._observer is not None else observe_nothing
-        order = LookupOrder(self._streams, stream, observe, self.global_rank)
-        return SparsePipeline(tables.sharded_modules(self.lightning_module), self._groups.lookahead, order, options)
-
-    def look_ahead(
-        self, inner: _DataFetcher, step_arguments: StepArguments, next_number: Callable[[], int] | None = None
-    ) -> LookaheadFetcher:
-        """Return a fetcher that stages the batches of Lightning's fetcher `inner` ahead of their step.
-
-        `next_number` returns the `batch_idx` of the next batch to train; None in an evaluation.
-        """
-        run, trains = self._run, next_number is not None
-        assert run is not None
-        epoch = Epoch(run.trainer, trains=trains)
-        sends_sizes = self.schedule.has_sparse_stages
-        stream = BatchStream(inner, run.trainer, epoch, trains=trains, sends_sizes=sends_sizes)
-        return LookaheadFetcher(inner, stream, epoch, step_arguments, next_number, self.gather)
+        order = LookupOrder(self.streams, stream, observe, self.global_rank)
+        return SparsePipeline(tables.sharded_modules(module), self._groups.lookahead, order, options)
 
     def make_executor(self, stream: BatchStream) -> Executor:
         """Make the executor of training, or of the evaluation that has begun, with its source of batches."""
@@ -341,12 +305,11 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
         assert run is not None
         make = partial(Executor, consensus=self._consensus, any_rank=self.any_rank)
         if not stream.trains:
-            assert run.evaluating is not None
-            order, context = run.evaluating.order, self.precision_plugin.val_step_context
-            stages = run.evaluating.stages
-            run.evaluator = make(self.schedule.evaluation, stream, stages, order, lookup_context=context)
+            sparse, context = run.evaluating, self.precision_plugin.val_step_context
+            assert sparse is not None
+            run.evaluator = make(self.schedule.evaluation, stream, sparse.stages, sparse.order, lookup_context=context)
             return run.evaluator
-        assert run.sparse is not None, "it is made in `setup`"
+        assert run.sparse is not None
         epoch_loop = run.trainer.fit_loop.epoch_loop
         runs_whole = self.schedule.splits_backward and run.split is None
         schedules = self.schedule.with_whole_backward if runs_whole else self._schedules
@@ -364,10 +327,7 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
         return run.executor
 
     def begin_evaluation(self, step: str) -> None:
-        """Update the tables, and replace the modules' forwards for an evaluation (`step`: the user's method).
-
-        All ranks call this.
-        """
+        """Update the tables, and replace the modules' forwards for an evaluation; all ranks call this."""
         run = self._run
         assert run is not None
         run.disturbs(step)
@@ -378,36 +338,22 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
         run.evaluating.attach()
 
     def end_evaluation(self) -> None:
-        """Complete the work that was started for batches that are not evaluated, on all ranks alike.
-
-        Before the next training batch the ranks ask each other whether the evaluation has written tables.
-        """
+        """Complete the work that was started for batches that are not evaluated, on all ranks alike."""
         run = self._run
         assert run is not None
         if run.evaluator is not None:
             run.evaluator.drain()
         run.abandon_evaluation()
         if run.executor is not None:
-            run.executor.writes.ask()
+            run.executor.writes.ask()  # before the next training batch: the evaluation may have written tables
 
     def stale_rows(self) -> StaleRows | None:
         """Return a counter of the rows that this fit reads stale; None in exact modes, and without fused tables."""
-        run = self._run
-        if not self.schedule.staleness or run is None or run.sparse is None:
+        run, groups = self._run, self._groups
+        if not self.schedule.staleness or run is None or run.sparse is None or groups is None:
             return None
-        assert self._groups is not None
-        rows = StaleRows(run.sparse, lambda: run.executor, self._groups.lookahead)
+        rows = StaleRows(run.sparse, lambda: run.executor, groups.lookahead)
         return rows if rows.tables else None
-
-    @property
-    def lookup_order(self) -> LookupOrder | None:
-        """The order of lookups and updates on this fit's streams; None outside of a fit, and without tables."""
-        return None if self._run is None or self._run.sparse is None else self._run.sparse.order
-
-    def num_pending_updates(self) -> int:
-        """Return the number of batches that have ended their step and not yet updated the tables."""
-        executor = None if self._run is None else self._run.executor
-        return 0 if executor is None else len(executor.updates.to_update)
 
     # -- the end ------------------------------------------------------------------------------------------------
 
@@ -416,14 +362,12 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
         self.stop_run()
         module = self.lightning_module
         # Lightning would move the module to the CPU. Tensors on meta cannot be moved: that error would hide the first.
-        if module is None or not (
-            tables.sharded_modules(module) or any(weight.is_meta for weight in module.parameters())
-        ):
+        if not self._is_sharded and not (module is not None and any(weight.is_meta for weight in module.parameters())):
             super().teardown()
             return
         # As in FSDPStrategy shards stay where they are, for a later fit, validate, test or predict.
         if isinstance(self.model, DistributedDataParallel):
-            self.model = self.lightning_module
+            self.model = module
         if self._layer_sync is not None and self.model is not None:
             self.model = self._layer_sync.revert(self.model)
         assert self.cluster_environment is not None
@@ -439,8 +383,8 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
         what = "TorchRec tables sharded, their lookup overlapped with the dense part"
         for name, start_method in STRATEGY_NAMES.items():
             if name not in strategy_registry:
-                description = f"{what}, with `start_method` '{start_method}'"
-                strategy_registry.register(name, cls, description=description, start_method=start_method)
+                words = f"{what}, with `start_method` '{start_method}'"
+                strategy_registry.register(name, cls, description=words, start_method=start_method)
 
 
 OverlapEmbeddingStrategy.register_strategies(StrategyRegistry)

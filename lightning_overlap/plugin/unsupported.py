@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import fields
 from inspect import signature
 from typing import Any
@@ -40,11 +40,7 @@ _AVERAGING = (
 
 
 def check_arguments(kind: type[DDPStrategy], given: Iterable[str]) -> None:
-    """Check the names of arguments that a strategy passes to `DDPStrategy` and to DistributedDataParallel.
-
-    Raises:
-        TypeError: None of them has an argument of this name. Lightning would notice in the middle of `fit`.
-    """
+    """Refuse an argument that neither strategy nor DistributedDataParallel has: Lightning would notice it late."""
     owners: list[Any] = [owner for owner in kind.__mro__ if issubclass(owner, DDPStrategy)]
     parameters = [one for owner in (*owners, DistributedDataParallel) for one in signature(owner).parameters.values()]
     named = [one.name for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
@@ -57,18 +53,28 @@ def check_arguments(kind: type[DDPStrategy], given: Iterable[str]) -> None:
             raise TypeError(f"{kind.__name__}: {unknown_name_message('argument', name, known)}")
 
 
-def refuse(precision: Any, given: Iterable[Callback], model: nn.Module) -> None:
-    """Refuse a precision and callbacks that do not work with sharded tables, before the tables are sharded.
-
-    Raises:
-        ValueError: The precision is in `PRECISIONS`, or a callback copies, freezes or prunes tables.
-    """
+def refuse_precision(precision: Any) -> None:
+    """Refuse the `PRECISIONS`."""
     if str(precision) in PRECISIONS:
         raise ValueError(f"precision={precision!r} {PRECISIONS[str(precision)]}.")
-    for callback in given:
-        reason = _why_refused(callback, model)
-        if reason is not None:
+
+
+def refuse_fit(trainer: Trainer, model: nn.Module, *, on_cpu: bool, static_graph: bool) -> None:
+    """Refuse what a fit cannot do with tables, before they are sharded."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if reason := _why_refused(callback, model):
             raise ValueError(f"{type(callback).__name__} cannot be used with sharded tables: {reason}.")
+    modules = model.named_modules() if on_cpu else ()
+    if hashing := [name for name, module in modules if isinstance(module, HashZchManagedCollisionModule)]:
+        raise ValueError(
+            f"{some(hashing)}: HashZchManagedCollisionModule (MPZCH) cannot be trained on a CPU, where FBGEMM's "
+            "zero_collision_hash gives no rows to new ids. Train on CUDA, or use MCHManagedCollisionModule."
+        )
+    if static_graph and (accumulates := _accumulates(trainer)):
+        raise ValueError(
+            f"static_graph=True and {accumulates}: DistributedDataParallel fails if its first batch with static_graph "
+            "does not end in an optimizer step. Use find_unused_parameters=True, or do not accumulate gradients."
+        )
 
 
 def _why_refused(callback: Callback, model: nn.Module) -> str | None:
@@ -84,7 +90,7 @@ def _why_refused(callback: Callback, model: nn.Module) -> str | None:
         return (
             "it has frozen tables, and once they are sharded it cannot unfreeze them: a fused update ignores "
             "requires_grad. Let it freeze other modules only; to keep tables constant for a while, schedule their "
-            "learning rate with combined_optimizer"
+            "learning rate with combined_optimizer (docs/optimizers.md, 'Tables that train later')"
         )
     if isinstance(callback, callbacks.ModelPruning):
         weights = {id(table.parameter) for table in tables}
@@ -97,63 +103,27 @@ def _why_refused(callback: Callback, model: nn.Module) -> str | None:
     return None
 
 
-def refuse_hashing(model: nn.Module) -> None:
-    """Refuse to train modules with multi-probe zero-collision hashing (MPZCH) on a CPU.
-
-    Raises:
-        ValueError: The model has such modules.
-    """
-    found = [name for name, module in model.named_modules() if isinstance(module, HashZchManagedCollisionModule)]
-    if found:
-        raise ValueError(
-            f"{some(found)}: HashZchManagedCollisionModule (MPZCH) cannot be trained on a CPU, where FBGEMM's "
-            "zero_collision_hash gives no rows to new ids. Train on CUDA, or use MCHManagedCollisionModule."
-        )
-
-
-def refuse_static_graph(trainer: Trainer) -> None:
-    """Refuse accumulated gradients under `static_graph=True`, which DistributedDataParallel aborts in the first batch.
-
-    Raises:
-        ValueError: The trainer accumulates gradients, now or later.
-    """
-    accumulates = _accumulates(trainer)
-    if accumulates:
-        raise ValueError(
-            f"static_graph=True and {accumulates}: DistributedDataParallel fails if its first batch with static_graph "
-            "does not end in an optimizer step. Use find_unused_parameters=True, or do not accumulate gradients."
-        )
-
-
 def refuse_held_updates(module: LightningModule) -> None:
-    """Refuse a module whose tables cannot be updated with the optimizer step.
-
-    Raises:
-        ValueError: The module steps its optimizers itself, or a sharded module has to update tables in the backward.
-    """
+    """Refuse a module whose tables cannot be updated with the optimizer step."""
     if not module.automatic_optimization:
         raise ValueError(
             "frozen_window=True: with manual optimization it is not known which backwards share an optimizer step. "
             "Use automatic optimization with Trainer(accumulate_grad_batches=...)."
         )
     for name, sharded in sharded_modules(module).items():
-        reason = why_never_held(sharded)
-        if reason is not None:
-            raise ValueError(
-                f"frozen_window=True: the tables of {name!r} cannot wait for the optimizer step: {reason}."
-            )
+        if why := why_never_held(sharded):
+            raise ValueError(f"frozen_window=True: the tables of {name!r} cannot wait for the optimizer step: {why}.")
 
 
-@contextmanager
-def refusing_clipping(trainer: Trainer, module: LightningModule) -> Iterator[None]:
-    """Within this context gradients are not clipped by a norm that would differ between ranks.
+def refuse_clipping(trainer: Trainer, module: LightningModule, undo: ExitStack) -> None:
+    """Refuse, until `undo` is closed, to clip by a norm that would differ between ranks: of shards with a dense kernel.
 
-    Raises:
-        ValueError: The trainer clips by norm, and tables with a dense kernel are sharded. `clip_gradients` raises it
-            for an optimizer that trains such shards.
+    Raises at once for `gradient_clip_val`, else when `clip_gradients` is called with an optimizer of such shards.
     """
     names = tables_in_dense_shards(module) if trainer.world_size > 1 else []
-    paths = {id(weight): path.split(".") for path, weight in module.named_parameters()} if names else {}
+    if not names:
+        return
+    paths = {id(weight): path.split(".") for path, weight in module.named_parameters()}
     shards = {key for key, path in paths.items() if ".".join((*path[:-3], *path[-2:-1])) in names}
     plugin = trainer.precision_plugin
     clip = plugin.clip_grad_by_norm
@@ -171,23 +141,18 @@ def refusing_clipping(trainer: Trainer, module: LightningModule) -> Iterator[Non
         clip(optimizer, clip_val)
 
     algorithm = trainer.gradient_clip_algorithm or GradClipAlgorithmType.NORM
-    if names and trainer.gradient_clip_val and algorithm == GradClipAlgorithmType.NORM:
+    if trainer.gradient_clip_val and algorithm == GradClipAlgorithmType.NORM:
         refuse(trainer.gradient_clip_val)
-    if names:
-        plugin.clip_grad_by_norm = clip_or_refuse  # type: ignore[method-assign]
-    yield
-    vars(plugin).pop("clip_grad_by_norm", None)
+    plugin.clip_grad_by_norm = clip_or_refuse  # type: ignore[method-assign]
+    undo.callback(vars(plugin).pop, "clip_grad_by_norm", None)
 
 
 def warn_of_ignored_options(trainer: Trainer, model: nn.Module, *, holds_updates: bool) -> None:
     """Warn of the trainer's options that have no effect on fused tables: accumulation and clipping of gradients."""
-    accumulates = _accumulates(trainer)
-    if accumulates and not holds_updates:
+    if not holds_updates and (accumulates := _accumulates(trainer)):
         warnings.warn(
-            f"{accumulates} accumulates dense gradients only: "
-            "fused tables are updated inside the backward of every batch. "
-            "pipeline=Mode('fused_sparse_dist', frozen_window=True) updates them with the optimizer step.",
-            UserWarning,
+            f"{accumulates} accumulates dense gradients only: fused tables are updated inside the backward of every "
+            "batch. pipeline=Mode('fused_sparse_dist', frozen_window=True) updates them with the optimizer step.",
             stacklevel=2,
         )
     if trainer.gradient_clip_val and not all(map(clips_in_backward, sharded_modules(model).values())):
@@ -195,7 +160,6 @@ def warn_of_ignored_options(trainer: Trainer, model: nn.Module, *, holds_updates
             f"gradient_clip_val={trainer.gradient_clip_val} clips dense gradients only: gradients of fused tables "
             "never leave the backward kernel (FBGEMM clips them by its own fused_params: gradient_clipping=True "
             "and max_gradient, also as arguments of a fused optimizer of torchrec.optim).",
-            UserWarning,
             stacklevel=2,
         )
 
@@ -203,8 +167,8 @@ def warn_of_ignored_options(trainer: Trainer, model: nn.Module, *, holds_updates
 def _accumulates(trainer: Trainer) -> str | None:
     """Return the option or callback that makes a trainer accumulate gradients, now or later; else None."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        kind = callbacks.GradientAccumulationScheduler
-        if isinstance(callback, kind) and callback.going_to_accumulate_grad_batches():
+        schedules = isinstance(callback, callbacks.GradientAccumulationScheduler)
+        if schedules and callback.going_to_accumulate_grad_batches():
             return type(callback).__name__
     number = trainer.accumulate_grad_batches
     return f"accumulate_grad_batches={number}" if number != 1 else None

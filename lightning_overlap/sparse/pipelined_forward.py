@@ -40,6 +40,8 @@ CHANGED_IN_PLACE = "its input was changed in place after its ids had been sent"
 WITH_GRADIENTS = "it was called with gradients enabled in an evaluation"
 OTHER_AUTOCAST = "it was called under another autocast than its early lookup"
 _CALLED_TWICE = "it was called more than once in a step"
+_NOT_AT_FIRST = "it was not called for the first batch"
+_NOT_FOR_ALL = "it was not called for a batch that has its input"
 
 _CALL = (
     "To overlap it, call it once per {step} with a KeyedJaggedTensor that is part of the batch (made in the dataset, "
@@ -50,14 +52,20 @@ _WRITE_SELDOM = (
     "To overlap it, write its tables seldom, for example once an epoch: each time one lookup is repeated. Or train "
     "with pipeline='sparse_dist', which sends the ids early and looks up nothing early."
 )
+_CALL_ALWAYS = (
+    "To overlap it, call it in every {step}, also in one that returns early: call it first, then return (None, say, to "
+    "skip the batch)."
+)
 _ADVICE: Mapping[str, str] = {
+    _NOT_AT_FIRST: _CALL_ALWAYS,
+    _NOT_FOR_ALL: _CALL_ALWAYS,
     WRITTEN: _WRITE_SELDOM,
     WRITTEN_IN_STEP: _WRITE_SELDOM,
     CHANGED_IN_PLACE: "To overlap it, change its input in on_after_batch_transfer, or change a copy.",
     WITH_GRADIENTS: "To overlap it, call it without gradients (inference_mode of the Trainer, torch.no_grad).",
     OTHER_AUTOCAST: "To overlap it, leave autocast to Trainer(precision=...).",
 }
-"""Advice by reason; all other reasons are about calls and take `_CALL`."""
+"""Advice by reason; the other reasons take `_CALL`."""
 
 
 class LazyEmbeddings(LazyGetItemMixin[str, Any], LazyAwaitable[Any]):  # type: ignore[misc]
@@ -259,7 +267,7 @@ class PipelinedForwards(dict[str, PipelinedForward]):
             if not num_calls:
                 self.served(pipelined.name)  # a rank that waits for this one in `check_all_ranks` waits in vain
                 if pipelined.name in begun:
-                    self.run_unpipelined(pipelined, "it was not called for a batch that has its input")
+                    self.run_unpipelined(pipelined, _NOT_FOR_ALL)
             elif num_calls > 1:
                 self.run_unpipelined(pipelined, _CALLED_TWICE)
 
@@ -318,7 +326,7 @@ class PipelinedForwards(dict[str, PipelinedForward]):
 def _find(pipelined: PipelinedForward, by_id: Mapping[int, Path], step: str) -> Path | str:
     """Return where in the batch a module's input is (its inputs are given by `id`), or why it cannot be sent early."""
     if not pipelined.calls:
-        return "it was not called for the first batch"
+        return _NOT_AT_FIRST
     if len(pipelined.calls) > 1:
         return _CALLED_TWICE
     args, kwargs = pipelined.calls[0]

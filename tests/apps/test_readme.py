@@ -39,8 +39,12 @@ def test_programs_of_the_readme_and_the_quickstart_run(tmp_path: Path) -> None:
 
 
 def test_code_on_optimizers_runs(two_ranks: Ranks) -> None:
-    assert len(readme.python_blocks("docs/optimizers.md")) == 4
+    assert len(readme.python_blocks("docs/optimizers.md")) == 5
     assert two_ranks.run(readme.run) == [(2, True), (2, True)]  # three batches, dealt out by Lightning's sampler
+
+
+def test_tables_train_later(two_ranks: Ranks) -> None:
+    assert two_ranks.run(readme.run_later) == [[False, False, False, True, True]] * 2
 
 
 def test_table_of_modes_is_generated() -> None:

@@ -211,9 +211,9 @@ MUTANTS = (
         6,
         "the early lookups of a fit that failed stand in for the modules' own forwards from then on",
         ("laws/test_faults.py::test_a_fault_of_the_user_on_all_ranks",),
-        "plugin/run.py",
-        "            self.sparse.detach()\n            self.sparse = None\n",
-        "            self.sparse = None\n",
+        "plugin/strategy.py",
+        "        run.undo.callback(run.sparse.detach)\n",
+        "",
     ),
     Mutant(
         7,

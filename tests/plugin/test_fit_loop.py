@@ -83,3 +83,20 @@ def test_a_step_without_loss_on_one_rank(get_ranks: Any) -> None:
     for pipeline in ("fused_sparse_dist", "semi_sync"):
         [(actual, _)] = ranks.run(traces.trace, pipeline, *config)
         assert actual == expected
+
+
+@pytest.mark.parametrize("none_at", [0, 2])
+@pytest.mark.parametrize("pipeline", ["base", "fused_sparse_dist"])
+def test_a_step_that_returns_none_before_its_lookups(get_ranks: Any, pipeline: str, none_at: int) -> None:
+    """The warning is about the call that is missing, not about the input; after the lookups nothing is missing."""
+    ranks = get_ranks(1)
+    [early] = ranks.run(traces.warnings_of_skipped_step, pipeline, none_at, True)
+    [late] = ranks.run(traces.warnings_of_skipped_step, pipeline, none_at, False)
+    assert late == []
+    if pipeline == "base":
+        assert early == []
+        return
+    [warning] = early
+    assert "it was not called for " + ("the first batch" if none_at == 0 else "a batch that has its input") in warning
+    assert "call it first, then return (None, say, to skip the batch)" in warning
+    assert "part of the batch" not in warning

@@ -312,6 +312,23 @@ def test_the_first_words_name_tables_optimizers_and_rates(two_ranks: Ranks, comb
         assert not any(text in line for line in seen + others)
 
 
+@pytest.mark.parametrize(
+    ("limits", "words"),
+    [
+        ({}, ""),
+        ({"start_batch": 1}, " (fused_sparse_dist before batch 1)"),
+        ({"start_batch": 1, "end_batch": 2}, " (fused_sparse_dist before batch 1 and from batch 2 on)"),
+        ({"end_batch": 2}, " (fused_sparse_dist from batch 2 on)"),
+    ],
+)
+def test_the_first_words_name_the_batches_that_train_exactly(
+    two_ranks: Ranks, limits: dict[str, int], words: str
+) -> None:
+    seen, _ = two_ranks.run(strategies.first_words, pipeline=Mode("semi_sync", **limits))
+    [block] = {text for text in seen if text.startswith("lightning_overlap: ")}
+    assert block.splitlines()[0] == f"lightning_overlap: semi_sync, staleness 1{words}, stream data_dist, 2 ranks"
+
+
 def test_libraries_speak_where_they_are_asked_to(two_ranks: Ranks) -> None:
     seen, _ = two_ranks.run(strategies.first_words, calm_libraries=False)
     assert any("The topology was constructed directly" in text for text in seen)

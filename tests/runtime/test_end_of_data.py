@@ -285,7 +285,7 @@ def test_ranks_without_lengths_tell_of_the_first_batch_that_is_none_on_one_of_th
             layout[alike] = False
         layouts[rank][alone] = False
         if alone == alike or not any(layouts[rank][alone + 1 :]):
-            continue  # at the end of its data the ranks compare what is left (`plugin/loops/epoch.py`)
+            continue  # at the end of its data the ranks compare what is left (`plugin/loops/batch_stream.py`)
         ranks = _in_lockstep(layouts)
         last = alone + (alike == alone + 1)
         with pytest.raises(RuntimeError, match=f"the last one so far is batch {last} on rank {rank}, "):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_overlap import OverlapEmbeddingStrategy
 
-from .cases import TABLE_WISE, Batch, Model, make_batch
+from .cases import TABLE_WISE, Batch, Batches, Model, make_batch
 from .fits import make_trainer
 
 NUM_TRAIN, NUM_VAL = 9, 3
@@ -159,3 +160,21 @@ def _fit(pipeline: str | None, loader: str, stop: str | None, resume: str | None
     trainer = make_trainer(strategy, **{"max_epochs": 2, **kwargs})
     trainer.fit(model, datamodule=Data(loader), ckpt_path=resume)
     return model
+
+
+def warnings_of_skipped_step(pipeline: str, none_at: int, before: bool) -> list[str]:
+    """Return what a fit warns of a module whose step returns None for a batch, before or after its lookups."""
+
+    class Skips(Model):
+        def training_step(self, batch: Batch, batch_idx: int) -> Tensor | None:
+            if batch_idx != none_at:
+                return super().training_step(batch, batch_idx)
+            if not before:
+                super().training_step(batch, batch_idx)
+            return None
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = make_trainer(OverlapEmbeddingStrategy(pipeline=pipeline, sharding="table_wise"))
+        trainer.fit(Skips(TABLE_WISE), datamodule=Batches(TABLE_WISE, 5))
+    return [str(w.message) for w in caught if "is not overlapped" in str(w.message)]

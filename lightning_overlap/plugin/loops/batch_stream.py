@@ -1,52 +1,40 @@
-"""The stream of batches: it takes them from Lightning's fetcher and stages each for the executor.
-
-It skips None batches, copies batches that the loader may overwrite, and notes the loaders' states for checkpoints.
-"""
+"""The stream of batches: it takes them from Lightning's fetcher and stages each for the executor."""
 
 from __future__ import annotations
 
 from collections import deque
 from contextlib import nullcontext, suppress
-from typing import Any, NamedTuple
+from typing import Any
 
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.loops.fetchers import _DataFetcher
 
-from ...distributed import ASK_FOR_LAST
+from ...distributed import ASK_FOR_LAST, SKIP_ALIKE
 from ...runtime import BatchMemory, FetchedBatch, StageTimer, keeps_its_data
 from . import sigterm
-from .epoch import Epoch
 
 NUM_AT_HAND = 2
 """Batches taken from a loader of unknown length before they are staged, so that ranks ask only every other batch."""
 
 
-class SkippedBatch(NamedTuple):
-    """A None batch that the loop has not seen yet."""
-
-    num_before: int
-    """Batches of the epoch before it that are not None."""
-    batch_idx: int
-    dataloader_idx: int
-
-
 class BatchStream:
     """The batches of a fit or an evaluation, staged in the order of Lightning's fetcher: a `runtime.BatchSource`.
 
-    Lightning skips a *None batch*, for which the collate function has returned None. All ranks have to skip the same
-    batches.
-
-    The iterator of `inner`, Lightning's fetcher, may be running. With `sends_sizes` the ranks compare their None
-    batches with each batch's sizes; otherwise they ask each other.
+    It skips None batches, copies batches that the loader may overwrite, notes the loaders' states for checkpoints, and
+    knows how many batches an epoch has on all ranks. Lightning skips a *None batch*, for which the collate function has
+    returned None. All ranks have to skip the same batches: they compare them with each batch's sizes if the mode sends
+    sizes, otherwise they ask each other. The iterator of `inner`, Lightning's fetcher, may be running.
     """
 
-    def __init__(
-        self, inner: _DataFetcher, trainer: Trainer, epoch: Epoch, *, trains: bool, sends_sizes: bool = False
-    ) -> None:
-        self.inner, self.trains = inner, trains
-        self._trainer, self._epoch, self._sends_sizes = trainer, epoch, sends_sizes
-        self.skipped: deque[SkippedBatch] = deque()
-        """None batches from the loader that the loop has not seen yet, the oldest first."""
+    def __init__(self, inner: _DataFetcher, trainer: Trainer, *, trains: bool) -> None:
+        self.inner, self.trains, self._trainer = inner, trains, trainer
+        self._sends_sizes: bool = trainer.strategy.schedule.has_sparse_stages  # type: ignore[attr-defined]
+        self.num_batches: float = float("inf")
+        """Length of the shortest rank's epoch, None batches included; `inf` if it is not known."""
+        self._lengths_known = False  # whether the lengths of all ranks are known
+        self._num_allowed: float = 0  # batches that may be fetched in this epoch: a later `fit` would miss any others
+        self.skipped: deque[tuple[int, FetchedBatch]] = deque()
+        """None batches that the loop has not seen yet, each with the number of the epoch's other batches before it."""
         self._buffered: deque[FetchedBatch] = deque()  # taken from the loader, not staged yet
         is_own = all(map(keeps_its_data, inner.combined_loader.flattened))
         self._memory = BatchMemory(trainer.strategy.root_device.type, is_own=is_own)
@@ -68,11 +56,23 @@ class BatchStream:
     def begin_epoch(self) -> None:
         """Begin to iterate the loaders anew."""
         self.forget()
-        self._iterated = True
         self._memory.begin_epoch()
-        iter(self.inner)
-        self._own_those_of_inner()
+        self._iterate_inner()
         self.states = self._read_states()
+
+    def agree_on_length(self, own: float, *, is_certain: bool) -> None:
+        """Set `num_batches` to the shortest rank's, from this rank's length; all ranks call this."""
+        lengths, known = zip(*self._trainer.strategy.gather((own, is_certain)), strict=True)  # type: ignore[attr-defined]
+        self.num_batches, self._lengths_known = min(lengths), all(known)
+
+    def allow(self, num_trained: int) -> None:
+        """Let batches be fetched as far as `max_steps` allows after `num_trained` batches."""
+        loop, trainer = self._trainer.fit_loop.epoch_loop, self._trainer
+        self._num_allowed = float("inf")
+        if self.trains and loop.max_steps != -1 and trainer.lightning_module.automatic_optimization:
+            every = trainer.accumulate_grad_batches
+            done_of_step = loop.batch_progress.current.ready % every
+            self._num_allowed = num_trained + (loop.max_steps - loop.global_step) * every - done_of_step
 
     # -- what the executor asks for ---------------------------------------------------------------------------------
 
@@ -82,14 +82,9 @@ class BatchStream:
         return self._index + 1
 
     @property
-    def num_batches(self) -> float:
-        """Length of the shortest rank's epoch, None batches included; `inf` if it is not known."""
-        return self._epoch.num_batches
-
-    @property
     def length_known(self) -> bool:
         """Whether all ranks are known to have equally many batches left; not in an epoch resumed in the middle."""
-        return self._epoch.lengths_known and self._is_whole and self._sends_sizes
+        return self._lengths_known and self._is_whole and self._sends_sizes
 
     @property
     def exhausted(self) -> bool:
@@ -102,8 +97,8 @@ class BatchStream:
         if not self._buffered or self.latest_none >= 0:
             return 0
         in_inner: list[Any] = getattr(self.inner, "batches", [])[:1]
-        num = len(self._buffered) + sum(not self._is_skipped(batch) for batch, _, _ in in_inner)
-        return int(min(num, self._epoch.num_allowed - self.num_fetched))
+        num = len(self._buffered) + sum(not self.trains or batch is not None for batch, _, _ in in_inner)
+        return int(min(num, self._num_allowed - self.num_fetched))
 
     @property
     def stop_requested(self) -> bool:
@@ -111,15 +106,8 @@ class BatchStream:
         return sigterm.heard(self._trainer)
 
     def fetch(self, index: int, timer: StageTimer | None) -> FetchedBatch | None:
-        """Fetch batch `index` and stage it: Lightning's batch-transfer hooks run here, once per batch.
-
-        Returns:
-            The staged batch; None at the end of the epoch, and while `max_steps` allows no more.
-
-        Raises:
-            RuntimeError: The data ends before the length of its loader, on which the other ranks rely.
-        """
-        if index >= self._epoch.num_allowed:
+        """Fetch batch `index` and stage it: Lightning's batch-transfer hooks run here, once per batch."""
+        if index >= self._num_allowed:
             return None
         if index == 0:
             self._is_whole = self.inner.fetched == 0
@@ -127,25 +115,46 @@ class BatchStream:
         if fetched is None:
             return None
         self._index = index
-        # Before the loader makes the next batch, which may overwrite this one. Lightning names loader 0 in training.
-        staged = stage_batch(self._trainer, fetched.batch, 0 if self.trains else fetched.dataloader_idx)
+        staged = self._stage(fetched)  # before the loader makes the next batch, which may overwrite this one
         for ahead in range(index + 1 + len(self._buffered), index + 1 + self._num_to_buffer):
-            if ahead < self._epoch.num_allowed and (following := self._next_to_train(ahead, timer)) is not None:
-                self._buffered.append(following)
+            if ahead < self._num_allowed:
+                self._buffer(ahead, timer)
         return fetched._replace(batch=staged)
+
+    def _stage(self, fetched: FetchedBatch) -> Any:
+        """Prepare a batch as Lightning's loops do before its step: convert, transfer hooks, copy to the device."""
+        trainer, strategy = self._trainer, self._trainer.strategy
+        dataloader_idx = 0 if self.trains else fetched.dataloader_idx  # Lightning names loader 0 in training
+        batch = trainer.precision_plugin.convert_input(fetched.batch)
+        batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=dataloader_idx)
+        with trainer.profiler.profile(f"[Strategy]{type(strategy).__name__}.batch_to_device"):  # type: ignore[attr-defined]
+            return strategy.batch_to_device(batch, dataloader_idx=dataloader_idx)
 
     # -- what the fetcher asks for ----------------------------------------------------------------------------------
 
     def nones_after(self, num_before: int) -> list[int]:
         """Return the numbers of the None batches that come right after `num_before` other batches."""
-        return [skipped.batch_idx for skipped in self.skipped if skipped.num_before == num_before]
+        return [none.batch_idx for before, none in self.skipped if before == num_before]
 
-    def goes_on_after(self, num_before: int) -> bool:
-        """Return whether another batch follows that is not None; may fetch it, so call this at an epoch's end."""
+    def num_none_at_end(self, num_before: int) -> int:
+        """Return how many None batches end the epoch, after `num_before` others, on all ranks; all of them call this.
+
+        Raises:
+            RuntimeError: A rank has a None batch where another rank has a batch to train.
+        """
+        if not self.trains:
+            return 0
         if self.num_fetched <= num_before and not self.exhausted:
-            following = self._next_to_train(num_before, None)
-            self._buffered.extend([] if following is None else [following])
-        return self.num_fetched > num_before or bool(self._buffered)
+            self._buffer(num_before, None)
+        goes_on = self.num_fetched > num_before or bool(self._buffered)
+        gather = self._trainer.strategy.gather  # type: ignore[attr-defined]
+        told: list[tuple[list[int], bool]] = gather((self.nones_after(num_before), goes_on))
+        for other, (fewer, follows) in enumerate(told):
+            for rank, (numbers, _) in enumerate(told):
+                if follows and len(numbers) > len(fewer):
+                    number = numbers[len(fewer)]
+                    raise RuntimeError(f"batch {number} is None on rank {rank}, not on rank {other}. {SKIP_ALIKE}")
+        return min(len(numbers) for numbers, _ in told)
 
     # -- Lightning's fetcher ------------------------------------------------------------------------------------------
 
@@ -162,18 +171,18 @@ class BatchStream:
         keeps = self._trainer.world_size > 1 and self._memory.is_own
         return NUM_AT_HAND - (self.inner.length is None) if keeps else 0  # without a length the inner fetcher holds one
 
+    def _buffer(self, index: int, timer: StageTimer | None) -> None:
+        if (following := self._next_to_train(index, timer)) is not None:
+            self._buffered.append(following)
+
     def _next_to_train(self, index: int, timer: StageTimer | None) -> FetchedBatch | None:
         """Return the batch `index`, past None batches; None at the end."""
         while (fetched := self._next_of_inner(timer)) is not None:
-            if not self._is_skipped(fetched.batch):
+            if not self.trains or fetched.batch is not None:
                 return fetched._replace(latest_none=self.latest_none)
-            self.skipped.append(SkippedBatch(index, fetched.batch_idx, fetched.dataloader_idx))
+            self.skipped.append((index, fetched))
             self.latest_none = fetched.batch_idx
         return None
-
-    def _is_skipped(self, batch: Any) -> bool:
-        """Whether the loop skips this batch."""
-        return self.trains and batch is None
 
     def _next_of_inner(self, timer: StageTimer | None) -> FetchedBatch | None:
         for _ in range(2):
@@ -189,15 +198,18 @@ class BatchStream:
                 break
             # Resumed after an epoch's last batch: the loader's iterator continues at its end. Lightning begins the next
             # epoch with this iterator, as it makes a new one only if it has not resumed.
-            self._iterated = True
-            iter(self.inner)
-            self._own_those_of_inner()
+            self._iterate_inner()
         if self.length_known and self.inner.fetched < self.num_batches:
             raise RuntimeError(
                 f"rank {self._trainer.global_rank}: the data loader ended after {self.inner.fetched} batches, its "
                 f"length says {self.num_batches:g}. Does the dataset's __getitem__ raise StopIteration?"
             )
         return None
+
+    def _iterate_inner(self) -> None:
+        self._iterated = True
+        iter(self.inner)
+        self._own_those_of_inner()
 
     def _own_those_of_inner(self) -> None:
         """Copy the batches that the inner fetcher holds, if the loader may overwrite them (`BatchMemory`)."""
@@ -215,13 +227,3 @@ class BatchStream:
     def _read_states(self) -> Any:
         # Only loaders with a state count. No checkpoint holds the position of an evaluation.
         return self.inner.combined_loader._state_dicts() if self.trains else []
-
-
-def stage_batch(trainer: Trainer, batch: Any, dataloader_idx: int) -> Any:
-    """Prepare a batch as Lightning's loops do before its step: convert, transfer hooks, copy to the device."""
-    module: LightningModule = trainer.lightning_module
-    batch = trainer.precision_plugin.convert_input(batch)
-    batch = module._on_before_batch_transfer(batch, dataloader_idx=dataloader_idx)
-    strategy = trainer.strategy
-    with trainer.profiler.profile(f"[Strategy]{type(strategy).__name__}.batch_to_device"):  # type: ignore[attr-defined]
-        return strategy.batch_to_device(batch, dataloader_idx=dataloader_idx)

@@ -1,12 +1,8 @@
-"""Lightning's evaluation loops with a lookahead: `validate`, `test`, `predict`, and validation inside a fit.
-
-As in `fit_loop.py` the trainer's loop objects have a subclass of their class with a mixin during a run.
-"""
+"""Lightning's evaluation loops with a lookahead: `validate`, `test`, `predict`, and validation inside a fit."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -17,7 +13,7 @@ from typing_extensions import override
 
 from . import sigterm
 from .fetcher import LookaheadFetcher
-from .fit_loop import mixed_in
+from .fit_loop import mix_in
 
 
 class _LookaheadMixin:
@@ -28,27 +24,23 @@ class _LookaheadMixin:
     _step: str
     """The user's method for a batch."""
     num_dataloaders: int
-    trainer: Trainer
+    trainer: Any
 
     def reset(self) -> None:
         """Take over the fetcher. A module that takes `dataloader_iter` does its own fetching."""
         super().reset()  # type: ignore[misc]
-        fetcher = self._data_fetcher
-        if type(fetcher) is _PrefetchDataFetcher:
-            self._data_fetcher = self.trainer.strategy.look_ahead(fetcher, self._step_arguments)  # type: ignore[attr-defined]
+        if type(self._data_fetcher) is _PrefetchDataFetcher:
+            self._data_fetcher = LookaheadFetcher(self._data_fetcher, self.trainer, self._step_arguments)
 
     def on_run_start(self) -> None:
         """Update the tables before the hooks and steps of the evaluation read them."""
-        strategy: Any = self.trainer.strategy
-        strategy.begin_evaluation(self._step)
-        if isinstance(self._data_fetcher, LookaheadFetcher):
-            self._data_fetcher.executor = strategy.make_executor(self._data_fetcher.stream)
+        self.trainer.strategy.begin_evaluation(self._step)
         super().on_run_start()  # type: ignore[misc]
 
     def on_run_end(self) -> Any:
         """Leave nothing in flight."""
         outputs = super().on_run_end()  # type: ignore[misc]
-        self.trainer.strategy.end_evaluation()  # type: ignore[attr-defined]
+        self.trainer.strategy.end_evaluation()
         return outputs
 
     def _step_arguments(self, batch: Any, batch_idx: int, dataloader_idx: int) -> tuple[Any, ...]:
@@ -69,8 +61,7 @@ class _LookaheadMixin:
 
     def _stop_together(self) -> None:
         """Leave after the same step on all ranks if one of them has received SIGTERM."""
-        fetcher = self._data_fetcher
-        executor = fetcher.executor if isinstance(fetcher, LookaheadFetcher) else None
+        executor = getattr(self._data_fetcher, "executor", None)  # of a LookaheadFetcher
         if executor is not None and executor.end.stop_agreed and not executor.is_last:
             sigterm.leave(self.trainer)
 
@@ -105,11 +96,8 @@ class _PredictionLoopMixin(_LookaheadMixin, _PredictionLoop):
         self._stop_together()
 
 
-@contextmanager
-def installed(trainer: Trainer) -> Iterator[None]:
-    """Within this context the trainer's evaluation loops look ahead."""
-    with ExitStack() as stack:
-        for loop in (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
-            stack.enter_context(mixed_in(loop, _EvaluationLoopMixin))
-        stack.enter_context(mixed_in(trainer.predict_loop, _PredictionLoopMixin))
-        yield
+def install(trainer: Trainer, undo: ExitStack) -> None:
+    """Let the trainer's evaluation loops look ahead until `undo` is closed."""
+    for loop in (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
+        mix_in(_EvaluationLoopMixin, loop, undo)
+    mix_in(_PredictionLoopMixin, trainer.predict_loop, undo)

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
+from lightning.pytorch import Trainer
 from lightning.pytorch.loops.fetchers import _DataFetcher, _DataLoaderIterDataFetcher
 from typing_extensions import override
 
 from ...runtime import Executor, InFlightBatch
 from .batch_stream import BatchStream
-from .epoch import Epoch, Gather
-
-StepArguments = Callable[[Any, int, int], tuple[Any, ...]]
-"""Returns the arguments of the user's step for (batch, batch_idx, dataloader_idx)."""
 
 
+@dataclass(slots=True)
 class StagedBatch:
     """Replaces the batch in the strategy's step: the arguments of the user's step, and the executor around it."""
 
-    def __init__(self, arguments: tuple[Any, ...], executor: Executor) -> None:
-        self.arguments, self.executor = arguments, executor
+    arguments: tuple[Any, ...]
+    executor: Executor
 
 
 def _of_inner(name: str) -> Any:
@@ -32,29 +31,26 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
     """Gives a loop the batches that the executor has staged, and the None batches between them.
 
     It is a subclass of the fetcher for `dataloader_iter`, for which Lightning's loop does no batch transfer itself.
-    The loop sets `executor` before it takes the first batch. `next_number` returns the `batch_idx` of the loop's next
-    batch; it is None if a batch keeps its loader's number.
+
+    The strategy makes the executor when the first batch is wanted. `step_arguments` returns the arguments of the user's
+    step for (batch, batch_idx, dataloader_idx), `next_number` the `batch_idx` of the fit loop's next batch; None in an
+    evaluation, whose batches keep their loader's number.
     """
 
     def __init__(
         self,
         inner: _DataFetcher,
-        stream: BatchStream,
-        epoch: Epoch,
-        step_arguments: StepArguments,
-        next_number: Callable[[], int] | None,
-        gather: Gather,
+        trainer: Trainer,
+        step_arguments: Callable[[Any, int, int], tuple[Any, ...]],
+        next_number: Callable[[], int] | None = None,
     ) -> None:
-        self.inner = inner
-        kept = {name: getattr(inner, name) for name in ("fetched", "length", "_start_profiler", "_stop_profiler")}
-        super().__init__()  # resets them through the properties below on the inner fetcher, which is running already
-        for name, value in kept.items():
-            setattr(inner, name, value)
-        self.stream, self.epoch = stream, epoch
+        # Not `super().__init__()`: it would reset the inner fetcher through the properties below.
+        self.inner, self.iterator, self.done = inner, None, inner.done
+        self.stream = BatchStream(inner, trainer, trains=next_number is not None)
         self.executor: Executor | None = None
-        self._step_arguments, self._next_number, self._gather = step_arguments, next_number, gather
+        self._strategy: Any = trainer.strategy
+        self._step_arguments, self._next_number = step_arguments, next_number
         self._forget()
-        self.done = inner.done
 
     fetched = _of_inner("fetched")
     length = _of_inner("length")
@@ -104,16 +100,13 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
 
         None batches come after the executor has begun the batch that follows them: by then all ranks have compared
         their None batches.
-
-        Raises:
-            StopIteration: The epoch's data has ended.
-            RuntimeError: A batch is None on some ranks only.
         """
         if self._peeked:
             return self._batch
-        assert self.executor is not None, "the loop sets it"
+        if self.executor is None:
+            self.executor = self._strategy.make_executor(self.stream)
         if self._waiting is None and not self._has_ended:
-            self.epoch.allow(self.executor.num_trained)
+            self.stream.allow(self.executor.num_trained)
             self._waiting = self.executor.next_batch()
             self._has_ended = self._waiting is None
         if self._waiting is None and not self._count_none_at_end():
@@ -121,8 +114,9 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
             self.trained_states = self.stream.states
             raise StopIteration
         if self._waiting is None or self.stream.nones_after(self._num_delivered):
-            _, number, self._dataloader_idx = self.stream.skipped.popleft()
-            self._batch, self._num_none_left = None, None if self._waiting else self._count_none_at_end() - 1
+            _, none = self.stream.skipped.popleft()
+            self._batch, number, self._dataloader_idx = None, none.batch_idx, none.dataloader_idx
+            self._num_none_left = None if self._waiting else self._count_none_at_end() - 1
         else:
             inflight, self._waiting = self._waiting, None
             self._batch, number, self._dataloader_idx = inflight.batch, inflight.batch_idx, inflight.dataloader_idx
@@ -134,10 +128,7 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
     def _count_none_at_end(self) -> int:
         """Return the number of None batches left at the epoch's end; all ranks come here after their last batch."""
         if self._num_none_left is None:
-            here, stream = self._num_delivered, self.stream
-            goes_on = stream.trains and stream.goes_on_after(here)
-            gather = self._gather if stream.trains else (lambda told: [told])
-            self._num_none_left = self.epoch.num_none_at_end(stream.nones_after(here), gather, goes_on=goes_on)
+            self._num_none_left = self.stream.num_none_at_end(self._num_delivered)
         return self._num_none_left
 
     @override

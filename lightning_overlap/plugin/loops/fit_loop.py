@@ -1,15 +1,13 @@
-"""Lightning's fit loop with a lookahead: the loops keep their class names, states and checkpoints.
+"""Lightning's fit loop with a lookahead: during a fit the loop objects have a subclass of their class with a mixin.
 
-During a fit the trainer's loop objects have a subclass of their class with the mixins below, and the fetcher of
-`fetcher.py`; no loop method is copied.
+They keep their class names, states and checkpoints; no loop method is copied.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -22,6 +20,7 @@ from torch.utils import data
 from typing_extensions import override
 
 from . import sigterm
+from .batch_stream import BatchStream
 from .fetcher import LookaheadFetcher, NoneFetcher
 
 
@@ -42,30 +41,27 @@ class _FitLoopMixin(_FitLoop):
         super().setup_data()
         # A module that takes `dataloader_iter` does its own fetching and runs without lookahead.
         if type(self._data_fetcher) is _PrefetchDataFetcher:
-            strategy, epoch_loop = self.trainer.strategy, self.epoch_loop
-            fetcher: LookaheadFetcher = strategy.look_ahead(  # type: ignore[attr-defined]
-                self._data_fetcher, self._step_arguments, lambda: epoch_loop.batch_idx + 1
+            epoch_loop = self.epoch_loop
+            self._data_fetcher = LookaheadFetcher(
+                self._data_fetcher, self.trainer, self._step_arguments, lambda: epoch_loop.batch_idx + 1
             )
-            self._data_fetcher = fetcher
-            self._end_together(fetcher)
+            self._end_together(self._data_fetcher.stream)
 
     def _step_arguments(self, batch: Any, batch_idx: int, dataloader_idx: int) -> tuple[Any, ...]:
         return tuple(self.epoch_loop._build_kwargs(OrderedDict(), batch, batch_idx).values())
 
-    def _end_together(self, fetcher: LookaheadFetcher) -> None:
+    def _end_together(self, stream: BatchStream) -> None:
         """Set the epoch's length to the shortest rank's; all ranks call this, and ranks with more batches warn."""
-        own, shortest = self.max_batches, fetcher.epoch
-        gather = self.trainer.strategy.gather  # type: ignore[attr-defined]
-        shortest.agree(own, gather, knows=_has_known_length(fetcher.combined_loader))
-        if shortest.num_batches == own:
+        own = self.max_batches
+        stream.agree_on_length(own, is_certain=_has_known_length(stream.inner.combined_loader))
+        if stream.num_batches == own:
             return
         warnings.warn(
-            f"Rank {self.trainer.global_rank} has {own} batches, another rank {shortest.num_batches:g}: all ranks end "
+            f"Rank {self.trainer.global_rank} has {own} batches, another rank {stream.num_batches:g}: all ranks end "
             "the epoch there, and the remaining batches of this rank are not trained.",
-            UserWarning,
             stacklevel=2,
         )
-        self.max_batches = int(shortest.num_batches)
+        self.max_batches = int(stream.num_batches)
         interval = self.trainer.val_check_interval
         if isinstance(interval, float) and self.trainer.val_check_batch is not None:
             self.trainer.val_check_batch = max(1, int(self.max_batches * interval))
@@ -107,21 +103,14 @@ class _EpochLoopMixin(_TrainingEpochLoop):
         super().advance(data_fetcher)
 
     def _look_at_next(self, fetcher: LookaheadFetcher) -> _DataFetcher:
-        """Look at the next batch, and return the fetcher to take it from: a `NoneFetcher` for a None batch.
-
-        Raises:
-            StopIteration: The epoch's data has ended.
-            SIGTERMException: All ranks have agreed to stop.
-        """
-        if fetcher.executor is None:
-            fetcher.executor = self.trainer.strategy.make_executor(fetcher.stream)
+        """Look at the next batch, and return the fetcher to take it from: a `NoneFetcher` for a None batch."""
         try:
             batch = fetcher.peek()
         except StopIteration:
-            if self.restarting:
-                # Resumed in the validation after an epoch's last batch, which Lightning's loop still has to run.
-                return fetcher
-            raise
+            if not self.restarting:
+                raise
+            return fetcher  # resumed in the validation after an epoch's last batch, which the loop still has to run
+        assert fetcher.executor is not None
         if fetcher.executor.end.stop_agreed:
             sigterm.leave(self.trainer)
         return NoneFetcher(fetcher) if batch is None else fetcher
@@ -157,17 +146,16 @@ def _leave_if_agreed(trainer: Trainer) -> None:
         sigterm.leave(trainer)
 
 
-@contextmanager
-def installed(trainer: Trainer) -> Iterator[None]:
-    """Within this context the trainer's fit loop looks ahead."""
+def install(trainer: Trainer, undo: ExitStack) -> None:
+    """Let the trainer's fit loop look ahead until `undo` is closed."""
     loop = trainer.fit_loop
-    epoch_loop = loop.epoch_loop
-    with (
-        mixed_in(loop, _FitLoopMixin),
-        mixed_in(epoch_loop, _EpochLoopMixin),
-        mixed_in(epoch_loop.automatic_optimization, _AutomaticOptimizationMixin),
-    ):
-        yield
+    undo.callback(_forget_broken_loader, loop)
+    mix_in(_FitLoopMixin, loop, undo)
+    mix_in(_EpochLoopMixin, loop.epoch_loop, undo)
+    mix_in(_AutomaticOptimizationMixin, loop.epoch_loop.automatic_optimization, undo)
+
+
+def _forget_broken_loader(loop: _FitLoop) -> None:
     fetcher = loop._data_fetcher
     if fetcher is not None and not isinstance(fetcher, LookaheadFetcher) and fetcher.iterator is None:
         # The loader could not be iterated. Lightning would ask for its length while it handles the error, and hide the
@@ -175,16 +163,11 @@ def installed(trainer: Trainer) -> Iterator[None]:
         loop._data_fetcher = None
 
 
-@contextmanager
-def mixed_in(live: Any, mixin: type) -> Iterator[None]:
-    """Within this context an object has a subclass of its class that begins with `mixin`.
-
-    The subclass has the same name, which profiler actions and logs contain.
-    """
+def mix_in(mixin: type, live: Any, undo: ExitStack) -> None:
+    """Give an object a subclass of its class, of the same name, that begins with `mixin`, until `undo` is closed."""
     cls = type(live)
     live.__class__ = type(cls.__name__, (mixin, cls), {"__module__": cls.__module__})
-    yield
-    live.__class__ = cls
+    undo.callback(setattr, live, "__class__", cls)
 
 
 def logged_step(trainer: Trainer) -> int:

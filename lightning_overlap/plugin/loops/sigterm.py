@@ -7,36 +7,35 @@ it from the consensus about batches.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 
+@dataclass(eq=False)
 class Sigterm:
     """Replaces Lightning's handler of SIGTERM while several ranks run; `heard` says whether a signal has come."""
 
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
-        self.heard = False
+    trainer: Trainer
+    heard: bool = False
 
     def __call__(self, signum: int, frame: Any) -> None:
         """Forward the signal to the processes that this process launched, and note it for the next consensus."""
-        if not self.heard and self._trainer.strategy.launcher is not None:
-            self._trainer.strategy.launcher.kill(signum)
+        launcher = self.trainer.strategy.launcher
+        if not self.heard and launcher is not None:
+            launcher.kill(signum)
         self.heard = True
 
 
-@contextmanager
-def installed(trainer: Trainer) -> Iterator[None]:
-    """Within this context `Sigterm` handles the signal if there are several ranks; a single rank ends as before."""
-    connector = trainer._signal_connector
+def install(trainer: Trainer, undo: ExitStack) -> None:
+    """Let `Sigterm` handle the signal until `undo` is closed, if there are several ranks."""
     if trainer.world_size > 1:
+        connector = trainer._signal_connector
         connector._sigterm_notifier_fn = Sigterm(trainer)  # type: ignore[method-assign, assignment]
-    yield
-    vars(connector).pop("_sigterm_notifier_fn", None)
+        undo.callback(vars(connector).pop, "_sigterm_notifier_fn")
 
 
 def heard(trainer: Trainer) -> bool:
