@@ -430,11 +430,8 @@ def _fit(size: Size, num_ids: int, num_steps: int, mode: str, callbacks: list[An
         for _ in range(num_steps)
     ]
     seed_everything(1, verbose=False)
-    strategy = OverlapEmbeddingStrategy(
-        Mode(mode, staleness=2) if mode == "async_lookup" else mode,
-        sharding="table_wise",
-        fused_optimizer=(torch.optim.SGD, {"lr": 0.1}),
-    )
+    pipeline = Mode(mode, staleness=2) if mode == "async_lookup" else mode
+    strategy = OverlapEmbeddingStrategy(pipeline, sharding="table_wise", fused_optimizer=(torch.optim.SGD, {"lr": 0.1}))
     trainer = Trainer(
         accelerator="cpu",
         devices=int(os.environ["WORLD_SIZE"]),
