@@ -27,21 +27,24 @@ def leaves(batch: Any, is_leaf: Callable[[Any], bool]) -> list[tuple[Path, Any]]
     An object that occurs twice in the batch is listed with both paths.
     """
     found: list[tuple[Path, Any]] = []
-
-    def collect(node: Any, path: Path, above: frozenset[int]) -> None:
-        children = None if isinstance(node, torch.Tensor) or is_leaf(node) else _children(node)
-        if children is None:
-            found.append((path, node))
-        elif id(node) not in above:  # else an object that holds itself
-            above = above | {id(node)}
-            for step, child in children:
-                if isinstance(child, torch.Tensor):  # the most common leaf
-                    found.append(((*path, step), child))
-                else:
-                    collect(child, (*path, step), above)
-
-    collect(batch, (), frozenset())
+    _collect(batch, (), is_leaf, frozenset(), found)
     return found
+
+
+def _collect(
+    node: Any, path: Path, is_leaf: Callable[[Any], bool], above: frozenset[int], found: list[tuple[Path, Any]]
+) -> None:
+    """Add the leaves below a node to `found`; a nested function would be a cycle that holds the tensors."""
+    children = None if isinstance(node, torch.Tensor) or is_leaf(node) else _children(node)
+    if children is None:
+        found.append((path, node))
+    elif id(node) not in above:  # else an object that holds itself
+        above = above | {id(node)}
+        for step, child in children:
+            if isinstance(child, torch.Tensor):  # the most common leaf
+                found.append(((*path, step), child))
+            else:
+                _collect(child, (*path, step), is_leaf, above, found)
 
 
 def resolve(batch: Any, path: Path) -> Any:
