@@ -75,7 +75,8 @@ _EMPTY_HOOKS = frozenset(
 )
 """The hooks of a step in Lightning's base classes: they do nothing and return None."""
 
-_PROFILING = {name: getattr(PassThroughProfiler, name) for name in ("start", "stop", "profile")}
+_PROFILING = (PassThroughProfiler.start, PassThroughProfiler.stop, PassThroughProfiler.profile)
+_NAMES_OF_PROFILING = frozenset(method.__name__ for method in _PROFILING)
 
 
 _LOG: logging.Logger = call.log
@@ -87,8 +88,9 @@ def _is_silent(trainer: Trainer) -> bool:
         return False
     profiler = trainer.profiler  # type: ignore[attr-defined]
     cls = type(profiler)
-    is_lightnings = cls is PassThroughProfiler and all(getattr(cls, name) is own for name, own in _PROFILING.items())
-    return is_lightnings and not _PROFILING.keys() & vars(profiler).keys()
+    if cls is not PassThroughProfiler or (cls.start, cls.stop, cls.profile) != _PROFILING:
+        return False
+    return _NAMES_OF_PROFILING.isdisjoint(vars(profiler))
 
 
 def _call_callback_hooks(

@@ -237,6 +237,7 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
     def model_to_device(self) -> None:
         assert self.model is not None
         # Tables first, each shard straight to its rank: whole tables may not fit on any one device.
+        on_cpu = self.root_device.type == "cpu"
         if self._groups is not None:
             tables.shard_tables(
                 self.model,
@@ -248,6 +249,8 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
                 quantized_comms=self.quantized_comms,
                 replicate_tables=self.replicate_tables,
                 batch_size=batch_size_of(self.lightning_module),
+                # Between hosts on a CPU a part is updated and looked up while the other part's gradients arrive.
+                in_two_parts=self.schedule.updates_before_step and on_cpu and self.world_size > self.num_processes,
             )
             ignored = tables.ShardedStateNames(self.model)
             DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self.model, ignored)

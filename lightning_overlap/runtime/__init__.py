@@ -14,6 +14,7 @@ from .executor import Executor as Executor
 from .inflight import InFlightBatch as InFlightBatch
 from .interfaces import BatchSource as BatchSource
 from .interfaces import FetchedBatch as FetchedBatch
+from .interfaces import ModulePart as ModulePart
 from .interfaces import Observer as Observer
 from .interfaces import SparseStages as SparseStages
 from .interfaces import StageTimer as StageTimer

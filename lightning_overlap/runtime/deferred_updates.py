@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
 from ..schedules import Stage, Step, StreamName
 from .inflight import InFlightBatch
-from .interfaces import Updates
+from .interfaces import ModulePart, Updates
 from .lookup_order import LookupOrder
 from .profiler_ranges import InStage
 
@@ -123,17 +124,32 @@ class DeferredUpdates:
         for inflight in self.due:
             self._make(step, inflight)
 
-    def make_up_to(self, index: int, step: Step, *, overlaps_forward: bool, overlaps_dense: bool) -> None:
+    def make_up_to(
+        self,
+        index: int,
+        step: Step,
+        *,
+        overlaps_forward: bool,
+        overlaps_dense: bool,
+        updated: Callable[[ModulePart], None] | None = None,
+    ) -> None:
         """Issue the updates of all batches up to `index`, inclusive, as the schedule's `step` says.
 
         They wait for all work issued on the compute stream, unless they overlap with its forward, which then reads no
         table. The compute stream waits for an update of the present batch, unless it goes on with the dense part.
+        `updated` is called after the update of each part of a module by batch `index`.
         """
         for inflight in [inflight for inflight in self.to_update.values() if inflight.index <= index]:
-            self._make(step, inflight, overlaps_forward, overlaps_dense)
+            last = updated if inflight.index == index else None
+            self._make(step, inflight, overlaps_forward, overlaps_dense, last)
 
     def _make(
-        self, step: Step, inflight: InFlightBatch, overlaps_forward: bool = False, overlaps_dense: bool = False
+        self,
+        step: Step,
+        inflight: InFlightBatch,
+        overlaps_forward: bool = False,
+        overlaps_dense: bool = False,
+        updated: Callable[[ModulePart], None] | None = None,
     ) -> None:
         index = inflight.index
         self._order.observe("issue", step.stage, index)
@@ -145,7 +161,7 @@ class DeferredUpdates:
             after = self._between_steps if overlaps_forward else self._streams.record(StreamName.COMPUTE)
             self._streams.wait(step.stream, None if overlaps_dense else after)
             with self._order.on(step.stage, index, step.stream):
-                self._tables.embedding_update(inflight)
+                self._tables.embedding_update(inflight, updated)
         self._order.note_update()
         if step.offset == 0 and not overlaps_dense:
             self._order.compute_waits_for_update()  # code between two steps finds the tables updated

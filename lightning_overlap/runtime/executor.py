@@ -18,7 +18,7 @@ from .batch_queue import BatchQueue
 from .deferred_updates import DeferredUpdates
 from .end_of_data import EndOfData
 from .inflight import InFlightBatch, abandon
-from .interfaces import BatchSource, SparseStages, WeightGradients
+from .interfaces import BatchSource, ModulePart, SparseStages, WeightGradients
 from .lookup_order import LookupOrder
 from .profiler_ranges import InStage, is_profiled, profiler_range
 from .stage_issue import StageIssuer
@@ -362,6 +362,12 @@ class Executor:
             with InStage(Stage.INPUT_DATA_DIST, inflight.index, self._order.rank):
                 self._stages.receive_input(lookup, inflight)
 
+    def _look_up_part(self, part: ModulePart) -> None:
+        """Look up an updated part of a module for the next batch, while the gradients of other parts are under way."""
+        lookup = self.schedule[Stage.EMBEDDING_LOOKUP]
+        if (inflight := self.queue.hear(self._iteration + lookup.offset)) is not None:
+            self._stages.issue(lookup, inflight, frozenset({WeightOwner.FUSED_BACKWARD}), part)
+
     def _after_stage(self, stage: Stage, current: InFlightBatch) -> None:
         """The trainer has done `stage` of the current batch."""
         if stage is not Stage.DENSE_FORWARD:
@@ -430,11 +436,11 @@ class Executor:
             self.queue.fetch(step, index)
         elif stage is Stage.EMBEDDING_UPDATE:
             current, overlaps_dense = self.queue.current, self.schedule.updates_before_step
-            if overlaps_dense and not self._streams.is_async:
+            if looks_up := overlaps_dense and not self._streams.is_async:
                 self._receive_next()
-            reads_tables = current is not None and current.ran_unpipelined
-            overlaps_forward = step.offset < 0 and not reads_tables
-            self.updates.make_up_to(index, step, overlaps_forward=overlaps_forward, overlaps_dense=overlaps_dense)
+            overlaps_forward = step.offset < 0 and not (current is not None and current.ran_unpipelined)
+            how = {"overlaps_forward": overlaps_forward, "overlaps_dense": overlaps_dense}
+            self.updates.make_up_to(index, step, **how, updated=self._look_up_part if looks_up else None)
         elif stage is Stage.WEIGHT_GRADIENTS:
             if self._weights is not None:
                 self._order.observe("issue", stage, index)

@@ -10,7 +10,7 @@ from ..schedules import Schedule, Stage, Step, StreamName, WeightOwner
 from .batch_queue import BatchQueue
 from .deferred_updates import DeferredUpdates
 from .inflight import InFlightBatch
-from .interfaces import Inputs, Lookups
+from .interfaces import Inputs, Lookups, ModulePart
 from .lookup_order import LookupOrder
 from .profiler_ranges import InStage
 
@@ -46,8 +46,13 @@ class StageIssuer:
         if self.schedule.prefetches:
             self._began = self._streams.record(StreamName.COMPUTE)
 
-    def issue(self, step: Step, inflight: InFlightBatch, owners: frozenset[WeightOwner]) -> None:
-        """Issue one stage of a batch (a lookup: of `owners`' tables); postpone it until `discover` has found inputs."""
+    def issue(
+        self, step: Step, inflight: InFlightBatch, owners: frozenset[WeightOwner], only: ModulePart | None = None
+    ) -> None:
+        """Issue one stage of a batch; postpone it until `discover` has found inputs.
+
+        A lookup is of the tables of `owners`, or of one part alone.
+        """
         stage = step.stage
         if not self._inputs.ready:
             self._waiting.append((step, inflight, owners))
@@ -79,7 +84,7 @@ class StageIssuer:
                 elif stage is Stage.PREFETCH:
                     self._lookups.prefetch(inflight)
                 else:
-                    self._look_up(step, inflight, owners)
+                    self._look_up(step, inflight, owners, only)
         inflight.done[stage] = (step.stream, self._streams.record(step.stream))
 
     def discover(self, current: InFlightBatch) -> None:
@@ -116,7 +121,9 @@ class StageIssuer:
         if current is not None and current.ran_unpipelined:
             self._streams.wait(step.stream, self._streams.record(StreamName.COMPUTE))
 
-    def _look_up(self, step: Step, inflight: InFlightBatch, owners: frozenset[WeightOwner]) -> None:
+    def _look_up(
+        self, step: Step, inflight: InFlightBatch, owners: frozenset[WeightOwner], only: ModulePart | None
+    ) -> None:
         # Fused tables: the TBE backward ran on this stream, except after a module's own forward. Tables of the dense
         # optimizer: its step was issued on the compute stream.
         self._order.wait_for_writes(step.stream)
@@ -125,4 +132,4 @@ class StageIssuer:
         if WeightOwner.FUSED_BACKWARD in owners:
             self._updates.note_lookup(inflight, defers=self.schedule.defers_update)
         with self._grad_mode(), self._lookup_context():
-            self._lookups.embedding_lookup(inflight, owners)
+            self._lookups.embedding_lookup(inflight, owners, only)

@@ -28,6 +28,7 @@ class _Cut(NamedTuple):
     """Output of the first function, with the graph from the tables to the cut; empty, or on one rank the embeddings."""
     leaf: Tensor  # the input of the second function in its place: a leaf, whose `.grad` a backward sets
     request: Request[Any] | None  # the collective; None on one rank
+    part: int  # the module's part that it belongs to
 
 
 @dataclass(slots=True)
@@ -35,8 +36,8 @@ class _Backward:
     """The gradients that one backward of the dense part has left at the cuts: pairs of a cut graph and a gradient."""
 
     rates: list[float]  # the learning rate of each kernel at that time, if a scheduler moves them; else empty
-    to_send: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    """Pairs at received embeddings: their backward starts the all-to-all of gradients."""
+    to_send: list[tuple[int, Tensor, Tensor]] = field(default_factory=list)
+    """Part and pair at received embeddings: the pair's backward starts the all-to-all of gradients."""
     to_apply: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     """Pairs on one rank: their backward is the TBE's, and no gradient is sent."""
 
@@ -77,21 +78,21 @@ class DeferredUpdate:
         else:
             set_kernel_rates(self._kernels, self._rates)
 
-    def deferring(self, output_dist: OutputDist) -> OutputDist:
-        """Return an output dist that also cuts the graph of its embeddings, or raises if it started no all-to-all."""
+    def deferring(self, output_dist: OutputDist, part: int) -> OutputDist:
+        """Return the output dist of a part that also cuts the graph of its embeddings, or raises without all-to-all."""
 
         def start(embeddings: Tensor, *context: Any) -> Awaitable[Tensor]:
             started = output_dist(embeddings, *context)
-            parts = list(_under_way(started))
-            cuts = [cut for part in parts if (cut := self._cut(part)) is not None]
+            collectives = list(_under_way(started))
+            cuts = [cut for one in collectives if (cut := self._cut(one, part)) is not None]
             if embeddings.requires_grad and not cuts:
                 raise RuntimeError(
                     f"cannot defer the update of tables whose embeddings come by {type(started).__name__}: no "
                     "all-to-all was found in it. Train without defer_update."
                 )
             self._under_way += cuts
-            if any(isinstance(part, Request) for part in parts):
-                started.callbacks.append(self._cut_received)
+            if any(isinstance(one, Request) for one in collectives):
+                started.callbacks.append(partial(self._cut_received, part))
             return started
 
         return start
@@ -105,34 +106,34 @@ class DeferredUpdate:
         engine = torch.autograd.Variable._execution_engine
         return [leaf.register_hook(lambda _: engine.queue_callback(call)) for leaf in self._at_embeddings]
 
-    def _cut_received(self, received: Tensor) -> Tensor:
+    def _cut_received(self, part: int, received: Tensor) -> Tensor:
         """Return received embeddings, of any shape, as a leaf, where the backward of the dense part stops."""
         if not received.requires_grad:
             return received
         leaf: Tensor = received.detach().requires_grad_()
         self._at_embeddings.append(leaf)
-        leaf.register_post_accumulate_grad_hook(partial(self._arrived, received, sends=True))
+        leaf.register_post_accumulate_grad_hook(partial(self._arrived, part, received, sends=True))
         return _at_leaf(leaf)
 
-    def _cut(self, part: Request[Any] | NoWait[Any]) -> _Cut | None:
+    def _cut(self, collective: Request[Any] | NoWait[Any], part: int) -> _Cut | None:
         """Cut the graph of embeddings that are under way; None if they have no graph.
 
         TorchRec makes a collective of two autograd functions: the first starts it, the second waits for it. An empty
         tensor joins them. In the backward the second one runs first and starts the all-to-all of gradients, then the
         first one waits for it. The cut is at the empty tensor, or, on one rank, at the embeddings themselves.
         """
-        is_sent = isinstance(part, Request)
+        is_sent = isinstance(collective, Request)
         name = "dummy_tensor" if is_sent else "_obj"
-        graph = getattr(part, name)
+        graph = getattr(collective, name)
         if not isinstance(graph, Tensor) or not graph.requires_grad:
             return None
         leaf = graph.detach().requires_grad_()
-        setattr(part, name, leaf if is_sent else _at_leaf(leaf))
+        setattr(collective, name, leaf if is_sent else _at_leaf(leaf))
         if not is_sent:
-            leaf.register_post_accumulate_grad_hook(partial(self._arrived, graph, sends=False))
-        return _Cut(graph, leaf, part if is_sent else None)
+            leaf.register_post_accumulate_grad_hook(partial(self._arrived, part, graph, sends=False))
+        return _Cut(graph, leaf, collective if is_sent else None, part)
 
-    def _arrived(self, graph: Tensor, leaf: Tensor, *, sends: bool) -> None:
+    def _arrived(self, part: int, graph: Tensor, leaf: Tensor, *, sends: bool) -> None:
         """Take the gradient that a backward has left at `leaf`; with `sends` that of `graph` starts an all-to-all."""
         if leaf.grad is None:  # the loss does not depend on these embeddings
             return
@@ -141,7 +142,10 @@ class DeferredUpdate:
             self._set_present()
             self._backwards[task] = _Backward(kernel_rates(self._kernels))
         left = self._backwards[task]
-        (left.to_send if sends else left.to_apply).append((graph, leaf.grad))
+        if sends:
+            left.to_send.append((part, graph, leaf.grad))
+        else:
+            left.to_apply.append((graph, leaf.grad))
         leaf.grad = None
 
     def send(self) -> list[Tensor]:
@@ -152,12 +156,14 @@ class DeferredUpdate:
         backwards, self._backwards = list(self._backwards.values()), {}
         for left in backwards:
             is_last = left is backwards[-1]
-            _go_on(left.to_send, retain_graph=not is_last)
+            for _, graph, gradient in sorted(left.to_send, key=lambda sent: sent[0]):  # as `apply` waits for them
+                _go_on([(graph, gradient)], retain_graph=not is_last)
             self._sent = left
             if not is_last:
-                self._apply_sent(retain_graph=True)
+                self._apply_sent(self._under_way, retain_graph=True)
+                self._sent = None
         self._at_embeddings.clear()
-        return [] if self._sent is None else [gradient for _, gradient in self._sent.to_send]
+        return [] if self._sent is None else [gradient for _, _, gradient in self._sent.to_send]
 
     @property
     def works(self) -> list[dist.Work]:
@@ -165,11 +171,21 @@ class DeferredUpdate:
         requests = [cut.request for cut in self._under_way]
         return [request.req for request in requests if request is not None and request.req is not None]
 
-    def apply(self) -> None:
-        """Wait for the gradients and update the tables, at the learning rates of their backward."""
+    def apply(self, updated: Callable[[int], None] | None = None) -> None:
+        """Wait for the gradients and update the tables, at the learning rates of their backward.
+
+        With `updated` the parts of the module come one after another, each as soon as its own gradients are there;
+        `updated` is called with a part's number after its update.
+        """
         self.send()
         if self._sent is not None:
-            self._apply_sent(retain_graph=False)
+            if updated is None or self._sent.to_apply:
+                self._apply_sent(self._under_way, retain_graph=False)
+            else:
+                for part in dict.fromkeys(cut.part for cut in self._under_way):
+                    self._apply_sent([cut for cut in self._under_way if cut.part == part], retain_graph=False)
+                    updated(part)
+            self._sent = None
         self._under_way.clear()
 
     def drop(self) -> None:
@@ -181,10 +197,10 @@ class DeferredUpdate:
         self._at_embeddings.clear()
         self._under_way.clear()
 
-    def _apply_sent(self, *, retain_graph: bool) -> None:
+    def _apply_sent(self, cuts: list[_Cut], *, retain_graph: bool) -> None:
         assert self._sent is not None
         # The second half of each collective has given its dummy tensor a gradient.
-        received = [(cut.graph, cut.leaf.grad) for cut in self._under_way if cut.leaf.grad is not None]
+        received = [(cut.graph, cut.leaf.grad) for cut in cuts if cut.leaf.grad is not None]
         present, self._rates = kernel_rates(self._kernels), self._sent.rates
         set_kernel_rates(self._kernels, self._rates)
         try:
@@ -192,12 +208,11 @@ class DeferredUpdate:
         finally:
             self._rates = None
             set_kernel_rates(self._kernels, present)
-        for cut in self._under_way:
+        for cut in cuts:
             cut.leaf.grad = None
             if cut.request is not None:
                 # TorchRec has dropped it, but needs it for the gradient of the next backward.
                 cut.request.dummy_tensor = cut.leaf
-        self._sent = None
 
 
 def _under_way(started: Any) -> Iterator[Request[Any] | NoWait[Any]]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from ..runtime import InFlightBatch
+from ..runtime import InFlightBatch, ModulePart
 from ..schedules import StreamName, WeightOwner
 from ..tables import (
     caching_tbes,
@@ -68,16 +68,21 @@ class SparseLookups:
             for state in inflight.modules.values()
         )
 
-    def embedding_lookup(self, inflight: InFlightBatch, owners: frozenset[WeightOwner]) -> None:
-        """Look up the tables of these owners and start the all-to-all of their embeddings.
+    def embedding_lookup(
+        self, inflight: InFlightBatch, owners: frozenset[WeightOwner], only: ModulePart | None = None
+    ) -> None:
+        """Look up the tables of these owners, or of one part alone, and start the all-to-all of their embeddings.
 
         The fused tables of all modules come first. They are model-parallel: their embeddings travel while the
         data-parallel tables are read. One lookup runs at a time, since two would only share the memory's bandwidth.
         """
         for owner in WeightOwner:
             if owner in owners:
-                for state in inflight.modules.values():
-                    if state.progress is Progress.RECEIVED and (parts := _parts_to_look_up(state, (owner,))):
+                for name, state in inflight.modules.items():
+                    parts = _parts_to_look_up(state, (owner,))
+                    if only is not None:
+                        parts = [part for part in parts if (name, part) == only]
+                    if state.progress is Progress.RECEIVED and parts:
                         self._look_up(state, owner, parts, defers_update=inflight.defers_update)
 
     def _look_up(self, state: ModuleContext, owner: WeightOwner, parts: list[int], *, defers_update: bool) -> None:

@@ -106,8 +106,8 @@ class ModuleContext:
         if WeightOwner.FUSED_BACKWARD not in owners:
             return nullcontext()
         dists = [
-            self.deferred.deferring(dist) if owner is WeightOwner.FUSED_BACKWARD else dist
-            for dist, owner in zip(self.module._output_dists, owners, strict=True)
+            self.deferred.deferring(dist, part) if owner is WeightOwner.FUSED_BACKWARD else dist
+            for part, (dist, owner) in enumerate(zip(self.module._output_dists, owners, strict=True))
         ]
         return replaced(self.module, "_output_dists", dists)
 

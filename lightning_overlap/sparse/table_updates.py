@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from ..runtime import InFlightBatch
+from ..runtime import InFlightBatch, ModulePart
 from ..schedules import Stage, WeightOwner
 from ..tables import owners_of_parts, replica_kernels, tbes
 from .deferred_update import before_gradients
@@ -88,15 +88,18 @@ class TableUpdates:
             time.sleep(0.01)
         return True
 
-    def embedding_update(self, inflight: InFlightBatch) -> None:
-        """Wait for the gradients of a batch and update the tables that were looked up for it."""
+    def embedding_update(self, inflight: InFlightBatch, updated: Callable[[ModulePart], None] | None = None) -> None:
+        """Wait for the gradients of a batch and update the tables that were looked up for it.
+
+        With `updated` each part of a module is updated as soon as its gradients are there; `updated` is then called.
+        """
         self._to_come.pop(inflight.index, None)
         # Autograd runs the TBE backward on the stream of its forward: for a module's own forward the compute stream.
         on_compute = any(state.num_own_lookups for state in inflight.modules.values())
         if on_compute:
             self._order.compute_waits()
         for state in inflight.modules.values():
-            self._make(state)
+            self._make(state, None if on_compute else updated)
         if on_compute:
             self._order.note_write()
 
@@ -143,8 +146,8 @@ class TableUpdates:
                 for inflight in waiting:
                     self._make(inflight.modules[name])
 
-    def _make(self, state: ModuleContext) -> None:
+    def _make(self, state: ModuleContext, updated: Callable[[ModulePart], None] | None = None) -> None:
         if state.deferred:
             self._order.observe("wait", Stage.EMBEDDING_UPDATE, state.batch)
-            state.deferred.apply()
+            state.deferred.apply(None if updated is None else lambda part: updated((state.name, part)))
             state.advance(Progress.UPDATED)

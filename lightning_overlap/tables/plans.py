@@ -13,6 +13,7 @@ from torchrec.distributed.planner.constants import BATCH_SIZE
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.types import ShardingOption
 from torchrec.distributed.types import ModuleSharder, ShardingPlan, ShardingType
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.modules.mc_embedding_modules import (
     ManagedCollisionEmbeddingBagCollection,
     ManagedCollisionEmbeddingCollection,
@@ -21,7 +22,7 @@ from typing_extensions import override
 
 from ..text import some
 from .quantized_comms import Codecs
-from .supported_modules import sharded_modules
+from .supported_modules import DENSE, sharded_modules
 from .table import training_sharders
 
 _MANAGED = (ManagedCollisionEmbeddingBagCollection, ManagedCollisionEmbeddingCollection)
@@ -87,6 +88,34 @@ def plan_on_rank_zero(
             f"{outcome[0]}"
         )
     return outcome[0]
+
+
+def divide_in_two(plan: ShardingPlan, model: nn.Module) -> dict[str, list[str]]:
+    """Divide the table-wise tables of each EmbeddingBagCollection into two parts of about equal traffic on each rank.
+
+    TorchRec has one lookup and one all-to-all for each sharding type of a module. So the tables of the second part
+    become column-wise with one shard: the same shard at the same place.
+
+    Returns:
+        Module -> names of the tables of its second part, on all ranks.
+    """
+    second: dict[str, list[str]] = {}
+    for name, of_module in plan.plan.items():
+        module: Any = model.get_submodule(name)
+        if type(module) is not EmbeddingBagCollection:
+            continue
+        sent: dict[int, list[int]] = {}  # rank -> columns that it sends of each part for a sample
+        columns = {one.name: one.embedding_dim * len(one.feature_names) for one in module.embedding_bag_configs()}
+        for table in sorted(of_module, key=lambda table: -columns[table]):
+            how = of_module[table]
+            if how.sharding_type == ShardingType.TABLE_WISE.value and how.compute_kernel != DENSE:
+                of_parts = sent.setdefault(how.ranks[0], [0, 0])
+                part = int(of_parts[1] < of_parts[0])
+                of_parts[part] += columns[table]
+                if part == 1:
+                    how.sharding_type = ShardingType.COLUMN_WISE.value
+                    second.setdefault(name, []).append(table)
+    return second
 
 
 class _InOneOrder(EmbeddingEnumerator):  # type: ignore[misc]

@@ -25,7 +25,7 @@ from typing_extensions import override
 from ..text import some, unknown_name_message
 from .names import answer_in_config_order, find_features_by_name
 from .optimizer_checks import FusedOptimizer, apply_fused_optimizer, check_fused_optimizer, warn_of_dense_tables
-from .plans import KeptPlan, make_planner, plan_on_rank_zero, planned_sharders, sharding_types
+from .plans import KeptPlan, divide_in_two, make_planner, plan_on_rank_zero, planned_sharders, sharding_types
 from .quantized_comms import check_plan, check_quantized_comms, codecs_of
 from .replicas import ReplicateTables, make_replicas, replicas_in, tables_to_replicate
 from .supported_modules import DATA_PARALLEL, DENSE, sharded_modules, table_modules
@@ -58,6 +58,7 @@ def shard_tables(
     quantized_comms: QCommsConfig | None,
     replicate_tables: ReplicateTables,
     batch_size: int | None,
+    in_two_parts: bool = False,
 ) -> None:
     """Replace every TorchRec collection of a model by its sharded form, in place; all ranks of the group call this.
 
@@ -66,7 +67,8 @@ def shard_tables(
 
     `sharding`, `fused_optimizer` and `replicate_tables` are the strategy's arguments, `quantized_comms` is of
     `resolve_quantized_comms`; `group` is the tables' process group, with `local_world_size` ranks on this host;
-    `batch_size` is samples per batch and rank, None if unknown.
+    `batch_size` is samples per batch and rank, None if unknown; `in_two_parts` calls `divide_in_two` for a plan that
+    is not the user's.
     """
     tables, fused = find_tables(model), check_fused_optimizer(fused_optimizer)
     _check_sharded_modules(model, sharding, fused, quantized_comms)
@@ -92,6 +94,7 @@ def shard_tables(
         quantized_comms=quantized_comms,
         whole=to_replicate if num_ranks > 1 else (),
     )
+    second = divide_in_two(plan, model) if in_two_parts and named is not None else {}
     replicas = replicas_in(plan, tables, to_replicate, num_ranks)
     dense = [table for table in tables if (how := table.planned(plan)) and how.compute_kernel == DENSE]
     _refuse_sequences_as_bags(dense, device)
@@ -134,6 +137,7 @@ def shard_tables(
         sharded.trained_in_backward, sharded.quantized_comms = of_module, quantized_comms
         sharded.asked_for = {"sharding": sharding, "fused_optimizer": fused}
         whole = sorted(table.name for table in replicas if table.module == name)
+        sharded.second_part = second.get(name, [])
         sharded.kept_plan = plan.get_plan_for_module(name), whole
     mark_replaced(before, model)
     _watch(model)

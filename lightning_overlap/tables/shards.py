@@ -123,7 +123,8 @@ def table_lines(model: nn.Module, optimizers: Iterable[Optimizer], *, scheduled:
         fused: dict[str, Rule] | None = getattr(module, "trained_in_backward", None)  # None: its user sharded it
         alike: dict[tuple[str, str], list[str]] = {}
         for table, parameter in plan.items():
-            kind = parameter.sharding_type
+            is_second = table in getattr(module, "second_part", ())
+            kind = "table_wise, second part" if is_second else parameter.sharding_type
             trainer = "nothing (requires_grad=False)"
             if owner := owner_of.get(id(weights.get(table))):
                 trainer = f"{owner} of configure_optimizers"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,19 @@ EXACT = [name for name, mode in MODES.items() if mode.staleness == 0]
 
 
 def assert_same(
-    ranks: Ranks, pipeline: str, kind: str, stops: tuple[int, ...], folder: str, epochs: int = EPOCHS
+    ranks: Ranks,
+    pipeline: str,
+    kind: str,
+    stops: tuple[int, ...],
+    folder: str,
+    epochs: int = EPOCHS,
+    resumed_in: str | None = None,
 ) -> None:
-    """Train at once, then from every stop, and from the end of the first epoch."""
+    """Train at once, then from every stop, and from the end of the first epoch, in that mode or in `resumed_in`."""
     all_at_once = ranks.run(train_from, pipeline, kind, folder, None, stops, epochs)
     names = {f"step={stop}": stop for stop in stops} | ({"epoch=0": EPOCH} if epochs > 1 else {})
     for name, stop in names.items():
-        resumed = ranks.run(train_from, pipeline, kind, folder, name, (), epochs)
+        resumed = ranks.run(train_from, resumed_in or pipeline, kind, folder, name, (), epochs)
         for (whole, (all_seen, ended, progress)), (rest, (seen, ended_later, later)) in zip(
             all_at_once, resumed, strict=True
         ):
@@ -42,6 +49,17 @@ def assert_same(
 )
 def test_every_exact_mode(two_ranks: Ranks, pipeline: str, kind: str, tmp_path: Path) -> None:
     assert_same(two_ranks, pipeline, kind, (1, EPOCH - 1, EPOCH, EPOCH + 1), str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("saved_in", "resumed_in"), [("base", "split_backward"), ("split_backward", "fused_sparse_dist")]
+)
+def test_modes_that_divide_the_tables_otherwise(
+    get_ranks: Callable[..., Ranks], saved_in: str, resumed_in: str, tmp_path: Path
+) -> None:
+    """Between hosts `split_backward` divides the table-wise tables into two parts, which no checkpoint shows."""
+    ranks = get_ranks(2, num_nodes=2)
+    assert_same(ranks, saved_in, "own-sized", (3,), str(tmp_path), resumed_in=resumed_in)
 
 
 @pytest.mark.parametrize("kind", ["sized-0", "unsized-0"])

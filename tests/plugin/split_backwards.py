@@ -5,13 +5,16 @@ from __future__ import annotations
 import copy
 import logging
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback
 from torch import Tensor, nn
 
-from lightning_overlap import combined_optimizer
+from lightning_overlap import OverlapEmbeddingStrategy, combined_optimizer
+from lightning_overlap.sparse import deferred_update, lookup
+from lightning_overlap.sparse.deferred_update import DeferredUpdate
 
 from ..support.cases import TABLE_WISE, Batch, Batches, Model
 from ..support.fits import make_strategy, make_trainer
@@ -137,6 +140,33 @@ def fit(kind: str, pipeline: str, options: dict[str, Any], hooks: bool, **kwargs
     if kind == "post_hook":
         assert model.num_hooked == NUM_STEPS
     return collect(model, trainer.optimizers[0], model.losses), grads.seen, "\n".join(words.texts)
+
+
+def fit_noting_parts(pipeline: str) -> tuple[Any, list[str]]:
+    """Fit; return the result, and in which order the parts of the sharded module were updated and looked up."""
+    model, done = Deep(), []
+    own_apply, own_go_on, own_look_up = DeferredUpdate._apply_sent, deferred_update._go_on, lookup._look_up_parts
+
+    def go_on(cut: list[Any], *, retain_graph: bool) -> None:
+        own_go_on(cut, retain_graph=retain_graph)
+        done.append("went on")
+
+    def apply(self: DeferredUpdate, cuts: list[Any], *, retain_graph: bool) -> None:
+        own_apply(self, cuts, retain_graph=retain_graph)
+        done[-1] = f"updated {', '.join(str(cut.part) for cut in cuts)}"
+
+    def look_up(state: Any, parts: list[int]) -> None:
+        own_look_up(state, parts)
+        done.extend(f"looked up {part}" for part in parts)
+
+    with (
+        mock.patch.object(DeferredUpdate, "_apply_sent", apply),
+        mock.patch.object(deferred_update, "_go_on", go_on),
+        mock.patch.object(lookup, "_look_up_parts", look_up),
+    ):
+        trainer = make_trainer(OverlapEmbeddingStrategy(pipeline, sharding="table_wise"))
+        trainer.fit(model, datamodule=Batches(TABLE_WISE, NUM_STEPS))
+    return collect(model, trainer.optimizers[0], model.losses), [one.replace("went on", "sent") for one in done]
 
 
 class _HooksBackward(Callback):

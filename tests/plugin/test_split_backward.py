@@ -74,6 +74,20 @@ def test_a_fit_equals_base(
     assert words in actual[0][2]
 
 
+def test_between_hosts_a_part_is_looked_up_before_the_next_part_is_updated(get_ranks: Callable[..., Ranks]) -> None:
+    """Gradients are sent in the same order, so those of the second part travel while the first part is looked up."""
+    ranks = get_ranks(2, num_nodes=2)
+    expected, actual = (
+        ranks.run(split_backwards.fit_noting_parts, "base"),
+        ranks.run(split_backwards.fit_noting_parts, "split_backward"),
+    )
+    assert reference.differences([result for result, _ in actual], [result for result, _ in expected]) == [[], []]
+    for _, done in actual:
+        in_a_step = ["sent", "sent", "updated 0", "looked up 0", "updated 1", "looked up 1"]
+        assert done[-len(in_a_step) * 3 - 4 : -4] == in_a_step * 3
+        assert done[-4:] == [*in_a_step[:3], "updated 1"]  # no batch follows the last one
+
+
 def test_above_two_ranks_and_on_one(get_ranks: Callable[..., Ranks]) -> None:
     """DistributedDataParallel's buckets are those of a whole backward: the sums of three ranks round alike."""
     for num_ranks, words in ((3, SPLIT), (1, "the backward runs whole: one rank on a CPU waits for nobody")):

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import Topology
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
+from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise, table_wise
+from torchrec.distributed.types import ShardingPlan
 
 from lightning_overlap import OverlapEmbeddingStrategy
 from lightning_overlap.tables import plans
@@ -47,6 +52,56 @@ def test_options_that_come_in_another_order_make_the_same_plan(monkeypatch: pyte
         plan = planner.plan(model, plans.planned_sharders(None, "cpu"))
         made.append({name: (each.sharding_type, each.ranks) for name, each in plan.plan["ebc"].items()})
     assert made == made[:1] * 8
+
+
+def test_the_tables_of_each_rank_are_divided_into_two_parts_of_equal_traffic() -> None:
+    """What a table sends for a sample: its columns for each feature. Other sharding types stay as they are."""
+    configs = [
+        EmbeddingBagConfig(
+            name=name, num_embeddings=64, embedding_dim=dim, feature_names=[f"{name}_{n}" for n in range(num)]
+        )
+        for name, dim, num in (
+            *(("a", 8, 1), ("b", 8, 4), ("c", 16, 1), ("d", 8, 1)),  # on rank 0: 8, 32, 16, 8 columns
+            *(("e", 8, 1), ("f", 8, 1), ("g", 64, 1)),  # on rank 1
+            *(("rows", 8, 1), ("dense", 8, 1)),
+        )
+    ]
+    model = nn.ModuleDict(
+        {"ebc": EmbeddingBagCollection(tables=configs), "alone": EmbeddingBagCollection(tables=configs[:1])}
+    )
+    kinds = {name: table_wise(rank=int(name in "efg"), compute_kernel="fused") for name in "abcdefg"}
+    kinds |= {"rows": row_wise(), "dense": table_wise(rank=1, compute_kernel="dense")}
+    sharder = EmbeddingBagCollectionSharder()
+    of_ebc, of_alone = (
+        construct_module_sharding_plan(model[name], {one: kinds[one] for one in names}, sharder, 2, 2, "cpu")
+        for name, names in (("ebc", kinds), ("alone", "a"))
+    )
+    before = copy.deepcopy(of_ebc)
+    plan = ShardingPlan({"ebc": of_ebc, "alone": of_alone})
+    second = {"a", "c", "d", "e", "f"}
+    assert {name: set(of_module) for name, of_module in plans.divide_in_two(plan, model).items()} == {"ebc": second}
+    for name, how in of_ebc.items():
+        expected = "column_wise" if name in second else before[name].sharding_type
+        assert (how.sharding_type, how.ranks) == (expected, before[name].ranks), name
+        assert how.sharding_spec == before[name].sharding_spec
+    assert of_alone["a"].sharding_type == "table_wise"
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "num_nodes", "num_parts"), [("split_backward", 2, 2), ("split_backward", 1, 1), ("base", 2, 1)]
+)
+def test_which_fits_divide_their_tables(
+    get_ranks: Callable[..., Ranks], pipeline: str, num_nodes: int, num_parts: int
+) -> None:
+    for _, plan in get_ranks(2, num_nodes=num_nodes).run(fit_by_name, TABLE_WISE, "table_wise", pipeline=pipeline):
+        assert len({how.sharding_type for how in plan.plan["ebc"].values()}) == num_parts
+
+
+def test_a_plan_of_the_users_is_not_divided(get_ranks: Callable[..., Ranks]) -> None:
+    ranks = get_ranks(2, num_nodes=2)
+    [(_, kept), _] = ranks.run(fit_by_name, TABLE_WISE, "table_wise")
+    for _, plan in ranks.run(fit_by_name, TABLE_WISE, kept, pipeline="split_backward"):
+        assert {how.sharding_type for how in plan.plan["ebc"].values()} == {"table_wise"}
 
 
 def fit_by_name(case: Case, sharding: Any, **options: Any) -> tuple[reference.Result, plans.KeptPlan]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections import OrderedDict
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -43,12 +44,9 @@ class _FitLoopMixin(_FitLoop):
         if type(self._data_fetcher) is _PrefetchDataFetcher:
             epoch_loop = self.epoch_loop
             self._data_fetcher = LookaheadFetcher(
-                self._data_fetcher, self.trainer, self._step_arguments, lambda: epoch_loop.batch_idx + 1
+                self._data_fetcher, self.trainer, _step_arguments(epoch_loop), lambda: epoch_loop.batch_idx + 1
             )
             self._end_together(self._data_fetcher.stream)
-
-    def _step_arguments(self, batch: Any, batch_idx: int, dataloader_idx: int) -> tuple[Any, ...]:
-        return tuple(self.epoch_loop._build_kwargs(OrderedDict(), batch, batch_idx).values())
 
     def _end_together(self, stream: BatchStream) -> None:
         """Set the epoch's length to the shortest rank's; all ranks call this, and ranks with more batches warn."""
@@ -127,6 +125,21 @@ class _EpochLoopMixin(_TrainingEpochLoop):
             # With a time interval each rank decides by its own clock, and a rank that validates alone waits forever.
             decision = self.trainer.strategy.broadcast(decision)
         return decision
+
+
+def _step_arguments(epoch_loop: _TrainingEpochLoop) -> Callable[[Any, int, int], tuple[Any, ...]]:
+    """Return a function that returns the arguments of `training_step`; Lightning reads its signature in each step."""
+    known, num_arguments = None, 0
+
+    def arguments(batch: Any, batch_idx: int, dataloader_idx: int) -> tuple[Any, ...]:
+        nonlocal known, num_arguments
+        step = epoch_loop.trainer.lightning_module.training_step
+        function = getattr(step, "__func__", step)
+        if function is not known:
+            known, num_arguments = function, len(epoch_loop._build_kwargs(OrderedDict(), batch, batch_idx))
+        return (batch, batch_idx)[:num_arguments]
+
+    return arguments
 
 
 def _has_known_length(combined_loader: CombinedLoader) -> bool:
