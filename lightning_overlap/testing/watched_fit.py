@@ -264,7 +264,7 @@ class _WatchedStrategy(OverlapEmbeddingStrategy):
     def __init__(self, watched: Watched, races: bool, **kwargs: Any) -> None:
         super().__init__(observer=self._observed, **kwargs)
         self._watched = watched
-        self._streams = self.checked = CheckedStreams(self._lookup_stream) if races else None
+        self.streams = self.checked = CheckedStreams(self._lookup_stream) if races else None
 
     def _observed(self, kind: str, stage: Stage, batch: int) -> None:
         watched = self._watched

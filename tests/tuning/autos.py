@@ -168,7 +168,7 @@ def train_on_streams(case: Case, ms: Mapping[str, tuple[float, ...]], **kwargs: 
 
     def move(streams: Streams, stream: StreamName) -> None:
         if running:
-            ahead = running[0]._run.executor._ahead()
+            ahead = running[0]._run.executor.queue.ahead()
             assert len(ahead) > 1, "there are batches in flight"
             assert not any(Stage.EMBEDDING_LOOKUP in batch.done for batch in ahead)
         moves.append(str(stream))
