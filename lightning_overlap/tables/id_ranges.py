@@ -51,23 +51,23 @@ class IdRanges:
                 rows = [self._tables[key].num_embeddings if key in self._tables else None for key in keys]
                 most, every = torch.iinfo(dtype).max, np.iinfo(unsigned).max
                 self._last[dtype] = np.array([every if num is None else min(num - 1, most) for num in rows], unsigned)
-        counts, last = np.array(kjt.length_per_key()), self._last[values.dtype]
-        starts = counts.cumsum() - counts
-        filled = None if counts.all() else np.flatnonzero(counts)
-        if filled is not None:
-            if not len(filled):
-                return None
-            starts, last = starts[filled], last[filled]
-        # As unsigned numbers, negative ids are large.
-        ids = values.numpy()[: counts.sum()].view(unsigned_of)
-        outside = np.maximum.reduceat(ids, starts) > last
-        if not outside.any():
+        # Python's numbers, since calls into NumPy take longer than the search.
+        counts, starts, last = kjt.length_per_key(), kjt.offset_per_key(), self._last[values.dtype]
+        filled = [place for place, count in enumerate(counts) if count] if 0 in counts else None
+        if filled == []:
             return None
-        place = int(outside.argmax())
-        at = place if filled is None else int(filled[place])
-        of_feature = ids[starts[place] : starts[place] + counts[at]]
-        [wrong] = np.nonzero(of_feature > last[place])
-        example, table = values[int(starts[place] + wrong[0])].item(), self._tables[keys[at]]
+        # As unsigned numbers, negative ids are large.
+        ids = values.numpy()[: starts[-1]].view(unsigned_of)
+        first = starts[:-1] if filled is None else [starts[place] for place in filled]
+        largest = np.maximum.reduceat(ids, first)
+        outside = (largest > (last if filled is None else last[filled])).tolist()
+        if True not in outside:
+            return None
+        place = outside.index(True)
+        at = place if filled is None else filled[place]
+        of_feature = ids[starts[at] : starts[at + 1]]
+        [wrong] = np.nonzero(of_feature > last[at])
+        example, table = values[int(starts[at] + wrong[0])].item(), self._tables[keys[at]]
         padding = ". A negative id is no padding: leave it out of values and lengths" if example < 0 else ""
         return keys[at], (
             f"feature {keys[at]!r} has id {example}, but table {table.name!r} has rows 0 to {table.num_embeddings - 1} "
