@@ -250,7 +250,7 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
                 replicate_tables=self.replicate_tables,
                 batch_size=batch_size_of(self.lightning_module),
                 # Between hosts on a CPU a part is updated and looked up while the other part's gradients arrive.
-                in_two_parts=self.schedule.updates_before_step and on_cpu and self.world_size > self.num_processes,
+                in_two_parts=self._schedule.updates_before_step and on_cpu and self.world_size > self.num_processes,
             )
             ignored = tables.ShardedStateNames(self.model)
             DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self.model, ignored)

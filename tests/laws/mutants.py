@@ -57,6 +57,14 @@ MUTANTS = (
     ),
     Mutant(
         1,
+        "after the update of one part of the tables the other part is looked up",
+        ("plugin/test_split_backward.py::test_between_hosts_a_part_is_looked_up_before_the_next_part_is_updated",),
+        "sparse/lookup.py",
+        "if (name, part) == only]",
+        "if (name, part) != only]",
+    ),
+    Mutant(
+        1,
         "a layer that is called twice loses the weight gradients of one call",
         ("dense/test_split_layers.py::test_both_halves_are_the_whole_backward[called_twice]",),
         "dense/split_layers.py",
