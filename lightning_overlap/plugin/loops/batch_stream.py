@@ -9,9 +9,10 @@ from typing import Any
 from lightning.pytorch import Trainer
 from lightning.pytorch.loops.fetchers import _DataFetcher
 
-from ...distributed import ASK_FOR_LAST, SKIP_ALIKE
+from ...distributed import ASK_FOR_LAST
 from ...runtime import BatchMemory, FetchedBatch, StageTimer, keeps_its_data
 from . import sigterm
+from .epoch import Epoch
 
 NUM_AT_HAND = 2
 """Batches taken from a loader of unknown length before they are staged, so that ranks ask only every other batch."""
@@ -20,19 +21,16 @@ NUM_AT_HAND = 2
 class BatchStream:
     """The batches of a fit or an evaluation, staged in the order of Lightning's fetcher: a `runtime.BatchSource`.
 
-    It skips None batches, copies batches that the loader may overwrite, notes the loaders' states for checkpoints, and
-    knows how many batches an epoch has on all ranks. Lightning skips a *None batch*, for which the collate function has
-    returned None. All ranks have to skip the same batches: they compare them with each batch's sizes if the mode sends
-    sizes, otherwise they ask each other. The iterator of `inner`, Lightning's fetcher, may be running.
+    It skips None batches, copies batches that the loader may overwrite, and notes the loaders' states for checkpoints.
+    Lightning skips a *None batch*, for which the collate function has returned None. All ranks have to skip the same
+    batches: they compare them with each batch's sizes if the mode sends sizes, otherwise they ask each other. The
+    iterator of `inner`, Lightning's fetcher, may be running.
     """
 
     def __init__(self, inner: _DataFetcher, trainer: Trainer, *, trains: bool) -> None:
         self.inner, self.trains, self._trainer = inner, trains, trainer
         self._sends_sizes: bool = trainer.strategy.schedule.has_sparse_stages  # type: ignore[attr-defined]
-        self.num_batches: float = float("inf")
-        """Length of the shortest rank's epoch, None batches included; `inf` if it is not known."""
-        self._lengths_known = False  # whether the lengths of all ranks are known
-        self._num_allowed: float = 0  # batches that may be fetched in this epoch: a later `fit` would miss any others
+        self.epoch = Epoch(trainer, trains=trains)
         self.skipped: deque[tuple[int, FetchedBatch]] = deque()
         """None batches that the loop has not seen yet, each with the number of the epoch's other batches before it."""
         self._buffered: deque[FetchedBatch] = deque()  # taken from the loader, not staged yet
@@ -60,20 +58,6 @@ class BatchStream:
         self._iterate_inner()
         self.states = self._read_states()
 
-    def agree_on_length(self, own: float, *, is_certain: bool) -> None:
-        """Set `num_batches` to the shortest rank's, from this rank's length; all ranks call this."""
-        lengths, known = zip(*self._trainer.strategy.gather((own, is_certain)), strict=True)  # type: ignore[attr-defined]
-        self.num_batches, self._lengths_known = min(lengths), all(known)
-
-    def allow(self, num_trained: int) -> None:
-        """Let batches be fetched as far as `max_steps` allows after `num_trained` batches."""
-        loop, trainer = self._trainer.fit_loop.epoch_loop, self._trainer
-        self._num_allowed = float("inf")
-        if self.trains and loop.max_steps != -1 and trainer.lightning_module.automatic_optimization:
-            every = trainer.accumulate_grad_batches
-            done_of_step = loop.batch_progress.current.ready % every
-            self._num_allowed = num_trained + (loop.max_steps - loop.global_step) * every - done_of_step
-
     # -- what the executor asks for ---------------------------------------------------------------------------------
 
     @property
@@ -82,9 +66,14 @@ class BatchStream:
         return self._index + 1
 
     @property
+    def num_batches(self) -> float:
+        """Length of the shortest rank's epoch, None batches included; `inf` if it is not known."""
+        return self.epoch.num_batches
+
+    @property
     def length_known(self) -> bool:
         """Whether all ranks are known to have equally many batches left; not in an epoch resumed in the middle."""
-        return self._lengths_known and self._is_whole and self._sends_sizes
+        return self.epoch.lengths_known and self._is_whole and self._sends_sizes
 
     @property
     def exhausted(self) -> bool:
@@ -98,7 +87,7 @@ class BatchStream:
             return 0
         in_inner: list[Any] = getattr(self.inner, "batches", [])[:1]
         num = len(self._buffered) + sum(not self.trains or batch is not None for batch, _, _ in in_inner)
-        return int(min(num, self._num_allowed - self.num_fetched))
+        return int(min(num, self.epoch.num_allowed - self.num_fetched))
 
     @property
     def stop_requested(self) -> bool:
@@ -107,7 +96,7 @@ class BatchStream:
 
     def fetch(self, index: int, timer: StageTimer | None) -> FetchedBatch | None:
         """Fetch batch `index` and stage it: Lightning's batch-transfer hooks run here, once per batch."""
-        if index >= self._num_allowed:
+        if index >= self.epoch.num_allowed:
             return None
         if index == 0:
             self._is_whole = self.inner.fetched == 0
@@ -117,7 +106,7 @@ class BatchStream:
         self._index = index
         staged = self._stage(fetched)  # before the loader makes the next batch, which may overwrite this one
         for ahead in range(index + 1 + len(self._buffered), index + 1 + self._num_to_buffer):
-            if ahead < self._num_allowed:
+            if ahead < self.epoch.num_allowed:
                 self._buffer(ahead, timer)
         return fetched._replace(batch=staged)
 
@@ -137,24 +126,13 @@ class BatchStream:
         return [none.batch_idx for before, none in self.skipped if before == num_before]
 
     def num_none_at_end(self, num_before: int) -> int:
-        """Return how many None batches end the epoch, after `num_before` others, on all ranks; all of them call this.
-
-        Raises:
-            RuntimeError: A rank has a None batch where another rank has a batch to train.
-        """
+        """Return how many None batches end the epoch, after `num_before` others, on all ranks; all of them call this."""
         if not self.trains:
             return 0
         if self.num_fetched <= num_before and not self.exhausted:
             self._buffer(num_before, None)
         goes_on = self.num_fetched > num_before or bool(self._buffered)
-        gather = self._trainer.strategy.gather  # type: ignore[attr-defined]
-        told: list[tuple[list[int], bool]] = gather((self.nones_after(num_before), goes_on))
-        for other, (fewer, follows) in enumerate(told):
-            for rank, (numbers, _) in enumerate(told):
-                if follows and len(numbers) > len(fewer):
-                    number = numbers[len(fewer)]
-                    raise RuntimeError(f"batch {number} is None on rank {rank}, not on rank {other}. {SKIP_ALIKE}")
-        return min(len(numbers) for numbers, _ in told)
+        return self.epoch.num_none_at_end(self.nones_after(num_before), goes_on=goes_on)
 
     # -- Lightning's fetcher ------------------------------------------------------------------------------------------
 

@@ -106,7 +106,7 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
         if self.executor is None:
             self.executor = self._strategy.make_executor(self.stream)
         if self._waiting is None and not self._has_ended:
-            self.stream.allow(self.executor.num_trained)
+            self.stream.epoch.allow(self.executor.num_trained)
             self._waiting = self.executor.next_batch()
             self._has_ended = self._waiting is None
         if self._waiting is None and not self._count_none_at_end():

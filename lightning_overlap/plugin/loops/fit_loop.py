@@ -51,7 +51,7 @@ class _FitLoopMixin(_FitLoop):
     def _end_together(self, stream: BatchStream) -> None:
         """Set the epoch's length to the shortest rank's; all ranks call this, and ranks with more batches warn."""
         own = self.max_batches
-        stream.agree_on_length(own, is_certain=_has_known_length(stream.inner.combined_loader))
+        stream.epoch.agree(own, is_certain=_has_known_length(stream.inner.combined_loader))
         if stream.num_batches == own:
             return
         warnings.warn(
