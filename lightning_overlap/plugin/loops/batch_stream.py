@@ -126,7 +126,7 @@ class BatchStream:
         return [none.batch_idx for before, none in self.skipped if before == num_before]
 
     def num_none_at_end(self, num_before: int) -> int:
-        """Return how many None batches end the epoch, after `num_before` others, on all ranks; all of them call this."""
+        """Return how many None batches end the epoch on all ranks, after `num_before` others; all ranks call this."""
         if not self.trains:
             return 0
         if self.num_fetched <= num_before and not self.exhausted:
