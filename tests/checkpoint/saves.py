@@ -137,9 +137,11 @@ def memory_of_saving(path: str, checkpoint_format: str) -> float:
     gc.set_threshold(700)  # as in a user's process; `interpreters` collects less often
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")  # sets the peak back
-    before = _memory_bytes("VmRSS")
+    before, of_files = _memory_bytes("VmRSS"), _memory_bytes("RssFile")
     trainer.save_checkpoint(path)
-    return (_memory_bytes("VmHWM") - before) / (num_rows * 8 * 4)
+    # Without pages of libraries, which the kernel takes from a process that waits and which the save reads again.
+    read_again = max(0, _memory_bytes("RssFile") - of_files)
+    return (_memory_bytes("VmHWM") - before - read_again) / (num_rows * 8 * 4)
 
 
 def _memory_bytes(name: str) -> int:
