@@ -27,7 +27,7 @@ class Tables:
     def start_update(self, inflight: InFlightBatch) -> None:
         self.done.append(("start", inflight.index))
 
-    def embedding_update(self, inflight: InFlightBatch) -> None:
+    def embedding_update(self, inflight: InFlightBatch, updated: Any = None) -> None:
         if self.fails:
             raise RuntimeError("link down")
         self.done.append(("make", inflight.index))

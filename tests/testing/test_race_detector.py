@@ -195,9 +195,9 @@ class TakesEmbeddingsAtOnce(FakeSparse):
 class LooksUpOnItsOwnStream(FakeSparse):
     """Leaves the stream that the executor put it on."""
 
-    def embedding_lookup(self, inflight: InFlightBatch, owners: Any) -> None:
+    def embedding_lookup(self, inflight: InFlightBatch, owners: Any, only: Any = None) -> None:
         with self.streams.on(StreamName.MEMCPY):
-            super().embedding_lookup(inflight, owners)
+            super().embedding_lookup(inflight, owners, only)
 
 
 @pytest.mark.parametrize(

@@ -209,7 +209,7 @@ class FakeSparse:
         """Whether a module has tables of these owners still to look up."""
         return any(state.owners & owners - state.seen.keys() for state in inflight.modules.values())
 
-    def embedding_lookup(self, inflight: InFlightBatch, owners: frozenset[WeightOwner]) -> None:
+    def embedding_lookup(self, inflight: InFlightBatch, owners: frozenset[WeightOwner], only: Any = None) -> None:
         """Note which updates the tables of these owners have."""
         self.begin(Stage.EMBEDDING_LOOKUP, inflight.index)
         for name, state in inflight.modules.items():
@@ -246,7 +246,7 @@ class FakeSparse:
         index = inflight.index
         self.streams.do(Mark("sent gradients", index), reads=[_gradients(index)], writes=[_sent_gradients(index)])
 
-    def embedding_update(self, inflight: InFlightBatch) -> None:
+    def embedding_update(self, inflight: InFlightBatch, updated: Any = None) -> None:
         """Update the fused tables with the gradients that a backward has left, on the current stream."""
         if inflight.index in self.to_update:  # it had a backward, and one that did not go all the way
             self._update(inflight.index)
