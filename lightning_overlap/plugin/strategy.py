@@ -117,7 +117,7 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
         keep_freed_memory: bool = True,
         **kwargs: Any,
     ) -> None:
-        unsupported.check_arguments(type(self), kwargs)
+        unsupported.check_arguments(type(self), kwargs, pipeline)
         auto = resolve_auto(pipeline)
         self._tuner = None if auto is None else Tuner(auto, stream)
         mode = resolve_mode(TRIED[0] if auto is not None or isinstance(pipeline, Auto) else pipeline)

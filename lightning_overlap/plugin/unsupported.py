@@ -39,8 +39,12 @@ _AVERAGING = (
 )
 
 
-def check_arguments(kind: type[DDPStrategy], given: Iterable[str]) -> None:
+_CALLED_OTHERWISE = {"mode": "pipeline", "schedule": "pipeline", "optimizer": "fused_optimizer", "plan": "sharding"}
+
+
+def check_arguments(kind: type[DDPStrategy], given: Iterable[str], pipeline: object) -> None:
     """Refuse an argument that neither strategy nor DistributedDataParallel has: Lightning would notice it late."""
+    mode = pipeline if isinstance(pipeline, str) else getattr(pipeline, "name", "...")
     owners: list[Any] = [owner for owner in kind.__mro__ if issubclass(owner, DDPStrategy)]
     parameters = [one for owner in (*owners, DistributedDataParallel) for one in signature(owner).parameters.values()]
     named = [one.name for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
@@ -48,7 +52,10 @@ def check_arguments(kind: type[DDPStrategy], given: Iterable[str]) -> None:
     of_mode = [field.name for field in fields(Mode)]
     for name in given:
         if name in of_mode:
-            raise TypeError(f"{kind.__name__}: {name} is an option of a mode: pipeline=Mode('...', {name}=...).")
+            raise TypeError(f"{kind.__name__}: {name} is an option of a mode: pipeline=Mode({mode!r}, {name}=...).")
+        if name in _CALLED_OTHERWISE:
+            meant = f"Did you mean {_CALLED_OTHERWISE[name]!r}? Known: {', '.join(known)}."
+            raise TypeError(f"{kind.__name__}: unknown argument {name!r}. {meant}")
         if name not in known:
             raise TypeError(f"{kind.__name__}: {unknown_name_message('argument', name, known)}")
 

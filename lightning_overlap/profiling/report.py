@@ -91,7 +91,7 @@ def closing_table(
         traffic_table(over_ranks.traffic) if over_ranks.traffic else "",
         stale_table(stale_rows) if stale_rows else "",
         *syncs,
-        advice(min(ranks, key=lambda one: one.blocked_ms), mode)
+        advice(ranks, mode)
         if num > 1
         else "No advice: only one step was measured. Train longer, or set OverlapMonitor(every_n_steps=...).",
     ]
@@ -170,7 +170,7 @@ def slowest_sentence(ranks: Sequence[Breakdown]) -> str:
     slowest, idlest = waits.index(least), waits.index(most)
     if most - least < EVEN * ranks[slowest].step_ms:
         return "The ranks wait about equally long for each other."
-    return f"Rank {slowest} is the slowest: it waits {least:.2f} ms per step, rank {idlest} waits {most:.2f} ms."
+    return f"The ranks wait for rank {slowest}: it waits {least:.2f} ms per step, rank {idlest} waits {most:.2f} ms."
 
 
 # -- a trace ------------------------------------------------------------------------------------------------------
@@ -262,8 +262,10 @@ def _percent(fraction: float) -> str:
     return f"{percent:.2f} %" if percent < 10 else f"{percent:.1f} %"
 
 
-def advice(found: Breakdown, schedule: Schedule) -> str:
-    """Return the most useful change, for the mean step of the slowest rank."""
+def advice(ranks: Sequence[Breakdown], schedule: Schedule) -> str:
+    """Return the most useful change, for the mean step of the rank that waits least."""
+    found = min(ranks, key=lambda one: one.blocked_ms)
+    where = f" on rank {ranks.index(found)}" if len(ranks) > 1 else ""
     exposed_ms = found.categories[Category.COMMUNICATION].exposed_ms
     of_loop = (
         "this time does not depend on the batch, so raise the batch size, log_every_n_steps and the progress bar's"
@@ -278,7 +280,7 @@ def advice(found: Breakdown, schedule: Schedule) -> str:
     if gain_ms <= WORTHWHILE * found.step_ms:
         return f"Advice: nothing to change; {found.bound[0]} time limits the step."
     return (
-        f"Advice: {what} {gain_ms:.3g} of {found.step_ms:.3g} ms: {change}. "
+        f"Advice: {what} {gain_ms:.3g} of {found.step_ms:.3g} ms{where}: {change}. "
         f"This gains at most {gain_ms:.3g} ms per step ({gain_ms / found.step_ms:.0%})."
     )
 
@@ -290,7 +292,8 @@ def _another_mode(schedule: Schedule) -> str:
     if schedule.step_of(Stage.EMBEDDING_UPDATE) is not None:
         return "raise the batch size, or choose a sharding that sends less"
     if schedule.staleness:
-        return "use defer_update=True, which keeps the staleness"
+        deferred = "'semi_sync_deferred'" if schedule.name == "semi_sync" else "Mode(..., defer_update=True)"
+        return f"use pipeline={deferred}, which keeps the staleness"
     if lookup is None or lookup.offset < 1:
         return "use pipeline='fused_sparse_dist', which gives the same losses"
     return (

@@ -297,7 +297,7 @@ def apply_fused_optimizer(
         else:
             if fused is not None:
                 table.apply_fused_optimizer(*fused)
-            _check_can_fuse(table, device)
+            _check_can_fuse(table, device, in_backward)
 
 
 def _without_fused_optimizer(missing: list[Table], device: torch.device) -> str:
@@ -350,7 +350,7 @@ def _freeze(table: Table) -> None:
     table.parameter.requires_grad_(False)
 
 
-def _check_can_fuse(table: Table, device: torch.device) -> None:
+def _check_can_fuse(table: Table, device: torch.device, tables: list[Table]) -> None:
     assert table.fused_optimizer is not None
     optimizer_class, kwargs = table.fused_optimizer
     kind = kind_of(optimizer_class)
@@ -374,7 +374,8 @@ def _check_can_fuse(table: Table, device: torch.device) -> None:
     refused = inspect.signature(optimizer_class).parameters.keys() - KERNEL_ARGUMENTS.keys() - {"lr"}
     lost = [f"{name}={value!r}" for name, value in kwargs.items() if name in refused or (value and name in unused)]
     if lost:
-        whole = _way_to_dense_optimizer([table], device)
+        alike = [one for one in tables if one is table or one.fused_optimizer == table.fused_optimizer]
+        whole = _way_to_dense_optimizer(alike, device)
         raise ValueError(
             f"table {table.path}: FBGEMM's fused {optimizer_class.__name__} has no {', '.join(lost)} on this device; "
             f"the table would be trained without. Leave it out, or take another optimizer.{whole}"

@@ -358,7 +358,12 @@ KNOWN = (
         ({"fused_optimizer": {"class_path": "torch.nowhere.SGD"}}, TypeError, "'torch.nowhere.SGD' names no class"),
         ({"fused_optimizer": ["sgd", {"lr": 0.3}]}, TypeError, "'sgd' names .* Did you mean 'torch.optim.SGD'"),
         ({"piepline": "base"}, TypeError, "unknown argument 'piepline'. Did you mean 'pipeline'"),
-        ({"staleness": 3}, TypeError, r"staleness is an option of a mode: pipeline=Mode\('...', staleness=...\)"),
+        (
+            {"staleness": 3},
+            TypeError,
+            r"staleness is an option of a mode: pipeline=Mode\('fused_sparse_dist', staleness=...\)",
+        ),
+        ({"mode": "base"}, TypeError, "unknown argument 'mode'. Did you mean 'pipeline'"),
         ({"find_unused_parameter": True}, TypeError, "Did you mean 'find_unused_parameters'"),  # DDP's
         ({"proces_group_backend": "gloo"}, TypeError, "Did you mean 'process_group_backend'"),  # DDPStrategy's
         ({"sharding": "rowwise"}, ValueError, "unknown sharding type 'rowwise'. Did you mean 'row_wise'"),

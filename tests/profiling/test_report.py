@@ -62,7 +62,7 @@ def test_what_limits_the_step_in_a_sentence() -> None:
 def test_the_slowest_rank_is_the_one_that_waits_least() -> None:
     ranks = [one(blocked=20), one(blocked=3), one(blocked=15)]
     assert report.slowest_sentence(ranks) == (
-        "Rank 1 is the slowest: it waits 3.00 ms per step, rank 0 waits 20.00 ms."
+        "The ranks wait for rank 1: it waits 3.00 ms per step, rank 0 waits 20.00 ms."
     )
     even = report.slowest_sentence([one(blocked=20), one(blocked=19.5)])
     assert even == "The ranks wait about equally long for each other.", "though all wait for what is on its way"
@@ -84,9 +84,9 @@ def test_closing_table() -> None:
         ["embedding_lookup", "50.00", "35.00", "15.00", "70%"]
     ]
     assert any(line.startswith("all communication") and line.endswith("75%") for line in lines)
-    assert any(line.startswith("Rank 1 is the slowest") for line in lines)
+    assert any(line.startswith("The ranks wait for rank 1") for line in lines)
     assert lines[-2] == "host syncs in a step: 0"
-    assert "slowest" not in closing([one()])
+    assert "wait for rank" not in closing([one()])
     assert "Advice" not in closing([one()], BASE, {BASE: 1})  # a single step may have been any step
 
 
@@ -129,7 +129,7 @@ def test_the_last_line_is_the_advice_that_gains_most() -> None:
         waits, "base"
     )
     assert "use pipeline='split_backward', which gives the same losses, or 'semi_sync'" in last(waits)
-    assert "use defer_update=True" in last(waits, "semi_sync")
+    assert "use pipeline='semi_sync_deferred'" in last(waits, "semi_sync")
     assert "choose a sharding that sends less" in last(waits, "semi_sync_deferred")
 
 
