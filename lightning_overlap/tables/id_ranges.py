@@ -35,6 +35,7 @@ class IdRanges:
         self._keys: list[str] = []
         self._last: dict[torch.dtype, Any] = {}  # last row by key; for features that no table reads, the largest number
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # PyTorch lacks operators of unsigned integers
     def first_outside(self, kjt: KeyedJaggedTensor) -> tuple[str, str] | None:
         """Return a feature with an id outside of its table and a description; None if all ids are valid.
 
