@@ -126,8 +126,8 @@ class _FullDisk(torch.distributed.checkpoint.FileSystemWriter):
         raise OSError("no space left")
 
 
-def memory_of_saving(path: str, checkpoint_format: str) -> float:
-    """Return the peak of this process's memory while saving, beyond what it held before, in tables."""
+def memory_of_saving(path: str, checkpoint_format: str) -> tuple[float, float]:
+    """Return peaks while saving, in tables: memory beyond what the process held before, and copies for the writer."""
     case = dataclasses.replace(TABLE_WISE, tables=tuple(cases.TableSpec(f"t{i}", (f"f{i}",)) for i in range(6)))
     num_rows = 1_200_000  # a table is more than malloc ever keeps for later
     with mock.patch.object(cases, "NUM_ROWS", num_rows):
@@ -142,10 +142,24 @@ def memory_of_saving(path: str, checkpoint_format: str) -> float:
     )  # else one copy may lie in the free end of the heap, which is kept, and one outside
     Path("/proc/self/clear_refs").write_text("5")  # sets the peak back
     before, of_files = _memory_bytes("VmRSS"), _memory_bytes("RssFile")
-    trainer.save_checkpoint(path)
+    copies: list[Any] = []
+    peak_of_copies = 0
+    resolve = sharded_folder._OneCopy.resolve_data
+
+    def resolving(planner: Any, write_item: Any) -> Any:
+        nonlocal peak_of_copies
+        data = resolve(planner, write_item)
+        if data is planner._copy:
+            copies.append(data.untyped_storage())
+            peak_of_copies = max(peak_of_copies, sum(storage.nbytes() for storage in copies))
+        return data
+
+    with mock.patch.object(sharded_folder._OneCopy, "resolve_data", resolving):
+        trainer.save_checkpoint(path)
     # Without pages of libraries, which the kernel takes from a process that waits and which the save reads again.
     read_again = max(0, _memory_bytes("RssFile") - of_files)
-    return (_memory_bytes("VmHWM") - before - read_again) / (num_rows * 8 * 4)
+    table_bytes = num_rows * 8 * 4
+    return (_memory_bytes("VmHWM") - before - read_again) / table_bytes, peak_of_copies / table_bytes
 
 
 def _memory_bytes(name: str) -> int:
