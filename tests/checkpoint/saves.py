@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import gc
 import os
@@ -19,6 +18,7 @@ from lightning.pytorch.callbacks import Callback
 
 from lightning_overlap import OverlapEmbeddingStrategy
 from lightning_overlap.checkpoint import full_file, sharded_folder
+from lightning_overlap.plugin.host_memory import TOP_PAD
 
 from ..support import cases
 from ..support.cases import TABLE_WISE, Batches, Case, Model, make_plan
@@ -126,10 +126,11 @@ class _FullDisk(torch.distributed.checkpoint.FileSystemWriter):
         raise OSError("no space left")
 
 
-def memory_of_saving(path: str, checkpoint_format: str) -> tuple[float, float]:
-    """Return peaks while saving, in tables: memory beyond what the process held before, and copies for the writer."""
+def memory_of_saving(path: str, checkpoint_format: str) -> float:
+    """Return the peak of this process's memory while saving, beyond what it held before, in tables."""
     case = dataclasses.replace(TABLE_WISE, tables=tuple(cases.TableSpec(f"t{i}", (f"f{i}",)) for i in range(6)))
-    num_rows = 1_200_000  # a table is more than malloc ever keeps for later
+    # A table is more than the heap grows by at once: a copy that fits there stays resident after it is freed.
+    num_rows = 5 * TOP_PAD // 4 // (8 * 4)
     with mock.patch.object(cases, "NUM_ROWS", num_rows):
         model = Model(case, device="meta")
         plan = make_plan(case, model, dist.get_world_size())
@@ -137,29 +138,10 @@ def memory_of_saving(path: str, checkpoint_format: str) -> tuple[float, float]:
         trainer.fit(model, datamodule=Batches(case, 1))
     gc.set_threshold(700)  # as in a user's process; `interpreters` collects less often
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(
-        0
-    )  # else one copy may lie in the free end of the heap, which is kept, and one outside
     Path("/proc/self/clear_refs").write_text("5")  # sets the peak back
-    before, of_files = _memory_bytes("VmRSS"), _memory_bytes("RssFile")
-    copies: list[Any] = []
-    peak_of_copies = 0
-    resolve = sharded_folder._OneCopy.resolve_data
-
-    def resolving(planner: Any, write_item: Any) -> Any:
-        nonlocal peak_of_copies
-        data = resolve(planner, write_item)
-        if data is planner._copy:
-            copies.append(data.untyped_storage())
-            peak_of_copies = max(peak_of_copies, sum(storage.nbytes() for storage in copies))
-        return data
-
-    with mock.patch.object(sharded_folder._OneCopy, "resolve_data", resolving):
-        trainer.save_checkpoint(path)
-    # Without pages of libraries, which the kernel takes from a process that waits and which the save reads again.
-    read_again = max(0, _memory_bytes("RssFile") - of_files)
-    table_bytes = num_rows * 8 * 4
-    return (_memory_bytes("VmHWM") - before - read_again) / table_bytes, peak_of_copies / table_bytes
+    before = _memory_bytes("VmRSS")
+    trainer.save_checkpoint(path)
+    return (_memory_bytes("VmHWM") - before) / (num_rows * 8 * 4)
 
 
 def _memory_bytes(name: str) -> int:
