@@ -7,10 +7,12 @@ The strategy's other hooks are in its base classes, each with its own state: `st
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loops.fetchers import _DataFetcher
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
@@ -28,7 +30,7 @@ from ..tuning import TRIED, Auto, Tuner, resolve_auto
 from . import checkpoint_links, first_words, shortcuts, unsupported
 from .failure_hooks import FailsTogether
 from .host_memory import keep_freed_memory
-from .loops import BatchStream, evaluation_loops, fit_loop, sigterm
+from .loops import BatchStream, Epoch, LookaheadFetcher, StepArguments, evaluation_loops, fit_loop, sigterm
 from .private_names import check_lightning
 from .processes import StartsProcesses
 from .run import Run, batch_size_of
@@ -301,6 +303,19 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
         observe = self._observer if trains and self._observer is not None else observe_nothing
         order = LookupOrder(self.streams, stream, observe, self.global_rank)
         return SparsePipeline(tables.sharded_modules(module), self._groups.lookahead, order, options)
+
+    def look_ahead(
+        self, inner: _DataFetcher, step_arguments: StepArguments, next_number: Callable[[], int] | None = None
+    ) -> LookaheadFetcher:
+        """Return a fetcher that stages the batches of Lightning's fetcher `inner` ahead of their step.
+
+        `next_number` returns the `batch_idx` of the next batch to train; None in an evaluation.
+        """
+        assert self._run is not None
+        trainer, trains = self._run.trainer, next_number is not None
+        epoch, sends_sizes = Epoch(trainer, trains=trains), self.schedule.has_sparse_stages
+        stream = BatchStream(inner, trainer, epoch, trains=trains, sends_sizes=sends_sizes)
+        return LookaheadFetcher(stream, step_arguments, next_number)
 
     def make_executor(self, stream: BatchStream) -> Executor:
         """Make the executor of training, or of the evaluation that has begun, with its source of batches."""

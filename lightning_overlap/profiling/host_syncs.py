@@ -39,11 +39,15 @@ NUM_WORST = 3  # places of host syncs in the report
 class HostSync:
     """One predicted sync."""
 
-    operator: str  # the ATen operator or the tensor method
-    stack: tuple[traceback.FrameSummary, ...]  # outermost first; inside a backward, the calls up to `backward()`
+    operator: str
+    """Name of the ATen operator or the tensor method."""
+    stack: tuple[traceback.FrameSummary, ...]
+    """The Python calls, outermost first; inside a backward, the calls up to `backward()`."""
     stage: str = ""
-    blocked_ms: float = 0.0  # duration of the call; on CUDA the host waits for that time
-    device: str = "cpu"  # type of the device that it reads from
+    blocked_ms: float = 0.0
+    """Duration of the call; on CUDA the host waits for that time."""
+    device: str = "cpu"
+    """Type of the device that it reads from."""
 
     @property
     def reads_host(self) -> bool:

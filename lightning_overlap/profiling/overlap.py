@@ -24,10 +24,13 @@ class BusyTime:
     """Times of a stage or category, and the bytes that it sends to other ranks."""
 
     busy_ms: float = 0.0
-    hidden_ms: float = 0.0  # that the mode overlaps with other work
-    elsewhere_ms: float = 0.0  # further time that overlaps with other work in any mode, for example by autograd's order
+    hidden_ms: float = 0.0
+    """Time that the mode overlaps with other work."""
+    elsewhere_ms: float = 0.0
+    """Further time that overlaps with other work in any mode, for example by autograd's order."""
     sent: float = 0.0
-    saved: float = 0.0  # additional bytes that full precision would send
+    saved: float = 0.0
+    """Additional bytes that full precision would send."""
 
     def __add__(self, other: Self) -> Self:
         return type(self)(*map(add, self._values, other._values))
@@ -66,15 +69,22 @@ class Breakdown:
     """The times of a window, per step."""
 
     step_ms: float
-    categories: Mapping[Category, BusyTime]  # `Category.HOST`: the time in which the host did not wait
+    categories: Mapping[Category, BusyTime]
+    """Times by category; `Category.HOST` is the time in which the host did not wait."""
     stages: Mapping[Stage, BusyTime]
-    merge_wait_ms: float = 0.0  # in which the dense forward waited for embeddings
-    blocked_ms: float = 0.0  # in which the host waited for other ranks or the device
-    loop_ms: float = 0.0  # of the host outside stages and `self.log`: Lightning's loop, callbacks, loggers
-    log_ms: float = 0.0  # of the host in `self.log`
-    overlapped: Collection[Stage] | None = None  # by the mode; other stages are never hidden. None if unknown
+    merge_wait_ms: float = 0.0
+    """Time in which the dense forward waited for embeddings."""
+    blocked_ms: float = 0.0
+    """Time in which the host waited for other ranks or the device."""
+    loop_ms: float = 0.0
+    """Time of the host outside stages and `self.log`: Lightning's loop, callbacks, loggers."""
+    log_ms: float = 0.0
+    """Time of the host in `self.log`."""
+    overlapped: Collection[Stage] | None = None
+    """Stages that the mode overlaps; other stages are never hidden. None if unknown."""
     num_steps: int = 1
-    blocks: Sequence[Block] = ()  # what blocked the host in all steps, longest first; only from `summarize`
+    blocks: Sequence[Block] = ()
+    """What blocked the host in all steps, longest first; only from `summarize`."""
 
     @property
     def total_ms(self) -> float:

@@ -180,9 +180,8 @@ class SpanRecorder:
         if self._device is not None and self._steps:
             host, device = self._steps[0]
             self._host.shift_ms = self._device.ms(device) - host
-        last = (
-            self._steps[-1][0] if self._steps else float("-inf")
-        )  # ends collectives in progress; on a device length 0
+        # A collective in progress ends with the last step if the host's clock times it; on a device its length is 0.
+        last = self._steps[-1][0] if self._steps else float("-inf")
         return [one.span(last if one.is_on_host else one.start) for one in list(self._records)]
 
     def _timed(self, name: str, call: dict[str, Any], issue: Issue) -> dist.Work | None:
@@ -205,11 +204,9 @@ class SpanRecorder:
         else:
             self._records.append(flight)
         work = issue()
-        return (
-            None
-            if work is None
-            else _TimedWork(work, flight, self._records, None if flight.is_on_host else self._streams)
-        )
+        if work is None:
+            return None
+        return _TimedWork(work, flight, self._records, None if flight.is_on_host else self._streams)
 
 
 class _TimedWork(WrappedWork):

@@ -38,16 +38,22 @@ class Category(StrEnum):
 class Span:
     """An interval of work on a lane."""
 
-    start_ms: float  # each timeline has its own zero
+    start_ms: float
+    """Start; each timeline has its own zero."""
     end_ms: float
     kind: Category
-    lane: str  # stream or thread; an inner span takes its time from the outer span of the same lane
-    name: str  # of the kernel, operator or stage
+    lane: str
+    """Stream or thread; an inner span takes its time from the outer span of the same lane."""
+    name: str
+    """Name of the kernel, operator or stage."""
     stage: Stage | None = None
     batch: int | None = None
-    detail: str = ""  # for example the source line that waits
-    sent_bytes: int = 0  # by a collective to other ranks, if counted
-    saved_bytes: int = 0  # additional bytes that full precision would send
+    detail: str = ""
+    """More about it, for example the source line that waits."""
+    sent_bytes: int = 0
+    """Bytes that a collective sends to other ranks, if counted."""
+    saved_bytes: int = 0
+    """Additional bytes that full precision would send."""
 
     @property
     def duration_ms(self) -> float:

@@ -27,9 +27,8 @@ class DeferredUpdates:
         """Begin a run."""
         self.to_update: dict[int, InFlightBatch] = {}
         """Batches whose update of the tables is still to come, by their number, the oldest first."""
-        self._between_steps: Any = (
-            None  # event on the compute stream at the last iteration's begin, if any was deferred
-        )
+        self._between_steps: Any = None
+        """Event on the compute stream, recorded when the last iteration began; None if no update was deferred then."""
         self.num_stepped = 0
         """Number of batches of the epoch that have ended their optimizer step."""
         self.num_updated = 0
@@ -128,7 +127,6 @@ class DeferredUpdates:
         self,
         index: int,
         step: Step,
-        *,
         overlaps_forward: bool,
         overlaps_dense: bool,
         updated: Callable[[ModulePart], None] | None = None,

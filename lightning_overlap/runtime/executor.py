@@ -436,11 +436,11 @@ class Executor:
             self.queue.fetch(step, index)
         elif stage is Stage.EMBEDDING_UPDATE:
             current, overlaps_dense = self.queue.current, self.schedule.updates_before_step
-            if looks_up := overlaps_dense and not self._streams.is_async:
+            if host_waits := overlaps_dense and not self._streams.is_async:
                 self._receive_next()
             overlaps_forward = step.offset < 0 and not (current is not None and current.ran_unpipelined)
-            how = {"overlaps_forward": overlaps_forward, "overlaps_dense": overlaps_dense}
-            self.updates.make_up_to(index, step, **how, updated=self._look_up_part if looks_up else None)
+            updated = self._look_up_part if host_waits else None
+            self.updates.make_up_to(index, step, overlaps_forward, overlaps_dense, updated)
         elif stage is Stage.WEIGHT_GRADIENTS:
             if self._weights is not None:
                 self._order.observe("issue", stage, index)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -171,18 +171,18 @@ class DeferredUpdate:
         requests = [cut.request for cut in self._under_way]
         return [request.req for request in requests if request is not None and request.req is not None]
 
-    def apply(self, updated: Callable[[int], None] | None = None) -> None:
+    def apply(self, parts: Sequence[int] = (), updated: Callable[[int], None] = lambda part: None) -> None:
         """Wait for the gradients and update the tables, at the learning rates of their backward.
 
-        With `updated` the parts of the module come one after another, each as soon as its own gradients are there;
-        `updated` is called with a part's number after its update.
+        With `parts`, the fused parts of the module, they come one after another, each as soon as its own gradients are
+        there, and `updated` is called with a part's number: for all of them, so that ranks call it in the same order.
         """
         self.send()
         if self._sent is not None:
-            if updated is None or self._sent.to_apply:
+            if not parts or self._sent.to_apply:
                 self._apply_sent(self._under_way, retain_graph=False)
             else:
-                for part in dict.fromkeys(cut.part for cut in self._under_way):
+                for part in parts:
                     self._apply_sent([cut for cut in self._under_way if cut.part == part], retain_graph=False)
                     updated(part)
             self._sent = None

@@ -149,5 +149,10 @@ class TableUpdates:
     def _make(self, state: ModuleContext, updated: Callable[[ModulePart], None] | None = None) -> None:
         if state.deferred:
             self._order.observe("wait", Stage.EMBEDDING_UPDATE, state.batch)
-            state.deferred.apply(None if updated is None else lambda part: updated((state.name, part)))
+            if updated is None:
+                state.deferred.apply()
+            else:
+                owners = enumerate(owners_of_parts(state.module))
+                parts = [part for part, owner in owners if owner is WeightOwner.FUSED_BACKWARD]
+                state.deferred.apply(parts, lambda part: updated((state.name, part)))
             state.advance(Progress.UPDATED)

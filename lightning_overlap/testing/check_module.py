@@ -32,20 +32,27 @@ class Verdict:
     """The result of checking one law."""
 
     law: str
-    problem: str  # how it is broken, or ''
-    said: str  # what was compared, if it holds
+    problem: str
+    """How it is broken, or ''."""
+    said: str
+    """What was compared, if it holds."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModuleReport:
     """The result of `check_module`; `str()` returns it as a table."""
 
-    schedule: Schedule  # of the checked mode
-    num_steps: int  # of each fit
+    schedule: Schedule
+    """The schedule of the checked mode."""
+    num_steps: int
+    """Steps of each fit."""
     num_ranks: int
-    verdicts: tuple[Verdict, ...]  # one per law
-    early: Mapping[str, float]  # module -> share of batches, after the first, with embeddings from an early lookup
-    plain: Mapping[str, str]  # module that ran its own forward -> the reason
+    verdicts: tuple[Verdict, ...]
+    """A verdict per law."""
+    early: Mapping[str, float]
+    """Module -> share of batches, after the first, with embeddings from an early lookup."""
+    plain: Mapping[str, str]
+    """Module that ran its own forward -> the reason."""
     host_syncs: Mapping[str, float]
     """Place in the code -> syncs per step, without the read of sizes; on a CPU predicted from operators."""
     split: tuple[str, ...] | None = None

@@ -214,9 +214,8 @@ class Batches(LightningDataModule):
 
     def _loader(self, indices: range) -> DataLoader:
         batches = [make_batch(self.case, index, self.trainer.global_rank) for index in indices]
-        return DataLoader(
-            batches, batch_size=None, generator=torch.Generator()
-        )  # draws a seed, not from all others' one
+        # The loader draws a seed: not from the generator of all others.
+        return DataLoader(batches, batch_size=None, generator=torch.Generator())
 
 
 class KindModel(LightningModule):

@@ -254,7 +254,11 @@ class Replica:
     # -- saved state ---------------------------------------------------------------------------------------------------
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write tables and position into a file atomically, for `Replica(start=...)`; a cut must have been applied."""
+        """Write tables and position into a file atomically, for `Replica(start=...)`.
+
+        Raises:
+            ReplicaError: No cut has been applied.
+        """
         with self.reading(after_error=True) as position:
             content = {
                 "format": _FORMAT,

@@ -23,14 +23,13 @@ class BatchStream:
 
     It skips None batches, copies batches that the loader may overwrite, and notes the loaders' states for checkpoints.
     Lightning skips a *None batch*, for which the collate function has returned None. All ranks have to skip the same
-    batches: they compare them with each batch's sizes if the mode sends sizes, otherwise they ask each other. The
-    iterator of `inner`, Lightning's fetcher, may be running.
+    batches: with `sends_sizes` they compare them with each batch's sizes, otherwise they ask each other. The iterator
+    of `inner`, Lightning's fetcher, may be running.
     """
 
-    def __init__(self, inner: _DataFetcher, trainer: Trainer, *, trains: bool) -> None:
-        self.inner, self.trains, self._trainer = inner, trains, trainer
-        self._sends_sizes: bool = trainer.strategy.schedule.has_sparse_stages  # type: ignore[attr-defined]
-        self.epoch = Epoch(trainer, trains=trains)
+    def __init__(self, inner: _DataFetcher, trainer: Trainer, epoch: Epoch, *, trains: bool, sends_sizes: bool) -> None:
+        self.inner, self.trains, self.epoch = inner, trains, epoch
+        self._trainer, self._sends_sizes = trainer, sends_sizes
         self.skipped: deque[tuple[int, FetchedBatch]] = deque()
         """None batches that the loop has not seen yet, each with the number of the epoch's other batches before it."""
         self._buffered: deque[FetchedBatch] = deque()  # taken from the loader, not staged yet

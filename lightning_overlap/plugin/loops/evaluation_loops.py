@@ -30,11 +30,14 @@ class _LookaheadMixin:
         """Take over the fetcher. A module that takes `dataloader_iter` does its own fetching."""
         super().reset()  # type: ignore[misc]
         if type(self._data_fetcher) is _PrefetchDataFetcher:
-            self._data_fetcher = LookaheadFetcher(self._data_fetcher, self.trainer, self._step_arguments)
+            self._data_fetcher = self.trainer.strategy.look_ahead(self._data_fetcher, self._step_arguments)
 
     def on_run_start(self) -> None:
         """Update the tables before the hooks and steps of the evaluation read them."""
-        self.trainer.strategy.begin_evaluation(self._step)
+        strategy = self.trainer.strategy
+        strategy.begin_evaluation(self._step)
+        if isinstance(self._data_fetcher, LookaheadFetcher):
+            self._data_fetcher.executor = strategy.make_executor(self._data_fetcher.stream)
         super().on_run_start()  # type: ignore[misc]
 
     def on_run_end(self) -> Any:

@@ -6,12 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from lightning.pytorch import Trainer
 from lightning.pytorch.loops.fetchers import _DataFetcher, _DataLoaderIterDataFetcher
 from typing_extensions import override
 
 from ...runtime import Executor, InFlightBatch
 from .batch_stream import BatchStream
+
+StepArguments = Callable[[Any, int, int], tuple[Any, ...]]
+"""Returns the arguments of the user's step for (batch, batch_idx, dataloader_idx)."""
 
 
 @dataclass(slots=True)
@@ -32,23 +34,17 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
 
     It is a subclass of the fetcher for `dataloader_iter`, for which Lightning's loop does no batch transfer itself.
 
-    The strategy makes the executor when the first batch is wanted. `step_arguments` returns the arguments of the user's
-    step for (batch, batch_idx, dataloader_idx), `next_number` the `batch_idx` of the fit loop's next batch; None in an
-    evaluation, whose batches keep their loader's number.
+    The loop sets `executor` before it takes the first batch. `next_number` returns the `batch_idx` of the fit loop's
+    next batch; None in an evaluation, whose batches keep their loader's number.
     """
 
     def __init__(
-        self,
-        inner: _DataFetcher,
-        trainer: Trainer,
-        step_arguments: Callable[[Any, int, int], tuple[Any, ...]],
-        next_number: Callable[[], int] | None = None,
+        self, stream: BatchStream, step_arguments: StepArguments, next_number: Callable[[], int] | None = None
     ) -> None:
         # Not `super().__init__()`: it would reset the inner fetcher through the properties below.
-        self.inner, self.iterator, self.done = inner, None, inner.done
-        self.stream = BatchStream(inner, trainer, trains=next_number is not None)
+        self.inner, self.iterator, self.done = stream.inner, None, stream.inner.done
+        self.stream = stream
         self.executor: Executor | None = None
-        self._strategy: Any = trainer.strategy
         self._step_arguments, self._next_number = step_arguments, next_number
         self._forget()
 
@@ -103,8 +99,7 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
         """
         if self._peeked:
             return self._batch
-        if self.executor is None:
-            self.executor = self._strategy.make_executor(self.stream)
+        assert self.executor is not None, "the loop sets it"
         if self._waiting is None and not self._has_ended:
             self.stream.epoch.allow(self.executor.num_trained)
             self._waiting = self.executor.next_batch()

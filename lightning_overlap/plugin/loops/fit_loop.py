@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -22,7 +21,7 @@ from typing_extensions import override
 
 from . import sigterm
 from .batch_stream import BatchStream
-from .fetcher import LookaheadFetcher, NoneFetcher
+from .fetcher import LookaheadFetcher, NoneFetcher, StepArguments
 
 
 class _AutomaticOptimizationMixin(_AutomaticOptimization):
@@ -42,11 +41,12 @@ class _FitLoopMixin(_FitLoop):
         super().setup_data()
         # A module that takes `dataloader_iter` does its own fetching and runs without lookahead.
         if type(self._data_fetcher) is _PrefetchDataFetcher:
-            epoch_loop = self.epoch_loop
-            self._data_fetcher = LookaheadFetcher(
-                self._data_fetcher, self.trainer, _step_arguments(epoch_loop), lambda: epoch_loop.batch_idx + 1
+            strategy, epoch_loop = self.trainer.strategy, self.epoch_loop
+            fetcher: LookaheadFetcher = strategy.look_ahead(  # type: ignore[attr-defined]
+                self._data_fetcher, _step_arguments(epoch_loop), lambda: epoch_loop.batch_idx + 1
             )
-            self._end_together(self._data_fetcher.stream)
+            self._data_fetcher = fetcher
+            self._end_together(fetcher.stream)
 
     def _end_together(self, stream: BatchStream) -> None:
         """Set the epoch's length to the shortest rank's; all ranks call this, and ranks with more batches warn."""
@@ -102,13 +102,14 @@ class _EpochLoopMixin(_TrainingEpochLoop):
 
     def _look_at_next(self, fetcher: LookaheadFetcher) -> _DataFetcher:
         """Look at the next batch, and return the fetcher to take it from: a `NoneFetcher` for a None batch."""
+        if fetcher.executor is None:
+            fetcher.executor = self.trainer.strategy.make_executor(fetcher.stream)
         try:
             batch = fetcher.peek()
         except StopIteration:
             if not self.restarting:
                 raise
             return fetcher  # resumed in the validation after an epoch's last batch, which the loop still has to run
-        assert fetcher.executor is not None
         if fetcher.executor.end.stop_agreed:
             sigterm.leave(self.trainer)
         return NoneFetcher(fetcher) if batch is None else fetcher
@@ -127,7 +128,7 @@ class _EpochLoopMixin(_TrainingEpochLoop):
         return decision
 
 
-def _step_arguments(epoch_loop: _TrainingEpochLoop) -> Callable[[Any, int, int], tuple[Any, ...]]:
+def _step_arguments(epoch_loop: _TrainingEpochLoop) -> StepArguments:
     """Return a function that returns the arguments of `training_step`; Lightning reads its signature in each step."""
     known, num_arguments = None, 0
 
