@@ -15,7 +15,9 @@ SCALES_LOSS = (
 def unknown_name_message(kind: str, name: str, known: Iterable[str]) -> str:
     """Return the message for an unknown name of a kind ("table", "mode"); it suggests the nearest known names."""
     known = list(known)
-    nearest = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
+    likeness = {one: difflib.SequenceMatcher(None, one, name).ratio() for one in known}
+    cutoff = max(0.4, 0.85 * max(likeness.values(), default=0.0))  # a name much nearer than others stands alone
+    nearest = difflib.get_close_matches(name, known, n=3, cutoff=cutoff)
     hint = f" Did you mean {' or '.join(map(repr, nearest))}?" if nearest else ""
     return f"unknown {kind} {name!r}.{hint} Known: {', '.join(known)}."
 

@@ -8,6 +8,7 @@ table goes to the dense optimizer if that trains it now, else to its fused optim
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -72,7 +73,8 @@ def take_plain_state(
         new_groups = [{**saved_groups[at], "params": names} for at, names in zip(kept, groups, strict=True)]
         for new_group in new_groups:
             new_group.pop("param_names", None)
-        new_groups += [{**fused, "params": []} for fused in fused_groups]
+        factor = _schedule_factor([saved_groups[at] for at in kept])
+        new_groups += [_fused_group(fused, factor) for fused in fused_groups]
         of_run = {name: values for name, values in found.items() if name in owned and values}
         named.append({**state, "state": of_run, "param_groups": new_groups})
         of_fused |= {name: values for name, values in found.items() if name in free}
@@ -96,6 +98,24 @@ def take_plain_state(
             f"{_how_to_keep(unused, fused_only_tables(model))}"
         )
     return {name for names in unused.values() for name in names}
+
+
+def _schedule_factor(groups: Sequence[Mapping[str, Any]]) -> float | None:
+    """Return by which factor a schedule has multiplied the rates of all these groups; None if there is no such one."""
+    rates = [(group["lr"], group["initial_lr"]) for group in groups if group.get("initial_lr")]
+    if not rates or len(rates) < len(groups):
+        return None
+    factors = [float(rate) / float(initial) for rate, initial in rates]
+    return factors[0] if all(math.isclose(factor, factors[0], rel_tol=1e-6) for factor in factors) else None
+
+
+def _fused_group(group: Mapping[str, Any], factor: float | None) -> dict[str, Any]:
+    """Return the state of a group of fused rates, which the checkpoint lacks; the schedule has moved it as the others.
+
+    `LinearLR` and others multiply the last rate, so from this run's first rate they would never reach the right rate.
+    """
+    is_scheduled = factor is not None and "initial_lr" in group
+    return {**group, "params": []} | ({"lr": group["initial_lr"] * factor} if is_scheduled else {})
 
 
 def _how_to_keep(unused: Mapping[_Unused, Collection[str]], fused_only: Collection[str]) -> str:

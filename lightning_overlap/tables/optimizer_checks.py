@@ -32,6 +32,12 @@ CPU_FUSED_OPTIMIZERS = (EmbOptimType.EXACT_SGD, EmbOptimType.EXACT_ADAGRAD, EmbO
 _UNUSED = {EmbOptimType.EXACT_SGD: ("momentum", "weight_decay"), EmbOptimType.EXACT_ADAGRAD: ("weight_decay",)}
 """Arguments that FBGEMM 1.8 takes for every optimizer and that the kernels of these do not read (`lookup_sgd.py`)."""
 
+_DENSE = (
+    "  from torchrec.optim.optimizers import in_backward_optimizer_filter\n"
+    "  dense = [p for _, p in in_backward_optimizer_filter(self.named_parameters())]\n"
+)
+"""Lines of a configure_optimizers that leaves out what the backward trains."""
+
 _KEYWORDS = ("lr", *KERNEL_ARGUMENTS)
 """Keywords of fused optimizers: "lr", for TorchRec, and the arguments of FBGEMM's kernel."""
 _KEYWORDS_OF_UPDATES = (
@@ -208,14 +214,10 @@ def _lines(optimizer: torch.optim.Optimizer, call: str | None = None) -> str:
         call = f"{package}{kind.__name__}(dense{rate})"
     scheduled = any("initial_lr" in group for group in optimizer.param_groups)  # a scheduler writes it
     call = f"combined_optimizer(self, {call})" if scheduled or isinstance(optimizer, DenseAndFused) else call
-    made = (
-        "  from torchrec.optim.optimizers import in_backward_optimizer_filter\n"
-        "  dense = [p for _, p in in_backward_optimizer_filter(self.named_parameters())]\n"
-    )
     if not scheduled:
-        return f"{made}  return {call}\n"
+        return f"{_DENSE}  return {call}\n"
     imported = "  from lightning_overlap import combined_optimizer\n"
-    return f"{imported}{made}  optimizer = {call}  # for the scheduler: it moves the tables' rates as well\n"
+    return f"{imported}{_DENSE}  optimizer = {call}  # for the scheduler: it moves the tables' rates as well\n"
 
 
 def fused_only_tables(model: nn.Module) -> set[str]:
@@ -230,7 +232,9 @@ def keep_dense(names: Collection[str], fused_only: Collection[str]) -> str:
     """Return how `configure_optimizers` can train tables, and which (`fused_only`) it cannot train."""
     refused = [name for name in names if name in fused_only]
     whole = {_table_of(name): DATA_PARALLEL for name in names if name not in fused_only}
-    way = f"sharding={whole}" if refused else "sharding='data_parallel', and no fused_optimizer"
+    way = "sharding='data_parallel', and no fused_optimizer"
+    if refused:
+        way = f"sharding={whole}, and in_backward_optimizer_filter in configure_optimizers"
     said = f"To train tables by configure_optimizers, with its state, whole on every rank: {way}." if whole else ""
     only = f"On a CPU tables of an EmbeddingCollection need a fused optimizer: {some(refused)}." if refused else ""
     return f"{said} {only}".strip()
@@ -320,7 +324,8 @@ def _without_fused_optimizer(missing: list[Table], device: torch.device) -> str:
         "  from torchrec.optim import RowWiseAdagrad, apply_optimizer_in_backward\n"
         f"{applied}"
         f"If Adam trained them, begin with ten times its rate: 0.01 for 1e-3.{adam} If SGD or Adagrad trained them, "
-        "take (torch.optim.SGD, {'lr': ...}) or (torch.optim.Adagrad, {'lr': ...}) with its rate."
+        "take (torch.optim.SGD, {'lr': ...}) or (torch.optim.Adagrad, {'lr': ...}) with its rate. "
+        f"The optimizer of configure_optimizers has to leave them out:\n{_DENSE.rstrip()}"
         f"{_way_to_dense_optimizer(missing, device)}"
     )
 

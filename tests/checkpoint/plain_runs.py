@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
+from torch.optim import lr_scheduler
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from lightning_overlap import OverlapEmbeddingStrategy, combined_optimizer
@@ -21,6 +23,11 @@ from .checkpoints import parts_of, zeroed
 EPOCH = 6
 CASE: Case = ADAGRAD
 Optimizer = tuple[str, dict[str, Any]]
+SCHEDULES: dict[str, Callable[[Any], Any]] = {
+    "StepLR": lambda optimizer: lr_scheduler.StepLR(optimizer, 1, 0.5),
+    "LinearLR": lambda optimizer: lr_scheduler.LinearLR(optimizer, 0.1, total_iters=1),
+    "LambdaLR": lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda epoch: (epoch + 1) / 4),
+}
 
 
 @dataclass
@@ -42,11 +49,11 @@ class Plain(Model):
         self,
         optimizer: Optimizer = ("SGD", {"lr": 0.1}),
         groups: str = "one",
-        schedules: bool = False,
+        schedule: str = "",
         case: Case = CASE,
     ) -> None:
         super().__init__(case, fused_optimizer=False)
-        self.optimizer, self.groups, self.schedules = optimizer, groups, schedules
+        self.optimizer, self.groups, self.schedule = optimizer, groups, schedule
 
     def configure_optimizers(self) -> Any:
         name, kwargs = self.optimizer
@@ -61,16 +68,14 @@ class Plain(Model):
         elif self.groups == "other order":
             groups = [*dense[::-1], *tables]
         optimizer = combined_optimizer(self, getattr(torch.optim, name)(groups, **kwargs))
-        if not self.schedules:
+        if not self.schedule:
             return optimizer
-        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+        return [optimizer], [SCHEDULES[self.schedule](optimizer)]
 
 
-def train_plain(
-    path: str, optimizer: Optimizer, groups: str = "one", schedules: bool = False, case: Case = CASE
-) -> Any:
+def train_plain(path: str, optimizer: Optimizer, groups: str = "one", schedule: str = "", case: Case = CASE) -> Any:
     """Train two epochs under DDPStrategy; save after the first. Return losses, weights and states of the second."""
-    model = Plain(optimizer, groups, schedules, case)
+    model = Plain(optimizer, groups, schedule, case)
     for epochs in (1, 2):
         trainer = make_trainer(DDPStrategy(), max_epochs=epochs)
         trainer.fit(model, datamodule=Batches(case, EPOCH), ckpt_path=path if epochs == 2 else None)
@@ -87,12 +92,12 @@ def go_on(
     groups: str = "one",
     sharding: Any = "table_wise",
     epochs: int = 2,
-    schedules: bool = False,
+    schedule: str = "",
     replicated: Any = False,
     case: Case = CASE,
 ) -> Any:
     """Go on under the strategy; return losses, this rank's parts of tables and states, what was said, the rates."""
-    model: Any = zeroed(Plain(optimizer, groups, schedules, case))
+    model: Any = zeroed(Plain(optimizer, groups, schedule, case))
     strategy = OverlapEmbeddingStrategy(sharding=sharding, fused_optimizer=fused, replicate_tables=replicated)
     trainer = make_trainer(strategy, max_epochs=epochs)
     with warnings.catch_warnings(record=True) as said:

@@ -81,7 +81,7 @@ def test_a_staleness_that_cannot_be(pipeline: Any, staleness: Any, error: type[E
 
 
 def test_an_option_that_there_is_not_is_named_with_the_nearest() -> None:
-    message = "Mode: unknown option 'stalness'. Did you mean 'staleness' or 'stash_gradients'? Known: name, stale"
+    message = "Mode: unknown option 'stalness'. Did you mean 'staleness'? Known: name, stale"
     with pytest.raises(TypeError, match=re.escape(message)):
         Mode("semi_sync", stalness=2)  # type: ignore[call-arg]
     assert [*inspect.signature(Mode).parameters][:2] == ["name", "staleness"]

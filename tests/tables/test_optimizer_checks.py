@@ -41,6 +41,7 @@ def test_the_line_to_write(optimizer: type[torch.optim.Optimizer], line: str, on
 
 BAG, SEQUENCE = "m.ebc.embedding_bags.t0.weight", "m.ec.embeddings.t1.weight"
 TO_TRAIN = "To train tables by configure_optimizers, with its state, whole on every rank: sharding="
+FILTERED = "and in_backward_optimizer_filter in configure_optimizers"
 NEEDS_FUSED = f"On a CPU tables of an EmbeddingCollection need a fused optimizer: {SEQUENCE}."
 
 
@@ -48,7 +49,7 @@ NEEDS_FUSED = f"On a CPU tables of an EmbeddingCollection need a fused optimizer
     ("names", "fused_only", "way"),
     [
         ([BAG, SEQUENCE], [], f"{TO_TRAIN}'data_parallel', and no fused_optimizer."),
-        ([BAG, SEQUENCE], [SEQUENCE], f"{TO_TRAIN}{{'t0': 'data_parallel'}}. {NEEDS_FUSED}"),
+        ([BAG, SEQUENCE], [SEQUENCE], f"{TO_TRAIN}{{'t0': 'data_parallel'}}, {FILTERED}. {NEEDS_FUSED}"),
         ([SEQUENCE], [SEQUENCE], NEEDS_FUSED),
     ],
 )
