@@ -211,8 +211,8 @@ class Tuner:
 
     def _time(self, arm: Arm) -> Iterator[None]:
         """Train a block of batches with an arm, and note its marks in `_over`."""
-        yield from self._turn_to(arm)
         self._void = ""
+        yield from self._turn_to(arm)
         for _ in range(self._auto.settle):
             yield
         begin, waited_ms = self._clock.mark(), self._waited_ms

@@ -183,6 +183,13 @@ def test_streams_are_tried_after_the_modes(two_ranks: Ranks) -> None:
         assert (fit.state["mode"], fit.state["stream"]) == ("fused_sparse_dist", "dedicated")
 
 
+def test_an_evaluation_before_the_batch_between_two_streams_voids_the_block(two_ranks: Ranks) -> None:
+    ms = {**MS, "fused_sparse_dist": (4.0,), "fused_sparse_dist/dedicated": (3.0,)}
+    [(fit, _), _] = two_ranks.run(autos.train_on_streams, TABLE_WISE, ms, num_steps=42, val_check_interval=34)
+    assert fit.modes[33:36] == ["fused_sparse_dist", "sparse_dist", "fused_sparse_dist"]
+    assert "3 blocks of 3 batches were finished, 1 of them disturbed" in fit.log
+
+
 def test_a_fit_after_one_that_ended_in_the_trial_begins_with_the_first_mode(two_ranks: Ranks) -> None:
     assert two_ranks.run(autos.train_twice, TABLE_WISE, MS, 8) == [["fused_sparse_dist"] * 4] * 2
 
