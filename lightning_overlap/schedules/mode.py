@@ -49,9 +49,10 @@ class SequentialSchedule:
         return max(schedule.depth for _, schedule in self.parts)
 
 
-def _names_unknown_options(cls: Any) -> Any:
+def _names_unknown_options(cls: type[_T]) -> type[_T]:
     """Let a dataclass name an unknown option with the nearest valid ones."""
-    init, known = cls.__init__, [field.name for field in fields(cls)]
+    changed: Any = cls
+    init, known = changed.__init__, [field.name for field in fields(changed)]
 
     @functools.wraps(init)
     def checked_init(self: Any, *args: Any, **options: Any) -> None:
@@ -60,7 +61,7 @@ def _names_unknown_options(cls: Any) -> Any:
                 raise TypeError(f"{cls.__name__}: {unknown_name_message('option', name, known)}")
         init(self, *args, **options)
 
-    cls.__init__ = checked_init
+    changed.__init__ = checked_init
     return cls
 
 

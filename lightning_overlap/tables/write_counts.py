@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -135,9 +136,10 @@ def _refuse_gradients(module: Any) -> list[Any]:
         lost = [name for name, grad in tables.items() if (trained is None or name in trained) and grad.any()]
         weight.grad = None
         if lost:
-            if not _lost_gradients:  # other kernels' gradients may follow in this backward
-                torch.autograd.Variable._execution_engine.queue_callback(_raise_lost_gradients)
-            _lost_gradients.extend(lost)
+            backward = torch._C._current_graph_task_id()
+            if backward not in _lost_gradients:  # other kernels' gradients may follow in this backward
+                torch.autograd.Variable._execution_engine.queue_callback(partial(_raise_lost_gradients, backward))
+            _lost_gradients.setdefault(backward, []).extend(lost)
             return
         for handle in handles:  # zero gradients mark parameters as used for DistributedDataParallel: check only once
             handle.remove()
@@ -147,12 +149,12 @@ def _refuse_gradients(module: Any) -> list[Any]:
     return handles
 
 
-_lost_gradients: list[str] = []  # tables whose weights got a gradient in the current backward
+# Backward -> tables whose weights got a gradient in it; those of a backward with another error stay.
+_lost_gradients: dict[int, list[str]] = {}
 
 
-def _raise_lost_gradients() -> None:
-    names = sorted(_lost_gradients)
-    _lost_gradients.clear()
+def _raise_lost_gradients(backward: int) -> None:
+    names = sorted(_lost_gradients.pop(backward))
     raise RuntimeError(
         f"the loss uses the weight of {', '.join(names)} directly, not by lookups, for example in a penalty on all "
         "parameters or a product with the whole table. Only lookups train a sharded table, and a rank may have "

@@ -98,7 +98,7 @@ class Tuner:
         self._streams = streams if moves_lookups and isinstance(streams, CudaStreams) else None
         self._move_lookups(self.arm.stream)  # an earlier fit may have moved them
         if not self.has_chosen:
-            self._clock = timestamps_of(device)
+            self._clock: Any = timestamps_of(device)
             self._num_timed = -(-self._auto.block // per_step) * per_step
             self._num_before = self._auto.warm_up
             self._arms = modes_on(self.arm.stream, splits=splits)
@@ -144,7 +144,7 @@ class Tuner:
     def stop(self) -> None:
         """End a fit; drop the measurements of an unfinished trial."""
         self._trial = self._source = self._streams = None
-        self._arms = ()
+        self._arms, self._over, self._clock = (), [], None  # a trainer can be copied after a fit, but no event of CUDA
         if self._next is not None:
             self._walk(self._next)
 
@@ -211,8 +211,8 @@ class Tuner:
 
     def _time(self, arm: Arm) -> Iterator[None]:
         """Train a block of batches with an arm, and note its marks in `_over`."""
-        yield from self._turn_to(arm)
         self._void = ""
+        yield from self._turn_to(arm)
         for _ in range(self._auto.settle):
             yield
         begin, waited_ms = self._clock.mark(), self._waited_ms

@@ -5,12 +5,13 @@ from __future__ import annotations
 import inspect
 import re
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_overlap.schedules import mode
 from lightning_overlap.schedules.mode import Mode
 from lightning_overlap.schedules.modes import (
     BASE,
@@ -78,6 +79,11 @@ def test_a_name_and_a_staleness() -> None:
 def test_a_staleness_that_cannot_be(pipeline: Any, staleness: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=re.escape(message)):
         Mode(pipeline, staleness=staleness)
+
+
+def test_editors_know_the_class_of_a_mode() -> None:
+    """They take it from the decorator, if that says `Any`: then they know no option of a mode."""
+    assert get_type_hints(mode._names_unknown_options)["return"] == type[mode._T]
 
 
 def test_an_option_that_there_is_not_is_named_with_the_nearest() -> None:

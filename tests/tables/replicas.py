@@ -72,6 +72,19 @@ class Frozen(Model):
         return super().training_step(batch, batch_idx)
 
 
+class PenalizesAllAndFails(PenalizesAll):
+    """Has another error at the end of its backward, before that of the penalty."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        queue = torch.autograd.Variable._execution_engine.queue_callback
+        loss.register_hook(lambda _: queue(self._fail))
+        return loss
+
+    def _fail(self) -> None:
+        raise RuntimeError("another error")
+
+
 class Writes(Model):
     """Writes a small table after its first two steps: after the second one the next batch has been looked up."""
 
@@ -83,7 +96,11 @@ class Writes(Model):
 
 
 MODELS: Mapping[str, type[Model]] = {
-    cls.__name__: cls for cls in (Model, Scheduled, PenalizesAll, TwoBackwards, TwoCalls, Frozen, Writes, MakesInput)
+    cls.__name__: cls
+    for cls in (
+        *(Model, Scheduled, PenalizesAll, PenalizesAllAndFails),
+        *(TwoBackwards, TwoCalls, Frozen, Writes, MakesInput),
+    )
 }
 
 
@@ -102,10 +119,10 @@ def fit(
     return collect(model, trainer.optimizers[0], model.losses)
 
 
-def error_of_penalty(case: Case) -> str:
+def error_of_penalty(case: Case, model_class: str = "PenalizesAll") -> str:
     """Return the error of a penalty on all parameters."""
     try:
-        fit(case, "fused_sparse_dist", "PenalizesAll")
+        fit(case, "fused_sparse_dist", model_class)
     except RuntimeError as err:
         return str(err)
     return "no error"

@@ -319,3 +319,10 @@ def test_the_error_of_a_penalty_names_replicated_and_sharded_tables(two_ranks: R
         assert set(SMALL) < of_rank
         named |= of_rank
     assert named == set(ALL)
+
+
+def test_a_penalty_is_refused_after_a_backward_with_another_error(get_ranks: Callable[..., Ranks]) -> None:
+    [other] = get_ranks(1).run(replicas.error_of_penalty, case_of("sgd"), "PenalizesAllAndFails")
+    [message] = get_ranks(1).run(replicas.error_of_penalty, case_of("sgd"))
+    assert other == "another error"
+    assert "the loss uses the weight of" in message

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 
 from lightning_overlap import MODES, Mode, OverlapEmbeddingStrategy
-from lightning_overlap.tuning import TRIED, Arm, Auto
+from lightning_overlap.profiling import HostTimestamps
+from lightning_overlap.runtime import Streams
+from lightning_overlap.tuning import TRIED, Arm, Auto, Tuner, tuner
 
 from ..laws.windows import ALL_KINDS
 from ..support.cases import MIXED, ROWWISE_ADAGRAD, SEQUENCE, TABLE_WISE, Case
@@ -178,8 +183,40 @@ def test_streams_are_tried_after_the_modes(two_ranks: Ranks) -> None:
         assert (fit.state["mode"], fit.state["stream"]) == ("fused_sparse_dist", "dedicated")
 
 
+def test_an_evaluation_before_the_batch_between_two_streams_voids_the_block(two_ranks: Ranks) -> None:
+    ms = {**MS, "fused_sparse_dist": (4.0,), "fused_sparse_dist/dedicated": (3.0,)}
+    [(fit, _), _] = two_ranks.run(autos.train_on_streams, TABLE_WISE, ms, num_steps=42, val_check_interval=34)
+    assert fit.modes[33:36] == ["fused_sparse_dist", "sparse_dist", "fused_sparse_dist"]
+    assert "3 blocks of 3 batches were finished, 1 of them disturbed" in fit.log
+
+
 def test_a_fit_after_one_that_ended_in_the_trial_begins_with_the_first_mode(two_ranks: Ranks) -> None:
     assert two_ranks.run(autos.train_twice, TABLE_WISE, MS, 8) == [["fused_sparse_dist"] * 4] * 2
+
+
+@pytest.mark.parametrize(("num_steps", "has_chosen"), [(5, False), (60, True)])
+def test_after_a_fit_no_time_stamps_are_held(num_steps: int, has_chosen: bool) -> None:
+    """On CUDA they are events, which cannot be copied; a trainer can be copied after a fit."""
+
+    class Clock(HostTimestamps):
+        def __init__(self) -> None:
+            self.zero = self.mark()
+
+        def mark(self) -> Any:
+            return Mark(super().mark())
+
+    class Mark(float):
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            raise TypeError("a time stamp is copied")
+
+    tuned = Tuner(autos.QUICK, "data_dist")
+    with mock.patch.object(tuner, "timestamps_of", return_value=Clock()):
+        tuned.begin(torch.device("cpu"), Streams(), lambda value: [value], lambda text: None)
+        for _ in range(num_steps):
+            tuned.step()
+        tuned.stop()
+    assert tuned.has_chosen is has_chosen
+    copy.deepcopy(tuned)
 
 
 def test_a_choice_is_not_kept_for_another_module(two_ranks: Ranks) -> None:
