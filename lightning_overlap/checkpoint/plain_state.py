@@ -193,7 +193,7 @@ def _match(
 
 
 def _orders(mine: list[str], free: list[str], tables: set[str], weights: list[str]) -> list[list[str]]:
-    """Return possible orders of parameters in a saved group, perhaps alike: the module's, or tables first or last."""
+    """Return possible orders of parameters in a saved group: the module's order, or tables first or last."""
     dense = [name for name in mine if name not in tables]
     of_tables = sorted({*mine, *free} & tables, key=weights.index)
     if not of_tables:
@@ -201,7 +201,7 @@ def _orders(mine: list[str], free: list[str], tables: set[str], weights: list[st
     orders = [[*of_tables, *dense], [*dense, *of_tables]]
     if dense == sorted(dense, key=weights.index):
         orders.insert(0, sorted([*dense, *of_tables], key=weights.index))
-    return orders
+    return [order for index, order in enumerate(orders) if order not in orders[:index]]
 
 
 def _fits(names: Sequence[str], states: Sequence[State], weights: Mapping[str, Any], tables: set[str]) -> bool:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.types import (
@@ -286,9 +287,9 @@ def map_shards(
     shards, mine = [], []
     for shard in metadata.shards_metadata:
         if columns is None or columns == _columns(shard):
-            own = local.get(tuple(shard.shard_offsets))
-            tensor = None if own is None else change(own)
-            place = f"rank:{shard.placement.rank()}/{'cpu' if tensor is None else tensor.device}"
+            owner = shard.placement.rank()  # empty shards of several ranks have the same offsets
+            tensor = change(local[tuple(shard.shard_offsets)]) if owner == dist.get_rank() else None
+            place = f"rank:{owner}/{'cpu' if tensor is None else tensor.device}"
             shards.append(ShardMetadata(shard.shard_offsets[:num_dims], shard.shard_sizes[:num_dims], place))
             if tensor is not None:
                 mine.append(Shard(tensor, shards[-1]))

@@ -54,8 +54,7 @@ def read_all(paths: Sequence[Path]) -> dict[int | str, list[Span]]:
 
 def _target(first: Path, out: Path | None) -> Path:
     stem = first.name.removesuffix(".gz").removesuffix(".json") or first.name
-    out = first.parent if out is None else out
-    path = out if out.suffix == ".png" else out / f"{stem}.png"
+    path = out if out is not None and out.suffix == ".png" else (out or first.parent) / f"{stem}.png"
     path.parent.mkdir(parents=True, exist_ok=True)
     return path
 

@@ -19,11 +19,19 @@ from torchrec.distributed.sharding_plan import (
     row_wise,
     table_wise,
 )
-from torchrec.distributed.types import ShardedTensor, ShardingPlan
+from torchrec.distributed.types import (
+    Shard,
+    ShardedTensor,
+    ShardedTensorMetadata,
+    ShardingPlan,
+    ShardMetadata,
+    TensorProperties,
+)
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from lightning_overlap import OverlapEmbeddingStrategy
+from lightning_overlap.checkpoint.table_state import on_host
 from lightning_overlap.tables.sharded_module import tbes
 from lightning_overlap.tables.supported_modules import sharded_modules
 
@@ -163,6 +171,18 @@ def _window(metadata: Any) -> tuple[slice, ...]:
     return tuple(
         slice(start, start + size) for start, size in zip(metadata.shard_offsets, metadata.shard_sizes, strict=True)
     )
+
+
+def copy_one_row() -> list[torch.Size]:
+    """Copy a row-wise tensor of one row, which rank 0 has; return the shapes of this rank's copies."""
+    ranks = range(dist.get_world_size())
+    shards = [ShardMetadata([min(rank, 1), 0], [int(rank == 0), 4], f"rank:{rank}/cpu") for rank in ranks]
+    mine = shards[dist.get_rank()]
+    properties = TensorProperties(dtype=torch.float32)
+    piece = ShardedTensor._init_from_local_shards_and_global_metadata(
+        [Shard(torch.ones(mine.shard_sizes), mine)], ShardedTensorMetadata(shards, torch.Size([1, 4]), properties)
+    )
+    return [shard.tensor.shape for shard in on_host(piece).local_shards()]
 
 
 def load_unsharded(case: Case, path: str) -> dict[str, Tensor]:

@@ -149,6 +149,11 @@ def test_another_number_of_ranks(
         assert [rank.warnings for rank in loaded] == [[]] * load_on
 
 
+def test_ranks_without_a_row_of_a_table(get_ranks: Any) -> None:
+    """Their shards begin at the same row."""
+    assert get_ranks(3).run(checkpoints.copy_one_row) == [[(1, 4)], [(0, 4)], [(0, 4)]]
+
+
 @pytest.mark.parametrize("checkpoint_format", FORMATS)
 def test_a_table_that_changes_its_trainer(two_ranks: Ranks, checkpoint_format: str, tmp_path: Path) -> None:
     """Its weights move, its optimizer state starts anew, which is said by name."""

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torchrec.optim import RowWiseAdagrad
 
-from lightning_overlap.checkpoint.plain_state import _how_to_keep
+from lightning_overlap.checkpoint.plain_state import _how_to_keep, _orders
 
 from ..support.cases import SEQUENCE
 from ..support.ranks import Ranks
@@ -118,6 +118,11 @@ def test_the_advice_about_sequences_on_a_cpu_can_be_followed(unused: Any, words:
     said = _how_to_keep(unused, SEQUENCES)
     assert words in said
     assert ("nothing keeps" in said) == ("nothing keeps" in words)
+
+
+def test_orders_that_are_alike_are_tried_once() -> None:
+    """All orders of all groups are tried together: without this, 26 groups of a table have 3**26."""
+    assert _orders(["t0"], [], {"t0"}, ["t0"]) == [["t0"]]
 
 
 def test_adams_state_of_sequences_is_reset_with_a_word(two_ranks: Ranks, tmp_path: Path) -> None:

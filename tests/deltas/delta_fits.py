@@ -38,10 +38,13 @@ class Files:
         folder: Where they go.
         delay_s: How long each write takes.
         fails_at: The step from which on the last rank cannot write.
+        error: What it raises then.
     """
 
-    def __init__(self, folder: str, delay_s: float = 0, fails_at: int | None = None) -> None:
-        self.folder, self.delay_s, self.fails_at = Path(folder), delay_s, fails_at
+    def __init__(
+        self, folder: str, delay_s: float = 0, fails_at: int | None = None, error: type[BaseException] = OSError
+    ) -> None:
+        self.folder, self.delay_s, self.fails_at, self.error = Path(folder), delay_s, fails_at, error
 
     def __str__(self) -> str:
         return f"Files({self.folder.name})"
@@ -50,7 +53,7 @@ class Files:
         found = PartName.parse(name)
         assert found is not None
         if self.fails_at is not None and found.step >= self.fails_at and found.rank == found.world_size - 1:
-            raise OSError("no space left")
+            raise self.error("no space left")
         time.sleep(self.delay_s)
         self.folder.mkdir(exist_ok=True)
         (self.folder / f".{name}").write_bytes(part)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from asyncio import CancelledError
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -263,11 +264,14 @@ def test_a_sink_without_memory_gets_a_base(ranks: Ranks, tmp_path: Path) -> None
 # -- bad input, bad sinks -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("step", [0, 5], ids=["at_once", "later"])
-def test_a_sink_that_fails_raises_on_all_ranks(ranks: Ranks, tmp_path: Path, step: int) -> None:
-    """At once: before the first step."""
-    said = ranks.run(fit_expecting, RuntimeError, ALL, "fused_sparse_dist", str(tmp_path), sink={"fails_at": step})
-    assert all("OSError: no space left" in one for one in said)
+@pytest.mark.parametrize(
+    ("step", "error"), [(0, OSError), (5, OSError), (5, CancelledError)], ids=["at_once", "later", "cancelled"]
+)
+def test_a_sink_that_fails_raises_on_all_ranks(ranks: Ranks, tmp_path: Path, step: int, error: Any) -> None:
+    """At once: before the first step. A cancelled task of asyncio raises what is no `Exception`."""
+    sink = {"fails_at": step, "error": error}
+    said = ranks.run(fit_expecting, RuntimeError, ALL, "fused_sparse_dist", str(tmp_path), sink=sink)
+    assert all(f"{error.__name__}: no space left" in one for one in said)
     assert step or all("steps: 0" in one for one in said)
 
 

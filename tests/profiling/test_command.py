@@ -142,6 +142,12 @@ def test_command_draws_beside_the_trace_and_prints(tmp_path: Path, capsys: pytes
     assert "rank 1: " in said.out
 
 
+def test_command_draws_beside_a_trace_in_a_folder_called_like_a_picture(tmp_path: Path) -> None:
+    (tmp_path / "a.png").mkdir()
+    assert main([write(tmp_path, "a.png/run.json", {0: steps()})]) == 0
+    assert (tmp_path / "a.png" / "run.png").is_file()
+
+
 def test_command_writes_where_it_is_told(tmp_path: Path) -> None:
     trace = write(tmp_path, "run.json", {0: steps()})
     assert main([trace, "--out", str(tmp_path / "new" / "folder")]) == 0

@@ -229,9 +229,9 @@ class EmbeddingDeltas(Callback):
 
     # -- errors, raised on all ranks --------------------------------------------------------------------------------
 
-    def _together(self, do: Callable[[], Any]) -> Any:
-        """Return `do()`; if it fails on a rank, raise on all ranks. `do` must not wait for other ranks."""
-        result, error = None, None
+    def _together(self, do: Callable[[], Any], error: BaseException | None = None) -> Any:
+        """Return `do()`; if it fails or there is an `error` on a rank, raise on all. `do` must not wait for others."""
+        result = None
         try:
             result = do()
         except Exception as err:
@@ -310,7 +310,7 @@ class EmbeddingDeltas(Callback):
     def _hear(self, trainer: Trainer, state: int, written: int, is_whole: int) -> None:
         """Act on the ranks' answers: raise errors, note the cuts written on all ranks, log and check the lag."""
         if state == FAILED:
-            self._together(self._writer.raise_error)
+            self._together(lambda: None, self._writer.error)
         # Replicas apply neither a void cut nor the cuts between it and the next base.
         if is_whole and written >= 0:
             self._acknowledged = (self.generation, written)
@@ -377,7 +377,7 @@ class EmbeddingDeltas(Callback):
             self._answer()
         self._settle()
         self._writer.wait()
-        self._together(self._writer.raise_error)
+        self._together(lambda: None, self._writer.error)
         changed = self._is_rewritten
         left = self._step != self._last or bool(self._touched.most) or changed or steps
         is_void = self._strategy.any_rank(self._is_void)
