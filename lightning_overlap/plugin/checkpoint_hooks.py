@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -190,7 +191,9 @@ class SavesShards(HasRun):
 
     @property
     def _fits(self) -> bool:
-        return self._run is not None and self._run.trainer.state.fn == TrainerFn.FITTING
+        with suppress(RuntimeError):  # it has no trainer, as in the process that has spawned the ranks of a fit
+            return self._module.trainer.state.fn == TrainerFn.FITTING  # also after training, as in `on_fit_end`
+        return False
 
 
 def _fit_loop(checkpoint: dict[str, Any]) -> Any:

@@ -95,7 +95,7 @@ class HasRun(DDPStrategy):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self._group_timeout: timedelta = kwargs.get("timeout", default_pg_timeout)
+        self._group_timeout: timedelta = kwargs.get("timeout") or default_pg_timeout
         self.timeout_s = self._group_timeout.total_seconds()
         """How long a rank waits for the others in a collective, in seconds."""
         self.forget_run()

@@ -154,6 +154,7 @@ def install(trainer: Trainer, undo: ExitStack) -> None:
     for place, name, mine in _REPLACEMENTS if not _running else ():
         own = getattr(place, name)
         if type(own) is FunctionType and own.__module__.startswith("lightning."):  # not another replacement
+            _OWN[name] = own  # a library may have wrapped Lightning's
             setattr(place, name, mine)
     _running.add(id(trainer))
     undo.callback(_restore, trainer)

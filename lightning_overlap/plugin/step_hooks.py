@@ -171,8 +171,8 @@ class WalksSteps(HasRun):
             self._run.finish()
         for optimizer in self.optimizers:
             self._apply_stashed(optimizer, partial(super().optimizer_step, optimizer))
-        for do in self._run.at_end if self._run is not None else ():
-            do()
+        while self._run is not None and self._run.at_end:  # a run that searches for a learning rate comes here twice
+            self._run.at_end.pop(0)()
 
     @property
     def has_stashed_gradients(self) -> bool:

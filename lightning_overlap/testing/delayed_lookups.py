@@ -45,7 +45,7 @@ class DelayedLookups(Watched):
     @override
     def serve(self, step: str, answer: Callable[..., Any], pipelined: Any, args: Any, kwargs: Any) -> Any:
         num, names = self._delays.get(self.batch, (0, frozenset[str]()))
-        if pipelined.name not in names:
+        if step != "training_step" or pipelined.name not in names:
             return super().serve(step, answer, pipelined, args, kwargs)
         now = _copies(pipelined.module)
         _write(pipelined.module, self._weights[num][pipelined.name])

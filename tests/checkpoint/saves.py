@@ -63,6 +63,23 @@ def save_while_training(case: Case, path: str) -> tuple[Trained, bool]:
     return dataclasses.replace(trained, whole=saver.parts), saver.whole_at_once
 
 
+class LoadsAtTheEnd(Callback):
+    """Puts the state of a checkpoint back, after training."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def on_fit_end(self, trainer: Trainer, module: Any) -> None:
+        trainer.strategy.load_model_state_dict(trainer.strategy.load_checkpoint(self.path))
+
+
+def load_at_the_end(case: Case, path: str, checkpoint_format: str) -> tuple[Trained, Trained]:
+    """Save in the middle of a fit and load that at its end; return what was saved and what was loaded."""
+    callbacks = (saver := SaveAt(path, 2), LoadsAtTheEnd(path))
+    trained = train(case, f"{path}.others", callbacks=callbacks, checkpoint_format=checkpoint_format)
+    return dataclasses.replace(trained, whole=saver.parts), trained
+
+
 def fail_while_training(path: str) -> list[str]:
     """A background save that cannot write on one rank; return what every rank reads, and when."""
     save = sharded_folder.save

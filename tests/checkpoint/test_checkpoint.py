@@ -56,6 +56,14 @@ def test_resume_equals_not_stopping(ranks: Ranks, case: Case, checkpoint_format:
     assert_goes_on(all_at_once, ranks.run(train, case, str(tmp_path / "b"), epochs=3, resume=str(path)))
 
 
+@pytest.mark.parametrize("checkpoint_format", FORMATS)
+def test_a_hook_after_training_loads_the_state_of_fused_optimizers(
+    two_ranks: Ranks, checkpoint_format: str, tmp_path: Path
+) -> None:
+    both = two_ranks.run(saves.load_at_the_end, ROWWISE_ADAGRAD, str(tmp_path / "a.ckpt"), checkpoint_format)
+    assert_same_tables([loaded for _, loaded in both], [saved for saved, _ in both])
+
+
 def test_a_folder_above_one_rank_and_a_plain_file_on_one(ranks: Ranks, tmp_path: Path) -> None:
     [first, *_] = ranks.run(train, ROWWISE_ADAGRAD, str(tmp_path))
     path = Path(first.checkpoint)

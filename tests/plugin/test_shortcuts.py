@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import textwrap
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
+from lightning.pytorch import Trainer
+from lightning.pytorch.trainer import call
 
 from lightning_overlap.plugin import shortcuts
 
@@ -65,6 +69,15 @@ def test_hooks_that_come_in_the_middle_of_a_run_are_called(get_ranks: Any) -> No
 @pytest.mark.parametrize("fails", [False, True], ids=["ends", "fails"])
 def test_lightning_gets_everything_back(get_ranks: Any, fails: bool) -> None:
     assert get_ranks(1).run(logs.left_behind, fails) == [[]]
+
+
+def test_a_librarys_wrapper_of_lightnings_function_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrapper = functools.wraps(call._call_strategy_hook)(lambda *args, **kwargs: None)
+    monkeypatch.setattr(call, "_call_strategy_hook", wrapper)
+    with ExitStack() as undo:
+        shortcuts.install(Trainer(accelerator="cpu", logger=False), undo)
+        assert call._call_strategy_hook is not wrapper
+    assert call._call_strategy_hook is wrapper
 
 
 @pytest.mark.smoke

@@ -90,6 +90,7 @@ def test_dense_part_under_ddp_tables_not(two_ranks: Ranks) -> None:
     [
         ({}, False),
         ({"timeout": timedelta(minutes=5), "start_method": "popen"}, False),
+        ({"timeout": None}, False),
         ({"find_unused_parameters": True}, True),
         ({"gradient_as_bucket_view": True}, True),
     ],

@@ -64,8 +64,9 @@ def test_a_table_cannot_be_frozen_once_it_is_sharded(ranks: Ranks) -> None:
 
 @pytest.mark.parametrize("pipeline", ["base", "fused_sparse_dist"])
 def test_learning_rate_finder_leaves_no_trace(ranks: Ranks, pipeline: str, tmp_path: Path) -> None:
-    for without, with_it, searched in ranks.run(trainer_features.find_rate, str(tmp_path), pipeline):
+    for without, with_it, searched, ended in ranks.run(trainer_features.find_rate, str(tmp_path), pipeline):
         assert len(set(searched)) == 5
+        assert ended == [16, 5, 16]  # the search is a fit of its own
         assert with_it.differences(without) == []
 
 

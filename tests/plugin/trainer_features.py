@@ -125,10 +125,19 @@ def refuse(what: str) -> tuple[str, int]:
     raise AssertionError("nothing was refused")
 
 
-def find_rate(folder: str, pipeline: str) -> tuple[Result, Result, list[float]]:
-    """Train with and without a search for a learning rate before it; return both ends, and the rates searched."""
+def find_rate(folder: str, pipeline: str) -> tuple[Result, Result, list[float], list[int]]:
+    """Train with and without a search for a learning rate before it; return both ends, and the rates searched.
+
+    Also return the number of losses at each call at the end of a fit.
+    """
     results = []
     searched: list[float] = []
+    ended: list[int] = []
+
+    class AsksToBeCalled(Scheduled):
+        def on_train_start(self) -> None:
+            strategy: Any = self.trainer.strategy
+            strategy.call_at_end(lambda: ended.append(len(self.losses)))
 
     class Finds(LearningRateFinder):
         def lr_find(self, trainer: Trainer, module: Any) -> None:
@@ -137,7 +146,7 @@ def find_rate(folder: str, pipeline: str) -> tuple[Result, Result, list[float]]:
             searched.extend(self.optimal_lr.results["lr"])
 
     for finders in ([], [Finds(num_training_steps=5, early_stop_threshold=None, update_attr=False)]):
-        model = Scheduled(ROWWISE_ADAGRAD)
+        model = AsksToBeCalled(ROWWISE_ADAGRAD)
         trainer = make_trainer(
             OverlapEmbeddingStrategy(pipeline=pipeline, sharding="table_wise"),
             callbacks=finders,
@@ -148,7 +157,7 @@ def find_rate(folder: str, pipeline: str) -> tuple[Result, Result, list[float]]:
             warnings.simplefilter("ignore")
             trainer.fit(model, datamodule=Batches(ROWWISE_ADAGRAD, 8))
         results.append(collect(model, trainer.optimizers[0], model.losses))
-    return results[0], results[1], searched
+    return results[0], results[1], searched, ended
 
 
 # -- where the module is made -----------------------------------------------------------------------------------------

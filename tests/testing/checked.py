@@ -8,11 +8,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from lightning_overlap import Schedule
 from lightning_overlap.testing import ModuleReport, check_module
 
-from ..support.cases import TABLE_WISE, Case, Model, make_batch, make_plan
+from ..support.cases import TABLE_WISE, Batches, Case, Model, make_batch, make_plan
 from ..support.fits import mode_and_options
 
 NUM = 12
@@ -56,6 +57,23 @@ class NeverTwiceAlike(Model):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss: Tensor = super().training_step(batch, batch_idx)
         return loss * (1 + next(_count) / 100)
+
+
+class BatchesToValidate(Batches):
+    """Has a batch for validation."""
+
+    def val_dataloader(self) -> DataLoader:
+        return DataLoader([make_batch(self.case, 90, self.trainer.global_rank)], batch_size=None)
+
+
+class FollowsItsValidation(Model):
+    """Trains with a loss that depends on the last validation."""
+
+    validated = torch.zeros(())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss: Tensor = super().training_step(batch, batch_idx)
+        return loss * (1 + self.validated.detach().clone())
 
 
 class LeavesAForward(Model):

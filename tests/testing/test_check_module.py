@@ -105,6 +105,16 @@ def test_options_without_a_reference_are_refused(pipeline: str, option: str) -> 
         check_module(lambda: Model(TABLE_WISE), [], mode_and_options(pipeline, {option: True})[0])
 
 
+def test_a_validation_of_the_reference_sees_all_updates() -> None:
+    """Also where training goes on with what it found."""
+    data, trainer_options = checked.BatchesToValidate(TABLE_WISE, 8), {"limit_val_batches": 1, "val_check_interval": 2}
+    module = checked.FollowsItsValidation
+    report = check_module(
+        lambda: module(TABLE_WISE), data, "semi_sync", sharding="table_wise", trainer_options=trainer_options
+    )
+    assert report.holds
+
+
 def test_the_group_that_is_there_is_used(two_ranks: Ranks) -> None:
     for text in two_ranks.run(checked.check_by_default_group, "fused_sparse_dist"):
         assert "2 ranks" in text
