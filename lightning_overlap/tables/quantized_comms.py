@@ -139,6 +139,11 @@ def check_quantized_comms(config: QCommsConfig | None, tables: Iterable[Table], 
             )
 
 
+def sends_groups(config: QCommsConfig | None) -> bool:
+    """Return whether numbers share a scale with others that are sent beside them: other parts, other rounding."""
+    return any(precision in (*_GROUPED, CommType.FP8) for _, precision, *_ in _directions(config or QCommsConfig()))
+
+
 def check_plan(config: QCommsConfig | None, plan: ShardingPlan) -> None:
     """Raise a ValueError if a plan sends embeddings of row-wise tables in INT8, which a reduce-scatter cannot sum."""
     modules: dict[str, Any] = plan.plan

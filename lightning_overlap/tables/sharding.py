@@ -26,7 +26,7 @@ from ..text import some, unknown_name_message
 from .names import answer_in_config_order, find_features_by_name
 from .optimizer_checks import FusedOptimizer, apply_fused_optimizer, check_fused_optimizer, warn_of_dense_tables
 from .plans import KeptPlan, divide_in_two, make_planner, plan_on_rank_zero, planned_sharders, sharding_types
-from .quantized_comms import check_plan, check_quantized_comms, codecs_of
+from .quantized_comms import check_plan, check_quantized_comms, codecs_of, sends_groups
 from .replicas import ReplicateTables, make_replicas, replicas_in, tables_to_replicate
 from .supported_modules import DATA_PARALLEL, DENSE, sharded_modules, table_modules
 from .table import Rule, Table, find_tables, mark_replaced, training_sharders
@@ -68,7 +68,7 @@ def shard_tables(
     `sharding`, `fused_optimizer` and `replicate_tables` are the strategy's arguments, `quantized_comms` is of
     `resolve_quantized_comms`; `group` is the tables' process group, with `local_world_size` ranks on this host;
     `batch_size` is samples per batch and rank, None if unknown; `in_two_parts` calls `divide_in_two` for a plan that
-    is not the user's.
+    is not the user's, unless numbers that are sent together share a scale (`sends_groups`).
     """
     tables, fused = find_tables(model), check_fused_optimizer(fused_optimizer)
     _check_sharded_modules(model, sharding, fused, quantized_comms)
@@ -94,7 +94,8 @@ def shard_tables(
         quantized_comms=quantized_comms,
         whole=to_replicate if num_ranks > 1 else (),
     )
-    second = divide_in_two(plan, model) if in_two_parts and named is not None else {}
+    divides = in_two_parts and named is not None and not sends_groups(quantized_comms)
+    second = divide_in_two(plan, model) if divides else {}
     replicas = replicas_in(plan, tables, to_replicate, num_ranks)
     dense = [table for table in tables if (how := table.planned(plan)) and how.compute_kernel == DENSE]
     _refuse_sequences_as_bags(dense, device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,9 +14,10 @@ from lightning.pytorch.callbacks import Callback
 from torch.utils.data import Dataset, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from lightning_overlap import OverlapEmbeddingStrategy
 from lightning_overlap.tables.sharded_module import tbes
 
-from ..support.cases import ROWWISE_ADAGRAD, Case, Model, make_batch
+from ..support.cases import ROWWISE_ADAGRAD, TABLE_WISE, Batches, Case, Model, make_batch
 from ..support.fits import make_strategy, make_trainer
 from ..support.reference import Result, collect
 from .checkpoints import zeroed
@@ -151,6 +153,20 @@ def train_from(
     lr = trainer.optimizers[0].param_groups[0]["lr"]
     progress = (trainer.global_step, trainer.current_epoch, lr)
     return collect(model, trainer.optimizers[0], losses), (model.seen, model.epochs, progress)
+
+
+def train_by_name(pipeline: str, folder: str, resumes: bool) -> tuple[Result, int]:
+    """Train two epochs, or the second alone; return the end, and the number of parts of the module's tables."""
+    case = dataclasses.replace(ROWWISE_ADAGRAD, tables=TABLE_WISE.tables)
+    model, save = Model(case), SaveSteps(folder, () if resumes else (EPOCH,))
+    trainer = make_trainer(
+        OverlapEmbeddingStrategy(pipeline, sharding="table_wise"), callbacks=[save], max_epochs=EPOCHS
+    )
+    if resumes:
+        zeroed(model)
+    trainer.fit(model, datamodule=Batches(case, EPOCH), ckpt_path=f"{folder}/epoch=0.ckpt" if resumes else None)
+    num_parts = len({one.sharding_type for one in model.ebc.module_sharding_plan.values()})
+    return collect(model, trainer.optimizers[0], model.losses[-EPOCH:]), num_parts
 
 
 class _Counts(Callback):

@@ -104,6 +104,17 @@ def test_a_plan_of_the_users_is_not_divided(get_ranks: Callable[..., Ranks]) -> 
         assert {how.sharding_type for how in plan.plan["ebc"].values()} == {"table_wise"}
 
 
+@pytest.mark.parametrize("precision", ["fp16", "int8", "mx4"])
+def test_the_parts_do_not_change_how_embeddings_are_rounded_for_sending(
+    get_ranks: Callable[..., Ranks], precision: str
+) -> None:
+    """Numbers of `int8` and `mx4` share a scale with their neighbours: two parts would give them other neighbours."""
+    ranks, options = get_ranks(2, num_nodes=2), {"quantized_comms": precision}
+    expected = ranks.run(fit_by_name, TABLE_WISE, "table_wise", pipeline="base", **options)
+    actual = ranks.run(fit_by_name, TABLE_WISE, "table_wise", pipeline="split_backward", **options)
+    assert reference.differences([result for result, _ in actual], [result for result, _ in expected]) == [[], []]
+
+
 def fit_by_name(case: Case, sharding: Any, **options: Any) -> tuple[reference.Result, plans.KeptPlan]:
     """Fit; return what it did and its plan, as a file keeps it."""
     model = Model(case)
