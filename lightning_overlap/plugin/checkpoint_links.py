@@ -83,7 +83,7 @@ def _load(cls: Any, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:
                 f"{checkpoint_path} is a sharded checkpoint, a folder with a file for each rank. To load it into the "
                 "unsharded module, make one file of it:\n"
                 f"  python -m lightning.pytorch.utilities.consolidate_checkpoint {checkpoint_path}\n"
-                f"  {cls.__name__}.load_from_checkpoint('{checkpoint_path}.consolidated')\n"
+                f"  {cls.__name__}.load_from_checkpoint('{checkpoint_path}.consolidated', weights_only=True)\n"
                 "or save with OverlapEmbeddingStrategy(checkpoint_format='full'). To continue with a Trainer, pass the "
                 "folder as ckpt_path= to trainer.fit, validate, test or predict."
             )

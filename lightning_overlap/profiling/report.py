@@ -268,13 +268,15 @@ def advice(ranks: Sequence[Breakdown], schedule: Schedule) -> str:
     where = f" on rank {ranks.index(found)}" if len(ranks) > 1 else ""
     exposed_ms = found.categories[Category.COMMUNICATION].exposed_ms
     of_loop = (
-        "this time does not depend on the batch, so raise the batch size, log_every_n_steps and the progress bar's"
+        "this time does not depend on the batch, so raise the batch size; with a logger log_every_n_steps, with a "
+        "progress bar its refresh_rate"
     )
+    workers = "raise num_workers of the DataLoader, while the ranks and their workers leave a CPU core free"
     gain_ms, what, change = max(
-        (found.categories[Category.DATA].busy_ms, "waiting for data takes", "raise num_workers of the DataLoader"),
+        (found.categories[Category.DATA].busy_ms, "waiting for data takes", workers),
         (exposed_ms, "exposed communication takes", _another_mode(schedule)),
         (found.log_ms, "self.log takes", "log fewer values, or with on_step=False"),
-        (found.loop_ms, "Lightning's loop, callbacks and loggers take", f"{of_loop} refresh_rate"),
+        (found.loop_ms, "Lightning's loop, callbacks and loggers take", of_loop),
         key=itemgetter(0),
     )
     if gain_ms <= WORTHWHILE * found.step_ms:

@@ -112,8 +112,13 @@ class Mode:
     def schedule(self) -> Schedule:
         """The mode's table, with its options applied."""
         if self.name == "auto":
+            if any(getattr(self, one.name) != one.default for one in fields(self)[1:]):
+                raise ValueError(
+                    "pipeline='auto' compares modes of equal losses and takes no mode options. Name a mode to set them."
+                )
             raise ValueError(
-                "pipeline='auto' compares modes of equal losses and takes no mode options. Name a mode to set them."
+                "'auto' is not a mode: the strategy's pipeline='auto' compares modes of equal losses. Name one of "
+                "them, 'fused_sparse_dist' for example."
             )
         schedule = self.name if isinstance(self.name, Schedule) else _named("pipeline", self.name, MODES, ("auto",))
         if self.staleness is not None:

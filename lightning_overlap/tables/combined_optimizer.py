@@ -92,10 +92,16 @@ class DenseAndFused(Optimizer):
         """Load a result of `state_dict`; raise a ValueError if it has another number of parameter groups."""
         groups = state_dict["param_groups"]
         if len(groups) != len(self.param_groups):
+            why = "Was it saved without combined_optimizer, or with other learning rates?"
+            if not self.fused_groups:
+                why = (
+                    "This run has no fused tables, as under another strategy. To go on from the weights alone, load "
+                    "them with module.load_state_dict, and fit without ckpt_path."
+                )
             raise ValueError(
                 f"the saved optimizer has {len(groups)} parameter groups, this optimizer has "
                 f"{len(self.dense.param_groups)} dense and {len(self.fused_groups)} fused groups (one for each "
-                "learning rate of fused tables). Was it saved without combined_optimizer, or with other learning rates?"
+                f"learning rate of fused tables). {why}"
             )
         num_dense = len(self.dense.param_groups)
         self.dense.load_state_dict({**state_dict, "param_groups": groups[:num_dense]})

@@ -194,9 +194,10 @@ def _how_to_make(optimizer: torch.optim.Optimizer, model: nn.Module) -> str:
     path = f"{'torch.optim' if kind.__module__.startswith('torch.optim') else kind.__module__}.{kind.__name__}"
     rate = f" --model.optimizer.lr={lr}" if isinstance(lr, float) else ""
     return (
-        "LightningCLI's --optimizer makes it too early, and replaces configure_optimizers. Give the module an argument "
-        "`optimizer: OptimizerCallable` (of lightning.pytorch.cli), keep it as self.optimizer, and call it in "
-        f"configure_optimizers:\n{_lines(optimizer, 'self.optimizer(dense)')}"
+        "LightningCLI's --optimizer makes it too early, and replaces configure_optimizers. Use --model.optimizer, "
+        "which needs an argument `optimizer: OptimizerCallable` (of lightning.pytorch.cli) of the module, kept as "
+        "self.optimizer. configure_optimizers calls it, for example:\n"
+        f"{_lines(optimizer, 'self.optimizer(dense)')}"
         f"On the command line: --model.optimizer={path}{rate}"
     )
 
@@ -294,17 +295,18 @@ def apply_fused_optimizer(
     """
     missing = [t for t in in_backward if t.parameter.requires_grad and t.fused_optimizer is None]
     if missing and fused is None:
-        raise ValueError(_without_fused_optimizer(missing, device))
+        raise ValueError(_without_fused_optimizer(missing, in_backward, device))
     for table in in_backward:
         if not table.parameter.requires_grad:
             _freeze(table)
         else:
             if fused is not None:
                 table.apply_fused_optimizer(*fused)
-            _check_can_fuse(table, device, in_backward)
+    for table in (one for one in in_backward if one.parameter.requires_grad):
+        _check_can_fuse(table, device, in_backward)
 
 
-def _without_fused_optimizer(missing: list[Table], device: torch.device) -> str:
+def _without_fused_optimizer(missing: list[Table], in_backward: list[Table], device: torch.device) -> str:
     """Return what to do about tables without a fused optimizer: a line for each collection, and lines to write."""
     by_module: dict[str, list[str]] = {}
     for table in missing:
@@ -326,18 +328,20 @@ def _without_fused_optimizer(missing: list[Table], device: torch.device) -> str:
         f"If Adam trained them, begin with ten times its rate: 0.01 for 1e-3.{adam} If SGD or Adagrad trained them, "
         "take (torch.optim.SGD, {'lr': ...}) or (torch.optim.Adagrad, {'lr': ...}) with its rate. "
         f"The optimizer of configure_optimizers has to leave them out:\n{_DENSE.rstrip()}"
-        f"{_way_to_dense_optimizer(missing, device)}"
+        f"{_way_to_dense_optimizer(missing, in_backward, device)}"
     )
 
 
-def _way_to_dense_optimizer(tables: list[Table], device: torch.device) -> str:
-    """Return how the dense optimizer can train these tables, or nothing where TorchRec would make bags of sequences."""
-    if any(table.is_pooled_if_whole(device) for table in tables):
+def _way_to_dense_optimizer(tables: list[Table], in_backward: list[Table], device: torch.device) -> str:
+    """Return how the dense optimizer can train these tables; nothing where TorchRec would make bags of sequences."""
+    whole = {table.name: DATA_PARALLEL for table in tables if not table.is_pooled_if_whole(device)}
+    if not whole:
         return ""
-    whole = {table.name: DATA_PARALLEL for table in tables}
+    every = "sharding='data_parallel', or " if len(whole) == len(tables) == len(in_backward) else ""
+    which = "them" if len(whole) == len(tables) else some(whole)
     return (
-        "\nTo have the optimizer of configure_optimizers train them, keep them whole on every rank: "
-        f"sharding='data_parallel', or sharding={whole}."
+        f"\nTo have the optimizer of configure_optimizers train {which}, keep {which} whole on every rank: "
+        f"{every}sharding={whole}."
     )
 
 
@@ -380,10 +384,13 @@ def _check_can_fuse(table: Table, device: torch.device, tables: list[Table]) -> 
     lost = [f"{name}={value!r}" for name, value in kwargs.items() if name in refused or (value and name in unused)]
     if lost:
         alike = [one for one in tables if one is table or one.fused_optimizer == table.fused_optimizer]
-        whole = _way_to_dense_optimizer(alike, device)
+        whole = _way_to_dense_optimizer(alike, tables, device)
+        here = " on a CPU" if device.type == "cpu" and kwargs.get("weight_decay_mode") else ""
+        others = some(one.path for one in alike if one is not table)
         raise ValueError(
-            f"table {table.path}: FBGEMM's fused {optimizer_class.__name__} has no {', '.join(lost)} on this device; "
-            f"the table would be trained without. Leave it out, or take another optimizer.{whole}"
+            f"table {table.path}: FBGEMM's fused {optimizer_class.__name__} has no {', '.join(lost)}{here}; the table "
+            f"would be trained without{others and f', and {others} as well'}. Leave it out, or take another "
+            f"optimizer.{whole}"
         )
 
 

@@ -98,7 +98,8 @@ def shard_tables(
     second = divide_in_two(plan, model) if divides else {}
     replicas = replicas_in(plan, tables, to_replicate, num_ranks)
     dense = [table for table in tables if (how := table.planned(plan)) and how.compute_kernel == DENSE]
-    _refuse_sequences_as_bags(dense, device)
+    replicated = [table for table in dense if table in replicas]
+    _refuse_sequences_as_bags(dense, replicated, device)
     dense = [table for table in dense if table not in replicas]
     in_backward = [table for table in tables if table not in dense]
     apply_fused_optimizer(in_backward, fused, device)
@@ -261,15 +262,16 @@ def make_plan(
     return plan
 
 
-def _refuse_sequences_as_bags(dense: list[Table], device: torch.device) -> None:
+def _refuse_sequences_as_bags(dense: list[Table], replicated: list[Table], device: torch.device) -> None:
     """Refuse tables of an EmbeddingCollection whose dense kernel FBGEMM lets pool on a CPU, whatever it is told."""
     if found := [table for table in dense if table.is_pooled_if_whole(device)]:
-        paths, sharding = some([table.path for table in found]), {table.name: "table_wise" for table in found}
+        paths = some([table.path for table in found])
+        sharding = {table.name: "table_wise" for table in found}
+        sharding |= {table.name: DATA_PARALLEL for table in dense if table not in (*found, *replicated)}
         raise ValueError(
             f"{paths}: data-parallel (or with a dense kernel), and of an EmbeddingCollection, for which TorchRec "
             "makes bags on a CPU: a row for each sample, and not for each id. On a CPU its tables must be sharded "
-            f"otherwise: sharding={sharding}, with a fused optimizer of theirs. Those of an EmbeddingBagCollection may "
-            "stay data-parallel."
+            f"otherwise, and need a fused_optimizer: sharding={sharding}."
         )
 
 

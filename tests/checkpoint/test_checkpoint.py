@@ -88,7 +88,9 @@ def test_load_from_checkpoint_of_a_folder_says_what_to_do(two_ranks: Ranks, tmp_
     with pytest.raises(IsADirectoryError) as info:
         Model.load_from_checkpoint(first.checkpoint, case=ROWWISE_ADAGRAD)
     [note] = info.value.__notes__
-    assert f"consolidate_checkpoint {first.checkpoint}\n  Model.load_from_checkpoint(" in note
+    file = f"{first.checkpoint}.consolidated"
+    line = f"Model.load_from_checkpoint('{file}', weights_only=True)"
+    assert f"consolidate_checkpoint {first.checkpoint}\n  {line}\n" in note
     assert "checkpoint_format='full'" in note
     (tmp_path / "empty").mkdir()
     with pytest.raises(IsADirectoryError) as info:

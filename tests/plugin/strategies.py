@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
+from torchrec import EmbeddingCollection, EmbeddingConfig
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
 from torchrec.distributed.sharding_plan import construct_module_sharding_plan, table_wise
 from torchrec.distributed.types import ShardedModule, ShardingPlan
@@ -194,6 +195,15 @@ def _first_batch() -> Any:
     return make_batch(TABLE_WISE, 0, dist.get_rank())
 
 
+class SequencesToo(Model):
+    """Three tables of bags beside a table of sequences; no table has an optimizer."""
+
+    def __init__(self) -> None:
+        super().__init__(TABLE_WISE, fused_optimizer=False)
+        config = EmbeddingConfig(name="s0", num_embeddings=100, embedding_dim=8, feature_names=["f0"])
+        self.ec = EmbeddingCollection(tables=[config])
+
+
 def _fit_tables_by(optimizer: Any, **kwargs: Any) -> None:
     fit_model(Model(TABLE_WISE, fused_optimizer=False), fused_optimizer=(optimizer, {"lr": 1.0, **kwargs}))
 
@@ -221,6 +231,10 @@ REFUSED: dict[str, Any] = {
     "shares_a_weight": lambda: fit_model(SharesItsWeight(), sharding="table_wise"),
     "clips_shards_by_norm": lambda: fit_dense_shards({"gradient_clip_val": 1.0}),
     "sequences_as_bags": lambda: fit_model(Model(SEQUENCE, fused_optimizer=False), sharding="data_parallel"),
+    "sequences_as_bags_beside_bags": lambda: fit_model(SequencesToo(), sharding="data_parallel"),
+    "momentum_of_sequences": lambda: fit_model(
+        SequencesToo(), fused_optimizer=(torch.optim.SGD, {"lr": 1.0, "momentum": 0.9})
+    ),
     "accumulates_static_graph": lambda: fit_model(static_graph=True, trainer_kwargs={"accumulate_grad_batches": 2}),
     "planner_fails": lambda: fit_model(sharding=_Fails()),
 }

@@ -189,6 +189,9 @@ def test_registry_name(two_ranks: Ranks) -> None:
     assert seen == {"type": "OverlapEmbeddingStrategy", "pipeline": "fused_sparse_dist"}
 
 
+WHOLE = "'t0': 'data_parallel', 't1': 'data_parallel', 't2': 'data_parallel'"
+
+
 @pytest.mark.parametrize(
     ("name", "parts"),
     [
@@ -238,6 +241,15 @@ def test_registry_name(two_ranks: Ranks) -> None:
         (
             "sequences_as_bags",
             ["ValueError", "ebc.t0, ebc.t1, ebc.t2", "makes bags on a CPU", "sharding={'t0': 'table_wise', "],
+        ),
+        ("sequences_as_bags_beside_bags", [f"a fused_optimizer: sharding={{'s0': 'table_wise', {WHOLE}}}."]),
+        (
+            "momentum_of_sequences",
+            [
+                "table ebc.t0: FBGEMM's fused SGD has no momentum=0.9; the table would be trained without, and ebc.t1, "
+                "ebc.t2, ec.s0 as well. Leave it out",
+                f"train t0, t1, t2, keep t0, t1, t2 whole on every rank: sharding={{{WHOLE}}}.",
+            ],
         ),
         ("accumulates_static_graph", ["static_graph=True and accumulate_grad_batches=2", "find_unused_parameters"]),
         ("planner_fails", ["ValueError", "these tables do not fit anywhere"]),

@@ -89,6 +89,13 @@ def test_schedulers(get_ranks: Callable[..., Ranks], name: str, dense: str) -> N
     assert len(set(seen)) > 1
 
 
+def test_a_run_without_tables_is_named_as_the_reason() -> None:
+    dense = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    saved = DenseAndFused(dense, {0.3: []}).state_dict()
+    with pytest.raises(ValueError, match="This run has no fused tables, as under another strategy"):
+        DenseAndFused(dense, {}).load_state_dict(saved)
+
+
 def test_without_tables_and_without_the_strategy(two_ranks: Ranks) -> None:
     for plain, combined in two_ranks.run(combined_optimizers.without_the_strategy):
         assert torch.equal(plain, combined)

@@ -245,6 +245,8 @@ def test_the_monitors_closing_table_is_of_the_chosen_mode(two_ranks: Ranks) -> N
 def test_auto_takes_no_options_of_a_mode() -> None:
     with pytest.raises(ValueError, match=r"'auto' compares modes of equal losses and takes no mode options"):
         OverlapEmbeddingStrategy(Mode("auto", staleness=2))
+    with pytest.raises(ValueError, match=r"'auto' is not a mode: .* Name one of them, 'fused_sparse_dist' for example"):
+        Mode("auto")
 
 
 @pytest.mark.parametrize("option", ["settle", "block", "rounds"])
