@@ -123,8 +123,8 @@ def _is_gone(leaf: Any) -> Callable[[], bool]:
     elif leaf.layout is torch.strided and not leaf.is_meta:
         storage = leaf.untyped_storage()
         # PyTorch cannot see the owner of memory that it did not allocate (an array's). Shared memory, which worker
-        # processes send, belongs to the tensor.
-        if storage.resizable() or storage.is_shared():
+        # processes send, and pinned memory, which `pin_memory()` makes and cannot resize, belong to the tensor.
+        if storage.resizable() or storage.is_shared() or leaf.is_pinned():
             return StorageWeakRef(storage).expired
     return lambda: False
 

@@ -39,12 +39,12 @@ class StageIssuer:
     def reset(self) -> None:
         """Begin a run."""
         self._waiting: list[tuple[Step, InFlightBatch, frozenset[WeightOwner]]] = []  # for `discover`
-        self._began: Any = None  # event after all that was issued on the compute stream before this iteration
+        self._began: list[Any] = []  # events after what both streams that use a cache were given before this iteration
 
     def begin_iteration(self) -> None:
-        """Record an event after the work of all iterations before, for prefetches."""
+        """Record events after the work of all iterations before, for prefetches."""
         if self.schedule.prefetches:
-            self._began = self._streams.record(StreamName.COMPUTE)
+            self._began = [self._streams.record(name) for name in (StreamName.COMPUTE, self._order.lookup)]
 
     def issue(
         self, step: Step, inflight: InFlightBatch, owners: frozenset[WeightOwner], only: ModulePart | None = None
@@ -112,11 +112,12 @@ class StageIssuer:
             self._streams.wait(stream, event)
 
     def _order_prefetch(self, step: Step) -> None:
-        """Let a prefetch wait for other work that fills a cache: an evaluation, or a module's own forward.
+        """Let a prefetch wait for other work on a cache: an evaluation, a module's own forward, rows written back.
 
         FBGEMM itself orders a prefetch against the early lookups and updates that overlap with it.
         """
-        self._streams.wait(step.stream, self._began)
+        for event in self._began:
+            self._streams.wait(step.stream, event)
         current = self._queue.current
         if current is not None and current.ran_unpipelined:
             self._streams.wait(step.stream, self._streams.record(StreamName.COMPUTE))

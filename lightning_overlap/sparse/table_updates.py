@@ -109,6 +109,7 @@ class TableUpdates:
         with self._order.on_lookup():  # where the gradients were allocated
             for state in inflight.modules.values():
                 state.deferred.drop()
+        self._order.compute_waits()  # where those of a module's own forward were allocated
         self.count_lookups(inflight, -1)
 
     def count_lookups(self, inflight: InFlightBatch, times: int) -> None:

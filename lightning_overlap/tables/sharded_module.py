@@ -147,6 +147,7 @@ def forget_prefetched(module: Any) -> None:
         tbe.lxu_cache_locations_list.clear()
         tbe.timesteps_prefetched.clear()
         tbe.prefetched_info_list.clear()
+        tbe.prefetch_stream = None  # FBGEMM keeps the first one, but another strategy prefetches on a stream of its own
 
 
 _LAST_LOOKUP = ("lxu_cache_locations", "_indices", "_offsets", "_vbe_B_offsets", "_vbe_max_B")

@@ -129,6 +129,8 @@ def test_pinned_memory_is_copied_where_its_transfer_may_go_on(monkeypatch: pytes
     monkeypatch.setattr(torch, "empty_like", lambda leaf, pin_memory: empty_like(leaf) if pin_memory else None)
     assert copied(_views(), BatchMemory("cuda")) == [True] * NUM
     assert copied(_Stream(), BatchMemory("cuda")) == [True] * FIRST + [False] * (NUM - FIRST)
+    # As of `pin_memory()`: nobody can resize the storage, and the tensor alone has it.
+    assert copied(_arrays_as_tensors(), BatchMemory("cuda")) == [True] * FIRST + [False] * (NUM - FIRST)
 
 
 class Named(NamedTuple):

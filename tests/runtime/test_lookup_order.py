@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 
 from lightning_overlap.runtime.lookup_order import LookupOrder
-from lightning_overlap.schedules.modes import FUSED_SPARSE_DIST, SEMI_SYNC, STREAMS
+from lightning_overlap.schedules.modes import FUSED_SPARSE_DIST, PREFETCH, SEMI_SYNC, STREAMS
 from lightning_overlap.schedules.schedule import Schedule, Step
 from lightning_overlap.schedules.stages import Stage, StreamName, WeightOwner
 from lightning_overlap.testing import RaceError
 from lightning_overlap.testing.race_detector import RecordedEvent
 
 from ..support.fakes import FakeTrainer, Mark, RecordingStreams, Run
+from ..support.fakes.fake_sparse import cache
 from .setups import ONE_MIXED, LoggedStreams, overlapping
 
 
@@ -41,6 +42,23 @@ def _text(entry: tuple[str, StreamName, Any]) -> tuple[str, ...]:
 @pytest.mark.parametrize("policy", STREAMS)
 def test_order_of_streams_under_each_policy(mode: Schedule, policy: str) -> None:
     FakeTrainer(mode, streams=RecordingStreams(STREAMS[policy])).run(2 * mode.depth + 1)  # raises at a race
+
+
+class WritesCachesBack(FakeTrainer):
+    """Writes caches back on the lookup stream after each step, as `EmbeddingDeltas` does."""
+
+    def _train_next(self, *args: Any) -> bool:
+        goes_on, order = super()._train_next(*args), self.executor._order
+        order.lookup_waits()
+        with order.on_lookup():
+            mark = Mark("the cache written back after the step", self.executor.num_trained - 1)
+            self.streams.do(mark, writes=[cache(name) for name in self.sparse.modules])
+        return goes_on
+
+
+@pytest.mark.parametrize("policy", STREAMS)
+def test_a_prefetch_comes_after_the_cache_is_written_back(policy: str) -> None:
+    WritesCachesBack(PREFETCH, streams=RecordingStreams(STREAMS[policy])).run(2 * PREFETCH.depth + 1)
 
 
 @pytest.mark.parametrize("policy", STREAMS)

@@ -8,14 +8,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch import nn
 
 from lightning_overlap.sparse.inputs import SparseInputs
 from lightning_overlap.sparse.module_context import ModuleContext, Progress
 from lightning_overlap.sparse.table_updates import TableUpdates
+from lightning_overlap.tables import sharded_module
 
 
 def test_gradients_that_are_left_out_are_waited_for_where_their_memory_is_from() -> None:
-    """On another stream it would be given to other work before they have arrived."""
+    """On another stream it would be given to other work before they have arrived: the compute stream after a module's
+    own forward."""
     log: list[str] = []
 
     @contextmanager
@@ -25,13 +28,13 @@ def test_gradients_that_are_left_out_are_waited_for_where_their_memory_is_from()
         log.append("elsewhere")
 
     updates: Any = object.__new__(TableUpdates)
-    updates._order = SimpleNamespace(on_lookup=on_lookup)
+    updates._order = SimpleNamespace(on_lookup=on_lookup, compute_waits=lambda: log.append("the compute stream waits"))
     updates._to_come = {}
     updates.count_lookups = lambda inflight, times: log.append(f"counted {times}")
     deferred = SimpleNamespace(drop=lambda: log.append("dropped"))
     inflight: Any = SimpleNamespace(index=0, modules={"ebc": SimpleNamespace(deferred=deferred)})
     updates.drop_update(inflight)
-    assert log == ["on the lookup stream", "dropped", "elsewhere", "counted -1"]
+    assert log == ["on the lookup stream", "dropped", "elsewhere", "the compute stream waits", "counted -1"]
 
 
 def test_sizes_and_ids_are_sent_after_what_the_input_dists_stream_has_made() -> None:
@@ -44,6 +47,16 @@ def test_sizes_and_ids_are_sent_after_what_the_input_dists_stream_has_made() -> 
     inputs.receive_input = lambda inflight: log.append("received")
     inputs.drain(SimpleNamespace(modules={}, sizes="under way"))
     assert log == ["compute after data_dist", "sent", "received"]
+
+
+def test_the_stream_of_prefetches_is_forgotten_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backward would wait for the stream of the first strategy, while another one's prefetch fills the cache."""
+    kernel = SimpleNamespace(lxu_cache_locations_list=[], timesteps_prefetched=[], prefetched_info_list=[])
+    kernel.prefetch_stream = "the first strategy's"
+    for name in ("tbes", "caching_tbes"):
+        monkeypatch.setattr(sharded_module, name, lambda module: [kernel])
+    sharded_module.forget_prefetched(nn.Module())
+    assert kernel.prefetch_stream is None
 
 
 SENT, RECEIVED, LOOKED_UP, SERVED, DROPPED, UPDATED = Progress
