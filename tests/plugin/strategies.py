@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import time
 import warnings
 from typing import Any
@@ -26,7 +25,7 @@ from torchrec.distributed.types import ShardedModule, ShardingPlan
 from torchrec.optim import RowWiseAdagrad
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
-from lightning_overlap import OverlapEmbeddingStrategy, combined_optimizer
+from lightning_overlap import OverlapEmbeddingStrategy
 from lightning_overlap.distributed import default_store, groups
 from lightning_overlap.tables.supported_modules import sharded_modules
 
@@ -195,17 +194,15 @@ def _first_batch() -> Any:
     return make_batch(TABLE_WISE, 0, dist.get_rank())
 
 
-class SequencesToo(Model):
-    """Three tables of bags beside a table of sequences; no table has an optimizer."""
-
-    def __init__(self) -> None:
-        super().__init__(TABLE_WISE, fused_optimizer=False)
-        config = EmbeddingConfig(name="s0", num_embeddings=100, embedding_dim=8, feature_names=["f0"])
-        self.ec = EmbeddingCollection(tables=[config])
+def _with_sequences() -> Model:
+    model = Model(TABLE_WISE, fused_optimizer=False)
+    model.ec = EmbeddingCollection(tables=[EmbeddingConfig(100, 8, name="s0", feature_names=["f0"])])
+    return model
 
 
-def _fit_tables_by(optimizer: Any, **kwargs: Any) -> None:
-    fit_model(Model(TABLE_WISE, fused_optimizer=False), fused_optimizer=(optimizer, {"lr": 1.0, **kwargs}))
+def _fit_tables_by(optimizer: Any, model: Model | None = None, **kwargs: Any) -> None:
+    model = model or Model(TABLE_WISE, fused_optimizer=False)
+    fit_model(model, fused_optimizer=(optimizer, {"lr": 1.0, **kwargs}))
 
 
 REFUSED: dict[str, Any] = {
@@ -231,10 +228,8 @@ REFUSED: dict[str, Any] = {
     "shares_a_weight": lambda: fit_model(SharesItsWeight(), sharding="table_wise"),
     "clips_shards_by_norm": lambda: fit_dense_shards({"gradient_clip_val": 1.0}),
     "sequences_as_bags": lambda: fit_model(Model(SEQUENCE, fused_optimizer=False), sharding="data_parallel"),
-    "sequences_as_bags_beside_bags": lambda: fit_model(SequencesToo(), sharding="data_parallel"),
-    "momentum_of_sequences": lambda: fit_model(
-        SequencesToo(), fused_optimizer=(torch.optim.SGD, {"lr": 1.0, "momentum": 0.9})
-    ),
+    "sequences_as_bags_beside_bags": lambda: fit_model(_with_sequences(), sharding="data_parallel"),
+    "momentum_of_sequences": lambda: _fit_tables_by(torch.optim.SGD, _with_sequences(), momentum=0.9),
     "accumulates_static_graph": lambda: fit_model(static_graph=True, trainer_kwargs={"accumulate_grad_batches": 2}),
     "planner_fails": lambda: fit_model(sharding=_Fails()),
 }
@@ -344,46 +339,6 @@ def warnings_of(trainer_kwargs: dict[str, Any], case: Any = TABLE_WISE) -> list[
         warnings.simplefilter("always")
         fit_model(model, trainer_kwargs=trainer_kwargs, sharding="table_wise")
     return [str(w.message) for w in caught if "fused" in str(w.message) or "in backward" in str(w.message)]
-
-
-class Scheduled(Model):
-    """Its scheduler moves the dense rate, and those of the fused tables if told so."""
-
-    def __init__(self, combined: bool) -> None:
-        super().__init__(MIXED)
-        self._combined = combined
-
-    def configure_optimizers(self) -> Any:
-        dense = torch.optim.Adam(p for _, p in in_backward_optimizer_filter(self.named_parameters()))
-        optimizer = combined_optimizer(self, dense) if self._combined else dense
-        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
-
-
-def first_words(combined: bool = False, **options: Any) -> list[str]:
-    """Return what a fit with `MIXED` tables logs and warns of, of the known texts and our own."""
-    seen: list[str] = []
-
-    class Keep(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            seen.append(record.getMessage())
-
-    keep, model = Keep(), Scheduled(combined)
-    names = ("lightning.pytorch.lightning_overlap", "torchrec.distributed.planner.types", "torch.fx", "")
-    loggers = [logging.getLogger(name) for name in names]
-    before = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.addHandler(keep)
-        logger.setLevel(logging.INFO)
-    try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            sharding = {table.name: table.sharding for table in MIXED.tables}
-            fit_model(model, sharding=sharding, **options)
-    finally:
-        for logger, level in zip(loggers, before, strict=True):
-            logger.removeHandler(keep)
-            logger.setLevel(level)
-    return [*seen, *(str(w.message) for w in caught)]
 
 
 def frozen_table() -> bool:

@@ -27,7 +27,7 @@ from lightning_overlap.tuning import Auto
 from ..support.cases import TABLE_WISE
 from ..support.fits import fit
 from ..support.ranks import Ranks
-from . import strategies
+from . import first_words, strategies
 
 
 def test_module_without_tables_trains_as_with_ddp(two_ranks: Ranks) -> None:
@@ -309,7 +309,7 @@ def test_nothing_is_said_of_clipping_where_the_kernels_clip(two_ranks: Ranks) ->
 
 @pytest.mark.parametrize("combined", [False, True])
 def test_the_first_words_name_tables_optimizers_and_rates(two_ranks: Ranks, combined: bool) -> None:
-    seen, others = two_ranks.run(strategies.first_words, combined)
+    seen, others = two_ranks.run(first_words.first_words, combined)
     [block] = {text for text in seen if text.startswith("lightning_overlap: ")}
     constant = (
         "moved by the scheduler" if combined else "constant: the scheduler does not move it (see combined_optimizer)"
@@ -337,13 +337,13 @@ def test_the_first_words_name_tables_optimizers_and_rates(two_ranks: Ranks, comb
 def test_the_first_words_name_the_batches_that_train_exactly(
     two_ranks: Ranks, limits: dict[str, int], words: str
 ) -> None:
-    seen, _ = two_ranks.run(strategies.first_words, pipeline=Mode("semi_sync", **limits))
+    seen, _ = two_ranks.run(first_words.first_words, pipeline=Mode("semi_sync", **limits))
     [block] = {text for text in seen if text.startswith("lightning_overlap: ")}
     assert block.splitlines()[0] == f"lightning_overlap: semi_sync, staleness 1{words}, stream data_dist, 2 ranks"
 
 
 def test_libraries_speak_where_they_are_asked_to(two_ranks: Ranks) -> None:
-    seen, _ = two_ranks.run(strategies.first_words, calm_libraries=False)
+    seen, _ = two_ranks.run(first_words.first_words, calm_libraries=False)
     assert any("The topology was constructed directly" in text for text in seen)
     assert any("HeuristicalStorageReservation is known" in text for text in seen)
 
