@@ -31,6 +31,8 @@ class _Ranker(LightningModule):
         logits = self.top(self.ebc(batch["ids"]).values()).squeeze(1)
         return nn.functional.binary_cross_entropy_with_logits(logits, batch["labels"])
 
+    validation_step = training_step  # so that the schedule's evaluation is checked too
+
     def configure_optimizers(self) -> torch.optim.Optimizer:
         data_parallel = [p for name, p in self.named_parameters() if name.startswith("top.") or ".c." in name]
         return torch.optim.SGD(data_parallel, lr=1.0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 import pytest
 
 from lightning_overlap import Schedule
@@ -29,3 +31,16 @@ def test_a_schedule_that_breaks_a_law(schedule: Schedule, message: str) -> None:
     with pytest.raises(AssertionError, match=message) as caught:
         check_laws(schedule)
     assert "  BROKEN  " in str(caught.value)
+
+
+class BreaksEvaluation(Schedule):
+    """Evaluates by a table that cannot run."""
+
+    @property
+    def evaluation(self) -> NoReturn:
+        raise RuntimeError("this schedule evaluates nothing")
+
+
+def test_the_schedule_of_an_evaluation_is_checked() -> None:
+    with pytest.raises(RuntimeError, match="evaluates nothing"):
+        check_laws(BreaksEvaluation("mine", FUSED_SPARSE_DIST.steps))
