@@ -18,7 +18,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from ..dense import saving_is_hooked
 from ..runtime import InFlightBatch
 from ..schedules import Stage, StreamName
-from ..tables import SentInput, count_backwards, tbes, without_backward, without_graph
+from ..tables import SentInput, count_backwards, has_model_parallel_tables, tbes, without_backward, without_graph
 from .inputs import SparseInputs
 from .module_context import ModuleContext, Progress, autocast_of, wait_for
 from .pipelined_forward import (
@@ -201,7 +201,7 @@ class Answers:
         form = given.lengths().dtype, given.values().dtype, None if weights is None else weights.dtype, varies
         before, pipelined.form = pipelined.form, form
         own_call = f"{pipelined.name} in its own forward"
-        if before in (None, form):
+        if before in (None, form) or not has_model_parallel_tables(pipelined.module):
             self._forwards.served(own_call)
         else:
             problem = (

@@ -32,6 +32,7 @@ from ..support.cases import dense_optimizer as dense_optimizer_of
 NUM_STEPS = 8
 ONE_TABLE = Case("one_table", (TableSpec("t0", ("f0",)),))
 """On one of two ranks, so that the other one cannot see who writes it."""
+REPLICATED = Case("replicated", (TableSpec("t0", ("f0",), sharding="data_parallel"),))
 REPLICATED_SECOND = Case(
     "replicated_second",
     (TableSpec("t0", ("f0",)), TableSpec("u0", ("f1",), sharding="data_parallel", collection="second")),
@@ -427,6 +428,7 @@ MODELS: dict[str, tuple[type[Model], Case]] = {
     "types_differ": (Model, TABLE_WISE),
     "types_differ_later": (Model, TABLE_WISE),
     "types_change": (Model, TABLE_WISE),
+    "types_differ_later_replicated": (Model, REPLICATED),
     "two_backwards": (TwoBackwards, ROWWISE_ADAGRAD),
     "schedules_by_hand": (SchedulesByHand, TABLE_WISE),
     "second_phase": (SecondPhase, TWO_COLLECTIONS),
