@@ -188,7 +188,7 @@ class Answers:
         return reason is None
 
     def _check_form(self, pipelined: PipelinedForward, given: Any, inflight: InFlightBatch) -> None:
-        """If the types of an input have changed since the call before, check that they have changed on all ranks.
+        """If the types of an input have changed since the step before, check that they have changed on all ranks.
 
         A module's own forward sends these tensors, and gloo ends the process on data of another size than expected.
         """
@@ -199,8 +199,9 @@ class Answers:
         if takes and weights is None:
             return  # the module's own forward raises an error
         form = given.lengths().dtype, given.values().dtype, None if weights is None else weights.dtype, varies
-        before, pipelined.form = pipelined.form, form
-        own_call = f"{pipelined.name} in its own forward"
+        number = len(pipelined.calls)  # calls of one step may differ
+        before, pipelined.forms[number] = pipelined.forms.get(number), form
+        own_call = f"call {number} of {pipelined.name} in its own forward"
         if before in (None, form) or not has_model_parallel_tables(pipelined.module):
             self._forwards.served(own_call)
         else:

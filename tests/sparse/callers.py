@@ -200,6 +200,18 @@ def types_differ_later(case: Case, index: int, rank: int) -> Batch:
     return types_differ(case, index, rank if index >= 4 else 0)
 
 
+class TwoTypesInAStep(Model):
+    """Rank 1 comes to the second call of the first step late, by more than a rank looks for others."""
+
+    def embeddings(self, collection: str, batch: Batch) -> Any:
+        kjt, module = kjt_of(batch), getattr(self, collection)
+        first = module(kjt).to_dict()
+        if not self.losses and dist.get_rank() == 1:
+            time.sleep(2.5)
+        second = module(KeyedJaggedTensor(kjt.keys(), kjt.values().int(), lengths=kjt.lengths())).to_dict()
+        return {key: first[key] + second[key] for key in first}
+
+
 class CalledMoreOnOneRank(Model):
     """Rank 0 looks up its data-parallel collection twice in batch 4, which has no collective for others to miss."""
 
@@ -429,6 +441,7 @@ MODELS: dict[str, tuple[type[Model], Case]] = {
     "types_differ_later": (Model, TABLE_WISE),
     "types_change": (Model, TABLE_WISE),
     "types_differ_later_replicated": (Model, REPLICATED),
+    "two_types_in_a_step": (TwoTypesInAStep, TABLE_WISE),
     "two_backwards": (TwoBackwards, ROWWISE_ADAGRAD),
     "schedules_by_hand": (SchedulesByHand, TABLE_WISE),
     "second_phase": (SecondPhase, TWO_COLLECTIONS),
