@@ -18,7 +18,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from ..dense import saving_is_hooked
 from ..runtime import InFlightBatch
 from ..schedules import Stage, StreamName
-from ..tables import SentInput, count_backwards, tbes, without_backward, without_graph
+from ..tables import SentInput, count_backwards, has_model_parallel_tables, tbes, without_backward, without_graph
 from .inputs import SparseInputs
 from .module_context import ModuleContext, Progress, autocast_of, wait_for
 from .pipelined_forward import (
@@ -188,7 +188,7 @@ class Answers:
         return reason is None
 
     def _check_form(self, pipelined: PipelinedForward, given: Any, inflight: InFlightBatch) -> None:
-        """If the types of an input have changed since the call before, check that they have changed on all ranks.
+        """If the types of an input have changed since the step before, check that they have changed on all ranks.
 
         A module's own forward sends these tensors, and gloo ends the process on data of another size than expected.
         """
@@ -199,9 +199,10 @@ class Answers:
         if takes and weights is None:
             return  # the module's own forward raises an error
         form = given.lengths().dtype, given.values().dtype, None if weights is None else weights.dtype, varies
-        before, pipelined.form = pipelined.form, form
-        own_call = f"{pipelined.name} in its own forward"
-        if before in (None, form):
+        number = len(pipelined.calls)  # calls of one step may differ
+        before, pipelined.forms[number] = pipelined.forms.get(number), form
+        own_call = f"call {number} of {pipelined.name} in its own forward"
+        if before in (None, form) or not has_model_parallel_tables(pipelined.module):
             self._forwards.served(own_call)
         else:
             problem = (

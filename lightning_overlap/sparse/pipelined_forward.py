@@ -135,7 +135,7 @@ class PipelinedForward:
         """Where in the batch its input is; None before `discover`, and if its input is no object of the batch."""
         self.keys: frozenset[str] = frozenset()
         """Keys of its input; a step may pass another KeyedJaggedTensor of the batch with the same keys instead."""
-        self.form: Any = None  # types of the tensors that the last call of its own forward has sent
+        self.forms: dict[int, Any] = {}  # types of the tensors that its own forward has sent, by call of a step
         self.unpipelined_reason: str | None = why_never_early(module, group, prefetches=prefetches)
         """Why it runs in its own forward; None if it can be looked up early."""
         self.calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []  # arguments of its calls in the step that runs

@@ -45,6 +45,7 @@ LAYOUTS: dict[str, Callable[[Case, int, int], Any]] = {
     "two_tasks_at_once": two_tasks_at_once,
     "types_differ": types_differ,
     "types_differ_later": types_differ_later,
+    "types_differ_later_replicated": types_differ_later,
     "types_change": lambda case, index, rank: types_differ(case, index, int(index >= 4)),  # on all ranks
 }
 

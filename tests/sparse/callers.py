@@ -32,6 +32,7 @@ from ..support.cases import dense_optimizer as dense_optimizer_of
 NUM_STEPS = 8
 ONE_TABLE = Case("one_table", (TableSpec("t0", ("f0",)),))
 """On one of two ranks, so that the other one cannot see who writes it."""
+REPLICATED = Case("replicated", (TableSpec("t0", ("f0",), sharding="data_parallel"),))
 REPLICATED_SECOND = Case(
     "replicated_second",
     (TableSpec("t0", ("f0",)), TableSpec("u0", ("f1",), sharding="data_parallel", collection="second")),
@@ -197,6 +198,18 @@ def types_differ(case: Case, index: int, rank: int) -> Batch:
 
 def types_differ_later(case: Case, index: int, rank: int) -> Batch:
     return types_differ(case, index, rank if index >= 4 else 0)
+
+
+class TwoTypesInAStep(Model):
+    """Rank 1 comes to the second call of the first step late, by more than a rank looks for others."""
+
+    def embeddings(self, collection: str, batch: Batch) -> Any:
+        kjt, module = kjt_of(batch), getattr(self, collection)
+        first = module(kjt).to_dict()
+        if not self.losses and dist.get_rank() == 1:
+            time.sleep(2.5)
+        second = module(KeyedJaggedTensor(kjt.keys(), kjt.values().int(), lengths=kjt.lengths())).to_dict()
+        return {key: first[key] + second[key] for key in first}
 
 
 class CalledMoreOnOneRank(Model):
@@ -427,6 +440,8 @@ MODELS: dict[str, tuple[type[Model], Case]] = {
     "types_differ": (Model, TABLE_WISE),
     "types_differ_later": (Model, TABLE_WISE),
     "types_change": (Model, TABLE_WISE),
+    "types_differ_later_replicated": (Model, REPLICATED),
+    "two_types_in_a_step": (TwoTypesInAStep, TABLE_WISE),
     "two_backwards": (TwoBackwards, ROWWISE_ADAGRAD),
     "schedules_by_hand": (SchedulesByHand, TABLE_WISE),
     "second_phase": (SecondPhase, TWO_COLLECTIONS),

@@ -211,6 +211,17 @@ def test_types_that_change_on_all_ranks_train_on(two_ranks: Ranks, pipeline: str
 
 
 @pytest.mark.parametrize("pipeline", ["base", "fused_sparse_dist"])
+def test_tables_that_every_rank_holds_take_other_types_on_each_rank(two_ranks: Ranks, pipeline: str) -> None:
+    """Nothing is sent of their inputs."""
+    _same_as_by_hand(two_ranks, "types_differ_later_replicated", pipeline)
+
+
+def test_the_calls_of_a_step_may_have_other_types_each(two_ranks: Ranks) -> None:
+    """One rank comes late to the second call: the others do not take it for a rank that sends what they do not."""
+    _same_as_by_hand(two_ranks, "two_types_in_a_step", "base")
+
+
+@pytest.mark.parametrize("pipeline", ["base", "fused_sparse_dist"])
 def test_gradients_of_tables_but_by_their_lookups_are_refused(ranks: Ranks, pipeline: str) -> None:
     """TorchRec alone lets them go."""
     for message in ranks.run(caller_fits.fails, "penalizes_all", pipeline):
