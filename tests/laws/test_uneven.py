@@ -117,6 +117,7 @@ def test_sigterm_on_one_rank_ends_all_after_the_same_step(
     assert 6 <= first <= (20 if sized else 9)
 
 
-def test_a_loader_that_breaks_its_word_is_told(two_ranks: Ranks) -> None:
-    for text in two_ranks.run(uneven.break_off):
+@pytest.mark.parametrize("pipeline", ["base", "fused_sparse_dist"])
+def test_a_loader_that_breaks_its_word_is_told(two_ranks: Ranks, pipeline: str) -> None:
+    for text in two_ranks.run(uneven.break_off, pipeline):
         assert "the data loader ended after 5 batches, its length says 9" in text

@@ -161,10 +161,10 @@ class _BreakingOff(Batches):
         return DataLoader(_BreaksOff(self.trainer.global_rank), batch_size=None)  # type: ignore[arg-type]
 
 
-def break_off() -> str:
+def break_off(pipeline: str) -> str:
     """Train with a loader that ends before its length, on every rank; return what is said."""
     try:
-        _fit(Counts(), _BreakingOff(TABLE_WISE), "fused_sparse_dist")
+        _fit(Counts(), _BreakingOff(TABLE_WISE), pipeline)
     except RuntimeError as error:
         return str(error)
     return "nothing was said"

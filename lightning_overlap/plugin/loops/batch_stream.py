@@ -176,7 +176,7 @@ class BatchStream:
             # Resumed after an epoch's last batch: the loader's iterator continues at its end. Lightning begins the next
             # epoch with this iterator, as it makes a new one only if it has not resumed.
             self._iterate_inner()
-        if self.length_known and self.inner.fetched < self.num_batches:
+        if self.epoch.lengths_known and self._is_whole and self.inner.fetched < self.num_batches:
             raise RuntimeError(
                 f"rank {self._trainer.global_rank}: the data loader ended after {self.inner.fetched} batches, its "
                 f"length says {self.num_batches:g}. Does the dataset's __getitem__ raise StopIteration?"
