@@ -74,3 +74,7 @@ def tell_set_up(
 def tell(text: str) -> None:
     """Log a text of this package."""
     logging.getLogger(LOGGER).info(text)
+
+
+def tell_nobody(text: str) -> None:
+    """Take the place of `tell` on other ranks; a copy of the strategy can be pickled with it."""

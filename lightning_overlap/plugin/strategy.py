@@ -222,7 +222,7 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
         if self._tuner is not None:
             run.tuner = self._tuner
             run.undo.callback(run.tuner.stop)
-            tell = first_words.tell if is_first else (lambda text: None)
+            tell = first_words.tell if is_first else first_words.tell_nobody
             begin = partial(run.tuner.begin, moves_lookups=sends_embeddings, splits=whole is None)
             begin(self.root_device, streams, self.gather, tell, per_step=run.trainer.accumulate_grad_batches)
         if self.quantized_comms is not None and self._consensus is not None:

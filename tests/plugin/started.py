@@ -26,7 +26,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_overlap import Mode, OverlapEmbeddingStrategy
+from lightning_overlap import OverlapEmbeddingStrategy
 
 from ..support import interpreters
 from ..support.cases import COLUMN_WISE, MIXED, TABLE_WISE, Batches, Case, Model, make_plan
@@ -193,10 +193,10 @@ def fit_from(case: Case, state: dict[str, Tensor]) -> Result:
 # -- copies -----------------------------------------------------------------------------------------------------
 
 
-def copies_train_alike(how: str, tables: bool) -> dict[str, Any]:
+def copies_train_alike(how: str, tables: bool, pipeline: Any) -> dict[str, Any]:
     """Copy a trainer before, between and after fits; train with each, and with the original."""
     found: dict[str, Any] = {"losses": [], "said": []}
-    trainer = make_trainer(OverlapEmbeddingStrategy(Mode("semi_sync", stash_gradients=True), sharding="table_wise"))
+    trainer = make_trainer(OverlapEmbeddingStrategy(pipeline, sharding="table_wise"))
     for num_epochs in (1, 2, 3):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")

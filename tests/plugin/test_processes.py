@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch import Trainer
 from torch import Tensor
 
-from lightning_overlap import OverlapEmbeddingStrategy
+from lightning_overlap import Mode, OverlapEmbeddingStrategy
 from lightning_overlap.plugin.processes import own_memory
 
 from ..support import reference
@@ -142,10 +142,15 @@ def test_memory_that_ranks_share_becomes_their_own() -> None:
     assert all(torch.equal(value, before[key]) for key, value in module.state_dict().items())
 
 
-@pytest.mark.parametrize("tables", [True, False], ids=["tables", "dense"])
-@pytest.mark.parametrize("how", started.COPIES)
-def test_a_copied_trainer_trains_as_the_original(two_ranks: Ranks, how: str, tables: bool) -> None:
-    for found in two_ranks.run(started.copies_train_alike, how, tables):
+STASHED = Mode("semi_sync", stash_gradients=True)
+
+
+@pytest.mark.parametrize(
+    ("how", "tables", "pipeline"),
+    [*((how, tables, STASHED) for how in started.COPIES for tables in (True, False)), ("pickle", True, "auto")],
+)
+def test_a_copied_trainer_trains_as_the_original(two_ranks: Ranks, how: str, tables: bool, pipeline: Any) -> None:
+    for found in two_ranks.run(started.copies_train_alike, how, tables, pipeline):
         assert found["of_a_run"] == [False] * 3
         assert all(torch.equal(copied, original) for copied, original in found["losses"])
         assert len(found["losses"]) == 3
