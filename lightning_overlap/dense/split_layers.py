@@ -156,6 +156,7 @@ class SplitLayers:
             or self._inside
             or not torch.is_grad_enabled()
             or torch._C._current_graph_task_id() != -1  # a checkpoint() repeats the forward
+            or not isinstance(given, Tensor)
             or (not layer.is_layer and given.requires_grad)
         ):
             return forward(given)

@@ -69,7 +69,7 @@ def checkpointed(use_reentrant: bool) -> Callable[[Dense, Tensor, Tensor], Tenso
     return loss
 
 
-def train(model: Dense, split: SplitLayers | None, **context: Any) -> list[Tensor]:
+def train(model: nn.Module, split: SplitLayers | None, **context: Any) -> list[Tensor]:
     """Return the gradients of embeddings and all weights over some steps, split or not."""
     found = []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -194,6 +194,29 @@ def test_an_activation_in_place_gets_the_whole_backwards_gradients() -> None:
         found.append([rows.grad, *(weight.grad for weight in model.parameters() if weight.grad is not None)])
     assert len(found[0]) == 7
     assert all(torch.equal(whole, halves) for whole, halves in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_a_chain_without_tensors_as_input_and_output_is_left_whole(is_packed: bool) -> None:
+    """Recurrent layers of torch.nn return tuples and take packed sequences."""
+
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.chain = nn.Sequential(nn.LSTM(3, 4)) if is_packed else nn.Sequential(nn.Linear(3, 3), nn.LSTM(3, 4))
+            self.out = nn.Linear(4, 1)
+
+        def forward(self, dense: Tensor, rows: Tensor) -> Tensor:
+            found = self.chain(nn.utils.rnn.pack_sequence([dense]) if is_packed else dense)[0]
+            return self.out((found.data if is_packed else found) + rows).square().mean()  # type: ignore[no-any-return]
+
+    expected = train(Recurrent(), None)
+    model = Recurrent()
+    layers = SplitLayers(model)
+    actual = train(model, layers)
+    assert layers.names == ("out",)
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
 class OwnLinear(nn.Linear):
