@@ -28,6 +28,10 @@ class Uses:
             # Before `whole`, and so before the step's own backward.
             output.register_hook(lambda _: self.leave(layer, "its gradient is computed within the step"))
 
+    def forget_calls(self) -> None:
+        """Forget the calls, which hold the graph of their step."""
+        self._calls.clear()
+
     def leave(self, layer: Any, reason: str) -> None:
         """Leave a module whole."""
         self._whole[layer] = reason

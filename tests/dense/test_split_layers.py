@@ -219,6 +219,17 @@ def test_a_chain_without_tensors_as_input_and_output_is_left_whole(is_packed: bo
     assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
+def test_a_first_step_without_a_loss_shows_nothing() -> None:
+    """As where `training_step` returns None."""
+    model = make()
+    layers = SplitLayers(model)
+    layers.begin_step(splits=True)
+    model(torch.randn(5, 3), torch.randn(5, 4, requires_grad=True))
+    layers.end_forward()
+    train(model, layers)
+    assert list(layers.names) == ALL
+
+
 class OwnLinear(nn.Linear):
     """Its forward may do anything."""
 
