@@ -129,7 +129,7 @@ class SplitLayers:
         calls = [call for of_layer in self._pending.values() for call in of_layer]
         weights = [weight for layer in self._pending for weight in layer.weights if weight.requires_grad]
         self._pending.clear()
-        if calls:
+        if weights:
             torch.autograd.backward([call.output for call in calls], [call.gradient for call in calls], inputs=weights)
 
     def finish(self) -> None:

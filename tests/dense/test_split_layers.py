@@ -230,6 +230,19 @@ def test_a_first_step_without_a_loss_shows_nothing() -> None:
     assert list(layers.names) == ALL
 
 
+def test_layers_that_are_frozen_in_the_middle_of_a_run_get_no_gradients() -> None:
+    model = make()
+    layers = SplitLayers(model)
+    train(model, layers)
+    assert list(layers.names) == ALL
+    frozen = [weight for layer in layers.layers for weight in layer.weights]
+    before = [weight.detach().clone() for weight in frozen]
+    for weight in frozen:
+        weight.requires_grad_(False)
+    train(model, layers)
+    assert all(weight.grad is None and torch.equal(weight, old) for weight, old in zip(frozen, before, strict=True))
+
+
 class OwnLinear(nn.Linear):
     """Its forward may do anything."""
 
