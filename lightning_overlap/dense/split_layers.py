@@ -79,7 +79,7 @@ class SplitLayers:
         self._before: list[tuple[nn.Parameter, object]] = []  # each weight's gradient as the backward began
         self._split = [layer for layer in self.layers if layer.why_whole is None]
         for layer in self._split:
-            layer.forward = partial(self._forward, layer, layer.module.forward)
+            layer.forward = _Forward(self._forward, layer, layer.module.forward)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -193,6 +193,13 @@ class SplitLayers:
             return None
         [found] = torch.autograd.grad(call.output, call.input, gradient, retain_graph=True)
         return found
+
+
+class _Forward(partial[Any]):
+    """The forward of a module within a step; a copy of the module that is made there has its own."""
+
+    def __reduce__(self) -> Any:
+        return getattr, (self.args[0].module, "forward")
 
 
 class _Halves(torch.autograd.Function):

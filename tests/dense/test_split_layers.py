@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -241,6 +242,25 @@ def test_layers_that_are_frozen_in_the_middle_of_a_run_get_no_gradients() -> Non
         weight.requires_grad_(False)
     train(model, layers)
     assert all(weight.grad is None and torch.equal(weight, old) for weight, old in zip(frozen, before, strict=True))
+
+
+def test_a_copy_that_is_made_within_a_step_is_not_split() -> None:
+    """As a module makes it that copies itself as its teacher in the first `training_step`."""
+    teachers: list[nn.Module] = []
+
+    def distilled(model: Dense, found: Tensor, rows: Tensor) -> Tensor:
+        if not teachers:
+            teachers.append(copy.deepcopy(model.second))
+        return teachers[0](found).mean()  # type: ignore[no-any-return]
+
+    expected = train(make(distilled), None)
+    teachers.clear()
+    model = make(distilled)
+    layers = SplitLayers(model)
+    actual = train(model, layers)
+    assert list(layers.names) == ALL
+    assert vars(teachers[0]).get("forward", teachers[0].forward).__self__ is teachers[0]
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
 class OwnLinear(nn.Linear):
