@@ -41,6 +41,8 @@ def mode_of(config: Config) -> Mode:
 
 def modes(config: Config) -> list[Mode]:
     """Return the modes to train: those of `compare`, then the config's."""
+    for name in config["compare"]:
+        check_known("mode of compare", name, MODES)
     wanted, others = mode_of(config), [Mode(name).schedule for name in config["compare"]]
     return [*(with_switches(config, other) for other in others if other != wanted.schedule), wanted]
 

@@ -134,7 +134,8 @@ def test_the_record_of_a_run_holds_the_defaults_that_python_wrote() -> None:
     [
         (["pipeline.name=semi_sink"], "unknown pipeline 'semi_sink'. Did you mean 'semi_sync'"),
         (["stream.name=dedicatd"], "unknown stream 'dedicatd'. Did you mean 'dedicated'"),
-        (["compare=[bas]"], "unknown pipeline 'bas'. Did you mean 'base'"),
+        (["compare=[bas]"], "unknown mode of compare 'bas'. Did you mean 'base'"),
+        (["compare=[auto]"], "unknown mode of compare 'auto'"),
         (["pipeline.schedule='mine: copy_batch_to_device+0/compute'"], "'mine': dense_forward is missing"),
         (["pipeline=auto", "pipeline.staleness=3"], "pipeline=auto takes no options of modes, got pipeline.staleness"),
         (
