@@ -233,6 +233,8 @@ def _candidates(model: nn.Module, without: set[int]) -> Iterator[SplitLayer]:
         trained = any(weight.requires_grad for weight in layer.weights)
         if not trained or any(id(part) in without for part in module.modules()):
             continue
+        if any(map(nn.parameter.is_lazy, layer.weights)):  # has no shape before the first forward
+            continue
         if layer.is_layer:
             layer.why_whole = _why_whole(layer, compiled, holders)
             yield layer

@@ -263,6 +263,26 @@ def test_a_copy_that_is_made_within_a_step_is_not_split() -> None:
     assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
+def test_a_lazy_layer_is_left_whole() -> None:
+    """One rank on CUDA may have some: DistributedDataParallel takes none."""
+
+    class Lazy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.out = nn.LazyLinear(4), nn.Linear(4, 1)
+
+        def forward(self, dense: Tensor, rows: Tensor) -> Tensor:
+            return self.out(self.first(rows) + rows).square().mean()  # type: ignore[no-any-return]
+
+    expected = train(Lazy(), None)
+    model = Lazy()
+    layers = SplitLayers(model)
+    actual = train(model, layers)
+    assert layers.names == ("out",)
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+
+
 class OwnLinear(nn.Linear):
     """Its forward may do anything."""
 
