@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 
 from .graph import Uses
 from .late_all_reduce import LateAllReduce
@@ -45,7 +45,7 @@ class _Call:
 
     layer: SplitLayer
     input: Tensor | None  # None if it needs no gradient
-    output: GradientEdge  # its graph; an activation may free the output itself
+    output: Any  # the edge to its graph, until it is used; an activation may free the output itself
     gradient: Tensor | None = None
 
 
@@ -131,6 +131,8 @@ class SplitLayers:
         self._pending.clear()
         if weights:
             torch.autograd.backward([call.output for call in calls], [call.gradient for call in calls], inputs=weights)
+        for call in calls:  # the graph of the loss, which Lightning holds until after the step, holds the calls
+            call.input = call.output = call.gradient = None
 
     def finish(self) -> None:
         """Wait for the all-reduce of gradients; afterwards they are complete."""

@@ -176,6 +176,28 @@ def test_the_output_of_a_layer_is_freed_as_its_activation_is_there() -> None:
     assert all(layer.why_whole is None for layer in split.layers)
 
 
+def test_the_inputs_of_layers_are_freed_as_their_weight_gradients_are_there() -> None:
+    """Lightning holds the loss until the optimizer has made its step."""
+    model = Layers(inplace=False)
+    split = SplitLayers(model)
+    inputs: list[StorageWeakRef] = []
+    hook = model.activation.register_forward_hook(lambda _, given, out: inputs.append(_storage(out)))
+    for _ in range(2):
+        inputs.clear()
+        split.begin_step(splits=True)
+        loss = model(torch.randn(4, 8, requires_grad=True))
+        split.end_forward()
+        split.begin_backward(loss)
+        loss.backward()
+        split.compute()
+        assert [given.expired() for given in inputs] == [True, True]
+    hook.remove()
+
+
+def _storage(tensor: Tensor) -> StorageWeakRef:
+    return StorageWeakRef(tensor.untyped_storage())
+
+
 def test_an_activation_in_place_gets_the_whole_backwards_gradients() -> None:
     found: list[list[Tensor]] = []
     for splits in (False, True):
