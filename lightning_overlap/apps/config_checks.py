@@ -30,10 +30,10 @@ def mode_of(config: Config) -> Mode:
         check_known("option of pipeline", name, ("name", "schedule", *MODE_OPTIONS))
     own, options = pipeline.get("schedule"), _given(pipeline, MODE_OPTIONS)
     if pipeline.get("name") == AUTO and not own:
-        if options:
+        if given := [name for name, value in options.items() if value]:
             raise ValueError(
-                f"pipeline=auto takes no options of modes, got pipeline.{next(iter(options))}: it tries only modes "
-                "with identical losses. Name the mode that you want: pipeline=..."
+                f"pipeline=auto takes no options of modes, got pipeline.{given[0]}: it tries only modes with identical "
+                "losses. Name the mode that you want: pipeline=..."
             )
         return Mode(replace(MODES["fused_sparse_dist"], name=AUTO))
     return Mode(Schedule.parse(own) if own else pipeline["name"], **options)
@@ -41,6 +41,8 @@ def mode_of(config: Config) -> Mode:
 
 def modes(config: Config) -> list[Mode]:
     """Return the modes to train: those of `compare`, then the config's."""
+    for name in config["compare"]:
+        check_known("mode of compare", name, MODES)
     wanted, others = mode_of(config), [Mode(name).schedule for name in config["compare"]]
     return [*(with_switches(config, other) for other in others if other != wanted.schedule), wanted]
 

@@ -17,14 +17,20 @@ class Uses:
         self._calls: list[tuple[Any, Any, Any]] = []  # module, node of its output, node of its input
         self._whole: dict[Any, str] = {}
 
-    def note(self, layer: Any, output: Tensor, given: Tensor) -> None:
+    def note(self, layer: Any, output: Any, given: Tensor) -> None:
         """Note a call of a module, its output and its input."""
         if saving_is_hooked():
             self._whole[layer] = "its saved tensors are hooked (activation checkpointing)"
-        if output.requires_grad:
+        if not isinstance(output, Tensor):
+            self.leave(layer, "its output is not a tensor")
+        elif output.requires_grad:
             self._calls.append((layer, output.grad_fn, get_gradient_edge(given).node if given.requires_grad else None))
             # Before `whole`, and so before the step's own backward.
             output.register_hook(lambda _: self.leave(layer, "its gradient is computed within the step"))
+
+    def forget_calls(self) -> None:
+        """Forget the calls, which hold the graph of their step."""
+        self._calls.clear()
 
     def leave(self, layer: Any, reason: str) -> None:
         """Leave a module whole."""

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 
 from .graph import Uses
 from .late_all_reduce import LateAllReduce
@@ -45,7 +45,7 @@ class _Call:
 
     layer: SplitLayer
     input: Tensor | None  # None if it needs no gradient
-    output: GradientEdge  # its graph; an activation may free the output itself
+    output: Any  # the edge to its graph, until it is used; an activation may free the output itself
     gradient: Tensor | None = None
 
 
@@ -79,7 +79,7 @@ class SplitLayers:
         self._before: list[tuple[nn.Parameter, object]] = []  # each weight's gradient as the backward began
         self._split = [layer for layer in self.layers if layer.why_whole is None]
         for layer in self._split:
-            layer.forward = partial(self._forward, layer, layer.module.forward)
+            layer.forward = _Forward(self._forward, layer, layer.module.forward)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -99,6 +99,8 @@ class SplitLayers:
     def begin_step(self, *, splits: bool) -> None:
         """Begin the forward of a batch, whose backward is split or not: replace the forwards of modules to split."""
         self._splits = splits
+        if self._uses is not None:
+            self._uses.forget_calls()  # of a step without a backward
         for layer in self._split if splits else ():
             vars(layer.module)["forward"] = layer.forward
 
@@ -127,8 +129,10 @@ class SplitLayers:
         calls = [call for of_layer in self._pending.values() for call in of_layer]
         weights = [weight for layer in self._pending for weight in layer.weights if weight.requires_grad]
         self._pending.clear()
-        if calls:
+        if weights:
             torch.autograd.backward([call.output for call in calls], [call.gradient for call in calls], inputs=weights)
+        for call in calls:  # the graph of the loss, which Lightning holds until after the step, holds the calls
+            call.input = call.output = call.gradient = None
 
     def finish(self) -> None:
         """Wait for the all-reduce of gradients; afterwards they are complete."""
@@ -156,6 +160,7 @@ class SplitLayers:
             or self._inside
             or not torch.is_grad_enabled()
             or torch._C._current_graph_task_id() != -1  # a checkpoint() repeats the forward
+            or not isinstance(given, Tensor)
             or (not layer.is_layer and given.requires_grad)
         ):
             return forward(given)
@@ -192,6 +197,13 @@ class SplitLayers:
         return found
 
 
+class _Forward(partial[Any]):
+    """The forward of a module within a step; a copy of the module that is made there has its own."""
+
+    def __reduce__(self) -> Any:
+        return getattr, (self.args[0].module, "forward")
+
+
 class _Halves(torch.autograd.Function):
     """The output of a module, whose backward computes the gradient of the input alone."""
 
@@ -222,6 +234,8 @@ def _candidates(model: nn.Module, without: set[int]) -> Iterator[SplitLayer]:
         layer = SplitLayer(name, module)
         trained = any(weight.requires_grad for weight in layer.weights)
         if not trained or any(id(part) in without for part in module.modules()):
+            continue
+        if any(map(nn.parameter.is_lazy, layer.weights)):  # has no shape before the first forward
             continue
         if layer.is_layer:
             layer.why_whole = _why_whole(layer, compiled, holders)

@@ -37,6 +37,9 @@ def why_whole(
     dense = [getattr(one, "dense", one) for one in optimizers]  # of combined_optimizer too
     if any(isinstance(one, torch.optim.LBFGS) for one in dense):
         return "LBFGS runs several backwards in a step"
+    if any(isinstance(part, torch.nn.Embedding | torch.nn.EmbeddingBag) and part.sparse for part in module.modules()):
+        # DistributedDataParallel divides it in place, and it may be a view of a gradient that is needed later.
+        return "an embedding of torch.nn has sparse gradients (sparse=True)"
     return None
 
 

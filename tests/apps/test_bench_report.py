@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,8 +20,10 @@ from lightning_overlap.apps.bench_report import (
     table,
     write,
 )
+from lightning_overlap.apps.bench_worker import _Bench
 from lightning_overlap.apps.step_timers import by_name
 from lightning_overlap.profiling.spans import Category, Span
+from lightning_overlap.schedules import MODES
 
 MIB = 2**20
 
@@ -133,3 +136,14 @@ def test_rounds_that_disagree_give_no_verdict() -> None:
     wild = {**result, "name": "wild", "of_base": 0.8, "of_base_range": (0.7, 1.1)}
     [line] = notes([], [calm, wild])
     assert line.startswith("wild: the rounds disagree, from 0.70 to 1.10 of base: no verdict.")
+
+
+def test_without_matplotlib_the_benchmark_ends_without_a_picture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    bench = object.__new__(_Bench)
+    bench.folder, bench.ours = tmp_path, {"base": (MODES["base"], "data_dist")}
+    bench.spans = {"base": [Span(0, 1, Category.DENSE, "host", "forward")]}
+    bench.draw()
+    assert "pip install 'lightning_overlap[plot]'" in capsys.readouterr().out

@@ -79,6 +79,13 @@ def test_the_default_choices() -> None:
     assert (config["data"]["_target_"].rpartition(".")[2], build.num_ranks(config)) == ("SyntheticDataModule", 2)
 
 
+def test_auto_takes_options_that_are_off() -> None:
+    """As in a sweep: `-m pipeline=auto,semi_sync pipeline.defer_update=false`."""
+    off = ("pipeline.defer_update=false", "pipeline.stash_gradients=false", "pipeline.start_batch=0")
+    [mode] = config_checks.modes(composed("pipeline=auto", *off))
+    assert mode.schedule.name == "auto"
+
+
 def test_a_schedule_of_ones_own() -> None:
     text = "mine: copy_batch_to_device+1/memcpy dense_forward+0/compute backward+0/compute optimizer_step+0/compute"
     config = composed(f"pipeline.schedule='{text}'", "compare=[base,semi_sync]")
@@ -127,7 +134,8 @@ def test_the_record_of_a_run_holds_the_defaults_that_python_wrote() -> None:
     [
         (["pipeline.name=semi_sink"], "unknown pipeline 'semi_sink'. Did you mean 'semi_sync'"),
         (["stream.name=dedicatd"], "unknown stream 'dedicatd'. Did you mean 'dedicated'"),
-        (["compare=[bas]"], "unknown pipeline 'bas'. Did you mean 'base'"),
+        (["compare=[bas]"], "unknown mode of compare 'bas'. Did you mean 'base'"),
+        (["compare=[auto]"], "unknown mode of compare 'auto'"),
         (["pipeline.schedule='mine: copy_batch_to_device+0/compute'"], "'mine': dense_forward is missing"),
         (["pipeline=auto", "pipeline.staleness=3"], "pipeline=auto takes no options of modes, got pipeline.staleness"),
         (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -69,7 +70,7 @@ def checkpointed(use_reentrant: bool) -> Callable[[Dense, Tensor, Tensor], Tenso
     return loss
 
 
-def train(model: Dense, split: SplitLayers | None, **context: Any) -> list[Tensor]:
+def train(model: nn.Module, split: SplitLayers | None, **context: Any) -> list[Tensor]:
     """Return the gradients of embeddings and all weights over some steps, split or not."""
     found = []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -175,6 +176,28 @@ def test_the_output_of_a_layer_is_freed_as_its_activation_is_there() -> None:
     assert all(layer.why_whole is None for layer in split.layers)
 
 
+def test_the_inputs_of_layers_are_freed_as_their_weight_gradients_are_there() -> None:
+    """Lightning holds the loss until the optimizer has made its step."""
+    model = Layers(inplace=False)
+    split = SplitLayers(model)
+    inputs: list[StorageWeakRef] = []
+    hook = model.activation.register_forward_hook(lambda _, given, out: inputs.append(_storage(out)))
+    for _ in range(2):
+        inputs.clear()
+        split.begin_step(splits=True)
+        loss = model(torch.randn(4, 8, requires_grad=True))
+        split.end_forward()
+        split.begin_backward(loss)
+        loss.backward()
+        split.compute()
+        assert [given.expired() for given in inputs] == [True, True]
+    hook.remove()
+
+
+def _storage(tensor: Tensor) -> StorageWeakRef:
+    return StorageWeakRef(tensor.untyped_storage())
+
+
 def test_an_activation_in_place_gets_the_whole_backwards_gradients() -> None:
     found: list[list[Tensor]] = []
     for splits in (False, True):
@@ -194,6 +217,92 @@ def test_an_activation_in_place_gets_the_whole_backwards_gradients() -> None:
         found.append([rows.grad, *(weight.grad for weight in model.parameters() if weight.grad is not None)])
     assert len(found[0]) == 7
     assert all(torch.equal(whole, halves) for whole, halves in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_a_chain_without_tensors_as_input_and_output_is_left_whole(is_packed: bool) -> None:
+    """Recurrent layers of torch.nn return tuples and take packed sequences."""
+
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.chain = nn.Sequential(nn.LSTM(3, 4)) if is_packed else nn.Sequential(nn.Linear(3, 3), nn.LSTM(3, 4))
+            self.out = nn.Linear(4, 1)
+
+        def forward(self, dense: Tensor, rows: Tensor) -> Tensor:
+            found = self.chain(nn.utils.rnn.pack_sequence([dense]) if is_packed else dense)[0]
+            return self.out((found.data if is_packed else found) + rows).square().mean()  # type: ignore[no-any-return]
+
+    expected = train(Recurrent(), None)
+    model = Recurrent()
+    layers = SplitLayers(model)
+    actual = train(model, layers)
+    assert layers.names == ("out",)
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+
+
+def test_a_first_step_without_a_loss_shows_nothing() -> None:
+    """As where `training_step` returns None."""
+    model = make()
+    layers = SplitLayers(model)
+    layers.begin_step(splits=True)
+    model(torch.randn(5, 3), torch.randn(5, 4, requires_grad=True))
+    layers.end_forward()
+    train(model, layers)
+    assert list(layers.names) == ALL
+
+
+def test_layers_that_are_frozen_in_the_middle_of_a_run_get_no_gradients() -> None:
+    model = make()
+    layers = SplitLayers(model)
+    train(model, layers)
+    assert list(layers.names) == ALL
+    frozen = [weight for layer in layers.layers for weight in layer.weights]
+    before = [weight.detach().clone() for weight in frozen]
+    for weight in frozen:
+        weight.requires_grad_(False)
+    train(model, layers)
+    assert all(weight.grad is None and torch.equal(weight, old) for weight, old in zip(frozen, before, strict=True))
+
+
+def test_a_copy_that_is_made_within_a_step_is_not_split() -> None:
+    """As a module makes it that copies itself as its teacher in the first `training_step`."""
+    teachers: list[nn.Module] = []
+
+    def distilled(model: Dense, found: Tensor, rows: Tensor) -> Tensor:
+        if not teachers:
+            teachers.append(copy.deepcopy(model.second))
+        return teachers[0](found).mean()  # type: ignore[no-any-return]
+
+    expected = train(make(distilled), None)
+    teachers.clear()
+    model = make(distilled)
+    layers = SplitLayers(model)
+    actual = train(model, layers)
+    assert list(layers.names) == ALL
+    assert vars(teachers[0]).get("forward", teachers[0].forward).__self__ is teachers[0]
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+
+
+def test_a_lazy_layer_is_left_whole() -> None:
+    """One rank on CUDA may have some: DistributedDataParallel takes none."""
+
+    class Lazy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.out = nn.LazyLinear(4), nn.Linear(4, 1)
+
+        def forward(self, dense: Tensor, rows: Tensor) -> Tensor:
+            return self.out(self.first(rows) + rows).square().mean()  # type: ignore[no-any-return]
+
+    expected = train(Lazy(), None)
+    model = Lazy()
+    layers = SplitLayers(model)
+    actual = train(model, layers)
+    assert layers.names == ("out",)
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
 class OwnLinear(nn.Linear):

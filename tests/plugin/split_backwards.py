@@ -66,6 +66,8 @@ class Deep(Model):
         )
         if kind == "attention":
             self.top[4] = Attends()
+        if kind == "sparse":
+            self.shift = nn.Embedding(4, width, sparse=True)
         if kind == "compiled":
             self.top[3] = torch.compile(self.top[3], backend="eager")
         if kind == "post_hook":
@@ -94,6 +96,8 @@ class Deep(Model):
         if self.kind == "own_gradients":
             [gradient] = torch.autograd.grad(loss, self.top[3].weight, retain_graph=True)
             loss = loss + gradient.square().sum().detach()
+        if self.kind == "sparse":
+            loss = loss + self.top(self.shift(torch.arange(6) % 4)).square().mean()
         if self.kind == "tied":
             loss = loss + self.top[3].weight.square().mean()
         if self.kind != "manual":
@@ -108,6 +112,9 @@ class Deep(Model):
         if self.kind.endswith("lbfgs"):
             lbfgs = torch.optim.LBFGS([*self.bottom.parameters(), *self.top.parameters()], lr=0.1, max_iter=2)
             return lbfgs if self.kind == "lbfgs" else combined_optimizer(self, lbfgs)
+        if self.kind == "sparse":
+            parts = self.bottom, self.top, self.shift
+            return torch.optim.SGD([weight for part in parts for weight in part.parameters()], lr=0.1)
         return super().configure_optimizers()
 
 
