@@ -19,8 +19,8 @@ from typing_extensions import override
 
 from ..runtime import BatchCopies, CudaStreams
 from ..schedules import Stage, StreamName
-from ..sparse import keyed_jagged_tensors, note_lengths
-from ..tables import count_writes, optimizer_name
+from ..sparse import count_anew, keyed_jagged_tensors, note_lengths
+from ..tables import count_writes, optimizer_name, watch_lengths
 from .loops import StagedBatch
 from .run import HasRun
 
@@ -53,17 +53,22 @@ class WalksSteps(HasRun):
                 # Lightning passes non_blocking to tensors only: the host would wait for the others.
                 move = methodcaller("to", device, non_blocking=True)
                 batch = apply_to_collection(batch, Pipelineable, move, allow_frozen=True)
-            streams = self.streams if _has_own_hook(self.lightning_module, "on_after_batch_transfer") else None
+            has_hook = _has_own_hook(self.lightning_module, "on_after_batch_transfer")
+            streams = self.streams if has_hook else None
             if streams is not None:
                 # The user's hook may read what training_step writes. Without such a hook the copies do not wait.
                 streams.wait(StreamName.MEMCPY, streams.record(StreamName.COMPUTE))
             batch = super().batch_to_device(batch, device, dataloader_idx)
+            staged = keyed_jagged_tensors(batch)
+            if has_hook:
+                count_anew(staged)
             if torch.is_inference_mode_enabled():
-                count_writes(keyed_jagged_tensors(batch))
+                count_writes(staged)
+            watch_lengths(staged)
             if streams is not None:
                 self._transferred = streams.record(StreamName.MEMCPY)
         sparse = None if self._run is None or not self._release_features else self._run.sparse
-        if sparse is not None and any(kjt is own for kjt in keyed_jagged_tensors(batch) for own in loaded):
+        if sparse is not None and any(kjt is own for kjt in staged for own in loaded):
             reason = "no copy of them is made, so the data loader's own objects would lose their values"
             sparse.inputs.keep_features(f"the batch's KeyedJaggedTensors are on {device} already and {reason}")
         return batch

@@ -8,6 +8,7 @@ A *part* of a module is one sharding of its tables: one entry of TorchRec's `_in
 """
 
 from .delayed_gradients import GradientStash as GradientStash
+from .inputs import count_anew as count_anew
 from .inputs import keyed_jagged_tensors as keyed_jagged_tensors
 from .inputs import note_lengths as note_lengths
 from .options import SparseOptions as SparseOptions

@@ -18,7 +18,15 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from ..dense import saving_is_hooked
 from ..runtime import InFlightBatch
 from ..schedules import Stage, StreamName
-from ..tables import SentInput, count_backwards, has_model_parallel_tables, tbes, without_backward, without_graph
+from ..tables import (
+    SentInput,
+    count_backwards,
+    has_model_parallel_tables,
+    renew_counts,
+    tbes,
+    without_backward,
+    without_graph,
+)
 from .inputs import SparseInputs
 from .module_context import ModuleContext, Progress, autocast_of, wait_for
 from .pipelined_forward import (
@@ -134,6 +142,8 @@ class Answers:
                 name, index = pipelined.name, inflight.index
                 own = ModuleContext(name, index, pipelined.module, given, progress=Progress.SERVED)
                 look_up_now = partial(_look_up_deferring, inflight.modules.setdefault(name, own), look_up_now)
+        if isinstance(given, KeyedJaggedTensor):
+            renew_counts(given)
         if not in_backward and (outside := self._forwards.ids_outside(pipelined, given, inflight)) is not None:
             raise ValueError(outside)
         self._updates.make_before_forward(pipelined.name)

@@ -13,7 +13,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from ..preprocessing import StagedCalls
 from ..runtime import InFlightBatch, Path, resolve
 from ..schedules import Stage, StreamName
-from ..tables import SentInput, has_model_parallel_tables
+from ..tables import SentInput, has_model_parallel_tables, watch_lengths
 from .freed_features import release
 from .input_dist import InputExchange, splits_only
 from .input_sizes import check_types, types_in
@@ -85,6 +85,7 @@ class SparseInputs:
             streams.wait(stream, streams.record(StreamName.COMPUTE))
         with streams.on(stream):
             made = self.staged.make(inflight)
+        watch_lengths(keyed_jagged_tensors(made))
         for reader in (StreamName.DATA_DIST, StreamName.COMPUTE):
             streams.record_stream(made, reader)
         inflight.done[Stage.COPY_BATCH_TO_DEVICE] = (stream, streams.record(stream))
@@ -169,6 +170,17 @@ def note_lengths(kjts: Iterable[KeyedJaggedTensor]) -> None:
     for kjt in kjts:
         if kjt.device().type == "cpu":
             kjt.sync()
+
+
+def count_anew(kjts: Iterable[KeyedJaggedTensor]) -> None:
+    """Drop the numbers of `note_lengths` where lengths may have been written since; count again on the host.
+
+    The copy of lengths on the device has no write yet. An inference tensor does not count writes.
+    """
+    for kjt in kjts:
+        lengths = kjt.lengths()
+        if kjt.device().type == "cpu" or lengths.is_inference() or lengths._version:
+            note_lengths([kjt.unsync()])
 
 
 def _shared(kjt: KeyedJaggedTensor) -> KeyedJaggedTensor:

@@ -78,3 +78,5 @@ from .write_counts import fused_writes as fused_writes
 from .write_counts import has_dense_weights as has_dense_weights
 from .write_counts import num_fused_writes as num_fused_writes
 from .write_counts import num_writes as num_writes
+from .write_counts import renew_counts as renew_counts
+from .write_counts import watch_lengths as watch_lengths

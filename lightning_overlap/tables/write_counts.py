@@ -25,6 +25,7 @@ from .sharded_module import read_once, tbes
 from .supported_modules import sharded_modules
 
 _PARTS = ("_values", "_lengths", "_weights")
+_COUNTED_AT = "_counted_at"  # attribute of an input: write count of its lengths when its ids were counted
 
 
 class SentInput:
@@ -62,6 +63,20 @@ def count_writes(kjts: Iterable[KeyedJaggedTensor]) -> None:
             if isinstance(part, Tensor) and part.is_inference():
                 with torch.inference_mode(False):
                     setattr(kjt, name, part.clone())
+
+
+def watch_lengths(kjts: Iterable[KeyedJaggedTensor]) -> None:
+    """Let `renew_counts` find out whether the lengths of inputs are written from now on."""
+    for kjt in kjts:
+        vars(kjt)[_COUNTED_AT] = _version(kjt.lengths())
+
+
+def renew_counts(kjt: KeyedJaggedTensor) -> None:
+    """Drop the number of ids of each feature, which an input caches, if its lengths were written since."""
+    before = vars(kjt).get(_COUNTED_AT)
+    if before is not None and before != (now := _version(kjt.lengths())):
+        kjt.unsync()
+        vars(kjt)[_COUNTED_AT] = now
 
 
 class WatchedTable(TableBatchedEmbeddingSlice):  # type: ignore[misc]

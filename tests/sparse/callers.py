@@ -136,6 +136,23 @@ class WeighsInPlace(Model):
         return super().training_step(batch, batch_idx)
 
 
+def swap_lengths(batch: Batch) -> Batch:
+    """Give the first feature the lengths of the last one, and the other way round, in place."""
+    lengths = kjt_of(batch).lengths().view(len(kjt_of(batch).keys()), -1)
+    lengths.copy_(lengths.flip(0).clone())
+    return batch
+
+
+class SwapsLengths(Model):
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        return super().training_step(swap_lengths(batch), batch_idx)
+
+
+class SwapsLengthsInHook(Model):
+    def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
+        return swap_lengths(batch)
+
+
 class HashesSometimes(Model):
     """From batch 4 on, on all ranks alike; rank 0 is late then, by more than a rank looks for others."""
 
@@ -430,6 +447,8 @@ MODELS: dict[str, tuple[type[Model], Case]] = {
     "reentrant_lookup": (ReentrantLookup, ROWWISE_ADAGRAD),
     "hashes_in_place": (HashesInPlace, TABLE_WISE),
     "weighs_in_place": (WeighsInPlace, WEIGHTED),
+    "swaps_lengths": (SwapsLengths, TABLE_WISE),
+    "swaps_lengths_in_hook": (SwapsLengthsInHook, TABLE_WISE),
     "hashes_sometimes": (HashesSometimes, TABLE_WISE),
     "one_rank_looks_first": (OneRankLooksFirst, TABLE_WISE),
     "one_of_two_tasks": (OneOfTwoTasks, TABLE_WISE),

@@ -50,6 +50,8 @@ _CALLS = [
     ("names_all", "", SERVED),
     ("hashes_in_place", "", 0),
     ("weighs_in_place", "", 0),
+    ("swaps_lengths", "", 0),
+    ("swaps_lengths_in_hook", "swaps_lengths", SERVED),
     ("hashes_sometimes", "", 3),
     ("one_rank_looks_first", "plain", SERVED),
     ("one_of_two_tasks", "", 2),
@@ -62,7 +64,9 @@ def test_trains_as_the_plain_loop_does(two_ranks: Ranks, model: str, reference: 
     assert _same_as_by_hand(two_ranks, model, "fused_sparse_dist", reference).early == early
 
 
-@pytest.mark.parametrize("model", ["one_rank_looks_first", "one_of_two_tasks", "no_grad", "reentrant_lookup"])
+@pytest.mark.parametrize(
+    "model", ["one_rank_looks_first", "one_of_two_tasks", "no_grad", "reentrant_lookup", "swaps_lengths"]
+)
 def test_the_reference_mode_does_too(two_ranks: Ranks, model: str) -> None:
     reference = "plain" if model == "one_rank_looks_first" else ""
     assert _same_as_by_hand(two_ranks, model, "base", reference).early == 0
