@@ -90,7 +90,7 @@ def _check_reads(reads: Reads, *, trains: bool) -> None:
                 f"reads {name!r} of {type(module).__name__}, which is trained: an early call would read the weights of "
                 "an earlier step. Read it in training_step, or freeze it (requires_grad=False)"
             )
-        if name in _OF_THE_STEP and not (name == "trainer" and any((module, one) in reads for one in _FIXED)):
+        if name in _OF_THE_STEP:
             raise NotStagedError(f"uses self.{name}, which belongs to an earlier step then. Use it in training_step")
 
 
@@ -164,7 +164,13 @@ def _noting(cls: type, reads: Reads) -> type:
     def noting(self: Any, name: str) -> Any:
         if name not in _OF_EVERY_MODULE and not name.startswith("__"):
             reads[self, name] = None
-        return own(self, name)
+        if name not in _FIXED:
+            return own(self, name)
+        before = dict(reads)
+        value = own(self, name)
+        reads.clear()  # of what the property itself has read
+        reads.update(before)
+        return value
 
     return type(cls)(cls.__name__, (cls,), {"__getattribute__": noting, "__module__": cls.__module__})
 

@@ -211,6 +211,13 @@ class Logs(Refused):
         self.log("num_ids", float(len(kjt.values())))
 
 
+class AsksTheTrainer(Refused):
+    """The epoch alone, which Lightning also reads from the trainer, may be asked for."""
+
+    def differ(self, batch: Batch, kjt: KeyedJaggedTensor) -> None:
+        self.current_epoch + self.trainer.global_step
+
+
 class ReturnsAGraph(Hashes):
     @staged
     def make_input(self, batch: Batch) -> Any:
@@ -250,6 +257,7 @@ REFUSED: dict[type[Model], str] = {
     WritesIds: "changes its arguments (at 0.0.inputs.sparse.0.values)",
     LooksUp: "calls the sharded module 'ebc'",
     Logs: "uses self.log",
+    AsksTheTrainer: "uses self.trainer",
     ReturnsAGraph: "returns a tensor that requires grad",
 }
 
