@@ -201,7 +201,11 @@ class StagedCalls:
         """Return the objects in which inputs of modules are searched: the batch, and results of staged methods."""
         if not self.methods:
             return inflight.batch
-        return inflight.batch, {key: made.result for key, made in inflight.made.items()}
+        return inflight.batch, self.made_in(inflight)[1]
+
+    def made_in(self, inflight: InFlightBatch) -> Any:
+        """Return `searched` with the results of staged methods only."""
+        return None, {key: made.result for key, made in inflight.made.items()}
 
     def are_alike(self, path: Path, other: Path | None) -> bool:
         """Return whether both paths lead into the batch, or both into results of staged methods."""

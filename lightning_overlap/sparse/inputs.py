@@ -35,6 +35,7 @@ class SparseInputs:
         # unpipelined later on this rank, its columns stay.
         self._taking_part: list[str] = []
         self._is_first = True
+        self._at_first: list[tuple[Path, KeyedJaggedTensor]] = []  # inputs in the first batch before its step
         self.ready = False  # whether it is known which input of a batch feeds which module
         self.releases = options.releases  # whether the ids of a batch are freed once they have been sent
 
@@ -45,23 +46,27 @@ class SparseInputs:
 
     # -- which input feeds which module -------------------------------------------------------------------------
 
-    def check_types(self, inflight: InFlightBatch) -> None:
-        """Check the types of the first batch's inputs, which the modules' own forwards send."""
+    def begin_step(self, inflight: InFlightBatch) -> None:
+        """Before the first step, find the batch's inputs, which the step may take out of the batch; check their types.
+
+        The modules' own forwards send them in this step.
+        """
+        if not self.ready:
+            self._at_first = inputs_of(self.staged.searched(inflight))
         is_first, self._is_first = self._is_first, False
-        if not is_first or self._group is None:
-            return
-        if has_model_parallel_tables(ModuleList(self._forwards.modules)):
-            kjts = keyed_jagged_tensors(inflight.batch)
-            types = {f"the input of features {', '.join(one.keys())}": types_in(one.dist_tensors()) for one in kjts}
+        if is_first and self._group is not None and has_model_parallel_tables(ModuleList(self._forwards.modules)):
+            kjts = self._at_first
+            types = {f"the input of features {', '.join(one.keys())}": types_in(one.dist_tensors()) for _, one in kjts}
             check_types(types, self._group)
 
     def discover(self, inflight: InFlightBatch) -> None:
         """Find the inputs of the modules' calls in the staged batch, by identity: the stages are ready from then on.
 
-        All ranks call this after the forward of the same batch: they agree on what they have found.
+        An input that the step has put into the batch is not there early. All ranks call this after the forward of the same batch: they agree on what they have found.
         """
         self.staged.discover(inflight)
-        self._forwards.discover(self.staged.searched(inflight))
+        self._forwards.discover([*self._at_first, *inputs_of(self.staged.made_in(inflight))])
+        self._at_first = []
         self._taking_part = [name for name, pipelined in self._forwards.items() if pipelined.early]
         self.ready = True
         if self.staged.is_used:

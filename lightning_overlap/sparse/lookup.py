@@ -115,7 +115,7 @@ class SparseLookups:
     @contextmanager
     def forward(self, inflight: InFlightBatch, send_next: Callable[[], None]) -> Iterator[None]:
         """Serve early embeddings during the step of a batch; `inflight.ran_unpipelined` if a module runs its own."""
-        self._inputs.check_types(inflight)
+        self._inputs.begin_step(inflight)
         self._answers.begin(inflight, send_next)
         self._inputs.staged.begin(inflight)
         try:

@@ -16,7 +16,7 @@ from torchrec.sparse import jagged_tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from ..distributed import Mismatches, gather_objects
-from ..runtime import InFlightBatch, LookupOrder, Path, RangesLeftOut, is_profiled, leaves, resolve
+from ..runtime import InFlightBatch, LookupOrder, Path, RangesLeftOut, is_profiled, leaves
 from ..tables import (
     IdRanges,
     check_torchrec,
@@ -273,15 +273,15 @@ class PipelinedForwards(dict[str, PipelinedForward]):
 
     # -- which input feeds which module -------------------------------------------------------------------------
 
-    def discover(self, batch: Any) -> None:
-        """Find the inputs of the modules' calls in the staged batch, by identity; all ranks agree on the outcome."""
-        by_id = {id(kjt): path for path, kjt in inputs_of(batch)}
+    def discover(self, inputs: list[tuple[Path, KeyedJaggedTensor]]) -> None:
+        """Find the inputs of the modules' calls among those of the staged batch, by identity; all ranks agree."""
+        by_id, by_path = {id(kjt): path for path, kjt in inputs}, dict(inputs)
         mine = {name: _find(pipelined, by_id, self.options.step) for name, pipelined in self.items()}
         everyone = [mine] if self.group is None else gather_objects(mine, self.group)
         for name, pipelined in self.items():
             found = _agreed([theirs[name] for theirs in everyone])
             if not isinstance(found, str):
-                pipelined.path, pipelined.keys = found, frozenset(resolve(batch, found).keys())
+                pipelined.path, pipelined.keys = found, frozenset(by_path[found].keys())
             if pipelined.unpipelined_reason is not None:
                 self._warn_of_own_forward(pipelined, pipelined.unpipelined_reason, "")
             elif isinstance(found, str):

@@ -153,6 +153,13 @@ class SwapsLengthsInHook(Model):
         return swap_lengths(batch)
 
 
+class TakesOut(Model):
+    """Takes its input out of the batch."""
+
+    def embeddings(self, collection: str, batch: Batch) -> Any:
+        return getattr(self, collection)(batch.inputs.pop("sparse")[0])
+
+
 class HashesSometimes(Model):
     """From batch 4 on, on all ranks alike; rank 0 is late then, by more than a rank looks for others."""
 
@@ -449,6 +456,7 @@ MODELS: dict[str, tuple[type[Model], Case]] = {
     "weighs_in_place": (WeighsInPlace, WEIGHTED),
     "swaps_lengths": (SwapsLengths, TABLE_WISE),
     "swaps_lengths_in_hook": (SwapsLengthsInHook, TABLE_WISE),
+    "takes_out": (TakesOut, TABLE_WISE),
     "hashes_sometimes": (HashesSometimes, TABLE_WISE),
     "one_rank_looks_first": (OneRankLooksFirst, TABLE_WISE),
     "one_of_two_tasks": (OneOfTwoTasks, TABLE_WISE),

@@ -50,6 +50,7 @@ _CALLS = [
     ("names_all", "", SERVED),
     ("hashes_in_place", "", 0),
     ("weighs_in_place", "", 0),
+    ("takes_out", "plain", SERVED),
     ("swaps_lengths", "", 0),
     ("swaps_lengths_in_hook", "swaps_lengths", SERVED),
     ("hashes_sometimes", "", 3),
