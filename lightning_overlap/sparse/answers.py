@@ -27,6 +27,7 @@ from ..tables import (
     without_backward,
     without_graph,
 )
+from .input_sizes import check_types
 from .inputs import SparseInputs
 from .module_context import ModuleContext, Progress, autocast_of, wait_for
 from .pipelined_forward import (
@@ -198,7 +199,7 @@ class Answers:
         return reason is None
 
     def _check_form(self, pipelined: PipelinedForward, given: Any, inflight: InFlightBatch) -> None:
-        """If the types of an input have changed since the step before, check that they have changed on all ranks.
+        """Check an input's types on all ranks: at the first such call of a step, and if they have changed since.
 
         A module's own forward sends these tensors, and gloo ends the process on data of another size than expected.
         """
@@ -211,8 +212,11 @@ class Answers:
         form = given.lengths().dtype, given.values().dtype, None if weights is None else weights.dtype, varies
         number = len(pipelined.calls)  # calls of one step may differ
         before, pipelined.forms[number] = pipelined.forms.get(number), form
-        own_call = f"call {number} of {pipelined.name} in its own forward"
+        own_call, group = f"call {number} of {pipelined.name} in its own forward", self._forwards.group
         if before in (None, form) or not has_model_parallel_tables(pipelined.module):
+            compared = pipelined.is_over_all and has_model_parallel_tables(pipelined.module)
+            if before is None and group is not None and compared:
+                check_types({f"the input of {pipelined.name!r}": _in_words(form)}, group)
             self._forwards.served(own_call)
         else:
             problem = (

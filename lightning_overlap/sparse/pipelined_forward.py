@@ -138,6 +138,7 @@ class PipelinedForward:
         self.forms: dict[int, Any] = {}  # types of the tensors that its own forward has sent, by call of a step
         self.unpipelined_reason: str | None = why_never_early(module, group, prefetches=prefetches)
         """Why it runs in its own forward; None if it can be looked up early."""
+        self.is_over_all = self.unpipelined_reason is None  # whether its tables are surely sharded over all ranks
         self.calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []  # arguments of its calls in the step that runs
 
     def __str__(self) -> str:

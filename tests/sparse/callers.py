@@ -236,6 +236,15 @@ class TwoTypesInAStep(Model):
         return {key: first[key] + second[key] for key in first}
 
 
+class MakesOtherTypes(Model):
+    """Makes inputs whose ids are of int32 on rank 1."""
+
+    def embeddings(self, collection: str, batch: Batch) -> Any:
+        kjt = kjt_of(batch)
+        values = kjt.values().int() if dist.get_rank() == 1 else kjt.values()
+        return getattr(self, collection)(KeyedJaggedTensor(kjt.keys(), values, lengths=kjt.lengths()))
+
+
 class CalledMoreOnOneRank(Model):
     """Rank 0 looks up its data-parallel collection twice in batch 4, which has no collective for others to miss."""
 
@@ -468,6 +477,7 @@ MODELS: dict[str, tuple[type[Model], Case]] = {
     "types_differ_later": (Model, TABLE_WISE),
     "types_change": (Model, TABLE_WISE),
     "types_differ_later_replicated": (Model, REPLICATED),
+    "makes_other_types": (MakesOtherTypes, TABLE_WISE),
     "two_types_in_a_step": (TwoTypesInAStep, TABLE_WISE),
     "two_backwards": (TwoBackwards, ROWWISE_ADAGRAD),
     "schedules_by_hand": (SchedulesByHand, TABLE_WISE),

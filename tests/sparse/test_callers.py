@@ -190,6 +190,8 @@ def test_writes_under_an_update_that_is_still_to_come_are_refused(two_ranks: Ran
     [
         ("types_differ", "base", "features f0, f1, f2"),
         ("types_differ", "semi_sync", "features f0, f1, f2"),
+        ("makes_other_types", "base", "'ebc'"),
+        ("makes_other_types", "fused_sparse_dist", "'ebc'"),
         ("types_differ_later", "sparse_dist", "'ebc'"),
         ("types_differ_later", "fused_sparse_dist", "'ebc'"),
     ],
