@@ -99,9 +99,10 @@ _MOST_FOUND = 1 << 16
 """Each rank sends one number: its number of inputs found plus this constant times a checksum of their types."""
 
 
-def types_in(tensors: Iterable[Tensor]) -> str:
-    """Return the types of the tensors that an input is sent as, for `check_types`."""
-    parts = zip(("lengths", "ids", "weights"), tensors, strict=False)
+def types_in(labels: Sequence[str], tensors: Iterable[Tensor]) -> str:
+    """Return the types of the tensors that an input is sent as, for `check_types`; `labels` are TorchRec's."""
+    words = {"values": "ids", "strides": "batch sizes by feature"}
+    parts = zip((words.get(label, label) for label in labels), tensors, strict=True)
     return ", ".join(f"{part} of {str(tensor.dtype).removeprefix('torch.')}" for part, tensor in parts)
 
 
@@ -148,7 +149,7 @@ class InputSizes:
         for name, form in forms.items():
             state = inflight.modules.get(name)
             metas = [None] * len(form) if state is None else _metas_of(state.splits_awaitable)
-            types = self._types[name] = types_in(metas[0].input_tensors) if metas and metas[0] else ""
+            types = self._types[name] = types_in(metas[0].labels, metas[0].input_tensors) if metas and metas[0] else ""
             found = 0 if state is None else state.num_found + _MOST_FOUND * crc32(types.encode())
             self._columns.append([found] * group.size())
             for part, meta in zip(form, metas, strict=True):

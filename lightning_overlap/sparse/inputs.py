@@ -55,14 +55,16 @@ class SparseInputs:
             self._at_first = inputs_of(self.staged.searched(inflight))
         is_first, self._is_first = self._is_first, False
         if is_first and self._group is not None and has_model_parallel_tables(ModuleList(self._forwards.modules)):
-            kjts = self._at_first
-            types = {f"the input of features {', '.join(one.keys())}": types_in(one.dist_tensors()) for _, one in kjts}
+            with_weights = any(getattr(module, "takes_weights", True) is not False for module in self._forwards.modules)
+            kjts = [kjt for _, kjt in self._at_first]
+            types = {f"the input of features {', '.join(kjt.keys())}": _types(kjt, with_weights) for kjt in kjts}
             check_types(types, self._group)
 
     def discover(self, inflight: InFlightBatch) -> None:
         """Find the inputs of the modules' calls in the staged batch, by identity: the stages are ready from then on.
 
-        An input that the step has put into the batch is not there early. All ranks call this after the forward of the same batch: they agree on what they have found.
+        An input that the step has put into the batch is not there early. All ranks call this after the forward of the
+        same batch: they agree on what they have found.
         """
         self.staged.discover(inflight)
         self._forwards.discover([*self._at_first, *inputs_of(self.staged.made_in(inflight))])
@@ -186,6 +188,14 @@ def count_anew(kjts: Iterable[KeyedJaggedTensor]) -> None:
         lengths = kjt.lengths()
         if kjt.device().type == "cpu" or lengths.is_inference() or lengths._version:
             note_lengths([kjt.unsync()])
+
+
+def _types(kjt: KeyedJaggedTensor, with_weights: bool) -> str:
+    """Return the types of the tensors of an input that modules send; without weights if no module takes them."""
+    sent = dict(zip(kjt.dist_labels(), kjt.dist_tensors(), strict=True))
+    if not with_weights:
+        sent.pop("weights", None)
+    return types_in([*sent], sent.values())
 
 
 def _shared(kjt: KeyedJaggedTensor) -> KeyedJaggedTensor:

@@ -38,12 +38,14 @@ from .callers import (
     two_tasks_at_once,
     types_differ,
     types_differ_later,
+    weights_on_one_rank,
 )
 
 LAYOUTS: dict[str, Callable[[Case, int, int], Any]] = {
     "one_of_two_tasks": one_of_two_tasks,
     "two_tasks_at_once": two_tasks_at_once,
     "types_differ": types_differ,
+    "weights_on_one_rank": weights_on_one_rank,
     "types_differ_later": types_differ_later,
     "types_differ_later_replicated": types_differ_later,
     "types_change": lambda case, index, rank: types_differ(case, index, int(index >= 4)),  # on all ranks

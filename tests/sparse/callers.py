@@ -220,6 +220,15 @@ def types_differ(case: Case, index: int, rank: int) -> Batch:
     return Batch(batch.dense, {"sparse": (own, number)}, batch.labels)
 
 
+def weights_on_one_rank(case: Case, index: int, rank: int) -> Batch:
+    """Return a batch whose ids have weights on rank 1, which nobody reads."""
+    batch = fresh(case, index, rank)
+    kjt, number = batch.inputs["sparse"]
+    weights = torch.ones(len(kjt.values())) if rank == 1 else None
+    own = KeyedJaggedTensor(kjt.keys(), kjt.values(), weights=weights, lengths=kjt.lengths())
+    return Batch(batch.dense, {"sparse": (own, number)}, batch.labels)
+
+
 def types_differ_later(case: Case, index: int, rank: int) -> Batch:
     return types_differ(case, index, rank if index >= 4 else 0)
 
@@ -474,6 +483,7 @@ MODELS: dict[str, tuple[type[Model], Case]] = {
     "names_all": (NamesAll, TABLE_WISE),
     "trains_weights": (TrainsWeights, WEIGHTED),
     "types_differ": (Model, TABLE_WISE),
+    "weights_on_one_rank": (Model, TABLE_WISE),
     "types_differ_later": (Model, TABLE_WISE),
     "types_change": (Model, TABLE_WISE),
     "types_differ_later_replicated": (Model, REPLICATED),

@@ -51,6 +51,7 @@ _CALLS = [
     ("hashes_in_place", "", 0),
     ("weighs_in_place", "", 0),
     ("takes_out", "plain", SERVED),
+    ("weights_on_one_rank", "plain", SERVED),
     ("swaps_lengths", "", 0),
     ("swaps_lengths_in_hook", "swaps_lengths", SERVED),
     ("hashes_sometimes", "", 3),
