@@ -127,7 +127,7 @@ def _children(node: Any) -> list[tuple[tuple[str, Any], Any]] | None:
     elif isinstance(node, _NOT_SEARCHED):
         return None
     elif dataclasses.is_dataclass(node):
-        names = [field.name for field in dataclasses.fields(node)]
+        names = [field.name for field in dataclasses.fields(node) if hasattr(node, field.name)]
     else:
         names = [*(name for name in _slots(type(node)) if hasattr(node, name)), *getattr(node, "__dict__", ())]  # type: ignore[arg-type]
         if not names:

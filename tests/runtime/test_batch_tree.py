@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -19,6 +19,12 @@ from lightning_overlap.runtime.batch_tree import Path, leaves, path_text, resolv
 class Data:
     left: Any
     right: Any
+
+
+@dataclass
+class WithUnsetField:
+    left: Any
+    later: Any = field(init=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,3 +204,8 @@ def test_slots_and_batches_that_can_be_called_are_searched(batch: type) -> None:
     assert leaf is ids
     assert path == (("attr", "ids"),)
     assert resolve(batch(ids), path) is ids
+
+
+def test_a_field_that_is_not_set_is_passed_over() -> None:
+    leaf = Leaf()
+    assert found(WithUnsetField(leaf)) == [("batch.left", leaf)]
