@@ -42,8 +42,13 @@ def staged_methods(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
         members: dict[str, Any] = {}
         for cls in reversed(type(module).__mro__):
             members.update(vars(cls))
-        methods = [key for key, member in members.items() if inspect.isfunction(member) and hasattr(member, _MARK)]
+        methods = [key for key, member in members.items() if _is_staged(member)]
         if _MARK in vars(module):
             methods.append("forward")
         found |= {f"{name}.{method}".lstrip("."): (module, method) for method in methods}
     return found
+
+
+def _is_staged(member: Any) -> bool:
+    function = member.__func__ if isinstance(member, (staticmethod, classmethod)) else member
+    return inspect.isfunction(function) and hasattr(function, _MARK)

@@ -43,6 +43,16 @@ class Hashes(Model):
         return getattr(self, collection)(self.make_input(batch))
 
 
+class IsStatic(Model):
+    @staticmethod
+    @staged
+    def make_input(kjt: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        return hashed(kjt, 3)
+
+    def embeddings(self, collection: str, batch: Batch) -> Any:
+        return getattr(self, collection)(self.make_input(batch.inputs["sparse"][0]))
+
+
 class Preprocess(nn.Module):
     """A module of its own, as TorchRec's test models have them."""
 
@@ -263,6 +273,7 @@ REFUSED: dict[type[Model], str] = {
 
 _TRAINED = {
     "staged": Hashes,
+    "staged_static": IsStatic,
     "staged_modules": InModules,
     "staged_no_grad": UnderNoGrad,
     "staged_checkpointed": Checkpointed,

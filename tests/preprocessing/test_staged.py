@@ -27,6 +27,7 @@ NUM_MODULES = 2
     ("model", "early", "said"),
     [
         ("staged", SERVED, ""),
+        ("staged_static", SERVED, ""),
         ("staged_modules", SERVED, ""),
         ("staged_no_grad", SERVED, ""),
         ("staged_checkpointed", SERVED, ""),
