@@ -13,7 +13,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from ..preprocessing import StagedCalls
 from ..runtime import InFlightBatch, Path, resolve
 from ..schedules import Stage, StreamName
-from ..tables import SentInput, has_model_parallel_tables, watch_lengths
+from ..tables import SentInput, has_model_parallel_tables, renew_counts, watch_lengths
 from .freed_features import release
 from .input_dist import InputExchange, splits_only
 from .input_sizes import check_types, types_in
@@ -176,7 +176,9 @@ def note_lengths(kjts: Iterable[KeyedJaggedTensor]) -> None:
     """
     for kjt in kjts:
         if kjt.device().type == "cpu":
+            renew_counts(kjt)  # a data loader may yield it again, with other lengths
             kjt.sync()
+            watch_lengths([kjt])
 
 
 def count_anew(kjts: Iterable[KeyedJaggedTensor]) -> None:

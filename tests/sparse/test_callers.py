@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from torchrec import KeyedJaggedTensor
 
 from lightning_overlap import Schedule
+from lightning_overlap.sparse import note_lengths
 
 from ..support.ranks import RankError, Ranks
 from . import caller_fits
@@ -242,3 +244,11 @@ def test_weights_of_ids_are_trained_on_one_rank_alone(ranks: Ranks) -> None:
     for message in ranks.run(caller_fits.fails, "trains_weights", "fused_sparse_dist"):
         is_refused = "the weights of the ids passed to 'ebc' are trained" in message
         assert message == "no error" if ranks.world_size == 1 else is_refused
+
+
+def test_ids_are_counted_anew_where_a_loader_yields_an_input_again_with_other_lengths() -> None:
+    kjt = KeyedJaggedTensor(["f0", "f1"], torch.arange(4), lengths=torch.tensor([1, 0, 2, 1]))
+    note_lengths([kjt])
+    kjt.lengths().copy_(torch.tensor([1, 2, 0, 1]))
+    note_lengths([kjt])
+    assert kjt.length_per_key() == [3, 1]
