@@ -30,9 +30,7 @@ from ..support.cases import (
 from ..support.cases import dense_optimizer as dense_optimizer_of
 from ..support.fits import make_trainer, mode_and_options
 from ..support.reference import Result, collect
-from .callers import (
-    MODELS,
-    NUM_STEPS,
+from .caller_inputs import (
     fresh,
     one_of_two_tasks,
     two_tasks_at_once,
@@ -40,6 +38,7 @@ from .callers import (
     types_differ_later,
     weights_on_one_rank,
 )
+from .callers import MODELS, NUM_STEPS
 
 LAYOUTS: dict[str, Callable[[Case, int, int], Any]] = {
     "one_of_two_tasks": one_of_two_tasks,

@@ -14,7 +14,7 @@ from torchrec import KeyedJaggedTensor
 
 from ..support.cases import NUM_ROWS, TABLE_WISE, WEIGHTED, Batch, Case, Model, TableSpec
 from ..support.fits import make_strategy, make_trainer
-from .callers import HashesInPlace, fresh, kjt_of
+from .caller_inputs import HashesInPlace, fresh, kjt_of
 
 NUM_STEPS, WRONG = 6, 3
 """How many batches there are, and which one is wrong."""
