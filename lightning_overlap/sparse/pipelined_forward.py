@@ -334,6 +334,8 @@ def _find(pipelined: PipelinedForward, by_id: Mapping[int, Path], step: str) -> 
     given = only_input(args, kwargs)
     if id(given) in by_id:
         return by_id[id(given)]
+    if given is not None and not isinstance(given, KeyedJaggedTensor):
+        return f"its input is a {type(given).__name__}, and only a KeyedJaggedTensor can be sent early"
     kind = type(given).__name__ if given is not None else f"{len(args)} arguments and {sorted(kwargs)}"
     return (
         f"its input ({kind}) is made inside {step}, it is not an object of the batch (whose dataclass fields, "

@@ -39,6 +39,7 @@ def test_input_given_by_name(two_ranks: Ranks) -> None:
     ("model", "early", "reason"),
     [
         ("made_in_step", 0, "its input (KeyedJaggedTensor) is made inside training_step"),
+        ("gives_tensor_dict", 0, "its input is a TensorDict, and only a KeyedJaggedTensor can be sent early"),
         ("called_twice", 0, "it was called more than once in a step"),
         # What was looked up before the reason showed may still be used.
         ("called_twice_later", 5, "it was called more than once in a step"),

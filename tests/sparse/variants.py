@@ -10,6 +10,7 @@ from unittest import mock
 
 import torch
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
+from tensordict import TensorDict
 from torch import Tensor
 from torch.utils.data import DataLoader
 from torchrec import KeyedJaggedTensor
@@ -121,6 +122,17 @@ class MadeInStep(Model):
 
     def embeddings(self, collection: str, batch: Batch) -> Any:
         return getattr(self, collection)(_copy(_kjt(batch)))
+
+
+class GivesTensorDict(Model):
+    """Gives the module its ids in the other form that TorchRec takes."""
+
+    def embeddings(self, collection: str, batch: Batch) -> Any:
+        parts = {
+            key: torch.nested.nested_tensor_from_jagged(part.values(), part.offsets())
+            for key, part in _kjt(batch).to_dict().items()
+        }
+        return getattr(self, collection)(TensorDict(parts, batch_size=[len(batch.labels)]))
 
 
 class OtherIdsFrom5(Model):
@@ -236,6 +248,7 @@ class Raises(Model):
 MODELS: dict[str, tuple[Any, Any]] = {
     "any_structure": (AnyStructure, TABLE_WISE),
     "made_in_step": (MadeInStep, TABLE_WISE),
+    "gives_tensor_dict": (GivesTensorDict, TABLE_WISE),
     "other_ids_from_5": (OtherIdsFrom5, TABLE_WISE),
     "called_twice": (CalledTwice, TABLE_WISE),
     "called_twice_later": (CalledTwiceLater, TABLE_WISE),
