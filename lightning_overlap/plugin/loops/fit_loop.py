@@ -65,6 +65,13 @@ class _FitLoopMixin(_FitLoop):
             self.trainer.val_check_batch = max(1, int(self.max_batches * interval))
 
     @override
+    def on_load_checkpoint(self, state_dict: dict[str, Any]) -> None:
+        super().on_load_checkpoint(state_dict)
+        # configure_optimizers may have asked for the number of steps. The loaders that were made for that have neither
+        # their own states of the checkpoint nor the data module's.
+        self._combined_loader = None
+
+    @override
     def on_save_checkpoint(self) -> dict[str, Any]:
         state_dict = super().on_save_checkpoint()
         fetcher = self._data_fetcher
