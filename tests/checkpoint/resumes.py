@@ -195,6 +195,41 @@ def seen_with_a_data_module(folder: str) -> list[int]:
     return [index for _, _, index in model.seen]
 
 
+class Numbered(Dataset):
+    """Batches by index, which a sampler of Lightning's deals out to the ranks in an order of each epoch's own."""
+
+    def __len__(self) -> int:
+        return 2 * EPOCH
+
+    def __getitem__(self, index: int) -> Any:
+        return make_batch(TABLE_WISE, index, 0)
+
+
+def _only(batches: list[Any]) -> Any:
+    return batches[0]
+
+
+def seen_in_the_order_of_a_sampler(folder: str, resume: str | None, save_at: tuple[int, ...] = ()) -> list[Any]:
+    """Train or go on, in the middle of an epoch (`step=...`) with a stateful loader, else with a worker."""
+    model = Watched(TABLE_WISE)
+    is_stateful = bool(save_at) or (resume is not None and resume.startswith("step"))
+    kind, workers = (StatefulDataLoader, 0) if is_stateful else (DataLoader, 1)
+    context = "fork" if workers else None
+    data = kind(
+        Numbered(), 1, shuffle=not is_stateful, collate_fn=_only, num_workers=workers, multiprocessing_context=context
+    )
+    trainer = make_trainer(
+        make_strategy(model),
+        callbacks=[SaveSteps(folder, save_at or (-1,))],
+        max_epochs=3,
+        use_distributed_sampler=True,
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.fit(model, data, ckpt_path=None if resume is None else f"{folder}/{resume}.ckpt")
+    return model.seen
+
+
 def train_by_name(pipeline: str, folder: str, resumes: bool) -> tuple[Result, int]:
     """Train two epochs, or the second alone; return the end, and the number of parts of the module's tables."""
     case = dataclasses.replace(ROWWISE_ADAGRAD, tables=TABLE_WISE.tables)

@@ -82,6 +82,18 @@ def test_loaders_made_before_the_checkpoint_was_loaded_are_made_again(two_ranks:
         assert seen == list(range(EPOCH, 2 * EPOCH))
 
 
+@pytest.mark.parametrize(("stop", "save_at"), [(EPOCH + 3, (EPOCH + 3,)), (EPOCH, ()), (2 * EPOCH, ())])
+def test_a_resumed_epoch_has_its_own_order(
+    two_ranks: Ranks, stop: int, save_at: tuple[int, ...], tmp_path: Path
+) -> None:
+    whole = two_ranks.run(resumes.seen_in_the_order_of_a_sampler, str(tmp_path), None, save_at)
+    name = f"step={stop}" if save_at else f"epoch={stop // EPOCH - 1}"
+    rest = two_ranks.run(resumes.seen_in_the_order_of_a_sampler, str(tmp_path), name)
+    for expected, actual in zip(whole, rest, strict=True):
+        assert len(expected) == 3 * EPOCH
+        assert actual == expected[stop:]
+
+
 @pytest.mark.parametrize("pipeline", MODES)
 def test_a_checkpoint_does_not_count_lookups_of_batches_to_come(ranks: Ranks, pipeline: str, tmp_path: Path) -> None:
     """FBGEMM counts in the forward, and Adam corrects its bias by that: the batch ahead is looked up again."""
