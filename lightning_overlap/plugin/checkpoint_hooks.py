@@ -112,7 +112,8 @@ class SavesShards(HasRun):
             checkpoints.write_file(content, path, self.checkpoint_group, also=first)
         else:
             checkpoints.check_folder_path(filepath, storage_options)
-            asynchronous = self.async_checkpoint and self._running_trainer is not None  # else nothing would wait for it
+            # Outside of training nothing would wait for it, nor raise its error.
+            asynchronous = self.async_checkpoint and self._running_trainer is not None and self._fits
             self._folder_saver.save(checkpoint, path, module, asynchronous=asynchronous, also=first)
         self._take_newest(path, resumable)
 

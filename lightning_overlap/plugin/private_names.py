@@ -21,7 +21,10 @@ PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
     "lightning.pytorch.trainer.call": ("_call_callback_hooks", "_call_lightning_module_hook", "_call_strategy_hook"),
     "_DataLoaderIterDataFetcher": ("_batch", "_batch_idx", "_dataloader_idx", "_start_profiler", "_stop_profiler"),
     "_EvaluationLoop": (*_OF_BOTH, "_evaluation_step", "_is_sequential"),
-    "_FitLoop": ("_data_fetcher", "_should_reload_train_dl", "setup_data"),
+    "_FitLoop": (
+        *("_combined_loader", "_data_fetcher", "_load_combined_loader_states", "_should_reload_train_dl"),
+        "setup_data",
+    ),
     "_MultiProcessingLauncher": ("_collect_rank_zero_results", "_start_method", "_strategy"),
     "_PredictionLoop": (*_OF_BOTH, "_predict_step", "_return_predictions", "_store_data_for_prediction_writer"),
     "_ResultMetric": ("_computed", "_defaults", "_forward_cache"),

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.callbacks import Callback
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_overlap import OverlapEmbeddingStrategy
@@ -134,12 +134,26 @@ class Watched(Model):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
 
 
+class AsksForSteps(Watched):
+    """Asks for the number of steps, for which Lightning sets up the data before it loads a checkpoint."""
+
+    def configure_optimizers(self) -> Any:
+        assert self.trainer.estimated_stepping_batches == EPOCH * EPOCHS
+        return super().configure_optimizers()
+
+
 def train_from(
-    pipeline: str, kind: str, folder: str, resume: str | None, save_at: tuple[int, ...] = (), epochs: int = EPOCHS
+    pipeline: str,
+    kind: str,
+    folder: str,
+    resume: str | None,
+    save_at: tuple[int, ...] = (),
+    epochs: int = EPOCHS,
+    kind_of_model: type[Watched] = Watched,
 ) -> tuple[Result, Any]:
     """Train, saving after some steps and each epoch; or go on. Return the end, and what was seen."""
     torch.manual_seed(3)
-    model = Watched(ROWWISE_ADAGRAD)
+    model = kind_of_model(ROWWISE_ADAGRAD)
     strategy = make_strategy(model, pipeline)
     callbacks = [SaveSteps(folder, save_at)]
     trainer = make_trainer(strategy, callbacks=callbacks, max_epochs=epochs)
@@ -153,6 +167,67 @@ def train_from(
     lr = trainer.optimizers[0].param_groups[0]["lr"]
     progress = (trainer.global_step, trainer.current_epoch, lr)
     return collect(model, trainer.optimizers[0], losses), (model.seen, model.epochs, progress)
+
+
+class Moves(LightningDataModule):
+    """Has a state: a resumed fit has the next batches."""
+
+    first = 0
+
+    def train_dataloader(self) -> Any:
+        rank = self.trainer.global_rank
+        return DataLoader([make_batch(TABLE_WISE, self.first + i, rank) for i in range(EPOCH)], batch_size=None)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"first": self.first + EPOCH}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.first = state["first"]
+
+
+def seen_with_a_data_module(folder: str) -> list[int]:
+    """Train an epoch, and the next one from its checkpoint; return the batches of the latter."""
+    path = f"{folder}/epoch=0.ckpt"
+    for resume in (None, path):
+        model, save = AsksForSteps(TABLE_WISE), SaveSteps(folder, () if resume else (EPOCH,))
+        trainer = make_trainer(make_strategy(model), callbacks=[save], max_epochs=EPOCHS, limit_train_batches=EPOCH)
+        trainer.fit(model, datamodule=Moves(), ckpt_path=resume)
+    return [index for _, _, index in model.seen]
+
+
+class Numbered(Dataset):
+    """Batches by index, which a sampler of Lightning's deals out to the ranks in an order of each epoch's own."""
+
+    def __len__(self) -> int:
+        return 2 * EPOCH
+
+    def __getitem__(self, index: int) -> Any:
+        return make_batch(TABLE_WISE, index, 0)
+
+
+def _only(batches: list[Any]) -> Any:
+    return batches[0]
+
+
+def seen_in_the_order_of_a_sampler(folder: str, resume: str | None, save_at: tuple[int, ...] = ()) -> list[Any]:
+    """Train or go on, in the middle of an epoch (`step=...`) with a stateful loader, else with a worker."""
+    model = Watched(TABLE_WISE)
+    is_stateful = bool(save_at) or (resume is not None and resume.startswith("step"))
+    kind, workers = (StatefulDataLoader, 0) if is_stateful else (DataLoader, 1)
+    context = "fork" if workers else None
+    data = kind(
+        Numbered(), 1, shuffle=not is_stateful, collate_fn=_only, num_workers=workers, multiprocessing_context=context
+    )
+    trainer = make_trainer(
+        make_strategy(model),
+        callbacks=[SaveSteps(folder, save_at or (-1,))],
+        max_epochs=3,
+        use_distributed_sampler=True,
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.fit(model, data, ckpt_path=None if resume is None else f"{folder}/{resume}.ckpt")
+    return model.seen
 
 
 def train_by_name(pipeline: str, folder: str, resumes: bool) -> tuple[Result, int]:

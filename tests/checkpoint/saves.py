@@ -63,6 +63,27 @@ def save_while_training(case: Case, path: str) -> tuple[Trained, bool]:
     return dataclasses.replace(trained, whole=saver.parts), saver.whole_at_once
 
 
+def save_in_an_evaluation(path: str, *, fails: bool) -> str:
+    """Save in `validate` with `async_checkpoint`; return what its caller finds."""
+
+    class Saves(Callback):
+        def on_validation_end(self, trainer: Trainer, module: Any) -> None:
+            trainer.save_checkpoint(path)
+
+    def no_space(*args: Any) -> None:
+        raise OSError("no space")
+
+    model, data = Model(TABLE_WISE), Batches(TABLE_WISE, 2)
+    data.val_dataloader = data.train_dataloader  # type: ignore[method-assign]
+    strategy = OverlapEmbeddingStrategy(sharding="table_wise", async_checkpoint=True)
+    with mock.patch.object(sharded_folder, "_write", no_space if fails else sharded_folder._write):
+        try:
+            make_trainer(strategy, callbacks=[Saves()]).validate(model, datamodule=data, verbose=False)
+        except OSError as err:
+            return str(err)
+    return "whole" if sharded_folder.is_folder(Path(path)) else "nothing"
+
+
 class LoadsAtTheEnd(Callback):
     """Puts the state of a checkpoint back, after training."""
 

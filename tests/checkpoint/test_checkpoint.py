@@ -309,6 +309,12 @@ def test_an_asynchronous_save_holds_the_state_of_its_step(ranks: Ranks, case: Ca
     assert not torch.equal(now, whole(trained)["t0"]), "nothing was trained meanwhile"
 
 
+@pytest.mark.parametrize(("fails", "found"), [(False, "whole"), (True, "no space")])
+def test_a_save_in_an_evaluation_ends_there(two_ranks: Ranks, fails: bool, found: str, tmp_path: Path) -> None:
+    """No end of a fit waits for it."""
+    assert two_ranks.run(saves.save_in_an_evaluation, str(tmp_path / "a.ckpt"), fails=fails) == [found] * 2
+
+
 def test_an_asynchronous_save_that_fails_is_an_error_on_every_rank(two_ranks: Ranks, tmp_path: Path) -> None:
     for message in two_ranks.run(saves.fail_while_training, str(tmp_path / "a.ckpt")):
         assert "could not write the checkpoint" in message[0]

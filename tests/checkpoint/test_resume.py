@@ -20,13 +20,13 @@ EXACT = [name for name, mode in MODES.items() if mode.staleness == 0]
 
 
 def assert_same(
-    ranks: Ranks, pipeline: str, kind: str, stops: tuple[int, ...], folder: str, epochs: int = EPOCHS
+    ranks: Ranks, pipeline: str, kind: str, stops: tuple[int, ...], folder: str, epochs: int = EPOCHS, **kwargs: Any
 ) -> None:
     """Train at once, then from every stop, and from the end of the first epoch."""
-    all_at_once = ranks.run(train_from, pipeline, kind, folder, None, stops, epochs)
+    all_at_once = ranks.run(train_from, pipeline, kind, folder, None, stops, epochs, **kwargs)
     names = {f"step={stop}": stop for stop in stops} | ({"epoch=0": EPOCH} if epochs > 1 else {})
     for name, stop in names.items():
-        resumed = ranks.run(train_from, pipeline, kind, folder, name, (), epochs)
+        resumed = ranks.run(train_from, pipeline, kind, folder, name, (), epochs, **kwargs)
         for (whole, (all_seen, ended, progress)), (rest, (seen, ended_later, later)) in zip(
             all_at_once, resumed, strict=True
         ):
@@ -73,6 +73,25 @@ def test_torchdata_with_workers(get_ranks: Any, kind: str, tmp_path: Path) -> No
 def test_a_shuffled_epoch_goes_on_in_its_order(two_ranks: Ranks, tmp_path: Path) -> None:
     """The order of the epoch after it is drawn anew: torchdata 0.11 does not restore the generator itself."""
     assert_same(two_ranks, "fused_sparse_dist", "shuffled-0", (3, EPOCH - 1), str(tmp_path), epochs=1)
+
+
+def test_loaders_made_before_the_checkpoint_was_loaded_are_made_again(two_ranks: Ranks, tmp_path: Path) -> None:
+    stops = (3, EPOCH, EPOCH + 2)
+    assert_same(two_ranks, "base", "own-sized", stops, str(tmp_path), kind_of_model=resumes.AsksForSteps)
+    for seen in two_ranks.run(resumes.seen_with_a_data_module, str(tmp_path)):
+        assert seen == list(range(EPOCH, 2 * EPOCH))
+
+
+@pytest.mark.parametrize(("stop", "save_at"), [(EPOCH + 3, (EPOCH + 3,)), (EPOCH, ()), (2 * EPOCH, ())])
+def test_a_resumed_epoch_has_its_own_order(
+    two_ranks: Ranks, stop: int, save_at: tuple[int, ...], tmp_path: Path
+) -> None:
+    whole = two_ranks.run(resumes.seen_in_the_order_of_a_sampler, str(tmp_path), None, save_at)
+    name = f"step={stop}" if save_at else f"epoch={stop // EPOCH - 1}"
+    rest = two_ranks.run(resumes.seen_in_the_order_of_a_sampler, str(tmp_path), name)
+    for expected, actual in zip(whole, rest, strict=True):
+        assert len(expected) == 3 * EPOCH
+        assert actual == expected[stop:]
 
 
 @pytest.mark.parametrize("pipeline", MODES)

@@ -10,6 +10,7 @@ from collections import OrderedDict
 from contextlib import ExitStack
 from typing import Any
 
+from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.pytorch import Trainer
 from lightning.pytorch.loops.fetchers import _DataFetcher, _PrefetchDataFetcher
 from lightning.pytorch.loops.fit_loop import _FitLoop
@@ -63,6 +64,23 @@ class _FitLoopMixin(_FitLoop):
         interval = self.trainer.val_check_interval
         if isinstance(interval, float) and self.trainer.val_check_batch is not None:
             self.trainer.val_check_batch = max(1, int(self.max_batches * interval))
+
+    @override
+    def _load_combined_loader_states(self) -> None:
+        # A resumed fit goes on with the iterator that is made next. Lightning tells samplers the epoch only after it.
+        assert self._combined_loader is not None
+        epochs = self.epoch_progress.current
+        ended = self.epoch_loop.batch_progress.is_last_batch and epochs.processed < epochs.started
+        for loader in self._combined_loader.flattened:
+            _set_sampler_epoch(loader, epochs.processed + ended)
+        super()._load_combined_loader_states()
+
+    @override
+    def on_load_checkpoint(self, state_dict: dict[str, Any]) -> None:
+        super().on_load_checkpoint(state_dict)
+        # configure_optimizers may have asked for the number of steps. The loaders that were made for that have neither
+        # their own states of the checkpoint nor the data module's.
+        self._combined_loader = None
 
     @override
     def on_save_checkpoint(self) -> dict[str, Any]:
