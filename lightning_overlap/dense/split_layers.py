@@ -61,6 +61,7 @@ class SplitLayers:
         agree: Called once with the modules that this rank cannot split, by name with the reason; returns the modules
             that some rank cannot split.
         all_reduce: Waits for the all-reduce of gradients; None if the backward does.
+        sends_gradients: Whether gradients of the present step are sent to other ranks, not accumulated for a later one.
     """
 
     def __init__(
@@ -69,9 +70,10 @@ class SplitLayers:
         without: Iterable[nn.Module] = (),
         agree: Callable[[dict[str, str]], Mapping[str, str]] = lambda whole: whole,
         all_reduce: LateAllReduce | None = None,
+        sends_gradients: Callable[[], bool] = lambda: True,
     ) -> None:
         self.layers = list(_candidates(model, {id(part) for module in without for part in module.modules()}))
-        self._agree, self._all_reduce = agree, all_reduce
+        self._agree, self._all_reduce, self._sends_gradients = agree, all_reduce, sends_gradients
         self._pending: dict[SplitLayer, list[_Call]] = {}  # calls of this step's backward, in its order
         self._uses: Uses | None = Uses()
         self._inside = False  # a larger module that is split as one
@@ -112,7 +114,11 @@ class SplitLayers:
     def begin_backward(self, loss: Tensor) -> None:
         """Begin the backward whose weight gradients are computed later; `compute` ends it."""
         if self._splits and self._uses is not None and loss.requires_grad:
-            self._discover(self._uses, loss)
+            # The first backward that sends gradients gives DistributedDataParallel the order of its buckets.
+            if self._sends_gradients():
+                self._discover(self._uses, loss)
+            else:
+                self._uses = Uses()
         self._in_backward = self._splits
         self._before = [(weight, _state(weight)) for layer in self._split for weight in layer.weights]
         if self._all_reduce is not None:

@@ -68,6 +68,9 @@ class Deep(Model):
             self.top[4] = Attends()
         if kind == "sparse":
             self.shift = nn.Embedding(4, width, sparse=True)
+        if kind == "norms":
+            parts = [nn.Linear(width, width), nn.Tanh(), nn.LayerNorm(width)]
+            self.top = nn.Sequential(*copy.deepcopy(parts), *copy.deepcopy(parts), *parts, nn.Linear(width, 1))
         if kind == "compiled":
             self.top[3] = torch.compile(self.top[3], backend="eager")
         if kind == "post_hook":

@@ -101,6 +101,16 @@ def test_above_two_ranks_and_on_one(get_ranks: Callable[..., Ranks]) -> None:
         assert words in actual[0][2]
 
 
+def test_accumulated_gradients_of_three_ranks(get_ranks: Callable[..., Ranks]) -> None:
+    """The first backward that sends gradients gives DistributedDataParallel the order of its buckets: it runs whole."""
+    ranks = get_ranks(3)
+    options: dict[str, Any] = {"bucket_cap_mb": 0.002}
+    expected = ranks.run(split_backwards.fit, "norms", "base", options, False, accumulate_grad_batches=2)
+    actual = ranks.run(split_backwards.fit, "norms", "split_backward", options, False, accumulate_grad_batches=2)
+    assert reference.differences([a for a, *_ in actual], [e for e, *_ in expected]) == [[]] * 3
+    assert "weight gradients of bottom, top.0, top.3, top.6, top.9 come after the backward" in actual[0][2]
+
+
 def test_a_hook_that_raises_in_the_second_half_ends_all_ranks(two_ranks: Ranks) -> None:
     with pytest.raises(RankError, match="a hook of the user's in the second half"):
         two_ranks.run(split_backwards.fit, "raises", "split_backward", {}, False)
