@@ -104,12 +104,13 @@ class SplitLayers:
         if self._uses is not None:
             self._uses.forget_calls()  # of a step without a backward
         for layer in self._split if splits else ():
-            vars(layer.module)["forward"] = layer.forward
+            vars(layer.module).setdefault("forward", layer.forward)  # a callback may have given it one
 
     def end_forward(self) -> None:
         """End the forward: callbacks, evaluations and copies of modules find their own forwards."""
         for layer in self._split:
-            vars(layer.module).pop("forward", None)
+            if vars(layer.module).get("forward") is layer.forward:
+                del vars(layer.module)["forward"]
 
     def begin_backward(self, loss: Tensor) -> None:
         """Begin the backward whose weight gradients are computed later; `compute` ends it."""

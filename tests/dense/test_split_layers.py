@@ -94,7 +94,7 @@ def train(model: nn.Module, split: SplitLayers | None, **context: Any) -> list[T
             split.finish()
         found += [weight.grad.clone() for weight in model.parameters() if weight.grad is not None]
         optimizer.step()
-    if split is not None:
+    if split is not None and context.get("detaches", True):
         split.detach()
         assert all("forward" not in vars(module) for module in model.modules())
     return found
@@ -251,6 +251,24 @@ def test_a_first_step_without_a_loss_shows_nothing() -> None:
     layers.end_forward()
     train(model, layers)
     assert list(layers.names) == ALL
+
+
+@pytest.mark.parametrize("first", [0])
+def test_a_forward_that_a_callback_gives_a_layer_is_called_and_stays(first: int) -> None:
+    """Before the first step or later: in `on_train_start`, say."""
+
+    def trained(splits: bool) -> list[Tensor]:
+        model = make()
+        layers = SplitLayers(model) if splits else None
+        found = train(model, layers, detaches=False) if first else []
+        own = model.second.forward
+        model.second.forward = lambda given: own(given) * 2  # type: ignore[method-assign]
+        patched = model.second.forward
+        found += train(model, layers, detaches=False)
+        assert vars(model.second)["forward"] is patched
+        return found
+
+    assert all(torch.equal(a, b) for a, b in zip(trained(True), trained(False), strict=True))
 
 
 def test_layers_that_are_frozen_in_the_middle_of_a_run_get_no_gradients() -> None:
