@@ -78,7 +78,7 @@ class SplitLayers:
         self._uses: Uses | None = Uses()
         self._inside = False  # a larger module that is split as one
         self._in_backward = self._splits = False
-        self._before: list[tuple[nn.Parameter, object]] = []  # each weight's gradient as the backward began
+        self._before: list[tuple[SplitLayer, Tensor, object]] = []  # each weight's gradient as the backward began
         self._split = [layer for layer in self.layers if layer.why_whole is None]
         for layer in self._split:
             layer.forward = _Forward(self._forward, layer, layer.module.forward)
@@ -121,14 +121,14 @@ class SplitLayers:
             else:
                 self._uses = Uses()
         self._in_backward = self._splits
-        self._before = [(weight, _state(weight)) for layer in self._split for weight in layer.weights]
+        self._before = [(layer, weight, _state(weight)) for layer in self._split for weight in layer.weights]
         if self._all_reduce is not None:
             self._all_reduce.is_late = self._splits
 
     def compute(self) -> None:
         """Compute the weight gradients that the backward has left, in a backward of their own."""
         self._in_backward = False
-        if self._pending and any(_state(weight) != before for weight, before in self._before):
+        if any(layer in self._pending and _state(weight) != before for layer, weight, before in self._before):
             raise RuntimeError(
                 "a weight got a gradient from outside of its layer, which the first step has not shown: its layer's "
                 "backward cannot be split. Use pipeline='fused_sparse_dist'."

@@ -253,7 +253,7 @@ def test_a_first_step_without_a_loss_shows_nothing() -> None:
     assert list(layers.names) == ALL
 
 
-@pytest.mark.parametrize("first", [0])
+@pytest.mark.parametrize("first", [0, 1])
 def test_a_forward_that_a_callback_gives_a_layer_is_called_and_stays(first: int) -> None:
     """Before the first step or later: in `on_train_start`, say."""
 
