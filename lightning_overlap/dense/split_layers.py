@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
+from torch.utils.hooks import RemovableHandle
 
 from .graph import Uses
 from .late_all_reduce import LateAllReduce
@@ -79,6 +80,8 @@ class SplitLayers:
         self._inside = False  # a larger module that is split as one
         self._in_backward = self._splits = False
         self._before: list[tuple[SplitLayer, Tensor, object]] = []  # each weight's gradient as the backward began
+        self._watches: list[RemovableHandle] = []  # hooks of weights whose gradients are parts of buckets
+        self._from_outside: set[SplitLayer] = set()  # layers whose weights these hooks have seen get a gradient
         self._split = [layer for layer in self.layers if layer.why_whole is None]
         for layer in self._split:
             layer.forward = _Forward(self._forward, layer, layer.module.forward)
@@ -95,6 +98,7 @@ class SplitLayers:
         if self._all_reduce is not None:
             self._all_reduce.forget()
         self._in_backward = self._splits = False
+        self._end_watches()
 
     # -- a step -------------------------------------------------------------------------------------------------
 
@@ -121,14 +125,23 @@ class SplitLayers:
             else:
                 self._uses = Uses()
         self._in_backward = self._splits
-        self._before = [(layer, weight, _state(weight)) for layer in self._split for weight in layer.weights]
+        self._end_watches()
+        self._before.clear()
+        self._from_outside.clear()
+        for layer, weight in ((layer, weight) for layer in self._split for weight in layer.weights):
+            if not _is_in_bucket(weight.grad):
+                self._before.append((layer, weight, _state(weight)))
+            elif weight.requires_grad:
+                self._watches.append(weight.register_hook(lambda _, layer=layer: self._from_outside.add(layer)))
         if self._all_reduce is not None:
             self._all_reduce.is_late = self._splits
 
     def compute(self) -> None:
         """Compute the weight gradients that the backward has left, in a backward of their own."""
         self._in_backward = False
-        if any(layer in self._pending and _state(weight) != before for layer, weight, before in self._before):
+        self._end_watches()
+        outside = {layer for layer, weight, before in self._before if _state(weight) != before} | self._from_outside
+        if outside & self._pending.keys():
             raise RuntimeError(
                 "a weight got a gradient from outside of its layer, which the first step has not shown: its layer's "
                 "backward cannot be split. Use pipeline='fused_sparse_dist'."
@@ -145,6 +158,11 @@ class SplitLayers:
         """Wait for the all-reduce of gradients; afterwards they are complete."""
         if self._all_reduce is not None:
             self._all_reduce.wait()
+
+    def _end_watches(self) -> None:
+        for watch in self._watches:
+            watch.remove()
+        self._watches.clear()
 
     def _discover(self, uses: Uses, loss: Tensor) -> None:
         """Find out from the graph of the first step's loss which modules can be split; forget the others."""
@@ -227,6 +245,11 @@ class _Halves(torch.autograd.Function):
 def _state(weight: Tensor) -> object:
     """Return a value that changes when a gradient is added to a weight's gradient."""
     return None if weight.grad is None else (id(weight.grad), weight.grad._version)
+
+
+def _is_in_bucket(gradient: Tensor | None) -> bool:
+    """Whether a gradient has its memory, and so its version, in common with others (`gradient_as_bucket_view`)."""
+    return gradient is not None and gradient.untyped_storage().nbytes() > gradient.nbytes
 
 
 def _candidates(model: nn.Module, without: set[int]) -> Iterator[SplitLayer]:

@@ -143,6 +143,32 @@ def test_both_halves_are_the_whole_backward(
     assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
+@pytest.mark.parametrize("in_bucket", [False, True])
+def test_a_later_use_of_a_weight_outside_of_its_layer_is_an_error(in_bucket: bool) -> None:
+    """Also where gradients are views of DistributedDataParallel's buckets, which have one version together."""
+    model = make(lambda model, found, rows: model.second.weight.square().sum() if uses else rows.sum())
+    layers, uses = SplitLayers(model), False
+    train(model, layers, detaches=False)
+    for _ in range(2):
+        if in_bucket:
+            bucket = torch.zeros(sum(weight.numel() for weight in model.parameters()))
+            sizes = [weight.numel() for weight in model.parameters()]
+            for weight, part in zip(model.parameters(), bucket.split(sizes), strict=True):
+                weight.grad = part.view_as(weight)
+        layers.begin_step(splits=True)
+        loss = model(torch.randn(5, 3), torch.randn(5, 4, requires_grad=True))
+        layers.end_forward()
+        layers.begin_backward(loss)
+        loss.backward()
+        if uses:
+            with pytest.raises(RuntimeError, match="a weight got a gradient from outside of its layer"):
+                layers.compute()
+        else:
+            layers.compute()
+        uses = True
+    assert not any(weight._backward_hooks for weight in model.parameters())
+
+
 class Layers(nn.Module):
     """Linear layers with activations over an input that needs a gradient; notes what the layers return."""
 

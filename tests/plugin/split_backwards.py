@@ -78,6 +78,8 @@ class Deep(Model):
             self.top[0].weight.register_post_accumulate_grad_hook(self._count)
         if kind == "raises":
             self.top[0].weight.register_hook(self._raise)
+        if kind == "kept_gradients":
+            self.norm = nn.LayerNorm(width)
         if kind == "manual":
             self.automatic_optimization = False
 
@@ -99,6 +101,8 @@ class Deep(Model):
         if self.kind == "own_gradients":
             [gradient] = torch.autograd.grad(loss, self.top[3].weight, retain_graph=True)
             loss = loss + gradient.square().sum().detach()
+        if self.kind == "kept_gradients":
+            loss = loss + self.top(self.norm(torch.ones(4, self.top[0].in_features))).square().mean()
         if self.kind == "sparse":
             loss = loss + self.top(self.shift(torch.arange(6) % 4)).square().mean()
         if self.kind == "tied":
@@ -110,6 +114,9 @@ class Deep(Model):
         self.manual_backward(loss)
         optimizer.step()
         return None
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad(set_to_none=self.kind != "kept_gradients")
 
     def configure_optimizers(self) -> Any:
         if self.kind.endswith("lbfgs"):
