@@ -105,6 +105,8 @@ class SplitLayers:
     def begin_step(self, *, splits: bool) -> None:
         """Begin the forward of a batch, whose backward is split or not: replace the forwards of modules to split."""
         self._splits = splits
+        if self._all_reduce is not None:
+            self._all_reduce.register()
         if self._uses is not None:
             self._uses.forget_calls()  # of a step without a backward
         for layer in self._split if splits else ():

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
 from lightning_overlap import OverlapEmbeddingStrategy, combined_optimizer
 from lightning_overlap.sparse import deferred_update, lookup
@@ -89,6 +90,10 @@ class Deep(Model):
     def _raise(self, gradient: Tensor) -> None:
         if self.global_rank == 1 and self.trainer.global_step == 3:  # type: ignore[attr-defined]
             raise ArithmeticError("a hook of the user's in the second half")
+
+    def on_train_start(self) -> None:
+        if self.kind == "own_all_reduce":
+            self.trainer.strategy.model.register_comm_hook(None, fp16_compress_hook)  # type: ignore[operator, union-attr]
 
     def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
         if self.kind == "used_between_steps":

@@ -31,6 +31,7 @@ ATTENTION = "MultiheadAttention uses in_proj_weight, in_proj_bias itself; only w
         ("attention", {}, False, {}, f"{SPLIT}\n  top.4.attention: whole, {ATTENTION}"),
         ("compiled", {}, False, {}, "top.3._orig_mod: whole, it is compiled"),
         ("used_between_steps", {}, False, {}, SPLIT),
+        ("own_all_reduce", {}, True, {}, SPLIT),
         ("own_gradients", {}, False, {}, "top.3, top.5: whole, its gradient is computed within the step"),
         ("lbfgs", {}, False, {}, "the backward runs whole: LBFGS runs several backwards in a step"),
         ("combined_lbfgs", {}, False, {}, "the backward runs whole: LBFGS runs several backwards in a step"),
@@ -54,6 +55,7 @@ ATTENTION = "MultiheadAttention uses in_proj_weight, in_proj_bias itself; only w
         ),
         *(
             "used_between_steps",
+            "own_all_reduce",
             "own_gradients",
             "lbfgs",
             "combined_lbfgs",
