@@ -275,8 +275,8 @@ def _candidates(model: nn.Module, without: set[int]) -> Iterator[SplitLayer]:
         elif _is_plain(module) and _why_whole(layer, compiled, holders) is None:
             yield layer
         elif id(module) not in parts_of_left:
-            own = [key for key, weight in module.named_parameters(recurse=False) if weight.requires_grad]
-            if any(module.get_parameter(key).dim() > 1 for key in own):
+            own = {key: weight for key, weight in module.named_parameters(recurse=False) if weight.requires_grad}
+            if any(weight.dim() > 1 for weight in own.values()):
                 layer.why_whole = (
                     f"{type(module).__name__} uses {', '.join(own)} itself; only weights of Linear, Conv1d, Conv2d and "
                     "Conv3d are split"

@@ -349,6 +349,16 @@ def test_a_lazy_layer_is_left_whole() -> None:
     assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
+def test_a_module_of_torchscript_is_left_whole() -> None:
+    model = make()
+    model.bottom = torch.jit.script(model.bottom)
+    layers = SplitLayers(model)
+    actual, expected = train(model, layers, detaches=False), train(make(), None)
+    assert layers.names == ("first", "second", "out")
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+    assert {layer.name for layer in layers.layers if layer.why_whole is not None} == {"bottom.0", "bottom.2"}
+
+
 class OwnLinear(nn.Linear):
     """Its forward may do anything."""
 
