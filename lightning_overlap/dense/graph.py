@@ -29,7 +29,7 @@ class Uses:
             output.register_hook(lambda _: self.leave(layer, "its gradient is computed within the step"))
 
     def forget_calls(self) -> None:
-        """Forget the calls, which hold the graph of their step."""
+        """Forget the calls, which hold the graph of their step: its hooks hold this object, so nothing would free it."""
         self._calls.clear()
 
     def leave(self, layer: Any, reason: str) -> None:

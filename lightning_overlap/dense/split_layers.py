@@ -99,6 +99,8 @@ class SplitLayers:
             self._all_reduce.forget()
         self._in_backward = self._splits = False
         self._end_watches()
+        if self._uses is not None:
+            self._uses.forget_calls()
 
     # -- a step -------------------------------------------------------------------------------------------------
 
@@ -125,6 +127,7 @@ class SplitLayers:
             if self._sends_gradients():
                 self._discover(self._uses, loss)
             else:
+                self._uses.forget_calls()
                 self._uses = Uses()
         self._in_backward = self._splits
         self._end_watches()
@@ -170,6 +173,7 @@ class SplitLayers:
         """Find out from the graph of the first step's loss which modules can be split; forget the others."""
         self._uses = None
         reasons = uses.whole(self.layers, loss)
+        uses.forget_calls()
         whole = {layer.name: layer.why_whole or reasons.get(layer) for layer in self.layers}
         agreed = self._agree({name: why for name, why in whole.items() if why is not None})
         for layer in self.layers:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -218,6 +219,34 @@ def test_the_inputs_of_layers_are_freed_as_their_weight_gradients_are_there() ->
         split.compute()
         assert [given.expired() for given in inputs] == [True, True]
     hook.remove()
+
+
+class _Notes(torch.autograd.Function):
+    """Keeps a tensor in the graph, which a backward does not free."""
+
+    @staticmethod
+    def forward(ctx: Any, given: Tensor, kept: Tensor) -> Tensor:
+        ctx.kept = kept
+        return given.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+@pytest.mark.parametrize("sends", [True, False], ids=["sent", "accumulated"])
+def test_the_graph_of_a_step_is_freed_with_the_loss(sends: bool) -> None:
+    """The first one, too, which shows the uses of weights."""
+    kept: list[StorageWeakRef] = []
+
+    def noted(model: Dense, found: Tensor, rows: Tensor) -> Tensor:
+        kept.append(_storage(noted := torch.ones(3)))
+        return model.second(_Notes.apply(found, noted)).mean()  # type: ignore[no-any-return, no-untyped-call]
+
+    model = make(noted)
+    train(model, SplitLayers(model, sends_gradients=lambda: sends))
+    gc.collect()
+    assert [one.expired() for one in kept] == [True] * NUM_STEPS
 
 
 def _storage(tensor: Tensor) -> StorageWeakRef:

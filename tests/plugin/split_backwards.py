@@ -93,7 +93,8 @@ class Deep(Model):
 
     def on_train_start(self) -> None:
         if self.kind == "own_all_reduce":
-            self.trainer.strategy.model.register_comm_hook(None, fp16_compress_hook)  # type: ignore[operator, union-attr]
+            wrapped: Any = self.trainer.strategy.model
+            wrapped.register_comm_hook(None, fp16_compress_hook)
 
     def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
         if self.kind == "used_between_steps":
