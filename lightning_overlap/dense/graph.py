@@ -10,6 +10,9 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 
+UNSEEN = "the first step does not call it, or calls it inside of torch.compile or torch.func"
+
+
 class Uses:
     """The calls of modules in one step; `whole` returns the modules whose backward cannot be split."""
 
@@ -47,7 +50,11 @@ class Uses:
             outputs = {output for _, output, _ in calls}
             own = {node for _, output, given in calls for node in _between(output, given)}
             leaves = {id(node.variable) for node in own if hasattr(node, "variable")}
-            if not outputs or not outputs <= users.keys():
+            if not outputs:
+                # A chain calls its layers itself, and comes before them.
+                of_chain = [why for one, why in self._whole.items() if layer.name.startswith(f"{one.name}.")]
+                self._whole.setdefault(layer, of_chain[0] if of_chain else UNSEEN)
+            elif not outputs <= users.keys():
                 self._whole.setdefault(layer, "the loss of the first step does not need it")
             elif any(not users[node] <= own for node in own - outputs):
                 self._whole.setdefault(layer, "its weight is used outside of its forward")

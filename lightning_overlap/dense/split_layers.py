@@ -174,6 +174,7 @@ class SplitLayers:
         self._uses = None
         reasons = uses.whole(self.layers, loss)
         uses.forget_calls()
+        reasons |= {layer: "its forward was replaced" for layer in self.layers if "forward" in vars(layer.module)}
         whole = {layer.name: layer.why_whole or reasons.get(layer) for layer in self.layers}
         agreed = self._agree({name: why for name, why in whole.items() if why is not None})
         for layer in self.layers:

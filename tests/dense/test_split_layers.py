@@ -308,6 +308,27 @@ def test_a_first_step_without_a_loss_shows_nothing() -> None:
     assert list(layers.names) == ALL
 
 
+def test_the_reason_of_a_layer_without_a_call_of_its_own_is_true() -> None:
+    class Mapped(Layers):
+        def forward(self, rows: Tensor) -> Tensor:
+            return super().forward(torch.vmap(self.mapped)(rows))
+
+    model = Mapped(inplace=False)
+    model.mapped = nn.Linear(8, 8)
+    whole = Dense(weight_of_a_part), model
+    reasons = []
+    for one, inputs in zip(whole, [(torch.randn(2, 3), torch.randn(2, 4)), (torch.randn(2, 8),)], strict=True):
+        split = SplitLayers(one)
+        split.begin_step(splits=True)
+        loss = one(*inputs)
+        split.end_forward()
+        split.begin_backward(loss)
+        reasons.append({layer.name: layer.why_whole for layer in split.layers})
+    assert reasons[0]["bottom.0"] == reasons[0]["bottom"] == "its weight is used outside of its forward"
+    unseen = "the first step does not call it, or calls it inside of torch.compile or torch.func"
+    assert reasons[1] == {"first": None, "second": None, "out": None, "mapped": unseen}
+
+
 @pytest.mark.parametrize("first", [0, 1])
 def test_a_forward_that_a_callback_gives_a_layer_is_called_and_stays(first: int) -> None:
     """Before the first step or later: in `on_train_start`, say."""
@@ -321,6 +342,8 @@ def test_a_forward_that_a_callback_gives_a_layer_is_called_and_stays(first: int)
         patched = model.second.forward
         found += train(model, layers, detaches=False)
         assert vars(model.second)["forward"] is patched
+        reasons = {} if layers is None else {layer.name: layer.why_whole for layer in layers.layers}
+        assert first or not splits or reasons["second"] == "its forward was replaced"
         return found
 
     assert all(torch.equal(a, b) for a, b in zip(trained(True), trained(False), strict=True))
