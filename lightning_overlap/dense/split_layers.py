@@ -191,6 +191,7 @@ class SplitLayers:
             torch.compiler.is_compiling()
             or self._inside
             or not torch.is_grad_enabled()
+            or torch.autograd.forward_ad._current_level >= 0
             or torch._C._current_graph_task_id() != -1  # a checkpoint() repeats the forward
             or not isinstance(given, Tensor)
             or (not layer.is_layer and given.requires_grad)
