@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-
 UNSEEN = "the first step does not call it, or calls it inside of torch.compile or torch.func"
 
 
@@ -32,7 +31,7 @@ class Uses:
             output.register_hook(lambda _: self.leave(layer, "its gradient is computed within the step"))
 
     def forget_calls(self) -> None:
-        """Forget the calls, which hold the graph of their step: its hooks hold this object, so nothing would free it."""
+        """Forget the calls, which hold the graph of their step: its hooks hold this object, and nothing frees it."""
         self._calls.clear()
 
     def leave(self, layer: Any, reason: str) -> None:
@@ -76,6 +75,14 @@ def _between(output: Any, given: Any) -> set[Any]:
                 seen.add(following)
                 nodes.append(following)
     return seen
+
+
+def depend_on(tensors: Iterable[Tensor], weights: Iterable[Tensor]) -> bool:
+    """Whether the gradients of tensors lead to these weights alone."""
+    nodes = {
+        node for tensor in tensors if tensor.requires_grad for node in _between(get_gradient_edge(tensor).node, None)
+    }
+    return {id(node.variable) for node in nodes if hasattr(node, "variable")} <= {id(weight) for weight in weights}
 
 
 def saving_is_hooked() -> bool:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from .graph import Uses
+from .graph import Uses, depend_on
 from .late_all_reduce import LateAllReduce
 
 SPLIT_TYPES = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -38,6 +38,11 @@ class SplitLayer:
         self.weights = list(module.parameters())
         self.forward: Callable[..., Any] = module.forward  # replaces the module's own forward in a step
         self.why_whole: str | None = None  # why its backward is not split; None if it is
+
+    def has_own_weights(self) -> bool:
+        """Whether its present weights depend on its own alone: functional_call() gives it others for a while."""
+        present = list(self.module.parameters())
+        return all(a is b for a, b in zip(present, self.weights, strict=False)) or depend_on(present, self.weights)
 
 
 @dataclass(slots=True)
@@ -133,7 +138,7 @@ class SplitLayers:
         self._end_watches()
         self._before.clear()
         self._from_outside.clear()
-        for layer, weight in ((layer, weight) for layer in self._split for weight in layer.weights):
+        for layer, weight in [(one, weight) for one in self._split for weight in one.weights]:
             if not _is_in_bucket(weight.grad):
                 self._before.append((layer, weight, _state(weight)))
             elif weight.requires_grad:
@@ -195,6 +200,7 @@ class SplitLayers:
             or torch._C._current_graph_task_id() != -1  # a checkpoint() repeats the forward
             or not isinstance(given, Tensor)
             or (not layer.is_layer and given.requires_grad)
+            or not layer.has_own_weights()
         ):
             return forward(given)
         is_cut = self._uses is None and given.requires_grad

@@ -35,12 +35,17 @@ def in_forward_mode(model: Changes, rows: Tensor) -> Tensor:
         return found.primal + found.tangent  # type: ignore[no-any-return]
 
 
+def with_generated_weights(model: Changes, rows: Tensor) -> Tensor:
+    weights = {"weight": model.layer.weight + model.hyper(rows)[:4], "bias": model.layer.bias}
+    return torch.func.functional_call(model.layer, weights, (rows,))  # type: ignore[no-any-return]
+
+
 def with_weights_of_its_own(model: Changes, rows: Tensor) -> Tensor:
     weights = {key: weight * 1.1 for key, weight in model.layer.named_parameters()}
     return torch.func.functional_call(model.layer, weights, (rows,)) + model.layer(rows)  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("later", [in_forward_mode, with_weights_of_its_own])
+@pytest.mark.parametrize("later", [in_forward_mode, with_generated_weights, with_weights_of_its_own])
 def test_gradients_are_those_of_a_whole_backward(later: Callable[[Changes, Tensor], Tensor]) -> None:
     model = Changes(later)
     layers = SplitLayers(model)
