@@ -38,6 +38,12 @@ class SplitLayer:
         self.weights = list(module.parameters())
         self.forward: Callable[..., Any] = module.forward  # replaces the module's own forward in a step
         self.why_whole: str | None = None  # why its backward is not split; None if it is
+        self.num_first_hooks = self.num_hooks()
+
+    def num_hooks(self) -> int:
+        """Number of hooks of a chain's parts, which may bring in tensors that its backward does not lead to."""
+        [_, *parts] = self.module.modules()
+        return sum(len(part._forward_hooks) + len(part._forward_pre_hooks) for part in parts)
 
     def has_own_weights(self) -> bool:
         """Whether its present weights depend on its own alone: functional_call() gives it others for a while."""
@@ -201,6 +207,7 @@ class SplitLayers:
             or not isinstance(given, Tensor)
             or (not layer.is_layer and given.requires_grad)
             or not layer.has_own_weights()
+            or (not layer.is_layer and layer.num_hooks() != layer.num_first_hooks)
         ):
             return forward(given)
         is_cut = self._uses is None and given.requires_grad

@@ -45,6 +45,30 @@ def with_weights_of_its_own(model: Changes, rows: Tensor) -> Tensor:
     return torch.func.functional_call(model.layer, weights, (rows,)) + model.layer(rows)  # type: ignore[no-any-return]
 
 
+def test_a_hook_that_a_later_step_gives_a_part_of_a_chain_sees_a_whole_backward() -> None:
+    class Hooked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.context, self.chain, self.num_calls = nn.Linear(4, 3), nn.Sequential(nn.Linear(3, 3), nn.ReLU()), 0
+
+        def forward(self, dense: Tensor, rows: Tensor) -> Tensor:
+            self.num_calls += 1
+            context = self.context(rows)
+            hook = self.chain[0].register_forward_hook(lambda _, given, out: out * context)
+            if self.num_calls == 1:
+                hook.remove()
+            loss = (self.chain(dense) + context).square().mean()
+            hook.remove()
+            return loss  # type: ignore[no-any-return]
+
+    model = Hooked()
+    layers = SplitLayers(model)
+    expected, actual = train(Hooked(), None), train(model, layers)
+    assert layers.names == ("context", "chain")
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+
+
 @pytest.mark.parametrize("later", [in_forward_mode, with_generated_weights, with_weights_of_its_own])
 def test_gradients_are_those_of_a_whole_backward(later: Callable[[Changes, Tensor], Tensor]) -> None:
     model = Changes(later)
