@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
+UNSEEN = "the first step does not call it, or calls it inside of torch.compile or torch.func"
+
 
 class Uses:
     """The calls of modules in one step; `whole` returns the modules whose backward cannot be split."""
@@ -29,7 +31,7 @@ class Uses:
             output.register_hook(lambda _: self.leave(layer, "its gradient is computed within the step"))
 
     def forget_calls(self) -> None:
-        """Forget the calls, which hold the graph of their step."""
+        """Forget the calls, which hold the graph of their step: its hooks hold this object, and nothing frees it."""
         self._calls.clear()
 
     def leave(self, layer: Any, reason: str) -> None:
@@ -47,7 +49,11 @@ class Uses:
             outputs = {output for _, output, _ in calls}
             own = {node for _, output, given in calls for node in _between(output, given)}
             leaves = {id(node.variable) for node in own if hasattr(node, "variable")}
-            if not outputs or not outputs <= users.keys():
+            if not outputs:
+                # A chain calls its layers itself, and comes before them.
+                of_chain = [why for one, why in self._whole.items() if layer.name.startswith(f"{one.name}.")]
+                self._whole.setdefault(layer, of_chain[0] if of_chain else UNSEEN)
+            elif not outputs <= users.keys():
                 self._whole.setdefault(layer, "the loss of the first step does not need it")
             elif any(not users[node] <= own for node in own - outputs):
                 self._whole.setdefault(layer, "its weight is used outside of its forward")
@@ -69,6 +75,14 @@ def _between(output: Any, given: Any) -> set[Any]:
                 seen.add(following)
                 nodes.append(following)
     return seen
+
+
+def depend_on(tensors: Iterable[Tensor], weights: Iterable[Tensor]) -> bool:
+    """Whether the gradients of tensors lead to these weights alone."""
+    nodes = {
+        node for tensor in tensors if tensor.requires_grad for node in _between(get_gradient_edge(tensor).node, None)
+    }
+    return {id(node.variable) for node in nodes if hasattr(node, "variable")} <= {id(weight) for weight in weights}
 
 
 def saving_is_hooked() -> bool:

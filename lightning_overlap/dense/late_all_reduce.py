@@ -22,7 +22,13 @@ class LateAllReduce:
         self._factor = 1.0 / self._group.size()
         self._under_way: list[tuple[dist.Work, Any]] = []
         self.is_late = False  # whether `wait` waits for the gradients of the present step; else the backward does
-        model.register_comm_hook(self, lambda late, bucket: late.start(bucket))
+        self._model: DistributedDataParallel | None = model  # until the hook is registered
+
+    def register(self) -> None:
+        """Register the hook before the first forward, unless the user has registered one, in `on_train_start` say."""
+        model, self._model = self._model, None
+        if model is not None and not model._comm_hooks:
+            model.register_comm_hook(self, lambda late, bucket: late.start(bucket))
 
     def start(self, bucket: Any) -> Future[torch.Tensor]:
         """Start the all-reduce of a bucket; return the future for which DistributedDataParallel waits."""

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
+from torch.utils.hooks import RemovableHandle
 
-from .graph import Uses
+from .graph import Uses, depend_on
 from .late_all_reduce import LateAllReduce
 
 SPLIT_TYPES = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -37,6 +38,17 @@ class SplitLayer:
         self.weights = list(module.parameters())
         self.forward: Callable[..., Any] = module.forward  # replaces the module's own forward in a step
         self.why_whole: str | None = None  # why its backward is not split; None if it is
+        self.num_first_hooks = self.num_hooks()
+
+    def num_hooks(self) -> int:
+        """Number of hooks of a chain's parts, which may bring in tensors that its backward does not lead to."""
+        [_, *parts] = self.module.modules()
+        return sum(len(part._forward_hooks) + len(part._forward_pre_hooks) for part in parts)
+
+    def has_own_weights(self) -> bool:
+        """Whether its present weights depend on its own alone: functional_call() gives it others for a while."""
+        present = list(self.module.parameters())
+        return all(a is b for a, b in zip(present, self.weights, strict=False)) or depend_on(present, self.weights)
 
 
 @dataclass(slots=True)
@@ -61,6 +73,7 @@ class SplitLayers:
         agree: Called once with the modules that this rank cannot split, by name with the reason; returns the modules
             that some rank cannot split.
         all_reduce: Waits for the all-reduce of gradients; None if the backward does.
+        sends_gradients: Whether gradients of the present step are sent to other ranks, not accumulated for a later one.
     """
 
     def __init__(
@@ -69,14 +82,17 @@ class SplitLayers:
         without: Iterable[nn.Module] = (),
         agree: Callable[[dict[str, str]], Mapping[str, str]] = lambda whole: whole,
         all_reduce: LateAllReduce | None = None,
+        sends_gradients: Callable[[], bool] = lambda: True,
     ) -> None:
         self.layers = list(_candidates(model, {id(part) for module in without for part in module.modules()}))
-        self._agree, self._all_reduce = agree, all_reduce
+        self._agree, self._all_reduce, self._sends_gradients = agree, all_reduce, sends_gradients
         self._pending: dict[SplitLayer, list[_Call]] = {}  # calls of this step's backward, in its order
         self._uses: Uses | None = Uses()
         self._inside = False  # a larger module that is split as one
         self._in_backward = self._splits = False
-        self._before: list[tuple[nn.Parameter, object]] = []  # each weight's gradient as the backward began
+        self._before: list[tuple[SplitLayer, Tensor, object]] = []  # each weight's gradient as the backward began
+        self._watches: list[RemovableHandle] = []  # hooks of weights whose gradients are parts of buckets
+        self._from_outside: set[SplitLayer] = set()  # layers whose weights these hooks have seen get a gradient
         self._split = [layer for layer in self.layers if layer.why_whole is None]
         for layer in self._split:
             layer.forward = _Forward(self._forward, layer, layer.module.forward)
@@ -93,35 +109,55 @@ class SplitLayers:
         if self._all_reduce is not None:
             self._all_reduce.forget()
         self._in_backward = self._splits = False
+        self._end_watches()
+        if self._uses is not None:
+            self._uses.forget_calls()
 
     # -- a step -------------------------------------------------------------------------------------------------
 
     def begin_step(self, *, splits: bool) -> None:
         """Begin the forward of a batch, whose backward is split or not: replace the forwards of modules to split."""
         self._splits = splits
+        if self._all_reduce is not None:
+            self._all_reduce.register()
         if self._uses is not None:
             self._uses.forget_calls()  # of a step without a backward
         for layer in self._split if splits else ():
-            vars(layer.module)["forward"] = layer.forward
+            vars(layer.module).setdefault("forward", layer.forward)  # a callback may have given it one
 
     def end_forward(self) -> None:
         """End the forward: callbacks, evaluations and copies of modules find their own forwards."""
         for layer in self._split:
-            vars(layer.module).pop("forward", None)
+            if vars(layer.module).get("forward") is layer.forward:
+                del vars(layer.module)["forward"]
 
     def begin_backward(self, loss: Tensor) -> None:
         """Begin the backward whose weight gradients are computed later; `compute` ends it."""
         if self._splits and self._uses is not None and loss.requires_grad:
-            self._discover(self._uses, loss)
+            # The first backward that sends gradients gives DistributedDataParallel the order of its buckets.
+            if self._sends_gradients():
+                self._discover(self._uses, loss)
+            else:
+                self._uses.forget_calls()
+                self._uses = Uses()
         self._in_backward = self._splits
-        self._before = [(weight, _state(weight)) for layer in self._split for weight in layer.weights]
+        self._end_watches()
+        self._before.clear()
+        self._from_outside.clear()
+        for layer, weight in [(one, weight) for one in self._split for weight in one.weights]:
+            if not _is_in_bucket(weight.grad):
+                self._before.append((layer, weight, _state(weight)))
+            elif weight.requires_grad:
+                self._watches.append(weight.register_hook(lambda _, layer=layer: self._from_outside.add(layer)))
         if self._all_reduce is not None:
             self._all_reduce.is_late = self._splits
 
     def compute(self) -> None:
         """Compute the weight gradients that the backward has left, in a backward of their own."""
         self._in_backward = False
-        if self._pending and any(_state(weight) != before for weight, before in self._before):
+        self._end_watches()
+        outside = {layer for layer, weight, before in self._before if _state(weight) != before} | self._from_outside
+        if outside & self._pending.keys():
             raise RuntimeError(
                 "a weight got a gradient from outside of its layer, which the first step has not shown: its layer's "
                 "backward cannot be split. Use pipeline='fused_sparse_dist'."
@@ -139,10 +175,17 @@ class SplitLayers:
         if self._all_reduce is not None:
             self._all_reduce.wait()
 
+    def _end_watches(self) -> None:
+        for watch in self._watches:
+            watch.remove()
+        self._watches.clear()
+
     def _discover(self, uses: Uses, loss: Tensor) -> None:
         """Find out from the graph of the first step's loss which modules can be split; forget the others."""
         self._uses = None
         reasons = uses.whole(self.layers, loss)
+        uses.forget_calls()
+        reasons |= {layer: "its forward was replaced" for layer in self.layers if "forward" in vars(layer.module)}
         whole = {layer.name: layer.why_whole or reasons.get(layer) for layer in self.layers}
         agreed = self._agree({name: why for name, why in whole.items() if why is not None})
         for layer in self.layers:
@@ -159,9 +202,12 @@ class SplitLayers:
             torch.compiler.is_compiling()
             or self._inside
             or not torch.is_grad_enabled()
+            or torch.autograd.forward_ad._current_level >= 0
             or torch._C._current_graph_task_id() != -1  # a checkpoint() repeats the forward
             or not isinstance(given, Tensor)
             or (not layer.is_layer and given.requires_grad)
+            or not layer.has_own_weights()
+            or (not layer.is_layer and layer.num_hooks() != layer.num_first_hooks)
         ):
             return forward(given)
         is_cut = self._uses is None and given.requires_grad
@@ -222,6 +268,11 @@ def _state(weight: Tensor) -> object:
     return None if weight.grad is None else (id(weight.grad), weight.grad._version)
 
 
+def _is_in_bucket(gradient: Tensor | None) -> bool:
+    """Whether a gradient has its memory, and so its version, in common with others (`gradient_as_bucket_view`)."""
+    return gradient is not None and gradient.untyped_storage().nbytes() > gradient.nbytes
+
+
 def _candidates(model: nn.Module, without: set[int]) -> Iterator[SplitLayer]:
     """Yield the modules of a model that may be split, and those that multiply by weights of their own, with the reason.
 
@@ -243,8 +294,8 @@ def _candidates(model: nn.Module, without: set[int]) -> Iterator[SplitLayer]:
         elif _is_plain(module) and _why_whole(layer, compiled, holders) is None:
             yield layer
         elif id(module) not in parts_of_left:
-            own = [key for key, weight in module.named_parameters(recurse=False) if weight.requires_grad]
-            if any(module.get_parameter(key).dim() > 1 for key in own):
+            own = {key: weight for key, weight in module.named_parameters(recurse=False) if weight.requires_grad}
+            if any(weight.dim() > 1 for weight in own.values()):
                 layer.why_whole = (
                     f"{type(module).__name__} uses {', '.join(own)} itself; only weights of Linear, Conv1d, Conv2d and "
                     "Conv3d are split"

@@ -69,9 +69,12 @@ def late_all_reduce(model: Any, comm_hook: object | None) -> LateAllReduce | Non
 
 
 def split_layers(
-    module: LightningModule, gather: Callable[[Any], list[Any]], late: LateAllReduce | None
+    module: LightningModule, model: Any, gather: Callable[[Any], list[Any]], late: LateAllReduce | None
 ) -> SplitLayers:
-    """Return the layers of a sharded module whose backward is split; all ranks agree on them through `gather`."""
+    """Return the layers of a sharded module whose backward is split; all ranks agree on them through `gather`.
+
+    `model` is the module, or DistributedDataParallel around it.
+    """
 
     def agree(whole: dict[str, str]) -> dict[str, str]:
         known = gather((whole, [layer.name for layer in layers.layers]))
@@ -89,7 +92,10 @@ def split_layers(
             tell(_in_words(split, {name: agreed[name] for name in left}))
         return agreed
 
-    layers = SplitLayers(module, sharded_modules(module).values(), agree, late)
+    def sends_gradients() -> bool:
+        return not isinstance(model, DistributedDataParallel) or model.require_backward_grad_sync
+
+    layers = SplitLayers(module, sharded_modules(module).values(), agree, late, sends_gradients)
     return layers
 
 

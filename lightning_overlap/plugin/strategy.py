@@ -217,7 +217,8 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
         whole = why_whole(module, self.optimizers, self._ddp_kwargs, run.sparse.updates)
         check_all_ranks(schedule.name, whole, self.gather)
         if whole is None and (schedule.splits_backward or self._tuner is not None):
-            run.split = split_layers(module, self.gather, late_all_reduce(self.model, self._ddp_comm_hook))
+            late = late_all_reduce(self.model, self._ddp_comm_hook)
+            run.split = split_layers(module, self.model, self.gather, late)
             run.undo.callback(run.split.detach)
         if self._tuner is not None:
             run.tuner = self._tuner

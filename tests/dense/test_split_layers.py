@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -94,7 +95,7 @@ def train(model: nn.Module, split: SplitLayers | None, **context: Any) -> list[T
             split.finish()
         found += [weight.grad.clone() for weight in model.parameters() if weight.grad is not None]
         optimizer.step()
-    if split is not None:
+    if split is not None and context.get("detaches", True):
         split.detach()
         assert all("forward" not in vars(module) for module in model.modules())
     return found
@@ -141,6 +142,32 @@ def test_both_halves_are_the_whole_backward(
     assert [layer.name for layer in layers.layers if layer.why_whole is None] == split
     assert len(actual) == len(expected)
     assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+
+
+@pytest.mark.parametrize("in_bucket", [False, True])
+def test_a_later_use_of_a_weight_outside_of_its_layer_is_an_error(in_bucket: bool) -> None:
+    """Also where gradients are views of DistributedDataParallel's buckets, which have one version together."""
+    model = make(lambda model, found, rows: model.second.weight.square().sum() if uses else rows.sum())
+    layers, uses = SplitLayers(model), False
+    train(model, layers, detaches=False)
+    for _ in range(2):
+        if in_bucket:
+            bucket = torch.zeros(sum(weight.numel() for weight in model.parameters()))
+            sizes = [weight.numel() for weight in model.parameters()]
+            for weight, part in zip(model.parameters(), bucket.split(sizes), strict=True):
+                weight.grad = part.view_as(weight)
+        layers.begin_step(splits=True)
+        loss = model(torch.randn(5, 3), torch.randn(5, 4, requires_grad=True))
+        layers.end_forward()
+        layers.begin_backward(loss)
+        loss.backward()
+        if uses:
+            with pytest.raises(RuntimeError, match="a weight got a gradient from outside of its layer"):
+                layers.compute()
+        else:
+            layers.compute()
+        uses = True
+    assert not any(weight._backward_hooks for weight in model.parameters())
 
 
 class Layers(nn.Module):
@@ -192,6 +219,34 @@ def test_the_inputs_of_layers_are_freed_as_their_weight_gradients_are_there() ->
         split.compute()
         assert [given.expired() for given in inputs] == [True, True]
     hook.remove()
+
+
+class _Notes(torch.autograd.Function):
+    """Keeps a tensor in the graph, which a backward does not free."""
+
+    @staticmethod
+    def forward(ctx: Any, given: Tensor, kept: Tensor) -> Tensor:
+        ctx.kept = kept
+        return given.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+@pytest.mark.parametrize("sends", [True, False], ids=["sent", "accumulated"])
+def test_the_graph_of_a_step_is_freed_with_the_loss(sends: bool) -> None:
+    """The first one, too, which shows the uses of weights."""
+    kept: list[StorageWeakRef] = []
+
+    def noted(model: Dense, found: Tensor, rows: Tensor) -> Tensor:
+        kept.append(_storage(noted := torch.ones(3)))
+        return model.second(_Notes.apply(found, noted)).mean()  # type: ignore[no-any-return, no-untyped-call]
+
+    model = make(noted)
+    train(model, SplitLayers(model, sends_gradients=lambda: sends))
+    gc.collect()
+    assert [one.expired() for one in kept] == [True] * NUM_STEPS
 
 
 def _storage(tensor: Tensor) -> StorageWeakRef:
@@ -253,6 +308,47 @@ def test_a_first_step_without_a_loss_shows_nothing() -> None:
     assert list(layers.names) == ALL
 
 
+def test_the_reason_of_a_layer_without_a_call_of_its_own_is_true() -> None:
+    class Mapped(Layers):
+        def forward(self, rows: Tensor) -> Tensor:
+            return super().forward(torch.vmap(self.mapped)(rows))
+
+    model = Mapped(inplace=False)
+    model.mapped = nn.Linear(8, 8)
+    whole = Dense(weight_of_a_part), model
+    reasons = []
+    for one, inputs in zip(whole, [(torch.randn(2, 3), torch.randn(2, 4)), (torch.randn(2, 8),)], strict=True):
+        split = SplitLayers(one)
+        split.begin_step(splits=True)
+        loss = one(*inputs)
+        split.end_forward()
+        split.begin_backward(loss)
+        reasons.append({layer.name: layer.why_whole for layer in split.layers})
+    assert reasons[0]["bottom.0"] == reasons[0]["bottom"] == "its weight is used outside of its forward"
+    unseen = "the first step does not call it, or calls it inside of torch.compile or torch.func"
+    assert reasons[1] == {"first": None, "second": None, "out": None, "mapped": unseen}
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_forward_that_a_callback_gives_a_layer_is_called_and_stays(first: int) -> None:
+    """Before the first step or later: in `on_train_start`, say."""
+
+    def trained(splits: bool) -> list[Tensor]:
+        model = make()
+        layers = SplitLayers(model) if splits else None
+        found = train(model, layers, detaches=False) if first else []
+        own = model.second.forward
+        model.second.forward = lambda given: own(given) * 2  # type: ignore[method-assign]
+        patched = model.second.forward
+        found += train(model, layers, detaches=False)
+        assert vars(model.second)["forward"] is patched
+        reasons = {} if layers is None else {layer.name: layer.why_whole for layer in layers.layers}
+        assert first or not splits or reasons["second"] == "its forward was replaced"
+        return found
+
+    assert all(torch.equal(a, b) for a, b in zip(trained(True), trained(False), strict=True))
+
+
 def test_layers_that_are_frozen_in_the_middle_of_a_run_get_no_gradients() -> None:
     model = make()
     layers = SplitLayers(model)
@@ -303,6 +399,16 @@ def test_a_lazy_layer_is_left_whole() -> None:
     actual = train(model, layers)
     assert layers.names == ("out",)
     assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+
+
+def test_a_module_of_torchscript_is_left_whole() -> None:
+    model = make()
+    model.bottom = torch.jit.script(model.bottom)
+    layers = SplitLayers(model)
+    actual, expected = train(model, layers, detaches=False), train(make(), None)
+    assert layers.names == ("first", "second", "out")
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+    assert {layer.name for layer in layers.layers if layer.why_whole is not None} == {"bottom.0", "bottom.2"}
 
 
 class OwnLinear(nn.Linear):

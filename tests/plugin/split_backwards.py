@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
 from lightning_overlap import OverlapEmbeddingStrategy, combined_optimizer
 from lightning_overlap.sparse import deferred_update, lookup
@@ -68,6 +69,9 @@ class Deep(Model):
             self.top[4] = Attends()
         if kind == "sparse":
             self.shift = nn.Embedding(4, width, sparse=True)
+        if kind == "norms":
+            parts = [nn.Linear(width, width), nn.Tanh(), nn.LayerNorm(width)]
+            self.top = nn.Sequential(*copy.deepcopy(parts), *copy.deepcopy(parts), *parts, nn.Linear(width, 1))
         if kind == "compiled":
             self.top[3] = torch.compile(self.top[3], backend="eager")
         if kind == "post_hook":
@@ -75,6 +79,8 @@ class Deep(Model):
             self.top[0].weight.register_post_accumulate_grad_hook(self._count)
         if kind == "raises":
             self.top[0].weight.register_hook(self._raise)
+        if kind == "kept_gradients":
+            self.norm = nn.LayerNorm(width)
         if kind == "manual":
             self.automatic_optimization = False
 
@@ -84,6 +90,11 @@ class Deep(Model):
     def _raise(self, gradient: Tensor) -> None:
         if self.global_rank == 1 and self.trainer.global_step == 3:  # type: ignore[attr-defined]
             raise ArithmeticError("a hook of the user's in the second half")
+
+    def on_train_start(self) -> None:
+        if self.kind == "own_all_reduce":
+            wrapped: Any = self.trainer.strategy.model
+            wrapped.register_comm_hook(None, fp16_compress_hook)
 
     def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
         if self.kind == "used_between_steps":
@@ -96,6 +107,8 @@ class Deep(Model):
         if self.kind == "own_gradients":
             [gradient] = torch.autograd.grad(loss, self.top[3].weight, retain_graph=True)
             loss = loss + gradient.square().sum().detach()
+        if self.kind == "kept_gradients":
+            loss = loss + self.top(self.norm(torch.ones(4, self.top[0].in_features))).square().mean()
         if self.kind == "sparse":
             loss = loss + self.top(self.shift(torch.arange(6) % 4)).square().mean()
         if self.kind == "tied":
@@ -107,6 +120,9 @@ class Deep(Model):
         self.manual_backward(loss)
         optimizer.step()
         return None
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad(set_to_none=self.kind != "kept_gradients")
 
     def configure_optimizers(self) -> Any:
         if self.kind.endswith("lbfgs"):

@@ -24,12 +24,14 @@ ATTENTION = "MultiheadAttention uses in_proj_weight, in_proj_bias itself; only w
         ("", {}, True, {}, SPLIT),
         ("", {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.0001}, True, {}, SPLIT),
         ("", {}, True, {"accumulate_grad_batches": 3, "gradient_clip_val": 0.1}, SPLIT),
+        ("kept_gradients", {"gradient_as_bucket_view": True}, True, {"accumulate_grad_batches": 2}, SPLIT),
         ("", {}, False, {"precision": "bf16-mixed"}, SPLIT),
         ("post_hook", {}, False, {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"}, SPLIT),
         ("tied", {}, False, {}, "top.3: whole, its weight is used outside of its forward"),
         ("attention", {}, False, {}, f"{SPLIT}\n  top.4.attention: whole, {ATTENTION}"),
         ("compiled", {}, False, {}, "top.3._orig_mod: whole, it is compiled"),
         ("used_between_steps", {}, False, {}, SPLIT),
+        ("own_all_reduce", {}, True, {}, SPLIT),
         ("own_gradients", {}, False, {}, "top.3, top.5: whole, its gradient is computed within the step"),
         ("lbfgs", {}, False, {}, "the backward runs whole: LBFGS runs several backwards in a step"),
         ("combined_lbfgs", {}, False, {}, "the backward runs whole: LBFGS runs several backwards in a step"),
@@ -44,6 +46,7 @@ ATTENTION = "MultiheadAttention uses in_proj_weight, in_proj_bias itself; only w
             "hooks",
             "small_buckets",
             "accumulated_and_clipped",
+            "kept_gradients",
             "autocast",
             "hook_of_a_weight",
             "tied",
@@ -52,6 +55,7 @@ ATTENTION = "MultiheadAttention uses in_proj_weight, in_proj_bias itself; only w
         ),
         *(
             "used_between_steps",
+            "own_all_reduce",
             "own_gradients",
             "lbfgs",
             "combined_lbfgs",
@@ -99,6 +103,16 @@ def test_above_two_ranks_and_on_one(get_ranks: Callable[..., Ranks]) -> None:
         actual = ranks.run(split_backwards.fit, "", "split_backward", options, False)
         assert reference.differences([a for a, *_ in actual], [e for e, *_ in expected]) == [[]] * num_ranks
         assert words in actual[0][2]
+
+
+def test_accumulated_gradients_of_three_ranks(get_ranks: Callable[..., Ranks]) -> None:
+    """The first backward that sends gradients gives DistributedDataParallel the order of its buckets: it runs whole."""
+    ranks = get_ranks(3)
+    options: dict[str, Any] = {"bucket_cap_mb": 0.002}
+    expected = ranks.run(split_backwards.fit, "norms", "base", options, False, accumulate_grad_batches=2)
+    actual = ranks.run(split_backwards.fit, "norms", "split_backward", options, False, accumulate_grad_batches=2)
+    assert reference.differences([a for a, *_ in actual], [e for e, *_ in expected]) == [[]] * 3
+    assert "weight gradients of bottom, top.0, top.3, top.6, top.9 come after the backward" in actual[0][2]
 
 
 def test_a_hook_that_raises_in_the_second_half_ends_all_ranks(two_ranks: Ranks) -> None:
