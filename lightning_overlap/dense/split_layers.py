@@ -38,17 +38,24 @@ class SplitLayer:
         self.weights = list(module.parameters())
         self.forward: Callable[..., Any] = module.forward  # replaces the module's own forward in a step
         self.why_whole: str | None = None  # why its backward is not split; None if it is
-        self.num_first_hooks = self.num_hooks()
+        [_, *self._parts] = module.modules()  # of a chain
+        self._places = [
+            (part, key, weight) for part in module.modules() for key, weight in part.named_parameters(recurse=False)
+        ]
+        self._num_first_hooks = self._num_hooks()
 
-    def num_hooks(self) -> int:
-        """Number of hooks of a chain's parts, which may bring in tensors that its backward does not lead to."""
-        [_, *parts] = self.module.modules()
-        return sum(len(part._forward_hooks) + len(part._forward_pre_hooks) for part in parts)
+    def _num_hooks(self) -> int:
+        return sum(len(part._forward_hooks) + len(part._forward_pre_hooks) for part in self._parts)
 
     def has_own_weights(self) -> bool:
         """Whether its present weights depend on its own alone: functional_call() gives it others for a while."""
-        present = list(self.module.parameters())
-        return all(a is b for a, b in zip(present, self.weights, strict=False)) or depend_on(present, self.weights)
+        if all(getattr(part, key, None) is weight for part, key, weight in self._places):
+            return True
+        return depend_on(self.module.parameters(), self.weights)
+
+    def has_new_hooks(self) -> bool:
+        """Whether parts of a chain have other hooks: these may bring in tensors that its backward does not lead to."""
+        return self._num_hooks() != self._num_first_hooks
 
 
 @dataclass(slots=True)
@@ -207,7 +214,7 @@ class SplitLayers:
             or not isinstance(given, Tensor)
             or (not layer.is_layer and given.requires_grad)
             or not layer.has_own_weights()
-            or (not layer.is_layer and layer.num_hooks() != layer.num_first_hooks)
+            or layer.has_new_hooks()
         ):
             return forward(given)
         is_cut = self._uses is None and given.requires_grad

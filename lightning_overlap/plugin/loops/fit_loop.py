@@ -69,7 +69,7 @@ class _FitLoopMixin(_FitLoop):
     def _load_combined_loader_states(self) -> None:
         # A resumed fit goes on with the iterator that is made next. Lightning tells samplers the epoch only after it.
         assert self._combined_loader is not None
-        epochs = self.epoch_progress.current
+        epochs: Any = self.epoch_progress.current
         ended = self.epoch_loop.batch_progress.is_last_batch and epochs.processed < epochs.started
         for loader in self._combined_loader.flattened:
             _set_sampler_epoch(loader, epochs.processed + ended)
