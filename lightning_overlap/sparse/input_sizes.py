@@ -106,6 +106,7 @@ def types_in(labels: Sequence[str], tensors: Iterable[Tensor]) -> str:
     return ", ".join(f"{part} of {str(tensor.dtype).removeprefix('torch.')}" for part, tensor in parts)
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiled step calls it, and has no collective of objects
 def check_types(mine: Mapping[str, str], group: dist.ProcessGroup) -> None:
     """Check that inputs have tensors of the same types on all ranks that have them; all ranks call this.
 
