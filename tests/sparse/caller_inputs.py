@@ -41,21 +41,21 @@ class WeighsInPlace(Model):
         return super().training_step(batch, batch_idx)
 
 
-def swap_lengths(batch: Batch) -> Batch:
-    """Give the first feature the lengths of the last one, and the other way round, in place."""
+def shift_lengths(batch: Batch) -> Batch:
+    """Give each feature the lengths of the feature before it, in place: each rank is sent another number of ids."""
     lengths = kjt_of(batch).lengths().view(len(kjt_of(batch).keys()), -1)
-    lengths.copy_(lengths.flip(0).clone())
+    lengths.copy_(lengths.roll(1, 0))
     return batch
 
 
-class SwapsLengths(Model):
+class ShiftsLengths(Model):
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        return super().training_step(swap_lengths(batch), batch_idx)
+        return super().training_step(shift_lengths(batch), batch_idx)
 
 
-class SwapsLengthsInHook(Model):
+class ShiftsLengthsInHook(Model):
     def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
-        return swap_lengths(batch)
+        return shift_lengths(batch)
 
 
 class TakesOut(Model):

@@ -54,8 +54,8 @@ _CALLS = [
     ("weighs_in_place", "", 0),
     ("takes_out", "plain", SERVED),
     ("weights_on_one_rank", "plain", SERVED),
-    ("swaps_lengths", "", 0),
-    ("swaps_lengths_in_hook", "swaps_lengths", SERVED),
+    ("shifts_lengths", "", 0),
+    ("shifts_lengths_in_hook", "shifts_lengths", SERVED),
     ("hashes_sometimes", "", 3),
     ("one_rank_looks_first", "plain", SERVED),
     ("one_of_two_tasks", "", 2),
@@ -69,7 +69,7 @@ def test_trains_as_the_plain_loop_does(two_ranks: Ranks, model: str, reference: 
 
 
 @pytest.mark.parametrize(
-    "model", ["one_rank_looks_first", "one_of_two_tasks", "no_grad", "reentrant_lookup", "swaps_lengths"]
+    "model", ["one_rank_looks_first", "one_of_two_tasks", "no_grad", "reentrant_lookup", "shifts_lengths"]
 )
 def test_the_reference_mode_does_too(two_ranks: Ranks, model: str) -> None:
     reference = "plain" if model == "one_rank_looks_first" else ""
