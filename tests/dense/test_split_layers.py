@@ -101,6 +101,16 @@ def train(model: nn.Module, split: SplitLayers | None, **context: Any) -> list[T
     return found
 
 
+def assert_exact(make_model: Callable[[], nn.Module], *names: str) -> None:
+    """Assert that the modules of these names are split, and that gradients are those of a whole backward."""
+    expected = train(make_model(), None)
+    model = make_model()
+    layers = SplitLayers(model)
+    actual = train(model, layers)
+    assert layers.names == names
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+
+
 def make(also: Callable[[Dense, Tensor, Tensor], Tensor] | None = None) -> Dense:
     torch.manual_seed(0)
     return Dense(also)
@@ -289,12 +299,7 @@ def test_a_chain_without_tensors_as_input_and_output_is_left_whole(is_packed: bo
             found = self.chain(nn.utils.rnn.pack_sequence([dense]) if is_packed else dense)[0]
             return self.out((found.data if is_packed else found) + rows).square().mean()  # type: ignore[no-any-return]
 
-    expected = train(Recurrent(), None)
-    model = Recurrent()
-    layers = SplitLayers(model)
-    actual = train(model, layers)
-    assert layers.names == ("out",)
-    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+    assert_exact(Recurrent, "out")
 
 
 def test_a_first_step_without_a_loss_shows_nothing() -> None:
@@ -393,12 +398,7 @@ def test_a_lazy_layer_is_left_whole() -> None:
         def forward(self, dense: Tensor, rows: Tensor) -> Tensor:
             return self.out(self.first(rows) + rows).square().mean()  # type: ignore[no-any-return]
 
-    expected = train(Lazy(), None)
-    model = Lazy()
-    layers = SplitLayers(model)
-    actual = train(model, layers)
-    assert layers.names == ("out",)
-    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+    assert_exact(Lazy, "out")
 
 
 def test_a_module_of_torchscript_is_left_whole() -> None:
