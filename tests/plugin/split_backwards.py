@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
 from lightning_overlap import OverlapEmbeddingStrategy, combined_optimizer
+from lightning_overlap.dense.late_all_reduce import LateAllReduce
 from lightning_overlap.sparse import deferred_update, lookup
 from lightning_overlap.sparse.deferred_update import DeferredUpdate
 
@@ -190,6 +191,19 @@ def fit_noting_parts(pipeline: str) -> tuple[Any, list[str]]:
         trainer = make_trainer(OverlapEmbeddingStrategy(pipeline, sharding="table_wise"))
         trainer.fit(model, datamodule=Batches(TABLE_WISE, NUM_STEPS))
     return collect(model, trainer.optimizers[0], model.losses), [one.replace("went on", "sent") for one in done]
+
+
+def fit_counting_late_buckets() -> list[int]:
+    """Return for each step of a fit how many all-reduces of dense gradients are left to wait for after the backward."""
+    late: list[int] = []
+
+    def counted(self: LateAllReduce, wait: Any = LateAllReduce.wait) -> None:
+        late.append(len(self._under_way))
+        wait(self)
+
+    with mock.patch.object(LateAllReduce, "wait", counted):
+        fit("", "split_backward", {}, False)
+    return late
 
 
 class _HooksBackward(Callback):

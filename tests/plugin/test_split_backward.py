@@ -94,6 +94,13 @@ def test_between_hosts_a_part_is_looked_up_before_the_next_part_is_updated(get_r
         assert done[-4:] == [*in_a_step[:3], "updated 1"]  # no batch follows the last one
 
 
+def test_the_dense_all_reduce_is_waited_for_after_the_backward(two_ranks: Ranks) -> None:
+    """In every step; DistributedDataParallel would wait for it within the backward of the weights."""
+    for late in two_ranks.run(split_backwards.fit_counting_late_buckets):
+        assert len(late) == split_backwards.NUM_STEPS
+        assert all(late)
+
+
 def test_above_two_ranks_and_on_one(get_ranks: Callable[..., Ranks]) -> None:
     """DistributedDataParallel's buckets are those of a whole backward: the sums of three ranks round alike."""
     for num_ranks, words in ((3, SPLIT), (1, "the backward runs whole: one rank on a CPU waits for nobody")):
