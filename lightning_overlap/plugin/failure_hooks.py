@@ -44,24 +44,29 @@ class FailsTogether(SavesShards):
     def on_exception(self, exception: BaseException) -> None:
         _name_unused_parameters(exception, self.model, type(self).__name__)
         super().on_exception(exception)
+        self.note_cause(exception)
         executor = self._executor
+        if executor is not None and (missing := executor.updates.settle(SAVE_TIMEOUT_S)) is not None:
+            exception.add_note(f"{missing}, the dense part has it: resume from a checkpoint")
+        if self._first_cause is not None:
+            tell_last(exception, self._first_cause)
+        self.stop_run()
+        groups.forget()
+        self.finish_save(exception)
+
+    def note_cause(self, exception: BaseException) -> None:
+        """Add to an error where in the training this rank was, and the error of the rank that failed first."""
         if timed_out(exception):
             exception.add_note(
                 f"Another rank did not answer within {self.timeout_s:g} s: see its last message. If it is only slow, "
                 "pass a longer timeout= to the strategy."
             )
-        place = "outside of training"
+        executor = self._executor
+        place = "outside of training" if executor is None else executor.place
         if executor is not None:
-            place = executor.place
             exception.add_note(f"rank {self.global_rank} was {place}")
-            if (missing := executor.updates.settle(SAVE_TIMEOUT_S)) is not None:
-                exception.add_note(f"{missing}, the dense part has it: resume from a checkpoint")
         if self._first_cause is not None:
             self._first_cause.note(exception, place)
-            tell_last(exception, self._first_cause)
-        self.stop_run()
-        groups.forget()
-        self.finish_save(exception)
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:

@@ -25,7 +25,7 @@ PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
         *("_combined_loader", "_data_fetcher", "_load_combined_loader_states", "_should_reload_train_dl"),
         "setup_data",
     ),
-    "_MultiProcessingLauncher": ("_collect_rank_zero_results", "_start_method", "_strategy"),
+    "_MultiProcessingLauncher": ("_collect_rank_zero_results", "_start_method", "_strategy", "_wrapping_function"),
     "_PredictionLoop": (*_OF_BOTH, "_predict_step", "_return_predictions", "_store_data_for_prediction_writer"),
     "_ResultMetric": ("_computed", "_defaults", "_forward_cache"),
     "_SignalConnector": ("_sigterm_notifier_fn",),

@@ -98,7 +98,7 @@ def own_memory(module: nn.Module) -> None:
 class Launcher(_MultiProcessingLauncher):
     """Lightning's launcher by `spawn`, `fork` or `forkserver`, which also handles sharded tables."""
 
-    _strategy: StartsProcesses
+    _strategy: Any  # an OverlapEmbeddingStrategy
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
@@ -113,6 +113,15 @@ class Launcher(_MultiProcessingLauncher):
             return super().launch(function, *args, trainer=trainer, **kwargs)
         finally:
             self._strategy._parents_state = None
+
+    @override
+    def _wrapping_function(self, *args: Any, **kwargs: Any) -> None:
+        try:
+            super()._wrapping_function(*args, **kwargs)
+        except Exception as err:
+            # The parent raises the error of any rank. Lightning calls no `on_exception` in a started process.
+            self._strategy.note_cause(err)
+            raise
 
     @override
     def _collect_rank_zero_results(self, trainer: Trainer, results: Any) -> Any:

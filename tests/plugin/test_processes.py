@@ -79,9 +79,11 @@ def test_a_module_without_tables_is_given_back_as_with_ddp(found: dict[str, Any]
 
 @pytest.mark.slow
 def test_a_fault_on_one_rank_ends_the_fit(found: dict[str, Any]) -> None:
-    """And this process goes on, with the fits that come after it in the script."""
+    """The error of rank 0 names it, and this process goes on, with the fits that come after it in the script."""
     assert found["fault"].startswith("ProcessRaisedException:")
-    assert "ValueError: a fault of rank 1" in found["fault"]
+    assert "Process 0 terminated" in found["fault"]
+    assert "rank 0 was at backward of batch 1" in found["fault"]
+    assert "rank 1 had failed at dense_forward of batch 1: ValueError: a fault of rank 1" in found["fault"]
 
 
 @pytest.mark.slow
