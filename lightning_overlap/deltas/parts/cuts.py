@@ -10,9 +10,7 @@ from typing import Protocol
 
 from .form import Header, Part, PartError, PartName, decode, read_header
 
-CutId = tuple[int, int]
-"""Generation and step, the order of cuts."""
-
+CutId = tuple[int, int]  # generation and step, the order of cuts
 _TWO_TRAININGS = "two trainings wrote into this sink. Use a separate sink for each run."
 
 
@@ -82,12 +80,11 @@ class Cut:
 
 @dataclass(frozen=True)
 class Head:
-    """The headers of a whole cut: that of one part, and the cut that it follows (None if every part is a base)."""
+    """The header of one part of a whole cut, and the cut that it follows (None if every part is a base)."""
 
     header: Header
     after: CutId | None
-    bases: frozenset[int]
-    """The ranks whose parts are bases."""
+    bases: frozenset[int]  # the ranks whose parts are bases
     is_void: bool
 
 

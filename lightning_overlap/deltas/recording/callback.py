@@ -25,20 +25,16 @@ from .cuts import Cut, DenseSource, base_chunks, columns_of_states, merged_rows
 from .touched_rows import TouchedRows
 from .writer import CutWriter
 
-FAILED, BUSY, READY = range(3)
-"""States of a rank's writer; all ranks act on the lowest state."""
-
-CLOSE_S = 10.0
-"""Seconds to wait for a running write after a fit fails."""
+FAILED, BUSY, READY = range(3)  # states of a rank's writer; all ranks act on the lowest state
+CLOSE_S = 10.0  # wait for a running write after a fit fails
 
 
 class EmbeddingDeltas(Callback):
     """Sends updated rows to a sink, in cuts; a replica that has applied a cut equals the trainer at that step.
 
-    Every `every_n_steps` batches all ranks copy the rows that were updated since the last cut, overlapped with the next
-    forward, and a thread writes them. A slow sink does not delay steps; it leads to fewer, larger cuts. A fit first
-    sends all rows, or, resumed from a checkpoint, the rows that replicas may have with other values. Training waits for
-    this first write, and for the last write at the end of `fit`.
+    A cut has the rows that were updated since the last cut: all ranks copy them during the next forward, and a thread
+    writes them. A slow sink leads to fewer, larger cuts. A fit first sends all rows, or, resumed from a checkpoint, the
+    rows that replicas may have with other values. Training waits for this first write, and for the last write.
 
     Args:
         sink: A folder (or fsspec URL), `redis://...`, or a `DeltaSink`.
@@ -48,8 +44,8 @@ class EmbeddingDeltas(Callback):
         dense: Whether rank 0 sends the dense part with each cut: all parameters and buffers that are not sharded. A fit
             cannot resume a run without it if the run has sent it.
         optimizer_state: Whether to also send the rows' fused optimizer state.
-        sink_timeout_s: Seconds that one call of the sink may take, for example a write of up to 64 MB; a longer call
-            ends the fit on all ranks with an error. At most half of the strategy's `timeout`.
+        sink_timeout_s: Seconds that one call of the sink may take, at most half of the strategy's `timeout`; a longer
+            call ends the fit on all ranks with an error.
         name: Name of this callback in checkpoints and logs, if a Trainer has several.
 
     Raises:
@@ -160,7 +156,6 @@ class EmbeddingDeltas(Callback):
         return self._trainer.fit_loop.epoch_loop.total_batch_idx + 1
 
     def _dense_part(self, module: LightningModule) -> dict[str, Tensor]:
-        """Return what this rank sends of the dense part, by name."""
         if self._strategy.global_rank or not self._sends_dense:
             return {}
         sharded = ShardedStateNames(module)
@@ -194,10 +189,7 @@ class EmbeddingDeltas(Callback):
         return uuid.uuid4().hex, int(time.time()), known, newest
 
     def _mark_to_resend(self, known: Sequence[PartName], restored: dict[str, Any] | None) -> tuple[int, int] | None:
-        """Mark the rows that replicas may have with other values than at the returned cut; None if unknown.
-
-        `known` are the parts in the sink, which may be newer than the checkpoint of `restored`.
-        """
+        """Mark the rows that replicas may have with other values than at the returned cut; None if unknown."""
         now = self._writes, self._columns
         is_other = restored is None or (restored["writes"], restored.get("columns")) != now
         if self._strategy.any_rank(is_other) or restored is None:
@@ -226,8 +218,6 @@ class EmbeddingDeltas(Callback):
 
     def _read(self, name: PartName) -> bytes:
         return self._writer.ask(f"read of {name}", lambda: self._sink.read(str(name)))
-
-    # -- errors, raised on all ranks --------------------------------------------------------------------------------
 
     def _together(self, do: Callable[[], Any], error: BaseException | None = None) -> Any:
         """Return `do()`; if it fails or there is an `error` on a rank, raise on all. `do` must not wait for others."""

@@ -21,15 +21,8 @@ class TouchedRows:
     """Marks rows when the fused backward writes them; copies marked rows, overlapped with the next forward.
 
     A forward hook of each kernel gets the ids of a lookup, and a hook of its output's autograd node runs right before
-    the backward that updates these rows: in every mode, for early lookups and a module's own forward, immediate or
-    deferred. A lookup without a backward (an evaluation, a dropped batch) marks nothing. Tables of the dense optimizer
-    have no marks.
-
-    Tables are named as in the `state_dict` of the sharded model. `states` says whether to also copy the fused
-    optimizers' states. `dense` has the fields of the dense optimizer's tables and, on rank 0, of replicated tables.
-
-    Raises:
-        ValueError: Rows have no fixed numbers, as in managed collision modules.
+    the backward that updates these rows, in every mode. A lookup without a backward marks nothing. `dense` has the
+    fields of tables without marks: the dense optimizer's and, on rank 0, replicated tables.
     """
 
     def __init__(self, model: nn.Module, order: LookupOrder, *, states: bool = False) -> None:
@@ -72,8 +65,6 @@ class TouchedRows:
                 found.append(HostMarks(num_rows, kernel.table_of_feature, copies=not kernel.receives_ids))
         return found
 
-    # -- marking ------------------------------------------------------------------------------------------------
-
     def _watch(self, kernel: int) -> Callable[..., None]:
         def looked_up(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], answer: Any) -> None:
             node = answer.grad_fn if isinstance(answer, Tensor) else None
@@ -114,8 +105,6 @@ class TouchedRows:
             for shard, rows_N in zip(kernel.shards, marks.rows(), strict=True)
         ]
 
-    # -- reading ------------------------------------------------------------------------------------------------
-
     def copy(self) -> RowCopy:
         """Begin to copy the marked rows, and remove their marks; `settle` tells whether the copy is consistent."""
         self.wait_copied()
@@ -131,10 +120,7 @@ class TouchedRows:
         return self._copy
 
     def settle(self) -> bool:
-        """Wait for the last copy; return False if tables were written meanwhile, so that the copy may be inconsistent.
-
-        The first update after the copy also calls this.
-        """
+        """Wait for the last copy; return False if tables were written meanwhile, so that it may be inconsistent."""
         if self._is_whole is None:
             self.wait_copied()
             self._is_whole = self.num_writes == self._writes_before

@@ -8,10 +8,7 @@ from contextlib import contextmanager, nullcontext
 
 
 class ReadLock:
-    """Allows many readers or one writer; a waiting writer goes before new readers.
-
-    Reentrant for readers and for the writer, which may also read.
-    """
+    """Allows many readers or one writer, reentrant; the writer may read. A waiting writer goes before new readers."""
 
     def __init__(self) -> None:
         self._gate = threading.RLock()  # held by the current or waiting writer; new readers pass through it

@@ -22,8 +22,7 @@ from .served_tables import ServedTables, check_whole
 
 _log = logging.getLogger(__name__)
 _FORMAT = "embedding_deltas.replica"
-_MOST_TIMES = 3
-"""How often an update may reach the same cut, for example if parts are rewritten; more is an endless loop."""
+_MOST_TIMES = 3  # an update may reach the same cut, for example if parts are rewritten; more is an endless loop
 
 
 class Position(NamedTuple):
@@ -44,12 +43,9 @@ class Position(NamedTuple):
 class Lag(NamedTuple):
     """A replica's lag behind its training."""
 
-    steps: int
-    """Batches from the applied cut to the newest whole cut in the last listing of the sink."""
-    seconds: float
-    """Time since the training made the applied cut."""
-    parts: int
-    """Chunks of newer whole cuts in the last listing."""
+    steps: int  # batches from the applied cut to the newest whole cut in the last listing of the sink
+    seconds: float  # since the training made the applied cut
+    parts: int  # chunks of newer whole cuts in the last listing
 
 
 class ReplicaError(RuntimeError):
@@ -110,14 +106,11 @@ class Replica:
     def reading(self, *, after_error: bool = False) -> Iterator[Position]:
         """Keep the tables unchanged inside this context, in any number of threads; yields the last applied cut.
 
-        On CUDA all rows of the cut are written. A thread that reads on another stream than the default stream must
-        synchronize its stream before it leaves: the next cut is written on the default stream, without waiting.
-
-        Args:
-            after_error: Whether to also read after following has stopped with an error.
+        A thread that reads on another CUDA stream than the default stream synchronizes its stream before it leaves: the
+        next cut is written on the default stream, without waiting.
 
         Raises:
-            ReplicaError: No cut has been applied, or following has stopped with an error.
+            ReplicaError: No cut has been applied, or (without `after_error`) following has stopped with an error.
         """
         with self._lock.reading():
             if not after_error:
@@ -197,10 +190,7 @@ class Replica:
             return count
 
     def follow(self, every_s: float = 0.5) -> None:
-        """Apply new cuts in a thread, until `close`; list the sink every `every_s` seconds.
-
-        An error ends the thread; `reading`, `lag` and `wait` raise it.
-        """
+        """Apply new cuts every `every_s` s in a thread, until `close`; `reading`, `lag` and `wait` raise its error."""
         if self._follows:
             return
         self._stop.clear()
@@ -254,11 +244,7 @@ class Replica:
     # -- saved state ---------------------------------------------------------------------------------------------------
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write tables and position into a file atomically, for `Replica(start=...)`.
-
-        Raises:
-            ReplicaError: No cut has been applied.
-        """
+        """Write tables and position into a file atomically, for `Replica(start=...)`; a ReplicaError before a cut."""
         with self.reading(after_error=True) as position:
             content = {
                 "format": _FORMAT,
@@ -293,11 +279,9 @@ class Replica:
             _log.warning("a replica stopped following %r: %s", self.sink, err)
 
     def _update_once(self, *, lists: bool) -> bool:
-        """Apply the next cut, if any; list the sink first, or without `lists` only if the last listing has no next cut.
-
-        A listing is not atomic: it may lack a part that was written before a part that it has, and parts may be removed
-        or rewritten after it. So an error is raised only after three listings.
-        """
+        """Apply the next cut, if any; without `lists` list the sink only if the last listing has no next cut."""
+        # A listing may lack a part that was written before a part that it has, and parts may be removed or rewritten
+        # after it. So an error is raised only after three listings.
         for is_listed in (not lists, False, False):
             try:
                 if not is_listed:

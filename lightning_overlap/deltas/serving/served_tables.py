@@ -13,9 +13,7 @@ from torch import Tensor, nn
 
 from ..parts import WEIGHT, Header, Part, Rows
 
-_TABLE = re.compile(r"(.*\.)?(embedding_bags|embeddings)\.[^.]+\.weight")
-"""The name of a table's weight in TorchRec's collections."""
-
+_TABLE = re.compile(r"(.*\.)?(embedding_bags|embeddings)\.[^.]+\.weight")  # a table's weight in TorchRec's collections
 _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 

@@ -10,12 +10,9 @@ from .sink import DeltaSink
 
 
 def prune(sink: str | os.PathLike[str] | DeltaSink) -> list[str]:
-    """Remove the parts of a sink, or of its address, that are older than the newest base of all ranks.
+    """Remove the parts that are older than the newest base of all ranks; return their names, oldest first.
 
     Replicas that lag further, and resumed trainings, continue from that base, which has every row.
-
-    Returns:
-        The names of the removed parts, oldest first; empty without a base of all ranks.
 
     Raises:
         PartError: A part is damaged.
