@@ -182,8 +182,7 @@ class Chain:
         return False
 
     def _head(self, cut: Cut) -> Head:
-        head = self._heads.get(cut)
-        if head is None:
+        if (head := self._heads.get(cut)) is None:
             if len(self._heads) >= _MOST_HEADS:
                 self._heads.clear()
             head = self._heads[cut] = read_head(self.sink, cut)

@@ -99,9 +99,8 @@ def read_head(sink: PartSource, cut: Cut) -> Head:
     if len(follows) > 1:
         followed = " and ".join(map(as_words, sorted(follows)))
         raise CutError(f"the parts of {as_words(cut.at)} do not belong together: they follow {followed}.")
-    after = next(iter(follows), None)
     bases = frozenset(header.rank for header in headers if header.is_base)
-    return Head(headers[0], after, bases, any(header.is_void for header in headers))
+    return Head(headers[0], next(iter(follows), None), bases, any(header.is_void for header in headers))
 
 
 def part_of(data: bytes, name: PartName, head: Head) -> Part:

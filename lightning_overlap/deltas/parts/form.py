@@ -1,7 +1,4 @@
-"""The format of parts: names, header, Arrow IPC form (docs/deltas_format.md).
-
-At a *cut* each rank writes its updated rows as its *part*, in *chunks*; a *base* is a part with all rows of its rank.
-"""
+"""The format of parts (docs/deltas_format.md). A part has a rank's rows of a cut, in chunks; a base has all rows."""
 
 from __future__ import annotations
 
@@ -34,8 +31,7 @@ WEIGHT = "weight"  # the field of a table's weights; other fields are kinds of o
 TRAILER_SIZE = len(b"CRC32:00000000")  # bytes of the checksum at the end of a chunk
 SMALL = 4096  # adjacent pieces below this size in bytes are joined
 
-Piece: TypeAlias = bytes | memoryview
-"""Bytes of a part; a view's memory is reused after the part is written."""
+Piece: TypeAlias = bytes | memoryview  # bytes of a part; a view's memory is reused after the part is written
 
 _HEADER = b"embedding_deltas.part"
 _TRAILER = re.compile(rb"CRC32:([0-9a-f]{8})")
@@ -99,7 +95,7 @@ class Header:
     run: str
     generation: int
     step: int
-    after: tuple[int, int] | None  # of a generation's first cut: known to be whole when the checkpoint was saved
+    after: tuple[int, int] | None  # None in a base; at the start of a generation: known to be whole at the checkpoint
     rank: int
     world_size: int
     chunk: int

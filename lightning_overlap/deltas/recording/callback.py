@@ -110,8 +110,6 @@ class EmbeddingDeltas(Callback):
         own = type(self).__qualname__
         return own if self._name is None else f"{own}[{self._name}]"
 
-    # -- the beginning ------------------------------------------------------------------------------------------
-
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._restored = self._acknowledged = None  # from an evaluation, or a fit that never began
@@ -131,8 +129,7 @@ class EmbeddingDeltas(Callback):
             )
         self._run_sends_dense = self._sends_dense
         self._forget_fit()
-        order = strategy.lookup_order
-        if order is None:
+        if (order := strategy.lookup_order) is None:
             raise ValueError(
                 f"EmbeddingDeltas has nothing to send: {type(pl_module).__name__} has no TorchRec tables. Remove the "
                 "callback."
@@ -190,8 +187,7 @@ class EmbeddingDeltas(Callback):
 
     def _mark_to_resend(self, known: Sequence[PartName], restored: dict[str, Any] | None) -> tuple[int, int] | None:
         """Mark the rows that replicas may have with other values than at the returned cut; None if unknown."""
-        now = self._writes, self._columns
-        is_other = restored is None or (restored["writes"], restored.get("columns")) != now
+        is_other = restored is None or (restored["writes"], restored.get("columns")) != (self._writes, self._columns)
         if self._strategy.any_rank(is_other) or restored is None:
             return None
         acknowledged = restored["acknowledged"] and tuple(restored["acknowledged"])
@@ -227,12 +223,9 @@ class EmbeddingDeltas(Callback):
         except Exception as err:
             error = err
         said = self._strategy.gather(None if error is None else f"{type(error).__name__}: {error}")
-        causes = [f"rank {said.index(cause)}: {cause}" for cause in dict.fromkeys(said) if cause is not None]
-        if causes:
+        if causes := [f"rank {said.index(cause)}: {cause}" for cause in dict.fromkeys(said) if cause is not None]:
             raise RuntimeError(f"embedding deltas cannot be sent. {'; '.join(causes)}") from error
         return result
-
-    # -- cuts ---------------------------------------------------------------------------------------------------
 
     def _header(self, after: tuple[int, int] | None) -> Header:
         assert self.run is not None
@@ -348,8 +341,6 @@ class EmbeddingDeltas(Callback):
             self._writer.submit(header.step, lambda: [(str(header.name), encode_pieces(header))])
             self._is_void = True  # all ranks send all rows with the next cut
 
-    # -- the end ------------------------------------------------------------------------------------------------
-
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._is_sending and self._strategy.has_stashed_gradients:
@@ -374,9 +365,8 @@ class EmbeddingDeltas(Callback):
         if self._strategy.any_rank(left) or is_void:
             self._together(lambda: self._write_last(is_base=is_void or changed, after_all=is_void))
         self._together(lambda: self._writer.ask("close", self._sink.close))
-        acknowledged = self.generation, self._step
         self._end()
-        self._acknowledged = acknowledged
+        self._acknowledged = (self.generation, self._step)
 
     def _write_last(self, *, is_base: bool, after_all: bool) -> None:
         after = (self.generation, self._last)
@@ -402,8 +392,6 @@ class EmbeddingDeltas(Callback):
             self._writer.close(CLOSE_S)
         self._acknowledged = None  # tables may change from now on
         self._forget_fit()
-
-    # -- checkpoints --------------------------------------------------------------------------------------------
 
     @override
     def state_dict(self) -> dict[str, Any]:

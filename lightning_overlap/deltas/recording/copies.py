@@ -46,13 +46,12 @@ def fields_of(kernel: KernelShards, *, states: bool) -> list[list[Field]]:
     """Return the fields of each shard of a kernel: its weight and, with `states`, its optimizer state."""
     kinds: list[dict[str, Tensor]] = kernel.states() if states else [{} for _ in kernel.shards]
     return [
-        [Field(shard, kind, _two_dim(values.detach())) for kind, values in {WEIGHT: shard.weight, **of_shard}.items()]
+        [
+            Field(shard, kind, values.detach().unsqueeze(1) if values.dim() == 1 else values.detach())
+            for kind, values in {WEIGHT: shard.weight, **of_shard}.items()
+        ]
         for shard, of_shard in zip(kernel.shards, kinds, strict=True)
     ]
-
-
-def _two_dim(values: Tensor) -> Tensor:
-    return values.unsqueeze(1) if values.dim() == 1 else values
 
 
 def to_host(tensor: Tensor) -> Tensor:

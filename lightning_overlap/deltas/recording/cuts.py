@@ -16,8 +16,7 @@ from .copies import Field, RowCopy, to_host
 CHUNK_BYTES = 5 << 20  # most bytes of rows in a chunk; larger chunks do not fit a core's cache and are slower
 WINDOW_BYTES = 64 << 20  # most bytes of values in a chunk of a base
 
-DenseCopy: TypeAlias = tuple[list[Tensor], torch.cuda.Event | None]
-"""Copies on the host, and the event after which they are complete; None on a CPU."""
+DenseCopy: TypeAlias = tuple[list[Tensor], torch.cuda.Event | None]  # copies, complete after the event (CUDA)
 
 T = TypeVar("T")
 
@@ -27,7 +26,6 @@ class DenseSource:
 
     def __init__(self, tensors: dict[str, Tensor], tables: Sequence[Field]) -> None:
         self._tensors, self._tables = tensors, tables
-        self._sent: Sequence[Tensor | None] = ()
         self.forget()
 
     def copy(self) -> DenseCopy:
@@ -56,7 +54,7 @@ class DenseSource:
 
     def forget(self) -> None:
         """Forget the last call's copy, so that all rows count as changed."""
-        self._sent = [None] * len(self._tables)
+        self._sent: Sequence[Tensor | None] = [None] * len(self._tables)
 
 
 def _changed_rows(now_RD: Tensor, before_RD: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -120,12 +120,8 @@ class DeviceMarks:
         self._first_F = torch.tensor([first[table] for table in table_of_feature], device=device)
         self._num_rows_F = torch.tensor([num_rows[table] for table in table_of_feature], device=device)
         self._flags_R = torch.zeros(first[-1], dtype=torch.bool, device=device)
+        self.tensors = [self.ends_T, self._first_F, self._num_rows_F, self._flags_R]  # for `record_stream`
         self._num_ids = 0
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """All memory of the marks, for `record_stream`."""
-        return [self.ends_T, self._first_F, self._num_rows_F, self._flags_R]
 
     def add(self, indices_N: Tensor, offsets: Tensor, batch_sizes: tuple[int, ...] | None) -> None:
         """Mark the rows of a lookup; arguments as for `HostMarks.add`, on the device."""
@@ -159,8 +155,7 @@ class DeviceMarks:
     def rows(self) -> list[Tensor]:
         """Wait for the device, and return the marked rows of each table, `(N,)`, int64, on the host."""
         flags_R = self._flags_R.cpu()
-        tables = zip(self.first_rows[:-1], self.first_rows[1:], strict=True)
-        return [flags_R[first:end].nonzero().squeeze(1) for first, end in tables]
+        return [flags_R[first:end].nonzero().squeeze(1) for first, end in pairwise(self.first_rows)]
 
     def take(self) -> tuple[Tensor, Tensor]:
         """Remove the marks; return the rows, `(most,)`, ascending, padded with 0, and their number, on the device."""

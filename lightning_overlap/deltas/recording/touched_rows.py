@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from itertools import chain
 from typing import Any
 
 import torch
@@ -113,10 +112,9 @@ class TouchedRows:
         if self._on_device:
             kernels = zip(self._kernels, marks, strict=True)
             self._copy = DeviceCopy(kernels, self._order, self._to_host, states=self._states)
-            return self._copy
-        # The spare marks, of the previous copy, are empty.
-        self._marks, self._spare_marks = self._spare_marks or self._new_marks(), marks
-        self._copy = HostCopy(self._copier.submit(self._copy_on_host, marks), self._kept)
+        else:  # the spare marks, of the previous copy, are empty
+            self._marks, self._spare_marks = self._spare_marks or self._new_marks(), marks
+            self._copy = HostCopy(self._copier.submit(self._copy_on_host, marks), self._kept)
         return self._copy
 
     def settle(self) -> bool:
@@ -144,7 +142,7 @@ class TouchedRows:
     @property
     def fields(self) -> list[Field]:
         """The fields of all fused tables on this rank."""
-        return list(chain.from_iterable(self._fields_of_shards()))
+        return [field for fields in self._fields_of_shards() for field in fields]
 
     @property
     def num_writes(self) -> int:

@@ -47,14 +47,10 @@ class CutWriter:
         self._cuts.append(self._later(partial(self._write, step, chunks, self._timed)))
 
     def write_now(self, step: int, chunks: Chunks) -> None:
-        """Write a part after all earlier parts, and wait; raise the first error. This thread makes the chunks."""
+        """Write a part after all earlier parts and wait; raise the first error. The calling thread makes the chunks."""
         self.wait()
         if self.error is None:
             self._write(step, lambda: chunks, self.ask)
-        self.raise_error()
-
-    def raise_error(self) -> None:
-        """Raise the first error of a write, if any."""
         if self.error is not None:
             raise self.error
 
@@ -67,8 +63,8 @@ class CutWriter:
         """Return what a call of the sink returns, after all earlier parts, or raise its error; `what` names it."""
         answer = self._later(partial(self._timed, what, do))
         self._wait_for(answer)
-        if not answer.done():
-            self.raise_error()
+        if self.error is not None and not answer.done():
+            raise self.error
         return answer.result()
 
     def look(self) -> None:

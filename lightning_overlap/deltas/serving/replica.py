@@ -95,8 +95,6 @@ class Replica:
         if start is not None:
             self._load(Path(start))
 
-    # -- serving -------------------------------------------------------------------------------------------------------
-
     @property
     def lock(self) -> AbstractContextManager[None]:
         """A lock for `with replica.lock:`: inside, the replica does not write, and no other thread reads."""
@@ -161,8 +159,6 @@ class Replica:
     def state_dict(self) -> dict[str, Tensor]:
         """Return the tables and dense tensors, without copies, by names in the LightningModule's `state_dict`."""
         return dict(self._tables.tensors)
-
-    # -- following -----------------------------------------------------------------------------------------------------
 
     def update(self) -> int:
         """Apply every new whole cut in the sink; return their number.
@@ -240,8 +236,6 @@ class Replica:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    # -- saved state ---------------------------------------------------------------------------------------------------
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write tables and position into a file atomically, for `Replica(start=...)`; a ReplicaError before a cut."""
