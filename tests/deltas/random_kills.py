@@ -32,13 +32,11 @@ CASE = Case(
 
 
 def mark_and_kill(trainer: Trainer, module: LightningModule, mark: Path) -> None:
-    """End the process, and leave a file that says so."""
     mark.touch()
     kill()
 
 
 def play(folder: Path, seed: int) -> dict[str, object]:
-    """Play one run; return what is wrong, by replica."""
     choose = random.Random(seed)
     pipeline, every = choose.choice(list(MODES)), choose.randint(1, 3)
     live = Replica(None, folder / "sent")
@@ -81,7 +79,6 @@ def play(folder: Path, seed: int) -> dict[str, object]:
 
 
 def main(num_runs: int, first_seed: int = 1) -> None:
-    """Play so many runs, and count those that held."""
     num_held = 0
     for seed in range(first_seed, first_seed + num_runs):
         with tempfile.TemporaryDirectory() as folder:
