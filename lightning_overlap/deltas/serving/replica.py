@@ -8,7 +8,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from ..parts import TRAILER_SIZE, WEIGHT, Chain, CutError, Head, Move, Part, PartError, PartName, as_words, part_of
 from ..sinks import DeltaSink, resolve_sink, write_whole
-from .read_lock import ReadLock
 from .served_tables import ServedTables, check_whole
 
 _log = logging.getLogger(__name__)
@@ -84,7 +83,7 @@ class Replica:
         self._tables = ServedTables(target, optimizer_state)
         self._chain = Chain(self.sink)
         self._kept_bytes = kept_bytes
-        self._lock = ReadLock()
+        self._lock = _ReadLock()
         self._updating = threading.Lock()
         self.position: Position | None = None
         """The last applied cut; None before the first cut."""
@@ -349,3 +348,33 @@ def save_whole(content: Any, path: Path) -> None:
     """Write a file for `torch.load` atomically, and make its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(os.path.abspath(path), lambda file: torch.save(content, file))
+
+
+class _ReadLock:
+    """Allows many readers or one writer, reentrant; the writer may read. A waiting writer goes before new readers."""
+
+    def __init__(self) -> None:
+        self._gate = threading.RLock()  # held by the current or waiting writer; new readers pass through it
+        self._changed = threading.Condition()
+        self._readers: list[int] = []  # a thread as often as it reads
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        own = threading.get_ident()
+        with nullcontext() if own in self._readers else self._gate, self._changed:
+            self._readers.append(own)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._readers.remove(own)
+                self._changed.notify_all()
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        if threading.get_ident() in self._readers:
+            raise RuntimeError("a thread inside `reading()` cannot update the replica: leave `reading()` first.")
+        with self._gate:
+            with self._changed:
+                self._changed.wait_for(lambda: not self._readers)
+            yield
