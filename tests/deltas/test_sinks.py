@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 import re
 import runpy
@@ -128,18 +127,6 @@ def test_other_files_may_lie_beside(tmp_path: Path) -> None:
     for name in ("README.md", f".{NAMES[1]}.unfinished", f"{NAMES[1]}.tmp", "g000001"):
         (tmp_path / name).write_text("x")
     assert sink.names() == NAMES[:1]
-
-
-def test_a_crash_in_a_write_leaves_no_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sink = FolderSink(tmp_path)
-
-    def fails(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", fails)
-    with pytest.raises(SinkError, match=f"cannot write to the folder .*{tmp_path}.*: No space left on device"):
-        sink.write(NAMES[0], b"part")
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
