@@ -26,7 +26,7 @@ class DenseSource:
 
     def __init__(self, tensors: dict[str, Tensor], tables: Sequence[Field]) -> None:
         self._tensors, self._tables = tensors, tables
-        self.forget()
+        self._sent: Sequence[Tensor | None] = [None] * len(tables)
 
     def copy(self) -> DenseCopy:
         """Begin to copy all tensors; on a device on the current stream, without waiting."""
@@ -54,7 +54,7 @@ class DenseSource:
 
     def forget(self) -> None:
         """Forget the last call's copy, so that all rows count as changed."""
-        self._sent: Sequence[Tensor | None] = [None] * len(self._tables)
+        self._sent = [None] * len(self._tables)
 
 
 def _changed_rows(now_RD: Tensor, before_RD: Tensor) -> Tensor:
