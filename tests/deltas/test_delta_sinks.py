@@ -23,6 +23,7 @@ from ..support.cases import Case, Model, TableSpec
 from ..support.fits import QUIET
 from ..support.ranks import Ranks
 from .delta_fits import At, Files, TablesByStep, Windows, apply_in_order, differences, fit_with_deltas
+from .test_deltas import Fit, wrong
 
 CASE = Case("sinks", (TableSpec("t0", ("f0",)), TableSpec("t1", ("f1",), "row_wise")))
 
@@ -64,16 +65,9 @@ def fit_expecting_error(sink: Any) -> tuple[str, float, list[str]]:
     return str(caught.value), time.monotonic() - begun, [name for name in threads if "deltas" in name or "rows" in name]
 
 
-def assert_equal(folder: Path, of_ranks: list[tuple[dict[int, Windows], Windows]]) -> None:
-    replica = Replica(None, folder)
-    replica.update()
-    assert replica.step is not None
-    after = apply_in_order(folder)
-    generation = max(after)[0]
-    for cut, tables in after.items():
-        if cut[0] == generation and cut[1] in of_ranks[0][0]:
-            assert differences(tables, [seen[cut[1]] for seen, _ in of_ranks]) == [], cut
-    assert differences(replica.state_dict(), [seen[replica.step] for seen, _ in of_ranks]) == []
+def assert_equal(folder: Path, of_ranks: list[Fit]) -> None:
+    generation, step = max(apply_in_order(folder))
+    assert wrong(folder, [(seen, seen[step]) for seen, _ in of_ranks], generation) == {}
 
 
 @pytest.mark.parametrize(
