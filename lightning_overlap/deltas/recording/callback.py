@@ -138,7 +138,11 @@ class EmbeddingDeltas(Callback):
         self._writer = CutWriter(self._sink, min(self._sink_timeout_s, strategy.timeout_s / 2))
         self._touched = touched = TouchedRows(pl_module, order, states=self._states)
         self._is_sending = True
-        self._dense = DenseSource(self._dense_part(pl_module), touched.dense)
+        dense: dict[str, Tensor] = {}
+        if self._sends_dense and not strategy.global_rank:
+            sharded, state = ShardedStateNames(pl_module), pl_module.state_dict(keep_vars=True)
+            dense = {name: value for name, value in state.items() if isinstance(value, Tensor) and name not in sharded}
+        self._dense = DenseSource(dense, touched.dense)
         shapes = {field.shard.name: field.shard.shape for field in (*touched.fields, *touched.dense)}
         of_ranks = strategy.gather((shapes, columns_of_states(touched.fields)))
         self._tables = {name: shape for shapes, _ in of_ranks for name, shape in shapes.items()}
@@ -151,13 +155,6 @@ class EmbeddingDeltas(Callback):
     @property
     def _step(self) -> int:
         return self._trainer.fit_loop.epoch_loop.total_batch_idx + 1
-
-    def _dense_part(self, module: LightningModule) -> dict[str, Tensor]:
-        if self._strategy.global_rank or not self._sends_dense:
-            return {}
-        sharded = ShardedStateNames(module)
-        state = module.state_dict(keep_vars=True).items()
-        return {name: value for name, value in state if isinstance(value, Tensor) and name not in sharded}
 
     def _begin(self, restored: dict[str, Any] | None) -> None:
         """Begin a generation with all rows, or with the rows that replicas may have with other values."""
