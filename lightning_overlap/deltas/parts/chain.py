@@ -15,7 +15,7 @@ from .form import PartName, parse_names, read_header
 
 _log = logging.getLogger(__name__)
 _MOST_HEADS = 10_000
-QUICK_S = 2.0  # in which no training can restart and reach the same step again
+QUICK_S = 2.0  # seconds in which no training can restart and reach the same step again
 
 
 class Move(NamedTuple):

@@ -26,7 +26,7 @@ from .touched_rows import TouchedRows
 from .writer import CutWriter
 
 FAILED, BUSY, READY = range(3)  # states of a rank's writer; all ranks act on the lowest state
-CLOSE_S = 10.0  # wait for a running write after a fit fails
+CLOSE_S = 10.0  # seconds to wait for a running write after a fit fails
 
 
 class EmbeddingDeltas(Callback):

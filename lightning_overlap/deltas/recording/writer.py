@@ -16,7 +16,7 @@ from ..parts import Piece
 from ..sinks import DeltaSink, SinkError, writes_pieces
 
 MOST_WAITING = 2  # most unwritten cuts; no further cut is made meanwhile
-LOOKS_EVERY_S = 0.5  # between checks whether the sink hangs, while a caller waits for it
+LOOKS_EVERY_S = 0.5  # seconds between checks whether the sink hangs, while a caller waits for it
 
 Chunks: TypeAlias = Iterable[tuple[str, list[Piece]]]  # name and content of each chunk of a part
 T = TypeVar("T")
@@ -35,7 +35,7 @@ class CutWriter:
         self._ends = False
         self.error: BaseException | None = None  # the first error of a write; nothing is written after it
         self.num_bytes = 0  # written so far
-        self.written_step = -1  # of the newest written cut
+        self.written_step = -1  # step of the newest written cut
 
     @property
     def is_ready(self) -> bool:

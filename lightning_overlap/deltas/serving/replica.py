@@ -21,7 +21,7 @@ from .served_tables import ServedTables, check_whole
 
 _log = logging.getLogger(__name__)
 _FORMAT = "embedding_deltas.replica"
-_MOST_TIMES = 3  # an update may reach the same cut, for example if parts are rewritten; more is an endless loop
+_MOST_TIMES = 3  # how often an update may reach one cut, as parts may be rewritten; more is an endless loop
 
 
 class Position(NamedTuple):
@@ -237,7 +237,7 @@ class Replica:
         self.close()
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write tables and position into a file atomically, for `Replica(start=...)`; a ReplicaError before a cut."""
+        """Write tables and position into a file, atomically; raise a ReplicaError before the first cut."""
         with self.reading(after_error=True) as position:
             content = {
                 "format": _FORMAT,

@@ -21,7 +21,7 @@ _WHOLE_PUTS = frozenset(  # file systems with atomic writes
 
 
 class FolderSink:
-    """Stores each part as a file, which gets its name when it is complete, and flushed to a local disk.
+    """Stores each part as a file, which gets its name when it is complete, on a local disk also flushed.
 
     The folder may contain other files. The first write makes the folder.
 

@@ -32,9 +32,10 @@ def resolve_sink(sink: Any) -> DeltaSink:
 
 
 def prune(sink: str | os.PathLike[str] | DeltaSink) -> list[str]:
-    """Remove the parts that are older than the newest base of all ranks; return their names, oldest first.
+    """Remove the parts of a sink, or of its address, that are older than the newest base of all ranks.
 
-    Replicas that lag further, and resumed trainings, continue from that base, which has every row.
+    Returns the names of the removed parts, oldest first; none without such a base. Replicas that lag further, and
+    resumed trainings, continue from that base, which has every row.
 
     Raises:
         PartError: A part is damaged.
