@@ -4,10 +4,10 @@
     python benchmarks/deltas.py cost --size large       # 8 tables of 1,000,000 x 64, batch 2048 a rank
     python benchmarks/deltas.py missed                  # the rows that the tracker reports, and those that changed
 
-The arms take turns in each round; each is a fit of its own under Lightning, of the same model with the same batches. A
-step of the slowest rank is timed in blocks of ten, so that a cut every ten steps is in every block. `host` is the time
-of the thread that trains which the callback's hooks take: on the clock, and on the CPU, which others on the machine
-disturb less. `cpu` is the time on the CPU of all threads of all ranks. The base is written before the first step.
+The arms take turns in each round; each is a fit of the same model with the same batches. Steps of the slowest rank are
+timed in blocks of ten, so that a cut every ten steps is in every block. `cpu` is the CPU time of all threads of all
+ranks. Each part of the callback has its time on the clock, and on the CPU, which other programs disturb less. The base
+is written before the first step.
 """
 
 from __future__ import annotations
@@ -37,8 +37,6 @@ NEVER = 1_000_000_000
 
 @dataclass(frozen=True)
 class Size:
-    """Of tables and batches."""
-
     num_rows: int
     dim: int
     batch_size: int
@@ -59,14 +57,11 @@ ARMS: dict[str, dict[str, Any] | None] = {
     "tracker, rows every 10": {"tracker": 10, "rows": True},
 }
 
-PARTS = ("mark", "cut", "wait", "copier", "writer")
-"""What is timed: `wait` is a part of `mark` or `cut`; the last two are other threads."""
-
+PARTS = ("mark", "cut", "wait", "copier", "writer")  # `wait` is in `mark` or `cut`; the last two are other threads
 MODES = ("base", "sparse_dist", "fused_sparse_dist", "semi_sync", "semi_sync_deferred", "async_lookup")
 
 
 def main() -> None:
-    """Start the ranks, or be one."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("cost", "missed"))
     parser.add_argument("--size", choices=SIZES, help="of tables and batches; small if left out, tiny for `missed`")
@@ -90,9 +85,6 @@ def main() -> None:
         subprocess.check_call([*launcher, *sys.argv], env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
-# -- the cost -----------------------------------------------------------------------------------------------------
-
-
 class Spent:
     """Milliseconds that parts of the callback's work take, on the clock and on the CPU, in blocks of steps."""
 
@@ -101,13 +93,10 @@ class Spent:
         self.blocks: list[dict[str, list[float]]] = []
 
     def next_block(self) -> None:
-        """Begin a block; what was measured before belongs to the one before."""
         self.blocks.append(self._now)
         self._now = {}
 
     def timed(self, what: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a call whose time is added to that of `what`."""
-
         def timed(*args: Any, **kwargs: Any) -> Any:
             clock, cpu = time.perf_counter(), time.thread_time()
             try:
@@ -121,7 +110,7 @@ class Spent:
         return timed
 
     def per_step(self, what: str, *, on_cpu: bool) -> float:
-        """Return the median of the blocks, without what came before the first."""
+        """Return the median of the blocks after the warm-up."""
         return statistics.median(block.get(what, (0.0, 0.0))[on_cpu] / BLOCK for block in self.blocks[1:])
 
 
@@ -153,10 +142,8 @@ def _method(call: Callable[..., Any]) -> Any:
 
 @dataclass
 class Measured:
-    """Of one fit, on one rank: milliseconds per step by blocks, on the clock, and of all threads on the CPU."""
-
-    blocks_ms: list[float]
-    cpu_ms: list[float]
+    blocks_ms: list[float]  # per step, on the clock
+    cpu_ms: list[float]  # per step, of all threads of the rank
     spent: Spent
 
 
@@ -246,7 +233,6 @@ def _per_step(seconds: list[float]) -> list[float]:
 
 
 def _folder(parent: str | None) -> str:
-    """Return a new folder that all ranks agree on."""
     import torch.distributed as dist
 
     if parent is None and os.path.isdir("/dev/shm"):
@@ -254,9 +240,6 @@ def _folder(parent: str | None) -> str:
     names: list[Any] = [tempfile.mkdtemp(prefix="deltas_", dir=parent) if int(os.environ["RANK"]) == 0 else None]
     dist.broadcast_object_list(names, 0)
     return str(names[0])
-
-
-# -- the rows that are missed -------------------------------------------------------------------------------------
 
 
 def _measure_missed(options: argparse.Namespace) -> None:
@@ -300,7 +283,6 @@ def _tables(module: Any) -> dict[str, Any]:
 
 
 def _Tracked(every: int, spent: Spent, *, rows: bool) -> Any:
-    """Return a callback with TorchRec's tracker, which is read every so many steps."""
     from lightning.pytorch import Callback
 
     class Tracked(Callback):
@@ -325,7 +307,7 @@ def _Tracked(every: int, spent: Spent, *, rows: bool) -> Any:
 
 
 def _Missed(every: int) -> Any:
-    """Return a callback that compares rows that are reported as changed with those that are."""
+    """Return a callback that compares the rows that are reported as changed with the changed rows."""
     import torch
     from lightning.pytorch import Callback
 
@@ -372,9 +354,6 @@ def _Missed(every: int) -> Any:
             self.touched.detach()
 
     return Missed()
-
-
-# -- a fit --------------------------------------------------------------------------------------------------------
 
 
 def _fit(size: Size, num_ids: int, num_steps: int, mode: str, callbacks: list[Any]) -> None:

@@ -1,8 +1,4 @@
-"""Stream updated rows to served models; no other folder imports this one.
-
-Folders: `parts/` (format of parts, chain of cuts), `sinks/` (storage of parts), `serving/` (replicas), `recording/`
-(the callback; not here, as it needs Lightning). Needs the extra `deltas`.
-"""
+"""Stream updated rows to served models; needs the extra `deltas`. `recording/` is not here, as it needs Lightning."""
 
 from .parts import SCHEMA as SCHEMA
 from .parts import WEIGHT as WEIGHT

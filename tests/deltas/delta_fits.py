@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import time
 import warnings
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,31 +17,24 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from torch.utils.data import DataLoader
 from torchrec.distributed.types import ShardedTensor
 
 from lightning_overlap import EmbeddingDeltas, OverlapEmbeddingStrategy
-from lightning_overlap.deltas import PartName, decode
+from lightning_overlap.deltas import PartName, Replica, decode, parse_names
 from lightning_overlap.deltas.recording import TouchedRows, cuts, touched_rows
 from lightning_overlap.deltas.recording.copies import copy_on_host
 
 from ..support.cases import Batches, Case, Model, make_batch
 from ..support.fits import make_strategy, make_trainer
 
-Windows = dict[tuple[str, int, int], Tensor]
-"""A rank's shards: name of the table, first row, first column -> values."""
+Windows = dict[tuple[str, int, int], Tensor]  # a rank's shards: table, first row, first column -> values
 
 
 class Files:
-    """The plainest sink: a file for each part.
-
-    Args:
-        folder: Where they go.
-        delay_s: How long each write takes.
-        fails_at: The step from which on the last rank cannot write.
-        error: What it raises then.
-    """
+    """The plainest sink: a file for each part; from step `fails_at` on the last rank raises `error` in each write."""
 
     def __init__(
         self, folder: str, delay_s: float = 0, fails_at: int | None = None, error: type[BaseException] = OSError
@@ -74,7 +69,7 @@ class Files:
 
 
 def shards_of(module: LightningModule) -> Windows:
-    """This rank's shards as they are now; of data-parallel tables the whole."""
+    """Return this rank's shards as they are now; data-parallel tables as a whole."""
     found: Windows = {}
     for name, value in module.state_dict().items():
         if isinstance(value, ShardedTensor):
@@ -87,8 +82,6 @@ def shards_of(module: LightningModule) -> Windows:
 
 
 class TablesByStep(Callback):
-    """Keeps the tables as they are at the end of every step, and in the end."""
-
     def __init__(self) -> None:
         self.tables: dict[int, Windows] = {}
 
@@ -97,7 +90,7 @@ class TablesByStep(Callback):
 
 
 class At(Callback):
-    """Does something with the trainer, the module and more, in a hook at a step or several; on one rank if told so."""
+    """Calls `do` with trainer and module, in a hook at a step or several; on one rank if told so."""
 
     def __init__(
         self, hook: str, steps: int | range, do: Callable[..., object], *args: Any, rank: int | None = None
@@ -112,12 +105,10 @@ class At(Callback):
 
 
 def kill(*_: object) -> None:
-    """End the process, as the system does that runs out of memory."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def halve(trainer: Trainer, module: LightningModule) -> None:
-    """Halve all tables, as regularizers by hand do."""
     with torch.no_grad():
         for name, weight in module.named_parameters():
             if "embedding" in name:
@@ -125,26 +116,7 @@ def halve(trainer: Trainer, module: LightningModule) -> None:
     trainer.strategy.tables_changed()
 
 
-class LoadsTables(Callback):
-    """Loads the first tables again, in mid-run."""
-
-    def __init__(self, at: int) -> None:
-        self.at = at
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.first = {name: value.detach().clone() for name, value in pl_module.named_parameters()}
-
-    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.fit_loop.epoch_loop.total_batch_idx + 1 == self.at:
-            with torch.no_grad():
-                for name, value in pl_module.named_parameters():
-                    value.copy_(self.first[name])
-            trainer.strategy.tables_changed()
-
-
 class Validated(Batches):
-    """Validates on other batches."""
-
     def val_dataloader(self) -> DataLoader:
         return DataLoader([make_batch(self.case, 100 + i, 0) for i in range(3)], batch_size=None)
 
@@ -152,8 +124,9 @@ class Validated(Batches):
 def fit_with_deltas(
     case: Case,
     pipeline: str,
-    folder: str,
+    folder: str = "",
     *,
+    sinks: dict[str | None, Any] | None = None,
     every_n_steps: int = 1,
     num_steps: int = 12,
     sink: dict[str, Any] | None = None,
@@ -162,25 +135,27 @@ def fit_with_deltas(
     callbacks: tuple[Callback, ...] = (),
     ckpt_path: str | None = None,
     saves_in: str | None = None,
-    validates: bool = False,
     device_type: str = "cpu",
+    model: type[Model] = Model,
+    data: type[Batches] = Batches,
     **kwargs: Any,
 ) -> tuple[dict[int, Windows], Windows]:
-    """Train a case; return the tables of this rank by step, and in the end."""
-    model = Model(case)
+    """Train with files in a folder or with `sinks` by name; return this rank's tables by step, and in the end."""
+    module = model(case)
     if pipeline == "async_lookup":
         options = {"staleness": 2, **(options or {})}
-    strategy = make_strategy(model, pipeline, device_type, **(options or {}))
+    strategy = make_strategy(module, pipeline, device_type, **(options or {}))
     seen = TablesByStep()
-    sender = EmbeddingDeltas(Files(folder, **(sink or {})), every_n_steps, **(deltas or {}))
-    found = [*callbacks, sender, seen]
+    sinks = sinks or {None: Files(folder, **(sink or {}))}
+    senders = [EmbeddingDeltas(one, every_n_steps, name=name, **(deltas or {})) for name, one in sinks.items()]
+    found = [*callbacks, *senders, seen]
     if saves_in is not None:
         kwargs["enable_checkpointing"] = True
         found.append(ModelCheckpoint(saves_in, "{step}", every_n_train_steps=4, save_top_k=-1))
     trainer = make_trainer(strategy, device_type, callbacks=found, **kwargs)
-    data = (Validated if validates else Batches)(case, num_steps)
-    trainer.fit(model, datamodule=data, ckpt_path=ckpt_path)
-    return seen.tables, shards_of(model)
+    with suppress(SIGTERMException):
+        trainer.fit(module, datamodule=data(case, num_steps), ckpt_path=ckpt_path)
+    return seen.tables, shards_of(module)
 
 
 def fit_expecting(error: type[Exception], *args: Any, **kwargs: Any) -> str:
@@ -192,16 +167,15 @@ def fit_expecting(error: type[Exception], *args: Any, **kwargs: Any) -> str:
     return f"{caught.value} steps: {len(seen.tables)}"
 
 
-def fit_warning(*args: Any, **kwargs: Any) -> list[str]:
-    """Train as above; return what was warned of."""
+def fit_warned(*args: Any, **kwargs: Any) -> tuple[Any, list[str]]:
+    """Train as above; return its result, and what was warned of."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        fit_with_deltas(*args, **kwargs)
-    return [str(one.message) for one in caught]
+        found = fit_with_deltas(*args, **kwargs)
+    return found, [str(one.message) for one in caught]
 
 
 def fit_managed(folder: str) -> str:
-    """Try to send the rows of a managed collision module; return the error."""
     from tests.tables import supported_modules as kinds
 
     case, module = kinds.CASES["managed_bags"], kinds.KindModel("managed_bags")
@@ -224,13 +198,11 @@ def fit_copying_slowly(*args: Any, **kwargs: Any) -> Any:
 
 
 def fit_in_small_chunks(*args: Any, **kwargs: Any) -> Any:
-    """Train with cuts in chunks of a few rows."""
     with mock.patch.object(cuts, "CHUNK_BYTES", 300):
         return fit_with_deltas(*args, **kwargs)
 
 
 def fit_marking_lookups(*args: Any, **kwargs: Any) -> Any:
-    """Train with rows that are marked when they are looked up, and not when they are updated."""
 
     def watch(self: TouchedRows, kernel: int) -> Any:
         def looked_up(module: Any, args: Any, kwargs: Any, answer: Any) -> None:
@@ -245,10 +217,7 @@ def fit_marking_lookups(*args: Any, **kwargs: Any) -> Any:
 
 
 def apply_in_order(folder: str | Path) -> dict[tuple[int, int], dict[str, Tensor]]:
-    """Apply the whole cuts of a folder in their order, as a replica does; return the tables after each.
-
-    Independent of the package's own replicas.
-    """
+    """Apply the whole cuts of a folder in their order, without the package's replicas; return the tables after each."""
     cuts: dict[tuple[int, int], list[Any]] = {}
     for path in sorted(Path(folder).glob("g*.arrow")):
         part = decode(path.read_bytes(), path.name)
@@ -289,3 +258,19 @@ def differences(tables: dict[str, Tensor], of_ranks: Iterable[Windows]) -> list[
             if not torch.equal(mine, values):
                 found.append(f"{name}[{row}:, {column}:]")
     return found
+
+
+def stragglers(folder: Path, of_ranks: list[Windows], elsewhere: Path) -> dict[object, object]:
+    """Return the replicas, stopped at any cut or begun now, that do not end as the tables."""
+    names = parse_names(path.name for path in folder.iterdir())
+    wrong: dict[object, object] = {}
+    for number, cut in enumerate([(0, 0), *sorted({name.cut for name in names})]):
+        sink = elsewhere / str(number)
+        sink.mkdir(parents=True)
+        replica = Replica(None, sink)
+        for some in ([name for name in names if name.cut <= cut], names):
+            for name in some:
+                shutil.copy(folder / str(name), sink)
+            replica.update()
+        wrong[cut] = differences(dict(replica.state_dict()), of_ranks)
+    return {cut: names for cut, names in wrong.items() if names}

@@ -1,24 +1,22 @@
-"""A training that writes deltas, crashes and resumes, made of sets and copies: independent of the trainer's own code.
-
-It keeps the tables as they were at every cut, which is what a replica is compared with.
-"""
+"""A training that writes deltas, crashes and resumes, independent of the package; it keeps its tables at every cut."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterable
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 
 from lightning_overlap.deltas import Dense, Header, PartName, Rows, decode, encode
 
 A, B, TOP = "model.ebc.embedding_bags.a.weight", "model.ebc.embedding_bags.b.weight", "model.top.weight"
 SHAPES = {A: (7, 4), B: (5, 2)}
-Marks = set[tuple[str, int]]
-"""(table, row)"""
+Marks = set[tuple[str, int]]  # (table, row)
 CutId = tuple[int, int]
 
 
@@ -85,14 +83,6 @@ class Checkpoint:
 
 
 class Training:
-    """Trains at random, and writes cuts.
-
-    Args:
-        sink: Where to.
-        seed: Of everything random.
-        run: The training's name.
-    """
-
     def __init__(self, sink: MemorySink, seed: int = 0, run: str = "run") -> None:
         self.sink, self.run = sink, run
         self.random = random.Random(seed)
@@ -113,7 +103,6 @@ class Training:
         self.world_size, self.shards = world_size, deal(world_size, kind)
 
     def train(self, num_steps: int) -> None:
-        """Write some rows at each step, no value twice."""
         for _ in range(num_steps):
             self.step += 1
             for table, (num_rows, num_columns) in SHAPES.items():
@@ -212,7 +201,6 @@ class Training:
 
 
 def begun(sink: MemorySink) -> Training:
-    """A training on two ranks that has written a cut."""
     made = Training(sink, seed=2)
     made.start(2, 1)
     made.train(2)
@@ -233,3 +221,27 @@ def assert_equal(tables: dict[str, Tensor], expected: dict[str, Tensor]) -> None
     assert tables.keys() == expected.keys()
     for name, value in expected.items():
         assert torch.equal(tables[name], value), name
+
+
+class Model(nn.Module):
+    """The names of `SHAPES`, in a module; `others` are tables besides."""
+
+    def __init__(self, others: tuple[str, ...] = (), device: str = "cpu") -> None:
+        super().__init__()
+        self.model = nn.Module()
+        tables = {name.split(".")[-2]: shape for name, shape in SHAPES.items()} | dict.fromkeys(others, (3, 4))
+        configs = [
+            EmbeddingBagConfig(name=name, feature_names=[name], num_embeddings=rows, embedding_dim=columns)
+            for name, (rows, columns) in tables.items()
+        ]
+        self.model.ebc = EmbeddingBagCollection(tables=configs, device=torch.device(device))
+        self.model.top = nn.Linear(3, 1, bias=False)
+        self.model.top.weight = nn.Parameter(torch.zeros(3))
+
+
+def write(training: Training, rows: tuple[Rows, ...] = (), dense: tuple[Dense, ...] = (), **header: Any) -> str:
+    training.step += 1
+    training.start(1, 0)
+    changed = replace(training.header(), **header)
+    training.sink.write(str(changed.name), encode(changed, rows, dense))
+    return str(changed.name)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 import sys
 import tempfile
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +33,11 @@ CASE = Case(
 
 
 def mark_and_kill(trainer: Trainer, module: LightningModule, mark: Path) -> None:
-    """End the process, and leave a file that says so."""
     mark.touch()
     kill()
 
 
 def play(folder: Path, seed: int) -> dict[str, object]:
-    """Play one run; return what is wrong, by replica."""
     choose = random.Random(seed)
     pipeline, every = choose.choice(list(MODES)), choose.randint(1, 3)
     live = Replica(None, folder / "sent")
@@ -48,30 +47,22 @@ def play(folder: Path, seed: int) -> dict[str, object]:
         world_size, kill_at = choose.randint(1, 2), choose.randint(at_step + 1, 14)
         mark = folder / f"killed {fit}"
         kills = At("on_train_batch_end", kill_at, mark_and_kill, mark, rank=choose.randrange(world_size))
-        ranks = Ranks(world_size)
+        own = {"saves_in": str(folder / str(fit)), "sink": {"delay_s": choose.choice([0, 0.02])}}
         try:
-            ranks.run(
-                fit_with_deltas, CASE, pipeline, str(folder / "sent"), saves_in=str(folder / str(fit)),
-                callbacks=(kills,), sink={"delay_s": choose.choice([0, 0.02])}, **kwargs,
-            )  # fmt: skip
+            with closing(Ranks(world_size)) as ranks:
+                ranks.run(fit_with_deltas, CASE, pipeline, str(folder / "sent"), callbacks=(kills,), **own, **kwargs)
+            return {"nobody was killed": kill_at}
         except RankError:
             if not mark.exists():
                 raise
-        else:
-            return {"nobody was killed": kill_at}
-        finally:
-            ranks.close()
         if choose.random() < 0.7:
             live.update()
         path = choose.choice(sorted(folder.glob("*/step=*.ckpt")))
         at_step, kwargs["ckpt_path"] = int(path.stem.partition("=")[2]), str(path)
         pipeline = choose.choice(list(MODES))
     live.update()
-    ranks = Ranks(choose.randint(1, 2))
-    try:
+    with closing(Ranks(choose.randint(1, 2))) as ranks:
         of_ranks = ranks.run(fit_with_deltas, CASE, pipeline, str(folder / "sent"), **kwargs)
-    finally:
-        ranks.close()
     begins = Replica(None, folder / "sent")
     found: dict[str, object] = {}
     for name, replica in (("live", live), ("begins", begins)):
@@ -81,7 +72,6 @@ def play(folder: Path, seed: int) -> dict[str, object]:
 
 
 def main(num_runs: int, first_seed: int = 1) -> None:
-    """Play so many runs, and count those that held."""
     num_held = 0
     for seed in range(first_seed, first_seed + num_runs):
         with tempfile.TemporaryDirectory() as folder:

@@ -85,8 +85,6 @@ def test_values_are_not_copied() -> None:
 
 
 class Upper(FolderSink):
-    """A user's own, which has a look at what is written."""
-
     def write(self, name: str, part: bytes) -> None:
         super().write(name, part.upper())
 
@@ -100,7 +98,6 @@ class UpperPieces(Upper):
     ("kind", "expected"), [(FolderSink, b"two pieces"), (Upper, b"TWO PIECES"), (UpperPieces, b"TWO PIECES")]
 )
 def test_a_write_of_ones_own_is_called(tmp_path: Path, kind: Callable[[Path], FolderSink], expected: bytes) -> None:
-    """Also where the class above it takes pieces."""
     writer = CutWriter(kind(tmp_path))
     writer.write_now(2, [(NAME, [b"two ", memoryview(b"pieces")])])
     writer.close(1)
@@ -109,7 +106,6 @@ def test_a_write_of_ones_own_is_called(tmp_path: Path, kind: Callable[[Path], Fo
 
 
 def test_isal_makes_the_checksums_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It makes those of zlib; here it is a stand-in."""
     sizes: list[int] = []
 
     def crc32(data: Any, value: int = 0) -> int:

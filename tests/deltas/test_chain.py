@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -22,12 +22,13 @@ class Setup:
         self.training.start(2, 1)
         self.replica = Replica(None, self.sink)
 
-    def cut(self, num_steps: int = 1, bases: tuple[int, ...] = (), crash_after: int | None = None) -> None:
-        self.training.train(num_steps)
-        self.training.cut(bases, crash_after)
+    def cut(self, *bases: tuple[int, ...], crash_after: int | None = None) -> None:
+        """Write a cut, or several, with the bases of these ranks."""
+        for each in bases or ((),):
+            self.training.train(1)
+            self.training.cut(each, crash_after)
 
     def follow(self) -> None:
-        """Write a first cut, which the replica applies."""
         self.cut()
         self.assert_at(1, 1)
 
@@ -42,7 +43,6 @@ class Setup:
 
     @contextmanager
     def hidden(self) -> Iterator[None]:
-        """The newest chunk is not there yet."""
         name = max(self.sink.parts)
         data = self.sink.parts.pop(name)
         yield
@@ -78,8 +78,7 @@ def test_a_cut_that_is_being_written_is_waited_for(setup: Setup) -> None:
 
 def test_a_rank_may_be_ahead_of_another(setup: Setup) -> None:
     setup.follow()
-    setup.cut()
-    setup.cut()
+    setup.cut((), ())
     late = setup.lose("s0*[23]-r00001")
     assert setup.replica.update() == 0
     setup.sink.parts |= {name: data for name, data in late.items() if "s000000000002" in name}
@@ -92,7 +91,7 @@ def test_a_base_that_is_being_written_is_waited_for_where_a_part_never_came(setu
     setup.follow()
     setup.cut()
     setup.lose("s0*2-r00001")
-    setup.cut(bases=(0, 1))
+    setup.cut((0, 1))
     lost = setup.lose("s0*3-r00000")
     assert setup.replica.update() == 0
     setup.sink.parts |= lost
@@ -131,8 +130,7 @@ def test_a_resumed_training_corrects_what_was_written_past_its_checkpoint(setup:
 
 def test_a_replica_first_comes_to_what_a_new_generation_follows(setup: Setup) -> None:
     setup.follow()
-    for _ in range(2):
-        setup.cut()
+    setup.cut((), ())
     setup.training.checkpoint()
     setup.training.resume(setup.training.checkpoints[0], 1, 0)
     setup.cut()
@@ -166,74 +164,57 @@ def test_a_crash_in_a_first_cut_hides_no_loss(setup: Setup) -> None:
     assert "generation 3, step 2 follows the cut of generation 1, step 2, which is missing" in setup.error()
 
 
-LOSSES: dict[str, Callable[[Setup], str]] = {
-    "a_part": lambda setup: "generation 1, step 3 lacks g000001-s000000000003-r00001of00002-c*, but has later parts",
-    "a_chunk": lambda setup: (
-        f"generation 1, step 3 lacks {min(setup.lose('s0*3-r00000.*c00000'))}, but has later parts"
-    ),
-    "a_cut": lambda setup: (
-        "generation 1, step 4 follows the cut of generation 1, step 3, which is missing; applied "
-        "so far: the cut of generation 1, step 2"
-    ),
-}
-
-
-@pytest.mark.parametrize("what", LOSSES)
-def test_what_is_lost_is_named_until_a_base_comes(setup: Setup, what: str, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("pattern", "expected"),
+    [
+        ("s0*3-r00001", "{0} 3 lacks g000001-s000000000003-r00001of00002-c*, but has later parts"),
+        ("s0*3-r00000.*c00000", "{0} 3 lacks {1}, but has later parts"),
+        ("s0*3-", "{0} 4 follows {0} 3, which is missing; applied so far: {0} 2"),
+    ],
+    ids=["a_part", "a_chunk", "a_cut"],
+)
+def test_what_is_lost_is_named_until_a_base_comes(
+    setup: Setup, pattern: str, expected: str, caplog: pytest.LogCaptureFixture
+) -> None:
     for _ in range(5):
         setup.cut()
         if setup.training.step == 2:
             setup.assert_at(1, 2)
-    if what == "a_part":
-        setup.lose("s0*3-r00001")
-    elif what == "a_cut":
-        setup.lose("s0*3-")
-    expected = LOSSES[what](setup)
-    said = setup.error()
-    assert expected in said
+    expected = expected.format("the cut of generation 1, step", min(setup.lose(pattern)))
+    assert expected in setup.error()
     assert setup.replica.step == 2
     assert_equal(setup.replica.state_dict(), setup.training.at_cut[1, 2])
-    setup.cut(bases=(0,))
+    setup.cut((0,))
     assert expected in setup.error()
-    setup.cut(bases=(1,))  # with the base of rank 0 just before
+    setup.cut((1,))  # with the base of rank 0 just before
     setup.assert_at(1, 7)
     assert "starting again from the base of the cut of generation 1, step 7" in caplog.text
-
-
-def test_a_base_needs_nothing_before_it(setup: Setup) -> None:
-    for number in range(4):
-        setup.cut(bases=(0, 1) if number == 2 else ())
-    setup.lose("s0*[12]-")
-    setup.assert_at(1, 4)
 
 
 def test_a_late_replica_begins_with_the_newest_base(setup: Setup) -> None:
     setup.cut()
     setup.training.checkpoint()
     setup.training.resume(setup.training.checkpoints[0], 2, 0)
-    for bases in ((), (0, 1), (1,), (), (0,), ()):
-        setup.cut(bases=bases)
+    setup.cut((), (0, 1), (1,), (), (0,), ())
     assert setup.replica.update() == 2  # the cuts from the base of rank 1 to that of rank 0 at once, and the next
     setup.assert_at(2, 7)
 
 
 def test_no_base_is_told(setup: Setup) -> None:
-    for _ in range(3):
-        setup.cut()
+    setup.cut((), (), ())
     setup.lose("s0*1-")
     assert setup.error() == (
         "the sink lacks a base of every rank, so a new replica cannot start. It has 2 cuts, from the cut of generation "
         "1, step 2 to the cut of generation 1, step 3. Start from a state that a replica saved, or let the training "
         "write a base."
     )
-    setup.cut(bases=(1,))
+    setup.cut((1,))
     assert "the sink lacks a base of every rank" in setup.error()
 
 
 @pytest.mark.parametrize(("pattern", "leaves_names"), [("s0*3-r00000", True), ("s0*3-", False)])
 def test_bases_on_both_sides_of_a_lost_cut_make_no_start(setup: Setup, pattern: str, leaves_names: bool) -> None:
-    for bases in ((), (0,), (), (1,), ()):
-        setup.cut(bases=bases)
+    setup.cut((), (0,), (), (1,), ())
     setup.lose("s0*1-")
     lost = setup.lose(pattern)
     said = setup.error()
@@ -242,11 +223,10 @@ def test_bases_on_both_sides_of_a_lost_cut_make_no_start(setup: Setup, pattern: 
 
 
 def test_bases_of_two_generations_make_no_start(setup: Setup) -> None:
-    setup.cut()
-    setup.cut(bases=(0,))
+    setup.cut((), (0,))
     setup.training.checkpoint()
     setup.training.resume(setup.training.checkpoints[0], 2, 2)
-    setup.cut(bases=(1,))
+    setup.cut((1,))
     setup.assert_at(2, 3)  # from the start of generation 1 on
     setup.lose("s0*1-")
     assert "the sink lacks a base of every rank" in setup.error(Replica(None, setup.sink))
@@ -296,8 +276,7 @@ def test_parts_of_two_runs_in_one_cut_are_told(setup: Setup) -> None:
 
 def test_a_listing_that_missed_a_part_is_made_again(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
     setup.follow()
-    setup.cut()
-    setup.cut()
+    setup.cut((), ())
     listings = [[name for name in setup.sink.names() if "s000000000002-r00001" not in name]]
     everything = setup.sink.names
     monkeypatch.setattr(setup.sink, "names", lambda: listings.pop() if listings else everything())
@@ -307,14 +286,12 @@ def test_a_listing_that_missed_a_part_is_made_again(setup: Setup, monkeypatch: p
 
 def test_a_replica_that_catches_up_lists_its_sink_twice(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
     """At first, and where that listing has no more; what has come meanwhile is applied too."""
-    for _ in range(6):
-        setup.cut()
+    setup.cut((), (), (), (), (), ())
     names, listings = setup.sink.names, []
     monkeypatch.setattr(setup.sink, "names", lambda: listings.append(setup.training.step) or names())
     setup.assert_at(1, 6)
     assert len(listings) == 2
-    for _ in range(4):
-        setup.cut()
+    setup.cut((), (), (), ())
     read = setup.sink.read
 
     def cuts_first(name: str) -> bytes:
@@ -331,14 +308,13 @@ def test_a_replica_that_catches_up_lists_its_sink_twice(setup: Setup, monkeypatc
 @pytest.mark.parametrize("step", [2, 4], ids=["after_a_listing", "later"])
 def test_parts_that_are_pruned_while_they_are_read(setup: Setup, monkeypatch: pytest.MonkeyPatch, step: int) -> None:
     setup.follow()
-    for _ in range(3):
-        setup.cut()
+    setup.cut((), (), ())
     read = setup.sink.read
 
     def prunes_first(name: str) -> bytes:
         if f"s{step:012d}" in name:
             monkeypatch.setattr(setup.sink, "read", read)
-            setup.cut(bases=(0, 1))
+            setup.cut((0, 1))
             assert prune(setup.sink)
         return read(name)
 
@@ -350,8 +326,7 @@ def test_pruning_leaves_what_replicas_and_a_resumed_training_need(setup: Setup) 
     setup.cut()
     setup.training.checkpoint()
     setup.assert_at(1, 1)
-    for bases in ((), (1,), (0,), ()):
-        setup.cut(bases=bases)
+    setup.cut((), (1,), (0,), ())
     removed = prune(setup.sink)
     assert {name[:21] for name in removed} == {"g000001-s000000000001", "g000001-s000000000002"}
     assert prune(setup.sink) == []

@@ -20,7 +20,7 @@ from .test_deltas import ALL, wrong
 
 
 def fit_in_pieces(*args: Any, **kwargs: Any) -> Any:
-    """Train with a sink that reads the memory of the values, and only after a while; who gives it back, writes it."""
+    """Train with a sink that reads the memory of the values after a while; what is given back is overwritten."""
     give_back = KeptMemory.give_back
 
     def write_pieces(self: Files, name: str, pieces: list[Piece]) -> None:
@@ -51,15 +51,15 @@ def fit_giving_back_early(*args: Any, **kwargs: Any) -> Any:
         return fit_in_pieces(*args, **kwargs)
 
 
-def test_a_sink_reads_values_that_nobody_writes(ranks: Ranks, tmp_path: Path) -> None:
-    of_ranks = ranks.run(fit_in_pieces, ALL, "fused_sparse_dist", str(tmp_path), num_steps=30)
+def test_a_sink_reads_values_that_nobody_writes(two_ranks: Ranks, tmp_path: Path) -> None:
+    of_ranks = two_ranks.run(fit_in_pieces, ALL, "fused_sparse_dist", str(tmp_path), num_steps=30)
     assert wrong(tmp_path, of_ranks) == {}
     assert len({name.step for name in parse_names(path.name for path in tmp_path.iterdir())}) > 3
 
 
-def test_memory_that_is_given_back_early_is_noticed(ranks: Ranks, tmp_path: Path) -> None:
+def test_memory_that_is_given_back_early_is_noticed(two_ranks: Ranks, tmp_path: Path) -> None:
     """By the checksum, where it is written after that was made."""
-    of_ranks = ranks.run(fit_giving_back_early, ALL, "fused_sparse_dist", str(tmp_path), num_steps=30)
+    of_ranks = two_ranks.run(fit_giving_back_early, ALL, "fused_sparse_dist", str(tmp_path), num_steps=30)
     with suppress(PartError):
         assert wrong(tmp_path, of_ranks) != {}
 
@@ -69,7 +69,7 @@ def lent(kept: KeptMemory, num_bytes: int) -> torch.Tensor:
     return memory
 
 
-def test_one_piece_of_memory_is_kept_at_most() -> None:
+def test_one_piece_of_memory_is_kept_at_most_and_fits_what_is_asked_for() -> None:
     kept = KeptMemory()
     first, second = lent(kept, 1000), lent(kept, 1000)
     kept.give_back(second)
@@ -77,10 +77,6 @@ def test_one_piece_of_memory_is_kept_at_most() -> None:
     assert lent(kept, 1000).data_ptr() == first.data_ptr()
     assert lent(kept, 1000).data_ptr() not in (first.data_ptr(), second.data_ptr())
     assert not kept._at_rest
-
-
-def test_memory_fits_what_is_asked_for() -> None:
-    kept = KeptMemory()
     for num_bytes in (1000, 100_000, 1000):
         memory = lent(kept, num_bytes)
         assert num_bytes <= memory.numel() <= 4 * num_bytes
@@ -97,7 +93,7 @@ def test_tensors_in_lent_memory_are_apart() -> None:
 
 
 def test_marks_without_cuts_take_bounded_memory() -> None:
-    """Ids of one rank are copied, and their offsets beside them: also of bags that are empty for the most part."""
+    """Ids of one rank are copied, and their offsets: also of bags that are mostly empty."""
     marks = HostMarks([50], [0])
     for step in range(40):
         offsets = torch.zeros(31, dtype=torch.int64)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -25,13 +24,13 @@ from torchrec.distributed.sharding_plan import (
 )
 
 from lightning_overlap import EmbeddingDeltas, OverlapEmbeddingStrategy
-from lightning_overlap.deltas import Replica, parse_names
+from lightning_overlap.deltas import Replica
 from lightning_overlap.tables import kernel_shards
 
 from ..support.cases import NUM_ROWS, ROWWISE_ADAGRAD, Batches, Case, Model, TableSpec, make_batch, make_plan
 from ..support.fits import make_strategy, make_trainer
-from ..support.ranks import RankError, Ranks
-from .delta_fits import At, Files, Windows, differences, fit_with_deltas, halve, kill, shards_of
+from ..support.ranks import Ranks
+from .delta_fits import At, Files, Windows, differences, fit_with_deltas, halve, shards_of, stragglers
 from .random_kills import play
 
 
@@ -44,8 +43,6 @@ MIXED = _case("table_wise", "row_wise", "data_parallel")
 
 
 class Small(Batches):
-    """Batches of a few ids."""
-
     def train_dataloader(self) -> DataLoader:
         rank = self.trainer.global_rank
         return DataLoader([make_batch(self.case, i, rank, 4) for i in range(self.num_batches)], batch_size=None)
@@ -64,7 +61,6 @@ def interrupt(trainer: Trainer, module: LightningModule) -> None:
 
 
 def halve_by_numpy(trainer: Trainer, module: LightningModule) -> None:
-    """No tensor counts this; `tables_changed` tells."""
     for name, weight in module.named_parameters():
         if "embedding" in name:
             weight.detach().numpy()[:] *= 0.5
@@ -79,7 +75,7 @@ class Retrained(Model):
 
 
 def fits(folder: str, *of_fits: dict[str, Any]) -> Windows:
-    """Train several times, one after the other; return the tables in the end."""
+    """Train several times; return the tables in the end."""
     for options in of_fits:
         case = options.get("case", MIXED)
         model = Retrained(case)
@@ -90,22 +86,6 @@ def fits(folder: str, *of_fits: dict[str, Any]) -> Windows:
         with contextlib.suppress(ZeroDivisionError, SystemExit, KeyboardInterrupt):
             trainer.fit(model, datamodule=Small(case, options["steps"]), ckpt_path=options.get("ckpt_path"))
     return shards_of(model)
-
-
-def stragglers(folder: Path, of_ranks: list[Windows], elsewhere: Path) -> dict[object, object]:
-    """Replicas that stopped at any cut and then go on, and one that begins: those that do not end as the tables."""
-    names = parse_names(path.name for path in folder.iterdir())
-    wrong: dict[object, object] = {}
-    for number, cut in enumerate([(0, 0), *sorted({name.cut for name in names})]):
-        sink = elsewhere / str(number)
-        sink.mkdir(parents=True)
-        replica = Replica(None, sink)
-        for some in ([name for name in names if name.cut <= cut], names):
-            for name in some:
-                shutil.copy(folder / str(name), sink)
-            replica.update()
-        wrong[cut] = differences(dict(replica.state_dict()), of_ranks)
-    return {cut: names for cut, names in wrong.items() if names}
 
 
 at_end = partial(At, "on_train_batch_end")
@@ -147,20 +127,22 @@ CRASHES: dict[str, Callable[[str, str], list[dict[str, Any]]]] = {
         {"steps": 12, "every": 3, "after": [at_end(7, save, a)]},
         {"steps": 9, "ckpt_path": a, "before": [At("on_train_start", 7, halve)]},
     ],
+    "a_timeline_that_was_left": lambda a, b: [
+        {"steps": 12, "pipeline": "semi_sync", "after": [at_end(4, save, a), at_end(8, save, b)]},
+        {"steps": 6, "pipeline": "semi_sync", "ckpt_path": a},
+        {"steps": 12, "pipeline": "semi_sync", "ckpt_path": b},
+    ],
+    "no_crash_but_a_write_that_no_tensor_counts": lambda a, b: [
+        {"steps": 12, "pipeline": "base", "every": 3, "before": [at_end(7, halve_by_numpy)]}
+    ],
 }
 
 
 @pytest.mark.parametrize("name", CRASHES)
-def test_replicas_end_equal_wherever_they_stopped(ranks: Ranks, tmp_path: Path, name: str) -> None:
+def test_replicas_end_equal_wherever_they_stopped(two_ranks: Ranks, tmp_path: Path, name: str) -> None:
     sent = tmp_path / "sent"
-    of_ranks = ranks.run(fits, str(sent), *CRASHES[name](str(tmp_path / "a.ckpt"), str(tmp_path / "b.ckpt")))
+    of_ranks = two_ranks.run(fits, str(sent), *CRASHES[name](str(tmp_path / "a.ckpt"), str(tmp_path / "b.ckpt")))
     assert stragglers(sent, of_ranks, tmp_path / "replicas") == {}
-
-
-def test_a_write_that_no_tensor_counts_is_sent_where_the_user_tells(ranks: Ranks, tmp_path: Path) -> None:
-    writes = (at_end(7, halve_by_numpy),)
-    of_ranks = ranks.run(fit_with_deltas, MIXED, "base", str(tmp_path / "sent"), every_n_steps=3, callbacks=writes)
-    assert stragglers(tmp_path / "sent", [last for _, last in of_ranks], tmp_path / "replicas") == {}
 
 
 def test_a_sink_that_was_wiped_goes_on_from_an_old_checkpoint(two_ranks: Ranks, tmp_path: Path) -> None:
@@ -177,10 +159,8 @@ def test_a_sink_that_was_wiped_goes_on_from_an_old_checkpoint(two_ranks: Ranks, 
     of_ranks = two_ranks.run(fits, str(sent), {"steps": 12, "ckpt_path": old})
     assert differences(dict(live.state_dict()), of_ranks)
     live.update()
+    assert live.position.generation > 2  # a number that no earlier fit had, and a base
     assert differences(dict(live.state_dict()), of_ranks) == []
-
-
-# -- states of optimizers, plans --------------------------------------------------------------------------------------
 
 
 def fit_with_states(folder: str, sharding: str, steps: int, **options: Any) -> tuple[Windows, Windows]:
@@ -209,7 +189,7 @@ def fit_with_states(folder: str, sharding: str, steps: int, **options: Any) -> t
 
 
 def table_column_wise() -> Any:
-    """TorchRec has no function for it, but that of column-wise shards with another name."""
+    """Return column-wise shards with another name, as TorchRec has no function for it."""
     generate = column_wise(ranks=[0, 1])
     return lambda *args: dataclasses.replace(generate(*args), sharding_type="table_column_wise")
 
@@ -222,7 +202,6 @@ PLANS: dict[str, Callable[[], Any]] = {
 
 
 def states_of(replica: Replica) -> dict[str, torch.Tensor]:
-    """By table, for each column."""
     tables = replica.state_dict()
     return {
         name: values.expand(tables[name].shape)
@@ -236,7 +215,6 @@ IN_ORDER = ("table_wise", "column_wise", "row_wise", "table_row_wise", "table_co
 
 @pytest.mark.parametrize(("before", "then"), list(itertools.pairwise(IN_ORDER)))
 def test_states_have_their_names_under_every_plan(two_ranks: Ranks, tmp_path: Path, before: str, then: str) -> None:
-    """A live replica, and one that begins then, have the states of a training that resumes under another plan."""
     sent, saved = tmp_path / "sent", str(tmp_path / "saved.ckpt")
     first = two_ranks.run(fit_with_states, str(sent), before, 7, after=[at_end(4, save, saved)])
     live = Replica(None, sent, optimizer_state=True)
@@ -251,39 +229,14 @@ def test_states_have_their_names_under_every_plan(two_ranks: Ranks, tmp_path: Pa
         assert differences(states_of(replica), [states for _, states in of_ranks]) == []
 
 
-# -- numbers of ranks, kills at any step ------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_four_ranks_are_resumed_by_two(get_ranks: Callable[..., Ranks], tmp_path: Path) -> None:
-    sent, kwargs = tmp_path / "sent", {"saves_in": str(tmp_path / "saved"), "every_n_steps": 2}
-    kwargs["options"] = {"checkpoint_format": "sharded"}
-    four = get_ranks(4)
-    kills = at_end(7, kill)
-    with pytest.raises(RankError):
-        four.run(fit_with_deltas, MIXED, "semi_sync", str(sent), callbacks=(kills,), num_steps=12, **kwargs)
-    live = Replica(None, sent)
-    live.update()
-    assert live.step is not None
-    kwargs["ckpt_path"] = str(tmp_path / "saved" / "step=4.ckpt")
-    of_ranks = get_ranks(2).run(fit_with_deltas, MIXED, "semi_sync", str(sent), num_steps=12, **kwargs)
-    live.update()
-    assert live.generation == 2
-    assert differences(dict(live.state_dict()), [last for _, last in of_ranks]) == []
-    assert stragglers(sent, [last for _, last in of_ranks], tmp_path / "replicas") == {}
-
-
 @pytest.mark.slow
 def test_kills_at_random_steps(tmp_path: Path) -> None:
     """More of them: `python -m tests.deltas.random_kills 20`."""
     assert play(tmp_path, seed=1) == {}
 
 
-# -- batches --------------------------------------------------------------------------------------------------------
-
-
 class Recycled(Batches):
-    """Fills one batch's memory anew each time; in every third, there is nothing."""
+    """Fills the memory of one batch anew each time; every third batch is empty."""
 
     def train_dataloader(self) -> Any:
         generator, bags = torch.Generator().manual_seed(3), torch.full((4,), 2)
@@ -296,15 +249,7 @@ class Recycled(Batches):
             yield batch
 
 
-def fit_recycled(folder: str) -> Windows:
-    case = _case("table_wise")
-    model = Model(case)
-    trainer = make_trainer(make_strategy(model, "base"), callbacks=[EmbeddingDeltas(Files(folder), 3)])
-    trainer.fit(model, datamodule=Recycled(case, 10))
-    return shards_of(model)
-
-
 def test_batches_without_bags_and_memory_that_is_filled_anew(get_ranks: Callable[..., Ranks], tmp_path: Path) -> None:
-    """On one rank a kernel is given the batch's own ids."""
-    of_ranks = get_ranks(1).run(fit_recycled, str(tmp_path / "sent"))
-    assert stragglers(tmp_path / "sent", of_ranks, tmp_path / "replicas") == {}
+    args, kwargs = (_case("table_wise"), "base", str(tmp_path / "sent")), {"every_n_steps": 3, "num_steps": 10}
+    of_ranks = get_ranks(1).run(fit_with_deltas, *args, data=Recycled, **kwargs)
+    assert stragglers(tmp_path / "sent", [last for _, last in of_ranks], tmp_path / "replicas") == {}

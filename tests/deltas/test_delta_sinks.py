@@ -8,35 +8,28 @@ import signal
 import threading
 import time
 from collections.abc import Iterable
-from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch import Trainer
 
 from lightning_overlap import EmbeddingDeltas
 from lightning_overlap.deltas import FolderSink, PartName, Replica
 
-from ..support.cases import Batches, Case, Model, TableSpec
-from ..support.fits import QUIET, make_strategy, make_trainer
+from ..support.cases import Case, Model, TableSpec
+from ..support.fits import QUIET
 from ..support.ranks import Ranks
-from .delta_fits import At, Files, TablesByStep, Windows, apply_in_order, differences, shards_of
+from .delta_fits import At, Files, TablesByStep, Windows, apply_in_order, differences, fit_with_deltas
+from .test_deltas import Fit, wrong
 
 CASE = Case("sinks", (TableSpec("t0", ("f0",)), TableSpec("t1", ("f1",), "row_wise")))
 
 
 class Hangs(Files):
-    """A call of it on the last rank, or of `names` on the first, never returns.
-
-    Args:
-        folder: Where parts go.
-        call: Which: `names`, `close`, or `write`.
-        step: Of the part whose write hangs.
-    """
+    """Never returns from `call` on the last rank, or from `names` on any; from `write` from a step on."""
 
     def __init__(self, folder: str, call: str, step: int = 0) -> None:
         super().__init__(folder)
@@ -60,47 +53,21 @@ class Hangs(Files):
         self._hang("close")
 
 
-def fit(
-    sinks: dict[str | None, Any],
-    num_steps: int = 6,
-    callbacks: tuple[Callback, ...] = (),
-    every: int = 2,
-    ckpt_path: str | None = None,
-    sink_timeout_s: float = 300,
-    model: type[Model] = Model,
-    **kwargs: Any,
-) -> tuple[dict[int, Windows], Windows]:
-    """Train with a sink for each name; return this rank's tables by step, and in the end."""
-    module = model(CASE)
-    strategy = make_strategy(module)
-    senders = [EmbeddingDeltas(sink, every, name=name, sink_timeout_s=sink_timeout_s) for name, sink in sinks.items()]
-    seen = TablesByStep()
-    trainer = make_trainer(strategy, callbacks=[*callbacks, *senders, seen], **kwargs)
-    with suppress(SIGTERMException):
-        trainer.fit(module, datamodule=Batches(CASE, num_steps), ckpt_path=ckpt_path)
-    return seen.tables, shards_of(module)
+fit = partial(fit_with_deltas, CASE, "fused_sparse_dist", every_n_steps=2, num_steps=6)
 
 
-def fit_expecting(error: type[Exception], *args: Any, **kwargs: Any) -> tuple[str, float, list[str]]:
-    """Train; return what was raised, after how long, and the threads that would keep the process."""
+def fit_expecting_error(sink: Any) -> tuple[str, float, list[str]]:
+    """Train; return the error, its time, and the threads that would keep the process."""
     begun = time.monotonic()
-    with pytest.raises(error) as caught:
-        fit(*args, **kwargs)
+    with pytest.raises(RuntimeError) as caught:
+        fit(sinks={None: sink}, deltas={"sink_timeout_s": 1.0})
     threads = [one.name for one in threading.enumerate() if not one.daemon]
     return str(caught.value), time.monotonic() - begun, [name for name in threads if "deltas" in name or "rows" in name]
 
 
-def assert_equal(folder: Path, of_ranks: list[tuple[dict[int, Windows], Windows]]) -> None:
-    """Every cut that a replica can apply is what the tables were."""
-    replica = Replica(None, folder)
-    replica.update()
-    assert replica.step is not None
-    after = apply_in_order(folder)
-    generation = max(after)[0]
-    for cut, tables in after.items():
-        if cut[0] == generation and cut[1] in of_ranks[0][0]:
-            assert differences(tables, [seen[cut[1]] for seen, _ in of_ranks]) == [], cut
-    assert differences(replica.state_dict(), [seen[replica.step] for seen, _ in of_ranks]) == []
+def assert_equal(folder: Path, of_ranks: list[Fit]) -> None:
+    generation, step = max(apply_in_order(folder))
+    assert wrong(folder, [(seen, seen[step]) for seen, _ in of_ranks], generation) == {}
 
 
 @pytest.mark.parametrize(
@@ -116,27 +83,26 @@ def assert_equal(folder: Path, of_ranks: list[tuple[dict[int, Windows], Windows]
 def test_a_sink_that_hangs_is_an_error_on_all_ranks(
     two_ranks: Ranks, tmp_path: Path, call: str, step: int, said: str
 ) -> None:
-    """At the start, in the middle and at the end of a fit; and the next one, with a sink that works, trains."""
     sink = Hangs(str(tmp_path / "hangs"), call, step)
-    for message, took_s, threads in two_ranks.run(fit_expecting, RuntimeError, {None: sink}, sink_timeout_s=1.0):
+    for message, took_s, threads in two_ranks.run(fit_expecting_error, sink):
         assert "hangs: " + said in message
         assert took_s < 30  # of the process group's 60
         assert threads == []
-    of_ranks = two_ranks.run(fit, {None: Files(str(tmp_path / "works"))})
+    of_ranks = two_ranks.run(fit, folder=str(tmp_path / "works"))
     assert_equal(tmp_path / "works", of_ranks)
 
 
 def fill_disk(*_: object) -> None:
-    """From now on a file of this process gets 900 bytes, and then an error in the middle of a write."""
+    """Let files of this process get 900 bytes, and then an error in the middle of a write."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (900, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 
 
 def fit_with_full_disk(folder: str) -> tuple[dict[int, Windows], str]:
     """Train until a rank's disk is full; return the tables by step, and what was raised."""
-    seen = TablesByStep()
+    callbacks = (At("on_train_batch_end", 5, fill_disk, rank=1), seen := TablesByStep())
     try:
         with pytest.raises(RuntimeError) as caught:
-            fit({None: FolderSink(folder)}, 20, (At("on_train_batch_end", 5, fill_disk, rank=1), seen))
+            fit(sinks={None: FolderSink(folder)}, num_steps=20, callbacks=callbacks)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     return seen.tables, str(caught.value)
@@ -152,14 +118,11 @@ def test_a_full_disk_is_an_error_on_all_ranks_and_half_a_part_is_none(two_ranks:
 
 
 def test_two_sinks(two_ranks: Ranks, tmp_path: Path) -> None:
-    """Each with a name; and the checkpoint has both."""
     sinks = {name: Files(str(tmp_path / name)) for name in ("near", "far")}
-    saves = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=4, save_top_k=-1)
-    kwargs = {"callbacks": (saves,), "enable_checkpointing": True}
-    of_ranks = two_ranks.run(fit, sinks, 7, **kwargs)
+    of_ranks = two_ranks.run(fit, sinks=sinks, num_steps=7, saves_in=str(tmp_path))
     for name in sinks:
         assert_equal(tmp_path / name, of_ranks)
-    of_ranks = two_ranks.run(fit, sinks, 9, ckpt_path=str(tmp_path / "step=4.ckpt"), **kwargs)
+    of_ranks = two_ranks.run(fit, sinks=sinks, num_steps=9, ckpt_path=str(tmp_path / "step=4.ckpt"))
     for name in sinks:
         assert max(apply_in_order(tmp_path / name)) == (2, 9)
         assert_equal(tmp_path / name, of_ranks)
@@ -178,16 +141,14 @@ def terminate(*_: object) -> None:
 
 
 def test_a_training_that_is_terminated_leaves_whole_cuts_and_resumes(two_ranks: Ranks, tmp_path: Path) -> None:
-    sent = {None: Files(str(tmp_path / "sent"))}
-    saves = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=4, save_top_k=-1)
-    kwargs = {"enable_checkpointing": True}
     terminates = At("on_train_batch_end", 6, terminate, rank=1)
-    of_ranks = two_ranks.run(fit, sent, 400, (saves, terminates), **kwargs)
+    kwargs = {"folder": str(tmp_path / "sent"), "saves_in": str(tmp_path)}
+    of_ranks = two_ranks.run(fit, num_steps=400, callbacks=(terminates,), **kwargs)
     assert 6 <= len(of_ranks[0][0]) < 400
     assert_equal(tmp_path / "sent", of_ranks)
     live = Replica(None, tmp_path / "sent")
     live.update()
-    of_ranks = two_ranks.run(fit, sent, 10, ckpt_path=str(tmp_path / "step=4.ckpt"), **kwargs)
+    of_ranks = two_ranks.run(fit, num_steps=10, ckpt_path=str(tmp_path / "step=4.ckpt"), **kwargs)
     assert_equal(tmp_path / "sent", of_ranks)
     live.update()
     assert differences(live.state_dict(), [last for _, last in of_ranks]) == []
@@ -202,6 +163,6 @@ class WithLBFGS(Model):
 
 
 def test_an_optimizer_that_asks_for_its_gradients_several_times(two_ranks: Ranks, tmp_path: Path) -> None:
-    of_ranks = two_ranks.run(fit, {None: Files(str(tmp_path))}, 8, every=1, model=WithLBFGS)
+    of_ranks = two_ranks.run(fit, folder=str(tmp_path), num_steps=8, every_n_steps=1, model=WithLBFGS)
     assert_equal(tmp_path, of_ranks)
     assert len(apply_in_order(tmp_path)) > 2

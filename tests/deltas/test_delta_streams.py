@@ -73,7 +73,6 @@ def test_rows_are_not_gathered_before_their_update(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_flags_on_a_device_send_what_lists_on_a_host_do(tmp_path: Path, name: str) -> None:
-    """The same fit by way of either."""
     _train(name, "semi_sync", "dedicated", tmp_path / "device")
     with mock.patch.object(CheckedStreams, "is_async", False):
         _train(name, "semi_sync", "dedicated", tmp_path / "host")
@@ -108,7 +107,6 @@ def test_marks_are_the_rows_of_the_ids(data: st.DataObject) -> None:
 
 @given(st.lists(st.tuples(st.integers(1, 30), st.sampled_from([4, 8])), min_size=1, max_size=4), st.data())
 def test_rows_of_several_tables_are_gathered_at_once(shapes: list[tuple[int, int]], data: st.DataObject) -> None:
-    """Tables of one width that follow one another in memory, and any others."""
     in_a_row = data.draw(st.booleans())
     num_rows = [rows for rows, _ in shapes]
     sizes = [rows * (4 if in_a_row else width) for rows, width in shapes]

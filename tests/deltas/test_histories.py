@@ -56,22 +56,18 @@ NAMED = (CutError, PartError, TablesError)
 
 
 class Follower:
-    """A replica, and what it must be."""
-
     def __init__(self, sink: Any, training: Training, kept_bytes: int = 1 << 20, makes: bool = False) -> None:
         self.given: dict[str, Tensor] | None = None if makes else empty_tables()
         self.replica = Replica(self.given, sink, kept_bytes=kept_bytes)
         self.training = training
 
     def update(self) -> None:
-        """Update, and be at the newest whole cut."""
         self.replica.update()
         at = None if self.replica.position is None else self.replica.position.cut
         assert at == max(self.training.wholes, default=None)
         self.check()
 
     def check(self) -> None:
-        """Be the training at the step that the replica names."""
         position = self.replica.position
         if position is not None:
             tables = self.replica.state_dict() if self.given is None else self.given
@@ -140,7 +136,6 @@ DAMAGES = ("lose", "tear", "flip", "copy", "swap", "renumber", "lose_cut", "othe
 
 
 def damage(sink: MemorySink, how: str, choose: random.Random) -> None:
-    """Do something to the parts that no training does."""
     names = sorted(sink.parts)
     name, other = choose.choice(names), choose.choice(names)
     if how == "lose":

@@ -44,7 +44,6 @@ def live(training: Training) -> Replica:
 
 
 def test_a_replica_begins_anew_where_its_last_cuts_were_lost(training: Training, live: Replica) -> None:
-    """The resumed training sends again what the sink has, and knows nothing of what it has lost."""
     lose(training, (2, 4), (2, 5))
     training.resume(training.checkpoints[0], 1, 0)
     step(training)
@@ -98,7 +97,6 @@ def test_a_saved_replica_knows_its_fit(training: Training, live: Replica, tmp_pa
 def test_a_sink_that_leads_to_the_same_cut_again_and_again_is_told(
     training: Training, live: Replica, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As one might whose lost parts come back: of the fit that a base leads to, another fit knows nothing."""
     monkeypatch.setattr(live._chain, "next", lambda at: live._chain.start())
     with pytest.raises(CutError, match=r"the cut of generation 1, step 2 repeatedly"):
         live.update()

@@ -25,23 +25,15 @@ from lightning_overlap.deltas import (
     encode,
 )
 
-from .histories import SHAPES, TOP, A, B, MemorySink, Training, assert_equal, empty_tables
-from .served import Model, write
-
-# -- what it writes into -----------------------------------------------------------------------------------------------
+from .histories import SHAPES, TOP, A, B, MemorySink, Model, Training, assert_equal, empty_tables, write
 
 
-def test_a_module_is_kept_up_to_date_with_its_dense_part(training: Training) -> None:
-    module = Model()
-    Replica(module, training.sink).update()
-    assert_equal(module.state_dict(), training.tables)
-    assert all(parameter.requires_grad for parameter in module.parameters())
-
-
-def test_a_module_that_moves_is_followed(training: Training) -> None:
+def test_a_module_is_kept_up_to_date_with_its_dense_part_also_where_it_moves(training: Training) -> None:
     module = Model()
     replica = Replica(module, training.sink)
     replica.update()
+    assert_equal(module.state_dict(), training.tables)
+    assert all(parameter.requires_grad for parameter in module.parameters())
     for parameter in module.parameters():
         parameter.data = parameter.data.clone()  # as `module.to(device)` does
     training.train(2)
@@ -58,12 +50,6 @@ def test_a_mapping_may_have_less_than_is_sent_and_more(training: Training) -> No
     assert replica.run == "run"
 
 
-def test_tables_are_made_where_none_are_given(training: Training) -> None:
-    replica = Replica(None, training.sink)
-    replica.update()
-    assert_equal(replica.state_dict(), training.tables)
-
-
 @given(st.sampled_from([torch.float16, torch.bfloat16, torch.float64, torch.float8_e4m3fn, torch.int8]))
 def test_every_bit_is_kept(dtype: torch.dtype) -> None:
     training = Training(MemorySink())
@@ -78,7 +64,6 @@ def test_every_bit_is_kept(dtype: torch.dtype) -> None:
 
 
 def test_optimizer_state_is_kept_when_it_is_asked_for(training: Training) -> None:
-    """Row-wise state of shards of columns stands in all of their columns."""
     state = [
         Rows(A, "momentum1", (7, 4), first, torch.tensor([3]), torch.full((1, 2), value))
         for first, value in ((0, 0.5), (2, 0.25))
@@ -133,9 +118,6 @@ def test_what_changes_while_it_is_applied_leaves_a_replica_without_a_state(
     replica.update()
     with replica.reading():
         assert_equal(replica.state_dict(), training.tables)
-
-
-# -- who reads when ----------------------------------------------------------------------------------------------------
 
 
 def test_what_is_read_is_of_one_step(training: Training) -> None:
@@ -211,9 +193,6 @@ def test_readers_read_at_once_and_a_writer_alone(training: Training) -> None:
     assert order == ["read", "locked", "write"]
 
 
-# -- how it follows ----------------------------------------------------------------------------------------------------
-
-
 def test_position_and_lag(training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
     replica = Replica(empty_tables(), training.sink)
     with pytest.raises(ReplicaError, match=r"no cut of .* has been applied: call update\(\), or follow\(\)"):
@@ -273,9 +252,6 @@ def test_an_error_while_following_is_raised_until_it_follows_again(training: Tra
         replica.follow(every_s=0.01)
         assert replica.wait(3, timeout=20).step == 3
         replica.check()
-
-
-# -- from one process to the next --------------------------------------------------------------------------------------
 
 
 def test_a_saved_state_needs_no_history(training: Training, tmp_path: Path) -> None:

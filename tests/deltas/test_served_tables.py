@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from lightning_overlap.deltas import CutError, PartError, Replica, Rows, TablesError, encode
 
-from .histories import SHAPES, TOP, A, B, MemorySink, Training, assert_equal, empty_tables
-from .served import Model, write
+from .histories import SHAPES, TOP, A, B, MemorySink, Model, Training, assert_equal, empty_tables, write
 
 REFUSED: dict[str, tuple[Any, str]] = {
     "fewer_tables": (

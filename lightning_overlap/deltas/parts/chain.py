@@ -15,17 +15,14 @@ from .form import PartName, parse_names, read_header
 
 _log = logging.getLogger(__name__)
 _MOST_HEADS = 10_000
-QUICK_S = 2.0
-"""Seconds in which no training can restart and reach the same step again."""
+QUICK_S = 2.0  # seconds in which no training can restart and reach the same step again
 
 
 class Move(NamedTuple):
     """Chunks that bring a replica to a newer state: of one cut, or of the cuts from every rank's base on."""
 
-    chunks: Sequence[tuple[Head, PartName]]
-    """The chunks to apply, in order, each with the head of its cut."""
-    is_base: bool
-    """Whether every rank's parts begin with a base, so that the replica needs nothing earlier."""
+    chunks: Sequence[tuple[Head, PartName]]  # in order, each with the head of its cut
+    is_base: bool  # whether every rank's parts begin with a base, so that the replica needs nothing earlier
 
 
 class Chain:
@@ -33,12 +30,9 @@ class Chain:
 
     def __init__(self, sink: PartSource) -> None:
         self.sink = sink
-        self.run: str | None = None
-        """The accepted training; None accepts any."""
-        self.fit = ""
-        """The fit that wrote the last applied cut; empty if unknown."""
-        self.cuts: list[Cut] = []
-        """The cuts of the last listing, whole or not, in order."""
+        self.run: str | None = None  # the accepted training; None accepts any
+        self.fit = ""  # the fit that wrote the last applied cut; empty if unknown
+        self.cuts: list[Cut] = []  # of the last listing, whole or not, in order
         self._by_generation: dict[int, list[Cut]] = {}
         self._listed, self._unseen_s = time.monotonic(), 0.0  # time of the last listing, and since the previous one
         self._heads: dict[Cut, Head] = {}
@@ -56,12 +50,7 @@ class Chain:
         self._heads.clear()
 
     def next(self, at: CutId | None) -> Move | None:
-        """Return what a replica at this cut (None: a new one) applies next; None if the last listing has nothing.
-
-        Raises:
-            CutError: Parts are missing, and there is no newer base; the message names them.
-            KeyError: A part was removed.
-        """
+        """Return what a replica at this cut (None: a new one) applies next; a CutError names missing parts."""
         if not self.cuts:
             return None
         try:
@@ -175,10 +164,7 @@ class Chain:
         return None
 
     def _is_broken(self, cut: Cut) -> bool:
-        """Return whether a cut will never be whole: its parts conflict, or a rank lacks a part but wrote later parts.
-
-        A cut that a crash left incomplete is not broken; a newer generation replaces it.
-        """
+        """Return whether a cut will never be whole; a newer generation replaces a cut that a crash left incomplete."""
         if cut.conflict is not None:
             return True
         later = (other for other in self.cuts if other.at[0] == cut.at[0] and other.at > cut.at)
@@ -196,8 +182,7 @@ class Chain:
         return False
 
     def _head(self, cut: Cut) -> Head:
-        head = self._heads.get(cut)
-        if head is None:
+        if (head := self._heads.get(cut)) is None:
             if len(self._heads) >= _MOST_HEADS:
                 self._heads.clear()
             head = self._heads[cut] = read_head(self.sink, cut)

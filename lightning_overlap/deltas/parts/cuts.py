@@ -10,9 +10,7 @@ from typing import Protocol
 
 from .form import Header, Part, PartError, PartName, decode, read_header
 
-CutId = tuple[int, int]
-"""Generation and step, the order of cuts."""
-
+CutId = tuple[int, int]  # generation and step, the order of cuts
 _TWO_TRAININGS = "two trainings wrote into this sink. Use a separate sink for each run."
 
 
@@ -82,12 +80,11 @@ class Cut:
 
 @dataclass(frozen=True)
 class Head:
-    """The headers of a whole cut: that of one part, and the cut that it follows (None if every part is a base)."""
+    """The header of one part of a whole cut, and the cut that it follows (None if every part is a base)."""
 
     header: Header
     after: CutId | None
-    bases: frozenset[int]
-    """The ranks whose parts are bases."""
+    bases: frozenset[int]  # the ranks whose parts are bases
     is_void: bool
 
 
@@ -102,9 +99,8 @@ def read_head(sink: PartSource, cut: Cut) -> Head:
     if len(follows) > 1:
         followed = " and ".join(map(as_words, sorted(follows)))
         raise CutError(f"the parts of {as_words(cut.at)} do not belong together: they follow {followed}.")
-    after = next(iter(follows), None)
     bases = frozenset(header.rank for header in headers if header.is_base)
-    return Head(headers[0], after, bases, any(header.is_void for header in headers))
+    return Head(headers[0], next(iter(follows), None), bases, any(header.is_void for header in headers))
 
 
 def part_of(data: bytes, name: PartName, head: Head) -> Part:

@@ -1,11 +1,4 @@
-"""The format of parts, which carry updated rows to served models: names, header, Arrow IPC form (schema 1).
-
-At a *cut* every rank copies the rows that were updated since the last cut, and writes them as its *part*, in one or
-more *chunks*. A cut is *whole* if every chunk of every rank's part exists; a replica applies only whole cuts, in the
-order of (generation, step). A *base* is a part with all rows of its rank. A *generation* is the output of one fit: a
-fit that resumes from a checkpoint begins the next generation, and its first cut has all rows that earlier generations
-wrote after that checkpoint.
-"""
+"""The format of parts (docs/deltas_format.md). A part has a rank's rows of a cut, in chunks; a base has all rows."""
 
 from __future__ import annotations
 
@@ -33,20 +26,12 @@ try:
 except ImportError:
     from zlib import crc32
 
-SCHEMA = 1
-"""Version of the format; a reader rejects others."""
+SCHEMA = 1  # version of the format; a reader rejects others
+WEIGHT = "weight"  # the field of a table's weights; other fields are kinds of optimizer state (`momentum1`, ...)
+TRAILER_SIZE = len(b"CRC32:00000000")  # bytes of the checksum at the end of a chunk
+SMALL = 4096  # adjacent pieces below this size in bytes are joined
 
-WEIGHT = "weight"
-"""The field of a table's weights; other fields are kinds of optimizer state (`momentum1`, ...)."""
-
-TRAILER_SIZE = len(b"CRC32:00000000")
-"""Bytes of the checksum at the end of a chunk."""
-
-SMALL = 4096
-"""Adjacent pieces below this size in bytes are joined."""
-
-Piece: TypeAlias = bytes | memoryview
-"""Bytes of a part; a view's memory is reused after the part is written."""
+Piece: TypeAlias = bytes | memoryview  # bytes of a part; a view's memory is reused after the part is written
 
 _HEADER = b"embedding_deltas.part"
 _TRAILER = re.compile(rb"CRC32:([0-9a-f]{8})")
@@ -110,10 +95,7 @@ class Header:
     run: str
     generation: int
     step: int
-    after: tuple[int, int] | None
-    """The cut that this cut follows; None in a base. Within a generation a replica must have applied exactly that cut.
-    For the first cut of a generation it is the newest cut that was known to be whole when the checkpoint was saved; a
-    replica must have applied it or a later cut."""
+    after: tuple[int, int] | None  # None in a base; at the start of a generation: known to be whole at the checkpoint
     rank: int
     world_size: int
     chunk: int
@@ -124,10 +106,7 @@ class Header:
     tables: dict[str, tuple[int, int]]
     is_void: bool = False
     fit: str = ""
-    """Identifies the fit: cuts of the same generation but different fits do not follow each other. Empty if unknown."""
-    found: tuple[int, int] | None = None
-    """The newest cut of which the fit found a part in the sink. A replica that has applied a later cut of an earlier
-    generation has rows that the fit did not know. None if unknown."""
+    found: tuple[int, int] | None = None  # the fit does not know the rows of later cuts of earlier generations
     schema: int = SCHEMA
 
     @property
@@ -143,23 +122,14 @@ class Header:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Rows of one table, or of one kind of its optimizer state.
+    """Rows of one table, or of one kind of its optimizer state; tensors are on the host."""
 
-    Args:
-        table: Name of the table's weight in the unsharded LightningModule's `state_dict`.
-        field: `WEIGHT`, or a kind of optimizer state.
-        shape: Rows and columns of the unsharded table; rows and 1 for row-wise state.
-        first_column: First column of this shard.
-        rows: Distinct row numbers in the unsharded table, `(N,)`, int64, on the host.
-        values: `(N, num_columns)`, on the host, with the dtype and bits of the trainer's table.
-    """
-
-    table: str
-    field: str
-    shape: tuple[int, int]
-    first_column: int
-    rows: Tensor
-    values: Tensor
+    table: str  # name of the table's weight in the unsharded LightningModule's `state_dict`
+    field: str  # `WEIGHT`, or a kind of optimizer state
+    shape: tuple[int, int]  # of the unsharded table; (rows, 1) for row-wise state
+    first_column: int  # of this shard
+    rows: Tensor  # distinct row numbers in the unsharded table, `(N,)`, int64
+    values: Tensor  # `(N, num_columns)`, with the dtype and bits of the trainer's table
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,11 +195,7 @@ class _Written(list[memoryview]):
 
 
 def decode(data: bytes, name: str = "part") -> Part:
-    """Return the content of a chunk that `encode` made; `name` is for errors.
-
-    Raises:
-        PartError: The data is damaged (too short, or with a wrong checksum), of another schema, or not a chunk.
-    """
+    """Return the content of a chunk; a PartError names it if it is damaged, of another schema, or not a chunk."""
     header, batches = _read(data, name, rows=True)
     found = Part(header, [], [])
     for batch in batches:

@@ -25,20 +25,16 @@ from .cuts import Cut, DenseSource, base_chunks, columns_of_states, merged_rows
 from .touched_rows import TouchedRows
 from .writer import CutWriter
 
-FAILED, BUSY, READY = range(3)
-"""States of a rank's writer; all ranks act on the lowest state."""
-
-CLOSE_S = 10.0
-"""Seconds to wait for a running write after a fit fails."""
+FAILED, BUSY, READY = range(3)  # states of a rank's writer; all ranks act on the lowest state
+CLOSE_S = 10.0  # seconds to wait for a running write after a fit fails
 
 
 class EmbeddingDeltas(Callback):
     """Sends updated rows to a sink, in cuts; a replica that has applied a cut equals the trainer at that step.
 
-    Every `every_n_steps` batches all ranks copy the rows that were updated since the last cut, overlapped with the next
-    forward, and a thread writes them. A slow sink does not delay steps; it leads to fewer, larger cuts. A fit first
-    sends all rows, or, resumed from a checkpoint, the rows that replicas may have with other values. Training waits for
-    this first write, and for the last write at the end of `fit`.
+    A cut has the rows that were updated since the last cut: all ranks copy them during the next forward, and a thread
+    writes them. A slow sink leads to fewer, larger cuts. A fit first sends all rows, or, resumed from a checkpoint, the
+    rows that replicas may have with other values. Training waits for this first write, and for the last write.
 
     Args:
         sink: A folder (or fsspec URL), `redis://...`, or a `DeltaSink`.
@@ -48,8 +44,8 @@ class EmbeddingDeltas(Callback):
         dense: Whether rank 0 sends the dense part with each cut: all parameters and buffers that are not sharded. A fit
             cannot resume a run without it if the run has sent it.
         optimizer_state: Whether to also send the rows' fused optimizer state.
-        sink_timeout_s: Seconds that one call of the sink may take, for example a write of up to 64 MB; a longer call
-            ends the fit on all ranks with an error. At most half of the strategy's `timeout`.
+        sink_timeout_s: Seconds that one call of the sink may take, at most half of the strategy's `timeout`; a longer
+            call ends the fit on all ranks with an error.
         name: Name of this callback in checkpoints and logs, if a Trainer has several.
 
     Raises:
@@ -114,8 +110,6 @@ class EmbeddingDeltas(Callback):
         own = type(self).__qualname__
         return own if self._name is None else f"{own}[{self._name}]"
 
-    # -- the beginning ------------------------------------------------------------------------------------------
-
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._restored = self._acknowledged = None  # from an evaluation, or a fit that never began
@@ -135,8 +129,7 @@ class EmbeddingDeltas(Callback):
             )
         self._run_sends_dense = self._sends_dense
         self._forget_fit()
-        order = strategy.lookup_order
-        if order is None:
+        if (order := strategy.lookup_order) is None:
             raise ValueError(
                 f"EmbeddingDeltas has nothing to send: {type(pl_module).__name__} has no TorchRec tables. Remove the "
                 "callback."
@@ -145,7 +138,11 @@ class EmbeddingDeltas(Callback):
         self._writer = CutWriter(self._sink, min(self._sink_timeout_s, strategy.timeout_s / 2))
         self._touched = touched = TouchedRows(pl_module, order, states=self._states)
         self._is_sending = True
-        self._dense = DenseSource(self._dense_part(pl_module), touched.dense)
+        dense: dict[str, Tensor] = {}
+        if self._sends_dense and not strategy.global_rank:
+            sharded, state = ShardedStateNames(pl_module), pl_module.state_dict(keep_vars=True)
+            dense = {name: value for name, value in state.items() if isinstance(value, Tensor) and name not in sharded}
+        self._dense = DenseSource(dense, touched.dense)
         shapes = {field.shard.name: field.shard.shape for field in (*touched.fields, *touched.dense)}
         of_ranks = strategy.gather((shapes, columns_of_states(touched.fields)))
         self._tables = {name: shape for shapes, _ in of_ranks for name, shape in shapes.items()}
@@ -158,14 +155,6 @@ class EmbeddingDeltas(Callback):
     @property
     def _step(self) -> int:
         return self._trainer.fit_loop.epoch_loop.total_batch_idx + 1
-
-    def _dense_part(self, module: LightningModule) -> dict[str, Tensor]:
-        """Return what this rank sends of the dense part, by name."""
-        if self._strategy.global_rank or not self._sends_dense:
-            return {}
-        sharded = ShardedStateNames(module)
-        state = module.state_dict(keep_vars=True).items()
-        return {name: value for name, value in state if isinstance(value, Tensor) and name not in sharded}
 
     def _begin(self, restored: dict[str, Any] | None) -> None:
         """Begin a generation with all rows, or with the rows that replicas may have with other values."""
@@ -194,12 +183,8 @@ class EmbeddingDeltas(Callback):
         return uuid.uuid4().hex, int(time.time()), known, newest
 
     def _mark_to_resend(self, known: Sequence[PartName], restored: dict[str, Any] | None) -> tuple[int, int] | None:
-        """Mark the rows that replicas may have with other values than at the returned cut; None if unknown.
-
-        `known` are the parts in the sink, which may be newer than the checkpoint of `restored`.
-        """
-        now = self._writes, self._columns
-        is_other = restored is None or (restored["writes"], restored.get("columns")) != now
+        """Mark the rows that replicas may have with other values than at the returned cut; None if unknown."""
+        is_other = restored is None or (restored["writes"], restored.get("columns")) != (self._writes, self._columns)
         if self._strategy.any_rank(is_other) or restored is None:
             return None
         acknowledged = restored["acknowledged"] and tuple(restored["acknowledged"])
@@ -227,8 +212,6 @@ class EmbeddingDeltas(Callback):
     def _read(self, name: PartName) -> bytes:
         return self._writer.ask(f"read of {name}", lambda: self._sink.read(str(name)))
 
-    # -- errors, raised on all ranks --------------------------------------------------------------------------------
-
     def _together(self, do: Callable[[], Any], error: BaseException | None = None) -> Any:
         """Return `do()`; if it fails or there is an `error` on a rank, raise on all. `do` must not wait for others."""
         result = None
@@ -237,12 +220,9 @@ class EmbeddingDeltas(Callback):
         except Exception as err:
             error = err
         said = self._strategy.gather(None if error is None else f"{type(error).__name__}: {error}")
-        causes = [f"rank {said.index(cause)}: {cause}" for cause in dict.fromkeys(said) if cause is not None]
-        if causes:
+        if causes := [f"rank {said.index(cause)}: {cause}" for cause in dict.fromkeys(said) if cause is not None]:
             raise RuntimeError(f"embedding deltas cannot be sent. {'; '.join(causes)}") from error
         return result
-
-    # -- cuts ---------------------------------------------------------------------------------------------------
 
     def _header(self, after: tuple[int, int] | None) -> Header:
         assert self.run is not None
@@ -358,8 +338,6 @@ class EmbeddingDeltas(Callback):
             self._writer.submit(header.step, lambda: [(str(header.name), encode_pieces(header))])
             self._is_void = True  # all ranks send all rows with the next cut
 
-    # -- the end ------------------------------------------------------------------------------------------------
-
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._is_sending and self._strategy.has_stashed_gradients:
@@ -384,9 +362,8 @@ class EmbeddingDeltas(Callback):
         if self._strategy.any_rank(left) or is_void:
             self._together(lambda: self._write_last(is_base=is_void or changed, after_all=is_void))
         self._together(lambda: self._writer.ask("close", self._sink.close))
-        acknowledged = self.generation, self._step
         self._end()
-        self._acknowledged = acknowledged
+        self._acknowledged = (self.generation, self._step)
 
     def _write_last(self, *, is_base: bool, after_all: bool) -> None:
         after = (self.generation, self._last)
@@ -412,8 +389,6 @@ class EmbeddingDeltas(Callback):
             self._writer.close(CLOSE_S)
         self._acknowledged = None  # tables may change from now on
         self._forget_fit()
-
-    # -- checkpoints --------------------------------------------------------------------------------------------
 
     @override
     def state_dict(self) -> dict[str, Any]:

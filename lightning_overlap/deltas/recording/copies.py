@@ -18,14 +18,9 @@ from ...tables import KernelShards, TableShard
 from ..parts import WEIGHT, Rows
 from .row_marks import DeviceMarks
 
-GATHERED_AT_ONCE = 1 << 17
-"""Most rows that one operator gathers from tables of different widths: its index has 8 bytes per value."""
-
-ALIGNED_TO = 64
-"""Alignment of each tensor in lent memory, in bytes."""
-
-LARGER = 4
-"""Kept memory is freed if it is larger than a request by more than this factor."""
+GATHERED_AT_ONCE = 1 << 17  # most rows to gather at once from tables of different widths: the index is large
+ALIGNED_TO = 64  # alignment of each tensor in lent memory, in bytes
+LARGER = 4  # kept memory is freed if it is larger than a request by more than this factor
 
 
 class Field(NamedTuple):
@@ -51,13 +46,12 @@ def fields_of(kernel: KernelShards, *, states: bool) -> list[list[Field]]:
     """Return the fields of each shard of a kernel: its weight and, with `states`, its optimizer state."""
     kinds: list[dict[str, Tensor]] = kernel.states() if states else [{} for _ in kernel.shards]
     return [
-        [Field(shard, kind, _two_dim(values.detach())) for kind, values in {WEIGHT: shard.weight, **of_shard}.items()]
+        [
+            Field(shard, kind, values.detach().unsqueeze(1) if values.dim() == 1 else values.detach())
+            for kind, values in {WEIGHT: shard.weight, **of_shard}.items()
+        ]
         for shard, of_shard in zip(kernel.shards, kinds, strict=True)
     ]
-
-
-def _two_dim(values: Tensor) -> Tensor:
-    return values.unsqueeze(1) if values.dim() == 1 else values
 
 
 def to_host(tensor: Tensor) -> Tensor:
@@ -66,9 +60,6 @@ def to_host(tensor: Tensor) -> Tensor:
         return tensor.clone()
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return host.copy_(tensor, non_blocking=True)
-
-
-# -- marked rows, on a host -------------------------------------------------------------------------------------------
 
 
 class KeptMemory:
@@ -125,14 +116,8 @@ class HostCopy:
             self._kept.give_back(self._copying.result()[1])
 
 
-# -- marked rows, on a device -----------------------------------------------------------------------------------------
-
-
 class DeviceCopy:
-    """Rows that are gathered on the lookup stream; removes their marks.
-
-    `rows` copies them to the host on the stream `copying`, which is None if all memory is on the host.
-    """
+    """Rows gathered on the lookup stream, and their marks removed; `copying` is None if all memory is on the host."""
 
     def __init__(
         self,

@@ -13,14 +13,10 @@ from torch import Tensor
 from ..parts import WEIGHT, Dense, Header, Piece, Rows, encode_pieces
 from .copies import Field, RowCopy, to_host
 
-CHUNK_BYTES = 5 << 20
-"""Most bytes of rows in a chunk; larger chunks do not fit a core's cache and are slower."""
+CHUNK_BYTES = 5 << 20  # most bytes of rows in a chunk; larger chunks do not fit a core's cache and are slower
+WINDOW_BYTES = 64 << 20  # most bytes of values in a chunk of a base
 
-WINDOW_BYTES = 64 << 20
-"""Most bytes of values in a chunk of a base."""
-
-DenseCopy: TypeAlias = tuple[list[Tensor], torch.cuda.Event | None]
-"""Copies on the host, and the event after which they are complete; None on a CPU."""
+DenseCopy: TypeAlias = tuple[list[Tensor], torch.cuda.Event | None]  # copies, complete after the event (CUDA)
 
 T = TypeVar("T")
 
@@ -30,8 +26,7 @@ class DenseSource:
 
     def __init__(self, tensors: dict[str, Tensor], tables: Sequence[Field]) -> None:
         self._tensors, self._tables = tensors, tables
-        self._sent: Sequence[Tensor | None] = ()
-        self.forget()
+        self._sent: Sequence[Tensor | None] = [None] * len(tables)
 
     def copy(self) -> DenseCopy:
         """Begin to copy all tensors; on a device on the current stream, without waiting."""
@@ -69,10 +64,7 @@ def _changed_rows(now_RD: Tensor, before_RD: Tensor) -> Tensor:
 
 
 class Cut:
-    """One rank's part of a cut, until all ranks are known to have written their parts.
-
-    `rows` is the copy of the marked rows, which may still run; `source` is everything else to send.
-    """
+    """One rank's part of a cut, until all ranks are known to have written their parts; `rows` may still be copied."""
 
     def __init__(self, header: Header, rows: RowCopy, source: DenseSource) -> None:
         self.header = header
@@ -125,10 +117,7 @@ def base_chunks(header: Header, fields: Sequence[Field], source: DenseSource) ->
 
 
 def packed(items: Iterable[tuple[T, int, int]], most_bytes: int) -> list[list[tuple[T, int, int]]]:
-    """Divide items with a number of rows, and bytes per row, into packs of at most `most_bytes`, or of one row.
-
-    Each pack has items with their first row, and their last row + 1.
-    """
+    """Divide (item, rows, row bytes) into packs of (item, first row, last row + 1), up to `most_bytes` or one row."""
     packs: list[list[tuple[T, int, int]]] = []
     free = 0
     for item, num_rows, row_bytes in items:

@@ -1,30 +1,22 @@
-"""Marks on the rows of one kernel's tables: lists of ids on a host, flags on a device.
-
-Legend of shapes: N ids, F features, T tables, R rows of all tables of a kernel, B the batch of a feature.
-"""
+"""Marks on the rows of a kernel's tables: ids on a host, flags on a device (N ids, F features, T tables, R rows)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
-FLAGGED_FROM = 2
-"""Ids per row of a table from which flagging its rows is faster than sorting the ids."""
+FLAGGED_FROM = 2  # ids per row of a table from which flagging its rows is faster than sorting the ids
 
 _Ids: TypeAlias = np.ndarray[tuple[int], np.dtype[np.int64]]
-"""Ids on the host, `(N,)`."""
 
 
 class HostMarks:
-    """Keeps the ids of lookups on the host, without scanning flags; many ids are reduced to distinct ids.
-
-    With `copies` it copies the ids: on one rank they may be in a batch whose memory the loader reuses.
-    """
+    """Keeps the ids of lookups; `copies` them, as on one rank they may be in a batch whose memory the loader reuses."""
 
     def __init__(self, num_rows: Sequence[int], table_of_feature: Sequence[int], *, copies: bool = True) -> None:
         self._copies = copies
@@ -39,13 +31,7 @@ class HostMarks:
         self._rows: list[list[Tensor]] = [[] for _ in self._num_rows]
 
     def add(self, indices_N: Tensor, offsets: Tensor, batch_sizes: tuple[int, ...] | None) -> None:
-        """Mark the rows of a lookup.
-
-        Args:
-            indices_N: Rows, integer, feature by feature.
-            offsets: Start of each bag, `(sum of the features' batch sizes + 1,)`, integer.
-            batch_sizes: Batch size of each feature; None if all are equal.
-        """
+        """Mark the rows of a lookup: ids feature by feature, starts of bags, features' batch sizes (None: equal)."""
         num_ids = indices_N.numel()
         if not num_ids:  # without bags the offsets may be invalid
             return
@@ -70,11 +56,8 @@ class HostMarks:
         return min(self._num_ids, self._num_all_rows)
 
     def rows(self) -> list[Tensor]:
-        """Return the distinct marked rows of each table, `(N,)`, int64, ascending.
-
-        Uses NumPy, because torch releases the GIL in each operator, and each time the calling thread disturbs the
-        training thread.
-        """
+        """Return the distinct marked rows of each table, `(N,)`, int64, ascending."""
+        # By NumPy: torch releases the GIL in each operator, and each time this thread disturbs the training thread.
         ids = [[rows_N.numpy() for rows_N in rows] for rows in self._rows]
         num_features = len(self._table_of_feature)
         for num_ids, kept_N, offsets, batch_sizes in self._lookups:
@@ -128,26 +111,17 @@ def _valid(ids_N: Any, num_rows: Any) -> Any:
 
 
 class DeviceMarks:
-    """Keeps a flag of one byte per row of one kernel's tables on a device.
-
-    Runs on the current stream, without host-device syncs. Rows are numbered over all tables, table by table.
-    """
+    """Keeps a flag for each row, numbered table by table, on a device; on the current stream, without syncs."""
 
     def __init__(self, num_rows: Sequence[int], table_of_feature: Sequence[int], device: torch.device) -> None:
         first = [0, *accumulate(num_rows)]
-        self.ends_T = torch.tensor(first[1:], device=device)
-        """Number of each table's last row + 1; int64."""
-        self.first_rows = tuple(first)
-        """Number of each table's first row, and the last row's number + 1."""
+        self.ends_T = torch.tensor(first[1:], device=device)  # number of each table's last row + 1; int64
+        self.first_rows = tuple(first)  # number of each table's first row, and the last row's number + 1
         self._first_F = torch.tensor([first[table] for table in table_of_feature], device=device)
         self._num_rows_F = torch.tensor([num_rows[table] for table in table_of_feature], device=device)
         self._flags_R = torch.zeros(first[-1], dtype=torch.bool, device=device)
+        self.tensors = [self.ends_T, self._first_F, self._num_rows_F, self._flags_R]  # for `record_stream`
         self._num_ids = 0
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """All memory of the marks, for `record_stream`."""
-        return [self.ends_T, self._first_F, self._num_rows_F, self._flags_R]
 
     def add(self, indices_N: Tensor, offsets: Tensor, batch_sizes: tuple[int, ...] | None) -> None:
         """Mark the rows of a lookup; arguments as for `HostMarks.add`, on the device."""
@@ -181,14 +155,10 @@ class DeviceMarks:
     def rows(self) -> list[Tensor]:
         """Wait for the device, and return the marked rows of each table, `(N,)`, int64, on the host."""
         flags_R = self._flags_R.cpu()
-        tables = zip(self.first_rows[:-1], self.first_rows[1:], strict=True)
-        return [flags_R[first:end].nonzero().squeeze(1) for first, end in tables]
+        return [flags_R[first:end].nonzero().squeeze(1) for first, end in pairwise(self.first_rows)]
 
     def take(self) -> tuple[Tensor, Tensor]:
-        """Return the marked rows and their number, `()`, int64, both on the device; remove the marks.
-
-        The rows are numbered over all tables, `(most,)`, int64, ascending and padded with 0.
-        """
+        """Remove the marks; return the rows, `(most,)`, ascending, padded with 0, and their number, on the device."""
         rows = torch.nonzero_static(self._flags_R, size=self.most, fill_value=0).squeeze(1)
         num_marked = self._flags_R.sum()
         self._flags_R.zero_()

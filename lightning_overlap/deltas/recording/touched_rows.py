@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from itertools import chain
 from typing import Any
 
 import torch
@@ -21,15 +20,8 @@ class TouchedRows:
     """Marks rows when the fused backward writes them; copies marked rows, overlapped with the next forward.
 
     A forward hook of each kernel gets the ids of a lookup, and a hook of its output's autograd node runs right before
-    the backward that updates these rows: in every mode, for early lookups and a module's own forward, immediate or
-    deferred. A lookup without a backward (an evaluation, a dropped batch) marks nothing. Tables of the dense optimizer
-    have no marks.
-
-    Tables are named as in the `state_dict` of the sharded model. `states` says whether to also copy the fused
-    optimizers' states. `dense` has the fields of the dense optimizer's tables and, on rank 0, of replicated tables.
-
-    Raises:
-        ValueError: Rows have no fixed numbers, as in managed collision modules.
+    the backward that updates these rows, in every mode. A lookup without a backward marks nothing. `dense` has the
+    fields of tables without marks: the dense optimizer's and, on rank 0, replicated tables.
     """
 
     def __init__(self, model: nn.Module, order: LookupOrder, *, states: bool = False) -> None:
@@ -72,8 +64,6 @@ class TouchedRows:
                 found.append(HostMarks(num_rows, kernel.table_of_feature, copies=not kernel.receives_ids))
         return found
 
-    # -- marking ------------------------------------------------------------------------------------------------
-
     def _watch(self, kernel: int) -> Callable[..., None]:
         def looked_up(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], answer: Any) -> None:
             node = answer.grad_fn if isinstance(answer, Tensor) else None
@@ -114,8 +104,6 @@ class TouchedRows:
             for shard, rows_N in zip(kernel.shards, marks.rows(), strict=True)
         ]
 
-    # -- reading ------------------------------------------------------------------------------------------------
-
     def copy(self) -> RowCopy:
         """Begin to copy the marked rows, and remove their marks; `settle` tells whether the copy is consistent."""
         self.wait_copied()
@@ -124,17 +112,13 @@ class TouchedRows:
         if self._on_device:
             kernels = zip(self._kernels, marks, strict=True)
             self._copy = DeviceCopy(kernels, self._order, self._to_host, states=self._states)
-            return self._copy
-        # The spare marks, of the previous copy, are empty.
-        self._marks, self._spare_marks = self._spare_marks or self._new_marks(), marks
-        self._copy = HostCopy(self._copier.submit(self._copy_on_host, marks), self._kept)
+        else:  # the spare marks, of the previous copy, are empty
+            self._marks, self._spare_marks = self._spare_marks or self._new_marks(), marks
+            self._copy = HostCopy(self._copier.submit(self._copy_on_host, marks), self._kept)
         return self._copy
 
     def settle(self) -> bool:
-        """Wait for the last copy; return False if tables were written meanwhile, so that the copy may be inconsistent.
-
-        The first update after the copy also calls this.
-        """
+        """Wait for the last copy; return False if tables were written meanwhile, so that it may be inconsistent."""
         if self._is_whole is None:
             self.wait_copied()
             self._is_whole = self.num_writes == self._writes_before
@@ -158,7 +142,7 @@ class TouchedRows:
     @property
     def fields(self) -> list[Field]:
         """The fields of all fused tables on this rank."""
-        return list(chain.from_iterable(self._fields_of_shards()))
+        return [field for fields in self._fields_of_shards() for field in fields]
 
     @property
     def num_writes(self) -> int:

@@ -15,15 +15,10 @@ from typing import Any, TypeAlias, TypeVar
 from ..parts import Piece
 from ..sinks import DeltaSink, SinkError, writes_pieces
 
-MOST_WAITING = 2
-"""Most unwritten cuts; no further cut is made meanwhile."""
+MOST_WAITING = 2  # most unwritten cuts; no further cut is made meanwhile
+LOOKS_EVERY_S = 0.5  # seconds between checks whether the sink hangs, while a caller waits for it
 
-LOOKS_EVERY_S = 0.5
-"""Seconds between checks whether the sink hangs, while a caller waits for it."""
-
-Chunks: TypeAlias = Iterable[tuple[str, list[Piece]]]
-"""Name and content of each chunk of a part."""
-
+Chunks: TypeAlias = Iterable[tuple[str, list[Piece]]]  # name and content of each chunk of a part
 T = TypeVar("T")
 
 
@@ -38,12 +33,9 @@ class CutWriter:
         self._cuts = deque[Future[None]](maxlen=MOST_WAITING)
         self._thread: threading.Thread | None = None
         self._ends = False
-        self.error: BaseException | None = None
-        """The first error of a write; nothing is written after it."""
-        self.num_bytes = 0
-        """Bytes written so far."""
-        self.written_step = -1
-        """The step of the newest written cut."""
+        self.error: BaseException | None = None  # the first error of a write; nothing is written after it
+        self.num_bytes = 0  # written so far
+        self.written_step = -1  # step of the newest written cut
 
     @property
     def is_ready(self) -> bool:
@@ -55,19 +47,10 @@ class CutWriter:
         self._cuts.append(self._later(partial(self._write, step, chunks, self._timed)))
 
     def write_now(self, step: int, chunks: Chunks) -> None:
-        """Write a part after all earlier parts, and wait; the calling thread makes the chunks.
-
-        Raises:
-            SinkError: The sink hangs.
-            BaseException: An error of the sink, now or in an earlier write.
-        """
+        """Write a part after all earlier parts and wait; raise the first error. The calling thread makes the chunks."""
         self.wait()
         if self.error is None:
             self._write(step, lambda: chunks, self.ask)
-        self.raise_error()
-
-    def raise_error(self) -> None:
-        """Raise the first error of a write, if any."""
         if self.error is not None:
             raise self.error
 
@@ -77,16 +60,11 @@ class CutWriter:
             self._wait_for(cut)
 
     def ask(self, what: str, do: Callable[[], T]) -> T:
-        """Return what a call of the sink returns, after all earlier parts; `what` names it in errors.
-
-        Raises:
-            SinkError: The sink hangs.
-            BaseException: An error of the sink.
-        """
+        """Return what a call of the sink returns, after all earlier parts, or raise its error; `what` names it."""
         answer = self._later(partial(self._timed, what, do))
         self._wait_for(answer)
-        if not answer.done():
-            self.raise_error()
+        if self.error is not None and not answer.done():
+            raise self.error
         return answer.result()
 
     def look(self) -> None:
@@ -98,10 +76,7 @@ class CutWriter:
             )
 
     def close(self, timeout_s: float) -> None:
-        """End the thread after the current write, for which this waits up to `timeout_s` s; drop unwritten cuts.
-
-        The thread is a daemon, so a sink that hangs does not block process exit.
-        """
+        """End the thread after the current write, for which this waits up to `timeout_s` s; drop unwritten cuts."""
         self._ends = True
         if self._thread is not None:
             self._later(partial(self._timed, "close", self._sink.close))
@@ -112,6 +87,7 @@ class CutWriter:
         answer: Future[T] = Future()
         self._jobs.put((do, answer))
         if self._thread is None:
+            # a daemon, so a sink that hangs does not block process exit
             self._thread = threading.Thread(target=self._run, name="embedding deltas", daemon=True)
             self._thread.start()
         return answer

@@ -13,9 +13,7 @@ from pathlib import Path
 from .http_server import ReplicaServer
 from .replica import Replica, ReplicaError, save_whole
 
-BAD_INPUT = 2
-"""Exit code for a sink or a file that cannot be used."""
-
+BAD_INPUT = 2  # exit code for a sink or a file that cannot be used
 _WAIT_S = 0.1
 
 
@@ -78,7 +76,6 @@ def _write(replica: Replica, options: argparse.Namespace) -> None:
 
 @contextmanager
 def _until_signal() -> Iterator[threading.Event]:
-    """Yield an event that Ctrl-C and SIGTERM set, if this is the main thread."""
     stopped = threading.Event()
     numbers = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
     before = {number: signal.signal(number, lambda *_: stopped.set()) for number in numbers}

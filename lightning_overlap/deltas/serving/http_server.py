@@ -18,17 +18,12 @@ _MOST_BYTES = 64 << 20
 
 
 class ReplicaServer(ThreadingHTTPServer):
-    """Serves a replica's tables until it is closed; each answer is of one step.
+    """Serves a replica's tables until it is closed, without authentication; each answer is of one step.
 
     `GET /step` returns run, generation, step, lag and the tables' shapes. `POST /lookup` takes `{"table": name,
     "ids": [...]}` and returns `{"generation": ..., "step": ..., "rows": [[...], ...]}`. A wrong request gets status
-    400, a replica without tables or with an error 503, both with `{"error": ...}`.
-
-    By default it listens on this machine only; there is no authentication. Port 0 chooses a free port, see the
-    attribute `port`. `replica.follow()` keeps the tables up to date.
-
-    Raises:
-        OSError: The port is not available.
+    400, a replica without tables or with an error 503, both with `{"error": ...}`. Port 0 chooses a free `port`; an
+    OSError says that the port is not available. `replica.follow()` keeps the tables up to date.
     """
 
     def __init__(self, replica: Replica, host: str = "127.0.0.1", port: int = 0) -> None:

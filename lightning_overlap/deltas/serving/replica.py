@@ -8,7 +8,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,13 +17,11 @@ from torch import Tensor, nn
 
 from ..parts import TRAILER_SIZE, WEIGHT, Chain, CutError, Head, Move, Part, PartError, PartName, as_words, part_of
 from ..sinks import DeltaSink, resolve_sink, write_whole
-from .read_lock import ReadLock
 from .served_tables import ServedTables, check_whole
 
 _log = logging.getLogger(__name__)
 _FORMAT = "embedding_deltas.replica"
-_MOST_TIMES = 3
-"""How often an update may reach the same cut, for example if parts are rewritten; more is an endless loop."""
+_MOST_TIMES = 3  # how often an update may reach one cut, as parts may be rewritten; more is an endless loop
 
 
 class Position(NamedTuple):
@@ -44,12 +42,9 @@ class Position(NamedTuple):
 class Lag(NamedTuple):
     """A replica's lag behind its training."""
 
-    steps: int
-    """Batches from the applied cut to the newest whole cut in the last listing of the sink."""
-    seconds: float
-    """Time since the training made the applied cut."""
-    parts: int
-    """Chunks of newer whole cuts in the last listing."""
+    steps: int  # batches from the applied cut to the newest whole cut in the last listing of the sink
+    seconds: float  # since the training made the applied cut
+    parts: int  # chunks of newer whole cuts in the last listing
 
 
 class ReplicaError(RuntimeError):
@@ -88,7 +83,7 @@ class Replica:
         self._tables = ServedTables(target, optimizer_state)
         self._chain = Chain(self.sink)
         self._kept_bytes = kept_bytes
-        self._lock = ReadLock()
+        self._lock = _ReadLock()
         self._updating = threading.Lock()
         self.position: Position | None = None
         """The last applied cut; None before the first cut."""
@@ -99,8 +94,6 @@ class Replica:
         if start is not None:
             self._load(Path(start))
 
-    # -- serving -------------------------------------------------------------------------------------------------------
-
     @property
     def lock(self) -> AbstractContextManager[None]:
         """A lock for `with replica.lock:`: inside, the replica does not write, and no other thread reads."""
@@ -110,14 +103,11 @@ class Replica:
     def reading(self, *, after_error: bool = False) -> Iterator[Position]:
         """Keep the tables unchanged inside this context, in any number of threads; yields the last applied cut.
 
-        On CUDA all rows of the cut are written. A thread that reads on another stream than the default stream must
-        synchronize its stream before it leaves: the next cut is written on the default stream, without waiting.
-
-        Args:
-            after_error: Whether to also read after following has stopped with an error.
+        A thread that reads on another CUDA stream than the default stream synchronizes its stream before it leaves: the
+        next cut is written on the default stream, without waiting.
 
         Raises:
-            ReplicaError: No cut has been applied, or following has stopped with an error.
+            ReplicaError: No cut has been applied, or (without `after_error`) following has stopped with an error.
         """
         with self._lock.reading():
             if not after_error:
@@ -169,8 +159,6 @@ class Replica:
         """Return the tables and dense tensors, without copies, by names in the LightningModule's `state_dict`."""
         return dict(self._tables.tensors)
 
-    # -- following -----------------------------------------------------------------------------------------------------
-
     def update(self) -> int:
         """Apply every new whole cut in the sink; return their number.
 
@@ -197,10 +185,7 @@ class Replica:
             return count
 
     def follow(self, every_s: float = 0.5) -> None:
-        """Apply new cuts in a thread, until `close`; list the sink every `every_s` seconds.
-
-        An error ends the thread; `reading`, `lag` and `wait` raise it.
-        """
+        """Apply new cuts every `every_s` s in a thread, until `close`; `reading`, `lag` and `wait` raise its error."""
         if self._follows:
             return
         self._stop.clear()
@@ -251,14 +236,8 @@ class Replica:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # -- saved state ---------------------------------------------------------------------------------------------------
-
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write tables and position into a file atomically, for `Replica(start=...)`.
-
-        Raises:
-            ReplicaError: No cut has been applied.
-        """
+        """Write tables and position into a file, atomically; raise a ReplicaError before the first cut."""
         with self.reading(after_error=True) as position:
             content = {
                 "format": _FORMAT,
@@ -293,11 +272,9 @@ class Replica:
             _log.warning("a replica stopped following %r: %s", self.sink, err)
 
     def _update_once(self, *, lists: bool) -> bool:
-        """Apply the next cut, if any; list the sink first, or without `lists` only if the last listing has no next cut.
-
-        A listing is not atomic: it may lack a part that was written before a part that it has, and parts may be removed
-        or rewritten after it. So an error is raised only after three listings.
-        """
+        """Apply the next cut, if any; without `lists` list the sink only if the last listing has no next cut."""
+        # A listing may lack a part that was written before a part that it has, and parts may be removed or rewritten
+        # after it. So an error is raised only after three listings.
         for is_listed in (not lists, False, False):
             try:
                 if not is_listed:
@@ -371,3 +348,33 @@ def save_whole(content: Any, path: Path) -> None:
     """Write a file for `torch.load` atomically, and make its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(os.path.abspath(path), lambda file: torch.save(content, file))
+
+
+class _ReadLock:
+    """Allows many readers or one writer, reentrant; the writer may read. A waiting writer goes before new readers."""
+
+    def __init__(self) -> None:
+        self._gate = threading.RLock()  # held by the current or waiting writer; new readers pass through it
+        self._changed = threading.Condition()
+        self._readers: list[int] = []  # a thread as often as it reads
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        own = threading.get_ident()
+        with nullcontext() if own in self._readers else self._gate, self._changed:
+            self._readers.append(own)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._readers.remove(own)
+                self._changed.notify_all()
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        if threading.get_ident() in self._readers:
+            raise RuntimeError("a thread inside `reading()` cannot update the replica: leave `reading()` first.")
+        with self._gate:
+            with self._changed:
+                self._changed.wait_for(lambda: not self._readers)
+            yield

@@ -13,9 +13,7 @@ from torch import Tensor, nn
 
 from ..parts import WEIGHT, Header, Part, Rows
 
-_TABLE = re.compile(r"(.*\.)?(embedding_bags|embeddings)\.[^.]+\.weight")
-"""The name of a table's weight in TorchRec's collections."""
-
+_TABLE = re.compile(r"(.*\.)?(embedding_bags|embeddings)\.[^.]+\.weight")  # a table's weight in TorchRec's collections
 _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -37,8 +35,7 @@ class ServedTables:
         if self._not_plain and self._module is None:
             name = min(self._not_plain)
             raise TablesError(f"a replica needs plain tensors.\n  got: {name}, a {type(given[name]).__name__}")
-        on_meta = [name for name, value in self.tensors.items() if value.is_meta]
-        if on_meta:
+        if on_meta := [name for name, value in self.tensors.items() if value.is_meta]:
             raise TablesError(
                 f"a replica cannot write tables on `meta`.\n  got: {', '.join(on_meta[:3])}\n  Build the module on "
                 "another device, for example with table_device='cpu'."
@@ -51,8 +48,7 @@ class ServedTables:
         if self._module is not None:  # it may have been moved to another device
             self.tensors = _plain(self._module.state_dict())
         sent = header.tables
-        lacks = sorted(sent.keys() - self.tensors.keys())
-        if lacks:
+        if lacks := sorted(sent.keys() - self.tensors.keys()):
             whole = " (it is sharded or quantized: use the unsharded module)" if self._not_plain & set(lacks) else ""
             raise TablesError(
                 f"the run {header.run!r} sends tables that this replica lacks{whole}: {', '.join(lacks)}.\n"
@@ -60,14 +56,12 @@ class ServedTables:
                 "  Use the trained LightningModule, or a mapping from names in its state_dict to tensors."
             )
         for name, shape in sent.items():
-            have = tuple(self.tensors[name].shape)
-            if have != shape:
+            if (have := tuple(self.tensors[name].shape)) != shape:
                 raise TablesError(
                     f"{name} has the shape {shape} in the run {header.run!r}, and {have} in this replica: use the same "
                     "tables."
                 )
-        unsent = sorted(self._tables() - sent.keys()) if self._module is not None else []
-        if unsent:
+        if self._module is not None and (unsent := sorted(self._tables() - sent.keys())):
             raise TablesError(
                 f"the module has tables that the run {header.run!r} does not send, so they would never change: "
                 f"{', '.join(unsent)}.\n  The run sends: {', '.join(sorted(sent))}.\n"
@@ -79,8 +73,7 @@ class ServedTables:
         for entry in part.rows:
             self._check_rows(entry, part.header, name, begins=begins)
         for tensor in () if self._makes else part.dense:
-            have = self.tensors.get(tensor.name)
-            if have is not None:
+            if (have := self.tensors.get(tensor.name)) is not None:
                 value = tensor.value
                 _check_alike(tensor.name, value.shape, value.dtype, name, have, "use the trained module")
             elif self._module is not None:
@@ -93,8 +86,14 @@ class ServedTables:
     def write(self, part: Part) -> None:
         """Write a checked chunk."""
         for entry in part.rows:
-            if entry.field == WEIGHT or self._keeps_state:
-                _write_rows(self._tensor_of(entry), entry)
+            tensors, name = self.tensors, entry.table
+            if entry.field != WEIGHT:
+                if not self._keeps_state:
+                    continue
+                tensors, name = self.optimizer_state.setdefault(entry.table, {}), entry.field
+            if name not in tensors:
+                tensors[name] = torch.zeros(entry.shape, dtype=entry.values.dtype)
+            _write_rows(tensors[name], entry)
         for tensor in part.dense:
             if self._makes:
                 self.tensors[tensor.name] = tensor.value
@@ -149,14 +148,6 @@ class ServedTables:
             advice = "a change of shape or dtype needs a base first"
         if have is not None:
             _check_alike(what, entry.shape, entry.values.dtype, name, have, advice)
-
-    def _tensor_of(self, entry: Rows) -> Tensor:
-        tensors, name = self.tensors, entry.table
-        if entry.field != WEIGHT:
-            tensors, name = self.optimizer_state.setdefault(entry.table, {}), entry.field
-        if name not in tensors:
-            tensors[name] = torch.zeros(entry.shape, dtype=entry.values.dtype)
-        return tensors[name]
 
 
 def check_whole(header: Header, num_found: Counter[str]) -> None:

@@ -2,8 +2,8 @@
 
 from .folder_sink import FolderSink as FolderSink
 from .folder_sink import write_whole as write_whole
-from .prune import prune as prune
 from .redis_sink import RedisSink as RedisSink
+from .resolve import prune as prune
 from .resolve import resolve_sink as resolve_sink
 from .sink import DeltaSink as DeltaSink
 from .sink import SinkError as SinkError

@@ -15,17 +15,15 @@ from fsspec.implementations.local import LocalFileSystem
 from ..parts import PartName, Piece, joined
 from .sink import told, without_password
 
-_WHOLE_PUTS = frozenset(
+_WHOLE_PUTS = frozenset(  # file systems with atomic writes
     {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "ossfs", "r2", "oci", "cos", "obs", "tos", "memory"}
 )
-"""File systems with atomic writes."""
 
 
 class FolderSink:
-    """Stores each part as a file.
+    """Stores each part as a file, which gets its name when it is complete, on a local disk also flushed.
 
-    A file gets its name when it is complete, and on a local disk when it is flushed to the disk. The folder may contain
-    other files. The first write makes the folder.
+    The folder may contain other files. The first write makes the folder.
 
     Args:
         path: A folder: a local path or an fsspec URL (`s3://bucket/folder`, `memory://folder`).

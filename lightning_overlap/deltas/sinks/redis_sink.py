@@ -94,8 +94,7 @@ class RedisSink:
 
     def close(self) -> None:
         """Close the connections."""
-        client = vars(self).pop("_client", None)
-        if client is not None:
+        if (client := vars(self).pop("_client", None)) is not None:
             client.close()
 
     @cached_property

@@ -1,10 +1,11 @@
-"""Make the sink for an address."""
+"""Make the sink for an address; remove parts that no replica needs."""
 
 from __future__ import annotations
 
 import os
 from typing import Any
 
+from ..parts import Chain
 from .folder_sink import FolderSink
 from .redis_sink import RedisSink
 from .sink import DeltaSink
@@ -28,3 +29,24 @@ def resolve_sink(sink: Any) -> DeltaSink:
             f"  got: {sink!r}, which lacks {', '.join(lacks)}"
         )
     return sink
+
+
+def prune(sink: str | os.PathLike[str] | DeltaSink) -> list[str]:
+    """Remove the parts of a sink, or of its address, that are older than the newest base of all ranks.
+
+    Returns the names of the removed parts, oldest first; none without such a base. Replicas that lag further, and
+    resumed trainings, continue from that base, which has every row.
+
+    Raises:
+        PartError: A part is damaged.
+        SinkError: The sink cannot be read or written.
+    """
+    resolved = resolve_sink(sink)
+    chain = Chain(resolved)
+    chain.list_sink()
+    if (start := chain.start()) is None:
+        return []
+    needed = start.chunks[0][1].cut
+    old = [str(name) for cut in chain.cuts if cut.at < needed for name in cut.names]
+    resolved.remove(old)
+    return old

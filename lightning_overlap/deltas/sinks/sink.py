@@ -20,11 +20,9 @@ class DeltaSink(Protocol):
 
     Each rank writes through its own pickled copy of the user's sink, which must open its connection at the first use;
     any number of processes read at the same time. A sink that cannot be read may return no names: then every fit begins
-    with a base.
-
-    A sink may also have `check()`, which raises a `SinkError` if parts cannot be written (see `check_sink`), and
-    `write_pieces(name, pieces)`, which writes the joined bytes of `pieces` (`bytes` or `memoryview`). It is called
-    instead of `write` and saves a copy; when it returns, the memory of the pieces is reused.
+    with a base. It may also have `check()`, which raises a `SinkError` if parts cannot be written, and
+    `write_pieces(name, pieces)`, which is called instead of `write` and saves a copy: it writes the joined bytes of
+    `pieces` (`bytes` or `memoryview`), whose memory is reused when it returns.
     """
 
     def write(self, name: str, part: bytes) -> None:
