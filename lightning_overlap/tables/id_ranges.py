@@ -37,10 +37,7 @@ class IdRanges:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # PyTorch lacks operators of unsigned integers
     def first_outside(self, kjt: KeyedJaggedTensor) -> tuple[str, str] | None:
-        """Return a feature with an id outside of its table and a description; None if all ids are valid.
-
-        Skips inputs on a device, which would need a host-device sync.
-        """
+        """Return a feature with an id outside of its table and a description, or None; skip inputs on a device."""
         values = kjt.values()
         unsigned_of = {torch.int64: np.uint64, torch.int32: np.uint32}.get(values.dtype)
         if unsigned_of is None or values.device.type != "cpu" or not self._tables:

@@ -1,9 +1,6 @@
 """Make sharded modules go by names as unsharded modules do: columns of their output, features of their input.
 
-TorchRec's order of columns depends on the sharding plan: a model trained on `ebc(kjt).values()` would read others under
-another plan, on another number of ranks, or unsharded. TorchRec notes the positions of features in the first input, and
-uses them for every later input: with other or reordered features it would look up ids in wrong tables. It multiplies by
-weights that an unsharded collection ignores (`is_weighted=False`), and accepts missing weights.
+TorchRec orders columns by the sharding plan, and finds features of every input at their places in the first input.
 """
 
 from __future__ import annotations
@@ -27,10 +24,7 @@ from .supported_modules import configs_of, hands_out_rows, sharded_modules, spec
 
 
 class ConfigOrderKeyedTensor(KeyedTensor):  # type: ignore[misc]
-    """A KeyedTensor, `(B, sum of dims)`, with the columns of another one in the order of `keys`.
-
-    Reads by name do not copy; the first call of `values()` copies the columns into order.
-    """
+    """A KeyedTensor, `(B, sum of dims)`, with another's columns in the order of `keys`; only `values()` copies them."""
 
     def __init__(self, in_plan_order: KeyedTensor, keys: list[str]) -> None:
         lengths = dict(zip(in_plan_order.keys(), in_plan_order.length_per_key(), strict=True))
@@ -167,7 +161,7 @@ def takes_weights(module: Any) -> bool:
 
 
 def _checked(module: Any, kjt: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    """Return an input with weights if the module needs them, else an input without weights (a copy)."""
+    """Return an input with weights if the module needs them, else a copy without: TorchRec would multiply by them."""
     dtype = kjt.values().dtype
     if dtype not in (torch.int64, torch.int32) and module.takes_numbers:
         raise TypeError(

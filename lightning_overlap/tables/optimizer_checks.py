@@ -36,15 +36,12 @@ _DENSE = (
     "  from torchrec.optim.optimizers import in_backward_optimizer_filter\n"
     "  dense = [p for _, p in in_backward_optimizer_filter(self.named_parameters())]\n"
 )
-"""Lines of a configure_optimizers that leaves out what the backward trains."""
 
-_KEYWORDS = ("lr", *KERNEL_ARGUMENTS)
-"""Keywords of fused optimizers: "lr", for TorchRec, and the arguments of FBGEMM's kernel."""
+_KEYWORDS = ("lr", *KERNEL_ARGUMENTS)  # of fused optimizers: "lr", for TorchRec, and the arguments of FBGEMM's kernel
 _KEYWORDS_OF_UPDATES = (
     *("lr", "eps", "momentum", "weight_decay", "weight_decay_mode", "beta1", "beta2"),
     *("gradient_clipping", "max_gradient", "max_norm", "stochastic_rounding"),
 )
-"""Those of `_KEYWORDS` that change updates."""
 
 
 def check_fused_optimizer(fused_optimizer: FusedOptimizer | None) -> tuple[Any, dict[str, Any]] | None:
@@ -80,10 +77,7 @@ def check_fused_optimizer(fused_optimizer: FusedOptimizer | None) -> tuple[Any, 
 
 
 def _unknown_keyword(cls: type[torch.optim.Optimizer], kwargs: Mapping[str, Any]) -> str | None:
-    """Return a message about a keyword that neither a class nor FBGEMM's kernel takes, or None.
-
-    Classes of torchrec.optim take any keyword, and TorchRec passes it to the kernel.
-    """
+    """Return a message about the first keyword that neither the class nor FBGEMM's kernel takes, or None."""
     parameters = inspect.signature(cls).parameters
     unknown = next((name for name in kwargs if name not in parameters and name not in _KEYWORDS), None)
     if unknown is None:
@@ -114,8 +108,7 @@ def _is_optimizer(kind: Any) -> bool:
 def check_dense_optimizers(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:
     """Check that every table of a sharded model has one optimizer; raise a ValueError if one has two, or none.
 
-    An optimizer that was made before the tables were sharded loses the parameters that sharding has replaced, with
-    their state, so that their memory is freed. Rank 0 warns of it.
+    Optimizers lose parameters that sharding has replaced, with their state, to free memory. Rank 0 warns of it.
     """
     optimizers = list(optimizers)
     parameters = [named for name, module in table_modules(model).items() for named in module.named_parameters(name)]
@@ -185,7 +178,6 @@ def _let_go_of_replaced(optimizer: torch.optim.Optimizer, without_rates: bool, m
 
 
 def _how_to_make(optimizer: torch.optim.Optimizer, model: nn.Module) -> str:
-    """Return how to make an optimizer like this one, of the sharded module's dense parameters."""
     # LightningCLI's `--optimizer` replaces the module's configure_optimizers by its answer.
     replaced = getattr(vars(model).get("configure_optimizers"), "__func__", None)
     if not (isinstance(replaced, functools.partial) and "optimizer" in replaced.keywords):
@@ -250,11 +242,7 @@ def refuse_dense_owner(
     optimizers: Iterable[torch.optim.Optimizer],
     fused_only: Collection[str] = (),
 ) -> None:
-    """Raise a ValueError if an optimizer of `configure_optimizers` has a weight of fused tables, by name in `fused`.
-
-    The message shows how to leave them out, and which (`fused_only`) no dense optimizer can train. TorchRec's
-    CombinedOptimizer is refused too.
-    """
+    """Raise a ValueError if an optimizer has a weight of `fused` (by name) or is TorchRec's CombinedOptimizer."""
     optimizers = list(optimizers)
     if any(isinstance(optimizer, CombinedOptimizer) for optimizer in optimizers):
         raise ValueError(
@@ -282,17 +270,13 @@ _ADAPTIVE = (
 
 
 def _owned(optimizers: Iterable[torch.optim.Optimizer]) -> dict[int, nn.Parameter]:
-    """Return the parameters of optimizers by id."""
     return {id(p): p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
 
 
 def apply_fused_optimizer(
     in_backward: list[Table], fused: tuple[Any, dict[str, Any]] | None, device: torch.device
 ) -> None:
-    """Apply the fused optimizer, if any, to tables that have none; freeze tables with `requires_grad=False`.
-
-    Raise a ValueError if a table has no optimizer, or one that this device cannot fuse, or is frozen and has one.
-    """
+    """Apply `fused` to trained tables that have no optimizer, freeze untrained tables, and refuse lacking kernels."""
     missing = [t for t in in_backward if t.parameter.requires_grad and t.fused_optimizer is None]
     if missing and fused is None:
         raise ValueError(_without_fused_optimizer(missing, in_backward, device))
@@ -307,7 +291,6 @@ def apply_fused_optimizer(
 
 
 def _without_fused_optimizer(missing: list[Table], in_backward: list[Table], device: torch.device) -> str:
-    """Return what to do about tables without a fused optimizer: a line for each collection, and lines to write."""
     by_module: dict[str, list[str]] = {}
     for table in missing:
         by_module.setdefault(f"self.{table.module}".rstrip("."), []).append(table.name)

@@ -91,13 +91,10 @@ def plan_on_rank_zero(
 
 
 def divide_in_two(plan: ShardingPlan, model: nn.Module) -> dict[str, list[str]]:
-    """Divide the table-wise tables of each EmbeddingBagCollection into two parts of about equal traffic on each rank.
+    """Divide table-wise tables into two parts of about equal traffic; return module -> tables of its second part.
 
     TorchRec has one lookup and one all-to-all for each sharding type of a module. So the tables of the second part
     become column-wise with one shard: the same shard at the same place.
-
-    Returns:
-        Module -> names of the tables of its second part, on all ranks.
     """
     second: dict[str, list[str]] = {}
     for name, of_module in plan.plan.items():
@@ -119,10 +116,7 @@ def divide_in_two(plan: ShardingPlan, model: nn.Module) -> dict[str, list[str]]:
 
 
 class _InOneOrder(EmbeddingEnumerator):  # type: ignore[misc]
-    """Lists the options of each table in a fixed order, since the planner takes the first of equally good options.
-
-    TorchRec iterates over a set of strings, whose order depends on Python's hash seed.
-    """
+    """Lists options in a fixed order, since the planner takes the first best; TorchRec's depends on the hash seed."""
 
     @override
     def enumerate(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> list[ShardingOption]:

@@ -30,11 +30,9 @@ QuantizedComms: TypeAlias = str | tuple[str, str] | QCommsConfig | None
 
 Codecs: TypeAlias = Mapping[str, QuantizedCommCodecs]  # name of TorchRec's `CommOp` -> codecs, for TorchRec's sharders
 
-PRECISIONS = {precision.value: precision for precision in CommType}
-"""The precisions by name, explained in `docs/communication.md`."""
+PRECISIONS = {precision.value: precision for precision in CommType}  # by name, explained in `docs/communication.md`
 
-FP16_MAX = torch.finfo(torch.float16).max
-"""The largest finite number of FP16. TorchRec's codec sends it instead of larger numbers and infinity."""
+FP16_MAX = torch.finfo(torch.float16).max  # TorchRec's codec sends it instead of larger numbers and infinity
 
 _SCALED = (CommType.FP16, CommType.BF16)
 _CUDA_ONLY = (CommType.BF16, CommType.FP8)
@@ -47,11 +45,7 @@ _SUMMED = (ShardingType.ROW_WISE.value, ShardingType.TABLE_ROW_WISE.value, Shard
 
 
 class Codec(QuantizedCommCodec):  # type: ignore[misc]
-    """TorchRec's codec `plain`, but it divides by the loss scale in full precision, and it can be watched.
-
-    TorchRec 1.8 divides by the scale in 16 bits, which loses what the scale has gained. If all numbers stay within the
-    range of 16 bits, a power of two gives the same bits either way.
-    """
+    """TorchRec's codec `plain`. It can be watched, and divides by the loss scale in full precision, not in 16 bits."""
 
     note: Callable[[Tensor], None] | None = None  # called with each tensor before it is encoded, if set
 
@@ -196,14 +190,12 @@ HEADROOM = 4  # doublings of the largest gradient for which a proposed loss scal
 class OverflowWatch:
     """Warns, once for each group of tables, if gradients overflow FP16, or if all gradients are too small for it.
 
-    A rank notes the largest gradient when it is encoded, and reads it when the device has computed it. An asynchronous
-    all-reduce of `consensus` on the host finds the largest gradient of all ranks. The rank with `warns` warns.
+    Ranks read their largest gradients when the device has computed them. An all-reduce on the host compares them.
     """
 
     def __init__(self, model: nn.Module, consensus: Consensus, *, warns: bool) -> None:
         self._consensus, self._warns = consensus, warns
-        self._codecs: dict[str, list[Codec]] = {}
-        """Group of tables (a part of a module) -> its codecs, which share a loss scale."""
+        self._codecs: dict[str, list[Codec]] = {}  # group of tables -> its codecs, which share a loss scale
         for name, module in table_modules(model).items():
             for sharding, dist in zip(sharding_types_of(module), module._output_dists, strict=True):
                 codecs = list(_watch(dist, partial(self._note, len(self._codecs))))

@@ -41,10 +41,7 @@ ShardingName: TypeAlias = Literal[
 """The values of TorchRec's `ShardingType`, for editors and type checkers."""
 
 Sharding: TypeAlias = ShardingName | Mapping[str, ShardingName] | EmbeddingShardingPlanner | ShardingPlan | None
-"""A type for all tables, a type by table name, a planner, a plan, or None for TorchRec's planner.
-
-The planner decides about tables that are not named; of those only the replicated ones become data-parallel.
-"""
+"""A type for all tables, a type by table name (TorchRec's planner decides about others), a planner, a plan, or None."""
 
 
 def shard_tables(
@@ -65,10 +62,8 @@ def shard_tables(
     Weights keep their values; tables on `meta` are allocated as shards only. Collections that the user has sharded stay
     as they are. A ValueError says, on every rank and before any table is sharded, what cannot be done as asked.
 
-    `sharding`, `fused_optimizer` and `replicate_tables` are the strategy's arguments, `quantized_comms` is of
-    `resolve_quantized_comms`; `group` is the tables' process group, with `local_world_size` ranks on this host;
-    `batch_size` is samples per batch and rank, None if unknown; `in_two_parts` calls `divide_in_two` for a plan that
-    is not the user's, unless numbers that are sent together share a scale (`sends_groups`).
+    `batch_size` is samples per batch and rank, None if unknown. `in_two_parts` calls `divide_in_two` for a plan that is
+    not the user's, unless numbers that are sent together share a scale (`sends_groups`).
     """
     tables, fused = find_tables(model), check_fused_optimizer(fused_optimizer)
     _check_sharded_modules(model, sharding, fused, quantized_comms)
@@ -146,10 +141,7 @@ def shard_tables(
 
 
 def _initial_weights(model: nn.Module, tables: list[Table]) -> dict[str, dict[str, nn.Parameter]]:
-    """Return the weights by collection: TorchRec would initialize the shards of tables on a CPU anew.
-
-    Managed collision modules begin without ids, as TorchRec makes them anew for the rows of each shard.
-    """
+    """Return weights that TorchRec would initialize anew, by collection; managed collisions begin without ids."""
     modules = {table.module for table in tables} - {table.module for table in tables if table.parameter.is_meta}
     managed = [part for part in model.modules() if isinstance(part, ManagedCollisionModule)]
     without = {id(weight) for part in managed for weight in part.parameters()}  # MPZCH keeps its ids in parameters
@@ -241,8 +233,7 @@ def make_plan(
 ) -> ShardingPlan:
     """Return the plan that `shard_tables`, with the same arguments, shards a model by; all ranks of the group call it.
 
-    Tables in `whole` become data-parallel, if the plan and the planner are not the user's. Raise a ValueError as in
-    `shard_tables`, or if the planner finds no plan.
+    Tables in `whole` become data-parallel, unless the plan or planner is the user's. Raise a ValueError as there.
     """
     tables = find_tables(model)
     check_sharding(sharding, tables, device)
@@ -300,11 +291,7 @@ def _refuse_shared_weights(model: nn.Module, tables: list[Table]) -> None:
 
 
 class ShardedStateNames(set[str]):
-    """Names of a model's sharded parameters and of all buffers of its sharded modules, for DDP to leave alone.
-
-    Buffers that these modules register later are in it: managed collision modules do so in their first lookup. They
-    differ by rank, and DDP would send those of rank 0 to all ranks before each forward.
-    """
+    """Names that DDP must leave alone: a model's sharded parameters and all buffers of its sharded modules."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -321,6 +308,7 @@ class ShardedStateNames(set[str]):
     def __contains__(self, name: object) -> bool:
         if super().__contains__(name):
             return True
+        # Managed collision modules register buffers, which differ by rank, in their first lookup.
         return isinstance(name, str) and name.startswith(self._within) and name not in self._averaged
 
 
@@ -390,10 +378,8 @@ def _aliases(model: nn.Module, tables: list[Table]) -> dict[str, str]:
 
 @contextmanager
 def _local_world_size(local_world_size: int) -> Iterator[None]:
-    """Tell TorchRec how many ranks share a host; Lightning's own launcher does not set the variable.
-
-    `mock.patch.dict` would write the whole environment, which threads of gloo and NCCL may be reading.
-    """
+    """Tell TorchRec how many ranks share a host; Lightning's own launcher does not set the variable."""
+    # Not by `mock.patch.dict`: it writes the whole environment, which threads of gloo and NCCL may be reading.
     name = "LOCAL_WORLD_SIZE"
     before = os.environ.get(name)
     os.environ[name] = str(local_world_size)

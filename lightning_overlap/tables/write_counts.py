@@ -1,8 +1,4 @@
-"""Detect writes to the input of an early lookup, or to the tables that it read.
-
-Every tensor counts its in-place writes (`Tensor._version`). Updates by FBGEMM's kernels do not count, so a higher count
-of a table means another write.
-"""
+"""Detect writes to inputs and tables of an early lookup by `Tensor._version`, which FBGEMM's updates do not change."""
 
 from __future__ import annotations
 
@@ -115,10 +111,7 @@ class WatchedTable(TableBatchedEmbeddingSlice):  # type: ignore[misc]
 
 
 def watch_tables(model: nn.Module) -> None:
-    """Make writes to `weight.data` of a sharded model's tables count as writes to the weight.
-
-    Also make a gradient of a fused table's weight an error, since it would not be applied.
-    """
+    """Count writes to the `weight.data` of sharded tables, and refuse gradients of weights, which no step applies."""
     for name, parameter in model.named_parameters():
         if type(parameter) is TableBatchedEmbeddingSlice:
             parameter.__class__ = WatchedTable
@@ -199,8 +192,7 @@ def count_backwards(module: Any, answer: Any) -> None:
     call_in_backward(answer, lambda: queue(count))
 
 
-_num_backwards: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-"""Sharded module -> backwards of `count_backwards`."""
+_num_backwards: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # by sharded module
 
 
 def fused_writes(model: nn.Module) -> int:
@@ -209,11 +201,7 @@ def fused_writes(model: nn.Module) -> int:
 
 
 def num_writes(module: Any, owner: WeightOwner) -> tuple[int, ...]:
-    """Return the write count of each weight that a lookup reads, after the backwards of `count_backwards`.
-
-    `owner` is the last writer of the looked-up tables. For the dense optimizer its weights are counted as well: it has
-    written them before the lookup. Empty for `WeightOwner.LOOKUP`, whose lookup is not early.
-    """
+    """Return the counted backwards, then the write count of each weight that a lookup of this owner reads."""
     if owner is WeightOwner.LOOKUP:
         return ()
     dense = _dense_weights(module) if owner is WeightOwner.DENSE_OPTIMIZER else []
