@@ -238,9 +238,7 @@ def _table_of(name: str) -> str:
 
 
 def refuse_dense_owner(
-    fused: Mapping[str, nn.Parameter],
-    optimizers: Iterable[torch.optim.Optimizer],
-    fused_only: Collection[str] = (),
+    fused: Mapping[str, nn.Parameter], optimizers: Iterable[torch.optim.Optimizer], fused_only: Collection[str] = ()
 ) -> None:
     """Raise a ValueError if an optimizer has a weight of `fused` (by name) or is TorchRec's CombinedOptimizer."""
     optimizers = list(optimizers)

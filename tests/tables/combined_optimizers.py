@@ -23,13 +23,7 @@ from lightning_overlap.tables.sharded_module import fused_optimizers
 from ..checkpoint.resumes import StatefulBatches
 from ..plugin.strategies import Dense
 from ..sparse.update_rates import TWO_RATES, Scheduled, Unscheduled, collect_tables
-from ..support.cases import (
-    ROWWISE_ADAGRAD,
-    TABLE_WISE,
-    Batches,
-    dense_optimizer,
-    make_plan,
-)
+from ..support.cases import ROWWISE_ADAGRAD, TABLE_WISE, Batches, dense_optimizer, make_plan
 from ..support.fits import make_strategy, make_trainer
 from ..support.reference import Result, collect
 

@@ -21,12 +21,7 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.mc_embeddingbag import ManagedCollisionEmbeddingBagCollectionSharder
 from torchrec.distributed.pec_embedding import PECEmbeddingCollectionSharder
 from torchrec.distributed.sharding_plan import construct_module_sharding_plan
-from torchrec.distributed.types import (
-    ShardedModule,
-    ShardingEnv,
-    ShardingEnv2D,
-    ShardingPlan,
-)
+from torchrec.distributed.types import ShardedModule, ShardingEnv, ShardingEnv2D, ShardingPlan
 from torchrec.modules.embedding_configs import QuantConfig
 from torchrec.modules.hash_mc_modules import HashZchManagedCollisionModule
 from torchrec.modules.itep_embedding_modules import ITEPEmbeddingBagCollection
@@ -87,11 +82,7 @@ def _fill(module: nn.Module) -> None:
 
 
 def pec() -> nn.Module:
-    return _sharded(
-        PECEmbeddingCollection(sequences(2)),
-        PECEmbeddingCollectionSharder(**TABLES),
-        rows,
-    )
+    return _sharded(PECEmbeddingCollection(sequences(2)), PECEmbeddingCollectionSharder(**TABLES), rows)
 
 
 def itep_unsharded() -> nn.Module:

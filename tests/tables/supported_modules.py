@@ -182,11 +182,7 @@ CASES = {
             {"mc": Part(managed_bags, first_of(pooled), rows, stale=False), "ebc": Part(bags)},
         ),
         KindCase(
-            "mixed_bags_and_sequences",
-            {
-                "ebc": Part(bags, place=copies, stale=False),
-                "ec": Part(sequences, summed),
-            },
+            "mixed_bags_and_sequences", {"ebc": Part(bags, place=copies, stale=False), "ec": Part(sequences, summed)}
         ),
     )
 }

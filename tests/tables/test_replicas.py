@@ -273,11 +273,7 @@ def test_what_cannot_be_replicated_is_refused_by_name(
     [
         (SGD, None, ["ebc.s0", "ebc.s1", "second.s0"]),
         (EPS_0, None, ["ebc.s1"]),
-        (
-            EPS_0,
-            ["s0"],
-            "replicate_tables: second.s0 cannot be replicated: Adagrad with eps=0 divides 0 by 0",
-        ),
+        (EPS_0, ["s0"], "replicate_tables: second.s0 cannot be replicated: Adagrad with eps=0 divides 0 by 0"),
     ],
 )
 def test_tables_of_one_name_are_replicated_alike(
@@ -303,8 +299,7 @@ def test_arguments(given: Any, error: type[Exception]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "pipeline"),
-    [("bags", "fused_sparse_dist"), ("weighted_bags", "semi_sync"), ("sequences", "base")],
+    ("name", "pipeline"), [("bags", "fused_sparse_dist"), ("weighted_bags", "semi_sync"), ("sequences", "base")]
 )
 def test_computes_what_the_unsharded_module_computes(get_ranks: Callable[..., Ranks], name: str, pipeline: str) -> None:
     assert get_ranks(3).run(replicas.check_unsharded, name, pipeline) == [""] * 3

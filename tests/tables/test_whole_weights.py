@@ -79,12 +79,7 @@ def held(way: str, sharding: str) -> tuple[int, int]:
 
 @pytest.mark.parametrize(
     ("way", "sharding"),
-    [
-        ("given", "table_wise"),
-        ("applied", "table_wise"),
-        ("applied", "column_wise"),
-        ("given", "data_parallel"),
-    ],
+    [("given", "table_wise"), ("applied", "table_wise"), ("applied", "column_wise"), ("given", "data_parallel")],
 )
 def test_nothing_holds_them(two_ranks: Ranks, way: str, sharding: str) -> None:
     assert two_ranks.run(held, way, sharding) == [(0, 0), (0, 0)]
