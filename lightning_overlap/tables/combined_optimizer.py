@@ -83,7 +83,7 @@ class DenseAndFused(Optimizer):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a result of `state_dict`; raise a ValueError if it has another number of parameter groups."""
-        groups = state_dict["param_groups"]
+        groups, num_dense = state_dict["param_groups"], len(self.dense.param_groups)
         if len(groups) != len(self.param_groups):
             why = "Was it saved without combined_optimizer, or with other learning rates?"
             if not self.fused_groups:
@@ -93,10 +93,9 @@ class DenseAndFused(Optimizer):
                 )
             raise ValueError(
                 f"the saved optimizer has {len(groups)} parameter groups, this optimizer has "
-                f"{len(self.dense.param_groups)} dense and {len(self.fused_groups)} fused groups (one for each "
-                f"learning rate of fused tables). {why}"
+                f"{num_dense} dense and {len(self.fused_groups)} fused groups (one for each learning rate of fused "
+                f"tables). {why}"
             )
-        num_dense = len(self.dense.param_groups)
         self.dense.load_state_dict({**state_dict, "param_groups": groups[:num_dense]})
         for group, saved in zip(self.fused_groups, groups[num_dense:], strict=True):
             group.update({key: value for key, value in saved.items() if key not in ("params", "name")})

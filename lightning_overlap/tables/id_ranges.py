@@ -57,14 +57,12 @@ class IdRanges:
         # As unsigned numbers, negative ids are large.
         ids = values.numpy()[: starts[-1]].view(unsigned_of)
         first = starts[:-1] if filled is None else [starts[place] for place in filled]
-        largest = np.maximum.reduceat(ids, first)
-        outside = (largest > (last if filled is None else last[filled])).tolist()
+        outside = (np.maximum.reduceat(ids, first) > (last if filled is None else last[filled])).tolist()
         if True not in outside:
             return None
         place = outside.index(True)
         at = place if filled is None else filled[place]
-        of_feature = ids[starts[at] : starts[at + 1]]
-        [wrong] = np.nonzero(of_feature > last[at])
+        [wrong] = np.nonzero(ids[starts[at] : starts[at + 1]] > last[at])
         example, table = values[int(starts[at] + wrong[0])].item(), self._tables[keys[at]]
         padding = ". A negative id is no padding: leave it out of values and lengths" if example < 0 else ""
         return keys[at], (

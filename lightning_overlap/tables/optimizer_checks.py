@@ -122,16 +122,14 @@ def check_dense_optimizers(model: nn.Module, optimizers: Iterable[torch.optim.Op
     owned = _owned(optimizers)
     untrained = [name for name, p in dense.items() if p.requires_grad and id(p) not in owned]
     if untrained:
-        owner = next((early[name] for name in untrained if name in early), None)
-        if owner is not None:
+        why = (
+            "These tables are data-parallel (or have a dense kernel), so that the optimizer of configure_optimizers "
+            "has to train them, not the one applied in backward: add them there. "
+        )
+        if (owner := next((early[name] for name in untrained if name in early), None)) is not None:
             why = (
                 f"{_kind(owner).__name__} was made before the tables were sharded: it has weights of these names that "
                 f"are no longer the module's. {_how_to_make(owner, model)}\n"
-            )
-        else:
-            why = (
-                "These tables are data-parallel (or have a dense kernel), so that the optimizer of "
-                "configure_optimizers has to train them, not the one applied in backward: add them there. "
             )
         sharding = {_table_of(name): "table_wise" for name in untrained if name in tables}
         raise ValueError(
@@ -147,7 +145,6 @@ def check_dense_optimizers(model: nn.Module, optimizers: Iterable[torch.optim.Op
 
 
 def _replaced(optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
-    """Return the parameters of an optimizer that sharding has replaced in the model, by their names there."""
     return {getattr(p, NAME_BEFORE): p for p in _owned([optimizer]).values() if hasattr(p, NAME_BEFORE)}
 
 
@@ -254,17 +251,16 @@ def refuse_dense_owner(
     twice = [name for name, parameter in fused.items() if id(parameter) in owned]
     if twice:
         owner = next(optimizer for optimizer in optimizers if id(fused[twice[0]]) in _owned([optimizer]))
-        adaptive = f"{_ADAPTIVE} {keep_dense(twice, fused_only)}" if "Adam" in _kind(owner).__name__ else ""
+        adaptive = (
+            "What trains the tables is the strategy's fused_optimizer. On CUDA it may be (torch.optim.Adam, {'lr': "
+            "...}); on a CPU FBGEMM fuses no Adam or AdamW: take (torchrec.optim.RowWiseAdagrad, {'lr': ...}), with a "
+            f"rate of its own. {keep_dense(twice, fused_only)}"
+        )
         raise ValueError(
             f"configure_optimizers gave a dense optimizer the weights of fused tables: {some(twice)}. These tables "
-            f"are updated inside backward. Leave them out:\n{_lines(owner)}{adaptive}"
+            f"are updated inside backward. Leave them out:\n{_lines(owner)}"
+            f"{adaptive if 'Adam' in _kind(owner).__name__ else ''}"
         )
-
-
-_ADAPTIVE = (
-    "What trains the tables is the strategy's fused_optimizer. On CUDA it may be (torch.optim.Adam, {'lr': ...}); on a "
-    "CPU FBGEMM fuses no Adam or AdamW: take (torchrec.optim.RowWiseAdagrad, {'lr': ...}), with a rate of its own."
-)
 
 
 def _owned(optimizers: Iterable[torch.optim.Optimizer]) -> dict[int, nn.Parameter]:
@@ -281,9 +277,8 @@ def apply_fused_optimizer(
     for table in in_backward:
         if not table.parameter.requires_grad:
             _freeze(table)
-        else:
-            if fused is not None:
-                table.apply_fused_optimizer(*fused)
+        elif fused is not None:
+            table.apply_fused_optimizer(*fused)
     for table in (one for one in in_backward if one.parameter.requires_grad):
         _check_can_fuse(table, device, in_backward)
 

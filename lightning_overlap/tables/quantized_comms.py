@@ -34,8 +34,6 @@ PRECISIONS = {precision.value: precision for precision in CommType}  # by name, 
 
 FP16_MAX = torch.finfo(torch.float16).max  # TorchRec's codec sends it instead of larger numbers and infinity
 
-_SCALED = (CommType.FP16, CommType.BF16)
-_CUDA_ONLY = (CommType.BF16, CommType.FP8)
 _GROUPED = (CommType.INT8, CommType.MX4)
 _GROUP = 32  # numbers that share a scale in "fp8". TorchRec's FP8 without groups cannot represent more than 0.9375
 
@@ -102,24 +100,21 @@ def resolve_quantized_comms(quantized_comms: QuantizedComms) -> QCommsConfig | N
                 f"TorchRec's QCommsConfig, or None, got {quantized_comms!r}. Precisions: {', '.join(PRECISIONS)}."
             )
     for direction, precision, scale, _ in _directions(config):
-        if scale is None:
-            continue
-        if precision not in _SCALED:
+        if scale is not None and precision not in (CommType.FP16, CommType.BF16):
             raise ValueError(
                 f"quantized_comms: {direction}_loss_scale={scale} does nothing: TorchRec only scales fp16 and bf16, "
                 f"and {direction}_precision is {precision}. Remove it."
             )
-        if not (isinstance(scale, int | float) and 0 < scale < float("inf")):
+        if not (scale is None or (isinstance(scale, int | float) and 0 < scale < float("inf"))):
             raise ValueError(f"quantized_comms: {direction}_loss_scale must be a positive number, got {scale!r}.")
-    full = config.forward_precision is config.backward_precision is CommType.FP32
-    return None if full else config
+    return None if config.forward_precision is config.backward_precision is CommType.FP32 else config
 
 
 def check_quantized_comms(config: QCommsConfig | None, tables: Iterable[Table], device: torch.device) -> None:
     """Raise a ValueError if the device or a table does not support the precisions."""
     sequences = [table.path for table in tables if issubclass(table.sharder.module_type, _SEQUENCES)]
     for direction, precision, _, fp8_group in _directions(config or QCommsConfig()):
-        if device.type == "cpu" and precision in _CUDA_ONLY:
+        if device.type == "cpu" and precision in (CommType.BF16, CommType.FP8):
             instead = ": TorchRec would send fp16 instead" if precision is CommType.BF16 else ""
             raise ValueError(
                 f"quantized_comms: {precision} ({direction}) cannot be sent by a CPU{instead}. Use 'fp16', or train on "

@@ -136,8 +136,6 @@ def _why_not(table: Table, fused: tuple[type, Mapping[str, Any]] | None) -> str 
 
 # -- updates -----------------------------------------------------------------------------------------------------------
 
-_IN_BACKWARD = "_in_backward_optimizers"  # the attribute that `in_backward_optimizer_filter` uses
-
 
 class ReplicaOptimizer(FusedOptimizer):  # type: ignore[misc]
     """The optimizer of replicas, with the interface of TorchRec's fused optimizers and FBGEMM's kernels.
@@ -290,7 +288,7 @@ def _optimizers(tables: list[tuple[Rule, int, str, nn.Parameter]]) -> Iterator[R
         yield ReplicaOptimizer(rule, weights, start)
         for weight in weights.values():
             start += weight.numel()
-            setattr(weight, _IN_BACKWARD, [EmptyFusedOptimizer()])
+            vars(weight)["_in_backward_optimizers"] = [EmptyFusedOptimizer()]  # for `in_backward_optimizer_filter`
 
 
 def replica_kernels(module: Any) -> list[ReplicaKernel]:

@@ -25,7 +25,7 @@ from typing_extensions import override
 from ..text import some, unknown_name_message
 from .names import answer_in_config_order, find_features_by_name
 from .optimizer_checks import FusedOptimizer, apply_fused_optimizer, check_fused_optimizer, warn_of_dense_tables
-from .plans import KeptPlan, divide_in_two, make_planner, plan_on_rank_zero, planned_sharders, sharding_types
+from .plans import KeptPlan, divide_in_two, make_planner, plan_on_rank_zero, sharding_types
 from .quantized_comms import check_plan, check_quantized_comms, codecs_of, sends_groups
 from .replicas import ReplicateTables, make_replicas, replicas_in, tables_to_replicate
 from .supported_modules import DATA_PARALLEL, DENSE, sharded_modules, table_modules
@@ -70,8 +70,7 @@ def shard_tables(
     if not tables:
         _watch(model)  # of modules that the user has sharded
         return
-    _refuse_pruning(model)
-    _refuse_shared_weights(model, tables)
+    _refuse_pruning_and_shared_weights(model, tables)
     for table in tables:
         table.own_arguments()
     named, num_ranks = _named_types(sharding, tables), group.size()
@@ -80,21 +79,13 @@ def shard_tables(
     to_replicate = tables_to_replicate(
         replicate_tables, tables, named, batch_size=batch_size, fused=fused, world_size=num_ranks
     )
-    plan = make_plan(
-        model,
-        sharding=sharding,
-        group=group,
-        device=device,
-        local_world_size=local_world_size,
-        quantized_comms=quantized_comms,
-        whole=to_replicate if num_ranks > 1 else (),
-    )
+    whole = to_replicate if num_ranks > 1 else ()
+    plan = make_plan(model, sharding, group, device, local_world_size, quantized_comms, whole)
     divides = in_two_parts and named is not None and not sends_groups(quantized_comms)
     second = divide_in_two(plan, model) if divides else {}
     replicas = replicas_in(plan, tables, to_replicate, num_ranks)
     dense = [table for table in tables if (how := table.planned(plan)) and how.compute_kernel == DENSE]
-    replicated = [table for table in dense if table in replicas]
-    _refuse_sequences_as_bags(dense, replicated, device)
+    _refuse_sequences_as_bags(dense, replicas, device)
     dense = [table for table in dense if table not in replicas]
     in_backward = [table for table in tables if table not in dense]
     apply_fused_optimizer(in_backward, fused, device)
@@ -108,14 +99,8 @@ def shard_tables(
         trained[table.module][table.name] = table.rule
     before = dict(model.named_parameters())
     with _local_world_size(local_world_size):
-        DistributedModelParallel(
-            module=model,
-            env=ShardingEnv.from_process_group(group),
-            device=device,
-            plan=plan,
-            sharders=training_sharders(codecs_of(quantized_comms, device)),
-            init_data_parallel=False,
-        )
+        env, sharders = ShardingEnv.from_process_group(group), training_sharders(codecs_of(quantized_comms, device))
+        DistributedModelParallel(model, env, device, plan, sharders, init_data_parallel=False)
     for alias, name in aliases.items():
         parent, _, attribute = alias.rpartition(".")
         setattr(model.get_submodule(parent), attribute, model.get_submodule(name))
@@ -133,9 +118,9 @@ def shard_tables(
         sharded: Any = model.get_submodule(name)
         sharded.trained_in_backward, sharded.quantized_comms = of_module, quantized_comms
         sharded.asked_for = {"sharding": sharding, "fused_optimizer": fused}
-        whole = sorted(table.name for table in replicas if table.module == name)
         sharded.second_part = second.get(name, [])
-        sharded.kept_plan = plan.get_plan_for_module(name), whole
+        replicated = sorted(table.name for table in replicas if table.module == name)
+        sharded.kept_plan = plan.get_plan_for_module(name), replicated
     mark_replaced(before, model)
     _watch(model)
 
@@ -223,7 +208,6 @@ def _left_behind(module: nn.Module) -> tuple[type[ShardsLeftBehind], tuple[str]]
 
 def make_plan(
     model: nn.Module,
-    *,
     sharding: Sharding,
     group: dist.ProcessGroup,
     device: torch.device,
@@ -247,18 +231,18 @@ def make_plan(
         kinds = {**named, **dict.fromkeys(whole, DATA_PARALLEL)}
         constraints = _constraints(kinds, tables, group.size(), device.type)
         topology = Topology(group.size(), device.type, local_world_size=local_world_size)
-        sharders = planned_sharders(codecs, device.type)
-        plan = plan_on_rank_zero(make_planner(topology, constraints), model, group, sharders)
+        planner, sharders = make_planner(topology, constraints, codecs)
+        plan = plan_on_rank_zero(planner, model, group, sharders)
     check_plan(quantized_comms, plan)
     return plan
 
 
-def _refuse_sequences_as_bags(dense: list[Table], replicated: list[Table], device: torch.device) -> None:
+def _refuse_sequences_as_bags(dense: list[Table], replicas: list[Table], device: torch.device) -> None:
     """Refuse tables of an EmbeddingCollection whose dense kernel FBGEMM lets pool on a CPU, whatever it is told."""
     if found := [table for table in dense if table.is_pooled_if_whole(device)]:
         paths = some([table.path for table in found])
         sharding = {table.name: "table_wise" for table in found}
-        sharding |= {table.name: DATA_PARALLEL for table in dense if table not in (*found, *replicated)}
+        sharding |= {table.name: DATA_PARALLEL for table in dense if table not in (*found, *replicas)}
         raise ValueError(
             f"{paths}: data-parallel (or with a dense kernel), and of an EmbeddingCollection, for which TorchRec "
             "makes bags on a CPU: a row for each sample, and not for each id. On a CPU its tables must be sharded "
@@ -266,8 +250,7 @@ def _refuse_sequences_as_bags(dense: list[Table], replicated: list[Table], devic
         )
 
 
-def _refuse_pruning(model: nn.Module) -> None:
-    """Refuse modules that stop pruning when only the tables inside them are sharded."""
+def _refuse_pruning_and_shared_weights(model: nn.Module, tables: list[Table]) -> None:
     for name, module in model.named_modules():
         if isinstance(module, (ITEPEmbeddingBagCollection, ITEPEmbeddingCollection)):
             raise ValueError(
@@ -275,10 +258,6 @@ def _refuse_pruning(model: nn.Module) -> None:
                 "sharders, which the strategy takes, would shard the tables inside it only. Shard it in "
                 f"configure_model, with the {type(module).__name__}Sharder of torchrec.distributed.itep_embeddingbag."
             )
-
-
-def _refuse_shared_weights(model: nn.Module, tables: list[Table]) -> None:
-    """Refuse tables whose weight something else in the model has too: of each a copy would be trained."""
     owned = [named for name, module in model.named_modules() for named in module.named_parameters(name, recurse=False)]
     for table in tables:
         names = [name for name, weight in owned if weight is table.parameter]

@@ -128,6 +128,5 @@ def table_lines(model: nn.Module, optimizers: Iterable[Optimizer], *, scheduled:
             elif fused is None and parameter.compute_kernel != DENSE:
                 trainer = "the optimizer of its kernel"
             alike.setdefault((kind, trainer), []).append(table)
-        for (kind, trainer), tables in alike.items():
-            lines.append(f"{name}: {some(tables, 3)}: {kind}, trained by {trainer}")
+        lines += [f"{name}: {some(same, 3)}: {kind}, trained by {trainer}" for (kind, trainer), same in alike.items()]
     return lines

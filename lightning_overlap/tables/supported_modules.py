@@ -20,8 +20,7 @@ from torchrec.distributed.types import ShardedModule, ShardingType
 from ..schedules import WeightOwner
 from ..text import some
 
-TABLE_TYPES = (ShardedEmbeddingBagCollection, ShardedEmbeddingCollection)
-"""Modules that have tables themselves; other kinds contain such a module."""
+TABLE_TYPES = (ShardedEmbeddingBagCollection, ShardedEmbeddingCollection)  # other kinds contain such a module
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +48,6 @@ SUPPORTED_MODULES: Mapping[type, ModuleSpec] = {
 """Sharded modules whose stages can start early; other sharded modules run their own forward."""
 
 DATA_PARALLEL, DENSE = ShardingType.DATA_PARALLEL.value, EmbeddingComputeKernel.DENSE.value
-"""Values of a plan: a sharding type, and the compute kernel of tables that the dense optimizer trains."""
 _WITHOUT_CACHE = (DENSE, EmbeddingComputeKernel.FUSED.value, EmbeddingComputeKernel.FUSED_UVM.value)
 
 

@@ -25,8 +25,7 @@ KERNEL_RATE, KERNEL_EPS = (float(KERNEL_ARGUMENTS[name].default) for name in ("l
 
 NAME_BEFORE = "name_before_sharding"  # attribute of a parameter that sharding has replaced: its name in the model
 
-AppliedOptimizer: TypeAlias = tuple[type[torch.optim.Optimizer], Mapping[str, Any]]
-"""Class and arguments of an optimizer that is applied in backward."""
+AppliedOptimizer: TypeAlias = tuple[type[torch.optim.Optimizer], Mapping[str, Any]]  # class and arguments
 
 
 def kind_of(optimizer_class: type[torch.optim.Optimizer]) -> EmbOptimType | None:

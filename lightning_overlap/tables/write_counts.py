@@ -9,13 +9,13 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from torchrec.distributed.composable.table_batched_embedding_slice import TableBatchedEmbeddingSlice
 from torchrec.optim.optimizers import in_backward_optimizer_filter
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from typing_extensions import override
 
 from ..schedules import WeightOwner
-from .names import call_in_backward
 from .replicas import replica_kernels
 from .sharded_module import read_once, tbes
 from .supported_modules import sharded_modules
@@ -189,7 +189,11 @@ def count_backwards(module: Any, answer: Any) -> None:
         _num_backwards[module] = _num_backwards.get(module, 0) + 1
 
     queue = torch.autograd.Variable._execution_engine.queue_callback
-    call_in_backward(answer, lambda: queue(count))
+    # Gradients of single columns do not reach the `values()` of a ConfigOrderKeyedTensor.
+    parts = tree_leaves(answer, is_leaf=lambda part: isinstance(part, KeyedTensor))
+    for tensor in (part._values if isinstance(part, KeyedTensor) else part for part in parts):
+        if isinstance(tensor, Tensor) and tensor.requires_grad:
+            tensor.register_hook(lambda _: queue(count))
 
 
 _num_backwards: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # by sharded module
