@@ -276,7 +276,16 @@ def apply_fused_optimizer(
         raise ValueError(_without_fused_optimizer(missing, in_backward, device))
     for table in in_backward:
         if not table.parameter.requires_grad:
-            _freeze(table)
+            if table.fused_optimizer is not None:
+                raise ValueError(
+                    f"table {table.path} has requires_grad=False and an optimizer applied in backward, which would "
+                    "train it. Leave one of them out."
+                )
+            table.parameter.requires_grad_(True)
+            # The fused kernel updates whatever it is given, so at a rate of 0. TorchRec puts tables of equal arguments
+            # into one kernel: the explicit weight decay keeps this one apart from tables whose rate begins at 0.
+            table.apply_fused_optimizer(torch.optim.SGD, {"lr": 0.0, "weight_decay": 0.0})
+            table.parameter.requires_grad_(False)
         elif fused is not None:
             table.apply_fused_optimizer(*fused)
     for table in (one for one in in_backward if one.parameter.requires_grad):
@@ -319,20 +328,6 @@ def _way_to_dense_optimizer(tables: list[Table], in_backward: list[Table], devic
         f"\nTo have the optimizer of configure_optimizers train {which}, keep {which} whole on every rank: "
         f"{every}sharding={whole}."
     )
-
-
-def _freeze(table: Table) -> None:
-    """Keep a table that needs no gradient as it is: the fused kernel updates whatever it is given."""
-    if table.fused_optimizer is not None:
-        raise ValueError(
-            f"table {table.path} has requires_grad=False and an optimizer applied in backward, which would train it. "
-            "Leave one of them out."
-        )
-    table.parameter.requires_grad_(True)
-    # TorchRec puts tables of equal arguments into one kernel. The explicit weight decay of 0 keeps this table apart
-    # from trained ones whose learning rate begins at 0.
-    table.apply_fused_optimizer(torch.optim.SGD, {"lr": 0.0, "weight_decay": 0.0})
-    table.parameter.requires_grad_(False)
 
 
 def _check_can_fuse(table: Table, device: torch.device, tables: list[Table]) -> None:

@@ -173,8 +173,6 @@ def compression(config: QCommsConfig | None) -> dict[str, float]:
     return ratios
 
 
-# -- gradients that do not fit FP16 ------------------------------------------------------------------------------------
-
 ASK_EVERY = 64  # steps between all-reduces of the largest gradients; at first they are more frequent
 
 LEAST_NORMAL = 2.0**-14  # the smallest normal number of FP16; smaller numbers are multiples of 2**-24

@@ -134,9 +134,6 @@ def _why_not(table: Table, fused: tuple[type, Mapping[str, Any]] | None) -> str 
     return None
 
 
-# -- updates -----------------------------------------------------------------------------------------------------------
-
-
 class ReplicaOptimizer(FusedOptimizer):  # type: ignore[misc]
     """The optimizer of replicas, with the interface of TorchRec's fused optimizers and FBGEMM's kernels.
 

@@ -91,7 +91,10 @@ def shard_tables(
     apply_fused_optimizer(in_backward, fused, device)
     if dist.get_rank() == 0:
         warn_of_dense_tables(dense)
-    aliases = _aliases(model, tables)
+    # Further names of collections, each with the first: sharding replaces a module under the first only.
+    first = {id(model.get_submodule(table.module)): table.module for table in tables}
+    every = model.named_modules(remove_duplicate=False)
+    aliases = {name: first[id(module)] for name, module in every if first.get(id(module), name) != name}
     initial = _initial_weights(model, tables)
     # Every table's rule as of now: kernels know the rates of this rank's shards only, and schedulers move them.
     trained: dict[str, dict[str, Rule]] = {table.module: {} for table in tables}
@@ -346,13 +349,6 @@ def _constraints(
             sharding_types=own if kind is None else [kind], min_partition=dim // num_ranks if divides else None
         )
     return constraints
-
-
-def _aliases(model: nn.Module, tables: list[Table]) -> dict[str, str]:
-    """Return further names of collections, each with the first: sharding replaces a module under the first only."""
-    first = {id(model.get_submodule(table.module)): table.module for table in tables}
-    named = model.named_modules(remove_duplicate=False)
-    return {name: first[id(module)] for name, module in named if first.get(id(module), name) != name}
 
 
 @contextmanager
