@@ -1,7 +1,4 @@
-"""Find and shard a model's embedding tables, check their optimizers, and inspect the sharded modules.
-
-`supported_modules.py` lists the sharded modules with early lookups; `sharded_module.py` lists TorchRec's private names.
-"""
+"""Find and shard a model's embedding tables, check their optimizers, and inspect the sharded modules."""
 
 from .combined_optimizer import combined_optimizer as combined_optimizer
 from .combined_optimizer import optimizer_name as optimizer_name

@@ -14,20 +14,14 @@ from .sharded_module import SetRates, fused_optimizers
 from .supported_modules import sharded_modules
 from .table import Rule
 
-_EXPECTED = ("momentum", "betas", "weight_decay")
-"""Further entries that schedulers (cycled momentum) and monitors expect in every group."""
+_EXPECTED = ("momentum", "betas", "weight_decay")  # schedulers (cycled momentum) and monitors expect them in each group
 
 
 class DenseAndFused(Optimizer):
     """A dense optimizer, with additional parameter groups for the learning rates of fused tables.
 
-    The groups of the dense optimizer come first, then a group for each initial learning rate of fused tables: without
-    parameters, since the backward updates the tables. Schedulers, monitors and checkpoints see the same groups on all
-    ranks.
-
-    Args:
-        dense: The optimizer of the dense part.
-        fused: Initial learning rate -> this rank's fused optimizers; an empty list for rates of other ranks' tables.
+    `fused` has initial learning rate -> this rank's fused optimizers, none for rates of other ranks' tables: all ranks
+    have the same groups. The fused groups come last, without parameters, since the backward updates the tables.
     """
 
     def __init__(self, dense: Optimizer, fused: dict[float, list[KeyedOptimizer]]) -> None:
@@ -83,14 +77,13 @@ class DenseAndFused(Optimizer):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """Return the dense optimizer's state, and all groups."""
         state_dict = self.dense.state_dict()
         return {**state_dict, "param_groups": [*state_dict["param_groups"], *map(dict, self.fused_groups)]}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a result of `state_dict`; raise a ValueError if it has another number of parameter groups."""
-        groups = state_dict["param_groups"]
+        groups, num_dense = state_dict["param_groups"], len(self.dense.param_groups)
         if len(groups) != len(self.param_groups):
             why = "Was it saved without combined_optimizer, or with other learning rates?"
             if not self.fused_groups:
@@ -100,10 +93,9 @@ class DenseAndFused(Optimizer):
                 )
             raise ValueError(
                 f"the saved optimizer has {len(groups)} parameter groups, this optimizer has "
-                f"{len(self.dense.param_groups)} dense and {len(self.fused_groups)} fused groups (one for each "
-                f"learning rate of fused tables). {why}"
+                f"{num_dense} dense and {len(self.fused_groups)} fused groups (one for each learning rate of fused "
+                f"tables). {why}"
             )
-        num_dense = len(self.dense.param_groups)
         self.dense.load_state_dict({**state_dict, "param_groups": groups[:num_dense]})
         for group, saved in zip(self.fused_groups, groups[num_dense:], strict=True):
             group.update({key: value for key, value in saved.items() if key not in ("params", "name")})
@@ -125,7 +117,7 @@ def combined_optimizer(module: nn.Module, dense: Optimizer) -> DenseAndFused:
             return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
     Args:
-        module: The module with the tables. If they are not sharded (another strategy), there are only dense groups.
+        module: The module with the tables. Under another strategy, which does not shard them, no groups are added.
         dense: The optimizer of everything except fused tables. Of several dense optimizers, pass any.
 
     Raises:
@@ -162,10 +154,7 @@ def optimizer_name(optimizer: Optimizer) -> str:
 
 
 def rate_setter(optimizers: Iterable[Optimizer]) -> SetRates | None:
-    """Return a function that passes the combined optimizer's rates to the kernels; None without such an optimizer.
-
-    Raise a ValueError if several of the optimizers are combined optimizers with fused groups.
-    """
+    """Return the function that sets a combined optimizer's rates, or None; raise a ValueError for several of them."""
     moving = [optimizer for optimizer in optimizers if isinstance(optimizer, DenseAndFused) and optimizer.fused_groups]
     if len(moving) > 1:
         raise ValueError(

@@ -37,10 +37,7 @@ class IdRanges:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # PyTorch lacks operators of unsigned integers
     def first_outside(self, kjt: KeyedJaggedTensor) -> tuple[str, str] | None:
-        """Return a feature with an id outside of its table and a description; None if all ids are valid.
-
-        Skips inputs on a device, which would need a host-device sync.
-        """
+        """Return a feature with an id outside of its table and a description, or None; skip inputs on a device."""
         values = kjt.values()
         unsigned_of = {torch.int64: np.uint64, torch.int32: np.uint32}.get(values.dtype)
         if unsigned_of is None or values.device.type != "cpu" or not self._tables:
@@ -60,14 +57,12 @@ class IdRanges:
         # As unsigned numbers, negative ids are large.
         ids = values.numpy()[: starts[-1]].view(unsigned_of)
         first = starts[:-1] if filled is None else [starts[place] for place in filled]
-        largest = np.maximum.reduceat(ids, first)
-        outside = (largest > (last if filled is None else last[filled])).tolist()
+        outside = (np.maximum.reduceat(ids, first) > (last if filled is None else last[filled])).tolist()
         if True not in outside:
             return None
         place = outside.index(True)
         at = place if filled is None else filled[place]
-        of_feature = ids[starts[at] : starts[at + 1]]
-        [wrong] = np.nonzero(of_feature > last[at])
+        [wrong] = np.nonzero(ids[starts[at] : starts[at + 1]] > last[at])
         example, table = values[int(starts[at] + wrong[0])].item(), self._tables[keys[at]]
         padding = ". A negative id is no padding: leave it out of values and lengths" if example < 0 else ""
         return keys[at], (

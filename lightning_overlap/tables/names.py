@@ -1,9 +1,6 @@
 """Make sharded modules go by names as unsharded modules do: columns of their output, features of their input.
 
-TorchRec's order of columns depends on the sharding plan: a model trained on `ebc(kjt).values()` would read others under
-another plan, on another number of ranks, or unsharded. TorchRec notes the positions of features in the first input, and
-uses them for every later input: with other or reordered features it would look up ids in wrong tables. It multiplies by
-weights that an unsharded collection ignores (`is_weighted=False`), and accepts missing weights.
+TorchRec orders columns by the sharding plan, and finds features of every input at their places in the first input.
 """
 
 from __future__ import annotations
@@ -16,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import register_pytree_node, tree_leaves, tree_map_only
+from torch.utils._pytree import register_pytree_node, tree_map_only
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.modules.embedding_modules import get_embedding_names_by_table
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
@@ -27,20 +24,12 @@ from .supported_modules import configs_of, hands_out_rows, sharded_modules, spec
 
 
 class ConfigOrderKeyedTensor(KeyedTensor):  # type: ignore[misc]
-    """A KeyedTensor, `(B, sum of dims)`, with the columns of another one in the order of `keys`.
-
-    Reads by name do not copy; the first call of `values()` copies the columns into order.
-    """
+    """A KeyedTensor, `(B, sum of dims)`, with another's columns in the order of `keys`; only `values()` copies them."""
 
     def __init__(self, in_plan_order: KeyedTensor, keys: list[str]) -> None:
         lengths = dict(zip(in_plan_order.keys(), in_plan_order.length_per_key(), strict=True))
         # The base class's methods use `_values` only for its device and memory, not for its order.
-        super().__init__(
-            keys=keys,
-            length_per_key=[lengths[key] for key in keys],
-            values=in_plan_order.values(),
-            key_dim=in_plan_order.key_dim(),
-        )
+        super().__init__(keys, [lengths[key] for key in keys], in_plan_order.values(), in_plan_order.key_dim())
         self._in_plan_order = in_plan_order
         self._in_order: Tensor | None = None
 
@@ -86,15 +75,6 @@ def without_graph(answer: Any) -> Any:
     return tree_map_only(Tensor, Tensor.detach, answer)
 
 
-def call_in_backward(answer: Any, call: Callable[[], None]) -> None:
-    """Call a function at least once in every backward that reaches a collection's answer."""
-    # Gradients of single columns do not reach the `values()` of a ConfigOrderKeyedTensor.
-    parts = tree_leaves(answer, is_leaf=lambda part: isinstance(part, KeyedTensor))
-    for tensor in (part._values if isinstance(part, KeyedTensor) else part for part in parts):
-        if isinstance(tensor, Tensor) and tensor.requires_grad:
-            tensor.register_hook(lambda _: call())
-
-
 def answer_in_config_order(model: nn.Module) -> None:
     """Make every sharded collection of a model return embeddings in the order of its configs."""
     for module in table_modules(model).values():
@@ -127,21 +107,17 @@ def _put_in_order(names: list[str], columns: Any) -> Any:
 
 def find_features_by_name(model: nn.Module) -> None:
     """Make every sharded module of a model find features by name."""
-    for module in table_modules(model).values():
-        _find_by_name(module, takes_numbers=True)
+    managed: list[Any] = [module for module in sharded_modules(model).values() if hands_out_rows(module)]
+    for module in (*table_modules(model).values(), *managed):
+        module.takes_weights = takes_weights(module)
+        module.takes_numbers = module not in managed  # whether ids are row numbers
+        if not hasattr(module, "known_features"):
+            module.__class__ = _by_name(module.__class__)
+            module.known_features = module.known_inverse = None  # of the first input, in its order
     for module in sharded_modules(model).values():
         kind = spec_of(module)
-        if hands_out_rows(module):
-            _find_by_name(module, takes_numbers=False)
-        elif kind is not None and kind.feature_processors:  # they set weights, and may read the input's weights
+        if kind is not None and kind.feature_processors:  # they set weights, and may read the input's weights
             tables_of(module).takes_weights = None
-
-
-def _find_by_name(module: Any, *, takes_numbers: bool) -> None:
-    module.takes_weights, module.takes_numbers = takes_weights(module), takes_numbers  # whether ids are row numbers
-    if not hasattr(module, "known_features"):
-        module.__class__ = _by_name(module.__class__)
-        module.known_features = module.known_inverse = None  # of the first input, in its order
 
 
 @functools.cache
@@ -167,7 +143,7 @@ def takes_weights(module: Any) -> bool:
 
 
 def _checked(module: Any, kjt: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    """Return an input with weights if the module needs them, else an input without weights (a copy)."""
+    """Return an input with weights if the module needs them, else a copy without: TorchRec would multiply by them."""
     dtype = kjt.values().dtype
     if dtype not in (torch.int64, torch.int32) and module.takes_numbers:
         raise TypeError(

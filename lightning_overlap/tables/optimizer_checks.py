@@ -36,15 +36,12 @@ _DENSE = (
     "  from torchrec.optim.optimizers import in_backward_optimizer_filter\n"
     "  dense = [p for _, p in in_backward_optimizer_filter(self.named_parameters())]\n"
 )
-"""Lines of a configure_optimizers that leaves out what the backward trains."""
 
-_KEYWORDS = ("lr", *KERNEL_ARGUMENTS)
-"""Keywords of fused optimizers: "lr", for TorchRec, and the arguments of FBGEMM's kernel."""
+_KEYWORDS = ("lr", *KERNEL_ARGUMENTS)  # of fused optimizers: "lr", for TorchRec, and the arguments of FBGEMM's kernel
 _KEYWORDS_OF_UPDATES = (
     *("lr", "eps", "momentum", "weight_decay", "weight_decay_mode", "beta1", "beta2"),
     *("gradient_clipping", "max_gradient", "max_norm", "stochastic_rounding"),
 )
-"""Those of `_KEYWORDS` that change updates."""
 
 
 def check_fused_optimizer(fused_optimizer: FusedOptimizer | None) -> tuple[Any, dict[str, Any]] | None:
@@ -80,10 +77,7 @@ def check_fused_optimizer(fused_optimizer: FusedOptimizer | None) -> tuple[Any, 
 
 
 def _unknown_keyword(cls: type[torch.optim.Optimizer], kwargs: Mapping[str, Any]) -> str | None:
-    """Return a message about a keyword that neither a class nor FBGEMM's kernel takes, or None.
-
-    Classes of torchrec.optim take any keyword, and TorchRec passes it to the kernel.
-    """
+    """Return a message about the first keyword that neither the class nor FBGEMM's kernel takes, or None."""
     parameters = inspect.signature(cls).parameters
     unknown = next((name for name in kwargs if name not in parameters and name not in _KEYWORDS), None)
     if unknown is None:
@@ -114,8 +108,7 @@ def _is_optimizer(kind: Any) -> bool:
 def check_dense_optimizers(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:
     """Check that every table of a sharded model has one optimizer; raise a ValueError if one has two, or none.
 
-    An optimizer that was made before the tables were sharded loses the parameters that sharding has replaced, with
-    their state, so that their memory is freed. Rank 0 warns of it.
+    Optimizers lose parameters that sharding has replaced, with their state, to free memory. Rank 0 warns of it.
     """
     optimizers = list(optimizers)
     parameters = [named for name, module in table_modules(model).items() for named in module.named_parameters(name)]
@@ -129,16 +122,14 @@ def check_dense_optimizers(model: nn.Module, optimizers: Iterable[torch.optim.Op
     owned = _owned(optimizers)
     untrained = [name for name, p in dense.items() if p.requires_grad and id(p) not in owned]
     if untrained:
-        owner = next((early[name] for name in untrained if name in early), None)
-        if owner is not None:
+        why = (
+            "These tables are data-parallel (or have a dense kernel), so that the optimizer of configure_optimizers "
+            "has to train them, not the one applied in backward: add them there. "
+        )
+        if (owner := next((early[name] for name in untrained if name in early), None)) is not None:
             why = (
                 f"{_kind(owner).__name__} was made before the tables were sharded: it has weights of these names that "
                 f"are no longer the module's. {_how_to_make(owner, model)}\n"
-            )
-        else:
-            why = (
-                "These tables are data-parallel (or have a dense kernel), so that the optimizer of "
-                "configure_optimizers has to train them, not the one applied in backward: add them there. "
             )
         sharding = {_table_of(name): "table_wise" for name in untrained if name in tables}
         raise ValueError(
@@ -154,7 +145,6 @@ def check_dense_optimizers(model: nn.Module, optimizers: Iterable[torch.optim.Op
 
 
 def _replaced(optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
-    """Return the parameters of an optimizer that sharding has replaced in the model, by their names there."""
     return {getattr(p, NAME_BEFORE): p for p in _owned([optimizer]).values() if hasattr(p, NAME_BEFORE)}
 
 
@@ -185,7 +175,6 @@ def _let_go_of_replaced(optimizer: torch.optim.Optimizer, without_rates: bool, m
 
 
 def _how_to_make(optimizer: torch.optim.Optimizer, model: nn.Module) -> str:
-    """Return how to make an optimizer like this one, of the sharded module's dense parameters."""
     # LightningCLI's `--optimizer` replaces the module's configure_optimizers by its answer.
     replaced = getattr(vars(model).get("configure_optimizers"), "__func__", None)
     if not (isinstance(replaced, functools.partial) and "optimizer" in replaced.keywords):
@@ -246,15 +235,9 @@ def _table_of(name: str) -> str:
 
 
 def refuse_dense_owner(
-    fused: Mapping[str, nn.Parameter],
-    optimizers: Iterable[torch.optim.Optimizer],
-    fused_only: Collection[str] = (),
+    fused: Mapping[str, nn.Parameter], optimizers: Iterable[torch.optim.Optimizer], fused_only: Collection[str] = ()
 ) -> None:
-    """Raise a ValueError if an optimizer of `configure_optimizers` has a weight of fused tables, by name in `fused`.
-
-    The message shows how to leave them out, and which (`fused_only`) no dense optimizer can train. TorchRec's
-    CombinedOptimizer is refused too.
-    """
+    """Raise a ValueError if an optimizer has a weight of `fused` (by name) or is TorchRec's CombinedOptimizer."""
     optimizers = list(optimizers)
     if any(isinstance(optimizer, CombinedOptimizer) for optimizer in optimizers):
         raise ValueError(
@@ -268,46 +251,48 @@ def refuse_dense_owner(
     twice = [name for name, parameter in fused.items() if id(parameter) in owned]
     if twice:
         owner = next(optimizer for optimizer in optimizers if id(fused[twice[0]]) in _owned([optimizer]))
-        adaptive = f"{_ADAPTIVE} {keep_dense(twice, fused_only)}" if "Adam" in _kind(owner).__name__ else ""
+        adaptive = (
+            "What trains the tables is the strategy's fused_optimizer. On CUDA it may be (torch.optim.Adam, {'lr': "
+            "...}); on a CPU FBGEMM fuses no Adam or AdamW: take (torchrec.optim.RowWiseAdagrad, {'lr': ...}), with a "
+            f"rate of its own. {keep_dense(twice, fused_only)}"
+        )
         raise ValueError(
             f"configure_optimizers gave a dense optimizer the weights of fused tables: {some(twice)}. These tables "
-            f"are updated inside backward. Leave them out:\n{_lines(owner)}{adaptive}"
+            f"are updated inside backward. Leave them out:\n{_lines(owner)}"
+            f"{adaptive if 'Adam' in _kind(owner).__name__ else ''}"
         )
 
 
-_ADAPTIVE = (
-    "What trains the tables is the strategy's fused_optimizer. On CUDA it may be (torch.optim.Adam, {'lr': ...}); on a "
-    "CPU FBGEMM fuses no Adam or AdamW: take (torchrec.optim.RowWiseAdagrad, {'lr': ...}), with a rate of its own."
-)
-
-
 def _owned(optimizers: Iterable[torch.optim.Optimizer]) -> dict[int, nn.Parameter]:
-    """Return the parameters of optimizers by id."""
     return {id(p): p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
 
 
 def apply_fused_optimizer(
     in_backward: list[Table], fused: tuple[Any, dict[str, Any]] | None, device: torch.device
 ) -> None:
-    """Apply the fused optimizer, if any, to tables that have none; freeze tables with `requires_grad=False`.
-
-    Raise a ValueError if a table has no optimizer, or one that this device cannot fuse, or is frozen and has one.
-    """
+    """Apply `fused` to trained tables that have no optimizer, freeze untrained tables, and refuse lacking kernels."""
     missing = [t for t in in_backward if t.parameter.requires_grad and t.fused_optimizer is None]
     if missing and fused is None:
         raise ValueError(_without_fused_optimizer(missing, in_backward, device))
     for table in in_backward:
         if not table.parameter.requires_grad:
-            _freeze(table)
-        else:
-            if fused is not None:
-                table.apply_fused_optimizer(*fused)
+            if table.fused_optimizer is not None:
+                raise ValueError(
+                    f"table {table.path} has requires_grad=False and an optimizer applied in backward, which would "
+                    "train it. Leave one of them out."
+                )
+            table.parameter.requires_grad_(True)
+            # The fused kernel updates whatever it is given, so at a rate of 0. TorchRec puts tables of equal arguments
+            # into one kernel: the explicit weight decay keeps this one apart from tables whose rate begins at 0.
+            table.apply_fused_optimizer(torch.optim.SGD, {"lr": 0.0, "weight_decay": 0.0})
+            table.parameter.requires_grad_(False)
+        elif fused is not None:
+            table.apply_fused_optimizer(*fused)
     for table in (one for one in in_backward if one.parameter.requires_grad):
         _check_can_fuse(table, device, in_backward)
 
 
 def _without_fused_optimizer(missing: list[Table], in_backward: list[Table], device: torch.device) -> str:
-    """Return what to do about tables without a fused optimizer: a line for each collection, and lines to write."""
     by_module: dict[str, list[str]] = {}
     for table in missing:
         by_module.setdefault(f"self.{table.module}".rstrip("."), []).append(table.name)
@@ -343,20 +328,6 @@ def _way_to_dense_optimizer(tables: list[Table], in_backward: list[Table], devic
         f"\nTo have the optimizer of configure_optimizers train {which}, keep {which} whole on every rank: "
         f"{every}sharding={whole}."
     )
-
-
-def _freeze(table: Table) -> None:
-    """Keep a table that needs no gradient as it is: the fused kernel updates whatever it is given."""
-    if table.fused_optimizer is not None:
-        raise ValueError(
-            f"table {table.path} has requires_grad=False and an optimizer applied in backward, which would train it. "
-            "Leave one of them out."
-        )
-    table.parameter.requires_grad_(True)
-    # TorchRec puts tables of equal arguments into one kernel. The explicit weight decay of 0 keeps this table apart
-    # from trained ones whose learning rate begins at 0.
-    table.apply_fused_optimizer(torch.optim.SGD, {"lr": 0.0, "weight_decay": 0.0})
-    table.parameter.requires_grad_(False)
 
 
 def _check_can_fuse(table: Table, device: torch.device, tables: list[Table]) -> None:

@@ -26,7 +26,6 @@ from .supported_modules import DENSE, sharded_modules
 from .table import training_sharders
 
 _MANAGED = (ManagedCollisionEmbeddingBagCollection, ManagedCollisionEmbeddingCollection)
-_ROW_WISE = ShardingType.ROW_WISE.value
 
 
 @dataclass
@@ -49,22 +48,20 @@ def plan_of(model: nn.Module) -> KeptPlan:
 
 def sharding_types(sharder: ModuleSharder[nn.Module], device: str) -> list[str]:
     """Return the sharding types of a sharder, and row-wise, which works on a CPU but is not offered there."""
-    return list(dict.fromkeys([*sharder.sharding_types(device), _ROW_WISE]))
+    return list(dict.fromkeys([*sharder.sharding_types(device), ShardingType.ROW_WISE.value]))
 
 
-def planned_sharders(codecs: Codecs | None, device: str) -> list[ModuleSharder[nn.Module]]:
-    """Return TorchRec's sharders for a planner, with the types of `sharding_types`."""
+def make_planner(
+    topology: Topology, constraints: dict[str, ParameterConstraints], codecs: Codecs | None
+) -> tuple[EmbeddingShardingPlanner, list[ModuleSharder[nn.Module]]]:
+    """Return TorchRec's planner, made deterministic, and its sharders with the types of `sharding_types`."""
     sharders = training_sharders(codecs)
     for sharder in sharders:
-        possible = sharding_types(sharder, device)
+        possible = sharding_types(sharder, topology.compute_device)
         vars(sharder)["sharding_types"] = lambda compute_device_type, possible=possible: possible
-    return sharders
-
-
-def make_planner(topology: Topology, constraints: dict[str, ParameterConstraints]) -> EmbeddingShardingPlanner:
-    """Return TorchRec's planner, made deterministic."""
     enumerator = _InOneOrder(topology, BATCH_SIZE, constraints=constraints)
-    return EmbeddingShardingPlanner(topology=topology, enumerator=enumerator, constraints=constraints, debug=False)
+    planner = EmbeddingShardingPlanner(topology=topology, enumerator=enumerator, constraints=constraints, debug=False)
+    return planner, sharders
 
 
 def plan_on_rank_zero(
@@ -91,13 +88,10 @@ def plan_on_rank_zero(
 
 
 def divide_in_two(plan: ShardingPlan, model: nn.Module) -> dict[str, list[str]]:
-    """Divide the table-wise tables of each EmbeddingBagCollection into two parts of about equal traffic on each rank.
+    """Divide table-wise tables into two parts of about equal traffic; return module -> tables of its second part.
 
     TorchRec has one lookup and one all-to-all for each sharding type of a module. So the tables of the second part
     become column-wise with one shard: the same shard at the same place.
-
-    Returns:
-        Module -> names of the tables of its second part, on all ranks.
     """
     second: dict[str, list[str]] = {}
     for name, of_module in plan.plan.items():
@@ -119,10 +113,7 @@ def divide_in_two(plan: ShardingPlan, model: nn.Module) -> dict[str, list[str]]:
 
 
 class _InOneOrder(EmbeddingEnumerator):  # type: ignore[misc]
-    """Lists the options of each table in a fixed order, since the planner takes the first of equally good options.
-
-    TorchRec iterates over a set of strings, whose order depends on Python's hash seed.
-    """
+    """Lists options in a fixed order, since the planner takes the first best; TorchRec's depends on the hash seed."""
 
     @override
     def enumerate(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> list[ShardingOption]:

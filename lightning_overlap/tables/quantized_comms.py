@@ -30,14 +30,10 @@ QuantizedComms: TypeAlias = str | tuple[str, str] | QCommsConfig | None
 
 Codecs: TypeAlias = Mapping[str, QuantizedCommCodecs]  # name of TorchRec's `CommOp` -> codecs, for TorchRec's sharders
 
-PRECISIONS = {precision.value: precision for precision in CommType}
-"""The precisions by name, explained in `docs/communication.md`."""
+PRECISIONS = {precision.value: precision for precision in CommType}  # by name, explained in `docs/communication.md`
 
-FP16_MAX = torch.finfo(torch.float16).max
-"""The largest finite number of FP16. TorchRec's codec sends it instead of larger numbers and infinity."""
+FP16_MAX = torch.finfo(torch.float16).max  # TorchRec's codec sends it instead of larger numbers and infinity
 
-_SCALED = (CommType.FP16, CommType.BF16)
-_CUDA_ONLY = (CommType.BF16, CommType.FP8)
 _GROUPED = (CommType.INT8, CommType.MX4)
 _GROUP = 32  # numbers that share a scale in "fp8". TorchRec's FP8 without groups cannot represent more than 0.9375
 
@@ -47,11 +43,7 @@ _SUMMED = (ShardingType.ROW_WISE.value, ShardingType.TABLE_ROW_WISE.value, Shard
 
 
 class Codec(QuantizedCommCodec):  # type: ignore[misc]
-    """TorchRec's codec `plain`, but it divides by the loss scale in full precision, and it can be watched.
-
-    TorchRec 1.8 divides by the scale in 16 bits, which loses what the scale has gained. If all numbers stay within the
-    range of 16 bits, a power of two gives the same bits either way.
-    """
+    """TorchRec's codec `plain`. It can be watched, and divides by the loss scale in full precision, not in 16 bits."""
 
     note: Callable[[Tensor], None] | None = None  # called with each tensor before it is encoded, if set
 
@@ -108,24 +100,21 @@ def resolve_quantized_comms(quantized_comms: QuantizedComms) -> QCommsConfig | N
                 f"TorchRec's QCommsConfig, or None, got {quantized_comms!r}. Precisions: {', '.join(PRECISIONS)}."
             )
     for direction, precision, scale, _ in _directions(config):
-        if scale is None:
-            continue
-        if precision not in _SCALED:
+        if scale is not None and precision not in (CommType.FP16, CommType.BF16):
             raise ValueError(
                 f"quantized_comms: {direction}_loss_scale={scale} does nothing: TorchRec only scales fp16 and bf16, "
                 f"and {direction}_precision is {precision}. Remove it."
             )
-        if not (isinstance(scale, int | float) and 0 < scale < float("inf")):
+        if not (scale is None or (isinstance(scale, int | float) and 0 < scale < float("inf"))):
             raise ValueError(f"quantized_comms: {direction}_loss_scale must be a positive number, got {scale!r}.")
-    full = config.forward_precision is config.backward_precision is CommType.FP32
-    return None if full else config
+    return None if config.forward_precision is config.backward_precision is CommType.FP32 else config
 
 
 def check_quantized_comms(config: QCommsConfig | None, tables: Iterable[Table], device: torch.device) -> None:
     """Raise a ValueError if the device or a table does not support the precisions."""
     sequences = [table.path for table in tables if issubclass(table.sharder.module_type, _SEQUENCES)]
     for direction, precision, _, fp8_group in _directions(config or QCommsConfig()):
-        if device.type == "cpu" and precision in _CUDA_ONLY:
+        if device.type == "cpu" and precision in (CommType.BF16, CommType.FP8):
             instead = ": TorchRec would send fp16 instead" if precision is CommType.BF16 else ""
             raise ValueError(
                 f"quantized_comms: {precision} ({direction}) cannot be sent by a CPU{instead}. Use 'fp16', or train on "
@@ -184,8 +173,6 @@ def compression(config: QCommsConfig | None) -> dict[str, float]:
     return ratios
 
 
-# -- gradients that do not fit FP16 ------------------------------------------------------------------------------------
-
 ASK_EVERY = 64  # steps between all-reduces of the largest gradients; at first they are more frequent
 
 LEAST_NORMAL = 2.0**-14  # the smallest normal number of FP16; smaller numbers are multiples of 2**-24
@@ -196,14 +183,12 @@ HEADROOM = 4  # doublings of the largest gradient for which a proposed loss scal
 class OverflowWatch:
     """Warns, once for each group of tables, if gradients overflow FP16, or if all gradients are too small for it.
 
-    A rank notes the largest gradient when it is encoded, and reads it when the device has computed it. An asynchronous
-    all-reduce of `consensus` on the host finds the largest gradient of all ranks. The rank with `warns` warns.
+    Ranks read their largest gradients when the device has computed them. An all-reduce on the host compares them.
     """
 
     def __init__(self, model: nn.Module, consensus: Consensus, *, warns: bool) -> None:
         self._consensus, self._warns = consensus, warns
-        self._codecs: dict[str, list[Codec]] = {}
-        """Group of tables (a part of a module) -> its codecs, which share a loss scale."""
+        self._codecs: dict[str, list[Codec]] = {}  # group of tables -> its codecs, which share a loss scale
         for name, module in table_modules(model).items():
             for sharding, dist in zip(sharding_types_of(module), module._output_dists, strict=True):
                 codecs = list(_watch(dist, partial(self._note, len(self._codecs))))

@@ -1,11 +1,4 @@
-"""Replicas: data-parallel tables that are updated in the backward, like fused tables.
-
-Each backward sums the gradient of a lookup over the ranks, and then every rank makes the same update. The update equals
-the fused kernel's: rows without a gradient do not change.
-
-A sharded table sends embeddings and gradients with as many rows as a rank's batch; a replica sends a gradient with as
-many rows as the table. So tables with fewer rows than a rank's batch are replicated.
-"""
+"""Replicas: data-parallel tables that every rank updates in the backward, with the summed gradient."""
 
 from __future__ import annotations
 
@@ -61,13 +54,11 @@ def tables_to_replicate(
     fused: tuple[type, Mapping[str, Any]] | None,
     world_size: int,
 ) -> frozenset[str]:
-    """Return the names of the tables to replicate: the tables that the user names, or else tables with few rows.
+    """Return the names of the tables to replicate: those that the user names, or else, on several ranks, small tables.
 
-    Tables are chosen by their rows only on several ranks, and not with a user's plan or planner (`sharding` is None,
-    else table -> the user's sharding type). If a module has data-parallel tables of the dense optimizer, its other
-    tables are not replicated, since TorchRec looks up all data-parallel tables of a module together. A planner
-    identifies tables only by name, so tables with the same name in several modules are all replicated, or none is.
-
+    `sharding` has table -> the user's type; with None, a user's plan or planner, no small tables are chosen. If a
+    module has data-parallel tables of the dense optimizer, its other tables are not chosen, since TorchRec looks up all
+    of them together. A planner knows only names: tables of one name are all replicated, or none is.
     Raise a ValueError if a table that the user names does not exist, has another type, or cannot be replicated.
     """
     given = frozenset() if replicate is None or isinstance(replicate, int) else frozenset(replicate)
@@ -96,11 +87,7 @@ def tables_to_replicate(
 
 
 def replicas_in(plan: ShardingPlan, tables: list[Table], names: Collection[str], world_size: int) -> list[Table]:
-    """Return the tables of a plan that are trained as replicas: the data-parallel tables in `names`.
-
-    Raise a ValueError if on several ranks the plan does not make such a table data-parallel, or makes other tables of
-    the module data-parallel, for the dense optimizer.
-    """
+    """Return the data-parallel tables of a plan that are in `names`; raise a ValueError if plan and names disagree."""
     whole = []
     for table in tables:
         kind = getattr(table.planned(plan), "sharding_type", None)
@@ -147,16 +134,10 @@ def _why_not(table: Table, fused: tuple[type, Mapping[str, Any]] | None) -> str 
     return None
 
 
-# -- updates -----------------------------------------------------------------------------------------------------------
-
-_IN_BACKWARD = "_in_backward_optimizers"  # the attribute that `in_backward_optimizer_filter` uses
-
-
 class ReplicaOptimizer(FusedOptimizer):  # type: ignore[misc]
     """The optimizer of replicas, with the interface of TorchRec's fused optimizers and FBGEMM's kernels.
 
-    `weights` has name -> table, `(num_embeddings, embedding_dim)`, all of one width and consecutive in a kernel's flat
-    weights; `start` is the index of the first of them there.
+    `weights` has name -> table, all of one width, consecutive from index `start` in a kernel's flat weights.
     """
 
     def __init__(self, rule: Rule, weights: Mapping[str, Tensor], start: int) -> None:
@@ -210,18 +191,15 @@ class ReplicaOptimizer(FusedOptimizer):  # type: ignore[misc]
 class ReplicaKernel(DenseTableBatchedEmbeddingBagsCodegen):  # type: ignore[misc]
     """A dense kernel that updates its tables in the backward, identically on all ranks.
 
-    Every call uses a new leaf instead of the kernel's parameter, so that two calls in a step make two updates, like a
-    fused kernel. The all-reduce of a gradient starts as soon as the gradient is computed. The update waits for it at
-    the end of the backward, when all other collectives have started, or at the optimizer step. Like FBGEMM's kernels
-    it does not change `Tensor._version` (`write_counts.py`).
+    Every call uses a new leaf, so that two calls in a step make two updates, like a fused kernel. An update waits for
+    its all-reduce at the end of the backward, when all other collectives have started, or at the optimizer step. Like
+    FBGEMM's it does not change `Tensor._version` (`write_counts.py`).
     """
 
-    optimizers: list[ReplicaOptimizer]  # the optimizers, in the order of their tables
+    optimizers: list[ReplicaOptimizer]  # in the order of their tables
     group: dist.ProcessGroup  # the ranks to sum gradients over
-    set_rates: Callable[[], None] | None
-    """Passes the scheduler's rates to the optimizers; None: no scheduler changes them."""
-    held: list[tuple[Tensor, Any]] | None
-    """(gradient, all-reduce) of updates that wait for an optimizer step; None: updates do not wait."""
+    set_rates: Callable[[], None] | None  # passes the scheduler's rates to the optimizers
+    held: list[tuple[Tensor, Any]] | None  # (gradient, all-reduce) of updates that wait for an optimizer step
 
     @override
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -279,10 +257,7 @@ class ReplicaKernel(DenseTableBatchedEmbeddingBagsCodegen):  # type: ignore[misc
 
 
 def make_replicas(model: nn.Module, modules: Iterable[str], trained: Mapping[str, Mapping[str, Rule]]) -> None:
-    """Turn the kernels of the data-parallel tables of `modules` into replica kernels, in place.
-
-    `trained` has module -> table -> rule.
-    """
+    """Turn kernels of data-parallel tables of `modules` into replica kernels; `trained`: module -> table -> rule."""
     for name in modules:
         module: Any = model.get_submodule(name)
         weights = {key.split(".")[-2]: (key, weight) for key, weight in module.named_parameters()}
@@ -310,7 +285,7 @@ def _optimizers(tables: list[tuple[Rule, int, str, nn.Parameter]]) -> Iterator[R
         yield ReplicaOptimizer(rule, weights, start)
         for weight in weights.values():
             start += weight.numel()
-            setattr(weight, _IN_BACKWARD, [EmptyFusedOptimizer()])
+            vars(weight)["_in_backward_optimizers"] = [EmptyFusedOptimizer()]  # for `in_backward_optimizer_filter`
 
 
 def replica_kernels(module: Any) -> list[ReplicaKernel]:

@@ -1,8 +1,4 @@
-"""Inspect a sharded module: its kernels, fused optimizers and tables; TorchRec's private names.
-
-TorchRec's private names occur only in the folders `tables` and `sparse`, and all are listed in `PRIVATE_NAMES`; a test
-checks the installed TorchRec.
-"""
+"""Inspect a sharded module: its kernels, fused optimizers and tables; TorchRec's private names."""
 
 from __future__ import annotations
 
@@ -51,7 +47,7 @@ PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
     "torchrec.distributed.embedding_sharding": ("_set_sharding_context_intra_a2a",),
     "torchrec.sparse.jagged_tensor": ("_maybe_compute_length_per_key",),
 }
-"""Class or module of TorchRec -> private attributes that this package reads."""
+"""Class or module of TorchRec -> private names that `tables` and `sparse` use; no other folder uses any."""
 
 
 def check_torchrec(module: nn.Module) -> None:
@@ -83,10 +79,7 @@ owners_of_parts = read_once(owners_of)
 
 @read_once
 def keys_in_backward(module: Any) -> list[tuple[int, int, str]]:
-    """Return (part, key within the part's KeyedJaggedTensor, table): where the ids of this rank's fused tables are.
-
-    Column shards of a table have the same ids: only the shard with the first column is listed.
-    """
+    """Return (part, key within the part's KeyedJaggedTensor, table) of each fused table whose first column is here."""
     found = []
     for part, owner in enumerate(owners_of_parts(module)):
         if owner is not WeightOwner.FUSED_BACKWARD:

@@ -25,7 +25,7 @@ from typing_extensions import override
 from ..text import some, unknown_name_message
 from .names import answer_in_config_order, find_features_by_name
 from .optimizer_checks import FusedOptimizer, apply_fused_optimizer, check_fused_optimizer, warn_of_dense_tables
-from .plans import KeptPlan, divide_in_two, make_planner, plan_on_rank_zero, planned_sharders, sharding_types
+from .plans import KeptPlan, divide_in_two, make_planner, plan_on_rank_zero, sharding_types
 from .quantized_comms import check_plan, check_quantized_comms, codecs_of, sends_groups
 from .replicas import ReplicateTables, make_replicas, replicas_in, tables_to_replicate
 from .supported_modules import DATA_PARALLEL, DENSE, sharded_modules, table_modules
@@ -41,10 +41,7 @@ ShardingName: TypeAlias = Literal[
 """The values of TorchRec's `ShardingType`, for editors and type checkers."""
 
 Sharding: TypeAlias = ShardingName | Mapping[str, ShardingName] | EmbeddingShardingPlanner | ShardingPlan | None
-"""A type for all tables, a type by table name, a planner, a plan, or None for TorchRec's planner.
-
-The planner decides about tables that are not named; of those only the replicated ones become data-parallel.
-"""
+"""A type for all tables, a type by table name (TorchRec's planner decides about others), a planner, a plan, or None."""
 
 
 def shard_tables(
@@ -65,18 +62,15 @@ def shard_tables(
     Weights keep their values; tables on `meta` are allocated as shards only. Collections that the user has sharded stay
     as they are. A ValueError says, on every rank and before any table is sharded, what cannot be done as asked.
 
-    `sharding`, `fused_optimizer` and `replicate_tables` are the strategy's arguments, `quantized_comms` is of
-    `resolve_quantized_comms`; `group` is the tables' process group, with `local_world_size` ranks on this host;
-    `batch_size` is samples per batch and rank, None if unknown; `in_two_parts` calls `divide_in_two` for a plan that
-    is not the user's, unless numbers that are sent together share a scale (`sends_groups`).
+    `batch_size` is samples per batch and rank, None if unknown. `in_two_parts` calls `divide_in_two` for a plan that is
+    not the user's, unless numbers that are sent together share a scale (`sends_groups`).
     """
     tables, fused = find_tables(model), check_fused_optimizer(fused_optimizer)
     _check_sharded_modules(model, sharding, fused, quantized_comms)
     if not tables:
         _watch(model)  # of modules that the user has sharded
         return
-    _refuse_pruning(model)
-    _refuse_shared_weights(model, tables)
+    _refuse_pruning_and_shared_weights(model, tables)
     for table in tables:
         table.own_arguments()
     named, num_ranks = _named_types(sharding, tables), group.size()
@@ -85,27 +79,22 @@ def shard_tables(
     to_replicate = tables_to_replicate(
         replicate_tables, tables, named, batch_size=batch_size, fused=fused, world_size=num_ranks
     )
-    plan = make_plan(
-        model,
-        sharding=sharding,
-        group=group,
-        device=device,
-        local_world_size=local_world_size,
-        quantized_comms=quantized_comms,
-        whole=to_replicate if num_ranks > 1 else (),
-    )
+    whole = to_replicate if num_ranks > 1 else ()
+    plan = make_plan(model, sharding, group, device, local_world_size, quantized_comms, whole)
     divides = in_two_parts and named is not None and not sends_groups(quantized_comms)
     second = divide_in_two(plan, model) if divides else {}
     replicas = replicas_in(plan, tables, to_replicate, num_ranks)
     dense = [table for table in tables if (how := table.planned(plan)) and how.compute_kernel == DENSE]
-    replicated = [table for table in dense if table in replicas]
-    _refuse_sequences_as_bags(dense, replicated, device)
+    _refuse_sequences_as_bags(dense, replicas, device)
     dense = [table for table in dense if table not in replicas]
     in_backward = [table for table in tables if table not in dense]
     apply_fused_optimizer(in_backward, fused, device)
     if dist.get_rank() == 0:
         warn_of_dense_tables(dense)
-    aliases = _aliases(model, tables)
+    # Further names of collections, each with the first: sharding replaces a module under the first only.
+    first = {id(model.get_submodule(table.module)): table.module for table in tables}
+    every = model.named_modules(remove_duplicate=False)
+    aliases = {name: first[id(module)] for name, module in every if first.get(id(module), name) != name}
     initial = _initial_weights(model, tables)
     # Every table's rule as of now: kernels know the rates of this rank's shards only, and schedulers move them.
     trained: dict[str, dict[str, Rule]] = {table.module: {} for table in tables}
@@ -113,14 +102,8 @@ def shard_tables(
         trained[table.module][table.name] = table.rule
     before = dict(model.named_parameters())
     with _local_world_size(local_world_size):
-        DistributedModelParallel(
-            module=model,
-            env=ShardingEnv.from_process_group(group),
-            device=device,
-            plan=plan,
-            sharders=training_sharders(codecs_of(quantized_comms, device)),
-            init_data_parallel=False,
-        )
+        env, sharders = ShardingEnv.from_process_group(group), training_sharders(codecs_of(quantized_comms, device))
+        DistributedModelParallel(model, env, device, plan, sharders, init_data_parallel=False)
     for alias, name in aliases.items():
         parent, _, attribute = alias.rpartition(".")
         setattr(model.get_submodule(parent), attribute, model.get_submodule(name))
@@ -138,18 +121,15 @@ def shard_tables(
         sharded: Any = model.get_submodule(name)
         sharded.trained_in_backward, sharded.quantized_comms = of_module, quantized_comms
         sharded.asked_for = {"sharding": sharding, "fused_optimizer": fused}
-        whole = sorted(table.name for table in replicas if table.module == name)
         sharded.second_part = second.get(name, [])
-        sharded.kept_plan = plan.get_plan_for_module(name), whole
+        replicated = sorted(table.name for table in replicas if table.module == name)
+        sharded.kept_plan = plan.get_plan_for_module(name), replicated
     mark_replaced(before, model)
     _watch(model)
 
 
 def _initial_weights(model: nn.Module, tables: list[Table]) -> dict[str, dict[str, nn.Parameter]]:
-    """Return the weights by collection: TorchRec would initialize the shards of tables on a CPU anew.
-
-    Managed collision modules begin without ids, as TorchRec makes them anew for the rows of each shard.
-    """
+    """Return weights that TorchRec would initialize anew, by collection; managed collisions begin without ids."""
     modules = {table.module for table in tables} - {table.module for table in tables if table.parameter.is_meta}
     managed = [part for part in model.modules() if isinstance(part, ManagedCollisionModule)]
     without = {id(weight) for part in managed for weight in part.parameters()}  # MPZCH keeps its ids in parameters
@@ -231,7 +211,6 @@ def _left_behind(module: nn.Module) -> tuple[type[ShardsLeftBehind], tuple[str]]
 
 def make_plan(
     model: nn.Module,
-    *,
     sharding: Sharding,
     group: dist.ProcessGroup,
     device: torch.device,
@@ -241,8 +220,7 @@ def make_plan(
 ) -> ShardingPlan:
     """Return the plan that `shard_tables`, with the same arguments, shards a model by; all ranks of the group call it.
 
-    Tables in `whole` become data-parallel, if the plan and the planner are not the user's. Raise a ValueError as in
-    `shard_tables`, or if the planner finds no plan.
+    Tables in `whole` become data-parallel, unless the plan or planner is the user's. Raise a ValueError as there.
     """
     tables = find_tables(model)
     check_sharding(sharding, tables, device)
@@ -256,18 +234,18 @@ def make_plan(
         kinds = {**named, **dict.fromkeys(whole, DATA_PARALLEL)}
         constraints = _constraints(kinds, tables, group.size(), device.type)
         topology = Topology(group.size(), device.type, local_world_size=local_world_size)
-        sharders = planned_sharders(codecs, device.type)
-        plan = plan_on_rank_zero(make_planner(topology, constraints), model, group, sharders)
+        planner, sharders = make_planner(topology, constraints, codecs)
+        plan = plan_on_rank_zero(planner, model, group, sharders)
     check_plan(quantized_comms, plan)
     return plan
 
 
-def _refuse_sequences_as_bags(dense: list[Table], replicated: list[Table], device: torch.device) -> None:
+def _refuse_sequences_as_bags(dense: list[Table], replicas: list[Table], device: torch.device) -> None:
     """Refuse tables of an EmbeddingCollection whose dense kernel FBGEMM lets pool on a CPU, whatever it is told."""
     if found := [table for table in dense if table.is_pooled_if_whole(device)]:
         paths = some([table.path for table in found])
         sharding = {table.name: "table_wise" for table in found}
-        sharding |= {table.name: DATA_PARALLEL for table in dense if table not in (*found, *replicated)}
+        sharding |= {table.name: DATA_PARALLEL for table in dense if table not in (*found, *replicas)}
         raise ValueError(
             f"{paths}: data-parallel (or with a dense kernel), and of an EmbeddingCollection, for which TorchRec "
             "makes bags on a CPU: a row for each sample, and not for each id. On a CPU its tables must be sharded "
@@ -275,8 +253,7 @@ def _refuse_sequences_as_bags(dense: list[Table], replicated: list[Table], devic
         )
 
 
-def _refuse_pruning(model: nn.Module) -> None:
-    """Refuse modules that stop pruning when only the tables inside them are sharded."""
+def _refuse_pruning_and_shared_weights(model: nn.Module, tables: list[Table]) -> None:
     for name, module in model.named_modules():
         if isinstance(module, (ITEPEmbeddingBagCollection, ITEPEmbeddingCollection)):
             raise ValueError(
@@ -284,10 +261,6 @@ def _refuse_pruning(model: nn.Module) -> None:
                 "sharders, which the strategy takes, would shard the tables inside it only. Shard it in "
                 f"configure_model, with the {type(module).__name__}Sharder of torchrec.distributed.itep_embeddingbag."
             )
-
-
-def _refuse_shared_weights(model: nn.Module, tables: list[Table]) -> None:
-    """Refuse tables whose weight something else in the model has too: of each a copy would be trained."""
     owned = [named for name, module in model.named_modules() for named in module.named_parameters(name, recurse=False)]
     for table in tables:
         names = [name for name, weight in owned if weight is table.parameter]
@@ -300,11 +273,7 @@ def _refuse_shared_weights(model: nn.Module, tables: list[Table]) -> None:
 
 
 class ShardedStateNames(set[str]):
-    """Names of a model's sharded parameters and of all buffers of its sharded modules, for DDP to leave alone.
-
-    Buffers that these modules register later are in it: managed collision modules do so in their first lookup. They
-    differ by rank, and DDP would send those of rank 0 to all ranks before each forward.
-    """
+    """Names that DDP must leave alone: a model's sharded parameters and all buffers of its sharded modules."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -321,6 +290,7 @@ class ShardedStateNames(set[str]):
     def __contains__(self, name: object) -> bool:
         if super().__contains__(name):
             return True
+        # Managed collision modules register buffers, which differ by rank, in their first lookup.
         return isinstance(name, str) and name.startswith(self._within) and name not in self._averaged
 
 
@@ -381,19 +351,10 @@ def _constraints(
     return constraints
 
 
-def _aliases(model: nn.Module, tables: list[Table]) -> dict[str, str]:
-    """Return further names of collections, each with the first: sharding replaces a module under the first only."""
-    first = {id(model.get_submodule(table.module)): table.module for table in tables}
-    named = model.named_modules(remove_duplicate=False)
-    return {name: first[id(module)] for name, module in named if first.get(id(module), name) != name}
-
-
 @contextmanager
 def _local_world_size(local_world_size: int) -> Iterator[None]:
-    """Tell TorchRec how many ranks share a host; Lightning's own launcher does not set the variable.
-
-    `mock.patch.dict` would write the whole environment, which threads of gloo and NCCL may be reading.
-    """
+    """Tell TorchRec how many ranks share a host; Lightning's own launcher does not set the variable."""
+    # Not by `mock.patch.dict`: it writes the whole environment, which threads of gloo and NCCL may be reading.
     name = "LOCAL_WORLD_SIZE"
     before = os.environ.get(name)
     os.environ[name] = str(local_world_size)

@@ -41,8 +41,7 @@ class KernelShards:
     shards: list[TableShard]
     table_of_feature: list[int]  # feature of the kernel -> index of its shard
     is_replicated: bool  # whether every rank has the same shards (data-parallel tables)
-    receives_ids: bool
-    """Whether ids are received from other ranks, in memory that is not reused; otherwise they are the batch's."""
+    receives_ids: bool  # whether ids come from other ranks, in memory that is not reused; else they are the batch's
 
     @property
     def is_fused(self) -> bool:
@@ -67,11 +66,7 @@ class KernelShards:
 
 
 def kernel_shards(model: nn.Module) -> list[KernelShards]:
-    """Return this rank's shards of all tables of a sharded model, by kernel.
-
-    Raise a ValueError if the rows of a table have no fixed numbers (managed collisions), or are not in the memory of a
-    device or host.
-    """
+    """Return this rank's shards of all tables, by kernel; raise a ValueError for rows that have no fixed number."""
     for name, module in sharded_modules(model).items():
         if hands_out_rows(module):
             raise ValueError(
@@ -110,10 +105,7 @@ def _shards(name: str, paths: Mapping[str, str], kernel: Any, tables: list[Any])
 
 
 def table_lines(model: nn.Module, optimizers: Iterable[Optimizer], *, scheduled: bool, moved: bool) -> list[str]:
-    """Return log lines: one for all tables of a module with the same sharding and optimizer.
-
-    `scheduled` is whether there is a learning-rate scheduler, `moved` whether one changes the rates of fused tables.
-    """
+    """Return a log line by module, sharding and optimizer; `moved`: a scheduler changes the rates of fused tables."""
     owner_of = {id(p): optimizer_name(one) for one in optimizers for group in one.param_groups for p in group["params"]}
     lines = []
     for name, module in sharded_modules(model).items():
@@ -136,6 +128,5 @@ def table_lines(model: nn.Module, optimizers: Iterable[Optimizer], *, scheduled:
             elif fused is None and parameter.compute_kernel != DENSE:
                 trainer = "the optimizer of its kernel"
             alike.setdefault((kind, trainer), []).append(table)
-        for (kind, trainer), tables in alike.items():
-            lines.append(f"{name}: {some(tables, 3)}: {kind}, trained by {trainer}")
+        lines += [f"{name}: {some(same, 3)}: {kind}, trained by {trainer}" for (kind, trainer), same in alike.items()]
     return lines

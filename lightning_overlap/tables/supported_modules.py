@@ -20,8 +20,7 @@ from torchrec.distributed.types import ShardedModule, ShardingType
 from ..schedules import WeightOwner
 from ..text import some
 
-TABLE_TYPES = (ShardedEmbeddingBagCollection, ShardedEmbeddingCollection)
-"""Modules that have tables themselves; other kinds contain such a module."""
+TABLE_TYPES = (ShardedEmbeddingBagCollection, ShardedEmbeddingCollection)  # other kinds contain such a module
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +29,8 @@ class ModuleSpec:
 
     tables: str | None = None  # the attribute with the sharded collection of the tables; None: the module itself
     input_dists: str | None = None  # the attribute with the module of the input dists; None: the module itself
-    owner: WeightOwner | None = None
-    """The last writer of the weights that a lookup reads; None: it depends on each table's compute kernel."""
-    feature_processors: str | None = None
-    """The attribute with the feature processors, which run before the lookup; None: there are none."""
+    owner: WeightOwner | None = None  # the last writer of the looked-up weights; None: by each table's compute kernel
+    feature_processors: str | None = None  # the attribute with the modules that run before the lookup, if any
 
 
 _MANAGED_COLLISION = ModuleSpec("_embedding_module", "_managed_collision_collection", WeightOwner.LOOKUP)
@@ -51,7 +48,6 @@ SUPPORTED_MODULES: Mapping[type, ModuleSpec] = {
 """Sharded modules whose stages can start early; other sharded modules run their own forward."""
 
 DATA_PARALLEL, DENSE = ShardingType.DATA_PARALLEL.value, EmbeddingComputeKernel.DENSE.value
-"""Values of a plan: a sharding type, and the compute kernel of tables that the dense optimizer trains."""
 _WITHOUT_CACHE = (DENSE, EmbeddingComputeKernel.FUSED.value, EmbeddingComputeKernel.FUSED_UVM.value)
 
 
@@ -115,7 +111,6 @@ def tables_in_dense_shards(model: nn.Module) -> list[str]:
 
 
 def _planned(model: nn.Module) -> list[tuple[str, Any]]:
-    """Return (path of a table, its sharding) for all sharded tables of a model."""
     modules = table_modules(model).items()
     return [(f"{name}.{table}", one) for name, module in modules for table, one in module.module_sharding_plan.items()]
 
@@ -127,10 +122,7 @@ def hands_out_rows(model: nn.Module) -> bool:
 
 
 def owners_of(module: ShardedModule[Any, Any, Any, Any]) -> list[WeightOwner]:
-    """Return the last writer of the weights that a module's lookup reads, for each sharding of its tables.
-
-    The sharding plan, the same on all ranks, determines it: tables with dense kernels are the dense optimizer's.
-    """
+    """Return the last writer of the weights that a module's lookup reads, by sharding; the same on all ranks."""
     kind, tables = spec_of(module), tables_of(module)
     shardings = sharding_types_of(tables)
     if kind is not None and kind.owner is not None:
@@ -163,11 +155,7 @@ def ids_fit_32_bits(module: Any) -> bool:
 
 
 def why_never_early(module: Any, group: dist.ProcessGroup | None = None, *, prefetches: bool = False) -> str | None:
-    """Return why no stage of a sharded module may start early, or None.
-
-    `group` is that of early input dists (None: one rank); `prefetches` is whether the mode copies rows into the tables'
-    caches before their lookup.
-    """
+    """Return why no stage may start early in `group` (None: one rank), or None; `prefetches`: the mode fills caches."""
     kind = spec_of(module)
     if kind is None:
         known = ", ".join(sorted(cls.__name__ for cls in SUPPORTED_MODULES))
@@ -199,11 +187,7 @@ def why_never_held(module: Any) -> str | None:
 
 
 def _why_cached(tables: Any, prefetches: bool) -> str | None:
-    """Return why tables with a cache cannot be looked up early, or None; the same on all ranks.
-
-    The backward uses the cache slots of the forward. A lookup in between may evict them, except slots that a prefetch
-    has locked.
-    """
+    """Return why an early lookup may evict rows from a cache that a backward needs, or None; a prefetch locks them."""
     plan = tables.module_sharding_plan
     cached = {table: parameter for table, parameter in plan.items() if parameter.compute_kernel not in _WITHOUT_CACHE}
     if not cached:

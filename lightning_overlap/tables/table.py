@@ -25,8 +25,7 @@ KERNEL_RATE, KERNEL_EPS = (float(KERNEL_ARGUMENTS[name].default) for name in ("l
 
 NAME_BEFORE = "name_before_sharding"  # attribute of a parameter that sharding has replaced: its name in the model
 
-AppliedOptimizer: TypeAlias = tuple[type[torch.optim.Optimizer], Mapping[str, Any]]
-"""Class and arguments of an optimizer that is applied in backward."""
+AppliedOptimizer: TypeAlias = tuple[type[torch.optim.Optimizer], Mapping[str, Any]]  # class and arguments
 
 
 def kind_of(optimizer_class: type[torch.optim.Optimizer]) -> EmbOptimType | None:
@@ -86,10 +85,7 @@ class Table:
         return of_module.get(self.name)
 
     def apply_fused_optimizer(self, optimizer_class: type[torch.optim.Optimizer], kwargs: Mapping[str, Any]) -> None:
-        """Set an optimizer for TorchRec to apply in backward, if none is set.
-
-        torch's function would also make the optimizer, whose state may be as large as the table.
-        """
+        """Let TorchRec apply an optimizer in backward, if none is set; torch's function would also make its state."""
         if self.fused_optimizer is None:
             applied = {"_optimizer_classes": [optimizer_class], "_optimizer_kwargs": [dict(kwargs)]}
             vars(self.parameter).update(applied, _in_backward_optimizers=[])
@@ -100,20 +96,14 @@ class Table:
             in_backward._apply_optimizer_in_backward(optimizer_class, [self.parameter], dict(kwargs))
 
     def let_go(self) -> None:
-        """Remove the weight of a sharded table from torch's maps of in-backward optimizers.
-
-        They keep the unsharded weight, its optimizer and its hook until the process ends.
-        """
+        """Remove the unsharded weight from torch's maps of in-backward optimizers, which never forget it."""
         for hook in in_backward.param_to_optim_hook_handle_map.pop(self.parameter, ()):
             hook.remove()
         in_backward.param_to_acc_grad_map.pop(self.parameter, None)
         vars(self.parameter).pop("_in_backward_optimizers", None)
 
     def own_arguments(self) -> None:
-        """Copy the arguments of the table's optimizer, since several tables or modules may share the user's dict.
-
-        TorchRec writes the kind of optimizer into it, and prefers an existing kind to the class.
-        """
+        """Copy the optimizer's arguments: TorchRec writes its kind of optimizer into them, and tables may share one."""
         if self.fused_optimizer is not None:
             vars(self.parameter)["_optimizer_kwargs"] = list(map(dict, vars(self.parameter)["_optimizer_kwargs"]))
 

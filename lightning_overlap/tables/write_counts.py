@@ -1,8 +1,4 @@
-"""Detect writes to the input of an early lookup, or to the tables that it read.
-
-Every tensor counts its in-place writes (`Tensor._version`). Updates by FBGEMM's kernels do not count, so a higher count
-of a table means another write.
-"""
+"""Detect writes to inputs and tables of an early lookup by `Tensor._version`, which FBGEMM's updates do not change."""
 
 from __future__ import annotations
 
@@ -13,13 +9,13 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from torchrec.distributed.composable.table_batched_embedding_slice import TableBatchedEmbeddingSlice
 from torchrec.optim.optimizers import in_backward_optimizer_filter
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from typing_extensions import override
 
 from ..schedules import WeightOwner
-from .names import call_in_backward
 from .replicas import replica_kernels
 from .sharded_module import read_once, tbes
 from .supported_modules import sharded_modules
@@ -115,10 +111,7 @@ class WatchedTable(TableBatchedEmbeddingSlice):  # type: ignore[misc]
 
 
 def watch_tables(model: nn.Module) -> None:
-    """Make writes to `weight.data` of a sharded model's tables count as writes to the weight.
-
-    Also make a gradient of a fused table's weight an error, since it would not be applied.
-    """
+    """Count writes to the `weight.data` of sharded tables, and refuse gradients of weights, which no step applies."""
     for name, parameter in model.named_parameters():
         if type(parameter) is TableBatchedEmbeddingSlice:
             parameter.__class__ = WatchedTable
@@ -196,11 +189,14 @@ def count_backwards(module: Any, answer: Any) -> None:
         _num_backwards[module] = _num_backwards.get(module, 0) + 1
 
     queue = torch.autograd.Variable._execution_engine.queue_callback
-    call_in_backward(answer, lambda: queue(count))
+    # Gradients of single columns do not reach the `values()` of a ConfigOrderKeyedTensor.
+    parts = tree_leaves(answer, is_leaf=lambda part: isinstance(part, KeyedTensor))
+    for tensor in (part._values if isinstance(part, KeyedTensor) else part for part in parts):
+        if isinstance(tensor, Tensor) and tensor.requires_grad:
+            tensor.register_hook(lambda _: queue(count))
 
 
-_num_backwards: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-"""Sharded module -> backwards of `count_backwards`."""
+_num_backwards: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # by sharded module
 
 
 def fused_writes(model: nn.Module) -> int:
@@ -209,11 +205,7 @@ def fused_writes(model: nn.Module) -> int:
 
 
 def num_writes(module: Any, owner: WeightOwner) -> tuple[int, ...]:
-    """Return the write count of each weight that a lookup reads, after the backwards of `count_backwards`.
-
-    `owner` is the last writer of the looked-up tables. For the dense optimizer its weights are counted as well: it has
-    written them before the lookup. Empty for `WeightOwner.LOOKUP`, whose lookup is not early.
-    """
+    """Return the counted backwards, then the write count of each weight that a lookup of this owner reads."""
     if owner is WeightOwner.LOOKUP:
         return ()
     dense = _dense_weights(module) if owner is WeightOwner.DENSE_OPTIMIZER else []

@@ -178,11 +178,11 @@ def fit_warned(*args: Any, **kwargs: Any) -> tuple[Any, list[str]]:
 def fit_managed(folder: str) -> str:
     from tests.tables import supported_modules as kinds
 
-    case, module = kinds.CASES["managed_bags"], kinds.KindModel("managed_bags")
-    strategy = OverlapEmbeddingStrategy(sharding=kinds.make_plan(case, module))
+    module = kinds.KindModel("managed_bags")
+    strategy = OverlapEmbeddingStrategy(sharding=kinds.make_plan(module))
     trainer = make_trainer(strategy, callbacks=[EmbeddingDeltas(Files(folder))], limit_val_batches=0)
     with pytest.raises(ValueError, match="assigns") as caught:
-        trainer.fit(module, datamodule=kinds.Batches(case, 2))
+        trainer.fit(module, datamodule=kinds.Batches(module.case, 2))
     return str(caught.value)
 
 

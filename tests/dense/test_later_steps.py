@@ -9,9 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from lightning_overlap.dense import SplitLayers
-
-from .test_split_layers import train
+from .test_split_layers import assert_exact
 
 
 class Changes(nn.Module):
@@ -62,17 +60,9 @@ def test_a_hook_that_a_later_step_gives_a_part_of_a_chain_sees_a_whole_backward(
             hook.remove()
             return loss  # type: ignore[no-any-return]
 
-    model = Hooked()
-    layers = SplitLayers(model)
-    expected, actual = train(Hooked(), None), train(model, layers)
-    assert layers.names == ("context", "chain")
-    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+    assert_exact(Hooked, "context", "chain")
 
 
 @pytest.mark.parametrize("later", [in_forward_mode, with_generated_weights, with_weights_of_its_own])
 def test_gradients_are_those_of_a_whole_backward(later: Callable[[Changes, Tensor], Tensor]) -> None:
-    model = Changes(later)
-    layers = SplitLayers(model)
-    expected, actual = train(Changes(later), None), train(model, layers)
-    assert layers.names == ("hyper", "layer", "out")
-    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+    assert_exact(lambda: Changes(later), "hyper", "layer", "out")

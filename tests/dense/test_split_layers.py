@@ -41,10 +41,6 @@ def one_more_call(model: Dense, found: Tensor, rows: Tensor) -> Tensor:
     return model.second(found * 2).mean()
 
 
-def weight_read_outside(model: Dense, found: Tensor, rows: Tensor) -> Tensor:
-    return model.second.weight.square().sum()
-
-
 def weight_in_a_product(model: Dense, found: Tensor, rows: Tensor) -> Tensor:
     return nn.functional.linear(found, model.second.weight).mean()
 
@@ -101,14 +97,22 @@ def train(model: nn.Module, split: SplitLayers | None, **context: Any) -> list[T
     return found
 
 
-def assert_exact(make_model: Callable[[], nn.Module], *names: str) -> None:
+def assert_exact(make_model: Callable[[], nn.Module], *names: str, **context: Any) -> None:
     """Assert that the modules of these names are split, and that gradients are those of a whole backward."""
-    expected = train(make_model(), None)
-    model = make_model()
+    expected, model = train(make_model(), None, **context), make_model()
     layers = SplitLayers(model)
-    actual = train(model, layers)
+    actual = train(model, layers, **context)
     assert layers.names == names
     assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+
+
+def begin(model: nn.Module, split: SplitLayers, *inputs: Tensor, splits: bool = True) -> Tensor:
+    """Return the loss of a step that is to make its backward."""
+    split.begin_step(splits=splits)
+    loss: Tensor = model(*inputs)
+    split.end_forward()
+    split.begin_backward(loss)
+    return loss
 
 
 def make(also: Callable[[Dense, Tensor, Tensor], Tensor] | None = None) -> Dense:
@@ -127,7 +131,7 @@ ALL = ["bottom", "first", "second", "out"]
         (None, {"sizes": ((2, 3), (2, 4))}, ALL),
         (one_more_call, {}, ALL),
         (one_more_call, {"autocast": True}, ALL),
-        (weight_read_outside, {}, ["bottom", "first", "out"]),
+        (lambda model, found, rows: model.second.weight.square().sum(), {}, ["bottom", "first", "out"]),
         (weight_in_a_product, {}, ["bottom", "first", "out"]),
         (weight_in_a_product, {"autocast": True}, ["bottom", "first", "out"]),
         (weight_of_a_part, {}, ["first", "second", "out"]),
@@ -145,13 +149,7 @@ ALL = ["bottom", "first", "second", "out"]
 def test_both_halves_are_the_whole_backward(
     also: Callable[[Dense, Tensor, Tensor], Tensor] | None, context: dict[str, Any], split: list[str]
 ) -> None:
-    expected = train(make(also), None, **context)
-    model = make(also)
-    layers = SplitLayers(model)
-    actual = train(model, layers, **context)
-    assert [layer.name for layer in layers.layers if layer.why_whole is None] == split
-    assert len(actual) == len(expected)
-    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+    assert_exact(lambda: make(also), *split, **context)
 
 
 @pytest.mark.parametrize("in_bucket", [False, True])
@@ -166,11 +164,7 @@ def test_a_later_use_of_a_weight_outside_of_its_layer_is_an_error(in_bucket: boo
             sizes = [weight.numel() for weight in model.parameters()]
             for weight, part in zip(model.parameters(), bucket.split(sizes), strict=True):
                 weight.grad = part.view_as(weight)
-        layers.begin_step(splits=True)
-        loss = model(torch.randn(5, 3), torch.randn(5, 4, requires_grad=True))
-        layers.end_forward()
-        layers.begin_backward(loss)
-        loss.backward()
+        begin(model, layers, torch.randn(5, 3), torch.randn(5, 4, requires_grad=True)).backward()
         if uses:
             with pytest.raises(RuntimeError, match="a weight got a gradient from outside of its layer"):
                 layers.compute()
@@ -198,11 +192,15 @@ class Layers(nn.Module):
         return self.out(rows).square().mean()  # type: ignore[no-any-return]
 
 
-def test_the_output_of_a_layer_is_freed_as_its_activation_is_there() -> None:
+def test_outputs_are_freed_with_the_activation_and_inputs_with_the_weight_gradients() -> None:
+    """Lightning holds the loss until the optimizer has made its step."""
     model = Layers(inplace=False)
     split = SplitLayers(model)
+    inputs: list[StorageWeakRef] = []
+    model.activation.register_forward_hook(lambda _, given, out: inputs.append(_storage(out)))
     for _ in range(2):
         model.outputs.clear()
+        inputs.clear()
         split.begin_step(splits=True)
         loss = model(torch.randn(4, 8, requires_grad=True))
         split.end_forward()
@@ -210,30 +208,11 @@ def test_the_output_of_a_layer_is_freed_as_its_activation_is_there() -> None:
         split.begin_backward(loss)
         loss.backward()
         split.compute()
+        assert [given.expired() for given in inputs] == [True, True]
     assert all(layer.why_whole is None for layer in split.layers)
 
 
-def test_the_inputs_of_layers_are_freed_as_their_weight_gradients_are_there() -> None:
-    """Lightning holds the loss until the optimizer has made its step."""
-    model = Layers(inplace=False)
-    split = SplitLayers(model)
-    inputs: list[StorageWeakRef] = []
-    hook = model.activation.register_forward_hook(lambda _, given, out: inputs.append(_storage(out)))
-    for _ in range(2):
-        inputs.clear()
-        split.begin_step(splits=True)
-        loss = model(torch.randn(4, 8, requires_grad=True))
-        split.end_forward()
-        split.begin_backward(loss)
-        loss.backward()
-        split.compute()
-        assert [given.expired() for given in inputs] == [True, True]
-    hook.remove()
-
-
 class _Notes(torch.autograd.Function):
-    """Keeps a tensor in the graph, which a backward does not free."""
-
     @staticmethod
     def forward(ctx: Any, given: Tensor, kept: Tensor) -> Tensor:
         ctx.kept = kept
@@ -272,11 +251,7 @@ def test_an_activation_in_place_gets_the_whole_backwards_gradients() -> None:
         for _ in range(2):
             model.zero_grad()
             rows = torch.randn(4, 8, generator=random).requires_grad_()
-            split.begin_step(splits=splits)
-            loss = model(rows)
-            split.end_forward()
-            split.begin_backward(loss)
-            loss.backward()
+            begin(model, split, rows, splits=splits).backward()
             split.compute()
         assert rows.grad is not None
         found.append([rows.grad, *(weight.grad for weight in model.parameters() if weight.grad is not None)])
@@ -324,10 +299,7 @@ def test_the_reason_of_a_layer_without_a_call_of_its_own_is_true() -> None:
     reasons = []
     for one, inputs in zip(whole, [(torch.randn(2, 3), torch.randn(2, 4)), (torch.randn(2, 8),)], strict=True):
         split = SplitLayers(one)
-        split.begin_step(splits=True)
-        loss = one(*inputs)
-        split.end_forward()
-        split.begin_backward(loss)
+        begin(one, split, *inputs)
         reasons.append({layer.name: layer.why_whole for layer in split.layers})
     assert reasons[0]["bottom.0"] == reasons[0]["bottom"] == "its weight is used outside of its forward"
     unseen = "the first step does not call it, or calls it inside of torch.compile or torch.func"
@@ -376,14 +348,12 @@ def test_a_copy_that_is_made_within_a_step_is_not_split() -> None:
             teachers.append(copy.deepcopy(model.second))
         return teachers[0](found).mean()  # type: ignore[no-any-return]
 
-    expected = train(make(distilled), None)
-    teachers.clear()
-    model = make(distilled)
-    layers = SplitLayers(model)
-    actual = train(model, layers)
-    assert list(layers.names) == ALL
+    def make_model() -> Dense:
+        teachers.clear()
+        return make(distilled)
+
+    assert_exact(make_model, *ALL)
     assert vars(teachers[0]).get("forward", teachers[0].forward).__self__ is teachers[0]
-    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
 def test_a_lazy_layer_is_left_whole() -> None:

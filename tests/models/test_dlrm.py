@@ -44,9 +44,6 @@ class Reordered(torch.nn.Module):
         return KeyedTensor(keys, [pooled[key].shape[1] for key in keys], torch.cat([pooled[key] for key in keys], 1))
 
 
-# --- the forward ---
-
-
 def test_the_forward_is_bottom_mlp_pooled_rows_pairwise_dots_top_mlp():
     model, batch = model_of(), batch_of()
     dense = model.bottom(batch.dense)
@@ -95,9 +92,6 @@ def test_a_layer_to_the_embedding_dim_is_added_only_where_it_is_missing():
     assert model_of(bottom_layers=(), top_layers=())(batch_of()).shape == (16,)
 
 
-# --- tables ---
-
-
 def test_tables_are_on_meta_by_default_and_the_dense_layers_are_not():
     on_meta = [name for name, parameter in DLRM({"a": 10**9}, num_dense=2).named_parameters() if parameter.is_meta]
     assert on_meta == ["ebc.embedding_bags.a.weight"]
@@ -108,9 +102,6 @@ def test_the_initial_scale_is_the_whole_tables_also_for_a_shard_of_it():
     shard = config.init_fn(torch.empty(100, 16))
     assert shard.abs().max().item() == pytest.approx(0.01, rel=0.01)
     assert shard.abs().max() <= 0.01
-
-
-# --- who owns which parameter ---
 
 
 def owned(model: DLRM) -> set[str]:
@@ -137,9 +128,6 @@ def test_the_fused_optimizer_updates_the_rows_looked_up_inside_backward(name, ki
         key = f"embedding_bags.{feature}.weight"
         changed = (model.ebc.state_dict()[key] != before[key]).any(1).nonzero().flatten().tolist()
         assert changed == sorted(set(batch.sparse[feature].values().tolist()))
-
-
-# --- metrics ---
 
 
 def pairwise_auc(scores: list[float], labels: list[int]) -> float:
@@ -170,16 +158,6 @@ def test_the_binned_auc_resolves_rare_clicks():
     assert metric.compute().item() == pytest.approx(pairwise_auc(logits.tolist(), labels.int().tolist()), abs=1e-4)
 
 
-def test_a_constant_prediction_of_the_rate_has_entropy_one_and_half_the_area():
-    labels = torch.tensor([1.0, 0.0, 0.0, 0.0] * 10)
-    logits = torch.full((40,), math.log(0.25 / 0.75))
-    entropy, area = NormalizedEntropy(), BinnedAUC()
-    entropy.update(logits, labels)
-    area.update(logits, labels)
-    assert entropy.compute().item() == pytest.approx(1.0, abs=1e-6)
-    assert area.compute().item() == 0.5
-
-
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.tuples(st.floats(-10, 10), st.integers(0, 1)), min_size=2, max_size=30))
 def test_normalized_entropy_is_log_loss_over_entropy_over_any_batches(samples):
@@ -194,9 +172,6 @@ def test_normalized_entropy_is_log_loss_over_entropy_over_any_batches(samples):
     loss = torch.nn.functional.binary_cross_entropy_with_logits(scores, labels).item()
     entropy = -(rate * math.log(rate) + (1 - rate) * math.log(1 - rate))
     assert metric.compute().item() == pytest.approx(loss / entropy, rel=1e-4, abs=1e-6)
-
-
-# --- with Lightning ---
 
 
 def test_it_trains_validates_tests_and_reloads_without_a_strategy_of_ours(tmp_path):
@@ -217,9 +192,6 @@ def test_it_trains_validates_tests_and_reloads_without_a_strategy_of_ours(tmp_pa
     again = DLRM.load_from_checkpoint(tmp_path / "model.ckpt", table_device="cpu", weights_only=True)
     batch = next(iter(data.val_dataloader()))
     assert torch.equal(again.eval()(batch), model.eval()(batch))
-
-
-# --- arguments ---
 
 
 @pytest.mark.parametrize(

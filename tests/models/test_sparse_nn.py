@@ -51,20 +51,14 @@ def test_tables_of_other_widths_dense_layers_and_normalized_layers() -> None:
     }
 
 
-@pytest.mark.parametrize(("dims", "message"), [({"cat_9": 4}, "got: 'cat_9'"), ({"cat_1": 0}, r"\[cat_1\] must be at")])
-def test_widths_of_tables_that_cannot_be_are_named(dims: dict[str, int], message: str) -> None:
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"embedding_dim_of": {"cat_9": 4}}, "got: 'cat_9'"),
+        ({"embedding_dim_of": {"cat_1": 0}}, r"\[cat_1\] must be at"),
+        ({"fused_optimizer": "adamw", "table_learning_rate": 0.1}, "fused_optimizer is unknown to this model"),
+    ],
+)
+def test_options_that_cannot_be_are_named(options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        model(embedding_dim_of=dims)
-
-
-def test_sgd_has_what_no_backward_updates() -> None:
-    dense = {id(weight) for weight in model().top.parameters()}
-    for rate, tables in ((None, 3), (0.1, 0)):
-        [group] = model(table_learning_rate=rate).configure_optimizers().param_groups
-        assert len(group["params"]) == len(dense) + tables
-
-
-def test_its_record_makes_it_again() -> None:
-    assert SparseNN(**model().hparams).top[0][0].out_features == 6  # type: ignore[index]
-    with pytest.raises(ValueError, match="fused_optimizer is unknown to this model"):
-        model(fused_optimizer="adamw", table_learning_rate=0.1)
+        model(**options)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -21,12 +20,7 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.mc_embeddingbag import ManagedCollisionEmbeddingBagCollectionSharder
 from torchrec.distributed.pec_embedding import PECEmbeddingCollectionSharder
 from torchrec.distributed.sharding_plan import construct_module_sharding_plan
-from torchrec.distributed.types import (
-    ShardedModule,
-    ShardingEnv,
-    ShardingEnv2D,
-    ShardingPlan,
-)
+from torchrec.distributed.types import ShardedModule, ShardingEnv, ShardingEnv2D, ShardingPlan
 from torchrec.modules.embedding_configs import QuantConfig
 from torchrec.modules.hash_mc_modules import HashZchManagedCollisionModule
 from torchrec.modules.itep_embedding_modules import ITEPEmbeddingBagCollection
@@ -50,6 +44,8 @@ from .supported_modules import (
     Outcome,
     collect,
     dense_optimizer,
+    draw_weights,
+    fit_module,
     make_batch,
     pooled,
     summed,
@@ -60,47 +56,21 @@ CPU = torch.device("cpu")
 TABLES = {"fused_params": {"learning_rate": 2.0}}
 
 
-def _placed(module: nn.Module, sharder: Any, place: Callable[[int], Any], world_size: int) -> Any:
-    return construct_module_sharding_plan(
-        module,
-        per_param_sharding={t: place(int(t.removeprefix("t"))) for t in sharder.shardable_parameters(module)},
-        sharder=sharder,
-        local_size=world_size,
-        world_size=world_size,
-        device_type="cpu",
-    )
+def _placed(module: nn.Module, sharder: Any, place: Callable[[int], Any]) -> Any:
+    kinds = {table: place(int(table.removeprefix("t"))) for table in sharder.shardable_parameters(module)}
+    return construct_module_sharding_plan(module, kinds, sharder, dist.get_world_size(), dist.get_world_size(), "cpu")
 
 
 def _sharded(module: nn.Module, sharder: Any, place: Callable[[int], Any] = whole) -> nn.Module:
-    _fill(module)
-    plan = _placed(module, sharder, place, dist.get_world_size())
+    draw_weights(module, 31, 0.4)
+    plan = _placed(module, sharder, place)
     sharded = sharder.shard(module, plan, ShardingEnv.from_process_group(dist.group.WORLD), CPU)
     sharded.load_state_dict(module.state_dict(), strict=False)
     return sharded
 
 
-def _fill(module: nn.Module) -> None:
-    generator = torch.Generator().manual_seed(31)
-    with torch.no_grad():
-        for _, parameter in sorted(module.named_parameters()):
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.4)
-
-
 def pec() -> nn.Module:
-    return _sharded(
-        PECEmbeddingCollection(sequences(2)),
-        PECEmbeddingCollectionSharder(**TABLES),
-        rows,
-    )
-
-
-def itep_unsharded() -> nn.Module:
-    pruning = GenericITEPModule(table_name_to_unpruned_hash_sizes={}, lookups=[], enable_pruning=False)
-    return ITEPEmbeddingBagCollection(bags(2), pruning)
-
-
-def _bag_sharder() -> Any:
-    return EmbeddingBagCollectionSharder(**TABLES)
+    return _sharded(PECEmbeddingCollection(sequences(2)), PECEmbeddingCollectionSharder(**TABLES), rows)
 
 
 def pool() -> nn.Module:
@@ -114,14 +84,11 @@ def pool() -> nn.Module:
 
 def quantized() -> nn.Module:
     unsharded = bags(2)
-    _fill(unsharded)
+    draw_weights(unsharded, 31, 0.4)
     weight = quantization.PlaceholderObserver.with_args(dtype=torch.qint8)
     activation = quantization.PlaceholderObserver.with_args(dtype=torch.float)
     unsharded.qconfig = QuantConfig(activation=activation, weight=weight)
     return QuantEmbeddingBagCollection.from_float(unsharded)
-
-
-# -- runs -------------------------------------------------------------------------------------------------------
 
 
 def _looked_up(kjt: KeyedJaggedTensor) -> Tensor:
@@ -138,8 +105,6 @@ FOREIGN: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], Tensor], int]]
 
 
 class ForeignModel(LightningModule):
-    """A module of another's making beside a collection that the strategy shards."""
-
     def __init__(self, name: str) -> None:
         super().__init__()
         self.losses: list[Tensor] = []
@@ -150,10 +115,9 @@ class ForeignModel(LightningModule):
         self.bottom = nn.Linear(NUM_DENSE, 8)
         self.top = nn.Linear(8 + 2 * DIM + width, 1)
         for module in (self.ebc, self.bottom, self.top):
-            _fill(module)
+            draw_weights(module, 31, 0.4)
 
     def merged(self, batch: Batch) -> Tensor:
-        """(B, D) of the foreign module alone."""
         if isinstance(self.foreign, KeyedJaggedTensorPool):
             return self.answer(self.foreign.lookup((torch.arange(BATCH_SIZE) + len(batch.kjt.values())) % NUM_ROWS))
         return self.answer(self.foreign(batch.kjt))
@@ -172,10 +136,10 @@ class ForeignModel(LightningModule):
         return dense_optimizer(self)
 
 
-def train(name: str, num_steps: int = NUM_STEPS) -> Outcome:
+def train(name: str) -> Outcome:
     """DistributedDataParallel around the dense part, in a hand-written loop."""
     model = ForeignModel(name)
-    model.ebc = _sharded(model.ebc, _bag_sharder())
+    model.ebc = _sharded(model.ebc, EmbeddingBagCollectionSharder(**TABLES))
     optimizer = dense_optimizer(model)
     inner = {key: child for key, child in model.named_modules() if isinstance(child, ShardedModule)}
     names = [key for key, _ in (*model.named_parameters(), *model.named_buffers())]
@@ -183,7 +147,7 @@ def train(name: str, num_steps: int = NUM_STEPS) -> Outcome:
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
     ddp = DistributedDataParallel(model, broadcast_buffers=False)
     losses = []
-    for index in range(num_steps):
+    for index in range(NUM_STEPS):
         optimizer.zero_grad()
         loss = ddp(make_batch(IDS, index, dist.get_rank()))
         loss.backward()
@@ -195,23 +159,16 @@ def train(name: str, num_steps: int = NUM_STEPS) -> Outcome:
 IDS = KindCase("foreign", {})
 
 
-def fit(name: str, pipeline: str, num_steps: int = NUM_STEPS) -> Outcome:
-    """The same under the strategy."""
+def fit(name: str, pipeline: str) -> Outcome:
     model = ForeignModel(name)
-    plan = ShardingPlan({"ebc": _placed(model.ebc, _bag_sharder(), whole, dist.get_world_size())})
-    strategy, num_early = watched_strategy(pipeline, plan)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        trainer = make_trainer(strategy)
-        trainer.fit(model, datamodule=Batches(IDS, num_steps))
-    messages = [str(warning.message) for warning in caught if "not overlapped" in str(warning.message)]
-    return Outcome(torch.stack(model.losses), collect(model, trainer.optimizers[0]), sum(num_early), messages)
+    of_ebc = _placed(model.ebc, EmbeddingBagCollectionSharder(**TABLES), whole)
+    return fit_module(model, Batches(IDS), ShardingPlan({"ebc": of_ebc}), pipeline)
 
 
 def fit_unsharded_pruning() -> None:
-    """A pruning module that nobody sharded."""
     model = ForeignModel("quantized")
-    model.foreign = itep_unsharded()
+    pruning = GenericITEPModule(table_name_to_unpruned_hash_sizes={}, lookups=[], enable_pruning=False)
+    model.foreign = ITEPEmbeddingBagCollection(bags(2), pruning)
     make_trainer(watched_strategy("base", None)[0]).fit(model, datamodule=Batches(IDS, 2))
 
 
@@ -242,7 +199,7 @@ def hash_on_a_cpu() -> tuple[Tensor, Tensor, str]:
     rank, world_size, model = dist.get_rank(), dist.get_world_size(), Hashes()
     key = "mc._embedding_module.embedding_bags.t0.weight"
     before = model.get_parameter(key).detach().clone().tensor_split(world_size)[rank]
-    plan = ShardingPlan({"mc": _placed(model.mc, ManagedCollisionEmbeddingBagCollectionSharder(), rows, world_size)})
+    plan = ShardingPlan({"mc": _placed(model.mc, ManagedCollisionEmbeddingBagCollectionSharder(), rows)})
     data = [make_batch(IDS, 0, rank)]
     make_trainer(watched_strategy("base", plan)[0]).validate(model, [DataLoader(data, batch_size=None)], verbose=False)
     after = model.state_dict()[key].local_shards()[0].tensor
@@ -255,7 +212,7 @@ def reasons_of_other_ranks() -> list[str | None]:
     """Tables sharded over all ranks, over this one alone, and in two dimensions."""
     world_size, rank = dist.get_world_size(), dist.get_rank()
     alone = [dist.new_group([other]) for other in range(world_size)][rank]
-    module = _sharded(bags(2), _bag_sharder())
+    module = _sharded(bags(2), EmbeddingBagCollectionSharder(**TABLES))
     found = [why_never_early(module, dist.group.WORLD)]
     module._env = ShardingEnv.from_process_group(alone)
     found.append(why_never_early(module, dist.group.WORLD))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import sys
 import warnings
-from collections.abc import Mapping
 from typing import Any
 from unittest import mock
 
@@ -95,13 +94,7 @@ class Writes(Model):
                     weight.mul_(0.5)
 
 
-MODELS: Mapping[str, type[Model]] = {
-    cls.__name__: cls
-    for cls in (
-        *(Model, Scheduled, PenalizesAll, PenalizesAllAndFails),
-        *(TwoBackwards, TwoCalls, Frozen, Writes, MakesInput),
-    )
-}
+MODELS = (Model, Scheduled, PenalizesAll, PenalizesAllAndFails, TwoBackwards, TwoCalls, Frozen, Writes, MakesInput)
 
 
 def strategy_of(case: Case, pipeline: str, replicated: Any = SMALL, **options: Any) -> OverlapEmbeddingStrategy:
@@ -113,14 +106,13 @@ def strategy_of(case: Case, pipeline: str, replicated: Any = SMALL, **options: A
 def fit(
     case: Case, pipeline: str, model_class: str = "Model", options: dict[str, Any] | None = None, **kwargs: Any
 ) -> Result:
-    model = MODELS[model_class](case)
+    model = {cls.__name__: cls for cls in MODELS}[model_class](case)
     trainer = make_trainer(strategy_of(case, pipeline, **(options or {})), **{"limit_val_batches": 0, **kwargs})
     trainer.fit(model, datamodule=Data(case, NUM_STEPS))
     return collect(model, trainer.optimizers[0], model.losses)
 
 
 def error_of_penalty(case: Case, model_class: str = "PenalizesAll") -> str:
-    """Return the error of a penalty on all parameters."""
     try:
         fit(case, "fused_sparse_dist", model_class)
     except RuntimeError as err:
@@ -143,8 +135,6 @@ def num_compared(case: Case, model_class: str) -> tuple[Result, int]:
 
 
 class Stop(Callback):
-    """Ends training after so many batches."""
-
     def __init__(self, num_batches: int) -> None:
         self.num_batches = num_batches
 
@@ -173,9 +163,6 @@ def reference(case: Case, staleness: int = 0, *, scheduled: bool = False) -> Res
     return train_delayed(dataclasses.replace(case, tables=tables), Delayed(staleness), **schedule)
 
 
-# -- checkpoints --------------------------------------------------------------------------------------------------
-
-
 def train_from(
     case: Case, folder: str, *, replicated: Any, epochs: int, resume: str | None = None, **options: Any
 ) -> tuple[Result, str, list[str]]:
@@ -197,18 +184,12 @@ def train_from(
 
 
 def load_unsharded(case: Case, path: str) -> dict[str, Tensor]:
-    """Load a file into the plain module, as for serving."""
     loaded = Model.load_from_checkpoint(path, case=case, weights_only=True)
     return {name.split(".")[-2]: weight.detach() for name, weight in loaded.named_parameters() if "ebc" in name}
 
 
-# -- which tables ---------------------------------------------------------------------------------------------------
-
-
 class WithBatchSize(Batches):
-    """Says how many samples a batch has."""
-
-    def __init__(self, case: Case, batch_size: int) -> None:
+    def __init__(self, case: Case, batch_size: int | None) -> None:
         super().__init__(case, 2)
         self.batch_size = batch_size
 
@@ -219,10 +200,9 @@ def replicated_in(
     """Return the tables that a short fit replicates, or what the user reads where that is refused."""
     case = dataclasses.replace(case_of("sgd"), optimizer=optimizer)
     model = Model(case, fused_optimizer=optimizer is not None)
-    data = Batches(case, 2) if batch_size is None else WithBatchSize(case, batch_size)
     strategy = OverlapEmbeddingStrategy(sharding=sharding, replicate_tables=replicated, **options)
     try:
-        make_trainer(strategy).fit(model, datamodule=data)
+        make_trainer(strategy).fit(model, datamodule=WithBatchSize(case, batch_size))
     except (ValueError, TypeError) as err:
         return str(err)
     plans = [module.module_sharding_plan for module in sharded_modules(model).values()]
@@ -246,23 +226,14 @@ def replicated_of_one_name(of_second: Any, replicated: Any) -> list[str] | str:
     return sorted(f"{path}.{name}" for path, name in whole)
 
 
-def groups_of(case: Case, replicated: Any) -> list[tuple[str, float]]:
-    """Return name and rate of each fused group of a combined optimizer."""
+def shown_of(case: Case, replicated: Any) -> tuple[list[tuple[str, float]], list[str]]:
+    """Return name and rate of each fused group of a combined optimizer, and what the log says of the tables."""
     model = Model(case)
-    make_trainer(strategy_of(case, "base", replicated)).fit(model, datamodule=Batches(case, 2))
-    combined = combined_optimizer(model, dense_optimizer(model))
-    return [(group["name"], group["lr"]) for group in combined.fused_groups]
-
-
-def lines_of(case: Case) -> list[str]:
-    """Return what the log says of the tables as a fit begins."""
-    model = Model(case)
-    trainer = make_trainer(strategy_of(case, "base"))
+    trainer = make_trainer(strategy_of(case, "base", replicated))
     trainer.fit(model, datamodule=Batches(case, 2))
-    return table_lines(model, trainer.optimizers, scheduled=False, moved=False)
-
-
-# -- law 10 -----------------------------------------------------------------------------------------------------------
+    groups = combined_optimizer(model, dense_optimizer(model)).fused_groups
+    lines = table_lines(model, trainer.optimizers, scheduled=False, moved=False)
+    return [(group["name"], group["lr"]) for group in groups], lines
 
 
 def check_unsharded(name: str, pipeline: str) -> str:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import PoolingMode
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import DenseTableBatchedEmbeddingBagsCodegen
-from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import LightningDataModule, LightningModule
 from torch import Tensor, nn
 from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.distributed.tensor import DTensor
@@ -89,9 +89,6 @@ class Batch:
     labels: Tensor
 
 
-# -- answers ----------------------------------------------------------------------------------------------------
-
-
 def pooled(embeddings: Any) -> Tensor:
     """(B, D) of a KeyedTensor, by name: TorchRec orders columns by the plan."""
     return torch.cat([embeddings[name] for name in FEATURES if name in embeddings.keys()], dim=1)  # noqa: SIM118
@@ -114,28 +111,18 @@ def first_of(answer: Callable[[Any], Tensor]) -> Callable[[Any], Tensor]:
     return lambda embeddings: answer(embeddings[0])
 
 
-# -- cases ------------------------------------------------------------------------------------------------------
-
-
 def _alternating(first: Callable[[int], Any], second: Callable[[int], Any]) -> Callable[[int], Any]:
     return lambda table: (second if table % 2 else first)(table)
 
 
 @dataclass(frozen=True)
 class Part:
-    """A module of a model.
-
-    Args:
-        build: Makes it.
-        answer: Turns what it returns into (B, D).
-        place: Shards its tables; None: nothing of it is sharded.
-        stale: Whether a stale mode looks it up before the updates of the batches before.
-    """
+    """A module of a model."""
 
     build: Callable[[], nn.Module]
-    answer: Callable[[Any], Tensor] = pooled
-    place: Placement | None = whole
-    stale: bool = True
+    answer: Callable[[Any], Tensor] = pooled  # turns what the module returns into (B, D)
+    place: Placement | None = whole  # None: nothing of it is sharded
+    stale: bool = True  # whether a stale mode looks it up before the updates of the batches before
 
 
 @dataclass(frozen=True)
@@ -145,12 +132,9 @@ class KindCase:
     name: str
     parts: Mapping[str, Part]
     ids: Callable[[torch.Generator], KeyedJaggedTensor] = field(default=plain_ids)
-    fused_lr: float | None = 2.0
-    """Of the optimizer applied in backward; None: the modules have one of their own."""
-    plain: bool = False
-    """Whether nothing of it starts early."""
-    exact_only: bool = False
-    """Whether its embeddings cannot be taken apart from the dense part, which a stale reference does."""
+    fused_lr: float | None = 2.0  # of the optimizer applied in backward; None: the modules have one of their own
+    plain: bool = False  # whether nothing of it starts early
+    exact_only: bool = False  # whether its embeddings cannot be taken apart from the dense part, for a stale reference
 
 
 MIXED = _alternating(whole, copies)
@@ -182,11 +166,7 @@ CASES = {
             {"mc": Part(managed_bags, first_of(pooled), rows, stale=False), "ebc": Part(bags)},
         ),
         KindCase(
-            "mixed_bags_and_sequences",
-            {
-                "ebc": Part(bags, place=copies, stale=False),
-                "ec": Part(sequences, summed),
-            },
+            "mixed_bags_and_sequences", {"ebc": Part(bags, place=copies, stale=False), "ec": Part(sequences, summed)}
         ),
     )
 }
@@ -200,8 +180,6 @@ def make_batch(case: KindCase, index: int, rank: int) -> Batch:
 
 
 class Batches(LightningDataModule):
-    """Batches 0 to n - 1 of this rank."""
-
     def __init__(self, case: KindCase, num_batches: int = NUM_STEPS) -> None:
         super().__init__()
         self.case, self.num_batches = case, num_batches
@@ -232,10 +210,11 @@ class KindModel(LightningModule):
         self.top = nn.Sequential(nn.Linear(self._width(), 16), nn.ReLU(), nn.Linear(16, 1))
         self.register_buffer("scale", torch.ones(()))  # DistributedDataParallel sends it before each forward
         draw_weights(self, 17, 0.4)
-        if self.case.fused_lr is not None:
-            for module in self.modules():
-                if isinstance(module, (EmbeddingBagCollection, EmbeddingCollection)):
-                    self._apply_in_backward(module)
+        modules = self.modules() if self.case.fused_lr is not None else ()
+        for module in (one for one in modules if isinstance(one, (EmbeddingBagCollection, EmbeddingCollection))):
+            for name, parameter in module.named_parameters():
+                if is_fused(self.part_of(module), int(name.split(".")[-2].removeprefix("t"))):
+                    _apply_optimizer_in_backward(torch.optim.SGD, [parameter], {"lr": self.case.fused_lr})
 
     def _width(self) -> int:
         with torch.no_grad():
@@ -244,11 +223,6 @@ class KindModel(LightningModule):
             width = 8 + sum(answer.shape[1] for answer in self.eval().answers(probe).values())
         self.train(training)
         return width
-
-    def _apply_in_backward(self, module: nn.Module) -> None:
-        for name, parameter in module.named_parameters():
-            if is_fused(self.case, self.part_of(module), int(name.split(".")[-2].removeprefix("t"))):
-                _apply_optimizer_in_backward(torch.optim.SGD, [parameter], {"lr": self.case.fused_lr})
 
     def part_of(self, module: nn.Module) -> Part:
         [name] = [name for name in self.case.parts if any(module is inner for inner in getattr(self, name).modules())]
@@ -291,24 +265,17 @@ def factor(step: int) -> float:
     return 1.0 / (1 + step)
 
 
-def is_fused(case: KindCase, part: Part, table: int) -> bool:
-    return (
-        part.place is not None
-        and part.place not in (copies, whole_dense)
-        and not (table % 2 and part.place in (MIXED, MIXED_DENSE, ALSO_DENSE))
-        and part.place is not MIXED_DENSE
-    )
+def is_fused(part: Part, table: int) -> bool:
+    is_dense = part.place in (None, copies, whole_dense, MIXED_DENSE)
+    return not is_dense and not (table % 2 and part.place in (MIXED, ALSO_DENSE))
 
 
 def dense_optimizer(module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(own_parameters(module), 0.5, momentum=0.5)
 
 
-def make_plan(case: KindCase, module: KindModel) -> ShardingPlan:
+def make_plan(module: KindModel) -> ShardingPlan:
     return plan_by_place(module, lambda inner: module.part_of(inner).place)
-
-
-# -- runs -------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -317,9 +284,9 @@ class Outcome:
 
     losses: Tensor
     state: dict[str, Tensor]
-    num_early: int = 0
-    """Input dists of coming batches that were used."""
+    num_early: int = 0  # input dists of coming batches that were used
     messages: list[str] = field(default_factory=list)
+    before: dict[str, Tensor] = field(default_factory=dict)  # what the plain loop has before its last step
 
     def differences(self, other: Outcome) -> list[str]:
         if self.state.keys() != other.state.keys():
@@ -329,29 +296,25 @@ class Outcome:
 
 
 @dense_kernels_without_pooling()
-def train(name: str, staleness: int = 0, num_steps: int = NUM_STEPS, rates_move: bool = False) -> Outcome:
+def train(name: str, staleness: int = 0, rates_move: bool = False) -> Outcome:
     """Plain DistributedModelParallel: stale parts are looked up before the updates of `staleness` batches."""
     case, module = CASES[name], KindModel(name)
     weights = {key: getattr(module, key).state_dict() for key in case.parts}
-    dmp = DistributedModelParallel(
-        module,
-        env=ShardingEnv.from_process_group(dist.group.WORLD),
-        device=torch.device("cpu"),
-        plan=make_plan(case, module),
-        sharders=list(get_default_sharders()),
-    )
+    env, plan = ShardingEnv.from_process_group(dist.group.WORLD), make_plan(module)
+    dmp = DistributedModelParallel(module, env, torch.device("cpu"), plan, list(get_default_sharders()))
     for key, state in weights.items():
         # A managed collision module begins without ids; its sharded form does not take the whole one's.
         tables = {weight: value for weight, value in state.items() if "managed_collision_modules" not in weight}
         getattr(module, key).load_state_dict(tables, strict=False)
     optimizer = dense_optimizer(module)
-    batches = [make_batch(case, index, dist.get_rank()) for index in range(num_steps)]
+    batches = [make_batch(case, index, dist.get_rank()) for index in range(NUM_STEPS)]
     stale = [key for key, part in case.parts.items() if part.stale]
     embeddings: dict[int, dict[str, Any]] = {}
     losses = []
     module.on_train_epoch_start()
-    for index in range(num_steps):
-        for ahead in range(index, min(index + staleness + 1, num_steps)) if staleness else ():
+    for index in range(NUM_STEPS):
+        before = collect(module, optimizer) if index == NUM_STEPS - 1 else {}
+        for ahead in range(index, min(index + staleness + 1, NUM_STEPS)) if staleness else ():
             if ahead not in embeddings:
                 embeddings[ahead] = {key: module.call(key, batches[ahead]) for key in stale}
         optimizer.zero_grad()
@@ -362,20 +325,22 @@ def train(name: str, staleness: int = 0, num_steps: int = NUM_STEPS, rates_move:
         loss.backward()
         optimizer.step()
         losses.append(loss.detach())
-    return Outcome(torch.stack(losses), collect(module, optimizer))
+    return Outcome(torch.stack(losses), collect(module, optimizer), before=before)
 
 
 @dense_kernels_without_pooling()
-def fit(
-    name: str, pipeline: Any, num_steps: int = NUM_STEPS, rates_move: bool = False, **trainer_kwargs: Any
-) -> Outcome:
+def fit(name: str, pipeline: Any, rates_move: bool = False, **trainer_kwargs: Any) -> Outcome:
     """The same under the strategy."""
-    case, module = CASES[name], KindModel(name, rates_move)
-    strategy, num_early = watched_strategy(pipeline, make_plan(case, module))
+    module = KindModel(name, rates_move)
+    return fit_module(module, Batches(module.case), make_plan(module), pipeline, **trainer_kwargs)
+
+
+def fit_module(module: Any, data: Batches, plan: ShardingPlan, pipeline: Any, **trainer_kwargs: Any) -> Outcome:
+    strategy, num_early = watched_strategy(pipeline, plan)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer = make_trainer(strategy, **{"limit_val_batches": 0, **trainer_kwargs})
-        trainer.fit(module, datamodule=Batches(case, num_steps))
+        trainer.fit(module, datamodule=data)
     messages = [str(warning.message) for warning in caught if "not overlapped" in str(warning.message)]
     state = collect(module, trainer.optimizers[0])
     return Outcome(torch.stack(module.losses), state, sum(num_early), messages)
@@ -386,10 +351,10 @@ def fit_at_once_and_in_two(name: str, pipeline: str, folder: str) -> tuple[Outco
     """Two epochs in one fit; the second one alone, from a checkpoint after the first."""
     outcomes = []
     for path, epochs in ((None, 2), (None, 1), (f"{folder}/one.ckpt", 2)):
-        case, module = CASES[name], KindModel(name)
-        strategy, _ = watched_strategy(pipeline, make_plan(case, module))
+        module = KindModel(name)
+        strategy, _ = watched_strategy(pipeline, make_plan(module))
         trainer = make_trainer(strategy, max_epochs=epochs, limit_val_batches=0)
-        trainer.fit(module, datamodule=Batches(case, 6), ckpt_path=path)
+        trainer.fit(module, datamodule=Batches(module.case, 6), ckpt_path=path)
         outcomes.append(Outcome(torch.stack(module.losses), collect(module, trainer.optimizers[0])))
         if epochs == 1:
             trainer.save_checkpoint(f"{folder}/one.ckpt")
@@ -397,21 +362,13 @@ def fit_at_once_and_in_two(name: str, pipeline: str, folder: str) -> tuple[Outco
     return Outcome(whole.losses[6:], whole.state), rest
 
 
-def save_assigned_rows(path: str, checkpoint_format: str | None = None) -> None:
-    """Train managed collision modules a little and save them."""
-    _managed_trainer(2, checkpoint_format).save_checkpoint(path)
-
-
-def load_assigned_rows(path: str) -> None:
-    _managed_trainer(3, None, path)
-
-
-def _managed_trainer(num_epochs: int, checkpoint_format: str | None, path: str | None = None) -> Trainer:
-    case, module = CASES["managed_bags"], KindModel("managed_bags")
-    strategy = OverlapEmbeddingStrategy(sharding=make_plan(case, module), checkpoint_format=checkpoint_format)
-    trainer = make_trainer(strategy, max_epochs=num_epochs, limit_val_batches=0)
-    trainer.fit(module, datamodule=Batches(case, 2), ckpt_path=path)
-    return trainer
+def train_assigned_rows(path: str, checkpoint_format: str | None = None, *, loads: bool = False) -> None:
+    """Train managed collision modules a little and save them, or go on from there."""
+    module = KindModel("managed_bags")
+    strategy = OverlapEmbeddingStrategy(sharding=make_plan(module), checkpoint_format=checkpoint_format)
+    trainer = make_trainer(strategy, max_epochs=3 if loads else 2, limit_val_batches=0)
+    trainer.fit(module, datamodule=Batches(module.case, 2), ckpt_path=path if loads else None)
+    trainer.save_checkpoint(path)
 
 
 def watched_strategy(pipeline: Any, plan: ShardingPlan | None) -> tuple[OverlapEmbeddingStrategy, list[bool]]:

@@ -10,16 +10,211 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor
+from torch.optim import lr_scheduler
+from torch.optim.swa_utils import SWALR
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+from torchrec.optim.optimizers import in_backward_optimizer_filter
 
+from lightning_overlap import OverlapEmbeddingStrategy, combined_optimizer
+from lightning_overlap.tables import sharded_module
 from lightning_overlap.tables.combined_optimizer import DenseAndFused
+from lightning_overlap.tables.sharded_module import fused_optimizers
 
-from ..sparse.update_rates import factor
+from ..checkpoint.resumes import StatefulBatches
+from ..plugin.strategies import Dense
+from ..sparse.update_rates import TWO_RATES, Scheduled, Unscheduled, collect_tables, factor
+from ..support.cases import ROWWISE_ADAGRAD, TABLE_WISE, Batches, dense_optimizer, make_plan
+from ..support.fits import make_strategy, make_trainer
 from ..support.ranks import Ranks
-from . import combined_optimizers
+from ..support.reference import Result, collect
+
+
+def monitor(folder: str) -> dict[str, list[float]]:
+    model = Scheduled(TWO_RATES)
+    plan = make_plan(TWO_RATES, model, dist.get_world_size())
+    logger = CSVLogger(folder)
+    watch = LearningRateMonitor("step", log_momentum=True, log_weight_decay=True)
+    kwargs: dict[str, Any] = {"logger": logger, "log_every_n_steps": 1, "callbacks": [watch]}
+    make_trainer(OverlapEmbeddingStrategy(sharding=plan), **kwargs).fit(model, datamodule=Batches(TWO_RATES, 5))
+    return {name: values for name, values in watch.lrs.items() if not name.startswith("step")}
+
+
+def state_dict(sharding: str) -> dict[str, Any]:
+    model = Scheduled(ROWWISE_ADAGRAD)
+    trainer = make_trainer(OverlapEmbeddingStrategy(sharding=sharding))
+    trainer.fit(model, datamodule=Batches(ROWWISE_ADAGRAD, 3))
+    return trainer.optimizers[0].state_dict()
+
+
+def hyperparameters(saved: dict[str, Any]) -> list[dict[str, Any]]:
+    return [{key: value for key, value in group.items() if key != "params"} for group in saved["param_groups"]]
+
+
+def train_from(pipeline: str, folder: str, resume: str | None) -> tuple[Result, list[float]]:
+    """Train two epochs under a schedule, saving after step 4, or go on from there; return the kernels' rates too."""
+    rates: list[float] = []
+    model = notes_rates(Scheduled, rates)(ROWWISE_ADAGRAD)
+    saver = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=4, save_top_k=-1)
+    plan = make_plan(ROWWISE_ADAGRAD, model, dist.get_world_size())
+    kwargs: dict[str, Any] = {"enable_checkpointing": True, "callbacks": [saver], "max_epochs": 2}
+    trainer = make_trainer(OverlapEmbeddingStrategy(pipeline=pipeline, sharding=plan), **kwargs)
+    trainer.fit(model, datamodule=StatefulBatches("own-sized", 6), ckpt_path=resume)
+    return collect(model, trainer.optimizers[0], model.losses), rates
+
+
+def notes_rates(cls: type[Scheduled], rates: list[float]) -> type[Scheduled]:
+    """Return a class of module that notes the rate of its first kernel after each backward."""
+
+    class Notes(cls):  # type: ignore[valid-type,misc]
+        def on_after_backward(self) -> None:
+            rates.append(fused_optimizers(self.ebc)[0].param_groups[0]["lr"])
+
+    return Notes
+
+
+def fit_again() -> list[list[float]]:
+    """Fit a module twice; return the fused rates that each schedule began and ended with."""
+    model = Scheduled(TABLE_WISE)
+    plan = make_plan(TABLE_WISE, model, dist.get_world_size())
+    seen = []
+    for _ in range(2):
+        trainer = make_trainer(OverlapEmbeddingStrategy(sharding=plan))
+        trainer.fit(model, datamodule=Batches(TABLE_WISE, 3))
+        [group] = trainer.optimizers[0].fused_groups
+        seen.append([group["initial_lr"], group["lr"]])
+    return seen
+
+
+SCHEDULERS: dict[str, Any] = {
+    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, [0.1, 4.0], total_steps=20),
+    "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, [0.1, 1.0], [0.2, 4.0], step_size_up=3),
+    "CosineAnnealingWarmRestarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, T_0=3),
+    "StepLR": lambda o: lr_scheduler.StepLR(o, 2),
+    "ExponentialLR": lambda o: lr_scheduler.ExponentialLR(o, 0.5),
+    "PolynomialLR": lambda o: lr_scheduler.PolynomialLR(o, 10),
+    "MultiplicativeLR": lambda o: lr_scheduler.MultiplicativeLR(o, lambda step: 0.9),
+    "SequentialLR": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.ConstantLR(o, 0.1, 2), lr_scheduler.ExponentialLR(o, 0.5)], [2]
+    ),
+    "ChainedScheduler": lambda o: lr_scheduler.ChainedScheduler(
+        [lr_scheduler.LinearLR(o, 0.1), lr_scheduler.ExponentialLR(o, 0.9)]
+    ),
+    "SWALR": lambda o: SWALR(o, swa_lr=0.05),
+}
+
+
+def frozen_beside_zero() -> tuple[bool, bool]:
+    """Whether a frozen table and one that begins with a rate of zero have moved after a schedule raised the rate."""
+    model = ZeroAtFirst(ROWWISE_ADAGRAD, fused_optimizer=False)
+    model.ebc.embedding_bags["t1"].weight.requires_grad_(False)
+    before = {name: bag.weight.detach().clone() for name, bag in model.ebc.embedding_bags.items()}
+    strategy = OverlapEmbeddingStrategy(sharding="table_wise", fused_optimizer=(torch.optim.SGD, {"lr": 0.0}))
+    make_trainer(strategy).fit(model, datamodule=Batches(ROWWISE_ADAGRAD, 4))
+    moved = {name.split()[0]: not torch.equal(t, before[name.split()[0]]) for name, t in collect_tables(model).items()}
+    return moved["t0"], moved["t1"]
+
+
+class ZeroAtFirst(Scheduled):
+    """Its schedule sets rates, whatever they began with."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = combined_optimizer(self, dense_optimizer(self))
+        scheduler = lr_scheduler.OneCycleLR(optimizer, [0.2, 2.0], total_steps=10)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+def rate_without_one_given() -> tuple[list[float], list[float]]:
+    """Return the fused rates of a table whose optimizer was given none: of the group, and of the kernels."""
+    model = Unscheduled(TABLE_WISE, fused_optimizer=False)
+    strategy = OverlapEmbeddingStrategy(sharding="table_wise", fused_optimizer=(torch.optim.SGD, {}))
+    trainer = make_trainer(strategy)
+    trainer.fit(model, datamodule=Batches(TABLE_WISE, 2))
+    kernels = [kernel.get_learning_rate() for kernel in sharded_module.tbes(model.ebc)]
+    return [group["lr"] for group in trainer.optimizers[0].fused_groups], kernels
+
+
+def schedule_with(name: str, dense: str) -> tuple[list[float], list[float]]:
+    """Return the fused rates that a scheduler gives in six steps, and those that the kernels had in their updates."""
+    seen: list[float] = []
+
+    def made(parameters: list[Tensor]) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, 0.1, 0.9) if dense == "SGD" else torch.optim.AdamW(parameters, 0.1)
+
+    class Own(Scheduled):
+        def configure_optimizers(self) -> Any:
+            optimizer = combined_optimizer(self, made([*self.bottom.parameters(), *self.top.parameters()]))
+            return [optimizer], [{"scheduler": SCHEDULERS[name](optimizer), "interval": "step"}]
+
+    model = notes_rates(Own, seen)(TABLE_WISE)
+    trainer = make_trainer(make_strategy(model))
+    trainer.fit(model, datamodule=Batches(TABLE_WISE, 6))
+    alone = DenseAndFused(made([torch.zeros(1)]), {2.0: []})
+    scheduler, expected = SCHEDULERS[name](alone), []
+    for _ in range(6):
+        expected.append(float(alone.fused_groups[0]["lr"]))
+        alone.step()
+        scheduler.step()
+    return seen, expected
+
+
+def without_the_strategy() -> tuple[Tensor, Tensor]:
+    """Train a module without tables by DDP, its dense optimizer combined or not."""
+
+    class Combines(Dense):
+        combine = False
+
+        def configure_optimizers(self) -> Any:
+            optimizer = super().configure_optimizers()
+            if self.combine:
+                optimizer = combined_optimizer(self, optimizer)
+            return [optimizer], [lr_scheduler.StepLR(optimizer, 1)]
+
+    losses = []
+    for combine in (False, True):
+        model = Combines()
+        model.combine = combine
+        make_trainer(DDPStrategy(), max_epochs=2).fit(model)
+        losses.append(torch.stack(model.losses))
+    return losses[0], losses[1]
+
+
+def refused(what: str) -> str:
+    class Refused(Scheduled):
+        def configure_optimizers(self) -> Any:
+            dense = dense_optimizer(self)
+            if what == "torchrec":
+                keyed = KeyedOptimizerWrapper(
+                    dict(in_backward_optimizer_filter(self.named_parameters())), lambda _: dense
+                )
+                return CombinedOptimizer([("ebc", self.ebc.fused_optimizer), ("", keyed)])
+            if what == "keyed":
+                named = dict(in_backward_optimizer_filter(self.named_parameters()))
+                return combined_optimizer(self, KeyedOptimizerWrapper(named, lambda _: dense))
+            if what == "two":
+                self.automatic_optimization = False
+                return [combined_optimizer(self, dense), combined_optimizer(self, dense)]
+            optimizer = combined_optimizer(self, dense)
+            if what == "add":
+                optimizer.add_param_group({"params": [torch.zeros(1)]})
+            optimizer.load_state_dict(dense.state_dict())
+            return optimizer
+
+    try:
+        make_trainer(OverlapEmbeddingStrategy(sharding="table_wise")).fit(
+            Refused(TABLE_WISE), datamodule=Batches(TABLE_WISE, 2)
+        )
+    except (ValueError, TypeError, RuntimeError) as err:
+        return f"{type(err).__name__}: {err}"
+    raise AssertionError("nothing was refused")
 
 
 def test_learning_rate_monitor_shows_both(two_ranks: Ranks, tmp_path: Path) -> None:
-    first, second = two_ranks.run(combined_optimizers.monitor, str(tmp_path))
+    first, second = two_ranks.run(monitor, str(tmp_path))
     expected = {"pg1": 0.2, "fused_0.5": 0.5, "fused_2.0": 2.0}
     assert first == second
     assert first == {
@@ -34,30 +229,24 @@ def test_saved_hyperparameters_do_not_depend_on_ranks_or_plan(get_ranks: Callabl
     states = [
         state
         for world_size, sharding in ((1, "table_wise"), (2, "table_wise"), (2, "column_wise"))
-        for state in get_ranks(world_size).run(combined_optimizers.state_dict, sharding)
+        for state in get_ranks(world_size).run(state_dict, sharding)
     ]
     for state in states:
-        dense, fused = combined_optimizers.hyperparameters(state)
+        dense, fused = hyperparameters(state)
         assert (dense["lr"], dense["initial_lr"], dense["momentum"]) == (0.2 * factor(3), 0.2, 0.5)
         assert (fused["lr"], fused["initial_lr"], fused["name"]) == (1.0 * factor(3), 1.0, "fused")
         tensors = [value for values in state["state"].values() for value in values.values()]
         assert {type(value) for value in tensors} == {torch.Tensor}
-        assert combined_optimizers.hyperparameters(state) == combined_optimizers.hyperparameters(states[0])
-    assert torch.load(io.BytesIO(_saved(states[0])), weights_only=True).keys() == states[0].keys()
-
-
-def _saved(state: dict[str, Any]) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    return buffer.getvalue()
+        assert hyperparameters(state) == hyperparameters(states[0])
+    torch.save(states[0], saved := io.BytesIO())
+    saved.seek(0)
+    assert torch.load(saved, weights_only=True).keys() == states[0].keys()
 
 
 @pytest.mark.parametrize("pipeline", ["sparse_dist", "fused_sparse_dist", "fused_sparse_dist_after_optimizer"])
 def test_resume_in_the_middle_of_a_schedule(ranks: Ranks, pipeline: str, tmp_path: Path) -> None:
-    whole = ranks.run(combined_optimizers.train_from, pipeline, str(tmp_path / "whole"), None)
-    resumed = ranks.run(
-        combined_optimizers.train_from, pipeline, str(tmp_path / "on"), str(tmp_path / "whole" / "step=4.ckpt")
-    )
+    whole = ranks.run(train_from, pipeline, str(tmp_path / "whole"), None)
+    resumed = ranks.run(train_from, pipeline, str(tmp_path / "on"), str(tmp_path / "whole" / "step=4.ckpt"))
     for (expected, rates), (actual, rates_on) in zip(whole, resumed, strict=True):
         assert rates == pytest.approx([factor(step) for step in range(12)])
         assert rates_on == rates[4:]
@@ -66,25 +255,29 @@ def test_resume_in_the_middle_of_a_schedule(ranks: Ranks, pipeline: str, tmp_pat
 
 
 def test_a_frozen_table_stays_beside_one_whose_rate_rises_from_zero(get_ranks: Callable[..., Ranks]) -> None:
-    assert get_ranks(1).run(combined_optimizers.frozen_beside_zero) == [(True, False)]
+    assert get_ranks(1).run(frozen_beside_zero) == [(True, False)]
 
 
 def test_a_rate_that_was_not_given_is_the_kernels(get_ranks: Callable[..., Ranks]) -> None:
-    [(groups, kernels)] = get_ranks(1).run(combined_optimizers.rate_without_one_given)
+    [(groups, kernels)] = get_ranks(1).run(rate_without_one_given)
     assert groups == pytest.approx([0.01])
     assert kernels == pytest.approx([0.01])
 
 
 def test_a_second_fit_begins_with_the_first_rates(two_ranks: Ranks) -> None:
     """The kernels still have the rates that the first schedule ended with."""
-    assert two_ranks.run(combined_optimizers.fit_again) == [[[2.0, 2.0 * factor(3)]] * 2] * 2
+    assert two_ranks.run(fit_again) == [[[2.0, 2.0 * factor(3)]] * 2] * 2
 
 
-@pytest.mark.parametrize("dense", ["SGD", "AdamW"])
-@pytest.mark.parametrize("name", combined_optimizers.SCHEDULERS)
+CYCLE_MOMENTUM = ("OneCycleLR", "CyclicLR")  # which AdamW has elsewhere than SGD
+
+
+@pytest.mark.parametrize(
+    ("name", "dense"), [*((name, "SGD") for name in SCHEDULERS), *((name, "AdamW") for name in CYCLE_MOMENTUM)]
+)
 def test_schedulers(get_ranks: Callable[..., Ranks], name: str, dense: str) -> None:
-    """Those that cycle momentum too; the kernels have the scheduler's own numbers."""
-    [(seen, expected)] = get_ranks(1).run(combined_optimizers.schedule_with, name, dense)
+    """The kernels have the scheduler's own numbers."""
+    [(seen, expected)] = get_ranks(1).run(schedule_with, name, dense)
     assert seen == expected
     assert len(set(seen)) > 1
 
@@ -97,7 +290,7 @@ def test_a_run_without_tables_is_named_as_the_reason() -> None:
 
 
 def test_without_tables_and_without_the_strategy(two_ranks: Ranks) -> None:
-    for plain, combined in two_ranks.run(combined_optimizers.without_the_strategy):
+    for plain, combined in two_ranks.run(without_the_strategy):
         assert torch.equal(plain, combined)
 
 
@@ -112,7 +305,7 @@ def test_without_tables_and_without_the_strategy(two_ranks: Ranks) -> None:
     ],
 )
 def test_refused_on_every_rank(two_ranks: Ranks, what: str, parts: list[str]) -> None:
-    for message in two_ranks.run(combined_optimizers.refused, what):
+    for message in two_ranks.run(refused, what):
         assert [part for part in parts if part not in message] == [], message
 
 

@@ -48,8 +48,8 @@ def test_options_that_come_in_another_order_make_the_same_plan(monkeypatch: pyte
     monkeypatch.setattr(EmbeddingEnumerator, "enumerate", shuffled)
     made = []
     for _ in range(8):
-        planner = plans.make_planner(Topology(2, "cpu", local_world_size=2), {})
-        plan = planner.plan(model, plans.planned_sharders(None, "cpu"))
+        planner, sharders = plans.make_planner(Topology(2, "cpu", local_world_size=2), {}, None)
+        plan = planner.plan(model, sharders)
         made.append({name: (each.sharding_type, each.ranks) for name, each in plan.plan["ebc"].items()})
     assert made == made[:1] * 8
 
@@ -57,9 +57,7 @@ def test_options_that_come_in_another_order_make_the_same_plan(monkeypatch: pyte
 def test_the_tables_of_each_rank_are_divided_into_two_parts_of_equal_traffic() -> None:
     """What a table sends for a sample: its columns for each feature. Other sharding types stay as they are."""
     configs = [
-        EmbeddingBagConfig(
-            name=name, num_embeddings=64, embedding_dim=dim, feature_names=[f"{name}_{n}" for n in range(num)]
-        )
+        EmbeddingBagConfig(64, dim, name=name, feature_names=[f"{name}_{n}" for n in range(num)])
         for name, dim, num in (
             *(("a", 8, 1), ("b", 8, 4), ("c", 16, 1), ("d", 8, 1)),  # on rank 0: 8, 32, 16, 8 columns
             *(("e", 8, 1), ("f", 8, 1), ("g", 64, 1)),  # on rank 1
@@ -87,32 +85,28 @@ def test_the_tables_of_each_rank_are_divided_into_two_parts_of_equal_traffic() -
     assert of_alone["a"].sharding_type == "table_wise"
 
 
-@pytest.mark.parametrize(
-    ("pipeline", "num_nodes", "num_parts"), [("split_backward", 2, 2), ("split_backward", 1, 1), ("base", 2, 1)]
-)
-def test_which_fits_divide_their_tables(
-    get_ranks: Callable[..., Ranks], pipeline: str, num_nodes: int, num_parts: int
-) -> None:
-    for _, plan in get_ranks(2, num_nodes=num_nodes).run(fit_by_name, TABLE_WISE, "table_wise", pipeline=pipeline):
-        assert len({how.sharding_type for how in plan.plan["ebc"].values()}) == num_parts
+def kinds_in(plan: plans.KeptPlan) -> set[str]:
+    return {how.sharding_type for how in plan.plan["ebc"].values()}
 
 
-def test_a_plan_of_the_users_is_not_divided(get_ranks: Callable[..., Ranks]) -> None:
-    ranks = get_ranks(2, num_nodes=2)
-    [(_, kept), _] = ranks.run(fit_by_name, TABLE_WISE, "table_wise")
-    for _, plan in ranks.run(fit_by_name, TABLE_WISE, kept, pipeline="split_backward"):
-        assert {how.sharding_type for how in plan.plan["ebc"].values()} == {"table_wise"}
+def test_tables_are_not_divided_on_one_host_nor_by_a_plan_of_the_users(get_ranks: Callable[..., Ranks]) -> None:
+    sharding: Any = "table_wise"
+    for num_nodes in (1, 2):
+        fits = get_ranks(2, num_nodes=num_nodes).run(fit_by_name, TABLE_WISE, sharding, pipeline="split_backward")
+        assert [kinds_in(plan) for _, plan in fits] == [{"table_wise"}] * 2
+        [(_, sharding), _] = fits
 
 
-@pytest.mark.parametrize("precision", ["fp16", "int8", "mx4"])
+@pytest.mark.parametrize(("precision", "num_parts"), [(None, 2), ("fp16", 2), ("int8", 1), ("mx4", 1)])
 def test_the_parts_do_not_change_how_embeddings_are_rounded_for_sending(
-    get_ranks: Callable[..., Ranks], precision: str
+    get_ranks: Callable[..., Ranks], precision: str | None, num_parts: int
 ) -> None:
     """Numbers of `int8` and `mx4` share a scale with their neighbours: two parts would give them other neighbours."""
     ranks, options = get_ranks(2, num_nodes=2), {"quantized_comms": precision}
     expected = ranks.run(fit_by_name, TABLE_WISE, "table_wise", pipeline="base", **options)
     actual = ranks.run(fit_by_name, TABLE_WISE, "table_wise", pipeline="split_backward", **options)
     assert reference.differences([result for result, _ in actual], [result for result, _ in expected]) == [[], []]
+    assert [len(kinds_in(plan)) for _, plan in (*expected, *actual)] == [1, 1, num_parts, num_parts]
 
 
 def fit_by_name(case: Case, sharding: Any, **options: Any) -> tuple[reference.Result, plans.KeptPlan]:
@@ -126,16 +120,10 @@ def fit_by_name(case: Case, sharding: Any, **options: Any) -> tuple[reference.Re
     return reference.collect(model, trainer.optimizers[0], model.losses), torch.load(kept, weights_only=False)
 
 
-def kept_and_given_back() -> tuple[list[str], plans.KeptPlan, plans.KeptPlan]:
-    """Fit with some tables replicated, and again by the plan that it kept; return what differs, and both plans."""
-    first, plan = fit_by_name(TABLE_WISE, None, replicate_tables=["t1"])
-    second, again = fit_by_name(TABLE_WISE, plan)
-    return second.differences(first), plan, again
-
-
 def test_a_kept_plan_shards_in_the_same_way_again(two_ranks: Ranks) -> None:
-    for differences, plan, again in two_ranks.run(kept_and_given_back):
-        assert differences == []
+    [(first, plan), (other, _)] = two_ranks.run(fit_by_name, TABLE_WISE, None, replicate_tables=["t1"])
+    for expected, (second, again) in zip((first, other), two_ranks.run(fit_by_name, TABLE_WISE, plan), strict=True):
+        assert second.differences(expected) == []
         assert plan.replicated == again.replicated == ("t1",)
         assert str(plan.plan) == str(again.plan)
         assert plan.plan["ebc"]["t1"].sharding_type == "data_parallel"
@@ -155,9 +143,8 @@ def test_row_wise_by_name_trains_as_the_plain_loop_on_a_cpu(two_ranks: Ranks) ->
 
 
 def fit_managed_bags() -> None:
-    make_trainer(OverlapEmbeddingStrategy(fused_optimizer=(torch.optim.SGD, {"lr": 1.0}))).fit(
-        KindModel("managed_bags")
-    )
+    strategy = OverlapEmbeddingStrategy(fused_optimizer=(torch.optim.SGD, {"lr": 1.0}))
+    make_trainer(strategy).fit(KindModel("managed_bags"))
 
 
 def test_what_the_planner_refuses_of_managed_collision_names_a_plan(two_ranks: Ranks) -> None:

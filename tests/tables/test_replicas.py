@@ -82,22 +82,15 @@ def test_rates_follow_the_schedule(two_ranks: Ranks, pipeline: str, replicated: 
     assert_close(ours, two_ranks.run(replicas.reference, case, MODES[pipeline].staleness, scheduled=True))
 
 
-def test_a_combined_optimizer_shows_the_rates_of_replicas(two_ranks: Ranks) -> None:
-    groups = two_ranks.run(replicas.groups_of, case_of("sgd"), SMALL)
-    assert (
-        groups
-        == two_ranks.run(replicas.groups_of, case_of("sgd"), None)
-        == [[("fused_0.7", 0.7), ("fused_2.0", 2.0)]] * 2
-    )
-
-
-def test_the_log_says_what_trains_them(two_ranks: Ranks) -> None:
-    expected = [
+def test_a_combined_optimizer_and_the_log_show_the_rates_of_replicas(two_ranks: Ranks) -> None:
+    groups = [("fused_0.7", 0.7), ("fused_2.0", 2.0)]
+    lines = [
         "ebc: t0, t1: table_wise, trained by SGD in the backward, lr 2",
         "ebc: s0, s1: replicated, trained by SGD in the backward, lr 2",
         "ebc: s2: replicated, trained by SGD in the backward, lr 0.7",
     ]
-    assert two_ranks.run(replicas.lines_of, case_of("sgd")) == [expected] * 2
+    assert two_ranks.run(replicas.shown_of, case_of("sgd"), SMALL) == [(groups, lines)] * 2
+    assert [shown[0] for shown in two_ranks.run(replicas.shown_of, case_of("sgd"), None)] == [groups] * 2
 
 
 @pytest.mark.parametrize(
@@ -154,9 +147,6 @@ def test_a_stop_in_a_frozen_window_leaves_their_updates_out(two_ranks: Ranks) ->
     assert all(set(SMALL) <= set(names) for names in moved)
 
 
-# -- checkpoints --------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("optimizer", "checkpoint_format", "saved_by", "loaded_by"),
     [
@@ -201,15 +191,9 @@ def test_a_checkpoint_moves(
             for name, own, resume in (("on", replicated, path), ("through", replicated_before, None))
         )
         for part in ("tables", "fused_state", "dense"):
-            torch.testing.assert_close(
-                whole([result for result, *_ in on], part),
-                whole([result for result, *_ in through], part),
-                rtol=1e-3,
-                atol=1e-4,
-            )
+            ours, theirs = (whole([result for result, *_ in ranks], part) for ranks in (on, through))
+            torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
 
-
-# -- which tables ---------------------------------------------------------------------------------------------------
 
 SGD = OPTIMIZERS["sgd"]
 EPS_0 = (torch.optim.Adagrad, {"lr": 1.0, "eps": 0.0})
@@ -273,11 +257,7 @@ def test_what_cannot_be_replicated_is_refused_by_name(
     [
         (SGD, None, ["ebc.s0", "ebc.s1", "second.s0"]),
         (EPS_0, None, ["ebc.s1"]),
-        (
-            EPS_0,
-            ["s0"],
-            "replicate_tables: second.s0 cannot be replicated: Adagrad with eps=0 divides 0 by 0",
-        ),
+        (EPS_0, ["s0"], "replicate_tables: second.s0 cannot be replicated: Adagrad with eps=0 divides 0 by 0"),
     ],
 )
 def test_tables_of_one_name_are_replicated_alike(
@@ -299,12 +279,8 @@ def test_arguments(given: Any, error: type[Exception]) -> None:
         OverlapEmbeddingStrategy(replicate_tables=given)
 
 
-# -- law 10 -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
-    ("name", "pipeline"),
-    [("bags", "fused_sparse_dist"), ("weighted_bags", "semi_sync"), ("sequences", "base")],
+    ("name", "pipeline"), [("bags", "fused_sparse_dist"), ("weighted_bags", "semi_sync"), ("sequences", "base")]
 )
 def test_computes_what_the_unsharded_module_computes(get_ranks: Callable[..., Ranks], name: str, pipeline: str) -> None:
     assert get_ranks(3).run(replicas.check_unsharded, name, pipeline) == [""] * 3

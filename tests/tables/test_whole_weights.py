@@ -79,42 +79,23 @@ def held(way: str, sharding: str) -> tuple[int, int]:
 
 @pytest.mark.parametrize(
     ("way", "sharding"),
-    [
-        ("given", "table_wise"),
-        ("applied", "table_wise"),
-        ("applied", "column_wise"),
-        ("given", "data_parallel"),
-    ],
+    [("given", "table_wise"), ("applied", "table_wise"), ("applied", "column_wise"), ("given", "data_parallel")],
 )
 def test_nothing_holds_them(two_ranks: Ranks, way: str, sharding: str) -> None:
     assert two_ranks.run(held, way, sharding) == [(0, 0), (0, 0)]
 
 
 def made_before(way: str, *arguments: str) -> tuple[int, Tensor, str]:
-    """Fit twice by LightningCLI.
-
-    Returns:
-        How many whole tables are left, the losses, and what is warned of optimizers.
-    """
-    strategy = {"sharding": "table_wise", "fused_optimizer": ["torch.optim.Adagrad", {"lr": 1.0}]}
-    path = "lightning_overlap.OverlapEmbeddingStrategy"
+    """Fit twice by LightningCLI; return how many whole tables are left, the losses, and warnings about optimizers."""
+    options = {"sharding": "table_wise", "fused_optimizer": ["torch.optim.Adagrad", {"lr": 1.0}]}
+    strategy = {"class_path": "lightning_overlap.OverlapEmbeddingStrategy", "init_args": options}
+    defaults = {**QUIET, "accelerator": "cpu", "devices": 2, "max_epochs": 1, "strategy": strategy}
+    args = [f"--model.way={way}", *arguments]
     gc.disable()
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            cli = LightningCLI(
-                OnArrays,
-                args=[f"--model.way={way}", *arguments],
-                run=False,
-                save_config_callback=None,
-                trainer_defaults={
-                    **QUIET,
-                    "accelerator": "cpu",
-                    "devices": 2,
-                    "max_epochs": 1,
-                    "strategy": {"class_path": path, "init_args": strategy},
-                },
-            )
+            cli = LightningCLI(OnArrays, args=args, run=False, save_config_callback=None, trainer_defaults=defaults)
             for _ in range(2):
                 cli.trainer.fit_loop.epoch_progress.reset()
                 cli.trainer.fit(cli.model, datamodule=Batches(TABLE_WISE, 3))
