@@ -210,5 +210,4 @@ def _remove(path: Path, newest: Path | None, stems: set[str]) -> None:
 
 
 def _is_plain_file(path: Any, storage_options: Any, checkpoint_io: Any) -> bool:
-    """Whether a checkpoint is a local file, written without storage options or a CheckpointIO of the user."""
     return "://" not in str(path) and storage_options is None and type(checkpoint_io) is TorchCheckpointIO

@@ -71,10 +71,7 @@ def late_all_reduce(model: Any, comm_hook: object | None) -> LateAllReduce | Non
 def split_layers(
     module: LightningModule, model: Any, gather: Callable[[Any], list[Any]], late: LateAllReduce | None
 ) -> SplitLayers:
-    """Return the layers of a sharded module whose backward is split; all ranks agree on them through `gather`.
-
-    `model` is the module, or DistributedDataParallel around it.
-    """
+    """Return the layers whose backward is split, as all ranks agree; `model` is DistributedDataParallel, if used."""
 
     def agree(whole: dict[str, str]) -> dict[str, str]:
         known = gather((whole, [layer.name for layer in layers.layers]))

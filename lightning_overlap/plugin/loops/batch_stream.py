@@ -14,31 +14,25 @@ from ...runtime import BatchMemory, FetchedBatch, StageTimer, keeps_its_data
 from . import sigterm
 from .epoch import Epoch
 
-NUM_AT_HAND = 2
-"""Batches taken from a loader of unknown length before they are staged, so that ranks ask only every other batch."""
+NUM_AT_HAND = 2  # batches taken early from a loader of unknown length, so that ranks ask only every other batch
 
 
 class BatchStream:
-    """The batches of a fit or an evaluation, staged in the order of Lightning's fetcher: a `runtime.BatchSource`.
+    """The batches of a fit or an evaluation, staged in the order of Lightning's fetcher: a `runtime.BatchSource`."""
 
-    It skips None batches, copies batches that the loader may overwrite, and notes the loaders' states for checkpoints.
-    Lightning skips a *None batch*, for which the collate function has returned None. All ranks have to skip the same
-    batches: with `sends_sizes` they compare them with each batch's sizes, otherwise they ask each other. The iterator
-    of `inner`, Lightning's fetcher, may be running.
-    """
-
+    # With `sends_sizes` the ranks compare their None batches with each batch's sizes; otherwise they ask each other.
     def __init__(self, inner: _DataFetcher, trainer: Trainer, epoch: Epoch, *, trains: bool, sends_sizes: bool) -> None:
         self.inner, self.trains, self.epoch = inner, trains, epoch
         self._trainer, self._sends_sizes = trainer, sends_sizes
+        # None batches (from the collate function) that the loop has not seen yet, each with the number of the epoch's
+        # other batches before it. Lightning skips them, and all ranks have to skip the same.
         self.skipped: deque[tuple[int, FetchedBatch]] = deque()
-        """None batches that the loop has not seen yet, each with the number of the epoch's other batches before it."""
         self._buffered: deque[FetchedBatch] = deque()  # taken from the loader, not staged yet
         is_own = all(map(keeps_its_data, inner.combined_loader.flattened))
         self._memory = BatchMemory(trainer.strategy.root_device.type, is_own=is_own)
-        self._own_those_of_inner()
+        self._own_those_of_inner()  # its iterator may be running
         self._iterated = False  # whether `iter(self.inner)` was called here
-        self.states = self._read_states()
-        """States of the loaders after the last batch that was taken; empty if no loader has a state."""
+        self.states = self._read_states()  # of the loaders after the last batch that was taken; may be empty
         self.forget()
 
     def forget(self) -> None:
@@ -46,8 +40,7 @@ class BatchStream:
         self._buffered.clear()
         self.skipped.clear()
         self._index = -1  # of the batch fetched last
-        self.latest_none = -1
-        """Number in the epoch of the last None batch that was taken; -1 if there is none."""
+        self.latest_none = -1  # number in the epoch of the last None batch that was taken
         self._is_whole = False  # whether this epoch began at its first batch, not resumed in the middle
 
     def begin_epoch(self) -> None:
@@ -56,8 +49,6 @@ class BatchStream:
         self._memory.begin_epoch()
         self._iterate_inner()
         self.states = self._read_states()
-
-    # -- what the executor asks for ---------------------------------------------------------------------------------
 
     @property
     def num_fetched(self) -> int:
@@ -118,8 +109,6 @@ class BatchStream:
         with trainer.profiler.profile(f"[Strategy]{type(strategy).__name__}.batch_to_device"):  # type: ignore[attr-defined]
             return strategy.batch_to_device(batch, dataloader_idx=dataloader_idx)
 
-    # -- what the fetcher asks for ----------------------------------------------------------------------------------
-
     def nones_after(self, num_before: int) -> list[int]:
         """Return the numbers of the None batches that come right after `num_before` other batches."""
         return [none.batch_idx for before, none in self.skipped if before == num_before]
@@ -132,8 +121,6 @@ class BatchStream:
             self._buffer(num_before, None)
         goes_on = self.num_fetched > num_before or bool(self._buffered)
         return self.epoch.num_none_at_end(self.nones_after(num_before), goes_on=goes_on)
-
-    # -- Lightning's fetcher ------------------------------------------------------------------------------------------
 
     @property
     def _inner_is_exhausted(self) -> bool:

@@ -14,8 +14,7 @@ class Epoch:
 
     def __init__(self, trainer: Trainer, *, trains: bool) -> None:
         self._trainer, self._trains = trainer, trains
-        self.num_batches: float = float("inf")
-        """Length of the shortest rank's epoch, None batches included; `inf` if it is not known."""
+        self.num_batches: float = float("inf")  # of the shortest rank, None batches included; `inf` if not known
         self.lengths_known = False  # whether the lengths of all ranks are known
         self.num_allowed: float = 0  # batches that may be fetched in this epoch: a later `fit` would miss any others
 
@@ -34,14 +33,8 @@ class Epoch:
             self.num_allowed = num_trained + (loop.max_steps - loop.global_step) * every - done_of_step
 
     def num_none_at_end(self, nones: list[int], *, goes_on: bool) -> int:
-        """Return how many None batches end the epoch on all ranks; all of them call this.
-
-        `nones` numbers this rank's None batches after the last batch that all ranks train; `goes_on` says whether
-        another batch follows here.
-
-        Raises:
-            RuntimeError: A rank has a None batch where another rank has a batch to train.
-        """
+        """Return how many None batches end the epoch on all ranks; all of them call this."""
+        # `nones` numbers this rank's after the last batch that all ranks train; with `goes_on` another batch follows.
         told: list[tuple[list[int], bool]] = self._gather((nones, goes_on))
         for other, (fewer, follows) in enumerate(told):
             for rank, (numbers, _) in enumerate(told):
@@ -51,6 +44,5 @@ class Epoch:
         return min(len(numbers) for numbers, _ in told)
 
     def _gather(self, value: Any) -> list[Any]:
-        """Return the values of all ranks, by rank."""
         gathered: list[Any] = self._trainer.strategy.gather(value)  # type: ignore[attr-defined]
         return gathered

@@ -17,31 +17,26 @@ from .fit_loop import mix_in
 
 
 class _LookaheadMixin:
-    """The common part of both evaluation loops."""
-
     _data_fetcher: _DataFetcher | None
     _is_sequential: bool
-    _step: str
-    """The user's method for a batch."""
+    _step: str  # the user's method for a batch
     num_dataloaders: int
     trainer: Any
 
     def reset(self) -> None:
-        """Take over the fetcher. A module that takes `dataloader_iter` does its own fetching."""
         super().reset()  # type: ignore[misc]
+        # A module that takes `dataloader_iter` does its own fetching.
         if type(self._data_fetcher) is _PrefetchDataFetcher:
             self._data_fetcher = self.trainer.strategy.look_ahead(self._data_fetcher, self._step_arguments)
 
     def on_run_start(self) -> None:
-        """Update the tables before the hooks and steps of the evaluation read them."""
         strategy = self.trainer.strategy
-        strategy.begin_evaluation(self._step)
+        strategy.begin_evaluation(self._step)  # before the hooks and steps of the evaluation read the tables
         if isinstance(self._data_fetcher, LookaheadFetcher):
             self._data_fetcher.executor = strategy.make_executor(self._data_fetcher.stream)
         super().on_run_start()  # type: ignore[misc]
 
     def on_run_end(self) -> Any:
-        """Leave nothing in flight."""
         outputs = super().on_run_end()  # type: ignore[misc]
         self.trainer.strategy.end_evaluation()
         return outputs
@@ -53,8 +48,7 @@ class _LookaheadMixin:
         return arguments
 
     def _verify_dataloader_idx_requirement(self) -> None:
-        """Check with Lightning's own fetcher in place: the check depends on the fetcher's class."""
-        fetcher = self._data_fetcher
+        fetcher = self._data_fetcher  # Lightning's check depends on its class
         if isinstance(fetcher, LookaheadFetcher):
             self._data_fetcher = fetcher.inner
         try:
@@ -63,7 +57,6 @@ class _LookaheadMixin:
             self._data_fetcher = fetcher
 
     def _stop_together(self) -> None:
-        """Leave after the same step on all ranks if one of them has received SIGTERM."""
         executor = getattr(self._data_fetcher, "executor", None)  # of a LookaheadFetcher
         if executor is not None and executor.end.stop_agreed and not executor.is_last:
             sigterm.leave(self.trainer)

@@ -1,7 +1,4 @@
-"""Lightning's fit loop with a lookahead: during a fit the loop objects have a subclass of their class with a mixin.
-
-They keep their class names, states and checkpoints; no loop method is copied.
-"""
+"""Lightning's fit loop with a lookahead: during a fit the loop objects have a subclass of their class with a mixin."""
 
 from __future__ import annotations
 
@@ -119,7 +116,6 @@ class _EpochLoopMixin(_TrainingEpochLoop):
         super().advance(data_fetcher)
 
     def _look_at_next(self, fetcher: LookaheadFetcher) -> _DataFetcher:
-        """Look at the next batch, and return the fetcher to take it from: a `NoneFetcher` for a None batch."""
         if fetcher.executor is None:
             fetcher.executor = self.trainer.strategy.make_executor(fetcher.stream)
         try:
@@ -173,7 +169,6 @@ def _has_known_length(combined_loader: CombinedLoader) -> bool:
 
 
 def _leave_if_agreed(trainer: Trainer) -> None:
-    """Ask all ranks whether one of them has received SIGTERM, wait for the answer, and stop if so."""
     if trainer.strategy.any_rank(sigterm.heard(trainer)):  # type: ignore[attr-defined]
         sigterm.leave(trainer)
 
