@@ -34,11 +34,9 @@ KNOWN_WARNINGS = (  # beginnings of the warnings that are filtered out
 )
 
 
-def _lets_through(text: str, record: logging.LogRecord) -> bool:
-    return text not in str(record.msg)
-
-
-_FILTERS = {name: partial(_lets_through, text) for name, text in KNOWN_RECORDS.items()}
+_FILTERS = {
+    name: partial(lambda text, record: text not in str(record.msg), text) for name, text in KNOWN_RECORDS.items()
+}
 
 
 def calm_libraries(wanted: bool = True) -> None:

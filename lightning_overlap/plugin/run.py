@@ -95,6 +95,8 @@ class HasRun(DDPStrategy):
         """Reset all state of runs, as before the first run; a copy of the strategy also starts like this."""
         self._run: Run | None = None  # None outside of runs, and for a module without tables
         self._groups: groups.Groups | None = None  # None before the first run with tables
+        self.checkpoint_group: dist.ProcessGroup | None = None  # gloo, of all ranks, for checkpoints alone
+        self._consensus: Consensus | None = None
         self.streams: Streams | None = None  # of the stages; None before the tables are sharded
         self._stash = GradientStash()  # dense gradients that wait for their optimizer step
 
@@ -195,15 +197,7 @@ class HasRun(DDPStrategy):
     def join_groups(self) -> None:
         """Join the process groups of the coming run; all ranks call this at the same point."""
         self._groups = groups.join(self._group_timeout, multi_node=self.world_size > self.num_processes)
-
-    @property
-    def checkpoint_group(self) -> dist.ProcessGroup | None:
-        """A gloo group of all ranks for checkpoints alone; None on one rank."""
-        return None if self._groups is None else self._groups.checkpoints
-
-    @property
-    def _consensus(self) -> Consensus | None:
-        return None if self._groups is None else self._groups.consensus
+        self.checkpoint_group, self._consensus = self._groups.checkpoints, self._groups.consensus
 
     def gather(self, value: Any) -> list[Any]:
         """Return every rank's value, any picklable object, by rank; all ranks call this and wait."""

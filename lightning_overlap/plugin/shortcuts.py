@@ -67,12 +67,9 @@ _PROFILING = (PassThroughProfiler.start, PassThroughProfiler.stop, PassThroughPr
 _NAMES_OF_PROFILING = frozenset(method.__name__ for method in _PROFILING)
 
 
-_LOG: logging.Logger = call.log
-
-
 def _is_silent(trainer: Trainer) -> bool:
     """Whether calls of hooks are not recorded: no profiler runs, and Lightning's logger is not at level DEBUG."""
-    if id(trainer) not in _running or _LOG.isEnabledFor(logging.DEBUG):
+    if id(trainer) not in _running or call.log.isEnabledFor(logging.DEBUG):
         return False
     profiler = trainer.profiler  # type: ignore[attr-defined]
     cls = type(profiler)
@@ -86,8 +83,7 @@ def _call_callback_hooks(
 ) -> None:
     module = trainer.lightning_module
     if monitoring_callbacks is not None or module is None or not _is_silent(trainer):
-        own = _OWN["_call_callback_hooks"]
-        own(trainer, hook_name, *args, monitoring_callbacks=monitoring_callbacks, **kwargs)
+        _OWN["_call_callback_hooks"](trainer, hook_name, *args, monitoring_callbacks=monitoring_callbacks, **kwargs)
         return
     before = module._current_fx_name
     for callback in trainer.callbacks:  # type: ignore[attr-defined]

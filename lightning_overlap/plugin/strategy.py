@@ -25,7 +25,7 @@ from ..tuning import TRIED, Auto, Tuner, resolve_auto
 from . import checkpoint_links, first_words, shortcuts, unsupported
 from .failure_hooks import FailsTogether
 from .host_memory import keep_freed_memory
-from .loops import BatchStream, Epoch, LookaheadFetcher, StepArguments, evaluation_loops, fit_loop, sigterm
+from .loops import BatchStream, LookaheadFetcher, StepArguments, evaluation_loops, fit_loop, sigterm
 from .private_names import check_lightning
 from .processes import StartsProcesses
 from .run import Run, batch_size_of
@@ -296,9 +296,8 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
     ) -> LookaheadFetcher:
         """Return a fetcher that stages the batches of `inner` ahead; a fit passes the next batch's `next_number`."""
         assert self._run is not None
-        trainer, trains = self._run.trainer, next_number is not None
-        epoch, sends_sizes = Epoch(trainer, trains=trains), self.schedule.has_sparse_stages
-        stream = BatchStream(inner, trainer, epoch, trains=trains, sends_sizes=sends_sizes)
+        trains, sends_sizes = next_number is not None, self.schedule.has_sparse_stages
+        stream = BatchStream(inner, self._run.trainer, trains=trains, sends_sizes=sends_sizes)
         return LookaheadFetcher(stream, step_arguments, next_number)
 
     def make_executor(self, stream: BatchStream) -> Executor:

@@ -37,8 +37,6 @@ _AVERAGING = (
     callbacks.StochasticWeightAveraging,
     getattr(callbacks, "WeightAveraging", callbacks.StochasticWeightAveraging),  # 2.6 has it
 )
-
-
 _CALLED_OTHERWISE = {"mode": "pipeline", "schedule": "pipeline", "optimizer": "fused_optimizer", "plan": "sharding"}
 
 

@@ -4,7 +4,6 @@ from . import evaluation_loops as evaluation_loops
 from . import fit_loop as fit_loop
 from . import sigterm as sigterm
 from .batch_stream import BatchStream as BatchStream
-from .epoch import Epoch as Epoch
 from .fetcher import LookaheadFetcher as LookaheadFetcher
 from .fetcher import StagedBatch as StagedBatch
 from .fetcher import StepArguments as StepArguments

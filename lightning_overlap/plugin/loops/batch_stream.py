@@ -9,20 +9,55 @@ from typing import Any
 from lightning.pytorch import Trainer
 from lightning.pytorch.loops.fetchers import _DataFetcher
 
-from ...distributed import ASK_FOR_LAST
+from ...distributed import ASK_FOR_LAST, SKIP_ALIKE
 from ...runtime import BatchMemory, FetchedBatch, StageTimer, keeps_its_data
 from . import sigterm
-from .epoch import Epoch
 
 NUM_AT_HAND = 2  # batches taken early from a loader of unknown length, so that ranks ask only every other batch
+
+
+class Epoch:
+    """Counts the batches of an epoch on all ranks; it takes none from a loader."""
+
+    def __init__(self, trainer: Trainer, *, trains: bool) -> None:
+        self._trainer, self._trains = trainer, trains
+        self._gather = trainer.strategy.gather  # type: ignore[attr-defined]
+        self.num_batches: float = float("inf")  # of the shortest rank, None batches included; `inf` if not known
+        self.lengths_known = False  # whether the lengths of all ranks are known
+        self.num_allowed: float = 0  # batches that may be fetched in this epoch: a later `fit` would miss any others
+
+    def agree(self, own: float, *, is_certain: bool) -> None:
+        """Set `num_batches` to the shortest rank's, from this rank's length; all ranks call this."""
+        lengths, known = zip(*self._gather((own, is_certain)), strict=True)
+        self.num_batches, self.lengths_known = min(lengths), all(known)
+
+    def allow(self, num_trained: int) -> None:
+        """Let batches be fetched as far as `max_steps` allows after `num_trained` batches."""
+        loop, trainer = self._trainer.fit_loop.epoch_loop, self._trainer
+        self.num_allowed = float("inf")
+        if self._trains and loop.max_steps != -1 and trainer.lightning_module.automatic_optimization:
+            every = trainer.accumulate_grad_batches
+            done_of_step = loop.batch_progress.current.ready % every
+            self.num_allowed = num_trained + (loop.max_steps - loop.global_step) * every - done_of_step
+
+    def num_none_at_end(self, nones: list[int], *, goes_on: bool) -> int:
+        """Return how many None batches end the epoch on all ranks; all of them call this."""
+        # `nones` numbers this rank's after the last batch that all ranks train; with `goes_on` another batch follows.
+        told: list[tuple[list[int], bool]] = self._gather((nones, goes_on))
+        for other, (fewer, follows) in enumerate(told):
+            for rank, (numbers, _) in enumerate(told):
+                if follows and len(numbers) > len(fewer):
+                    number = numbers[len(fewer)]
+                    raise RuntimeError(f"batch {number} is None on rank {rank}, not on rank {other}. {SKIP_ALIKE}")
+        return min(len(numbers) for numbers, _ in told)
 
 
 class BatchStream:
     """The batches of a fit or an evaluation, staged in the order of Lightning's fetcher: a `runtime.BatchSource`."""
 
     # With `sends_sizes` the ranks compare their None batches with each batch's sizes; otherwise they ask each other.
-    def __init__(self, inner: _DataFetcher, trainer: Trainer, epoch: Epoch, *, trains: bool, sends_sizes: bool) -> None:
-        self.inner, self.trains, self.epoch = inner, trains, epoch
+    def __init__(self, inner: _DataFetcher, trainer: Trainer, *, trains: bool, sends_sizes: bool) -> None:
+        self.inner, self.trains, self.epoch = inner, trains, Epoch(trainer, trains=trains)
         self._trainer, self._sends_sizes = trainer, sends_sizes
         # None batches (from the collate function) that the loop has not seen yet, each with the number of the epoch's
         # other batches before it. Lightning skips them, and all ranks have to skip the same.

@@ -44,8 +44,7 @@ class _LookaheadMixin:
     def _step_arguments(self, batch: Any, batch_idx: int, dataloader_idx: int) -> tuple[Any, ...]:
         several = self._is_sequential and self.num_dataloaders > 1
         kwargs = self._build_kwargs(batch, batch_idx, dataloader_idx if several else None)  # type: ignore[attr-defined]
-        arguments: tuple[Any, ...] = self._build_step_args_from_hook_kwargs(kwargs, self._step)  # type: ignore[attr-defined]
-        return arguments
+        return self._build_step_args_from_hook_kwargs(kwargs, self._step)  # type: ignore[attr-defined, no-any-return]
 
     def _verify_dataloader_idx_requirement(self) -> None:
         fetcher = self._data_fetcher  # Lightning's check depends on its class
