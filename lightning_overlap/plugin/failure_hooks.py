@@ -75,7 +75,7 @@ class FailsTogether(SavesShards):
         return self._first_error_first("a broadcast that followed it failed", partial(broadcast, obj, src))
 
     def _save_together_or_not(self) -> None:
-        """Let callbacks save in `on_exception` only if all ranks failed in one place; else raise its error."""
+        """Let callbacks save in `on_exception` only if all ranks failed in one place; else raise the run's error."""
         first = sys.exception()
         if first is None or self._first_cause is None or self._all_failed or not self._interrupted:
             return

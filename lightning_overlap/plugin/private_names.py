@@ -39,7 +39,7 @@ PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
     "Strategy": ("_layer_sync",),
     "Trainer": ("_signal_connector", "_teardown"),
 }
-"""By the module or class that has them; without names that this folder imports, since their imports fail."""
+"""By the module or class that has them. A name that this folder imports is not listed: the import itself fails."""
 
 
 def check_lightning(trainer: Trainer) -> None:

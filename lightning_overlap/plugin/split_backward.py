@@ -34,7 +34,7 @@ def why_whole(
     for option in ("static_graph", "find_unused_parameters"):
         if ddp_options.get(option):
             return f"{option}=True looks for weights in the graph of the loss, where those of split layers are not"
-    if any(isinstance(getattr(one, "dense", one), torch.optim.LBFGS) for one in optimizers):  # or combined_optimizer's
+    if any(isinstance(getattr(one, "dense", one), torch.optim.LBFGS) for one in optimizers):  # combined too
         return "LBFGS runs several backwards in a step"
     if any(isinstance(part, torch.nn.Embedding | torch.nn.EmbeddingBag) and part.sparse for part in module.modules()):
         # DistributedDataParallel divides it in place, and it may be a view of a gradient that is needed later.

@@ -59,10 +59,10 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
         sharding: None for TorchRec's planner; a sharding type for all tables; `{"item_table": "table_wise", ...}`, by
             the `name` in a table's config (the planner decides about the others); a planner; a `ShardingPlan`. A table
             that is made data-parallel here, and not by `replicate_tables`, loses its fused optimizer.
-        fused_optimizer: `(class, kwargs)` or `functools.partial(class, **kwargs)`, in YAML `[torch.optim.SGD, {lr:
-            0.1}]` or `class_path:` and `init_args:`; applied in backward to the tables that have no such optimizer yet.
-            Without it such a table is refused unless `sharding` makes it data-parallel, for the optimizer of
-            `configure_optimizers`.
+        fused_optimizer: `(class, kwargs)` or `functools.partial(class, **kwargs)`; in YAML
+            `[torch.optim.SGD, {lr: 0.1}]`, or `class_path:` and `init_args:`. It is applied in backward to the tables
+            that have no such optimizer yet. Without it such a table is refused, unless `sharding` makes it
+            data-parallel, for the optimizer of `configure_optimizers`.
         quantized_comms: Precision in which embeddings and their gradients are sent between ranks: "fp16", "bf16",
             "fp8", "int8" or "mx4", one for each direction (`("fp16", "bf16")`), or TorchRec's `QCommsConfig`; None:
             full precision. The strategy warns of gradients that are too large or too small for FP16.
@@ -88,7 +88,7 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
 
     Raises:
         ValueError: An unknown name, a Schedule that cannot run, or `async_checkpoint` with `checkpoint_format="full"`.
-        TypeError: An argument of the wrong type, or of no class here: this one, `DDPStrategy`, DistributedDataParallel.
+        TypeError: An argument of the wrong type, or one that DistributedDataParallel does not know either.
     """
 
     def __init__(
@@ -294,7 +294,7 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
     def look_ahead(
         self, inner: _DataFetcher, step_arguments: StepArguments, next_number: Callable[[], int] | None = None
     ) -> LookaheadFetcher:
-        """Return a fetcher that stages the batches of `inner` ahead; a fit passes the next batch's `next_number`."""
+        """Return a fetcher that stages the batches of `inner` ahead; `next_number` gives a fit's next `batch_idx`."""
         assert self._run is not None
         trains, sends_sizes = next_number is not None, self.schedule.has_sparse_stages
         stream = BatchStream(inner, self._run.trainer, trains=trains, sends_sizes=sends_sizes)

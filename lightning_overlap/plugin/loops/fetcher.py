@@ -89,7 +89,7 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
         if self._peeked:
             return self._batch
         assert self.executor is not None, "the loop sets it"
-        # None batches come after the executor has begun the batch that follows them: by then all ranks have compared.
+        # A None batch comes after the executor has begun the batch that follows: by then all ranks have compared them.
         if self._waiting is None and not self._has_ended:
             self.stream.epoch.allow(self.executor.num_trained)
             self._waiting = self.executor.next_batch()
