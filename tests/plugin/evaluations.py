@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
@@ -150,11 +151,9 @@ class _NeedsLoaderIndex(Model):
 
 def two_loaders_without_index(pipeline: str) -> str:
     model = _NeedsLoaderIndex(TABLE_WISE)
-    try:
+    with pytest.raises(RuntimeError) as caught:
         make_trainer(make_strategy(model, pipeline)).validate(model, datamodule=Data(TABLE_WISE, (2, 2)))
-    except RuntimeError as err:
-        return str(err)
-    return "nothing was refused"
+    return str(caught.value)
 
 
 class _ClockedEvaluation(ClockedModel):
@@ -214,12 +213,10 @@ def terminate(entry: str, pipeline: str, rank: int) -> int:
     """Send one rank SIGTERM in a long validation; return how many batches this one took."""
     model = _TerminatedInValidation(rank)
     trainer = make_trainer(make_strategy(model, pipeline), limit_train_batches=2, num_sanity_val_steps=0)
-    try:
+    with pytest.raises(SIGTERMException):
         getattr(trainer, entry)(model, datamodule=Data(TABLE_WISE, (40,)))
-    except SIGTERMException:
-        assert "forward" not in vars(model.ebc)
-        return model.num_validated
-    raise AssertionError("nobody was told")
+    assert "forward" not in vars(model.ebc)
+    return model.num_validated
 
 
 class _MadeInStep(Evaluated):

@@ -113,9 +113,8 @@ class Logs(Model):
 
 class Evaluated(Batches):
     def val_dataloader(self) -> DataLoader:
-        return DataLoader(
-            [make_batch(self.case, 1000 + i, self.trainer.global_rank) for i in range(3)], batch_size=None
-        )
+        batches = [make_batch(self.case, 1000 + i, self.trainer.global_rank) for i in range(3)]
+        return DataLoader(batches, batch_size=None)
 
 
 def logged_in_every_manner(pipeline: str | None, folder: str) -> tuple[Shown, list[Any]]:
@@ -152,11 +151,7 @@ def num_moves(pipeline: str | None) -> tuple[int, int]:
             self.log("value", value, on_step=True, on_epoch=True)
             self.log("metric", self.mean, on_step=True, on_epoch=True)
 
-        def on_train_batch_end(self, *args: Any) -> None:
-            pass
-
-        def on_train_epoch_end(self) -> None:
-            pass
+        on_train_batch_end, on_train_epoch_end = LightningModule.on_train_batch_end, LightningModule.on_train_epoch_end
 
     trainer = make_trainer(make_strategy(pipeline))
     moves = []

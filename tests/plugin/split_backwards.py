@@ -6,6 +6,7 @@ import copy
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback
@@ -189,12 +190,9 @@ class _HooksBackward(Callback):
 
 def fit_of_ranks_that_differ(pipelines: tuple[str, str], hooked: int | None) -> str:
     """Return the error, and after how many steps it came; each rank has its own mode, `hooked` one more callback."""
-    rank = dist.get_rank()
-    model = Model(TABLE_WISE)
-    strategy = make_strategy(model, pipelines[rank])
-    trainer = make_trainer(strategy, callbacks=[_HooksBackward()] if rank == hooked else [])
-    try:
+    rank, model = dist.get_rank(), Model(TABLE_WISE)
+    callbacks = [_HooksBackward()] if rank == hooked else []
+    trainer = make_trainer(make_strategy(model, pipelines[rank]), callbacks=callbacks)
+    with pytest.raises(RuntimeError) as caught:
         trainer.fit(model, datamodule=Batches(TABLE_WISE, NUM_STEPS))
-    except RuntimeError as err:
-        return f"{err} after {trainer.global_step} steps"
-    return "no error"
+    return f"{caught.value} after {trainer.global_step} steps"

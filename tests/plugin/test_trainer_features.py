@@ -32,7 +32,6 @@ def test_a_callback_works_in_every_mode(two_ranks: Ranks, callback: str) -> None
     ("what", "parts"),
     [
         ("swa", ["StochasticWeightAveraging cannot be used with sharded tables", "AveragedModel(module.top)"]),
-        ("average", ["WeightAveraging cannot be used with sharded tables", "AveragedModel(module.top)"]),
         ("ema", ["EMAWeightAveraging cannot be used with sharded tables", "AveragedModel(module.top)"]),
         ("frozen_backbone", ["BackboneFinetuning cannot", "rate with combined_optimizer", "'Tables that train later'"]),
         ("prunes_tables", ["ModelPruning cannot be used", "parameters_to_prune="]),
@@ -44,7 +43,7 @@ def test_a_callback_works_in_every_mode(two_ranks: Ranks, callback: str) -> None
     ],
 )
 def test_refused_on_every_rank_before_the_first_step(two_ranks: Ranks, what: str, parts: list[str]) -> None:
-    if what in ("average", "ema") and not hasattr(callbacks, "WeightAveraging"):
+    if what == "ema" and not hasattr(callbacks, "WeightAveraging"):
         pytest.skip("Lightning 2.6 has it")
     for message, num_steps in two_ranks.run(trainer_features.refuse, what):
         assert [part for part in parts if part not in message] == [], message

@@ -84,7 +84,6 @@ class FreezesLater(BaseFinetuning):
 
 REFUSED: dict[str, Any] = {
     "swa": lambda model: callbacks.StochasticWeightAveraging(0.1),
-    "average": lambda model: callbacks.WeightAveraging(),
     "ema": lambda model: callbacks.EMAWeightAveraging(),
     "frozen_backbone": lambda model: callbacks.BackboneFinetuning(1),
     "freezes_later": lambda model: FreezesLater(),
