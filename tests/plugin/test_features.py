@@ -101,9 +101,9 @@ def test_same_as_ddp_on_one_rank(get_ranks: Any, name: str, tmp_path: Path) -> N
         assert mine.losses == pytest.approx(theirs.losses, rel=1e-3, abs=1e-4)
 
 
-@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("config", list(CONFIGS)[::2])
 def test_same_hooks_as_ddp_on_one_rank(get_ranks: Any, config: str) -> None:
-    """What test_fit_loop.py compares on two ranks."""
+    """By turns: test_fit_loop.py compares all on two ranks."""
     ranks = get_ranks(1)
     [(expected, _)], [(actual, _)] = (ranks.run(traces.trace, p, *CONFIGS[config]) for p in (None, "fused_sparse_dist"))
     assert actual == expected
