@@ -1,7 +1,4 @@
-"""The error that came first is printed once, and last, whichever way the ranks were started.
-
-A script and torchrun are interpreters that import everything once each, as are their ranks; the others are forked.
-"""
+"""The error that came first is printed once, and last, whichever way the ranks were started."""
 
 from __future__ import annotations
 
@@ -69,8 +66,7 @@ REFUSED = "ValueError: StochasticWeightAveraging cannot be used with sharded tab
 def test_the_cause_comes_once_and_last(tmp_path: Path, launcher: tuple[str, ...], way: str, cause: str) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT, encoding="utf-8")
-    run = interpreters.run if launcher or way != "data of rank 1" else subprocess.run
-    _run(run, [*launcher, str(script), way], cause)
+    _run(interpreters.run, [*launcher, str(script), way], cause)
 
 
 def test_so_does_the_command_under_torchrun(tmp_path: Path) -> None:

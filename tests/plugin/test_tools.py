@@ -86,11 +86,12 @@ def test_compiled_module(two_ranks: Ranks) -> None:
 )
 def test_early_embeddings_with_several_loaders(two_ranks: Ranks, train: str, num: int) -> None:
     """All batches with ids but the first, which shows which input feeds which module."""
-    assert two_ranks.run(tools.early_embeddings_used, train) == [num, num]
+    assert [early for _, _, early in two_ranks.run(tools.train_only, EARLY, train, False)] == [num, num]
 
 
 def test_dataloader_iter_runs_plain(ranks: Ranks) -> None:
-    expected, actual = (ranks.run(tools.fetches_for_itself, *how) for how in (("base", False), (EARLY, True)))
+    hows = (("base", "train", False), (EARLY, "train", True))
+    expected, actual = (ranks.run(tools.train_only, *how, max_epochs=2) for how in hows)
     assert actual == [(theirs, 2 * NUM_TRAIN, 0) for theirs, _, _ in expected]
 
 

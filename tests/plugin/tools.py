@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, Trainer
@@ -168,32 +169,21 @@ def compiled(pipeline: str) -> list[tuple[list[float], int, list[str]]]:
     return results
 
 
-def early_embeddings_used(train: str) -> int:
-    model = Recorded(fused=True)
-    trainer = make_trainer(make_strategy("fused_sparse_dist", model.seen), limit_val_batches=0)
-    trainer.fit(model, datamodule=Data(train, "evaluate"))
-    return model.seen.num_early
-
-
-def fetches_for_itself(pipeline: str, by_iterator: bool) -> tuple[list[float], int, int]:
+def train_only(pipeline: str, train: str, takes_iterator: bool, **kwargs: Any) -> tuple[list[float], int, int]:
     """Fit a module that takes `dataloader_iter`, or the same one that does not: losses, steps, early lookups."""
-    model = (TakesIterator if by_iterator else Recorded)(fused=True)
-    trainer = make_trainer(make_strategy(pipeline, model.seen), max_epochs=2, limit_val_batches=0)
-    trainer.fit(model, datamodule=Data("train", "evaluate"))
+    model = (TakesIterator if takes_iterator else Recorded)(fused=True)
+    trainer = make_trainer(make_strategy(pipeline, model.seen), limit_val_batches=0, **kwargs)
+    trainer.fit(model, datamodule=Data(train, "evaluate"))
     return model.seen.losses, trainer.global_step, model.seen.num_early
 
 
 def message_of_sequential(pipeline: str | None) -> tuple[str, int]:
     """Train on a sequential CombinedLoader; return what the user reads, then the steps of a fit that is right."""
-    model = Recorded(fused=pipeline is not None)
-    message = ""
-    for train in ("one_sequential", "one_min_size"):
-        trainer = make_trainer(make_strategy(pipeline))
-        try:
-            trainer.fit(model, datamodule=Data(train, "evaluate"))
-        except ValueError as err:
-            message = str(err)
-    return message, trainer.global_step
+    model, trainer = Recorded(fused=pipeline is not None), make_trainer(make_strategy(pipeline))
+    with pytest.raises(ValueError, match="sequential") as caught:
+        make_trainer(make_strategy(pipeline)).fit(model, datamodule=Data("one_sequential", "evaluate"))
+    trainer.fit(model, datamodule=Data("one_min_size", "evaluate"))
+    return str(caught.value), trainer.global_step
 
 
 def validates_by_the_clock(pipeline: str) -> list[Any]:
