@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
 from contextlib import suppress
 from types import MethodType
 from typing import Any
@@ -50,10 +49,6 @@ class Summed(Metric):
 Shown = list[tuple[str, dict[str, str]]]
 
 
-def _metrics_of(trainer: Trainer) -> list[Mapping[str, Any]]:
-    return [trainer.callback_metrics, trainer.logged_metrics, trainer.progress_bar_metrics]
-
-
 class Logs(Model):
     def __init__(self, fused: bool) -> None:
         super().__init__(TABLE_WISE, fused_optimizer=fused)
@@ -64,7 +59,8 @@ class Logs(Model):
         self.several = torchmetrics.MetricCollection([torchmetrics.MaxMetric(), torchmetrics.MinMetric()])
 
     def show(self, when: str) -> None:
-        for metrics in _metrics_of(self.trainer):
+        trainer = self.trainer
+        for metrics in (trainer.callback_metrics, trainer.logged_metrics, trainer.progress_bar_metrics):
             self.shown.append((when, {name: repr(float(value)) for name, value in sorted(metrics.items())}))
 
     def _log_all(self, prefix: str, batch: Batch) -> None:

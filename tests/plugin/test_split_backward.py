@@ -12,6 +12,7 @@ from ..support import reference
 from ..support.ranks import RankError, Ranks
 from . import split_backwards
 
+SPLIT_NORMS = "weight gradients of bottom, top.0, top.3, top.6, top.9 come after the backward"
 SPLIT = "split backward: weight gradients of bottom, top.0, top.3, top.5 come after the backward"
 ATTENTION = "MultiheadAttention uses in_proj_weight, in_proj_bias itself; only weights of Linear, Conv1d, Conv2d and"
 
@@ -38,15 +39,21 @@ FITS: dict[str, tuple[str, dict[str, Any], bool, dict[str, Any], str]] = {
     "sparse_gradients": ("sparse", {}, False, {}, f"{WHOLE}an embedding of torch.nn has sparse gradients"),
     "static_graph": ("", {"static_graph": True}, False, {}, f"{WHOLE}static_graph=True"),
     "find_unused_parameters": ("", {"find_unused_parameters": True}, False, {}, f"{WHOLE}find_unused_parameters=True"),
+    "one_rank": ("", {"bucket_cap_mb": 0.001}, False, {}, f"{WHOLE}one rank on a CPU waits for nobody"),
+    # DistributedDataParallel's buckets are those of a whole backward: the sums of three ranks round alike.
+    "three_ranks": ("", {"bucket_cap_mb": 0.001}, False, {}, SPLIT),
+    # The first backward that sends gradients gives DistributedDataParallel the order of its buckets: it runs whole.
+    "three_ranks_norms": ("norms", {"bucket_cap_mb": 0.002}, False, {"accumulate_grad_batches": 2}, SPLIT_NORMS),
 }
+NUM_RANKS = {"one_rank": 1, "three_ranks": 3, "three_ranks_norms": 3}
 
 
 @pytest.mark.parametrize("name", FITS)
-def test_a_fit_equals_base(two_ranks: Ranks, name: str) -> None:
+def test_a_fit_equals_base(get_ranks: Callable[..., Ranks], name: str) -> None:
     """Also what hooks see between the backward and the step: whole gradients, updated tables."""
-    kind, options, hooks, kwargs, words = FITS[name]
-    expected = two_ranks.run(split_backwards.fit, kind, "base", options, hooks, **kwargs)
-    actual = two_ranks.run(split_backwards.fit, kind, "split_backward", options, hooks, **kwargs)
+    (kind, options, hooks, kwargs, words), ranks = FITS[name], get_ranks(NUM_RANKS.get(name, 2))
+    expected = ranks.run(split_backwards.fit, kind, "base", options, hooks, **kwargs)
+    actual = ranks.run(split_backwards.fit, kind, "split_backward", options, hooks, **kwargs)
     for (mine, seen, told), (theirs, seen_in_base, _) in zip(actual, expected, strict=True):
         assert reference.differences([mine], [theirs]) == [[]]
         assert len(seen) == len(seen_in_base)
@@ -71,27 +78,6 @@ def test_the_dense_all_reduce_is_waited_for_after_the_backward(two_ranks: Ranks)
     for late in two_ranks.run(split_backwards.fit_counting_late_buckets):
         assert len(late) == split_backwards.NUM_STEPS
         assert all(late)
-
-
-def test_above_two_ranks_and_on_one(get_ranks: Callable[..., Ranks]) -> None:
-    """DistributedDataParallel's buckets are those of a whole backward: the sums of three ranks round alike."""
-    for num_ranks, words in ((3, SPLIT), (1, f"{WHOLE}one rank on a CPU waits for nobody")):
-        ranks = get_ranks(num_ranks)
-        options = {"bucket_cap_mb": 0.001}
-        expected = ranks.run(split_backwards.fit, "", "base", options, False)
-        actual = ranks.run(split_backwards.fit, "", "split_backward", options, False)
-        assert reference.differences([a for a, *_ in actual], [e for e, *_ in expected]) == [[]] * num_ranks
-        assert words in actual[0][2]
-
-
-def test_accumulated_gradients_of_three_ranks(get_ranks: Callable[..., Ranks]) -> None:
-    """The first backward that sends gradients gives DistributedDataParallel the order of its buckets: it runs whole."""
-    ranks = get_ranks(3)
-    options: dict[str, Any] = {"bucket_cap_mb": 0.002}
-    expected = ranks.run(split_backwards.fit, "norms", "base", options, False, accumulate_grad_batches=2)
-    actual = ranks.run(split_backwards.fit, "norms", "split_backward", options, False, accumulate_grad_batches=2)
-    assert reference.differences([a for a, *_ in actual], [e for e, *_ in expected]) == [[]] * 3
-    assert "weight gradients of bottom, top.0, top.3, top.6, top.9 come after the backward" in actual[0][2]
 
 
 def test_a_hook_that_raises_in_the_second_half_ends_all_ranks(two_ranks: Ranks) -> None:

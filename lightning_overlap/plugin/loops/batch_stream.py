@@ -175,7 +175,6 @@ class BatchStream:
             self._buffered.append(following)
 
     def _next_to_train(self, index: int, timer: StageTimer | None) -> FetchedBatch | None:
-        """Return the batch `index`, past None batches; None at the end."""
         while (fetched := self._next_of_inner(timer)) is not None:
             if not self.trains or fetched.batch is not None:
                 return fetched._replace(latest_none=self.latest_none)
