@@ -92,10 +92,7 @@ def installed() -> dict[str, str]:
 
 
 def check_names(package: str, names: Mapping[str, Iterable[str]], owners: Mapping[str, object]) -> None:
-    """Raise an ImportError if a package lacks a private name that this package uses.
-
-    `names` maps classes to private names, `owners` the classes to check to the class or an object.
-    """
+    """Raise an ImportError if one of `owners` (a class's name -> the class or an object) lacks one of its `names`."""
     for owner, thing in owners.items():
         for name in names[owner]:
             # The class first: a property of the object may still raise.

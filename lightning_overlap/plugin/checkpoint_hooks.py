@@ -115,7 +115,13 @@ class SavesShards(HasRun):
             # Outside of training nothing would wait for it, nor raise its error.
             asynchronous = self.async_checkpoint and self._running_trainer is not None and self._fits
             self._folder_saver.save(checkpoint, path, module, asynchronous=asynchronous, also=first)
-        self._take_newest(path, resumable)
+        # From here on "last" finds this checkpoint as soon as it is complete.
+        self._newest = path  # complete before `on_commit` calls anything
+        for bridge, is_last in checkpoint_links.bridges(self._running_trainer, path) if self.is_global_zero else []:
+            if is_last:
+                self._folder_saver.on_commit(partial(checkpoints.discard, bridge))
+            elif resumable:
+                self._folder_saver.on_commit(partial(checkpoints.lead, bridge, path))
 
     def _first_last(self, path: Path) -> Path | None:
         """Return a second name under which "last" finds this checkpoint, if there is no last checkpoint yet."""
@@ -125,15 +131,6 @@ class SavesShards(HasRun):
             if not is_last and not any(other.exists() for other in found):
                 return bridge
         return None
-
-    def _take_newest(self, path: Path, resumable: bool) -> None:
-        """Let "last" find a checkpoint as soon as it is complete; on rank 0."""
-        self._newest = path  # complete before `on_commit` calls anything
-        for bridge, is_last in checkpoint_links.bridges(self._running_trainer, path) if self.is_global_zero else []:
-            if is_last:
-                self._folder_saver.on_commit(partial(checkpoints.discard, bridge))
-            elif resumable:
-                self._folder_saver.on_commit(partial(checkpoints.lead, bridge, path))
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:
@@ -210,5 +207,4 @@ def _remove(path: Path, newest: Path | None, stems: set[str]) -> None:
 
 
 def _is_plain_file(path: Any, storage_options: Any, checkpoint_io: Any) -> bool:
-    """Whether a checkpoint is a local file, written without storage options or a CheckpointIO of the user."""
     return "://" not in str(path) and storage_options is None and type(checkpoint_io) is TorchCheckpointIO

@@ -1,10 +1,4 @@
-"""`ModelCheckpoint(save_last=...)`: `ckpt_path="last"` finds the newest complete checkpoint at any time.
-
-With "link", Lightning removes the checkpoint that the link leads to, then the link, and makes a new link at once,
-though the new checkpoint may not be written yet. Here it links when the new checkpoint is complete. With True,
-Lightning saves a checkpoint under its own name first, and then again as the last checkpoint. Until that is complete, a
-link `last.new.ckpt` (a *bridge*) leads to the first; Lightning's search for "last" finds the bridge as well.
-"""
+"""`ModelCheckpoint(save_last=...)`: `ckpt_path="last"` finds the newest complete checkpoint at any time."""
 
 from __future__ import annotations
 
@@ -28,6 +22,7 @@ OnCommit = Callable[[Callable[[], None]], None]  # calls a function when the sav
 
 def install(trainer: Trainer, undo: ExitStack, on_commit: OnCommit) -> None:
     """Let callbacks link to complete checkpoints only; a subclass keeps a link method of its own."""
+    # With save_last="link" Lightning links at once, though the new checkpoint may not be written yet.
     for callback in _keeping_last(trainer):
         if callback.save_last == "link" and type(callback)._link_checkpoint is ModelCheckpoint._link_checkpoint:
             callback._link_checkpoint = partial(_link, on_commit)  # type: ignore[method-assign]
@@ -41,6 +36,8 @@ def stems(trainer: Trainer | None) -> set[str]:
 
 def bridges(trainer: Trainer | None, path: Path) -> list[tuple[Path, bool]]:
     """Return the bridges beside a checkpoint that is being saved, each with whether it is a last checkpoint itself."""
+    # With save_last=True Lightning saves a checkpoint under its own name, then again as the last one. Until that is
+    # complete, a bridge (the link `last.new.ckpt`) leads to the first; Lightning's search for "last" finds it.
     found = {}
     for callback in _keeping_last(trainer):
         stem = callback.CHECKPOINT_NAME_LAST
@@ -65,10 +62,7 @@ def _link(on_commit: OnCommit, trainer: Trainer, filepath: Any, linkpath: Any) -
 
 
 def explain_folders() -> None:
-    """Let `Module.load_from_checkpoint` explain its error about a folder, which Lightning opens as a file.
-
-    The only change of Lightning that stays: no trainer or strategy takes part in that call, so no run could undo it.
-    """
+    """Let `Module.load_from_checkpoint` explain its error about a folder: the only change of Lightning that stays."""
     if getattr(lightning_module, "_load_from_checkpoint", None) is saving._load_from_checkpoint:
         lightning_module._load_from_checkpoint = _load  # type: ignore[attr-defined]
 

@@ -1,8 +1,4 @@
-"""The hooks of a strategy when a rank fails: each rank reports the first error, and no rank waits for a lost one.
-
-Lightning calls the callbacks' `on_exception` first, and some of them save a checkpoint there, which takes all ranks. If
-not all ranks have failed in the same place, the save is given up and the run's own error is raised.
-"""
+"""The hooks of a strategy when a rank fails: each rank reports the first error, and no rank waits for a lost one."""
 
 from __future__ import annotations
 
@@ -18,8 +14,7 @@ from ..distributed import Consensus, FirstCause, default_store, groups, remember
 from ..text import some
 from .checkpoint_hooks import SavesShards
 
-SAVE_TIMEOUT_S = 20
-"""How long a rank that failed waits for the others to fail before it saves with them, in seconds."""
+SAVE_TIMEOUT_S = 20  # how long a rank that failed waits for the others to fail before it saves with them
 
 
 class FailsTogether(SavesShards):
@@ -85,7 +80,7 @@ class FailsTogether(SavesShards):
         return self._first_error_first("a broadcast that followed it failed", partial(broadcast, obj, src))
 
     def _save_together_or_not(self) -> None:
-        """Let callbacks save in `on_exception` only if all ranks failed in the same place; else raise the own error."""
+        """Let callbacks save in `on_exception` only if all ranks failed in one place; else raise the run's error."""
         first = sys.exception()
         if first is None or self._first_cause is None or self._all_failed or not self._interrupted:
             return
@@ -110,7 +105,7 @@ class FailsTogether(SavesShards):
         raise self._torn_down(first)
 
     def _torn_down(self, first: BaseException) -> BaseException:
-        """Do what Lightning does after the callbacks' `on_exception`; return the run's error, for a `raise`."""
+        """Do what Lightning does after the callbacks' `on_exception`; return the run's error."""
         trainer = self._running_trainer
         self.on_exception(first)
         if trainer is not None:

@@ -14,8 +14,7 @@ from torch.optim import Optimizer
 from ..schedules import Mode
 from ..tables import table_lines
 
-LOGGER = "lightning.pytorch.lightning_overlap"
-"""A child of Lightning's logger, with its handler and level."""
+LOGGER = "lightning.pytorch.lightning_overlap"  # a child of Lightning's logger, with its handler and level
 
 KNOWN_RECORDS: Mapping[str, str] = {
     "torchrec.distributed.planner.types": "The topology was constructed directly",
@@ -26,21 +25,18 @@ KNOWN_RECORDS: Mapping[str, str] = {
 }
 """Logger -> text in the records that are filtered out: TorchRec's own calls cause them, users cannot act on them."""
 
-KNOWN_WARNINGS = (
+KNOWN_WARNINGS = (  # beginnings of the warnings that are filtered out
     r"HeuristicalStorageReservation is known to cause issues",
     r"fbgemm\S+ an autograd kernel was not registered",
     r".broadcast_buffers. is deprecated",
     r"Please use DTensor instead and we are deprecating ShardedTensor",  # at each save and load
     r".isinstance\(treespec, LeafSpec\). is deprecated",  # Lightning's own call
 )
-"""Beginnings of the warnings that are filtered out."""
 
 
-def _lets_through(text: str, record: logging.LogRecord) -> bool:
-    return text not in str(record.msg)
-
-
-_FILTERS = {name: partial(_lets_through, text) for name, text in KNOWN_RECORDS.items()}
+_FILTERS = {
+    name: partial(lambda text, record: text not in str(record.msg), text) for name, text in KNOWN_RECORDS.items()
+}
 
 
 def calm_libraries(wanted: bool = True) -> None:

@@ -15,11 +15,7 @@ TOP_PAD = 64 << 20  # the heap grows by this many bytes at once
 
 
 def keep_freed_memory() -> bool:
-    """Let glibc's malloc keep freed memory, for the whole process; return whether it does.
-
-    Does nothing if another library provides `malloc` (jemalloc, tcmalloc), or if the environment configures malloc
-    already (`MALLOC_...`, `GLIBC_TUNABLES`).
-    """
+    """Let glibc's malloc keep freed memory, unless the environment configures malloc; return whether it does."""
     if any(name.startswith("MALLOC_") for name in os.environ) or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
         return False
     process: Any = ctypes.CDLL(None)
@@ -28,7 +24,7 @@ def keep_freed_memory() -> bool:
     except OSError:  # not glibc
         return False
     if len({ctypes.cast(one.malloc, ctypes.c_void_p).value for one in (process, libc)}) > 1:
-        return False
+        return False  # another library provides malloc: jemalloc, tcmalloc
     settings = ((_M_MMAP_THRESHOLD, MMAP_THRESHOLD), (_M_TRIM_THRESHOLD, TRIM_THRESHOLD), (_M_TOP_PAD, TOP_PAD))
     accepted = [libc.mallopt(name, value) for name, value in settings]
     return all(accepted)

@@ -1,9 +1,4 @@
-"""Lightning's private names that this folder uses: an upgrade that lacks a name fails with a clear error.
-
-A module's names that this folder imports are not listed: the import itself fails.
-
-A test looks for each name in the installed Lightning; each run looks in the objects that it changes.
-"""
+"""Lightning's private names that this folder uses: an upgrade that lacks a name fails with a clear error."""
 
 from __future__ import annotations
 
@@ -44,7 +39,7 @@ PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
     "Strategy": ("_layer_sync",),
     "Trainer": ("_signal_connector", "_teardown"),
 }
-"""By the module or class that has them."""
+"""By the module or class that has them. A name that this folder imports is not listed: the import itself fails."""
 
 
 def check_lightning(trainer: Trainer) -> None:

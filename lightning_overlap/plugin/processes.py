@@ -1,8 +1,4 @@
-"""A strategy that is copied, pickled, or starts processes by `spawn` or `fork`.
-
-A copy has no state of a run. After a fit in started processes the parent gets the results of Lightning's launcher with
-whole tables instead of shards: the parent's own module is not sharded.
-"""
+"""A strategy that is copied, pickled, or starts processes by `spawn` or `fork`, whose parent gets whole tables back."""
 
 from __future__ import annotations
 
@@ -36,7 +32,7 @@ _TABLE_OPTIMIZERS = "table_optimizers"  # entry of a copy's state: the optimizer
 
 
 class StartsProcesses(HasRun):
-    """A strategy that can be copied and pickled, and that gives whole tables back to the process that started it."""
+    """The hooks of a strategy around copies of it, and around the processes that it starts."""
 
     _parents_state: frozenset[str] | None = None  # names in the parent's `state_dict`, for a fit in started processes
 
@@ -158,7 +154,6 @@ def _check_same_tables(module: nn.Module, of_parent: frozenset[str], start_metho
 
 
 def _refuse_launch(strategy: DDPStrategy, start_method: str, module: LightningModule, trainer: Trainer) -> None:
-    """Refuse state that started processes cannot share with this process, before they are started."""
     on_meta = [table.path for table in find_tables(module) if table.parameter.is_meta]
     if sharded_modules(module):
         reason = "the module was sharded in this process. Make it anew (load a checkpoint of it)"

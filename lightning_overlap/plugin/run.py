@@ -31,16 +31,11 @@ def batch_size_of(module: LightningModule | None) -> int | None:
 
 
 class Run:
-    """One fit, validate, test or predict of a module with tables.
-
-    Owns the pipeline and the executor of training, if the run fits, and of the current evaluation. Each evaluation step
-    has its own pipeline.
-    """
+    """One fit, validate, test or predict of a module with tables."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
-        self.undo = ExitStack()
-        """Undoes the changes of Lightning's objects and of the module's when it is closed."""
+        self.undo = ExitStack()  # undoes the changes of Lightning's objects and of the module when it is closed
         self.sparse: SparsePipeline | None = None  # of training, as soon as the tables are sharded
         self.executor: Executor | None = None  # of training, as soon as the fit loop wants its first batch
         self.split: SplitLayers | None = None  # the layers whose backward is split, if the mode splits any
@@ -86,26 +81,23 @@ class Run:
 
 
 class HasRun(DDPStrategy):
-    """Base of the strategy's other base classes: state that several of them need, and questions between ranks.
-
-    The strategy makes its `Run` in `setup` and drops it in `stop_run`. Each base class sets its own attributes only.
-    """
+    """Base of the strategy's other base classes: state that several of them need, and questions between ranks."""
 
     _tuner: Tuner | None = None  # with `pipeline="auto"`: tries modes, or has chosen one
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self._group_timeout: timedelta = kwargs.get("timeout") or default_pg_timeout
-        self.timeout_s = self._group_timeout.total_seconds()
-        """How long a rank waits for the others in a collective, in seconds."""
+        self.timeout_s = self._group_timeout.total_seconds()  # how long a rank waits for the others in a collective
         self.forget_run()
 
     def forget_run(self) -> None:
         """Reset all state of runs, as before the first run; a copy of the strategy also starts like this."""
         self._run: Run | None = None  # None outside of runs, and for a module without tables
         self._groups: groups.Groups | None = None  # None before the first run with tables
-        self.streams: Streams | None = None
-        """The streams of the stages; None before the tables are sharded."""
+        self.checkpoint_group: dist.ProcessGroup | None = None  # gloo, of all ranks, for checkpoints alone
+        self._consensus: Consensus | None = None
+        self.streams: Streams | None = None  # of the stages; None before the tables are sharded
         self._stash = GradientStash()  # dense gradients that wait for their optimizer step
 
     def stop_run(self) -> None:
@@ -131,8 +123,6 @@ class HasRun(DDPStrategy):
     def _executor(self) -> Executor | None:
         """The executor of training; None before its first batch, and outside of a fit."""
         return None if self._run is None else self._run.executor
-
-    # -- for callbacks and loops --------------------------------------------------------------------------------
 
     @property
     def sharding_plan(self) -> KeptPlan:
@@ -204,20 +194,10 @@ class HasRun(DDPStrategy):
             executor.writes.ask()
             yield
 
-    # -- messages between ranks -----------------------------------------------------------------------------------
-
     def join_groups(self) -> None:
         """Join the process groups of the coming run; all ranks call this at the same point."""
         self._groups = groups.join(self._group_timeout, multi_node=self.world_size > self.num_processes)
-
-    @property
-    def checkpoint_group(self) -> dist.ProcessGroup | None:
-        """A gloo group of all ranks for checkpoints alone; None on one rank."""
-        return None if self._groups is None else self._groups.checkpoints
-
-    @property
-    def _consensus(self) -> Consensus | None:
-        return None if self._groups is None else self._groups.consensus
+        self.checkpoint_group, self._consensus = self._groups.checkpoints, self._groups.consensus
 
     def gather(self, value: Any) -> list[Any]:
         """Return every rank's value, any picklable object, by rank; all ranks call this and wait."""

@@ -1,11 +1,4 @@
-"""Skip work of Lightning that has no effect on a step.
-
-- Lightning's `self.log` moves a logged value to the device each time. Here a value that is there already stays.
-- Hooks that are not overridden are not called. Other hooks are called without a profiler that records nothing.
-
-Each hook is looked up anew at each call, so callbacks and methods that are added during a run are seen.
-`docs/lightning.md` proposes changes of Lightning itself.
-"""
+"""Skip work of Lightning that has no effect on a step: moves of logged values, and hooks that do nothing."""
 
 from __future__ import annotations
 
@@ -25,8 +18,6 @@ from torchmetrics import Metric
 
 from .private_names import PRIVATE_NAMES
 
-# -- logged values --------------------------------------------------------------------------------------------------
-
 _OWN = {"to": _ResultMetric.to, **{name: getattr(call, name) for name in PRIVATE_NAMES[call.__name__]}}
 """Lightning's methods and functions that are replaced, by name."""
 
@@ -38,7 +29,6 @@ def _to(result: _ResultMetric, *args: Any, **kwargs: Any) -> Any:
 
 
 def _is_on(result: _ResultMetric, device: torch.device) -> bool:
-    """Whether a logged value is on a device already, with all its states."""
     if not _states_are_on(result, device):
         return False
     if result.is_tensor:
@@ -63,8 +53,6 @@ def _states_are_on(metric: Metric, device: torch.device) -> bool:
     return True
 
 
-# -- hooks ----------------------------------------------------------------------------------------------------------
-
 _IN_EACH_STEP = (
     *("on_train_batch_start", "on_train_batch_end", "on_before_zero_grad", "on_before_backward", "on_after_backward"),
     *("on_before_optimizer_step", "on_validation_batch_start", "on_validation_batch_end", "on_test_batch_start"),
@@ -79,12 +67,9 @@ _PROFILING = (PassThroughProfiler.start, PassThroughProfiler.stop, PassThroughPr
 _NAMES_OF_PROFILING = frozenset(method.__name__ for method in _PROFILING)
 
 
-_LOG: logging.Logger = call.log
-
-
 def _is_silent(trainer: Trainer) -> bool:
     """Whether calls of hooks are not recorded: no profiler runs, and Lightning's logger is not at level DEBUG."""
-    if id(trainer) not in _running or _LOG.isEnabledFor(logging.DEBUG):
+    if id(trainer) not in _running or call.log.isEnabledFor(logging.DEBUG):
         return False
     profiler = trainer.profiler  # type: ignore[attr-defined]
     cls = type(profiler)
@@ -98,12 +83,11 @@ def _call_callback_hooks(
 ) -> None:
     module = trainer.lightning_module
     if monitoring_callbacks is not None or module is None or not _is_silent(trainer):
-        own = _OWN["_call_callback_hooks"]
-        own(trainer, hook_name, *args, monitoring_callbacks=monitoring_callbacks, **kwargs)
+        _OWN["_call_callback_hooks"](trainer, hook_name, *args, monitoring_callbacks=monitoring_callbacks, **kwargs)
         return
     before = module._current_fx_name
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        hook = getattr(callback, hook_name)
+        hook = getattr(callback, hook_name)  # at each call: a run may add callbacks and methods
         if getattr(hook, "__func__", None) not in _EMPTY_HOOKS and callable(hook):
             vars(module)["_current_fx_name"] = hook_name
             hook(trainer, module, *args, **kwargs)
@@ -138,8 +122,6 @@ def _call(module: LightningModule, hook_name: str, hook: Any, args: tuple[Any, .
     attributes["_current_fx_name"] = before
     return output
 
-
-# -- installation ---------------------------------------------------------------------------------------------------
 
 _REPLACEMENTS = (
     *((call, own.__name__, own) for own in (_call_callback_hooks, _call_lightning_module_hook, _call_strategy_hook)),

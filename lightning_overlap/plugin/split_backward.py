@@ -34,8 +34,7 @@ def why_whole(
     for option in ("static_graph", "find_unused_parameters"):
         if ddp_options.get(option):
             return f"{option}=True looks for weights in the graph of the loss, where those of split layers are not"
-    dense = [getattr(one, "dense", one) for one in optimizers]  # of combined_optimizer too
-    if any(isinstance(one, torch.optim.LBFGS) for one in dense):
+    if any(isinstance(getattr(one, "dense", one), torch.optim.LBFGS) for one in optimizers):  # combined too
         return "LBFGS runs several backwards in a step"
     if any(isinstance(part, torch.nn.Embedding | torch.nn.EmbeddingBag) and part.sparse for part in module.modules()):
         # DistributedDataParallel divides it in place, and it may be a view of a gradient that is needed later.
@@ -71,10 +70,7 @@ def late_all_reduce(model: Any, comm_hook: object | None) -> LateAllReduce | Non
 def split_layers(
     module: LightningModule, model: Any, gather: Callable[[Any], list[Any]], late: LateAllReduce | None
 ) -> SplitLayers:
-    """Return the layers of a sharded module whose backward is split; all ranks agree on them through `gather`.
-
-    `model` is the module, or DistributedDataParallel around it.
-    """
+    """Return the layers whose backward is split, as all ranks agree; `model` is DistributedDataParallel, if used."""
 
     def agree(whole: dict[str, str]) -> dict[str, str]:
         known = gather((whole, [layer.name for layer in layers.layers]))

@@ -154,7 +154,6 @@ class WalksSteps(HasRun):
     def _exchange_gradients(
         self, optimizer: Optimizer, closure: Callable[[], Any], delay: int, calls: Iterator[int]
     ) -> Any:
-        """Run an optimizer's closure, stash its gradients and show gradients of `delay` steps earlier."""
         if next(calls) > 0:  # as LBFGS does
             raise RuntimeError(
                 f"{optimizer_name(optimizer)} asks for its gradients several times in a step, so they cannot be "
@@ -194,7 +193,6 @@ class WalksSteps(HasRun):
 
 
 def _evaluate(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run the user's step of an evaluation, with early embeddings if its loop has a `LookaheadFetcher`."""
     staged = args[0] if args else None
     if not isinstance(staged, StagedBatch):
         return step(*args, **kwargs)
@@ -205,7 +203,6 @@ def _evaluate(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _has_own_hook(module: LightningModule | None, hook: str) -> bool:
-    """Whether the user has a hook of this name, in the module or the data module."""
     if module is None:
         return False
     data = module.trainer.datamodule  # type: ignore[attr-defined]

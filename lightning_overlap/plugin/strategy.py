@@ -1,9 +1,4 @@
-"""`OverlapEmbeddingStrategy`: shards a LightningModule's tables and overlaps their lookup with the dense part.
-
-This file takes the user's options and sets a run up: it shards the tables, and makes streams, pipelines and executors.
-The strategy's other hooks are in its base classes, each with its own state: `step_hooks.py` (the parts of a step),
-`checkpoint_hooks.py`, `failure_hooks.py` and `processes.py` (copies, `spawn` and `fork`). `run.py` is the base of all.
-"""
+"""`OverlapEmbeddingStrategy`: takes the user's options, and makes a run's shards, streams, pipelines and executors."""
 
 from __future__ import annotations
 
@@ -30,7 +25,7 @@ from ..tuning import TRIED, Auto, Tuner, resolve_auto
 from . import checkpoint_links, first_words, shortcuts, unsupported
 from .failure_hooks import FailsTogether
 from .host_memory import keep_freed_memory
-from .loops import BatchStream, Epoch, LookaheadFetcher, StepArguments, evaluation_loops, fit_loop, sigterm
+from .loops import BatchStream, LookaheadFetcher, StepArguments, evaluation_loops, fit_loop, sigterm
 from .private_names import check_lightning
 from .processes import StartsProcesses
 from .run import Run, batch_size_of
@@ -45,11 +40,10 @@ STRATEGY_NAMES = {
 }
 """Names for `Trainer(strategy=...)`, like Lightning's `ddp`, `ddp_spawn`, ..., with the `start_method` of each."""
 
-_NO_DDP_OPTIONS = {
+_NO_DDP_OPTIONS = {  # arguments of `DDPStrategy` that it does not pass on to DistributedDataParallel
     *("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin"),
     *("process_group_backend", "timeout", "start_method"),
 }
-"""Arguments of `DDPStrategy` that it does not pass on to DistributedDataParallel."""
 
 
 class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
@@ -65,21 +59,20 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
         sharding: None for TorchRec's planner; a sharding type for all tables; `{"item_table": "table_wise", ...}`, by
             the `name` in a table's config (the planner decides about the others); a planner; a `ShardingPlan`. A table
             that is made data-parallel here, and not by `replicate_tables`, loses its fused optimizer.
-        fused_optimizer: `(class, kwargs)` or `functools.partial(class, **kwargs)`, in YAML
-            `[torch.optim.SGD, {lr: 0.1}]` or `class_path:` and `init_args:`; applied in backward to the tables that
-            have no optimizer applied in backward yet. Without it such a table is refused unless `sharding` makes it
-            data-parallel: whole on every rank, for the optimizer of `configure_optimizers`.
+        fused_optimizer: `(class, kwargs)` or `functools.partial(class, **kwargs)`; in YAML
+            `[torch.optim.SGD, {lr: 0.1}]`, or `class_path:` and `init_args:`. It is applied in backward to the tables
+            that have no such optimizer yet. Without it such a table is refused, unless `sharding` makes it
+            data-parallel, for the optimizer of `configure_optimizers`.
         quantized_comms: Precision in which embeddings and their gradients are sent between ranks: "fp16", "bf16",
             "fp8", "int8" or "mx4", one for each direction (`("fp16", "bf16")`), or TorchRec's `QCommsConfig`; None:
             full precision. The strategy warns of gradients that are too large or too small for FP16.
-        replicate_tables: Tables that every rank holds whole, since their gradients are fewer bytes than their
-            embeddings; their fused optimizer updates them alike on all ranks. None: tables with fewer rows than a
-            rank's `batch_size` (of the data module or the module), unless `sharding` names their sharding type; a
-            number: tables with fewer rows; names: these tables; False: no table.
+        replicate_tables: Tables that every rank holds whole; their fused optimizer updates them alike on all ranks.
+            None: tables with fewer rows than a rank's `batch_size` (of the data module or the module), unless
+            `sharding` names their sharding type; a number: tables with fewer rows; names: these tables; False: none.
         release_features: Free the memory of a batch's ids as soon as they are sent. `training_step` can then pass a
             KeyedJaggedTensor to its module and read its keys and lengths, but not its values or weights.
-        copy_in_place: On CUDA, allocate batches in the compute stream's memory pool, which activations can use again,
-            and not in a pool of their own. The copy of a batch then begins after the forward.
+        copy_in_place: On CUDA, allocate batches in the compute stream's memory pool, which activations can use again.
+            The copy of a batch then begins after the forward.
         out_of_range_ids: On a CPU, what to do about an id that its table has no row for: "error", "warning" (once, then
             as FBGEMM does) or "fbgemm" (no check). On CUDA the kernels' `bounds_check_mode` alone decides.
         observer: Called with ("issue" | "wait", stage, batch) for every issued stage and every wait for a result.
@@ -94,10 +87,8 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
             the process that starts the others stays unsharded and gets whole tables back.
 
     Raises:
-        ValueError: An unknown name (the nearest names are listed), a Schedule that cannot run, or `async_checkpoint`
-            with `checkpoint_format="full"`.
-        TypeError: An argument of the wrong type, or one that neither this class nor `DDPStrategy` nor
-            DistributedDataParallel has.
+        ValueError: An unknown name, a Schedule that cannot run, or `async_checkpoint` with `checkpoint_format="full"`.
+        TypeError: An argument of the wrong type, or one that DistributedDataParallel does not know either.
     """
 
     def __init__(
@@ -153,8 +144,6 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
         """The mode; with `pipeline="auto"` the mode of the next batch, which changes until one is chosen."""
         return self._schedule if self._tuner is None else self._tuner.schedule
 
-    # -- set-up -------------------------------------------------------------------------------------------------
-
     @override
     def connect(self, model: LightningModule) -> None:
         if self.model is not None and model is not self.model:  # Lightning has set `lightning_module` already
@@ -182,7 +171,6 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
             self._begin_fit(self._run, self.streams, sends_embeddings)
 
     def _begin_run(self, trainer: Trainer, model: nn.Module, fits: bool) -> None:
-        """Refuse what does not work with tables, join the other ranks, and change Lightning's objects."""
         on_cpu = self.root_device.type == "cpu"
         first_words.calm_libraries(self._calm_libraries)
         if self._keep_freed_memory and on_cpu:
@@ -203,7 +191,6 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
             checkpoint_links.install(trainer, undo, self._folder_saver.on_commit)
 
     def _begin_fit(self, run: Run, streams: Streams, sends_embeddings: bool) -> None:
-        """Make the pipeline of training and what else a fit needs, and log its first words."""
         module, schedule, is_first = self._module, self.schedule, self.global_rank == 0
         unsupported.refuse_clipping(run.trainer, module, run.undo)
         if is_first:
@@ -277,7 +264,6 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
         tables.check_dense_optimizers(self._module, self.optimizers)
 
     def _make_pipeline(self, schedule: Schedule, step: str) -> SparsePipeline:
-        """Return the sparse stages for a table, of training or of an evaluation; `step` names the user's method."""
         assert self.streams is not None
         assert self._groups is not None
         lookup, module = schedule.step_of(Stage.EMBEDDING_LOOKUP), self._module
@@ -308,14 +294,10 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
     def look_ahead(
         self, inner: _DataFetcher, step_arguments: StepArguments, next_number: Callable[[], int] | None = None
     ) -> LookaheadFetcher:
-        """Return a fetcher that stages the batches of Lightning's fetcher `inner` ahead of their step.
-
-        `next_number` returns the `batch_idx` of the next batch to train; None in an evaluation.
-        """
+        """Return a fetcher that stages the batches of `inner` ahead; `next_number` gives a fit's next `batch_idx`."""
         assert self._run is not None
-        trainer, trains = self._run.trainer, next_number is not None
-        epoch, sends_sizes = Epoch(trainer, trains=trains), self.schedule.has_sparse_stages
-        stream = BatchStream(inner, trainer, epoch, trains=trains, sends_sizes=sends_sizes)
+        trains, sends_sizes = next_number is not None, self.schedule.has_sparse_stages
+        stream = BatchStream(inner, self._run.trainer, trains=trains, sends_sizes=sends_sizes)
         return LookaheadFetcher(stream, step_arguments, next_number)
 
     def make_executor(self, stream: BatchStream) -> Executor:
@@ -373,8 +355,6 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
             return None
         rows = StaleRows(run.sparse, lambda: run.executor, groups.lookahead)
         return rows if rows.tables else None
-
-    # -- the end ------------------------------------------------------------------------------------------------
 
     @override
     def teardown(self) -> None:

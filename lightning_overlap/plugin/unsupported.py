@@ -37,8 +37,6 @@ _AVERAGING = (
     callbacks.StochasticWeightAveraging,
     getattr(callbacks, "WeightAveraging", callbacks.StochasticWeightAveraging),  # 2.6 has it
 )
-
-
 _CALLED_OTHERWISE = {"mode": "pipeline", "schedule": "pipeline", "optimizer": "fused_optimizer", "plan": "sharding"}
 
 
@@ -123,10 +121,7 @@ def refuse_held_updates(module: LightningModule) -> None:
 
 
 def refuse_clipping(trainer: Trainer, module: LightningModule, undo: ExitStack) -> None:
-    """Refuse, until `undo` is closed, to clip by a norm that would differ between ranks: of shards with a dense kernel.
-
-    Raises at once for `gradient_clip_val`, else when `clip_gradients` is called with an optimizer of such shards.
-    """
+    """Refuse, until `undo` is closed, to clip by a norm of shards with a dense kernel: it differs between ranks."""
     names = tables_in_dense_shards(module) if trainer.world_size > 1 else []
     if not names:
         return

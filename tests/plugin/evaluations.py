@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import warnings
@@ -10,9 +11,9 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
@@ -40,22 +41,13 @@ class Data(Batches):
         self.lengths, self.sized = lengths, sized
 
     def _loaders(self) -> Any:
-        rank = self.trainer.global_rank
         loaders = []
-        for which, length in enumerate(self.lengths):
-            first = FIRST_VAL + 100 * which
-            batches = [make_batch(self.case, index, rank) for index in range(first, first + length)]
+        for first, length in zip(itertools.count(FIRST_VAL, 100), self.lengths, strict=False):
+            batches = [make_batch(self.case, first + index, self.trainer.global_rank) for index in range(length)]
             loaders.append(DataLoader(batches if self.sized else _Unsized(batches), batch_size=None))
         return loaders if len(loaders) > 1 else loaders[0]
 
-    def val_dataloader(self) -> Any:
-        return self._loaders()
-
-    def test_dataloader(self) -> Any:
-        return self._loaders()
-
-    def predict_dataloader(self) -> Any:
-        return self._loaders()
+    val_dataloader = test_dataloader = predict_dataloader = _loaders
 
 
 class _Unsized(torch.utils.data.IterableDataset):
@@ -67,27 +59,20 @@ class _Unsized(torch.utils.data.IterableDataset):
 
 
 class Evaluated(Model):
-    """Writes down what its evaluations answer."""
-
     def __init__(self, case: Case, **kwargs: Any) -> None:
         super().__init__(case, **kwargs)
         self.outputs: Outputs = []
 
-    def _write(self, batch: Batch, batch_idx: int, dataloader_idx: int) -> Tensor:
+    def _write(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
         loss = self(batch)
         assert not loss.requires_grad
         self.outputs.append((batch_idx, dataloader_idx, batch.inputs["sparse"][1], loss.item()))
         return loss
 
+    test_step = predict_step = _write
+
     def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
-        loss = self._write(batch, batch_idx, dataloader_idx)
-        self.log("val_loss", loss, batch_size=1, sync_dist=True)
-
-    def test_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
-        return self._write(batch, batch_idx, dataloader_idx)
-
-    def predict_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
-        return self._write(batch, batch_idx, dataloader_idx)
+        self.log("val_loss", self._write(batch, batch_idx, dataloader_idx), batch_size=1, sync_dist=True)
 
 
 @contextmanager
@@ -116,20 +101,14 @@ def validate_while_training(case: Case, pipeline: str) -> tuple[Outputs, Tensor,
 def reference_validations(case: Case, staleness: int) -> Outputs:
     """The same by hand, with plain DistributedModelParallel."""
     outputs: Outputs = []
-    rank = dist.get_rank()
 
-    def evaluate(module: Model, num: int) -> None:
-        with torch.no_grad():
-            for index in range(num):
-                loss = module(make_batch(case, FIRST_VAL + index, rank), None)
-                outputs.append((index, 0, FIRST_VAL + index, loss.item()))
-
+    @torch.no_grad()
     def after_step(index: int, module: Model) -> None:
-        if (index + 1) % EVERY == 0:
-            evaluate(module, NUM_VAL)
+        for number in range(NUM_VAL) if (index + 1) % EVERY == 0 else ():
+            loss = module(make_batch(case, FIRST_VAL + number, dist.get_rank()), None)
+            outputs.append((number, 0, FIRST_VAL + number, loss.item()))
 
-    seen = reference.Delayed(staleness)
-    reference.train_delayed(case, seen, num_steps=NUM_STEPS, after_step=after_step)
+    reference.train_delayed(case, reference.Delayed(staleness), num_steps=NUM_STEPS, after_step=after_step)
     return outputs
 
 
@@ -165,47 +144,16 @@ def all_entries(pipeline: str) -> tuple[Outputs, Outputs]:
     return found[0], found[1]
 
 
-class _Writer(BasePredictionWriter):
-    def __init__(self) -> None:
-        super().__init__("batch_and_epoch")
-        self.written: list[Any] = []
-
-    def write_on_batch_end(self, trainer: Any, module: Any, prediction: Any, indices: Any, *args: Any) -> None:
-        self.written.append((indices, float(prediction)))
-
-    def write_on_epoch_end(self, trainer: Any, module: Any, predictions: Any, indices: Any) -> None:
-        self.written.append(([float(p) for p in predictions], indices))
-
-
-class _Indexed(Data):
-    def predict_dataloader(self) -> Any:
-        batches = [make_batch(self.case, index, self.trainer.global_rank) for index in range(6)]
-        return DataLoader(batches, batch_size=1, collate_fn=lambda items: items[0])
-
-
-def write_predictions(pipeline: str | None) -> list[Any]:
-    """Predict with a writer; return what it was given."""
-    model = Evaluated(TABLE_WISE, fused_optimizer=pipeline is not None)
-    strategy = DDPStrategy() if pipeline is None else make_strategy(model, pipeline)
-    writer = _Writer()
-    trainer = make_trainer(strategy, callbacks=[writer], use_distributed_sampler=True)
-    trainer.predict(model, datamodule=_Indexed(TABLE_WISE), return_predictions=False)
-    return writer.written
-
-
 class _NeedsLoaderIndex(Model):
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         raise AssertionError("Lightning refuses before")
 
 
 def two_loaders_without_index(pipeline: str) -> str:
-    """Return what a user reads whose step lacks `dataloader_idx`."""
     model = _NeedsLoaderIndex(TABLE_WISE)
-    try:
+    with pytest.raises(RuntimeError) as caught:
         make_trainer(make_strategy(model, pipeline)).validate(model, datamodule=Data(TABLE_WISE, (2, 2)))
-    except RuntimeError as err:
-        return str(err)
-    return "nothing was refused"
+    return str(caught.value)
 
 
 class _ClockedEvaluation(ClockedModel):
@@ -221,12 +169,11 @@ class _ClockedEvaluation(ClockedModel):
 
 def clocked(pipeline: str, num: int = 10) -> list[int]:
     """Return the virtual milliseconds of each step of an evaluation."""
-    clock = VirtualClock()
     model = _ClockedEvaluation(TABLE_WISE)
-    model.clock = clock
-    with virtual_latency(clock):
+    model.clock = VirtualClock()
+    with virtual_latency(model.clock):
         make_trainer(make_strategy(model, pipeline)).validate(model, datamodule=Data(TABLE_WISE, (num,)), verbose=False)
-    return [late - early for early, late in zip(clock.steps_ms, clock.steps_ms[1:], strict=False)]
+    return [late - early for early, late in itertools.pairwise(model.clock.steps_ms)]
 
 
 class _UnevenValidation(Batches):
@@ -244,8 +191,7 @@ def validate_uneven(pipeline: str, lengths: tuple[int, ...], sized: bool) -> tup
     """Validate ranks with unequal data; return how many batches this one took, and what was said."""
     model = Evaluated(TABLE_WISE)
     trainer = make_trainer(make_strategy(model, pipeline))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         trainer.validate(model, datamodule=_UnevenValidation(lengths, sized), verbose=False)
     return len(model.outputs), [str(w.message) for w in caught if "another rank" in str(w.message)]
 
@@ -267,12 +213,10 @@ def terminate(entry: str, pipeline: str, rank: int) -> int:
     """Send one rank SIGTERM in a long validation; return how many batches this one took."""
     model = _TerminatedInValidation(rank)
     trainer = make_trainer(make_strategy(model, pipeline), limit_train_batches=2, num_sanity_val_steps=0)
-    try:
+    with pytest.raises(SIGTERMException):
         getattr(trainer, entry)(model, datamodule=Data(TABLE_WISE, (40,)))
-    except SIGTERMException:
-        assert "forward" not in vars(model.ebc)
-        return model.num_validated
-    raise AssertionError("nobody was told")
+    assert "forward" not in vars(model.ebc)
+    return model.num_validated
 
 
 class _MadeInStep(Evaluated):
@@ -285,7 +229,6 @@ def warned_once(pipeline: str) -> list[str]:
     """Validate three times in a fit with inputs made in the step; return the warnings about it."""
     model = _MadeInStep(TABLE_WISE)
     trainer = make_trainer(make_strategy(model, pipeline), val_check_interval=EVERY)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         trainer.fit(model, datamodule=Data(TABLE_WISE))
     return [str(w.message) for w in caught if "not overlapped" in str(w.message)]

@@ -35,9 +35,6 @@ def _hooks(cls: type) -> list[str]:
     return sorted(name for name in hooks if "_model_" not in name)  # those put the module into a mode
 
 
-# -- data -------------------------------------------------------------------------------------------------------
-
-
 class Sized(Dataset):
     """`num` batches from index `first` on; with `ids=False` they hold dense features alone."""
 
@@ -147,18 +144,12 @@ def indices(batch: Any) -> Any:
     return [indices(value) for value in batch]
 
 
-# -- who writes -------------------------------------------------------------------------------------------------
-
-
 @dataclass
 class Seen:
-    """What a run showed on one rank."""
-
     trace: list[Any] = field(default_factory=list)
     logged: list[Any] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
-    num_early: int = 0
-    """Early embeddings that the module used."""
+    num_early: int = 0  # early embeddings that the module used
 
 
 def _values(metrics: Mapping[str, Any], seen: Seen) -> dict[str, str]:
@@ -169,8 +160,7 @@ def _values(metrics: Mapping[str, Any], seen: Seen) -> dict[str, str]:
 
 
 def _write(owner: str, hook: str, trainer: Trainer, args: tuple[Any, ...], seen: Seen) -> None:
-    loop = trainer.fit_loop.epoch_loop
-    progress = loop.batch_progress
+    progress = trainer.fit_loop.epoch_loop.batch_progress
     counts = (trainer.current_epoch, trainer.global_step, progress.current.ready, progress.is_last_batch)
     batch = [indices(arg) for arg in args if isinstance(arg, (Batch, list)) or (isinstance(arg, dict) and "a" in arg)]
     numbers = [arg for arg in args if isinstance(arg, int)]
@@ -212,8 +202,7 @@ class Recorded(Model):
         losses = []
         for part in parts(batch):
             zeros = {f"f{i}": torch.zeros(len(part.labels), 8) for i in range(3)}
-            embeddings = None if part.inputs["sparse"][0] is not None else {"ebc": zeros}
-            losses.append(self(part, embeddings))
+            losses.append(self(part, None if part.inputs["sparse"][0] is not None else {"ebc": zeros}))
         return torch.stack(losses).sum()
 
     def _log(self, prefix: str, batch: Any, loss: Tensor) -> None:
@@ -262,8 +251,6 @@ for _hook in _hooks(LightningModule):
 
 
 class TakesIterator(Recorded):
-    """The flavour in which the module fetches for itself."""
-
     def training_step(self, dataloader_iter: Iterator[Any]) -> Tensor:  # type: ignore[override]
         batch, batch_idx, _ = next(dataloader_iter)
         return super().training_step(batch, batch_idx)
@@ -289,20 +276,12 @@ class AsksForSteps(Recorded):
 
 
 class Notebook(Logger):
-    """A logger of a user's own."""
-
     def __init__(self) -> None:
         super().__init__()
         self.pages: list[tuple[int | None, dict[str, float]]] = []
         self.finished: list[str] = []
 
-    @property
-    def name(self) -> str:
-        return "notebook"
-
-    @property
-    def version(self) -> int:
-        return 0
+    name, version = "notebook", 0
 
     def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -325,8 +304,6 @@ class Stopwatch(Timer):
         return self.trainer.global_step if hasattr(self, "trainer") else 0.0
 
 
-# -- runs -------------------------------------------------------------------------------------------------------
-
 MODELS: dict[str, type[Recorded]] = {
     "recorded": Recorded,
     "takes_iterator": TakesIterator,
@@ -335,10 +312,8 @@ MODELS: dict[str, type[Recorded]] = {
 }
 CALLBACKS: dict[str, Callable[[], Callback]] = {
     "early_stopping": lambda: EarlyStopping("validate_both", patience=1),
-    "early_stopping_on_loss": lambda: EarlyStopping("loss_epoch", patience=0, mode="max"),
     "early_stopping_on_train": lambda: EarlyStopping("both_epoch", patience=1, check_on_train_epoch_end=True),
     "timer": lambda: Stopwatch({"seconds": 5}),
-    "timer_by_epoch": lambda: Stopwatch({"seconds": 5}, interval="epoch"),
     "every_n_train_steps": lambda: ModelCheckpoint(
         filename="{step}", every_n_train_steps=4, save_top_k=-1, save_last=True
     ),
@@ -381,17 +356,15 @@ def shared_folder(folder: str) -> Path:
 
 def run(pipeline: str | None, setting: Setting, folder: str) -> Seen:
     """Make the calls of a setting under a mode (None: DDPStrategy), one after the other."""
-    model = MODELS[setting.model](fused=pipeline is not None)
+    model, data = MODELS[setting.model](fused=pipeline is not None), Data(setting.train, setting.evaluate)
     seen, path = model.seen, shared_folder(folder)
-    data = Data(setting.train, setting.evaluate)
 
     def new_trainer() -> Trainer:
         kwargs: dict[str, Any] = {"max_epochs": 2, "enable_checkpointing": bool(setting.callbacks), **setting.trainer}
         if not kwargs.get("barebones"):
             kwargs = {"logger": Notebook(), "log_every_n_steps": 1, **kwargs}
         callbacks = [Recorder(), *(CALLBACKS[name]() for name in setting.callbacks)]
-        strategy = make_strategy(pipeline, seen)
-        trainer = make_trainer(strategy, callbacks=callbacks, default_root_dir=path, **kwargs)
+        trainer = make_trainer(make_strategy(pipeline, seen), callbacks=callbacks, default_root_dir=path, **kwargs)
         for timer in trainer.callbacks:
             if type(timer) is Timer:  # made by max_time
                 timer.__class__ = Stopwatch
@@ -412,14 +385,12 @@ def run(pipeline: str | None, setting: Setting, folder: str) -> Seen:
             returned = getattr(trainer, call)(model, datamodule=data, **quiet)
             if returned:
                 seen.trace.append(("returned", len(returned)))
-                if call in ("validate", "test"):
+                if quiet:
                     seen.trace += [_values(metrics, seen) for metrics in returned]
                 else:
                     seen.losses += [float(value) for value in _leaves(returned)]
-    for trainer in trainers:
-        for logger in trainer.loggers:
-            if not isinstance(logger, Notebook):  # fast_dev_run has a dummy in its place
-                continue
+    for logger in [logger for trainer in trainers for logger in trainer.loggers]:
+        if isinstance(logger, Notebook):  # fast_dev_run has a dummy in its place
             seen.logged += [(step, _values(metrics, seen)) for step, metrics in logger.pages]
             seen.logged += logger.finished
     trainer.strategy.barrier()  # the first rank removes old checkpoints

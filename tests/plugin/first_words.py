@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -28,28 +30,33 @@ class Scheduled(Model):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
 
 
-def first_words(combined: bool = False, **options: Any) -> list[str]:
-    """Return what a fit with `MIXED` tables logs and warns of, of the known texts and our own."""
+OURS = "lightning.pytorch.lightning_overlap"
+
+
+@contextmanager
+def logged(*names: str) -> Iterator[list[str]]:
     seen: list[str] = []
-
-    class Keep(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            seen.append(record.getMessage())
-
-    keep, model = Keep(), Scheduled(combined)
-    names = ("lightning.pytorch.lightning_overlap", "torchrec.distributed.planner.types", "torch.fx", "")
+    keep = logging.Handler()
+    keep.emit = lambda record: seen.append(record.getMessage())  # type: ignore[method-assign]
     loggers = [logging.getLogger(name) for name in names]
     before = [logger.level for logger in loggers]
     for logger in loggers:
         logger.addHandler(keep)
         logger.setLevel(logging.INFO)
     try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            sharding = {table.name: table.sharding for table in MIXED.tables}
-            fit_model(model, sharding=sharding, **options)
+        yield seen
     finally:
         for logger, level in zip(loggers, before, strict=True):
             logger.removeHandler(keep)
             logger.setLevel(level)
+
+
+def first_words(combined: bool = False, **options: Any) -> list[str]:
+    """Return what a fit with `MIXED` tables logs and warns of, of the known texts and our own."""
+    model, sharding = Scheduled(combined), {table.name: table.sharding for table in MIXED.tables}
+    with (
+        logged(OURS, "torchrec.distributed.planner.types", "torch.fx", "") as seen,
+        warnings.catch_warnings(record=True, action="always") as caught,
+    ):
+        fit_model(model, sharding=sharding, **options)
     return [*seen, *(str(w.message) for w in caught)]

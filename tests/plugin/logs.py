@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
-from contextlib import nullcontext, suppress
-from pathlib import Path
+from contextlib import suppress
 from types import MethodType
 from typing import Any
 from unittest import mock
@@ -22,8 +20,6 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.utils.data import DataLoader
 from torchmetrics import Metric
-
-from lightning_overlap.plugin import shortcuts
 
 from ..support.cases import TABLE_WISE, Batch, Batches, Model, make_batch
 from ..support.fits import make_trainer
@@ -53,13 +49,7 @@ class Summed(Metric):
 Shown = list[tuple[str, dict[str, str]]]
 
 
-def _metrics_of(trainer: Trainer) -> list[Mapping[str, Any]]:
-    return [trainer.callback_metrics, trainer.logged_metrics, trainer.progress_bar_metrics]
-
-
 class Logs(Model):
-    """Logs what its batches determine."""
-
     def __init__(self, fused: bool) -> None:
         super().__init__(TABLE_WISE, fused_optimizer=fused)
         self.fused = fused
@@ -69,7 +59,8 @@ class Logs(Model):
         self.several = torchmetrics.MetricCollection([torchmetrics.MaxMetric(), torchmetrics.MinMetric()])
 
     def show(self, when: str) -> None:
-        for metrics in _metrics_of(self.trainer):
+        trainer = self.trainer
+        for metrics in (trainer.callback_metrics, trainer.logged_metrics, trainer.progress_bar_metrics):
             self.shown.append((when, {name: repr(float(value)) for name, value in sorted(metrics.items())}))
 
     def _log_all(self, prefix: str, batch: Batch) -> None:
@@ -118,16 +109,13 @@ class Logs(Model):
 
 class Evaluated(Batches):
     def val_dataloader(self) -> DataLoader:
-        return DataLoader(
-            [make_batch(self.case, 1000 + i, self.trainer.global_rank) for i in range(3)], batch_size=None
-        )
+        batches = [make_batch(self.case, 1000 + i, self.trainer.global_rank) for i in range(3)]
+        return DataLoader(batches, batch_size=None)
 
 
 def logged_in_every_manner(pipeline: str | None, folder: str) -> tuple[Shown, list[Any]]:
     """Fit two epochs with a checkpoint in the middle of the second, and go on from it; return what was logged."""
-    path = shared_folder(folder)
-    shown: Shown = []
-    pages: list[Any] = []
+    path, shown, pages = shared_folder(folder), [], []
     for resume in (None, str(path / "step=10.ckpt")):
         model, notebook = Logs(fused=pipeline is not None), Notebook()
         trainer = make_trainer(
@@ -141,16 +129,12 @@ def logged_in_every_manner(pipeline: str | None, folder: str) -> tuple[Shown, li
             default_root_dir=path,
             callbacks=[ModelCheckpoint(path, "{step}", every_n_train_steps=5, save_top_k=-1)],
         )
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             trainer.fit(model, datamodule=Evaluated(TABLE_WISE, NUM_BATCHES), ckpt_path=resume)
         model.show("after")
         shown += model.shown
         pages += [(step, {name: repr(float(value)) for name, value in page.items()}) for step, page in notebook.pages]
     return shown, pages
-
-
-# -- moves ----------------------------------------------------------------------------------------------------------
 
 
 def num_moves(pipeline: str | None) -> tuple[int, int]:
@@ -163,11 +147,7 @@ def num_moves(pipeline: str | None) -> tuple[int, int]:
             self.log("value", value, on_step=True, on_epoch=True)
             self.log("metric", self.mean, on_step=True, on_epoch=True)
 
-        def on_train_batch_end(self, *args: Any) -> None:
-            pass
-
-        def on_train_epoch_end(self) -> None:
-            pass
+        on_train_batch_end, on_train_epoch_end = LightningModule.on_train_batch_end, LightningModule.on_train_epoch_end
 
     trainer = make_trainer(make_strategy(pipeline))
     moves = []
@@ -177,19 +157,13 @@ def num_moves(pipeline: str | None) -> tuple[int, int]:
             moves.append(value)
         return apply_to_collection(value, kinds, function, *args, **kwargs)
 
-    with mock.patch.object(result, "apply_to_collection", apply), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with mock.patch.object(result, "apply_to_collection", apply), warnings.catch_warnings(action="ignore"):
         trainer.fit(Twice(fused=pipeline is not None), datamodule=Batches(TABLE_WISE, NUM_BATCHES))
     return len(moves), trainer.global_step
 
 
-def moved_between_devices(quick: bool) -> list[Any]:
+def moved_between_devices() -> list[Any]:
     """Log values that come from one device after another (one of them has no memory); return where their states are."""
-    with mock.patch.object(_ResultMetric, "to", shortcuts._to) if quick else nullcontext():
-        return _moved()
-
-
-def _moved() -> list[Any]:
     results, metric, where = _ResultCollection(training=True), Summed(), []
     for device in ("cpu", "cpu", "meta", "meta"):
         metric.to(device)
@@ -199,14 +173,10 @@ def _moved() -> list[Any]:
             results.log("training_step", name, value, on_step=True, on_epoch=True, reduce_fx=kind, batch_size=2)
         results.log("training_step", "metric", metric, on_step=True, on_epoch=True)
         logged = list(results.values())
-        states = [
-            state for one in logged for name in one._defaults for state in (getattr(one, name), one._defaults[name])
-        ]
+        states = [s for one in logged for name in one._defaults for s in (getattr(one, name), one._defaults[name])]
         where.append([device, logged[-1].value.total.device.type, *(state.device.type for state in states)])
     return where
 
-
-# -- hooks that come in the middle ------------------------------------------------------------------------------------
 
 Calls = list[tuple[str, int]]
 
@@ -259,9 +229,6 @@ def hooks_that_come_late(pipeline: str | None) -> Calls:
     return [one for one in meddler.calls if one[0] not in fetches and "transfer" not in one[0]]
 
 
-# -- undone -----------------------------------------------------------------------------------------------------------
-
-
 def _lightning() -> list[Any]:
     names = ("_call_callback_hooks", "_call_lightning_module_hook", "_call_strategy_hook")
     return [*(getattr(call, name) for name in names), _ResultMetric.to]
@@ -280,14 +247,7 @@ def left_behind(fails: bool) -> list[str]:
 
     before, ends = _lightning(), Ends()
     trainer = make_trainer(make_strategy("fused_sparse_dist"), callbacks=[ends])
-    with suppress(InterruptedError), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with suppress(InterruptedError), warnings.catch_warnings(action="ignore"):
         trainer.fit(Logs(fused=True), datamodule=Batches(TABLE_WISE, NUM_BATCHES))
     assert not set(before) & set(ends.within)
     return [one.__name__ for one in _lightning() if one not in before]
-
-
-def folder_of(path: Path) -> str:
-    """Return a folder's name, as ranks take it."""
-    path.mkdir(exist_ok=True)
-    return str(path)

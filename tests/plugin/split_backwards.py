@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
-import logging
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback
@@ -21,6 +21,7 @@ from lightning_overlap.sparse.deferred_update import DeferredUpdate
 from ..support.cases import TABLE_WISE, Batch, Batches, Model
 from ..support.fits import make_strategy, make_trainer
 from ..support.reference import collect
+from .first_words import OURS, logged
 
 NUM_STEPS = 8
 
@@ -58,14 +59,8 @@ class Deep(Model):
         super().__init__(TABLE_WISE)
         self.kind = kind
         width = self.top[0].in_features
-        self.top = nn.Sequential(
-            nn.Linear(width, 12),
-            nn.BatchNorm1d(12),
-            nn.ReLU(),
-            nn.Linear(12, 12, bias=False),
-            nn.GELU(),
-            nn.Linear(12, 1),
-        )
+        first, middle, last = nn.Linear(width, 12), nn.Linear(12, 12, bias=False), nn.Linear(12, 1)
+        self.top = nn.Sequential(first, nn.BatchNorm1d(12), nn.ReLU(), middle, nn.GELU(), last)
         if kind == "attention":
             self.top[4] = Attends()
         if kind == "sparse":
@@ -135,35 +130,17 @@ class Deep(Model):
         return super().configure_optimizers()
 
 
-class Words(logging.Handler):
-    """Keeps what is logged."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-
-
 def fit(kind: str, pipeline: str, options: dict[str, Any], hooks: bool, **kwargs: Any) -> tuple[Any, list[Tensor], str]:
     """Fit a `Deep`; return the result, what hooks have seen, and what was logged."""
-    model, grads, words = Deep(kind), Grads(), Words()
+    model, grads = Deep(kind), Grads()
     trainer = make_trainer(make_strategy(model, pipeline, **options), callbacks=[grads] if hooks else [], **kwargs)
-    logger = logging.getLogger("lightning.pytorch.lightning_overlap")
-    logger.addHandler(words)
-    level = logger.level
-    logger.setLevel(logging.INFO)
-    try:
+    with logged(OURS) as words:
         trainer.fit(model, datamodule=Batches(TABLE_WISE, NUM_STEPS))
-    finally:
-        logger.setLevel(level)
-        logger.removeHandler(words)
     parts = [part for part in model.modules() if type(part) in (nn.Linear, nn.Sequential)]
     assert not any("forward" in vars(part) for part in parts)
     if kind == "post_hook":
         assert model.num_hooked == NUM_STEPS
-    return collect(model, trainer.optimizers[0], model.losses), grads.seen, "\n".join(words.texts)
+    return collect(model, trainer.optimizers[0], model.losses), grads.seen, "\n".join(words)
 
 
 def fit_noting_parts(pipeline: str) -> tuple[Any, list[str]]:
@@ -213,12 +190,9 @@ class _HooksBackward(Callback):
 
 def fit_of_ranks_that_differ(pipelines: tuple[str, str], hooked: int | None) -> str:
     """Return the error, and after how many steps it came; each rank has its own mode, `hooked` one more callback."""
-    rank = dist.get_rank()
-    model = Model(TABLE_WISE)
-    strategy = make_strategy(model, pipelines[rank])
-    trainer = make_trainer(strategy, callbacks=[_HooksBackward()] if rank == hooked else [])
-    try:
+    rank, model = dist.get_rank(), Model(TABLE_WISE)
+    callbacks = [_HooksBackward()] if rank == hooked else []
+    trainer = make_trainer(make_strategy(model, pipelines[rank]), callbacks=callbacks)
+    with pytest.raises(RuntimeError) as caught:
         trainer.fit(model, datamodule=Batches(TABLE_WISE, NUM_STEPS))
-    except RuntimeError as err:
-        return f"{err} after {trainer.global_step} steps"
-    return "no error"
+    return f"{caught.value} after {trainer.global_step} steps"

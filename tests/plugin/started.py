@@ -12,6 +12,7 @@ import pickle
 import signal
 import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -46,8 +47,6 @@ COPIES = {
 
 
 class Logged(Model):
-    """Has all steps, and logs in each."""
-
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
         self.log("loss", loss, sync_dist=True)
@@ -59,19 +58,18 @@ class Logged(Model):
     def test_step(self, batch: Any, batch_idx: int) -> None:
         self.log("test_loss", self(batch), sync_dist=True)
 
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self(batch)
+
 
 class AllBatches(Batches):
-    """The same batches for every step."""
-
     def val_dataloader(self) -> DataLoader:
         return self.train_dataloader()
 
-    test_dataloader = val_dataloader
+    test_dataloader = predict_dataloader = val_dataloader
 
 
 class Fails(Model):
-    """Fails on one rank, while the other one waits for it."""
-
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         if batch_idx == 1 and self.global_rank == 1:
             raise ValueError("a fault of rank 1")
@@ -79,8 +77,6 @@ class Fails(Model):
 
 
 class MadeLater(Model):
-    """Makes its tables in the processes that train."""
-
     def __init__(self) -> None:
         super().__init__(TABLE_WISE)
         del self.ebc
@@ -108,7 +104,6 @@ def run_script(folder: Path) -> dict[str, Any]:
 
 
 def start(strategy: Any, **kwargs: Any) -> Trainer:
-    """A trainer that starts two processes."""
     own = LightningEnvironment()  # though these tests' ranks are in an environment of torchrun's
     return Trainer(
         accelerator="cpu", devices=2, strategy=strategy, plugins=[own], **{**QUIET, "max_epochs": 1, **kwargs}
@@ -161,17 +156,18 @@ def _refusal(trainer: Trainer, model: Any, datamodule: Any = None) -> str:
     return "nothing was refused"
 
 
-def _fault() -> str:
-    """Fail on rank 1; the error that the parent reads is of rank 0, since both have ended by then."""
+@contextlib.contextmanager
+def join_all() -> Iterator[None]:
+    """Let the parent read errors only after all processes have ended: it raises the error of the lowest rank then."""
     own = ProcessContext.join
 
-    def join_all(context: ProcessContext, *args: Any) -> bool:
+    def join(context: ProcessContext, *args: Any) -> bool:
         for process in context.processes:
             process.join()
         return own(context, *args)
 
-    with mock.patch.object(ProcessContext, "join", join_all):
-        return _refusal(start(OverlapEmbeddingStrategy(start_method="fork")), Fails(TABLE_WISE), Batches(TABLE_WISE, 2))
+    with mock.patch.object(ProcessContext, "join", join):
+        yield
 
 
 def refuse(name: str) -> str:
@@ -181,9 +177,8 @@ def refuse(name: str) -> str:
         "managed_collision": lambda: KindModel("managed_bags"),
         "several_nodes": lambda: Model(TABLE_WISE),
     }[name]()
-    return _refusal(
-        start(OverlapEmbeddingStrategy(start_method="fork"), num_nodes=1 + (name == "several_nodes")), model
-    )
+    num_nodes = 1 + (name == "several_nodes")
+    return _refusal(start(OverlapEmbeddingStrategy(start_method="fork"), num_nodes=num_nodes), model)
 
 
 def refuse_after_a_fit() -> tuple[str, str]:
@@ -204,16 +199,12 @@ def fit_from(case: Case, state: dict[str, Tensor]) -> Result:
     return collect(model, trainer.optimizers[0], model.losses)
 
 
-# -- copies -----------------------------------------------------------------------------------------------------
-
-
 def copies_train_alike(how: str, tables: bool, pipeline: Any) -> dict[str, Any]:
     """Copy a trainer before, between and after fits; train with each, and with the original."""
     found: dict[str, Any] = {"losses": [], "said": []}
     trainer = make_trainer(OverlapEmbeddingStrategy(pipeline, sharding="table_wise"))
     for num_epochs in (1, 2, 3):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with warnings.catch_warnings(record=True, action="always") as caught:
             copied = COPIES[how](trainer)
         found["said"].append([str(warning.message) for warning in caught if "copy" in str(warning.message)])
         strategy = copied.strategy
@@ -231,7 +222,6 @@ def _train(trainer: Trainer, tables: bool, num_epochs: int) -> Tensor:
 
 
 def copied_module() -> str:
-    """Call the copy of a module whose tables were sharded."""
     model = Model(TABLE_WISE)
     make_trainer(OverlapEmbeddingStrategy()).fit(model, datamodule=Batches(TABLE_WISE, 2))
     copied = copy.deepcopy(model)
@@ -247,25 +237,14 @@ def missing_checkpoint(fn: str, path: str) -> tuple[str, str]:
     """Return what is said of it under DDPStrategy, and by ours of a module with tables."""
 
     def said(strategy: Any, model: Any) -> str:
-        trainer = make_trainer(strategy)
         try:
-            getattr(trainer, fn)(model, datamodule=Everything(TABLE_WISE, 2), ckpt_path=path)
+            getattr(make_trainer(strategy), fn)(model, datamodule=AllBatches(TABLE_WISE, 2), ckpt_path=path)
         except Exception as err:
             return f"{type(err).__name__}: {err}"
         return "nothing"
 
-    return said(DDPStrategy(), Predicts(TABLE_WISE, fused_optimizer=False)), said(
-        OverlapEmbeddingStrategy(), Predicts(TABLE_WISE)
-    )
-
-
-class Predicts(Logged):
-    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self(batch)
-
-
-class Everything(AllBatches):
-    predict_dataloader = AllBatches.val_dataloader
+    theirs = said(DDPStrategy(), Logged(TABLE_WISE, fused_optimizer=False))
+    return theirs, said(OverlapEmbeddingStrategy(), Logged(TABLE_WISE))
 
 
 def main() -> None:
@@ -274,15 +253,18 @@ def main() -> None:
     dense = [fit_dense(cls(start_method="fork")) for cls in (DDPStrategy, OverlapEmbeddingStrategy)]
     torch.set_num_threads(2)
     torch.randn(500, 500).exp().sum()  # by two threads, which a forked process does not have
+
+    def refusal(model: Model) -> str:
+        return _refusal(start(OverlapEmbeddingStrategy(start_method="fork")), model, Batches(TABLE_WISE, 2))
+
     found: dict[str, Any] = {
         "fork": fit_and_more(folder, "fork", MIXED),
         "spawn": fit_and_more(folder, "spawn", COLUMN_WISE),
-        "fault": _fault(),
         "dense": dense,
-        "made_later": _refusal(
-            start(OverlapEmbeddingStrategy(start_method="fork")), MadeLater(), Batches(TABLE_WISE, NUM_STEPS)
-        ),
+        "made_later": refusal(MadeLater()),
     }
+    with join_all():
+        found["fault"] = refusal(Fails(TABLE_WISE))
     torch.save(found, folder / "found.pt")
 
 

@@ -29,7 +29,8 @@ from lightning_overlap import OverlapEmbeddingStrategy
 from lightning_overlap.distributed import default_store, groups
 from lightning_overlap.tables.supported_modules import sharded_modules
 
-from ..support.cases import MIXED, SEQUENCE, TABLE_WISE, TWO_COLLECTIONS, UNUSED, Batches, ByHand, Model, make_plan
+from ..support import cases
+from ..support.cases import MIXED, TABLE_WISE, Batches, Model, make_plan
 from ..support.fits import make_trainer
 from ..support.reference import Result, collect
 
@@ -37,8 +38,6 @@ SGD = (torch.optim.SGD, {"lr": 2.0})
 
 
 class OwnsEverything(Model):
-    """Gives a dense optimizer the tables too."""
-
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.Adam(self.parameters())
 
@@ -51,8 +50,6 @@ class ForgetsDataParallel(Model):
 
 
 class MadeBefore(Model):
-    """Makes its optimizer before its tables are sharded."""
-
     def __init__(self, device: str) -> None:
         super().__init__(TABLE_WISE, fused_optimizer=False)
         self.to(device)
@@ -72,8 +69,6 @@ class SharesItsWeight(Model):
 
 
 class Dense(LightningModule):
-    """No tables."""
-
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(3)
@@ -93,35 +88,17 @@ class Dense(LightningModule):
         return torch.optim.SGD(self.parameters(), 0.1)
 
 
-class TablesOnly(Model):
-    """Nothing for DistributedDataParallel to do."""
-
-    def __init__(self) -> None:
-        super().__init__(TABLE_WISE)
-        self.bottom, self.top = nn.Identity(), nn.Identity()
-
-    def dense(self, batch: Any, embeddings: Any) -> Tensor:
-        return torch.cat([torch.clone(embeddings["ebc"][f"f{i}"]) for i in range(3)], dim=1).square().mean()
-
-    def configure_optimizers(self) -> None:
-        return None
-
-
 def dense_losses(overlap: bool) -> Tensor:
-    """Train a module without tables."""
     model = Dense()
-    strategy = OverlapEmbeddingStrategy() if overlap else DDPStrategy()
-    trainer = make_trainer(strategy)
-    trainer.fit(model)
+    make_trainer(OverlapEmbeddingStrategy() if overlap else DDPStrategy()).fit(model)
     return torch.stack(model.losses)
 
 
 def fit_model(
     model: Model | None = None, *, num_steps: int = 4, trainer_kwargs: dict[str, Any] | None = None, **kwargs: Any
 ) -> Trainer:
-    """Fit with given strategy arguments."""
     trainer = make_trainer(OverlapEmbeddingStrategy(**kwargs), **(trainer_kwargs or {}))
-    model = Model(TABLE_WISE) if model is None else model
+    model = model or Model(TABLE_WISE)
     trainer.fit(model, datamodule=Batches(model.case, num_steps))
     return trainer
 
@@ -130,8 +107,7 @@ def shapes(sharding: Any, on_meta: bool = False) -> dict[str, Any]:
     """Shard; return the sharding type of each table, and the shapes of this rank's shards."""
     model = Model(TABLE_WISE, fused_optimizer=False, device="meta" if on_meta else "cpu")
     if sharding == "planner":
-        topology = Topology(world_size=dist.get_world_size(), compute_device="cpu")
-        sharding = EmbeddingShardingPlanner(topology=topology)
+        sharding = EmbeddingShardingPlanner(Topology(world_size=dist.get_world_size(), compute_device="cpu"))
     fit_model(model, sharding=sharding, fused_optimizer=functools.partial(torch.optim.SGD, lr=1.0))
     [module] = sharded_modules(model).values()
     local = {
@@ -153,7 +129,8 @@ def what_it_wraps(**options: Any) -> dict[str, Any]:
             wrapped = self.trainer.strategy.model
             seen["ddp"] = isinstance(wrapped, DistributedDataParallel)
             if seen["ddp"]:
-                seen["reduced"] = sorted(name for name, p in self.named_parameters() if p in _reduced(wrapped))
+                ignored = wrapped.parameters_to_ignore
+                seen["reduced"] = sorted(name for name, _ in wrapped.module.named_parameters() if name not in ignored)
                 seen["gradients"] = wrapped.process_group.group_desc
             [sharded] = sharded_modules(self).values()
             seen["group"] = sharded._env.process_group.group_desc
@@ -168,11 +145,6 @@ def what_it_wraps(**options: Any) -> dict[str, Any]:
     return seen
 
 
-def _reduced(wrapped: DistributedDataParallel) -> set[Any]:
-    ignored = wrapped.parameters_to_ignore
-    return {p for name, p in wrapped.module.named_parameters() if name not in ignored}
-
-
 def fit_twice_and_evaluate() -> tuple[Tensor, Tensor, Tensor]:
     """Two fits of one module by two trainers, then a plain call: (losses, losses, embeddings of the first batch)."""
     model = Model(TABLE_WISE)
@@ -183,15 +155,9 @@ def fit_twice_and_evaluate() -> tuple[Tensor, Tensor, Tensor]:
     first.fit(model, datamodule=Batches(model.case, 6))
     second_losses = torch.stack(model.losses)
     with torch.no_grad():
-        embeddings = model.embeddings("ebc", Batches(model.case, 1) and _first_batch())
+        embeddings = model.embeddings("ebc", cases.make_batch(TABLE_WISE, 0, dist.get_rank()))
         values = torch.cat([torch.clone(embeddings[f"f{i}"]) for i in range(3)], dim=1)
     return first_losses, second_losses, values
-
-
-def _first_batch() -> Any:
-    from ..support.cases import make_batch
-
-    return make_batch(TABLE_WISE, 0, dist.get_rank())
 
 
 def _with_sequences() -> Model:
@@ -210,7 +176,7 @@ REFUSED: dict[str, Any] = {
     "impossible_type": lambda: fit_model(sharding={"t0": "grid_shard"}),
     "unknown_type": lambda: fit_model(sharding="table_wize"),
     "sharding_of_wrong_type": lambda: fit_model(sharding=3),
-    "no_fused_optimizer": lambda: fit_model(Model(TWO_COLLECTIONS, fused_optimizer=False), sharding="table_wise"),
+    "no_fused_optimizer": lambda: fit_model(Model(cases.TWO_COLLECTIONS, fused_optimizer=False), sharding="table_wise"),
     "no_fused_optimizer_planned": lambda: fit_model(Model(TABLE_WISE, fused_optimizer=False)),
     "no_fused_optimizer_by_name": lambda: fit_model(
         Model(TABLE_WISE, fused_optimizer=False), sharding={"t0": "data_parallel"}
@@ -220,14 +186,14 @@ REFUSED: dict[str, Any] = {
     "lr_decay": lambda: _fit_tables_by(torch.optim.Adagrad, lr_decay=0.1),
     "weight_decay": lambda: _fit_tables_by(RowWiseAdagrad, weight_decay=0.1),
     "owns_fused_tables": lambda: fit_model(OwnsEverything(TABLE_WISE), sharding="table_wise"),
-    "owns_sequences": lambda: fit_model(OwnsEverything(SEQUENCE), sharding="table_wise"),
+    "owns_sequences": lambda: fit_model(OwnsEverything(cases.SEQUENCE), sharding="table_wise"),
     "nobody_trains_a_table": lambda: fit_model(ForgetsDataParallel(TABLE_WISE), sharding="data_parallel"),
     "made_before": lambda: fit_model(MadeBefore("cpu"), sharding="data_parallel"),
     "made_on_meta": lambda: fit_model(MadeBefore("meta"), sharding="table_wise", fused_optimizer=SGD),
     "16-mixed": lambda: fit_model(trainer_kwargs={"plugins": [MixedPrecision("16-mixed", "cpu")]}),
     "shares_a_weight": lambda: fit_model(SharesItsWeight(), sharding="table_wise"),
     "clips_shards_by_norm": lambda: fit_dense_shards({"gradient_clip_val": 1.0}),
-    "sequences_as_bags": lambda: fit_model(Model(SEQUENCE, fused_optimizer=False), sharding="data_parallel"),
+    "sequences_as_bags": lambda: fit_model(Model(cases.SEQUENCE, fused_optimizer=False), sharding="data_parallel"),
     "sequences_as_bags_beside_bags": lambda: fit_model(_with_sequences(), sharding="data_parallel"),
     "momentum_of_sequences": lambda: _fit_tables_by(torch.optim.SGD, _with_sequences(), momentum=0.9),
     "accumulates_static_graph": lambda: fit_model(static_graph=True, trainer_kwargs={"accumulate_grad_batches": 2}),
@@ -245,10 +211,9 @@ def fit_dense_shards(trainer_kwargs: dict[str, Any], cls: type[Model] = Model) -
 
 
 def train_without_a_gradient() -> str:
-    """Return the error about dense weights that no loss depends on."""
-    sharding = {table.name: table.sharding for table in UNUSED.tables}
+    sharding = {table.name: table.sharding for table in cases.UNUSED.tables}
     with pytest.raises(RuntimeError) as caught:
-        fit_model(Model(UNUSED), sharding=sharding)
+        fit_model(Model(cases.UNUSED), sharding=sharding)
     return str(caught.value)
 
 
@@ -272,14 +237,11 @@ def train_two_classes(*, shared: bool) -> tuple[Result, dict[str, Any]]:
     """Return the end, and the arguments as they are then."""
     arguments = [{"lr": 1.0}] * 3 if shared else [{"lr": 1.0} for _ in range(3)]
     model = TwoClasses(arguments)
-    plan = make_plan(TABLE_WISE, model, dist.get_world_size())
-    trainer = fit_model(model, sharding=plan)
+    trainer = fit_model(model, sharding=make_plan(TABLE_WISE, model, dist.get_world_size()))
     return collect(model, trainer.optimizers[0], model.losses), arguments[0]
 
 
-class ClipsByHand(ByHand, Model):
-    """Clips the gradients of the dense part by norm, and then those of the tables."""
-
+class ClipsByHand(cases.ByHand, Model):
     num_clipped = 0
 
     def configure_optimizers(self) -> Any:
@@ -305,8 +267,7 @@ def other_options() -> list[list[str]]:
     model = Model(TABLE_WISE, fused_optimizer=False)
     said = []
     for rate, sharding in ((2.0, "table_wise"), (2.0, "table_wise"), (0.1, "column_wise")):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with warnings.catch_warnings(record=True, action="always") as caught:
             fit_model(model, sharding=sharding, fused_optimizer=(torch.optim.SGD, {"lr": rate}))
         said.append([str(one.message) for one in caught if "no effect" in str(one.message)])
     return said
@@ -319,25 +280,18 @@ class _Fails:
 
 def refuse(name: str) -> str:
     """Return the message of a fit that has to fail before training starts."""
-    steps = []
-    original = Model.training_step
-    Model.training_step = lambda self, *args: steps.append(args)  # type: ignore[method-assign,assignment]
-    try:
+    steps: list[Any] = []
+    counted = mock.patch.object(Model, "training_step", lambda self, *args: steps.append(args))
+    with counted, pytest.raises((ValueError, TypeError)) as caught:
         REFUSED[name]()
-    except (ValueError, TypeError) as err:
-        assert not steps
-        return f"{type(err).__name__}: {err}"
-    finally:
-        Model.training_step = original  # type: ignore[method-assign]
-    raise AssertionError("nothing was refused")
+    assert not steps
+    return f"{caught.type.__name__}: {caught.value}"
 
 
 def warnings_of(trainer_kwargs: dict[str, Any], case: Any = TABLE_WISE) -> list[str]:
     """Return what a fit warns of, ours only."""
-    model = Model(case)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        fit_model(model, trainer_kwargs=trainer_kwargs, sharding="table_wise")
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        fit_model(Model(case), trainer_kwargs=trainer_kwargs, sharding="table_wise")
     return [str(w.message) for w in caught if "fused" in str(w.message) or "in backward" in str(w.message)]
 
 
@@ -367,8 +321,6 @@ def data_parallel_tables(pipeline: str) -> dict[str, Tensor]:
 
 
 class TwoNames(Model):
-    """One collection under two names of the same parent."""
-
     def __init__(self) -> None:
         super().__init__(TABLE_WISE)
         self.again = self.ebc
@@ -378,16 +330,9 @@ class TwoNames(Model):
 
 
 def two_names() -> bool:
-    """Whether both names stand for one sharded module after a fit."""
     model = TwoNames()
     fit_model(model, sharding="table_wise")
     return model.again is model.ebc and isinstance(model.ebc, ShardedModule)
-
-
-def registry() -> dict[str, Any]:
-    """Use the strategy by its name."""
-    trainer = Trainer(accelerator="cpu", devices=dist.get_world_size(), strategy="overlap_embedding", logger=False)
-    return {"type": type(trainer.strategy).__name__, "pipeline": trainer.strategy.schedule.name}
 
 
 def rowwise_adagrad_given_to_the_strategy() -> bool:

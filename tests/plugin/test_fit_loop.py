@@ -40,12 +40,15 @@ CONFIGS: dict[str, tuple[str, str | None, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("config", CONFIGS)
+SMOKE = ("epochs", "unsized", "val_check_interval", "max_steps", "none_batches")
+
+
+@pytest.mark.parametrize("config", [pytest.param(c, marks=[pytest.mark.smoke] * (c in SMOKE)) for c in CONFIGS])
 def test_same_hooks_as_ddp(two_ranks: Ranks, config: str) -> None:
     expected = two_ranks.run(traces.trace, None, *CONFIGS[config])
     by_turns = ("base", "semi_sync")[list(CONFIGS).index(config) % 2]
     for pipeline in ("fused_sparse_dist", by_turns):
-        actual = two_ranks.run(traces.trace, pipeline, *CONFIGS[config])
+        actual = two_ranks.run_once(traces.trace, pipeline, *CONFIGS[config])
         for (mine, _), (theirs, _) in zip(actual, expected, strict=True):
             assert mine == theirs
 
@@ -59,7 +62,7 @@ def test_batches_are_transferred_once_in_order_and_none_too_many(two_ranks: Rank
         "accumulate_max_steps": [6],
         "unsized": [9, 9],
     }.items():
-        for _, transfers in two_ranks.run(traces.trace, pipeline, *CONFIGS[config]):
+        for _, transfers in two_ranks.run_once(traces.trace, pipeline, *CONFIGS[config]):
             assert transfers == [index for num in per_epoch for index in range(num)], config
 
 
@@ -71,27 +74,21 @@ def test_an_interrupted_validation_goes_on_as_with_ddp(
     """After an epoch's last batch there is nothing left to look at, but a validation left to run."""
     expected = two_ranks.run(traces.trace_resumed, None, str(tmp_path / "ddp"), val_check_interval)
     for pipeline in ("base", "fused_sparse_dist"):
-        actual = two_ranks.run(traces.trace_resumed, pipeline, str(tmp_path / pipeline), val_check_interval)
-        assert actual == expected
+        assert two_ranks.run(traces.trace_resumed, pipeline, str(tmp_path / pipeline), val_check_interval) == expected
 
 
 def test_a_step_without_loss_on_one_rank(get_ranks: Any) -> None:
     """training_step returns None in automatic optimization (one rank only, as in Lightning): no step, no hang."""
-    ranks = get_ranks(1)
-    config = ("sized", "no_loss", {})
-    [(expected, _)] = ranks.run(traces.trace, None, *config)
-    for pipeline in ("fused_sparse_dist", "semi_sync"):
-        [(actual, _)] = ranks.run(traces.trace, pipeline, *config)
-        assert actual == expected
+    modes = (None, "fused_sparse_dist", "semi_sync")
+    [(ddp, _)], [(early, _)], [(stale, _)] = (get_ranks(1).run(traces.trace, m, "sized", "no_loss", {}) for m in modes)
+    assert stale == early == ddp
 
 
 @pytest.mark.parametrize("none_at", [0, 2])
 @pytest.mark.parametrize("pipeline", ["base", "fused_sparse_dist"])
 def test_a_step_that_returns_none_before_its_lookups(get_ranks: Any, pipeline: str, none_at: int) -> None:
     """The warning is about the call that is missing, not about the input; after the lookups nothing is missing."""
-    ranks = get_ranks(1)
-    [early] = ranks.run(traces.warnings_of_skipped_step, pipeline, none_at, True)
-    [late] = ranks.run(traces.warnings_of_skipped_step, pipeline, none_at, False)
+    [early], [late] = (get_ranks(1).run(traces.warnings_of_skipped_step, pipeline, none_at, b) for b in (True, False))
     assert late == []
     if pipeline == "base":
         assert early == []

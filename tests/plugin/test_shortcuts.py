@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer import call
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric
 
 from lightning_overlap.plugin import shortcuts
 
@@ -25,9 +26,7 @@ EARLY = "fused_sparse_dist"
 @pytest.mark.smoke
 def test_logged_values_are_the_same(ranks: Ranks, tmp_path: Path) -> None:
     """By step and by epoch, reduced in every way, synchronized, metrics of all kinds, resumed in an epoch's middle."""
-    expected, actual = (
-        ranks.run(logs.logged_in_every_manner, p, logs.folder_of(tmp_path / str(p))) for p in (None, EARLY)
-    )
+    expected, actual = (ranks.run(logs.logged_in_every_manner, p, str(tmp_path)) for p in (None, EARLY))
     for (shown, pages), (theirs, their_pages) in zip(actual, expected, strict=True):
         assert len(theirs) > 60
         assert {"both_epoch", "val_both_epoch", "synced_step", "b", "mean_epoch"} <= theirs[-2][1].keys()
@@ -36,34 +35,27 @@ def test_logged_values_are_the_same(ranks: Ranks, tmp_path: Path) -> None:
 
 
 def test_values_are_moved_when_they_first_come(get_ranks: Any) -> None:
-    ranks = get_ranks(1)
-    [(num, steps)], [(quick, same)] = (ranks.run(logs.num_moves, p) for p in (None, EARLY))
+    [(num, steps)], [(quick, same)] = (get_ranks(1).run(logs.num_moves, p) for p in (None, EARLY))
     assert steps == same == logs.NUM_BATCHES
     assert num >= 2 * steps
     assert quick <= 4
 
 
-def test_values_of_another_device_are_moved() -> None:
-    where = logs.moved_between_devices(quick=True)
-    assert where == logs.moved_between_devices(quick=False)
+def test_values_of_another_device_are_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = logs.moved_between_devices()
+    monkeypatch.setattr(_ResultMetric, "to", shortcuts._to)
+    where = logs.moved_between_devices()
+    assert where == expected
     assert [set(one) for one in where] == [{"cpu"}, {"cpu"}, {"meta"}, {"meta"}]
 
 
 @pytest.mark.smoke
 def test_hooks_that_come_in_the_middle_of_a_run_are_called(get_ranks: Any) -> None:
-    ranks = get_ranks(1)
-    [expected], [actual] = (ranks.run(logs.hooks_that_come_late, p) for p in (None, EARLY))
+    [expected], [actual] = (get_ranks(1).run(logs.hooks_that_come_late, p) for p in (None, EARLY))
     assert actual == expected
     assert len([name for name, _ in actual if name.startswith("profiler")]) > 10
-    kinds = {name.rsplit(" ", 1)[0] for name, _ in actual}
-    assert kinds == {
-        "callback's instance",
-        "in the same hook",
-        "module's instance",
-        "module's class",
-        "strategy",
-        "profiler",
-    }
+    kinds = {"callback's instance", "in the same hook", "module's instance", "module's class", "strategy", "profiler"}
+    assert {name.rsplit(" ", 1)[0] for name, _ in actual} == kinds
 
 
 @pytest.mark.parametrize("fails", [False, True], ids=["ends", "fails"])

@@ -6,12 +6,12 @@ import csv
 import io
 import re
 import warnings
-from collections.abc import Sequence
 from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, Trainer
@@ -41,8 +41,8 @@ def profiled_actions(pipeline: str | None, kind: str, folder: str) -> dict[str, 
         actions = [action for action, durations in profiler.recorded_durations.items() for _ in durations]
     elif kind == "advanced":
         rank = f"-{trainer.global_rank}" if trainer.world_size > 1 else ""
-        report = path / f"fit-profile{rank}.txt"
-        actions = re.findall("Profile stats for: (.*?)(?: rank: .*)?\n", report.read_text())
+        report = (path / f"fit-profile{rank}.txt").read_text()
+        actions = re.findall("Profile stats for: (.*?)(?: rank: .*)?\n", report)
     else:
         # Not its marks of modules: those that became sharded modules after it had looked around are missing.
         actions = [event.name for event in profiler.function_events if event.name.startswith("[pl][profile]")]
@@ -63,8 +63,6 @@ def csv_rows(pipeline: str | None, folder: str) -> list[dict[str, str]]:
 
 
 class Bar(TQDMProgressBar):
-    """Writes down what its bars show after each hook."""
-
     def __init__(self) -> None:
         super().__init__(refresh_rate=2)
         self.shown: list[Any] = []
@@ -98,57 +96,42 @@ class Bar(TQDMProgressBar):
 
 
 def shown_by_bar(pipeline: str | None, kwargs: dict[str, Any], train: str = "train") -> list[Any]:
-    """Return what the progress bar showed, hook by hook."""
     bar = Bar()
-    model = Recorded(fused=pipeline is not None)
-    kwargs = {"enable_progress_bar": True, "callbacks": [bar], "max_epochs": 2, **kwargs}
-    trainer = make_trainer(make_strategy(pipeline), **kwargs)
-    trainer.fit(model, datamodule=Data(train, "evaluate"))
+    trainer = make_trainer(
+        make_strategy(pipeline), enable_progress_bar=True, callbacks=[bar], **{"max_epochs": 2, **kwargs}
+    )
+    trainer.fit(Recorded(fused=pipeline is not None), datamodule=Data(train, "evaluate"))
     return bar.shown
 
 
 def fits_with_rich_bar(pipeline: str) -> int:
-    """Fit with RichProgressBar; return the steps."""
     from lightning.pytorch.callbacks import RichProgressBar
 
-    kwargs = {"enable_progress_bar": True, "callbacks": [RichProgressBar()]}
-    trainer = make_trainer(make_strategy(pipeline), **kwargs)
+    trainer = make_trainer(make_strategy(pipeline), enable_progress_bar=True, callbacks=[RichProgressBar()])
     trainer.fit(Recorded(fused=True), datamodule=Data("train", "evaluate"))
     return trainer.global_step
 
 
 class Writer(BasePredictionWriter):
-    """Keeps what Lightning hands out to be written."""
-
     def __init__(self) -> None:
         super().__init__("batch_and_epoch")
         self.handed: list[Any] = []
         self.losses: list[float] = []
 
-    def write_on_batch_end(
-        self,
-        trainer: Trainer,
-        module: Any,
-        prediction: Tensor,
-        batch_indices: Sequence[int] | None,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int,
-    ) -> None:
+    def write_on_batch_end(self, trainer: Trainer, module: Any, prediction: Tensor, *given: Any) -> None:
+        batch_indices, batch, batch_idx, dataloader_idx = given
         self.handed.append((batch_indices, indices(batch), batch_idx, dataloader_idx))
         self.losses.append(prediction.item())
 
     def write_on_epoch_end(self, trainer: Trainer, module: Any, predictions: Any, batch_indices: Any) -> None:
         self.handed.append((len(predictions), batch_indices))
+        self.losses += [prediction.item() for prediction in predictions]
 
 
 def written_predictions(pipeline: str | None, fit_first: bool) -> tuple[list[Any], list[float]]:
     """Predict on samples that Lightning deals out; return what the writer was handed, and the predictions."""
-    writer = Writer()
-    model = Recorded(fused=pipeline is not None)
-    kwargs = {"callbacks": [writer], "use_distributed_sampler": True}
-    trainer = make_trainer(make_strategy(pipeline), **kwargs)
-    data = Data("samples", "evaluate_samples")
+    writer, model, data = Writer(), Recorded(fused=pipeline is not None), Data("samples", "evaluate_samples")
+    trainer = make_trainer(make_strategy(pipeline), callbacks=[writer], use_distributed_sampler=True)
     if fit_first:
         trainer.fit(model, datamodule=data)
     trainer.predict(model, datamodule=data, return_predictions=False)
@@ -168,9 +151,8 @@ def summary_of_sharded_module() -> tuple[dict[str, int], int, int]:
     callbacks = [ModelSummary(max_depth=2), at_start]
     trainer = make_trainer(make_strategy("fused_sparse_dist"), enable_model_summary=True, callbacks=callbacks)
     trainer.fit(model, datamodule=Batches(TABLE_WISE, 1))
-    summary = at_start.summary
-    counts = dict(zip(summary.layer_names, summary.param_nums, strict=True))
-    return counts, summary.total_parameters, num_table_parameters
+    counts = dict(zip(at_start.summary.layer_names, at_start.summary.param_nums, strict=True))
+    return counts, at_start.summary.total_parameters, num_table_parameters
 
 
 def compiled(pipeline: str) -> list[tuple[list[float], int, list[str]]]:
@@ -180,42 +162,28 @@ def compiled(pipeline: str) -> list[tuple[list[float], int, list[str]]]:
         torch._dynamo.reset()
         model, seen = Model(TABLE_WISE), Seen()
         given: Any = torch.compile(model, backend="eager") if compile_it else model
-        trainer = make_trainer(make_strategy(pipeline, seen))
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            trainer.fit(given, datamodule=Batches(TABLE_WISE, 6))
+        with warnings.catch_warnings(record=True, action="always") as caught:
+            make_trainer(make_strategy(pipeline, seen)).fit(given, datamodule=Batches(TABLE_WISE, 6))
         said = [str(w.message) for w in caught if "early" in str(w.message) or "lookup" in str(w.message)]
         results.append(([loss.item() for loss in model.losses], seen.num_early, said))
     return results
 
 
-def early_embeddings_used(train: str) -> int:
-    """Return how many early lookups an epoch uses."""
-    model = Recorded(fused=True)
-    trainer = make_trainer(make_strategy("fused_sparse_dist", model.seen), limit_val_batches=0)
-    trainer.fit(model, datamodule=Data(train, "evaluate"))
-    return model.seen.num_early
-
-
-def fetches_for_itself(pipeline: str, by_iterator: bool) -> tuple[list[float], int, int]:
+def train_only(pipeline: str, train: str, takes_iterator: bool, **kwargs: Any) -> tuple[list[float], int, int]:
     """Fit a module that takes `dataloader_iter`, or the same one that does not: losses, steps, early lookups."""
-    model = (TakesIterator if by_iterator else Recorded)(fused=True)
-    trainer = make_trainer(make_strategy(pipeline, model.seen), max_epochs=2, limit_val_batches=0)
-    trainer.fit(model, datamodule=Data("train", "evaluate"))
+    model = (TakesIterator if takes_iterator else Recorded)(fused=True)
+    trainer = make_trainer(make_strategy(pipeline, model.seen), limit_val_batches=0, **kwargs)
+    trainer.fit(model, datamodule=Data(train, "evaluate"))
     return model.seen.losses, trainer.global_step, model.seen.num_early
 
 
 def message_of_sequential(pipeline: str | None) -> tuple[str, int]:
     """Train on a sequential CombinedLoader; return what the user reads, then the steps of a fit that is right."""
-    model = Recorded(fused=pipeline is not None)
-    message = ""
-    for train in ("one_sequential", "one_min_size"):
-        trainer = make_trainer(make_strategy(pipeline))
-        try:
-            trainer.fit(model, datamodule=Data(train, "evaluate"))
-        except ValueError as err:
-            message = str(err)
-    return message, trainer.global_step
+    model, trainer = Recorded(fused=pipeline is not None), make_trainer(make_strategy(pipeline))
+    with pytest.raises(ValueError, match="sequential") as caught:
+        make_trainer(make_strategy(pipeline)).fit(model, datamodule=Data("one_sequential", "evaluate"))
+    trainer.fit(model, datamodule=Data("one_min_size", "evaluate"))
+    return str(caught.value), trainer.global_step
 
 
 def validates_by_the_clock(pipeline: str) -> list[Any]:
@@ -223,14 +191,11 @@ def validates_by_the_clock(pipeline: str) -> list[Any]:
     model = Recorded(fused=True)
     ticks = iter(range(10_000))
     clock = SimpleNamespace(monotonic=lambda: next(ticks) / (1 + dist.get_rank()))
-    loops = (training_epoch_loop, fit_loop, evaluation_loop)
     with ExitStack() as patches:
-        for loop in loops:
+        for loop in (training_epoch_loop, fit_loop, evaluation_loop):
             if hasattr(loop, "time"):
                 patches.enter_context(mock.patch.object(loop, "time", clock))
         trainer = make_trainer(make_strategy(pipeline), val_check_interval="00:00:00:02", max_epochs=2)
         trainer.fit(model, datamodule=Data("train", "evaluate"))
-    steps = [
-        entry for entry in model.seen.trace if isinstance(entry, tuple) and entry[0] in ("training_step", "validate")
-    ]
-    return [(event, batch_idx) for event, batch_idx, *_ in steps]
+    steps = [entry for entry in model.seen.trace if isinstance(entry, tuple)]
+    return [(event, batch_idx) for event, batch_idx, *_ in steps if event in ("training_step", "validate")]

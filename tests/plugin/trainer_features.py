@@ -8,15 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, Trainer, callbacks
-from lightning.pytorch.callbacks import (
-    BackboneFinetuning,
-    BaseFinetuning,
-    BatchSizeFinder,
-    GradientAccumulationScheduler,
-    LearningRateFinder,
-    ModelPruning,
-    StochasticWeightAveraging,
-)
+from lightning.pytorch.callbacks import BaseFinetuning, LearningRateFinder, ModelPruning
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 
@@ -34,13 +26,9 @@ def train(callback: str | None, pipeline: str, case: Case = TABLE_WISE, **kwargs
     """Train three epochs with a callback of `WORKING`; return the end, and what the callback has to show."""
     model = Scheduled(case)
     made = None if callback is None else WORKING[callback](model)
-    plan = make_plan(case, model, dist.get_world_size())
-    trainer = make_trainer(
-        OverlapEmbeddingStrategy(pipeline=pipeline, sharding=plan),
-        **{"callbacks": [made] if made else [], "max_epochs": 3, **kwargs},
-    )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    strategy = OverlapEmbeddingStrategy(pipeline, sharding=make_plan(case, model, dist.get_world_size()))
+    trainer = make_trainer(strategy, **{"callbacks": [made] if made else [], "max_epochs": 3, **kwargs})
+    with warnings.catch_warnings(action="ignore"):
         trainer.fit(model, datamodule=Batches(case, 6))
     shows = getattr(made, "shows", None)
     return collect(model, trainer.optimizers[0], model.losses), shows() if shows else None
@@ -71,7 +59,7 @@ class AveragesDense(Callback):
 
 
 WORKING: dict[str, Any] = {
-    "GradientAccumulationScheduler": lambda model: GradientAccumulationScheduler({0: 1, 1: 3}),
+    "GradientAccumulationScheduler": lambda model: callbacks.GradientAccumulationScheduler({0: 1, 1: 3}),
     "ModelPruning": lambda model: ModelPruning(
         "l1_unstructured", [(model.top[0], "weight")], amount=0.3, use_lottery_ticket_hypothesis=False
     ),
@@ -81,16 +69,12 @@ WORKING: dict[str, Any] = {
 
 
 class Backbone(Model):
-    """Calls its tables a backbone."""
-
     @property
     def backbone(self) -> nn.Module:
         return self.ebc
 
 
 class FreezesLater(BaseFinetuning):
-    """Freezes the tables when they are already sharded."""
-
     def freeze_before_training(self, module: Model) -> None:
         pass
 
@@ -99,16 +83,15 @@ class FreezesLater(BaseFinetuning):
 
 
 REFUSED: dict[str, Any] = {
-    "swa": lambda model: StochasticWeightAveraging(0.1),
-    "average": lambda model: callbacks.WeightAveraging(),
+    "swa": lambda model: callbacks.StochasticWeightAveraging(0.1),
     "ema": lambda model: callbacks.EMAWeightAveraging(),
-    "frozen_backbone": lambda model: BackboneFinetuning(1),
+    "frozen_backbone": lambda model: callbacks.BackboneFinetuning(1),
     "freezes_later": lambda model: FreezesLater(),
     "prunes_tables": lambda model: ModelPruning(
         "l1_unstructured", [(model.ebc.embedding_bags["t0"], "weight")], amount=0.5
     ),
     "prunes_everything": lambda model: ModelPruning("l1_unstructured", amount=0.5),
-    "batch_size_finder": lambda model: BatchSizeFinder(),
+    "batch_size_finder": lambda model: callbacks.BatchSizeFinder(),
 }
 
 
@@ -118,26 +101,21 @@ def refuse(what: str) -> tuple[str, int]:
     strategy = OverlapEmbeddingStrategy(sharding="table_wise", fused_optimizer=(torch.optim.SGD, {"lr": 1.0}))
     kwargs = {"callbacks": [REFUSED[what](model)]} if what in REFUSED else {"precision": what}
     try:
-        trainer = make_trainer(strategy, **kwargs)
-        trainer.fit(model, datamodule=Batches(TABLE_WISE, 2))
+        make_trainer(strategy, **kwargs).fit(model, datamodule=Batches(TABLE_WISE, 2))
     except Exception as err:  # Lightning's own kinds of error too
         return f"{type(err).__name__}: {err}", len(model.losses)
     raise AssertionError("nothing was refused")
 
 
 def find_rate(folder: str, pipeline: str) -> tuple[Result, Result, list[float], list[int]]:
-    """Train with and without a search for a learning rate before it; return both ends, and the rates searched.
-
-    Also return the number of losses at each call at the end of a fit.
-    """
+    """Train with and without a search for a learning rate; return both ends, the rates, numbers of losses at ends."""
     results = []
     searched: list[float] = []
     ended: list[int] = []
 
     class AsksToBeCalled(Scheduled):
         def on_train_start(self) -> None:
-            strategy: Any = self.trainer.strategy
-            strategy.call_at_end(lambda: ended.append(len(self.losses)))
+            self.trainer.strategy.call_at_end(lambda: ended.append(len(self.losses)))  # type: ignore[attr-defined]
 
     class Finds(LearningRateFinder):
         def lr_find(self, trainer: Trainer, module: Any) -> None:
@@ -147,25 +125,15 @@ def find_rate(folder: str, pipeline: str) -> tuple[Result, Result, list[float], 
 
     for finders in ([], [Finds(num_training_steps=5, early_stop_threshold=None, update_attr=False)]):
         model = AsksToBeCalled(ROWWISE_ADAGRAD)
-        trainer = make_trainer(
-            OverlapEmbeddingStrategy(pipeline=pipeline, sharding="table_wise"),
-            callbacks=finders,
-            default_root_dir=folder,
-            max_epochs=2,
-        )
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        strategy = OverlapEmbeddingStrategy(pipeline, sharding="table_wise")
+        trainer = make_trainer(strategy, callbacks=finders, default_root_dir=folder, max_epochs=2)
+        with warnings.catch_warnings(action="ignore"):
             trainer.fit(model, datamodule=Batches(ROWWISE_ADAGRAD, 8))
         results.append(collect(model, trainer.optimizers[0], model.losses))
     return results[0], results[1], searched, ended
 
 
-# -- where the module is made -----------------------------------------------------------------------------------------
-
-
 class Configured(Scheduled):
-    """Makes its tables in `configure_model`."""
-
     def __init__(self, case: Case, device: str) -> None:
         super().__init__(case)
         self.made_on = device
@@ -177,12 +145,10 @@ class Configured(Scheduled):
     def configure_model(self) -> None:
         for name in self.case.collections:
             if not hasattr(self, name):
-                donor = Model(self.case, device=self.made_on)
-                self.add_module(name, getattr(donor, name))
+                self.add_module(name, getattr(Model(self.case, device=self.made_on), name))
 
 
 def make_module(how: str, case: Case, trainer: Trainer) -> Model:
-    """Return a module made in one of several ways."""
     if how == "plain":
         return Scheduled(case)
     if how.startswith("configure_model"):

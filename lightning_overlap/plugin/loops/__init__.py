@@ -1,14 +1,9 @@
-"""Lightning's loops with a lookahead: where their batches come from, and how all ranks end together.
-
-`fit_loop.py` and `evaluation_loops.py` give the trainer's loops a `LookaheadFetcher`; `sigterm.py` ends all ranks
-alike.
-"""
+"""Lightning's loops with a lookahead: where their batches come from, and how all ranks end together."""
 
 from . import evaluation_loops as evaluation_loops
 from . import fit_loop as fit_loop
 from . import sigterm as sigterm
 from .batch_stream import BatchStream as BatchStream
-from .epoch import Epoch as Epoch
 from .fetcher import LookaheadFetcher as LookaheadFetcher
 from .fetcher import StagedBatch as StagedBatch
 from .fetcher import StepArguments as StepArguments

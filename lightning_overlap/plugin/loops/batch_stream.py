@@ -9,36 +9,65 @@ from typing import Any
 from lightning.pytorch import Trainer
 from lightning.pytorch.loops.fetchers import _DataFetcher
 
-from ...distributed import ASK_FOR_LAST
+from ...distributed import ASK_FOR_LAST, SKIP_ALIKE
 from ...runtime import BatchMemory, FetchedBatch, StageTimer, keeps_its_data
 from . import sigterm
-from .epoch import Epoch
 
-NUM_AT_HAND = 2
-"""Batches taken from a loader of unknown length before they are staged, so that ranks ask only every other batch."""
+NUM_AT_HAND = 2  # batches taken early from a loader of unknown length, so that ranks ask only every other batch
+
+
+class Epoch:
+    """Counts the batches of an epoch on all ranks; it takes none from a loader."""
+
+    def __init__(self, trainer: Trainer, *, trains: bool) -> None:
+        self._trainer, self._trains = trainer, trains
+        self._gather = trainer.strategy.gather  # type: ignore[attr-defined]
+        self.num_batches: float = float("inf")  # of the shortest rank, None batches included; `inf` if not known
+        self.lengths_known = False  # whether the lengths of all ranks are known
+        self.num_allowed: float = 0  # batches that may be fetched in this epoch: a later `fit` would miss any others
+
+    def agree(self, own: float, *, is_certain: bool) -> None:
+        """Set `num_batches` to the shortest rank's, from this rank's length; all ranks call this."""
+        lengths, known = zip(*self._gather((own, is_certain)), strict=True)
+        self.num_batches, self.lengths_known = min(lengths), all(known)
+
+    def allow(self, num_trained: int) -> None:
+        """Let batches be fetched as far as `max_steps` allows after `num_trained` batches."""
+        loop, trainer = self._trainer.fit_loop.epoch_loop, self._trainer
+        self.num_allowed = float("inf")
+        if self._trains and loop.max_steps != -1 and trainer.lightning_module.automatic_optimization:
+            every = trainer.accumulate_grad_batches
+            done_of_step = loop.batch_progress.current.ready % every
+            self.num_allowed = num_trained + (loop.max_steps - loop.global_step) * every - done_of_step
+
+    def num_none_at_end(self, nones: list[int], *, goes_on: bool) -> int:
+        """Return how many None batches end the epoch on all ranks; all of them call this."""
+        # `nones` numbers this rank's after the last batch that all ranks train; with `goes_on` another batch follows.
+        told: list[tuple[list[int], bool]] = self._gather((nones, goes_on))
+        for other, (fewer, follows) in enumerate(told):
+            for rank, (numbers, _) in enumerate(told):
+                if follows and len(numbers) > len(fewer):
+                    number = numbers[len(fewer)]
+                    raise RuntimeError(f"batch {number} is None on rank {rank}, not on rank {other}. {SKIP_ALIKE}")
+        return min(len(numbers) for numbers, _ in told)
 
 
 class BatchStream:
-    """The batches of a fit or an evaluation, staged in the order of Lightning's fetcher: a `runtime.BatchSource`.
+    """The batches of a fit or an evaluation, staged in the order of Lightning's fetcher: a `runtime.BatchSource`."""
 
-    It skips None batches, copies batches that the loader may overwrite, and notes the loaders' states for checkpoints.
-    Lightning skips a *None batch*, for which the collate function has returned None. All ranks have to skip the same
-    batches: with `sends_sizes` they compare them with each batch's sizes, otherwise they ask each other. The iterator
-    of `inner`, Lightning's fetcher, may be running.
-    """
-
-    def __init__(self, inner: _DataFetcher, trainer: Trainer, epoch: Epoch, *, trains: bool, sends_sizes: bool) -> None:
-        self.inner, self.trains, self.epoch = inner, trains, epoch
+    # With `sends_sizes` the ranks compare their None batches with each batch's sizes; otherwise they ask each other.
+    def __init__(self, inner: _DataFetcher, trainer: Trainer, *, trains: bool, sends_sizes: bool) -> None:
+        self.inner, self.trains, self.epoch = inner, trains, Epoch(trainer, trains=trains)
         self._trainer, self._sends_sizes = trainer, sends_sizes
+        # None batches (from the collate function) that the loop has not seen yet, each with the number of the epoch's
+        # other batches before it. Lightning skips them, and all ranks have to skip the same.
         self.skipped: deque[tuple[int, FetchedBatch]] = deque()
-        """None batches that the loop has not seen yet, each with the number of the epoch's other batches before it."""
         self._buffered: deque[FetchedBatch] = deque()  # taken from the loader, not staged yet
         is_own = all(map(keeps_its_data, inner.combined_loader.flattened))
         self._memory = BatchMemory(trainer.strategy.root_device.type, is_own=is_own)
-        self._own_those_of_inner()
+        self._own_those_of_inner()  # its iterator may be running
         self._iterated = False  # whether `iter(self.inner)` was called here
-        self.states = self._read_states()
-        """States of the loaders after the last batch that was taken; empty if no loader has a state."""
+        self.states = self._read_states()  # of the loaders after the last batch that was taken; may be empty
         self.forget()
 
     def forget(self) -> None:
@@ -46,8 +75,7 @@ class BatchStream:
         self._buffered.clear()
         self.skipped.clear()
         self._index = -1  # of the batch fetched last
-        self.latest_none = -1
-        """Number in the epoch of the last None batch that was taken; -1 if there is none."""
+        self.latest_none = -1  # number in the epoch of the last None batch that was taken
         self._is_whole = False  # whether this epoch began at its first batch, not resumed in the middle
 
     def begin_epoch(self) -> None:
@@ -56,8 +84,6 @@ class BatchStream:
         self._memory.begin_epoch()
         self._iterate_inner()
         self.states = self._read_states()
-
-    # -- what the executor asks for ---------------------------------------------------------------------------------
 
     @property
     def num_fetched(self) -> int:
@@ -118,8 +144,6 @@ class BatchStream:
         with trainer.profiler.profile(f"[Strategy]{type(strategy).__name__}.batch_to_device"):  # type: ignore[attr-defined]
             return strategy.batch_to_device(batch, dataloader_idx=dataloader_idx)
 
-    # -- what the fetcher asks for ----------------------------------------------------------------------------------
-
     def nones_after(self, num_before: int) -> list[int]:
         """Return the numbers of the None batches that come right after `num_before` other batches."""
         return [none.batch_idx for before, none in self.skipped if before == num_before]
@@ -132,8 +156,6 @@ class BatchStream:
             self._buffer(num_before, None)
         goes_on = self.num_fetched > num_before or bool(self._buffered)
         return self.epoch.num_none_at_end(self.nones_after(num_before), goes_on=goes_on)
-
-    # -- Lightning's fetcher ------------------------------------------------------------------------------------------
 
     @property
     def _inner_is_exhausted(self) -> bool:
@@ -153,7 +175,6 @@ class BatchStream:
             self._buffered.append(following)
 
     def _next_to_train(self, index: int, timer: StageTimer | None) -> FetchedBatch | None:
-        """Return the batch `index`, past None batches; None at the end."""
         while (fetched := self._next_of_inner(timer)) is not None:
             if not self.trains or fetched.batch is not None:
                 return fetched._replace(latest_none=self.latest_none)

@@ -17,31 +17,26 @@ from .fit_loop import mix_in
 
 
 class _LookaheadMixin:
-    """The common part of both evaluation loops."""
-
     _data_fetcher: _DataFetcher | None
     _is_sequential: bool
-    _step: str
-    """The user's method for a batch."""
+    _step: str  # the user's method for a batch
     num_dataloaders: int
     trainer: Any
 
     def reset(self) -> None:
-        """Take over the fetcher. A module that takes `dataloader_iter` does its own fetching."""
         super().reset()  # type: ignore[misc]
+        # A module that takes `dataloader_iter` does its own fetching.
         if type(self._data_fetcher) is _PrefetchDataFetcher:
             self._data_fetcher = self.trainer.strategy.look_ahead(self._data_fetcher, self._step_arguments)
 
     def on_run_start(self) -> None:
-        """Update the tables before the hooks and steps of the evaluation read them."""
         strategy = self.trainer.strategy
-        strategy.begin_evaluation(self._step)
+        strategy.begin_evaluation(self._step)  # before the hooks and steps of the evaluation read the tables
         if isinstance(self._data_fetcher, LookaheadFetcher):
             self._data_fetcher.executor = strategy.make_executor(self._data_fetcher.stream)
         super().on_run_start()  # type: ignore[misc]
 
     def on_run_end(self) -> Any:
-        """Leave nothing in flight."""
         outputs = super().on_run_end()  # type: ignore[misc]
         self.trainer.strategy.end_evaluation()
         return outputs
@@ -49,12 +44,10 @@ class _LookaheadMixin:
     def _step_arguments(self, batch: Any, batch_idx: int, dataloader_idx: int) -> tuple[Any, ...]:
         several = self._is_sequential and self.num_dataloaders > 1
         kwargs = self._build_kwargs(batch, batch_idx, dataloader_idx if several else None)  # type: ignore[attr-defined]
-        arguments: tuple[Any, ...] = self._build_step_args_from_hook_kwargs(kwargs, self._step)  # type: ignore[attr-defined]
-        return arguments
+        return self._build_step_args_from_hook_kwargs(kwargs, self._step)  # type: ignore[attr-defined, no-any-return]
 
     def _verify_dataloader_idx_requirement(self) -> None:
-        """Check with Lightning's own fetcher in place: the check depends on the fetcher's class."""
-        fetcher = self._data_fetcher
+        fetcher = self._data_fetcher  # Lightning's check depends on its class
         if isinstance(fetcher, LookaheadFetcher):
             self._data_fetcher = fetcher.inner
         try:
@@ -63,7 +56,6 @@ class _LookaheadMixin:
             self._data_fetcher = fetcher
 
     def _stop_together(self) -> None:
-        """Leave after the same step on all ranks if one of them has received SIGTERM."""
         executor = getattr(self._data_fetcher, "executor", None)  # of a LookaheadFetcher
         if executor is not None and executor.end.stop_agreed and not executor.is_last:
             sigterm.leave(self.trainer)

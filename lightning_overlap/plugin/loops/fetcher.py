@@ -12,8 +12,7 @@ from typing_extensions import override
 from ...runtime import Executor, InFlightBatch
 from .batch_stream import BatchStream
 
-StepArguments = Callable[[Any, int, int], tuple[Any, ...]]
-"""Returns the arguments of the user's step for (batch, batch_idx, dataloader_idx)."""
+StepArguments = Callable[[Any, int, int], tuple[Any, ...]]  # from (batch, batch_idx, dataloader_idx)
 
 
 @dataclass(slots=True)
@@ -30,21 +29,16 @@ def _of_inner(name: str) -> Any:
 
 
 class LookaheadFetcher(_DataLoaderIterDataFetcher):
-    """Gives a loop the batches that the executor has staged, and the None batches between them.
+    """Gives a loop the batches that the executor has staged, and the None batches between them."""
 
-    It is a subclass of the fetcher for `dataloader_iter`, for which Lightning's loop does no batch transfer itself.
-
-    The loop sets `executor` before it takes the first batch. `next_number` returns the `batch_idx` of the fit loop's
-    next batch; None in an evaluation, whose batches keep their loader's number.
-    """
-
+    # Lightning's loops do no batch transfer for this base class, their fetcher for `dataloader_iter`.
     def __init__(
         self, stream: BatchStream, step_arguments: StepArguments, next_number: Callable[[], int] | None = None
     ) -> None:
         # Not `super().__init__()`: it would reset the inner fetcher through the properties below.
         self.inner, self.iterator, self.done = stream.inner, None, stream.inner.done
         self.stream = stream
-        self.executor: Executor | None = None
+        self.executor: Executor | None = None  # the loop sets it before it takes the first batch
         self._step_arguments, self._next_number = step_arguments, next_number
         self._forget()
 
@@ -61,8 +55,7 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
         self._num_delivered = 0  # batches of this epoch that are not None, `_batch` included
         self._num_none_left: int | None = None  # None batches that end the epoch; None until its last batch is known
         self._has_ended = False  # whether the executor said that the epoch is over
-        self.trained_states: Any = self.stream.states
-        """States of the loaders after the batch being trained, not after batches fetched ahead; empty if none exist."""
+        self.trained_states: Any = self.stream.states  # of the loaders after the batch being trained; may be empty
 
     @override
     def __iter__(self) -> LookaheadFetcher:
@@ -92,14 +85,11 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
         return StagedBatch(self._step_arguments(self._batch, self._batch_idx, self._dataloader_idx), self.executor)
 
     def peek(self) -> Any:
-        """Return the batch that `next` will deliver; begin the executor's iteration for it.
-
-        None batches come after the executor has begun the batch that follows them: by then all ranks have compared
-        their None batches.
-        """
+        """Return the batch that `next` will deliver; begin the executor's iteration for it."""
         if self._peeked:
             return self._batch
         assert self.executor is not None, "the loop sets it"
+        # A None batch comes after the executor has begun the batch that follows: by then all ranks have compared them.
         if self._waiting is None and not self._has_ended:
             self.stream.epoch.allow(self.executor.num_trained)
             self._waiting = self.executor.next_batch()
@@ -116,6 +106,7 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
             inflight, self._waiting = self._waiting, None
             self._batch, number, self._dataloader_idx = inflight.batch, inflight.batch_idx, inflight.dataloader_idx
             self._num_delivered += 1
+        # In an evaluation a batch keeps its loader's number.
         self._batch_idx = number if self._next_number is None else self._next_number()
         self._peeked = True
         return self._batch

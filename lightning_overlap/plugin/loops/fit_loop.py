@@ -1,7 +1,4 @@
-"""Lightning's fit loop with a lookahead: during a fit the loop objects have a subclass of their class with a mixin.
-
-They keep their class names, states and checkpoints; no loop method is copied.
-"""
+"""Lightning's fit loop with a lookahead: during a fit the loop objects have a subclass of their class with a mixin."""
 
 from __future__ import annotations
 
@@ -16,7 +13,6 @@ from lightning.pytorch.loops.fetchers import _DataFetcher, _PrefetchDataFetcher
 from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
-from lightning.pytorch.utilities import CombinedLoader
 from torch.utils import data
 from typing_extensions import override
 
@@ -52,7 +48,15 @@ class _FitLoopMixin(_FitLoop):
     def _end_together(self, stream: BatchStream) -> None:
         """Set the epoch's length to the shortest rank's; all ranks call this, and ranks with more batches warn."""
         own = self.max_batches
-        stream.epoch.agree(own, is_certain=_has_known_length(stream.inner.combined_loader))
+        # Whether all loaders surely have as many batches as their length, unlike loaders with the user's classes.
+        is_certain = all(
+            type(loader) is data.DataLoader
+            and not isinstance(loader.dataset, data.IterableDataset)
+            and type(loader.sampler) in (data.RandomSampler, data.SequentialSampler, data.DistributedSampler)
+            and type(loader.batch_sampler) in (data.BatchSampler, type(None))
+            for loader in stream.inner.combined_loader.flattened
+        )
+        stream.epoch.agree(own, is_certain=is_certain)
         if stream.num_batches == own:
             return
         warnings.warn(
@@ -119,7 +123,6 @@ class _EpochLoopMixin(_TrainingEpochLoop):
         super().advance(data_fetcher)
 
     def _look_at_next(self, fetcher: LookaheadFetcher) -> _DataFetcher:
-        """Look at the next batch, and return the fetcher to take it from: a `NoneFetcher` for a None batch."""
         if fetcher.executor is None:
             fetcher.executor = self.trainer.strategy.make_executor(fetcher.stream)
         try:
@@ -161,19 +164,7 @@ def _step_arguments(epoch_loop: _TrainingEpochLoop) -> StepArguments:
     return arguments
 
 
-def _has_known_length(combined_loader: CombinedLoader) -> bool:
-    """Whether all loaders surely have as many batches as their length, unlike loaders with the user's classes."""
-    return all(
-        type(loader) is data.DataLoader
-        and not isinstance(loader.dataset, data.IterableDataset)
-        and type(loader.sampler) in (data.RandomSampler, data.SequentialSampler, data.DistributedSampler)
-        and type(loader.batch_sampler) in (data.BatchSampler, type(None))
-        for loader in combined_loader.flattened
-    )
-
-
 def _leave_if_agreed(trainer: Trainer) -> None:
-    """Ask all ranks whether one of them has received SIGTERM, wait for the answer, and stop if so."""
     if trainer.strategy.any_rank(sigterm.heard(trainer)):  # type: ignore[attr-defined]
         sigterm.leave(trainer)
 

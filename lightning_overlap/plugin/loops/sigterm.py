@@ -1,9 +1,4 @@
-"""SIGTERM on any rank ends all ranks after the same step.
-
-Lightning broadcasts inside the signal handler, between any other collectives of the rank, and again for every training
-batch. The rank with the signal leaves its loop at once. Here the handler only notes the signal, and the ranks learn of
-it from the consensus about batches.
-"""
+"""SIGTERM on any rank ends all ranks after the same step: they learn of it from the consensus about batches."""
 
 from __future__ import annotations
 
@@ -17,7 +12,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 @dataclass(eq=False)
 class Sigterm:
-    """Replaces Lightning's handler of SIGTERM while several ranks run; `heard` says whether a signal has come."""
+    """Replaces Lightning's handler of SIGTERM, which broadcasts between any other collectives of the rank."""
 
     trainer: Trainer
     heard: bool = False
