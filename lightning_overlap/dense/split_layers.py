@@ -1,9 +1,6 @@
 """Split the backward of layers into halves: gradients of inputs at once, gradients of weights later.
 
-Gradients of inputs lead to the tables, whose update other ranks wait for. Gradients of weights lead to the optimizer
-only. Both halves are autograd's own formulas on the layer's own graph, so the two together are the whole backward, bit
-for bit. Source of the idea: `delay_wgrad_compute` of TransformerEngine (PR 1653).
-"""
+Source of the idea: `delay_wgrad_compute` of TransformerEngine (PR 1653). The two halves are the whole, bit for bit."""
 
 from __future__ import annotations
 
@@ -21,20 +18,16 @@ from torch.utils.hooks import RemovableHandle
 from .graph import Uses, depend_on
 from .late_all_reduce import LateAllReduce
 
+# Layers of exactly these types are split: the forward of a subclass may do anything.
 SPLIT_TYPES = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-"""Layers of exactly these types are split. The forward of a subclass may do anything."""
 
 
 class SplitLayer:
-    """A module whose weight gradients can be computed after a backward.
-
-    It is a layer of `SPLIT_TYPES`, a chain of modules (`nn.Sequential`), or a module that is left whole.
-    """
+    """A layer of `SPLIT_TYPES`, a chain of modules (`nn.Sequential`), or a module that is left whole."""
 
     def __init__(self, name: str, module: nn.Module) -> None:
         self.name, self.module = name, module
-        self.is_layer = type(module) in SPLIT_TYPES
-        """Whether gradients of its input are computed in the backward; a chain of layers is split if it needs none."""
+        self.is_layer = type(module) in SPLIT_TYPES  # a chain is split only if its input needs no gradient
         self.weights = list(module.parameters())
         self.forward: Callable[..., Any] = module.forward  # replaces the module's own forward in a step
         self.why_whole: str | None = None  # why its backward is not split; None if it is
@@ -71,16 +64,10 @@ class _Call:
 class SplitLayers:
     """Computes the weight gradients of a model's layers after the backward that leaves the gradients of their outputs.
 
-    Modules have other forwards within a step. In the first step they run whole, and its graph shows which of them can
-    be split: those whose weights are used nowhere else.
-
-    Args:
-        model: The model.
-        without: Modules that are not part of the dense model: sharded modules.
-        agree: Called once with the modules that this rank cannot split, by name with the reason; returns the modules
-            that some rank cannot split.
-        all_reduce: Waits for the all-reduce of gradients; None if the backward does.
-        sends_gradients: Whether gradients of the present step are sent to other ranks, not accumulated for a later one.
+    In the first step modules run whole, and its graph shows which can be split: those whose weights nothing else uses.
+    `without` are the sharded modules. `agree` takes the modules that this rank cannot split, by name with the reason,
+    and returns those that some rank cannot. `all_reduce` is None if the backward waits for it. `sends_gradients` tells
+    whether gradients of the present step are sent to other ranks, not accumulated for a later step.
     """
 
     def __init__(
@@ -123,7 +110,7 @@ class SplitLayers:
     # -- a step -------------------------------------------------------------------------------------------------
 
     def begin_step(self, *, splits: bool) -> None:
-        """Begin the forward of a batch, whose backward is split or not: replace the forwards of modules to split."""
+        """Begin the forward of a batch; with `splits` its backward is split."""
         self._splits = splits
         if self._all_reduce is not None:
             self._all_reduce.register()
@@ -188,7 +175,7 @@ class SplitLayers:
         self._watches.clear()
 
     def _discover(self, uses: Uses, loss: Tensor) -> None:
-        """Find out from the graph of the first step's loss which modules can be split; forget the others."""
+        """Find out which modules can be split; forget the others."""
         self._uses = None
         reasons = uses.whole(self.layers, loss)
         uses.forget_calls()
@@ -258,8 +245,6 @@ class _Forward(partial[Any]):
 
 
 class _Halves(torch.autograd.Function):
-    """The output of a module, whose backward computes the gradient of the input alone."""
-
     @staticmethod
     def forward(ctx: Any, start: Tensor, output: Tensor, call: _Call, layers: SplitLayers) -> Tensor:
         ctx.call, ctx.layers = call, layers
@@ -281,10 +266,7 @@ def _is_in_bucket(gradient: Tensor | None) -> bool:
 
 
 def _candidates(model: nn.Module, without: set[int]) -> Iterator[SplitLayer]:
-    """Yield the modules of a model that may be split, and those that multiply by weights of their own, with the reason.
-
-    Norms and biases take little time and are not mentioned.
-    """
+    """Yield the modules that may be split, and others that multiply by own weights (not norms, biases): why whole."""
     holders = Counter(id(weight) for module in model.modules() for weight in module.parameters(recurse=False))
     compiled = {id(part) for module in model.modules() if _is_compiled(module) for part in module.modules()}
     parts_of_left: set[int] = set()

@@ -1,8 +1,4 @@
-"""Decide whether a call of a sharded module gets early embeddings or runs its own forward, on all ranks alike.
-
-An answer equals the answer of the module's own forward in the caller's modes: grad mode, inference mode, autocast and
-hooks on saved tensors.
-"""
+"""Decide whether a call of a sharded module gets early embeddings or runs its own forward, on all ranks alike."""
 
 from __future__ import annotations
 
@@ -62,8 +58,8 @@ class Answers:
     def begin(self, inflight: InFlightBatch, send_next: Callable[[], None]) -> None:
         """Begin the step of a batch.
 
-        `send_next` sends sizes and ids of coming batches. Between hosts on a CPU it is called within the step, as soon
-        as all early embeddings of this batch have arrived: from then on the link is idle.
+        Between hosts on a CPU `send_next`, which sends sizes and ids of coming batches, is called within the step: as
+        soon as all early embeddings of this batch have arrived, the link is idle.
         """
         self._forwards.num_steps += 1
         for pipelined in self._forwards.values():
@@ -95,8 +91,8 @@ class Answers:
     def answer(self, pipelined: PipelinedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return early embeddings if the module's own forward would give the same; else run that forward.
 
-        Only the first call in a step gets early embeddings. `checkpoint()` repeats a call in the backward, and gets the
-        same answer again: an awaitable of embeddings, for some kinds of modules a tuple of it and further values.
+        The same: in the caller's grad mode, inference mode, autocast and hooks on saved tensors. Only the first call in
+        a step gets early embeddings. `checkpoint()` repeats a call in the backward, and gets the same answer again.
 
         Raises:
             RuntimeError: This rank has to run the module's own forward, and another rank has taken early embeddings.
@@ -179,10 +175,7 @@ class Answers:
         return None
 
     def _all_ranks_take_early(self, pipelined: PipelinedForward, inflight: InFlightBatch, reason: str | None) -> bool:
-        """Whether all ranks serve this call early; otherwise all run the module's own forward from now on.
-
-        `reason` says why this rank cannot; None if it can.
-        """
+        """Whether all ranks serve this call early; else all run its own forward from now on. `reason`: why not here."""
         if inflight.modules[pipelined.name].votes:
             if self._options.any_rank(reason is not None):
                 reason = reason or "another rank called it with another input of the batch"
@@ -199,10 +192,8 @@ class Answers:
         return reason is None
 
     def _check_form(self, pipelined: PipelinedForward, given: Any, inflight: InFlightBatch) -> None:
-        """Check an input's types on all ranks: at the first such call of a step, and if they have changed since.
-
-        A module's own forward sends these tensors, and gloo ends the process on data of another size than expected.
-        """
+        """Check an input's types on all ranks: at the first such call of a step, and if they have changed since."""
+        # A module's own forward sends these tensors, and gloo ends the process on data of another size than expected.
         if not isinstance(given, KeyedJaggedTensor):
             return
         takes = getattr(pipelined.module, "takes_weights", None)

@@ -37,11 +37,7 @@ class FreedTensor:
 
 
 def release(kjt: KeyedJaggedTensor) -> None:
-    """Let go of a KeyedJaggedTensor's values and weights; its keys, lengths and offsets stay.
-
-    Nothing is overwritten: an all-to-all under way, for example, still holds these tensors. On CUDA the
-    caching allocator waits for the streams that they were recorded on.
-    """
+    """Let go of a KeyedJaggedTensor's values and weights, which an all-to-all under way may still hold."""
     for name in ("_values", "_weights"):
         tensor = getattr(kjt, name)
         if isinstance(tensor, Tensor):

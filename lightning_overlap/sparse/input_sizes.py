@@ -1,11 +1,4 @@
-"""The exchange of sizes before ids are sent: how many elements of each tensor, and how many ids of each feature.
-
-TorchRec 1.8 makes the host wait two more times: it reads the sizes that it sends back from the device, for an overflow
-check, and later it reads the number of received ids, feature by feature. Here the sizes are copied to the device once,
-from pinned memory, and the ids per feature are sent with them, so that one read tells the host both.
-Only the device knows how many ids of a row-wise table go to each rank: a kernel adds these numbers to the sizes on the
-device, and the host reads them with the rest.
-"""
+"""The exchange of sizes before ids are sent: how many elements of each tensor, and how many ids of each feature."""
 
 from __future__ import annotations
 
@@ -26,7 +19,7 @@ from ..runtime import InFlightBatch, Streams
 
 
 class PartForm(NamedTuple):
-    """How many columns the sizes of one part of a module take (see `InputSizes`); the same on all ranks."""
+    """The columns that the sizes of one part of a module take (see `InputSizes`); the same on all ranks."""
 
     num_sizes: int  # tensors whose sizes are sent (lengths, ids, weights), and the batch size
     splits: tuple[int, ...]  # number of features that go to each rank
@@ -71,7 +64,6 @@ class _Counted(NamedTuple):
     meta: KJTSplitsAllToAllMeta  # what this rank sends of the part
 
     def add_to(self, rows: Tensor) -> None:
-        """Write them into the rows, `(num_ranks, num_columns)`, int64, on the device and its current stream."""
         kjt, splits = self.meta._input, self.part.splits
         lengths = kjt.lengths().view(len(kjt.keys()), kjt.stride()).sum(1)
         even = len(set(splits)) == 1
@@ -108,10 +100,9 @@ def types_in(labels: Sequence[str], tensors: Iterable[Tensor]) -> str:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiled step calls it, and has no collective of objects
 def check_types(mine: Mapping[str, str], group: dist.ProcessGroup) -> None:
-    """Check that inputs have tensors of the same types on all ranks that have them; all ranks call this.
+    """Raise a RuntimeError unless inputs (`types_in` by the name of each) have the same types on all ranks with them.
 
-    gloo would end the process on data of another size than expected. `mine` has the result of `types_in` on this rank
-    for each input, by its name in the error (a RuntimeError).
+    All ranks call this. gloo would end the process on data of another size than expected.
     """
     everyone: list[Mapping[str, str]] = gather_objects(mine, group)
     for what in dict.fromkeys(what for theirs in everyone for what in theirs):
@@ -130,11 +121,12 @@ class InputSizes:
                             module A                                                            module B
         latest None batch | inputs found | part 0: sizes | ids per feature, 0, ... | part 1 ... | inputs found | ...
 
-    All ranks have to skip the same None batches (`InFlightBatch.latest_none`). Above `inputs found` is a checksum of
-    the tensors' types. `sizes` are the numbers of elements of lengths, ids and weights that go to that rank, and the
-    batch size. The ids per feature belong to the features that the rank looks up. Zeros fill them up to the largest
-    number of features of any rank, so that all rows have one width. A rank without an input for a module sends zeros.
-    `forms` has the modules in an order that is the same on all ranks.
+    Above `inputs found` is a checksum of the tensors' types. `sizes` are the numbers of elements of lengths, ids and
+    weights that go to that rank, and the batch size. Zeros fill the ids per feature up to the largest number of
+    features of any rank. `forms` has the same order on all ranks; one that lacks an input sends zeros.
+
+    TorchRec 1.8 makes the host wait twice more, for the sizes it sends (an overflow check) and for the received ids per
+    feature. Here one read tells both. A kernel adds what only the device knows (ids of row-wise tables).
     """
 
     def __init__(
@@ -185,7 +177,7 @@ class InputSizes:
         return self.exchange
 
     def wait(self) -> dict[str, tuple[tuple[int, ...], list[PartSizes]]]:
-        """Wait for the rows of the other ranks and read them on the host: the one host sync of a step.
+        """Wait for all ranks' rows and read them on the host, the one host sync of a step.
 
         Returns by module the number of its inputs on each rank, and the sizes that this rank receives of each part.
         """

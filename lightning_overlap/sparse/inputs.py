@@ -31,8 +31,7 @@ class SparseInputs:
             options.model, step=options.step, trains=options.trains, rank=options.rank, warned=options.warned
         )
         self._exchange = None if self._group is None else InputExchange(self._group, self._order.streams)
-        # Modules for whose input the exchange of sizes has columns, the same on all ranks. If one of them runs
-        # unpipelined later on this rank, its columns stay.
+        # Modules that have columns in the exchange of sizes, alike on all ranks, also if they run unpipelined later.
         self._taking_part: list[str] = []
         self._is_first = True
         self._at_first: list[tuple[Path, KeyedJaggedTensor]] = []  # inputs in the first batch before its step
@@ -47,10 +46,7 @@ class SparseInputs:
     # -- which input feeds which module -------------------------------------------------------------------------
 
     def begin_step(self, inflight: InFlightBatch) -> None:
-        """Before the first step, find the batch's inputs, which the step may take out of the batch; check their types.
-
-        The modules' own forwards send them in this step.
-        """
+        """Before the first step, find the batch's inputs, which the step may take out of it; check their types."""
         if not self.ready:
             self._at_first = inputs_of(self.staged.searched(inflight))
         is_first, self._is_first = self._is_first, False
@@ -63,8 +59,7 @@ class SparseInputs:
     def discover(self, inflight: InFlightBatch) -> None:
         """Find the inputs of the modules' calls in the staged batch, by identity: the stages are ready from then on.
 
-        An input that the step has put into the batch is not there early. All ranks call this after the forward of the
-        same batch: they agree on what they have found.
+        All ranks call this after the forward of the same batch, and agree on what they have found.
         """
         self.staged.discover(inflight)
         self._forwards.discover([*self._at_first, *inputs_of(self.staged.made_in(inflight))])
@@ -170,10 +165,7 @@ def keyed_jagged_tensors(batch: Any) -> list[KeyedJaggedTensor]:
 
 
 def note_lengths(kjts: Iterable[KeyedJaggedTensor]) -> None:
-    """Cache the number of ids of each feature in inputs that are still on the host; the input dist asks for it.
-
-    On the device it would be one more host sync for each KeyedJaggedTensor.
-    """
+    """Cache the number of ids of each feature in inputs that are still on the host; later it would cost a host sync."""
     for kjt in kjts:
         if kjt.device().type == "cpu":
             renew_counts(kjt)  # a data loader may yield it again, with other lengths
@@ -182,12 +174,9 @@ def note_lengths(kjts: Iterable[KeyedJaggedTensor]) -> None:
 
 
 def count_anew(kjts: Iterable[KeyedJaggedTensor]) -> None:
-    """Drop the numbers of `note_lengths` where lengths may have been written since; count again on the host.
-
-    The copy of lengths on the device has no write yet. An inference tensor does not count writes.
-    """
+    """Drop the numbers of `note_lengths` where lengths may have been written since; count again on the host."""
     for kjt in kjts:
-        lengths = kjt.lengths()
+        lengths = kjt.lengths()  # a copy on the device has no write yet, and an inference tensor counts none
         if kjt.device().type == "cpu" or lengths.is_inference() or lengths._version:
             note_lengths([kjt.unsync()])
 

@@ -44,9 +44,7 @@ class SparseLookups:
     # -- lookup and output dist ---------------------------------------------------------------------------------
 
     def prefetch(self, inflight: InFlightBatch) -> None:
-        """Copy the rows that the lookup will read from UVM into the cache, for tables with a cache.
-
-        FBGEMM locks them there until their backward. The backward of the batch before waits for this copy.
+        """Copy the rows that the lookup will read from UVM into the cache; FBGEMM locks them until their backward.
 
         Source: `prefetch_embeddings`, TorchRec 1.8.
         """
@@ -73,8 +71,7 @@ class SparseLookups:
     ) -> None:
         """Look up the tables of these owners, or of one part alone, and start the all-to-all of their embeddings.
 
-        The fused tables of all modules come first. They are model-parallel: their embeddings travel while the
-        data-parallel tables are read. One lookup runs at a time, since two would only share the memory's bandwidth.
+        The fused tables of all modules come first: their embeddings travel while data-parallel tables are read.
         """
         for owner in WeightOwner:
             if owner in owners:
@@ -181,8 +178,8 @@ class SparseLookups:
     def leave_overwritten(self, batches: Iterable[InFlightBatch]) -> None:
         """Drop the early lookups of these batches, on all ranks alike: the tables were written afterwards.
 
-        At every third drop modules whose tables were written on any rank begin to run in their own forward. All modules
-        do if no rank has found a write (`tables_changed` was called without a write).
+        At every third drop modules whose tables any rank has found written begin to run in their own forward; all
+        modules if there are none (`tables_changed` was called without a write).
         """
         if self._inputs.releases:
             raise RuntimeError(

@@ -71,8 +71,7 @@ _ADVICE: Mapping[str, str] = {
 class LazyEmbeddings(LazyGetItemMixin[str, Any], LazyAwaitable[Any]):  # type: ignore[misc]
     """Embeddings that `receive` waits for at their first use, in the grad mode in which the module was called.
 
-    TorchRec's awaitables wait in the mode of the first use. If a step first reads embeddings under `no_grad`, for
-    example for a statistic, they would have no gradient when it trains on them afterwards.
+    TorchRec's awaitables wait in the mode of the first use: after a read under `no_grad` they have no gradient.
     """
 
     def __init__(self, receive: Callable[[], Any]) -> None:
@@ -102,11 +101,7 @@ class LazyEmbeddings(LazyGetItemMixin[str, Any], LazyAwaitable[Any]):  # type: i
 
 
 class EarlyEmbeddings(LazyEmbeddings):
-    """Embeddings of an early lookup.
-
-    TorchRec's own pipelined forwards wait where the module is called. These wait at the first use, so a bottom MLP
-    that runs in between still overlaps with the all-to-all.
-    """
+    """Embeddings of an early lookup; a bottom MLP that runs before their first use overlaps with the all-to-all."""
 
 
 def _grad_mode() -> tuple[bool, bool]:
@@ -131,13 +126,11 @@ class PipelinedForward:
         self.original_forward: Callable[..., Any] = (
             present.original_forward if isinstance(present, PipelinedForward) else module.forward
         )
-        self.path: Path | None = None
-        """Where in the batch its input is; None before `discover`, and if its input is no object of the batch."""
-        self.keys: frozenset[str] = frozenset()
-        """Keys of its input; a step may pass another KeyedJaggedTensor of the batch with the same keys instead."""
+        self.path: Path | None = None  # of its input in the batch; None before `discover`, and if it is no object of it
+        self.keys: frozenset[str] = frozenset()  # of its input; other inputs in the batch may have the same keys
         self.forms: dict[int, Any] = {}  # types of the tensors that its own forward has sent, by call of a step
+        # Why it runs in its own forward; None if it can be looked up early.
         self.unpipelined_reason: str | None = why_never_early(module, group, prefetches=prefetches)
-        """Why it runs in its own forward; None if it can be looked up early."""
         self.is_over_all = self.unpipelined_reason is None  # whether its tables are surely sharded over all ranks
         self.calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []  # arguments of its calls in the step that runs
 
@@ -219,10 +212,7 @@ class PipelinedForwards(dict[str, PipelinedForward]):
             )
 
     def ids_outside(self, pipelined: PipelinedForward, given: Any, inflight: InFlightBatch | None) -> str | None:
-        """Return the error about an id of an input that is no row; None if there is none, or only a warning.
-
-        `inflight` is the batch of the input; None for a call between two steps.
-        """
+        """Return the error about an id of an input that is no row; None if there is none, or only a warning."""
         options = self.options
         if options.out_of_range_ids == "fbgemm" or not isinstance(given, KeyedJaggedTensor):
             return None
@@ -248,9 +238,8 @@ class PipelinedForwards(dict[str, PipelinedForward]):
     def check_all_ranks(self, call: str, problem: str) -> None:
         """Make sure that no rank has `served` a call, before this one issues collectives for it.
 
-        Ranks that take early embeddings, or do not call the module, issue no collective for the call. So no collective
-        can ask them: this rank's collectives would wait for them, or match other collectives of theirs. Raises a
-        RuntimeError with `problem` if another rank has served the call, or does not make it in time.
+        No collective can ask: ranks that have served the call issue none for it. Raises a RuntimeError with `problem`
+        if another rank has served the call, or does not make it in time.
         """
         if self._mismatches is not None and not self._mismatches.all_ranks(call, self.num_steps):
             raise RuntimeError(problem)
@@ -258,7 +247,7 @@ class PipelinedForwards(dict[str, PipelinedForward]):
     def check_calls(self, begun: Container[str]) -> None:
         """Run modules unpipelined from now on if the step has not called them exactly once; forget its calls.
 
-        `begun` names the modules whose input dist was started for the step's batch; a step need not call the others.
+        `begun` names the modules whose input the batch has; a step need not call the others.
         """
         for pipelined in self.values():
             num_calls = len(pipelined.calls)

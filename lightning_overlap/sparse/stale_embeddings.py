@@ -47,11 +47,9 @@ class StaleCounts:
 
 
 class StaleRows:
-    """Counts the stale rows of single batches.
+    """Counts the stale rows of single batches: each rank those of its shards, then the ranks add up; no host wait.
 
-    Each rank counts the rows of its shards from the ids that it has received; then the ranks add their counts up. The
-    host does not wait. On CUDA the rows are counted on a stream of their own, after the lookup. `executor` returns the
-    executor of training, or None before its first batch.
+    `executor` returns the executor of training, or None before its first batch.
     """
 
     def __init__(
@@ -64,7 +62,6 @@ class StaleRows:
         self._number = {key: number for number, key in enumerate(fused)}
         names = [table for _, table in fused]
         self.tables = tuple(table if names.count(table) == 1 else f"{name}.{table}" for name, table in fused)
-        """Names of the counted tables; the module's name comes first where two tables have the same name."""
 
     @property
     def staleness(self) -> int:
@@ -122,10 +119,7 @@ class StaleRows:
 
 
 def _looked_up_last(in_flight: Mapping[int, InFlightBatch]) -> list[InFlightBatch]:
-    """Return the batch looked up last, then the batches whose updates it did not see; the same on all ranks.
-
-    The list is empty if it saw all updates, or if any of these batches is no longer in flight.
-    """
+    """Return the batch looked up last, then those whose updates it did not see; [] unless all are still in flight."""
     latest = max((index for index, batch in in_flight.items() if Stage.EMBEDDING_LOOKUP in batch.done), default=None)
     if latest is None or not (num_unseen := in_flight[latest].num_unseen):
         return []
@@ -134,11 +128,7 @@ def _looked_up_last(in_flight: Mapping[int, InFlightBatch]) -> list[InFlightBatc
 
 
 def _rows(ids: Any, places: Sequence[tuple[int, int, int]]) -> Tensor:
-    """Return the rows of `ids`, the received ids of a module, as `table << ROW_BITS | row`, `(number of ids,)`, int64.
-
-    `places` has the part, the key within the part, and the number of each table. The lengths of the received features
-    are known on the host: no host sync.
-    """
+    """Return the rows of a module's received ids, by part, key within the part, and number of the table; no host sync."""
     rows = []
     for part, key, table in places:
         first, end = ids[part].offset_per_key()[key : key + 2]
@@ -149,8 +139,7 @@ def _rows(ids: Any, places: Sequence[tuple[int, int, int]]) -> Tensor:
 def add_counts(counts_T2: Tensor, read_N: Tensor, unseen_M: Tensor) -> None:
     """Add, by table, the rows that are both read and unseen, and the rows that are read; each row once.
 
-    `read_N` are the looked-up rows, `unseen_M` those of updates that this lookup could not see: `_rows`, int64. No size
-    here depends on the ids: the host would have to wait for it.
+    No size here depends on the ids: the host would have to wait for it.
     """
     if not read_N.numel():
         return
