@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 class LateAllReduce:
-    """A communication hook of DistributedDataParallel on a CPU: `wait` waits for all buckets, not the backward's end."""
+    """A communication hook of DistributedDataParallel on a CPU: `wait` waits for all buckets, the backward does not."""
 
     def __init__(self, model: DistributedDataParallel) -> None:
         self._group: Any = model.process_group

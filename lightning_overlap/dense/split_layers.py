@@ -1,6 +1,4 @@
-"""Split the backward of layers into halves: gradients of inputs at once, gradients of weights later.
-
-Source of the idea: `delay_wgrad_compute` of TransformerEngine (PR 1653). The two halves are the whole, bit for bit."""
+"""Split the backward of layers into halves: gradients of inputs at once, gradients of weights later."""
 
 from __future__ import annotations
 
@@ -64,6 +62,7 @@ class _Call:
 class SplitLayers:
     """Computes the weight gradients of a model's layers after the backward that leaves the gradients of their outputs.
 
+    The two halves are the whole backward, bit for bit. Source of the idea: `delay_wgrad_compute`, TransformerEngine.
     In the first step modules run whole, and its graph shows which can be split: those whose weights nothing else uses.
     `without` are the sharded modules. `agree` takes the modules that this rank cannot split, by name with the reason,
     and returns those that some rank cannot. `all_reduce` is None if the backward waits for it. `sends_gradients` tells
@@ -266,7 +265,7 @@ def _is_in_bucket(gradient: Tensor | None) -> bool:
 
 
 def _candidates(model: nn.Module, without: set[int]) -> Iterator[SplitLayer]:
-    """Yield the modules that may be split, and others that multiply by own weights (not norms, biases): why whole."""
+    """Yield the modules that may be split, and those left whole that multiply by weights of their own (no norms)."""
     holders = Counter(id(weight) for module in model.modules() for weight in module.parameters(recurse=False))
     compiled = {id(part) for module in model.modules() if _is_compiled(module) for part in module.modules()}
     parts_of_left: set[int] = set()

@@ -128,7 +128,7 @@ def _looked_up_last(in_flight: Mapping[int, InFlightBatch]) -> list[InFlightBatc
 
 
 def _rows(ids: Any, places: Sequence[tuple[int, int, int]]) -> Tensor:
-    """Return the rows of a module's received ids, by part, key within the part, and number of the table; no host sync."""
+    """Return the rows of a module's received ids, without a host sync; `places`: part, key in it, number of table."""
     rows = []
     for part, key, table in places:
         first, end = ids[part].offset_per_key()[key : key + 2]
