@@ -22,11 +22,7 @@ from torchrec.distributed.types import ShardingEnv
 
 from lightning_overlap import OverlapEmbeddingStrategy, Schedule
 
-from ..support.cases import (
-    Case,
-    Model,
-    make_plan,
-)
+from ..support.cases import Case, Model, make_plan
 from ..support.cases import dense_optimizer as dense_optimizer_of
 from ..support.fits import make_trainer, mode_and_options
 from ..support.reference import Result, collect

@@ -64,12 +64,7 @@ def test_what_is_none_is_answered(given: Any, error: type[Exception], message: s
 @pytest.mark.parametrize(
     ("given", "case", "device", "message"),
     [
-        (
-            "bf16",
-            TABLE_WISE,
-            CPU,
-            "bf16 (forward) cannot be sent by a CPU: TorchRec would send fp16 instead.",
-        ),
+        ("bf16", TABLE_WISE, CPU, "bf16 (forward) cannot be sent by a CPU: TorchRec would send fp16 instead."),
         (("fp16", "bf16"), TABLE_WISE, CPU, "bf16 (backward) cannot be sent by a CPU"),
         ("fp8", TABLE_WISE, CPU, "fp8 (forward) cannot be sent by a CPU. Use 'fp16', or train on CUDA."),
         ("int8", SEQUENCE, CPU, "int8 (forward) sends groups of numbers with a common scale, but the embed"),
@@ -184,10 +179,7 @@ def test_the_monitor_counts_bytes_by_stage(two_ranks: Ranks, comms: Any, size: f
     counted = two_ranks.run(quantized.bytes_sent, TABLE_WISE, "fused_sparse_dist", comms)
     for rank, (by_stage, printed) in enumerate(counted):
         own, others = (16, 8) if rank == 0 else (8, 16)  # columns of t0 and t2, and of t1
-        for stage, columns, each in (
-            ("embedding_lookup", own, size or 1.25),
-            ("backward", others, size or 2.0),
-        ):
+        for stage, columns, each in (("embedding_lookup", own, size or 1.25), ("backward", others, size or 2.0)):
             numbers = BATCH_SIZE * columns
             assert by_stage[stage] == (numbers * each, numbers * (4 - each))
         assert by_stage["input_data_dist"][1] == 0

@@ -192,17 +192,7 @@ class Plateau(Scheduled):
 
 MODELS: dict[str, type[Scheduled]] = {
     cls.__name__: cls
-    for cls in (
-        Scheduled,
-        Manual,
-        TwoBackwards,
-        TwoDense,
-        SeveralGroups,
-        TwoClosures,
-        LBFGS,
-        Unscheduled,
-        Plateau,
-    )
+    for cls in (Scheduled, Manual, TwoBackwards, TwoDense, SeveralGroups, TwoClosures, LBFGS, Unscheduled, Plateau)
 }
 
 
