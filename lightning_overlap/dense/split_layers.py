@@ -16,8 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from .graph import Uses, depend_on
 from .late_all_reduce import LateAllReduce
 
-# Layers of exactly these types are split: the forward of a subclass may do anything.
-SPLIT_TYPES = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+SPLIT_TYPES = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)  # exactly these: a subclass's forward may do anything
 
 
 class SplitLayer:
@@ -33,10 +32,7 @@ class SplitLayer:
         self._places = [
             (part, key, weight) for part in module.modules() for key, weight in part.named_parameters(recurse=False)
         ]
-        self._num_first_hooks = self._num_hooks()
-
-    def _num_hooks(self) -> int:
-        return sum(len(part._forward_hooks) + len(part._forward_pre_hooks) for part in self._parts)
+        self.num_first_hooks = self.num_hooks()
 
     def has_own_weights(self) -> bool:
         """Whether its present weights depend on its own alone: functional_call() gives it others for a while."""
@@ -44,15 +40,13 @@ class SplitLayer:
             return True
         return depend_on(self.module.parameters(), self.weights)
 
-    def has_new_hooks(self) -> bool:
-        """Whether parts of a chain have other hooks: these may bring in tensors that its backward does not lead to."""
-        return self._num_hooks() != self._num_first_hooks
+    def num_hooks(self) -> int:
+        """Return how many hooks parts of a chain have: hooks may bring in tensors outside of its backward."""
+        return sum(len(part._forward_hooks) + len(part._forward_pre_hooks) for part in self._parts)
 
 
 @dataclass(slots=True)
 class _Call:
-    """A call of a module in a step, until its weight gradients are there."""
-
     layer: SplitLayer
     input: Tensor | None  # None if it needs no gradient
     output: Any  # the edge to its graph, until it is used; an activation may free the output itself
@@ -62,11 +56,11 @@ class _Call:
 class SplitLayers:
     """Computes the weight gradients of a model's layers after the backward that leaves the gradients of their outputs.
 
-    The two halves are the whole backward, bit for bit. Source of the idea: `delay_wgrad_compute`, TransformerEngine.
-    In the first step modules run whole, and its graph shows which can be split: those whose weights nothing else uses.
-    `without` are the sharded modules. `agree` takes the modules that this rank cannot split, by name with the reason,
-    and returns those that some rank cannot. `all_reduce` is None if the backward waits for it. `sends_gradients` tells
-    whether gradients of the present step are sent to other ranks, not accumulated for a later step.
+    The two halves are the whole backward, bit for bit. In the first step modules run whole, and its graph shows which
+    can be split: those whose weights nothing else uses. `without` are the sharded modules. `agree` takes the modules
+    that this rank cannot split, by name with the reason, and returns those that some rank cannot. `sends_gradients`
+    tells whether gradients of the present step are sent to other ranks, not accumulated for a later step. Source of the
+    idea: `delay_wgrad_compute` of TransformerEngine (PR 1653).
     """
 
     def __init__(
@@ -105,8 +99,6 @@ class SplitLayers:
         self._end_watches()
         if self._uses is not None:
             self._uses.forget_calls()
-
-    # -- a step -------------------------------------------------------------------------------------------------
 
     def begin_step(self, *, splits: bool) -> None:
         """Begin the forward of a batch; with `splits` its backward is split."""
@@ -174,7 +166,6 @@ class SplitLayers:
         self._watches.clear()
 
     def _discover(self, uses: Uses, loss: Tensor) -> None:
-        """Find out which modules can be split; forget the others."""
         self._uses = None
         reasons = uses.whole(self.layers, loss)
         uses.forget_calls()
@@ -184,8 +175,6 @@ class SplitLayers:
         for layer in self.layers:
             layer.why_whole = agreed.get(layer.name)
         self._split = [layer for layer in self.layers if layer.why_whole is None]
-
-    # -- forwards and the first half ----------------------------------------------------------------------------
 
     def _forward(self, layer: SplitLayer, forward: Callable[[Tensor], Any], *args: Any, **kwargs: Any) -> Any:
         [given] = (*args, *kwargs.values()) or (None,)
@@ -200,7 +189,7 @@ class SplitLayers:
             or not isinstance(given, Tensor)
             or (not layer.is_layer and given.requires_grad)
             or not layer.has_own_weights()
-            or layer.has_new_hooks()
+            or layer.num_hooks() != layer.num_first_hooks
         ):
             return forward(given)
         is_cut = self._uses is None and given.requires_grad

@@ -60,10 +60,7 @@ class DeferredUpdate:
         return bool(self._at_embeddings or self._under_way)
 
     def with_rates(self, set_present: SetRates, kernels: Kernels) -> SetRates:
-        """Return a function that gives kernels the rates of their backward while `apply` runs, else the present rates.
-
-        `set_present` gives them the scheduler's present rates; each backward notes these from now on.
-        """
+        """Return a function that gives kernels the backward's rates while `apply` runs, else the present rates."""
         self._set_present, self._kernels = set_present, kernels
         return self._set_rates
 
@@ -93,15 +90,11 @@ class DeferredUpdate:
         return start
 
     def call_after_backward(self, call: Callable[[], None]) -> list[RemovableHandle]:
-        """Call a function once the backward of the dense part has run all its nodes; return handles of the hooks.
-
-        A gradient at received embeddings queues it, so it comes before DistributedDataParallel's wait.
-        """
+        """Call a function once a backward has run all its nodes, before DistributedDataParallel waits; return hooks."""
         engine = torch.autograd.Variable._execution_engine
         return [leaf.register_hook(lambda _: engine.queue_callback(call)) for leaf in self._at_embeddings]
 
     def _cut_received(self, part: int, received: Tensor) -> Tensor:
-        """Return received embeddings as a leaf, where the backward of the dense part stops."""
         if not received.requires_grad:
             return received
         leaf: Tensor = received.detach().requires_grad_()
@@ -110,7 +103,6 @@ class DeferredUpdate:
         return _at_leaf(leaf)
 
     def _cut(self, collective: Request[Any] | NoWait[Any], part: int) -> _Cut | None:
-        """Cut the graph of embeddings that are under way; None if they have no graph."""
         # TorchRec makes a collective of two autograd functions that an empty tensor joins: the first starts it, the
         # second waits for it. In the backward the second starts the all-to-all of gradients, and the first waits for
         # it. The cut is at the empty tensor, or, on one rank, at the embeddings themselves.
@@ -205,7 +197,6 @@ class DeferredUpdate:
 
 
 def _under_way(started: Any) -> Iterator[Request[Any] | NoWait[Any]]:
-    """Yield the collectives in an awaitable; `NoWait` on one rank."""
     kind = _kind_of(started.__class__)
     if kind is Request or kind is NoWait:
         yield started
@@ -222,11 +213,8 @@ def _kind_of(cls: type) -> Any:
 
 
 def before_gradients(embeddings: object, num_parts: int) -> list[Tensor] | None:
-    """Return the tensors on which a hook runs right before the backward of an early lookup waits for gradients.
-
-    They are the empty tensors of `DeferredUpdate._cut`. None if fewer than `num_parts` have one (the parts with fused
-    tables): then the backward may update tables without waiting.
-    """
+    """Return the tensors on which a hook runs right before the backward of an early lookup waits for gradients."""
+    # The empty tensors of `_cut`. If not all parts with fused tables have one, the backward may update without a wait.
     dummies = [part.dummy_tensor for part in _under_way(embeddings) if isinstance(part, Request)]
     found = [dummy for dummy in dummies if isinstance(dummy, Tensor) and dummy.requires_grad]
     return found if len(found) == len(dummies) >= num_parts else None

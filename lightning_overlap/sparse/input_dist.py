@@ -31,10 +31,7 @@ MAX_RECATS = 256  # the most index tensors that are cached, one for each part of
 
 
 def splits_only(module: Any, group: dist.ProcessGroup | None, *, narrow: bool = False) -> AbstractContextManager[None]:
-    """Within this context a module's `input_dist` describes its all-to-alls of sizes, for `InputExchange` to start.
-
-    On one rank nothing changes. `narrow` sends ids and lengths as int32, if all ids of the module fit.
-    """
+    """Within this context a module's `input_dist` describes its all-to-alls of sizes, for `InputExchange` to start."""
     if group is None:
         return nullcontext()
     narrow = narrow and ids_fit_32_bits(module)
@@ -72,7 +69,6 @@ def _describe(
 
 
 def _narrowed(kjt: KeyedJaggedTensor) -> list[Tensor]:
-    """Return `kjt.dist_tensors()`, ids and lengths as int32."""
     limits = torch.iinfo(torch.int32)  # an id outside is no row of its table, nor is its clamped value
     tensors = dict(zip(kjt.dist_labels(), kjt.dist_tensors(), strict=True))
     for label in ("lengths", "values"):
@@ -82,14 +78,11 @@ def _narrowed(kjt: KeyedJaggedTensor) -> list[Tensor]:
 
 
 class InputExchange:
-    """Exchanges the inputs of all modules, batch by batch: first the sizes, then lengths, ids and weights.
-
-    Ranks agree on the form of each module's sizes at the first batch in which any rank has an input for it.
-    """
+    """Exchanges the inputs of all modules, batch by batch: first the sizes, then lengths, ids and weights."""
 
     def __init__(self, group: dist.ProcessGroup, streams: Streams) -> None:
         self._group, self._streams = group, streams
-        self._forms: dict[str, Form] = {}
+        self._forms: dict[str, Form] = {}  # agreed on at the first batch in which any rank has an input for the module
         self.waiting: list[InputSizes] = []  # of batches whose ids are to be sent, the oldest first; alike on all ranks
 
     def start_sizes(self, taking_part: list[str], inflight: InFlightBatch) -> None:
@@ -113,12 +106,7 @@ class InputExchange:
         self.waiting.append(inflight.sizes)
 
     def start_data(self, inflight: InFlightBatch) -> None:
-        """Read the sizes of a batch; start one all-to-all where TorchRec would start several.
-
-        An input that some rank lacks is not sent: its state is removed, and `inflight.missing` names the module.
-
-        Source: `FusedKJTListSplitsAwaitable`, TorchRec 1.8.
-        """
+        """Read a batch's sizes; start one all-to-all for all. Source: `FusedKJTListSplitsAwaitable`, TorchRec 1.8."""
         sizes, inflight.sizes = inflight.sizes, None
         if sizes in self.waiting:
             self.waiting.remove(sizes)
@@ -126,7 +114,7 @@ class InputExchange:
         parts: list[Part] = []
         with replaced(dist_data, "_get_recat", partial(_cached_recat, dist_data._get_recat)):
             for name, (found, of_parts) in sizes.wait().items():
-                if not all(found):
+                if not all(found):  # what some rank lacks is not sent
                     inflight.modules.pop(name, None)
                     inflight.missing |= {name} if any(found) else set()
                     continue

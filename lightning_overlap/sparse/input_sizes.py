@@ -25,11 +25,6 @@ class PartForm(NamedTuple):
     splits: tuple[int, ...]  # number of features that go to each rank
     with_lengths: bool  # whether the number of ids of each feature is sent; not where batch sizes vary by feature
 
-    @property
-    def width(self) -> int:
-        """Number of columns."""
-        return self.num_sizes + (max(self.splits) if self.with_lengths else 0)
-
 
 Form: TypeAlias = tuple[PartForm, ...]  # of the input of one module: a `PartForm` for each part that sends ids
 
@@ -100,10 +95,7 @@ def types_in(labels: Sequence[str], tensors: Iterable[Tensor]) -> str:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiled step calls it, and has no collective of objects
 def check_types(mine: Mapping[str, str], group: dist.ProcessGroup) -> None:
-    """Raise a RuntimeError unless inputs (`types_in` by the name of each) have the same types on all ranks with them.
-
-    All ranks call this. gloo would end the process on data of another size than expected.
-    """
+    """Raise a RuntimeError if an input has other types on another rank; `mine` has its `types_in`, by its name."""
     everyone: list[Mapping[str, str]] = gather_objects(mine, group)
     for what in dict.fromkeys(what for theirs in everyone for what in theirs):
         by_rank = {rank: theirs[what] for rank, theirs in enumerate(everyone) if what in theirs}
@@ -146,18 +138,14 @@ class InputSizes:
             found = 0 if state is None else state.num_found + _MOST_FOUND * crc32(types.encode())
             self._columns.append([found] * group.size())
             for part, meta in zip(form, metas, strict=True):
-                self._add(part, meta)
-
-    def _add(self, part: PartForm, meta: KJTSplitsAllToAllMeta | None) -> None:
-        """Append the columns of one part: zeros if `meta` is None, as this rank lacks the input."""
-        lengths: Iterable[int] = repeat(0)
-        if meta is not None and is_counted_on_device(meta._input):
-            self._counted.append(_Counted(len(self._columns), part, meta))
-        elif meta is not None and part.with_lengths:
-            lengths = iter(meta._input.length_per_key())
-        self._columns += meta.splits_tensors if meta is not None else [[0] * self._group.size()] * part.num_sizes
-        if part.with_lengths:
-            self._columns += zip_longest(*[list(islice(lengths, num)) for num in part.splits], fillvalue=0)
+                lengths: Iterable[int] = repeat(0)
+                if meta is not None and is_counted_on_device(meta._input):
+                    self._counted.append(_Counted(len(self._columns), part, meta))
+                elif meta is not None and part.with_lengths:
+                    lengths = iter(meta._input.length_per_key())
+                self._columns += meta.splits_tensors if meta is not None else [[0] * group.size()] * part.num_sizes
+                if part.with_lengths:
+                    self._columns += zip_longest(*[list(islice(lengths, num)) for num in part.splits], fillvalue=0)
 
     def part(self, device: torch.device) -> Part:
         """Return the rows as one part of an exchange: `(num_ranks, num_columns)`, int64, on this device."""
@@ -177,12 +165,10 @@ class InputSizes:
         return self.exchange
 
     def wait(self) -> dict[str, tuple[tuple[int, ...], list[PartSizes]]]:
-        """Wait for all ranks' rows and read them on the host, the one host sync of a step.
-
-        Returns by module the number of its inputs on each rank, and the sizes that this rank receives of each part.
-        """
+        """Wait for all rows; return by module its inputs on each rank, and what this rank receives of each part."""
         exchange = self.exchange or self.send()  # alone if no ids have been sent since
         [received] = exchange.take(slice(self.number, self.number + 1))
+        # The one host sync of a step.
         rows: list[list[int]] = (received if self._sent is None else torch.cat((received, self._sent))).tolist()
         size, rank = self._group.size(), self._group.rank()
         for counted in self._counted:
@@ -197,7 +183,7 @@ class InputSizes:
                 check_types(mine if self._types[name] else {}, self._group)
             for part in form:
                 by_tensor = [list(column) for column in islice(columns, part.num_sizes)]
-                filled = list(islice(columns, part.width - part.num_sizes))
+                filled = list(islice(columns, max(part.splits) if part.with_lengths else 0))
                 lengths = [sum(column) for column in filled[: part.splits[rank]]]
                 parts.append(PartSizes(by_tensor, lengths if part.with_lengths else None))
             known[name] = tuple(number % _MOST_FOUND for number in found), parts

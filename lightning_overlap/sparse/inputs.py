@@ -43,8 +43,6 @@ class SparseInputs:
         if self._exchange is not None:
             self._exchange.waiting.clear()
 
-    # -- which input feeds which module -------------------------------------------------------------------------
-
     def begin_step(self, inflight: InFlightBatch) -> None:
         """Before the first step, find the batch's inputs, which the step may take out of it; check their types."""
         if not self.ready:
@@ -52,15 +50,16 @@ class SparseInputs:
         is_first, self._is_first = self._is_first, False
         if is_first and self._group is not None and has_model_parallel_tables(ModuleList(self._forwards.modules)):
             with_weights = any(getattr(module, "takes_weights", True) is not False for module in self._forwards.modules)
-            kjts = [kjt for _, kjt in self._at_first]
-            types = {f"the input of features {', '.join(kjt.keys())}": _types(kjt, with_weights) for kjt in kjts}
+            types = {}
+            for _, kjt in self._at_first:
+                sent = dict(zip(kjt.dist_labels(), kjt.dist_tensors(), strict=True))
+                if not with_weights:
+                    sent.pop("weights", None)
+                types[f"the input of features {', '.join(kjt.keys())}"] = types_in([*sent], sent.values())
             check_types(types, self._group)
 
     def discover(self, inflight: InFlightBatch) -> None:
-        """Find the inputs of the modules' calls in the staged batch, by identity: the stages are ready from then on.
-
-        All ranks call this after the forward of the same batch, and agree on what they have found.
-        """
+        """Find the inputs of the modules' calls in the staged batch; all ranks call this after the same forward."""
         self.staged.discover(inflight)
         self._forwards.discover([*self._at_first, *inputs_of(self.staged.made_in(inflight))])
         self._at_first = []
@@ -92,13 +91,8 @@ class SparseInputs:
             streams.record_stream(made, reader)
         inflight.done[Stage.COPY_BATCH_TO_DEVICE] = (stream, streams.record(stream))
 
-    # -- input dist ---------------------------------------------------------------------------------------------
-
     def input_splits_dist(self, inflight: InFlightBatch) -> None:
-        """Start the all-to-all of split sizes: one for all modules.
-
-        Source: `_start_data_dist` and `_fuse_input_dist_splits`, TorchRec 1.8.
-        """
+        """Start the all-to-all of sizes. Source: `_start_data_dist`, `_fuse_input_dist_splits`, TorchRec 1.8."""
         searched = self.staged.searched(inflight)
         kjts = inputs_of(searched) if self._group is not None else []
         for name, pipelined in self._forwards.items():
@@ -111,7 +105,9 @@ class SparseInputs:
             # The step may pass another input with the same keys, from the batch or made by staged methods.
             alike = [path for path, other in kjts if pipelined.keys == frozenset(other.keys())]
             state.num_found = sum(self.staged.are_alike(path, pipelined.path) for path in alike)
-            sent = _shared(kjt)  # TorchRec may keep the object that it is given and replace its weights
+            # TorchRec may keep the object that it is given and replace its weights. `copy.copy` takes 10 microseconds.
+            sent: KeyedJaggedTensor = object.__new__(type(kjt))
+            vars(sent).update(vars(kjt))
             state.outside = self._forwards.ids_outside(pipelined, kjt, inflight)
             if state.outside is not None:  # an error if the step calls the module with these ids, and does not map them
                 sent._values = torch.zeros_like(kjt.values())
@@ -181,23 +177,7 @@ def count_anew(kjts: Iterable[KeyedJaggedTensor]) -> None:
             note_lengths([kjt.unsync()])
 
 
-def _types(kjt: KeyedJaggedTensor, with_weights: bool) -> str:
-    """Return the types of the tensors of an input that modules send; without weights if no module takes them."""
-    sent = dict(zip(kjt.dist_labels(), kjt.dist_tensors(), strict=True))
-    if not with_weights:
-        sent.pop("weights", None)
-    return types_in([*sent], sent.values())
-
-
-def _shared(kjt: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    """Return another object with the same tensors; `copy.copy` does the same and takes 10 microseconds."""
-    shared: KeyedJaggedTensor = object.__new__(type(kjt))
-    vars(shared).update(vars(kjt))
-    return shared
-
-
 def _input_in(batch: Any, path: Path | None) -> KeyedJaggedTensor | None:
-    """Return the KJT at a path, or None if the batch has none there; the module then runs its own forward."""
     try:
         kjt = resolve(batch, path or ())
     except LookupError:

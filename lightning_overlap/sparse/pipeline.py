@@ -18,10 +18,7 @@ from .table_updates import TableUpdates
 
 
 class SparsePipeline:
-    """The sparse stages of a model's outermost sharded modules, by name, and the pipelined forwards of these modules.
-
-    `group` is for the input dist alone, so that it never queues after other traffic; None on one rank.
-    """
+    """The sparse stages of a model's outermost sharded modules; only the input dist sends its traffic in `group`."""
 
     def __init__(
         self,

@@ -56,7 +56,7 @@ _CALL_ALWAYS = (
     "To overlap it, call it in every {step}, also in one that returns early: call it first, then return (None, say, to "
     "skip the batch)."
 )
-_ADVICE: Mapping[str, str] = {
+_ADVICE: Mapping[str, str] = {  # by reason; the other reasons take `_CALL`
     _NOT_AT_FIRST: _CALL_ALWAYS,
     _NOT_FOR_ALL: _CALL_ALWAYS,
     WRITTEN: _WRITE_SELDOM,
@@ -65,14 +65,10 @@ _ADVICE: Mapping[str, str] = {
     WITH_GRADIENTS: "To overlap it, call it without gradients (inference_mode of the Trainer, torch.no_grad).",
     OTHER_AUTOCAST: "To overlap it, leave autocast to Trainer(precision=...).",
 }
-"""Advice by reason; the other reasons take `_CALL`."""
 
 
 class LazyEmbeddings(LazyGetItemMixin[str, Any], LazyAwaitable[Any]):  # type: ignore[misc]
-    """Embeddings that `receive` waits for at their first use, in the grad mode in which the module was called.
-
-    TorchRec's awaitables wait in the mode of the first use: after a read under `no_grad` they have no gradient.
-    """
+    """Embeddings that `receive` waits for at their first use, in the grad mode of the call, not of that use."""
 
     def __init__(self, receive: Callable[[], Any]) -> None:
         super().__init__()
@@ -108,8 +104,7 @@ def _grad_mode() -> tuple[bool, bool]:
     return torch.is_grad_enabled(), torch.is_inference_mode_enabled()
 
 
-Answer = Callable[["PipelinedForward", tuple[Any, ...], dict[str, Any]], Any]
-"""Returns the embeddings for a call of a module's pipelined forward with these arguments."""
+Answer = Callable[["PipelinedForward", tuple[Any, ...], dict[str, Any]], Any]  # returns the embeddings for a call
 
 
 class PipelinedForward:
@@ -148,11 +143,7 @@ class PipelinedForward:
 
 
 class PipelinedForwards(dict[str, PipelinedForward]):
-    """The pipelined forward of each sharded module of a model, by the module's name; see `SparsePipeline`.
-
-    Raises:
-        ImportError: The installed TorchRec lacks a private name that is used for one of these modules.
-    """
+    """The pipelined forward of each sharded module, by name; an ImportError if TorchRec lacks a private name of it."""
 
     def __init__(
         self,
@@ -191,8 +182,6 @@ class PipelinedForwards(dict[str, PipelinedForward]):
         _RANGES.end(self)
         if self._mismatches is not None:
             self._mismatches.end()
-
-    # -- a step -------------------------------------------------------------------------------------------------
 
     def refuse_trained_weights(self, pipelined: PipelinedForward, given: Any) -> None:
         """Raise a RuntimeError if weights of ids would be sent that the loss trains: their gradients do not return."""
@@ -236,19 +225,13 @@ class PipelinedForwards(dict[str, PipelinedForward]):
             self._mismatches.served(call, self.num_steps)
 
     def check_all_ranks(self, call: str, problem: str) -> None:
-        """Make sure that no rank has `served` a call, before this one issues collectives for it.
-
-        No collective can ask: ranks that have served the call issue none for it. Raises a RuntimeError with `problem`
-        if another rank has served the call, or does not make it in time.
-        """
+        """Raise a RuntimeError with `problem` if another rank has `served` a call, or does not make it in time."""
+        # No collective can ask: ranks that have served the call issue none for it.
         if self._mismatches is not None and not self._mismatches.all_ranks(call, self.num_steps):
             raise RuntimeError(problem)
 
     def check_calls(self, begun: Container[str]) -> None:
-        """Run modules unpipelined from now on if the step has not called them exactly once; forget its calls.
-
-        `begun` names the modules whose input the batch has; a step need not call the others.
-        """
+        """Run modules unpipelined from now on that a step has called twice, or not at all though they have `begun`."""
         for pipelined in self.values():
             num_calls = len(pipelined.calls)
             pipelined.calls.clear()
@@ -261,15 +244,15 @@ class PipelinedForwards(dict[str, PipelinedForward]):
             elif num_calls > 1:
                 self.run_unpipelined(pipelined, _CALLED_TWICE)
 
-    # -- which input feeds which module -------------------------------------------------------------------------
-
     def discover(self, inputs: list[tuple[Path, KeyedJaggedTensor]]) -> None:
         """Find the inputs of the modules' calls among those of the staged batch, by identity; all ranks agree."""
         by_id, by_path = {id(kjt): path for path, kjt in inputs}, dict(inputs)
         mine = {name: _find(pipelined, by_id, self.options.step) for name, pipelined in self.items()}
         everyone = [mine] if self.group is None else gather_objects(mine, self.group)
         for name, pipelined in self.items():
-            found = _agreed([theirs[name] for theirs in everyone])
+            found: Path | str = everyone[0][name]
+            if len({None if isinstance(theirs[name], str) else theirs[name] for theirs in everyone}) > 1:
+                found = "its input is at different places of the batch on different ranks"
             if not isinstance(found, str):
                 pipelined.path, pipelined.keys = found, frozenset(by_path[found].keys())
             if pipelined.unpipelined_reason is not None:
@@ -278,8 +261,6 @@ class PipelinedForwards(dict[str, PipelinedForward]):
                 self.run_unpipelined(pipelined, found)
             self._warn_of_untrained_sequences(pipelined)
             pipelined.calls.clear()
-
-    # -- warnings -----------------------------------------------------------------------------------------------
 
     def run_unpipelined(self, pipelined: PipelinedForward, reason: str) -> None:
         """Let a module run in its own forward from now on; warn once, with the reason."""
@@ -330,12 +311,6 @@ def _find(pipelined: PipelinedForward, by_id: Mapping[int, Path], step: str) -> 
         f"its input ({kind}) is made inside {step}, it is not an object of the batch (whose dataclass fields, "
         "named tuples, sequences, mappings, attributes and slots were searched)"
     )
-
-
-def _agreed(found: list[Path | str]) -> Path | str:
-    """Return the path that all ranks have found, or why the lookup cannot start early, the same on all ranks."""
-    places = {None if isinstance(one, str) else one for one in found}
-    return found[0] if len(places) == 1 else "its input is at different places of the batch on different ranks"
 
 
 @contextmanager

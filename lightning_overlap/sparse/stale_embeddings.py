@@ -47,10 +47,7 @@ class StaleCounts:
 
 
 class StaleRows:
-    """Counts the stale rows of single batches: each rank those of its shards, then the ranks add up; no host wait.
-
-    `executor` returns the executor of training, or None before its first batch.
-    """
+    """Counts the stale rows of single batches: each rank those of its shards, then the ranks add up; no host wait."""
 
     def __init__(
         self, sparse: SparsePipeline, executor: Callable[[], Executor | None], group: dist.ProcessGroup | None
@@ -74,10 +71,7 @@ class StaleRows:
         self._sparse.lookups.keep_ids = keep
 
     def count(self) -> StaleCounts | None:
-        """Start to count the rows of the batch looked up last; all ranks call this after the same step.
-
-        None if that batch saw every update, if the step looked up no batch, or if ids were not kept.
-        """
+        """Start to count the rows of the batch looked up last, if it missed updates; all ranks call this together."""
         executor = self._executor()
         batches = [] if executor is None else _looked_up_last(executor.queue.in_flight)
         if not batches:
@@ -93,11 +87,11 @@ class StaleRows:
         self._streams.wait(StreamName.SIDE, self._streams.record(self._sparse.order.lookup))
         self._streams.record_stream(kept, StreamName.SIDE)
         with self._streams.on(StreamName.SIDE), torch.no_grad():
-            counts = self._sum_up(self._count(ids))
+            counts = self._count(ids)
         batches[0].counted = counts  # so that a failed fit frees the counts with the batch
         return counts
 
-    def _count(self, ids: Mapping[str, Sequence[Any]]) -> Tensor:
+    def _count(self, ids: Mapping[str, Sequence[Any]]) -> StaleCounts:
         device = getattr(self._streams[StreamName.SIDE], "device", "cpu")
         counts_T2 = torch.zeros(len(self.tables), 2, dtype=torch.int64, device=device)
         for name, (read, *unseen) in ids.items():
@@ -105,9 +99,6 @@ class StaleRows:
             places = [(part, key, self._number[name, table]) for part, key, table in keys]
             if places:
                 add_counts(counts_T2, _rows(read, places), torch.cat([_rows(one, places) for one in unseen]))
-        return counts_T2
-
-    def _sum_up(self, counts_T2: Tensor) -> StaleCounts:
         work = None if self._group is None else dist.all_reduce(counts_T2, group=self._group, async_op=True)
         if not self._streams.is_async:
             return StaleCounts(self.tables, counts_T2, self._streams, None, work)
@@ -137,10 +128,8 @@ def _rows(ids: Any, places: Sequence[tuple[int, int, int]]) -> Tensor:
 
 
 def add_counts(counts_T2: Tensor, read_N: Tensor, unseen_M: Tensor) -> None:
-    """Add, by table, the rows that are both read and unseen, and the rows that are read; each row once.
-
-    No size here depends on the ids: the host would have to wait for it.
-    """
+    """Add, by table, the rows that are both read and unseen, and the rows that are read; each row once."""
+    # No size here depends on the ids: the host would have to wait for it.
     if not read_N.numel():
         return
     read_N = read_N.sort().values

@@ -33,8 +33,6 @@ class TableUpdates:
         holding = forwards.modules if options.holds_updates else []
         self._holding_replicas = [kernel for module in holding for kernel in replica_kernels(module)]
 
-    # -- within a backward ------------------------------------------------------------------------------------------
-
     def register_backward_hook(self, inflight: InFlightBatch, stage: Stage, call: Callable[[], None]) -> bool:
         """Let the backward of a batch call a function, perhaps repeatedly, where it waits for ranks before it writes.
 
@@ -68,8 +66,6 @@ class TableUpdates:
             before += found
         self._hooks += [tensor.register_hook(lambda _: call()) for tensor in before]
         return bool(before)
-
-    # -- updates that come later ------------------------------------------------------------------------------------
 
     def start_update(self, inflight: InFlightBatch) -> None:
         """Start the gradient all-to-alls of a batch whose tables are still to be updated, on the current stream."""

@@ -62,10 +62,7 @@ def take_back(kernels: Kernels, num_lookups: list[int], order: LookupOrder) -> N
 
 
 def updates_at_present_rate(module: Any, set_rates: SetRates | None) -> AbstractContextManager[None]:
-    """Within this context fused tables return embeddings whose backward takes the learning rate of its own time.
-
-    Without `set_rates` no scheduler moves the rates, and nothing changes.
-    """
+    """Within this context fused tables return embeddings whose backward takes the learning rate of its own time."""
     if set_rates is None or not torch.is_grad_enabled():
         return nullcontext()
     set_rates()
