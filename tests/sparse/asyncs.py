@@ -25,8 +25,6 @@ OPTIONS = (
 
 
 class Validated(Batches):
-    """The training batches, and some to validate on."""
-
     def val_dataloader(self) -> DataLoader:
         rank = self.trainer.global_rank
         return DataLoader([make_batch(self.case, 1000 + index, rank) for index in range(4)], batch_size=None)
@@ -42,8 +40,6 @@ class Stretch(Batches):
 
 
 class StatefulBatches(Batches):
-    """With a loader that goes on where a checkpoint was."""
-
     def train_dataloader(self) -> Any:
         return Stateful(self.case, self.num_batches, self.trainer.global_rank)
 
@@ -63,7 +59,6 @@ def _fit(case: Case, data: Batches, *, path: str | None = None, **options: Any) 
 
 
 def fit(case: Case, *, num_steps: int = NUM_STEPS, **options: Any) -> Result:
-    """Train; `options` are those of the strategy and of the trainer."""
     data = Validated if "val_check_interval" in options else Batches
     return _fit(case, data(case, num_steps), **options)
 
@@ -74,12 +69,10 @@ def fit_epochs(case: Case, num_batches: int, num_epochs: int, **options: Any) ->
 
 
 def fit_and_save(case: Case, num_steps: int, stop: int, folder: str, **options: Any) -> Result:
-    """Train, and save behind a step in the middle."""
     return _fit(case, StatefulBatches(case, num_steps), callbacks=[SaveSteps(folder, (stop,))], **options)
 
 
 def go_on(case: Case, num_steps: int, stop: int, folder: str, **options: Any) -> Result:
-    """Train from there on."""
     return _fit(case, StatefulBatches(case, num_steps), path=f"{folder}/step={stop}.ckpt", **options)
 
 
@@ -117,15 +110,12 @@ def fit_uneven(lengths: tuple[int, int], **options: Any) -> list[tuple[int, int]
 
 
 class WithLBFGS(Model):
-    """Whose optimizer evaluates its closure several times in a step."""
-
     def configure_optimizers(self) -> torch.optim.Optimizer:
         [group] = super().configure_optimizers().param_groups
         return torch.optim.LBFGS(group["params"])
 
 
 def with_lbfgs(case: Case) -> str:
-    """Train; return what that raises."""
     model = WithLBFGS(case)
     options = {"staleness": 1, "stash_gradients": True}
     trainer = make_trainer(_strategy(case, model, options))

@@ -58,8 +58,6 @@ class Data(LightningDataModule):
 
 @dataclass
 class Outcome:
-    """What a fit left behind on one rank, how many lookups came early, and what was said."""
-
     result: Result
     early: int
     messages: list[str]
@@ -157,7 +155,6 @@ def by_hand(model: str) -> Result:
 
 
 def fails(model: str, pipeline: str, **options: Any) -> str:
-    """Train a module that cannot be; return the error."""
     try:
         train(model, pipeline, options)
     except RuntimeError as err:

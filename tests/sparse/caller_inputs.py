@@ -26,9 +26,6 @@ def fresh(case: Case, index: int, rank: int) -> Batch:
     return Batch(batch.dense.clone(), {"sparse": (own, number)}, batch.labels.clone())
 
 
-# -- the input of the call --------------------------------------------------------------------------------------------
-
-
 class HashesInPlace(Model):
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         kjt_of(batch).values().remainder_(50)
@@ -59,8 +56,6 @@ class ShiftsLengthsInHook(Model):
 
 
 class TakesOut(Model):
-    """Takes its input out of the batch."""
-
     def embeddings(self, collection: str, batch: Batch) -> Any:
         return getattr(self, collection)(batch.inputs.pop("sparse")[0])
 
@@ -134,8 +129,6 @@ class TwoTypesInAStep(Model):
 
 
 class MakesOtherTypes(Model):
-    """Makes inputs whose ids are of int32 on rank 1."""
-
     def embeddings(self, collection: str, batch: Batch) -> Any:
         kjt = kjt_of(batch)
         values = kjt.values().int() if dist.get_rank() == 1 else kjt.values()

@@ -50,9 +50,6 @@ REPLICATED_SECOND = Case(
 )
 
 
-# -- the mode of the call ---------------------------------------------------------------------------------------------
-
-
 class NoGradCall(Model):
     """A frozen teacher: looked up without gradients, used with them."""
 
@@ -75,8 +72,6 @@ class DetachedSometimes(Model):
 
 
 class LooksFirst(Model):
-    """Takes a statistic of the embeddings without gradients before it trains on them."""
-
     def embeddings(self, collection: str, batch: Batch) -> Any:
         found = getattr(self, collection)(kjt_of(batch))
         with torch.no_grad():
@@ -85,8 +80,6 @@ class LooksFirst(Model):
 
 
 class ScalesInPlace(Model):
-    """Changes its embeddings in place."""
-
     def embeddings(self, collection: str, batch: Batch) -> Any:
         found = getattr(self, collection)(kjt_of(batch))
         found.values().mul_(0.5)
@@ -94,8 +87,6 @@ class ScalesInPlace(Model):
 
 
 class CheckpointedStep(Model):
-    """Runs the whole forward under a non-reentrant checkpoint(), tables included."""
-
     def forward(self, batch: Batch, embeddings: Any = None) -> Tensor:
         return checkpoint(lambda: super(CheckpointedStep, self).forward(batch), use_reentrant=False)
 
@@ -117,9 +108,6 @@ class ReentrantLookup(Model):
 
         found = checkpoint(look_up, torch.zeros((), requires_grad=True), use_reentrant=True)
         return dict(zip(keys, found, strict=True))
-
-
-# -- who is first to use embeddings, which input, which batches -------------------------------------------------------
 
 
 class OneRankLooksFirst(Model):
@@ -162,12 +150,7 @@ class RecomputesInEveryClosure(ReentrantLookup):
         return Twice([*self.bottom.parameters(), *self.top.parameters()], 0.1)
 
 
-# -- updates ----------------------------------------------------------------------------------------------------------
-
-
 class PenalizesAll(Model):
-    """Adds a penalty on all parameters, tables too."""
-
     weight = 0.1
 
     def forward(self, batch: Batch, embeddings: Any = None) -> Tensor:
@@ -182,8 +165,6 @@ class NamesAll(PenalizesAll):
 
 
 class TrainsWeights(Model):
-    """Learns how much the ids of a batch count."""
-
     def __init__(self, case: Case) -> None:
         super().__init__(case)
         self.scale = torch.nn.Parameter(torch.ones(()))
@@ -197,8 +178,6 @@ class TrainsWeights(Model):
 
 
 class TwoBackwards(ByHand, Model):
-    """Steps by hand, with two backwards through the same embeddings."""
-
     def training_step(self, batch: Batch, batch_idx: int) -> None:
         optimizer = self.optimizers()
         optimizer.zero_grad()
@@ -226,8 +205,6 @@ class SchedulesByHand(ByHand, Model):
 
 
 class SecondPhase(ByHand, Model):
-    """Calls its second collection after the first one's backward."""
-
     def training_step(self, batch: Batch, batch_idx: int) -> None:
         optimizer = self.optimizers()
         losses = []
@@ -247,27 +224,18 @@ class SecondPhase(ByHand, Model):
 
 
 class RaisesAfterTheStep(Model):
-    """Fails between the dense step of batch 5 and its deferred update."""
-
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == 5:
             raise ValueError("the user's own error")
 
 
 class RaisesBeforeTheStep(Model):
-    """Fails between the backward of batch 5 and its dense step."""
-
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         if self.trainer.fit_loop.epoch_loop.batch_idx == 5:
             raise ValueError("the user's own error")
 
 
-# -- tables written by the user ---------------------------------------------------------------------------------------
-
-
 class Clamps(Model):
-    """Clamps its tables at the end of every batch, by the weights themselves."""
-
     first_batch = 0
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -289,8 +257,6 @@ class ClampsData(Clamps):
 
 
 class ClampsState(Clamps):
-    """Does so by the tensors of the state dict."""
-
     def write(self) -> None:
         for value in self.ebc.state_dict().values():
             for shard in value.local_shards():
@@ -298,8 +264,6 @@ class ClampsState(Clamps):
 
 
 class ClampsBeforeTheStep(Clamps):
-    """Clamps its tables when a batch begins."""
-
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None: ...
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -315,8 +279,6 @@ class TrainsBetween(Clamps):
 
 
 class RatesByHand(Model):
-    """Gives its fused optimizer another learning rate for every batch, as TorchRec alone has it."""
-
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         for group in self.ebc.fused_optimizer.param_groups:
             group["lr"] = 2.0 / (1 + batch_idx % 3)

@@ -33,8 +33,6 @@ class _Made(IterableDataset):
 
 
 class Watching(Model):
-    """Notes, as the step of each batch begins, how many batches' ids are in memory."""
-
     def __init__(self, case: Case) -> None:
         super().__init__(case)
         self.alive: list[int] = []
@@ -50,8 +48,6 @@ class Watching(Model):
 
 
 class ReadsIds(Model):
-    """Looks at the ids beside looking them up."""
-
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         return super().training_step(batch, batch_idx) + 0.0 * batch.inputs["sparse"][0].values().sum()
 
@@ -85,7 +81,6 @@ def _trainer(case: Case, model: Model, pipeline: str | Schedule, release_feature
 
 
 def fit(case: Case, pipeline: str | Schedule, model: str = "ReadsLengths", num_steps: int = NUM_STEPS) -> Result:
-    """Train with ids given back."""
     module = MODELS[model](case)
     trainer = _trainer(case, module, pipeline, True)
     trainer.fit(module, datamodule=Fresh(case, num_steps))
@@ -93,14 +88,12 @@ def fit(case: Case, pipeline: str | Schedule, model: str = "ReadsLengths", num_s
 
 
 def alive(case: Case, pipeline: str | Schedule, release_features: bool) -> list[int]:
-    """Train; return by step how many batches' ids are in memory when it begins."""
     module = Watching(case)
     _trainer(case, module, pipeline, release_features).fit(module, datamodule=Fresh(case, NUM_STEPS))
     return module.alive
 
 
 def refused(case: Case, model: str) -> str:
-    """Train a module that reads ids; return what that raises."""
     module = MODELS[model](case)
     try:
         _trainer(case, module, "fused_sparse_dist", True).fit(module, datamodule=Fresh(case, 6))

@@ -60,9 +60,6 @@ def test_no_more_batches_than_are_looked_up_ahead(
     assert differences(actual, _expected(ranks, MIXED, Delayed(5), num_steps)) == [[]] * ranks.world_size
 
 
-# -- exact before, exact after ----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("name", "staleness", "defer_update", "num_ranks"), pairwise(ALL_NAMES, [1, 4], [False, True], [1, 2])
 )
@@ -104,9 +101,6 @@ def test_each_batch_is_looked_up_once_and_in_flight_is_bounded(two_ranks: Ranks)
     for lookups, most in two_ranks.run(asyncs.watched, TABLE_WISE, staleness=4, start_batch=5, end_batch=10):
         assert lookups == list(range(1, NUM_STEPS)), "the first batch shows what feeds which module"
         assert most == 4 + 3
-
-
-# -- epochs, validation, resume ---------------------------------------------------------------------------------
 
 
 @deferred

@@ -138,9 +138,6 @@ def test_an_error_leaves_the_dense_step_and_its_deferred_update_or_neither(
         assert [name for name in mine.result.differences(theirs.result) if not name.startswith("losses")] == []
 
 
-# -- tables that the user writes --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("model", ["clamps", "clamps_data", "clamps_state", "clamps_before_the_step", "trains_between"])
 def test_the_next_lookup_sees_tables_written_at_the_end_of_a_batch(two_ranks: Ranks, model: str) -> None:
     outcome = _same_as_by_hand(two_ranks, model, "fused_sparse_dist")
@@ -233,7 +230,6 @@ def test_the_calls_of_a_step_may_have_other_types_each(two_ranks: Ranks) -> None
 
 @pytest.mark.parametrize("pipeline", ["base", "fused_sparse_dist"])
 def test_gradients_of_tables_but_by_their_lookups_are_refused(ranks: Ranks, pipeline: str) -> None:
-    """TorchRec alone lets them go."""
     for message in ranks.run(caller_fits.fails, "penalizes_all", pipeline):
         assert "the loss uses the weight of t" in message
         assert "in_backward_optimizer_filter" in message

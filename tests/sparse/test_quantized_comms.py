@@ -22,9 +22,6 @@ ROWS = Case("rows", (TableSpec("t0", ("f0",)), TableSpec("r0", ("f1",), "row_wis
 POOLED = "POOLED_EMBEDDINGS_ALL_TO_ALL"
 
 
-# -- what may be given --------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("given", "forward", "backward"),
     [
@@ -110,9 +107,6 @@ def test_a_sharded_module_keeps_its_codecs(two_ranks: Ranks) -> None:
             assert "ebc is sharded already, and goes on sending what it was sharded with" in message
 
 
-# -- the loss scale -----------------------------------------------------------------------------------------------
-
-
 def test_a_loss_scale_keeps_numbers_that_torchrec_loses() -> None:
     """TorchRec divides in 16 bits: too large a number comes back as infinity, too small a one as zero."""
     for scale, number in ((2.0**-6, 1e6), (2.0**12, 1e-8)):
@@ -137,9 +131,6 @@ def test_a_batch_that_does_not_divide_is_told() -> None:
     for of_a_batch in (lambda: codec.encode(torch.zeros(40), context), lambda: codec.calc_quantized_size(40, context)):
         with pytest.raises(ValueError, match=r"groups of 32 numbers, got 40 numbers for a rank\. .* multiples of 8"):
             of_a_batch()
-
-
-# -- gradients that FP16 does not fit -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("pipeline", ["fused_sparse_dist", "semi_sync_deferred"])
@@ -169,9 +160,6 @@ def test_gradients_that_are_all_too_small_are_said(two_ranks: Ranks) -> None:
     comms = quantized.fp16(2.0**-20)
     [message] = two_ranks.run(quantized.said, "fused_sparse_dist", comms, ask_every=8)[0].messages
     assert "(times a loss scale of 9.54e-07): below 6.1e-05 FP16 rounds to multiples of 6e-08" in message
-
-
-# -- bytes --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("comms", "size"), [(None, 4.0), ("fp16", 2.0), ("int8", 1.25), (("int8", "fp16"), None)])

@@ -69,7 +69,6 @@ class Scheduled(Model):
 
 
 def fit(case: Case, pipeline: str, *, stream: str = "data_dist", device_type: str = "cpu", **kwargs: Any) -> Result:
-    """Train under a schedule."""
     model = Scheduled(case)
     strategy = make_strategy(model, pipeline, device_type=device_type, stream=stream)
     trainer = make_trainer(strategy, device_type, **kwargs)
@@ -93,8 +92,6 @@ def fit_at_the_rate_of_the_lookup(case: Case, pipeline: str) -> Result:
 
 
 class Manual(ByHand, Scheduled):
-    """Steps its optimizer and its schedule by hand."""
-
     def training_step(self, batch: Batch, batch_idx: int) -> None:
         optimizer = self.optimizers()
         self.toggle_optimizer(optimizer)
@@ -161,8 +158,6 @@ class TwoClosures(Scheduled):
 
 
 class LBFGS(Scheduled):
-    """A dense optimizer that calls its closure several times and takes no parameter groups."""
-
     def configure_optimizers(self) -> Any:
         dense = torch.optim.LBFGS([*self.bottom.parameters(), *self.top.parameters()], 0.1, max_iter=3)
         optimizer = combined_optimizer(self, dense)
@@ -170,15 +165,11 @@ class LBFGS(Scheduled):
 
 
 class Unscheduled(Scheduled):
-    """Combined, but nobody moves a rate."""
-
     def configure_optimizers(self) -> Any:
         return combined_optimizer(self, dense_optimizer(self))
 
 
 class Plateau(Scheduled):
-    """Lowers the rates when the loss of an epoch does not fall by much."""
-
     def configure_optimizers(self) -> Any:
         optimizer = combined_optimizer(self, dense_optimizer(self))
         scheduler = lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.3, patience=0, threshold=10.0)
@@ -202,8 +193,6 @@ OWN_OPTIMIZERS = ("Manual", "TwoDense", "SeveralGroups", "TwoClosures", "LBFGS")
 
 @dataclass
 class Report:
-    """What a fit showed on one rank."""
-
     losses: Tensor
     tables: dict[str, Tensor]
     rates: list[list[float]]
@@ -211,7 +200,6 @@ class Report:
 
 
 def run(model: str, pipeline: str, case: Case | None = None, **trainer_kwargs: Any) -> Report:
-    """Train one of `MODELS`."""
     case = case or (TABLE_WISE if model in OWN_OPTIMIZERS else MIXED)
     module = MODELS[model](case)
     rates: list[list[float]] = []
@@ -233,7 +221,6 @@ def run(model: str, pipeline: str, case: Case | None = None, **trainer_kwargs: A
 
 
 def collect_tables(module: Model) -> dict[str, Tensor]:
-    """Return this rank's shards."""
     unused = torch.optim.SGD([torch.zeros(1)])
     return collect(module, unused, module.losses).tables
 

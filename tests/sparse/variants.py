@@ -80,8 +80,6 @@ def _flatten(part: Any) -> list[Any]:
 
 @dataclass
 class Report:
-    """What a fit showed on one rank."""
-
     losses: Tensor
     early: int
     """Lookups whose early embeddings were used."""
@@ -89,8 +87,6 @@ class Report:
 
 
 class Variant(Batches):
-    """Batches in another structure, with others to validate on."""
-
     def __init__(self, case: Any, structure: str, num_batches: int) -> None:
         super().__init__(case, num_batches)
         self.structure = structure
@@ -105,8 +101,6 @@ class Variant(Batches):
 
 
 class AnyStructure(Model):
-    """Takes a batch of any structure apart, keeping its objects."""
-
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         leaves = _flatten(batch)
         kjt = next(leaf for leaf in leaves if isinstance(leaf, KeyedJaggedTensor))
@@ -118,15 +112,11 @@ def _copy(kjt: KeyedJaggedTensor) -> KeyedJaggedTensor:
 
 
 class MadeInStep(Model):
-    """Gives the module another object with the same ids."""
-
     def embeddings(self, collection: str, batch: Batch) -> Any:
         return getattr(self, collection)(_copy(_kjt(batch)))
 
 
 class GivesTensorDict(Model):
-    """Gives the module its ids in the other form that TorchRec takes."""
-
     def embeddings(self, collection: str, batch: Batch) -> Any:
         parts = {
             key: torch.nested.nested_tensor_from_jagged(part.values(), part.offsets())
@@ -153,8 +143,6 @@ class CalledTwice(Model):
 
 
 class CalledTwiceLater(CalledTwice):
-    """The second call comes with batch 4 only."""
-
     def embeddings(self, collection: str, batch: Batch) -> Any:
         if batch.inputs["sparse"][1] == 4:
             return super().embeddings(collection, batch)
@@ -162,8 +150,6 @@ class CalledTwiceLater(CalledTwice):
 
 
 class NotAlwaysCalled(Model):
-    """Leaves the second collection out of every third batch."""
-
     def forward(self, batch: Batch, embeddings: Any = None) -> Tensor:
         embeddings = {
             name: self.embeddings(name, batch) for name in self.case.collections if not self._left_out(name, batch)
@@ -178,23 +164,17 @@ class NotAlwaysCalled(Model):
 
 
 class Keyword(Model):
-    """Passes the input by name."""
-
     def embeddings(self, collection: str, batch: Batch) -> Any:
         return getattr(self, collection)(features=_kjt(batch))
 
 
 class MadeInHook(Model):
-    """Makes the KJT when the batch is staged, where Lightning has a hook for it."""
-
     def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
         kjt, index = batch.inputs["sparse"]
         return Batch(batch.dense, {"sparse": (_copy(kjt), index)}, batch.labels)
 
 
 class Manual(ByHand, Model):
-    """Steps by hand."""
-
     def training_step(self, batch: Batch, batch_idx: int) -> None:
         optimizer = self.optimizers()
         optimizer.zero_grad()
@@ -216,16 +196,12 @@ class TwoClosures(Model):
 
 
 class StepsOverNone(Model):
-    """Has no loss for every fourth batch."""
-
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor | None:
         loss = super().training_step(batch, batch_idx)
         return None if batch_idx % 4 == 2 else loss
 
 
 class OneRankDiffers(Model):
-    """Rank 1 passes a copy in batch 3; all others what is in the batch."""
-
     def embeddings(self, collection: str, batch: Batch) -> Any:
         kjt, index = batch.inputs["sparse"]
         if index == 3 and self.global_rank == 1:
@@ -368,7 +344,6 @@ class TakesParts(Model):
 
 
 def one_rank_lacks_an_input(pipeline: str, makes_input: bool) -> Tensor:
-    """Train where the batch of one rank has no input for a module; return the losses."""
     module = TakesParts(TWO_COLLECTIONS)
     module.makes_input = makes_input
     strategy = make_strategy(module, pipeline)

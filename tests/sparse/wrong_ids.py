@@ -45,7 +45,6 @@ def _batch(case: Case, index: int, what: str) -> Batch:
 
 
 def fit(what: str, pipeline: str, **options: Any) -> tuple[list[Tensor], list[str]]:
-    """Return the losses, and the warnings about ids."""
     case = CASES.get(what, TABLE_WISE)
     model = Model(case)
     trainer = make_trainer(make_strategy(model, pipeline, **options))
