@@ -116,6 +116,13 @@ def types_differ_later(case: Case, index: int, rank: int) -> Batch:
     return types_differ(case, index, rank if index >= 4 else 0)
 
 
+types_differ_later_replicated = types_differ_later
+
+
+def types_change(case: Case, index: int, rank: int) -> Batch:
+    return types_differ(case, index, int(index >= 4))  # on all ranks
+
+
 class TwoTypesInAStep(Model):
     """Rank 1 comes to the second call of the first step late, by more than a rank looks for others."""
 

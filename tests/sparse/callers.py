@@ -26,23 +26,12 @@ from ..support.cases import (
     TableSpec,
 )
 from ..support.cases import dense_optimizer as dense_optimizer_of
-from .caller_inputs import (
-    HashesInPlace,
-    HashesSometimes,
-    MakesOtherTypes,
-    OneOfTwoTasks,
-    ShiftsLengths,
-    ShiftsLengthsInHook,
-    TakesOut,
-    TwoTypesInAStep,
-    WeighsInPlace,
-    fresh,
-    kjt_of,
-)
+from . import caller_inputs
+from .caller_inputs import fresh, kjt_of
+from .variants import by_name
 
 NUM_STEPS = 8
-ONE_TABLE = Case("one_table", (TableSpec("t0", ("f0",)),))
-"""On one of two ranks, so that the other one cannot see who writes it."""
+ONE_TABLE = Case("one_table", (TableSpec("t0", ("f0",)),))  # on one of two ranks: the other cannot see who writes it
 REPLICATED = Case("replicated", (TableSpec("t0", ("f0",), sharding="data_parallel"),))
 REPLICATED_SECOND = Case(
     "replicated_second",
@@ -50,7 +39,7 @@ REPLICATED_SECOND = Case(
 )
 
 
-class NoGradCall(Model):
+class NoGrad(Model):
     """A frozen teacher: looked up without gradients, used with them."""
 
     def embeddings(self, collection: str, batch: Batch) -> Any:
@@ -58,7 +47,7 @@ class NoGradCall(Model):
             return getattr(self, collection)(kjt_of(batch))
 
 
-class InferenceModeCall(Model):
+class InferenceMode(Model):
     def embeddings(self, collection: str, batch: Batch) -> Any:
         with torch.inference_mode():
             found = getattr(self, collection)(kjt_of(batch)).to_dict()
@@ -304,51 +293,22 @@ class ClampsLaterAndSaysSo(ClampsLater):
         self.trainer.strategy.tables_changed()
 
 
-MODELS: dict[str, tuple[type[Model], Case]] = {
-    "plain": (Model, TABLE_WISE),
-    "no_grad": (NoGradCall, TABLE_WISE),
-    "inference_mode": (InferenceModeCall, TABLE_WISE),
-    "detached_sometimes": (DetachedSometimes, TABLE_WISE),
-    "looks_first": (LooksFirst, TABLE_WISE),
-    "scales_in_place": (ScalesInPlace, ROWWISE_ADAGRAD),
-    "checkpointed_step": (CheckpointedStep, ROWWISE_ADAGRAD),
-    "checkpointed_lookup": (CheckpointedLookup, ROWWISE_ADAGRAD),
-    "reentrant_lookup": (ReentrantLookup, ROWWISE_ADAGRAD),
-    "hashes_in_place": (HashesInPlace, TABLE_WISE),
-    "weighs_in_place": (WeighsInPlace, WEIGHTED),
-    "shifts_lengths": (ShiftsLengths, TABLE_WISE),
-    "shifts_lengths_in_hook": (ShiftsLengthsInHook, TABLE_WISE),
-    "takes_out": (TakesOut, TABLE_WISE),
-    "hashes_sometimes": (HashesSometimes, TABLE_WISE),
-    "one_rank_looks_first": (OneRankLooksFirst, TABLE_WISE),
-    "one_of_two_tasks": (OneOfTwoTasks, TABLE_WISE),
-    "two_tasks_at_once": (OneOfTwoTasks, TABLE_WISE),
-    "penalizes_all": (PenalizesAll, TABLE_WISE),
-    "names_all": (NamesAll, TABLE_WISE),
-    "trains_weights": (TrainsWeights, WEIGHTED),
-    "types_differ": (Model, TABLE_WISE),
-    "weights_on_one_rank": (Model, TABLE_WISE),
-    "types_differ_later": (Model, TABLE_WISE),
-    "types_change": (Model, TABLE_WISE),
-    "types_differ_later_replicated": (Model, REPLICATED),
-    "makes_other_types": (MakesOtherTypes, TABLE_WISE),
-    "two_types_in_a_step": (TwoTypesInAStep, TABLE_WISE),
-    "two_backwards": (TwoBackwards, ROWWISE_ADAGRAD),
-    "schedules_by_hand": (SchedulesByHand, TABLE_WISE),
-    "second_phase": (SecondPhase, TWO_COLLECTIONS),
-    "raises_after_the_step": (RaisesAfterTheStep, TABLE_WISE),
-    "raises_before_the_step": (RaisesBeforeTheStep, TABLE_WISE),
-    "called_more_on_one_rank": (CalledMoreOnOneRank, REPLICATED_SECOND),
-    "recomputes_in_every_closure": (RecomputesInEveryClosure, TABLE_WISE),
-    "clamps": (Clamps, TABLE_WISE),
-    "clamps_one_of_two": (Clamps, TWO_COLLECTIONS),
-    "clamps_before_the_step": (ClampsBeforeTheStep, ONE_TABLE),
-    "trains_between": (TrainsBetween, TABLE_WISE),
-    "rates_by_hand": (RatesByHand, TABLE_WISE),
-    "clamps_released": (ClampsReleased, TABLE_WISE),
-    "clamps_data": (ClampsData, TABLE_WISE),
-    "clamps_state": (ClampsState, TABLE_WISE),
-    "clamps_later": (ClampsLater, TABLE_WISE),
-    "clamps_later_and_says_so": (ClampsLaterAndSaysSo, TABLE_WISE),
-    **{name: (cls, TABLE_WISE) for name, cls in STAGED.items()},
+CASES = {  # where it is not `TABLE_WISE`
+    **dict.fromkeys(("scales_in_place", "checkpointed_step", "checkpointed_lookup"), ROWWISE_ADAGRAD),
+    **dict.fromkeys(("reentrant_lookup", "two_backwards"), ROWWISE_ADAGRAD),
+    **dict.fromkeys(("weighs_in_place", "trains_weights"), WEIGHTED),
+    **dict.fromkeys(("second_phase", "clamps_one_of_two"), TWO_COLLECTIONS),
+    "types_differ_later_replicated": REPLICATED,
+    "called_more_on_one_rank": REPLICATED_SECOND,
+    "clamps_before_the_step": ONE_TABLE,
 }
+_CLASSES = {
+    **by_name(vars(caller_inputs)),
+    **by_name(globals()),
+    **STAGED,
+    **dict.fromkeys(("plain", "weights_on_one_rank", "types_change", "types_differ"), Model),
+    **dict.fromkeys(("types_differ_later", "types_differ_later_replicated"), Model),
+    "two_tasks_at_once": caller_inputs.OneOfTwoTasks,
+    "clamps_one_of_two": Clamps,
+}
+MODELS = {name: (cls, CASES.get(name, TABLE_WISE)) for name, cls in _CLASSES.items()}

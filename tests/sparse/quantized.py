@@ -46,8 +46,7 @@ class Said:
     """What was said of gradients on one rank."""
 
     messages: list[str]
-    while_training: int
-    """How many of them before the last step."""
+    while_training: int  # how many of them before the last step
 
 
 def said(pipeline: str, comms: Any, factor: float = 1.0, num_steps: int = 12, ask_every: int = 64) -> Said:

@@ -55,7 +55,7 @@ def test_what_a_device_adds(splits: tuple[int, ...], expected: list[list[int]]) 
     kjt = KeyedJaggedTensor(["a", "b", "c", "d"], torch.arange(15), lengths=lengths, stride=2)
     part = PartForm(4, splits, with_lengths=True)
     meta: Any = SimpleNamespace(_input=kjt, input_splits=[[7, 7], [0, 0], [0, 0]])
-    rows = torch.full((2, part.width), 7)
+    rows = torch.full((2, 4 + max(splits)), 7)
     rows[:, 4:] = 0
     one = _Counted(0, part, meta)
     one.add_to(rows)

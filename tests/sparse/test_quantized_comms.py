@@ -86,7 +86,6 @@ def test_what_a_device_or_tables_lack(given: Any, case: Case, device: torch.devi
     ("given", "case", "message"),
     [
         ("bf16", TABLE_WISE, r"bf16 \(forward\) cannot be sent by a CPU"),
-        ("int8", SEQUENCE, "an EmbeddingCollection do not divide into"),
         (("fp16", "int8"), ROWS, r"a reduce-scatter cannot sum int8 \(backward\), but .* tables: ebc\.r0"),
     ],
 )

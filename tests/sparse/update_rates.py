@@ -35,7 +35,7 @@ from ..support.cases import (
 )
 from ..support.fits import make_strategy, make_trainer
 from ..support.reference import Result, collect
-from .variants import Variant
+from .variants import Twice, Variant
 
 NUM_STEPS = 10
 TWO_RATES = Case(
@@ -62,10 +62,12 @@ def factor(step: int) -> float:
 class Scheduled(Model):
     """One scheduler for the dense optimizer and the fused tables."""
 
+    def make_dense_optimizer(self) -> torch.optim.Optimizer:
+        return dense_optimizer(self)
+
     def configure_optimizers(self) -> Any:
-        optimizer = combined_optimizer(self, dense_optimizer(self))
-        scheduler = lr_scheduler.LambdaLR(optimizer, factor)
-        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+        optimizer = combined_optimizer(self, self.make_dense_optimizer())
+        return [optimizer], [{"scheduler": lr_scheduler.LambdaLR(optimizer, factor), "interval": "step"}]
 
 
 def fit(case: Case, pipeline: str, *, stream: str = "data_dist", device_type: str = "cpu", **kwargs: Any) -> Result:
@@ -138,30 +140,21 @@ class TwoDense(Manual):
 class SeveralGroups(Scheduled):
     """Dense parameter groups with settings of their own, and a rate that a plain number schedules."""
 
-    def configure_optimizers(self) -> Any:
+    def make_dense_optimizer(self) -> torch.optim.Optimizer:
         groups = [{"params": [*self.bottom.parameters()], "lr": 0.3}, {"params": [*self.top.parameters()]}]
-        optimizer = combined_optimizer(self, torch.optim.AdamW(groups, 0.02, weight_decay=0.1))
-        return [optimizer], [{"scheduler": lr_scheduler.LambdaLR(optimizer, factor), "interval": "step"}]
+        return torch.optim.AdamW(groups, 0.02, weight_decay=0.1)
 
 
 class TwoClosures(Scheduled):
-    """Evaluates its closure twice in a step, so that what was looked up in between are dropped."""
+    """What was looked up between the two closures of a step is dropped."""
 
-    def configure_optimizers(self) -> Any:
-        class Twice(torch.optim.SGD):
-            def step(self, closure: Any = None) -> Any:
-                closure()
-                return super().step(closure)
-
-        optimizer = combined_optimizer(self, Twice([*self.bottom.parameters(), *self.top.parameters()], 0.1))
-        return [optimizer], [{"scheduler": lr_scheduler.LambdaLR(optimizer, factor), "interval": "step"}]
+    def make_dense_optimizer(self) -> torch.optim.Optimizer:
+        return Twice([*self.bottom.parameters(), *self.top.parameters()], 0.1)
 
 
 class LBFGS(Scheduled):
-    def configure_optimizers(self) -> Any:
-        dense = torch.optim.LBFGS([*self.bottom.parameters(), *self.top.parameters()], 0.1, max_iter=3)
-        optimizer = combined_optimizer(self, dense)
-        return [optimizer], [{"scheduler": lr_scheduler.LambdaLR(optimizer, factor), "interval": "step"}]
+    def make_dense_optimizer(self) -> torch.optim.Optimizer:
+        return torch.optim.LBFGS([*self.bottom.parameters(), *self.top.parameters()], 0.1, max_iter=3)
 
 
 class Unscheduled(Scheduled):
@@ -187,16 +180,15 @@ MODELS: dict[str, type[Scheduled]] = {
 }
 
 
+# These leave data-parallel tables to nobody (or toggle requires_grad, which a view of a kernel cannot take).
 OWN_OPTIMIZERS = ("Manual", "TwoDense", "SeveralGroups", "TwoClosures", "LBFGS")
-"""These leave data-parallel tables to nobody (or toggle requires_grad, which a view of a kernel cannot take)."""
 
 
 @dataclass
 class Report:
     losses: Tensor
     tables: dict[str, Tensor]
-    rates: list[list[float]]
-    """Of all groups, at the end of each batch."""
+    rates: list[list[float]]  # of all groups, at the end of each batch
 
 
 def run(model: str, pipeline: str, case: Case | None = None, **trainer_kwargs: Any) -> Report:
