@@ -166,7 +166,6 @@ def test_writes_that_begin_late_are_refused_before_anything_is_wrong(two_ranks: 
 
 @pytest.mark.parametrize(("model", "num_ranks"), [("clamps_later_and_says_so", 2), ("clamps_later", 1)])
 def test_writes_that_begin_late_are_seen_where_all_ranks_say_so(get_ranks: Any, model: str, num_ranks: int) -> None:
-    """One rank sees them by itself."""
     _same_as_by_hand(get_ranks(num_ranks), model, "fused_sparse_dist", "clamps_later")
 
 
@@ -230,7 +229,6 @@ def test_gradients_of_tables_but_by_their_lookups_are_refused(ranks: Ranks, pipe
 
 
 def test_weights_of_ids_are_trained_on_one_rank_alone(ranks: Ranks) -> None:
-    """Gradients do not come back from other ranks."""
     for message in ranks.run(caller_fits.fails, "trains_weights", "fused_sparse_dist"):
         is_refused = "the weights of the ids passed to 'ebc' are trained" in message
         assert message == "no error" if ranks.world_size == 1 else is_refused

@@ -81,7 +81,6 @@ def test_a_rank_without_an_input_that_makes_one_trains_as_in_base(two_ranks: Ran
 
 
 def test_a_rank_that_lacks_an_input_is_an_error_not_a_hang(two_ranks: Ranks) -> None:
-    """The other one's forward would wait for it."""
     with pytest.raises(
         RankError, match=r"rank 0 calls 'second' in training_step of batch 4, another rank does not: its batch has no"
     ):

@@ -41,7 +41,6 @@ def test_exact_modes(two_ranks: Ranks, model: str, kwargs: dict[str, Any], other
 
 
 def test_validation_in_the_middle_changes_nothing(two_ranks: Ranks) -> None:
-    """An evaluation between two steps leaves what is in flight alone."""
     for pipeline in ("fused_sparse_dist", "semi_sync_deferred"):
         without = two_ranks.run(variants.run, "plain", pipeline)
         with_it = two_ranks.run(variants.run, "plain", pipeline, limit_val_batches=2, val_check_interval=3)

@@ -48,7 +48,6 @@ def test_the_rank_that_has_them_says_so(
 
 @pytest.mark.parametrize("pipeline", ["base", "fused_sparse_dist"])
 def test_with_a_warning_it_goes_on_with_row_0(ranks: Ranks, pipeline: str) -> None:
-    """As FBGEMM has it."""
     expected = ranks.run(wrong_ids.fit, "row_0", pipeline)
     actual = ranks.run(wrong_ids.fit, "too_large", pipeline, out_of_range_ids="warning")
     for (losses, _), (wanted, nothing) in zip(actual, expected, strict=True):

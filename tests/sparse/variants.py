@@ -264,18 +264,17 @@ def fail_then_fit(pipeline: str) -> Tensor:
 def lookup_counts(pipeline: str, **trainer_kwargs: Any) -> list[list[int]]:
     """Return the iteration count that the fused optimizers saw in each training lookup."""
     module = Model(ROWWISE_ADAGRAD)  # FBGEMM counts for this one on a CPU
-    counts: list[list[int]] = []
+    trained: list[list[int]] = []
     kernel = SplitTableBatchedEmbeddingBagsCodegen
     forward = kernel.forward
 
     def counting(self: Any, *args: Any, **kwargs: Any) -> Any:
         embeddings = forward(self, *args, **kwargs)
-        counts.append([int(self.iter_cpu), int(self.iter)])
+        seen = [int(self.iter_cpu), int(self.iter)]
         if embeddings.requires_grad:
-            embeddings.register_hook(lambda grad, seen=counts[-1]: trained.append(seen))
+            embeddings.register_hook(lambda grad: trained.append(seen))
         return embeddings
 
-    trained: list[list[int]] = []
     strategy = make_strategy(module, pipeline)
     with mock.patch.object(kernel, "forward", counting):
         trainer = make_trainer(strategy, **{"num_sanity_val_steps": 1, **trainer_kwargs})
