@@ -1,12 +1,13 @@
-"""The inputs of sharded modules: find each module's input in the batch and send its ids to the tables' ranks."""
+"""The inputs of sharded modules: find them in the batch, send their ids to the tables' ranks, perhaps free them."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
 from torch.nn import ModuleList
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -14,7 +15,6 @@ from ..preprocessing import StagedCalls
 from ..runtime import InFlightBatch, Path, resolve
 from ..schedules import Stage, StreamName
 from ..tables import SentInput, has_model_parallel_tables, renew_counts, watch_lengths
-from .freed_features import release
 from .input_dist import InputExchange, splits_only
 from .input_sizes import check_types, types_in
 from .module_context import ModuleContext, Progress, wait_for
@@ -175,6 +175,42 @@ def count_anew(kjts: Iterable[KeyedJaggedTensor]) -> None:
         lengths = kjt.lengths()  # a copy on the device has no write yet, and an inference tensor counts none
         if kjt.device().type == "cpu" or lengths.is_inference() or lengths._version:
             note_lengths([kjt.unsync()])
+
+
+class FreedTensor:
+    """Replaces the values or weights of a KeyedJaggedTensor: it has their device and type, and no numbers."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.device, self.dtype, self.is_cuda = tensor.device, tensor.dtype, tensor.is_cuda
+
+    def record_stream(self, stream: Any) -> None:
+        """Do nothing: there is no memory to keep."""
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise RuntimeError(
+            "the ids of this batch were sent to the ranks that look them up, and release_features=True has given their "
+            "memory back: a step can hand this KeyedJaggedTensor to its embedding module, once, and read its keys and "
+            "lengths. To read its values or weights too, train with release_features=False."
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # Python asks any object for these, for example to copy it
+            raise AttributeError(name)
+        self._refuse()
+
+    __len__ = __iter__ = __getitem__ = __add__ = __mul__ = __array__ = _refuse
+
+    @classmethod
+    def __torch_function__(cls, *args: Any, **kwargs: Any) -> NoReturn:
+        cls._refuse(None)  # type: ignore[arg-type]
+
+
+def release(kjt: KeyedJaggedTensor) -> None:
+    """Let go of a KeyedJaggedTensor's values and weights, which an all-to-all under way may still hold."""
+    for name in ("_values", "_weights"):
+        tensor = getattr(kjt, name)
+        if isinstance(tensor, Tensor):
+            setattr(kjt, name, FreedTensor(tensor))
 
 
 def _input_in(batch: Any, path: Path | None) -> KeyedJaggedTensor | None:
