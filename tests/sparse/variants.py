@@ -253,8 +253,9 @@ def fail_then_fit(pipeline: str) -> Tensor:
     """Fail in the middle of an epoch, then fit the same module by another strategy; return the losses."""
     module = Raises(TABLE_WISE)
     strategy = make_strategy(module, pipeline)
-    with pytest.raises(RuntimeError, match=r"^the user's own error$"):
+    with pytest.raises(RuntimeError) as raised:
         make_trainer(strategy).fit(module, datamodule=Batches(TABLE_WISE, NUM_STEPS))
+    assert str(raised.value) == "the user's own error"
     module.losses.clear()
     strategy = OverlapEmbeddingStrategy(pipeline, sharding=strategy.sharding)
     make_trainer(strategy).fit(module, datamodule=Batches(TABLE_WISE, NUM_STEPS))
