@@ -20,7 +20,7 @@ class Uses:
         self._whole: dict[Any, str] = {}
 
     def note(self, layer: Any, output: Any, given: Tensor) -> None:
-        """Note a call of a module, its output and its input."""
+        """Note a call of a module."""
         if saving_is_hooked():
             self._whole[layer] = "its saved tensors are hooked (activation checkpointing)"
         if not isinstance(output, Tensor):

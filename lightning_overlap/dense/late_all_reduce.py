@@ -11,11 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 class LateAllReduce:
-    """A communication hook of DistributedDataParallel on a CPU: `wait` waits for the all-reduce of all buckets.
-
-    By itself DistributedDataParallel waits at the end of the backward that makes the last gradient, where the host
-    could go on with other work. The buckets, the division and the sum are DistributedDataParallel's own.
-    """
+    """A communication hook of DistributedDataParallel on a CPU: `wait` waits for all buckets, the backward does not."""
 
     def __init__(self, model: DistributedDataParallel) -> None:
         self._group: Any = model.process_group

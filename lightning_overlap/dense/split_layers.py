@@ -1,9 +1,4 @@
-"""Split the backward of layers into halves: gradients of inputs at once, gradients of weights later.
-
-Gradients of inputs lead to the tables, whose update other ranks wait for. Gradients of weights lead to the optimizer
-only. Both halves are autograd's own formulas on the layer's own graph, so the two together are the whole backward, bit
-for bit. Source of the idea: `delay_wgrad_compute` of TransformerEngine (PR 1653).
-"""
+"""Split the backward of layers into halves: gradients of inputs at once, gradients of weights later."""
 
 from __future__ import annotations
 
@@ -21,20 +16,15 @@ from torch.utils.hooks import RemovableHandle
 from .graph import Uses, depend_on
 from .late_all_reduce import LateAllReduce
 
-SPLIT_TYPES = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-"""Layers of exactly these types are split. The forward of a subclass may do anything."""
+SPLIT_TYPES = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)  # exactly these: a subclass's forward may do anything
 
 
 class SplitLayer:
-    """A module whose weight gradients can be computed after a backward.
-
-    It is a layer of `SPLIT_TYPES`, a chain of modules (`nn.Sequential`), or a module that is left whole.
-    """
+    """A layer of `SPLIT_TYPES`, a chain of modules (`nn.Sequential`), or a module that is left whole."""
 
     def __init__(self, name: str, module: nn.Module) -> None:
         self.name, self.module = name, module
-        self.is_layer = type(module) in SPLIT_TYPES
-        """Whether gradients of its input are computed in the backward; a chain of layers is split if it needs none."""
+        self.is_layer = type(module) in SPLIT_TYPES  # a chain is split only if its input needs no gradient
         self.weights = list(module.parameters())
         self.forward: Callable[..., Any] = module.forward  # replaces the module's own forward in a step
         self.why_whole: str | None = None  # why its backward is not split; None if it is
@@ -42,10 +32,7 @@ class SplitLayer:
         self._places = [
             (part, key, weight) for part in module.modules() for key, weight in part.named_parameters(recurse=False)
         ]
-        self._num_first_hooks = self._num_hooks()
-
-    def _num_hooks(self) -> int:
-        return sum(len(part._forward_hooks) + len(part._forward_pre_hooks) for part in self._parts)
+        self.num_first_hooks = self.num_hooks()
 
     def has_own_weights(self) -> bool:
         """Whether its present weights depend on its own alone: functional_call() gives it others for a while."""
@@ -53,15 +40,13 @@ class SplitLayer:
             return True
         return depend_on(self.module.parameters(), self.weights)
 
-    def has_new_hooks(self) -> bool:
-        """Whether parts of a chain have other hooks: these may bring in tensors that its backward does not lead to."""
-        return self._num_hooks() != self._num_first_hooks
+    def num_hooks(self) -> int:
+        """Return how many hooks parts of a chain have: hooks may bring in tensors outside of its backward."""
+        return sum(len(part._forward_hooks) + len(part._forward_pre_hooks) for part in self._parts)
 
 
 @dataclass(slots=True)
 class _Call:
-    """A call of a module in a step, until its weight gradients are there."""
-
     layer: SplitLayer
     input: Tensor | None  # None if it needs no gradient
     output: Any  # the edge to its graph, until it is used; an activation may free the output itself
@@ -71,16 +56,11 @@ class _Call:
 class SplitLayers:
     """Computes the weight gradients of a model's layers after the backward that leaves the gradients of their outputs.
 
-    Modules have other forwards within a step. In the first step they run whole, and its graph shows which of them can
-    be split: those whose weights are used nowhere else.
-
-    Args:
-        model: The model.
-        without: Modules that are not part of the dense model: sharded modules.
-        agree: Called once with the modules that this rank cannot split, by name with the reason; returns the modules
-            that some rank cannot split.
-        all_reduce: Waits for the all-reduce of gradients; None if the backward does.
-        sends_gradients: Whether gradients of the present step are sent to other ranks, not accumulated for a later one.
+    The two halves are the whole backward, bit for bit. In the first step modules run whole, and its graph shows which
+    can be split: those whose weights nothing else uses. `without` are the sharded modules. `agree` takes the modules
+    that this rank cannot split, by name with the reason, and returns those that some rank cannot. `sends_gradients`
+    tells whether gradients of the present step are sent to other ranks, not accumulated for a later step. Source of the
+    idea: `delay_wgrad_compute` of TransformerEngine (PR 1653).
     """
 
     def __init__(
@@ -120,10 +100,8 @@ class SplitLayers:
         if self._uses is not None:
             self._uses.forget_calls()
 
-    # -- a step -------------------------------------------------------------------------------------------------
-
     def begin_step(self, *, splits: bool) -> None:
-        """Begin the forward of a batch, whose backward is split or not: replace the forwards of modules to split."""
+        """Begin the forward of a batch; with `splits` its backward is split."""
         self._splits = splits
         if self._all_reduce is not None:
             self._all_reduce.register()
@@ -188,7 +166,6 @@ class SplitLayers:
         self._watches.clear()
 
     def _discover(self, uses: Uses, loss: Tensor) -> None:
-        """Find out from the graph of the first step's loss which modules can be split; forget the others."""
         self._uses = None
         reasons = uses.whole(self.layers, loss)
         uses.forget_calls()
@@ -198,8 +175,6 @@ class SplitLayers:
         for layer in self.layers:
             layer.why_whole = agreed.get(layer.name)
         self._split = [layer for layer in self.layers if layer.why_whole is None]
-
-    # -- forwards and the first half ----------------------------------------------------------------------------
 
     def _forward(self, layer: SplitLayer, forward: Callable[[Tensor], Any], *args: Any, **kwargs: Any) -> Any:
         [given] = (*args, *kwargs.values()) or (None,)
@@ -214,7 +189,7 @@ class SplitLayers:
             or not isinstance(given, Tensor)
             or (not layer.is_layer and given.requires_grad)
             or not layer.has_own_weights()
-            or layer.has_new_hooks()
+            or layer.num_hooks() != layer.num_first_hooks
         ):
             return forward(given)
         is_cut = self._uses is None and given.requires_grad
@@ -258,8 +233,6 @@ class _Forward(partial[Any]):
 
 
 class _Halves(torch.autograd.Function):
-    """The output of a module, whose backward computes the gradient of the input alone."""
-
     @staticmethod
     def forward(ctx: Any, start: Tensor, output: Tensor, call: _Call, layers: SplitLayers) -> Tensor:
         ctx.call, ctx.layers = call, layers
@@ -281,10 +254,7 @@ def _is_in_bucket(gradient: Tensor | None) -> bool:
 
 
 def _candidates(model: nn.Module, without: set[int]) -> Iterator[SplitLayer]:
-    """Yield the modules of a model that may be split, and those that multiply by weights of their own, with the reason.
-
-    Norms and biases take little time and are not mentioned.
-    """
+    """Yield the modules that may be split, and those left whole that multiply by weights of their own (no norms)."""
     holders = Counter(id(weight) for module in model.modules() for weight in module.parameters(recurse=False))
     compiled = {id(part) for module in model.modules() if _is_compiled(module) for part in module.modules()}
     parts_of_left: set[int] = set()

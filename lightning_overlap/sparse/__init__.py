@@ -1,9 +1,5 @@
 """The sparse stages of a step: input dist, lookup, output dist, deferred updates, for all sharded modules of a model.
 
-An executor asks three classes for the stages: `SparseInputs` (`inputs.py`), `SparseLookups` (`lookup.py`) and
-`TableUpdates` (`table_updates.py`); `pipeline.py` makes them. `pipelined_forward.py` replaces each module's forward,
-and `answers.py` decides whether a call gets early embeddings or runs the module's own forward.
-
 A *part* of a module is one sharding of its tables: one entry of TorchRec's `_input_dists`, `_lookups`, `_output_dists`.
 """
 

@@ -1,8 +1,4 @@
-"""Decide whether a call of a sharded module gets early embeddings or runs its own forward, on all ranks alike.
-
-An answer equals the answer of the module's own forward in the caller's modes: grad mode, inference mode, autocast and
-hooks on saved tensors.
-"""
+"""Decide whether a call of a sharded module gets early embeddings or runs its own forward, on all ranks alike."""
 
 from __future__ import annotations
 
@@ -50,9 +46,11 @@ class Answers:
 
     def __init__(self, forwards: PipelinedForwards, inputs: SparseInputs, updates: TableUpdates) -> None:
         self._forwards, self._inputs, self._updates = forwards, inputs, updates
-        self._order, self._options = forwards.order, forwards.options
-        options, on_host = forwards.options, not forwards.order.streams.is_async
-        self._sends_within = options.multi_node and options.fills_waits and options.trains and on_host
+        self._order, self._options = order, options = forwards.order, forwards.options
+        # Between hosts on a CPU, where the link is idle once all early embeddings of a step have arrived.
+        self._sends_within = (
+            options.multi_node and options.fills_waits and options.trains and not order.streams.is_async
+        )
         self._current: InFlightBatch | None = None  # the batch whose step runs, until the step returns
         self._in_step: InFlightBatch | None = None  # the same batch, until its backward is over
         self._send_next: Callable[[], None] | None = None  # until it was called, and until the step returns
@@ -60,11 +58,7 @@ class Answers:
         self._kept: dict[tuple[str, int], tuple[SentInput, KeyedJaggedTensor, Any]] = {}
 
     def begin(self, inflight: InFlightBatch, send_next: Callable[[], None]) -> None:
-        """Begin the step of a batch.
-
-        `send_next` sends sizes and ids of coming batches. Between hosts on a CPU it is called within the step, as soon
-        as all early embeddings of this batch have arrived: from then on the link is idle.
-        """
+        """Begin the step of a batch; `send_next` sends sizes and ids of coming batches."""
         self._forwards.num_steps += 1
         for pipelined in self._forwards.values():
             pipelined.calls.clear()
@@ -95,8 +89,8 @@ class Answers:
     def answer(self, pipelined: PipelinedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return early embeddings if the module's own forward would give the same; else run that forward.
 
-        Only the first call in a step gets early embeddings. `checkpoint()` repeats a call in the backward, and gets the
-        same answer again: an awaitable of embeddings, for some kinds of modules a tuple of it and further values.
+        The same: in the caller's grad mode, inference mode, autocast and hooks on saved tensors. Only the first call in
+        a step gets early embeddings. `checkpoint()` repeats a call in the backward, and gets the same answer again.
 
         Raises:
             RuntimeError: This rank has to run the module's own forward, and another rank has taken early embeddings.
@@ -162,10 +156,7 @@ class Answers:
             self._kept[pipelined.name, id(given)] = SentInput(given), given, answer
         return answer
 
-    # -- early or not -----------------------------------------------------------------------------------------------
-
     def _why_not_early(self, pipelined: PipelinedForward, state: ModuleContext, given: Any) -> str | None:
-        """Return why early embeddings may differ from the module's own forward now; None if they do not."""
         if given is not state.kjt:
             return "it was called with another input than the one in the batch"
         if not state.sent.is_unchanged(state.kjt):
@@ -179,10 +170,7 @@ class Answers:
         return None
 
     def _all_ranks_take_early(self, pipelined: PipelinedForward, inflight: InFlightBatch, reason: str | None) -> bool:
-        """Whether all ranks serve this call early; otherwise all run the module's own forward from now on.
-
-        `reason` says why this rank cannot; None if it can.
-        """
+        """Whether all ranks serve this call early; else all run its own forward from now on. `reason`: why not here."""
         if inflight.modules[pipelined.name].votes:
             if self._options.any_rank(reason is not None):
                 reason = reason or "another rank called it with another input of the batch"
@@ -199,10 +187,8 @@ class Answers:
         return reason is None
 
     def _check_form(self, pipelined: PipelinedForward, given: Any, inflight: InFlightBatch) -> None:
-        """Check an input's types on all ranks: at the first such call of a step, and if they have changed since.
-
-        A module's own forward sends these tensors, and gloo ends the process on data of another size than expected.
-        """
+        """Check an input's types on all ranks: at the first such call of a step, and if they have changed since."""
+        # A module's own forward sends these tensors, and gloo ends the process on data of another size than expected.
         if not isinstance(given, KeyedJaggedTensor):
             return
         takes = getattr(pipelined.module, "takes_weights", None)
@@ -229,8 +215,6 @@ class Answers:
     def _call(self, pipelined: PipelinedForward, inflight: InFlightBatch) -> str:
         return f"rank {self._options.rank} calls {pipelined.name!r} in {self._options.step} of batch {inflight.index}"
 
-    # -- early embeddings -------------------------------------------------------------------------------------------
-
     def _serve(self, state: ModuleContext) -> EarlyEmbeddings:
         if torch.is_grad_enabled() or not self._options.trains:
             return EarlyEmbeddings(partial(self._receive_embeddings, state))
@@ -247,22 +231,16 @@ class Answers:
                 state.received = wait_for(state.embeddings)
             state.received_at = self._order.streams.record(self._order.lookup)
         self._order.hand_to_caller(state.received, state.received_at, state.batch, is_first=is_first)
-        if is_first and self._send_next is not None:
-            self._send_ids_of_next(self._send_next)
+        if is_first and (send_next := self._send_next) is not None:
+            assert self._current is not None
+            # Staged methods run in the modes of the step, and tensors made in inference mode train nothing.
+            other_modes = self._inputs.staged.is_used or torch.is_inference_mode_enabled() or saving_is_hooked()
+            states = self._current.modules.values()
+            if not other_modes and all(one.embeddings is None or one.received is not None for one in states):
+                self._send_next = None
+                with torch.enable_grad(), torch.autocast("cpu", enabled=False):
+                    send_next()
         return state.received
-
-    def _send_ids_of_next(self, send_next: Callable[[], None]) -> None:
-        """Send the ids of coming batches, if no early embeddings of this batch are under way."""
-        assert self._current is not None
-        # Staged methods run in the modes of the step, and tensors made in inference mode train nothing.
-        other_modes = self._inputs.staged.is_used or torch.is_inference_mode_enabled() or saving_is_hooked()
-        states = self._current.modules.values()
-        if not other_modes and all(state.embeddings is None or state.received is not None for state in states):
-            self._send_next = None
-            with torch.enable_grad(), torch.autocast("cpu", enabled=False):
-                send_next()
-
-    # -- the module's own forward -----------------------------------------------------------------------------------
 
     def _on_compute_stream(self, module: Any, inflight: InFlightBatch | None, look_up_now: Callable[[], Any]) -> Any:
         """Run a module's own lookup on the compute stream; without a backward it does not count for the optimizers."""
@@ -309,9 +287,6 @@ def _in_words(form: tuple[torch.dtype, torch.dtype, torch.dtype | None, bool]) -
     told = [f"lengths of {lengths}", f"ids of {ids}"]
     told += [f"weights of {weights}"] if weights != "None" else []
     return ", ".join([*told, "batch sizes that vary by feature"] if varies == "True" else told)
-
-
-# -- the caller's modes ---------------------------------------------------------------------------------------------
 
 
 def _waited_for_as_called(found: Any, *, keeps_saved: bool, note: Callable[[Any], None] | None) -> Any:

@@ -24,11 +24,10 @@ OutputDist = Callable[..., Awaitable[Tensor]]
 class _Cut(NamedTuple):
     """A cut of a graph, between the two autograd functions of a collective: a backward stops there."""
 
-    graph: Tensor
-    """Output of the first function, with the graph from the tables to the cut; empty, or on one rank the embeddings."""
+    graph: Tensor  # output of the first function: an empty tensor, or on one rank the embeddings
     leaf: Tensor  # the input of the second function in its place: a leaf, whose `.grad` a backward sets
     request: Request[Any] | None  # the collective; None on one rank
-    part: int  # the module's part that it belongs to
+    part: int
 
 
 @dataclass(slots=True)
@@ -36,19 +35,15 @@ class _Backward:
     """The gradients that one backward of the dense part has left at the cuts: pairs of a cut graph and a gradient."""
 
     rates: list[float]  # the learning rate of each kernel at that time, if a scheduler moves them; else empty
-    to_send: list[tuple[int, Tensor, Tensor]] = field(default_factory=list)
-    """Part and pair at received embeddings: the pair's backward starts the all-to-all of gradients."""
-    to_apply: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    """Pairs on one rank: their backward is the TBE's, and no gradient is sent."""
+    to_send: list[tuple[int, Tensor, Tensor]] = field(default_factory=list)  # part and pair: its backward sends them
+    to_apply: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # pairs on one rank, where nothing is sent
 
 
 class DeferredUpdate:
     """The deferred backward of one batch through one sharded module.
 
-    The graph is cut at the embeddings that the output dist returns, so that `loss.backward()` stops there, and between
-    sending and receiving their gradients. `send` starts the all-to-all of gradients; `apply` waits for it and runs the
-    TBE backward, which applies the fused optimizer. A second backward of the same step is a second update, as in modes
-    that defer nothing.
+    The graph is cut at the embeddings that the output dist returns, where `loss.backward()` stops, and between sending
+    and receiving their gradients. A second backward of the same step is a second update, as in modes that defer none.
     """
 
     def __init__(self) -> None:
@@ -65,10 +60,7 @@ class DeferredUpdate:
         return bool(self._at_embeddings or self._under_way)
 
     def with_rates(self, set_present: SetRates, kernels: Kernels) -> SetRates:
-        """Return a function that gives kernels the rates of their backward while `apply` runs, else the present rates.
-
-        From now on the rates at each backward are noted. `set_present` gives the kernels the scheduler's present rates.
-        """
+        """Return a function that gives kernels the backward's rates while `apply` runs, else the present rates."""
         self._set_present, self._kernels = set_present, kernels
         return self._set_rates
 
@@ -98,16 +90,11 @@ class DeferredUpdate:
         return start
 
     def call_after_backward(self, call: Callable[[], None]) -> list[RemovableHandle]:
-        """Call a function once the backward of the dense part has run all its nodes; return handles of the hooks.
-
-        It is queued when a gradient arrives at received embeddings, and so before DistributedDataParallel queues its
-        wait for the all-reduce. A backward that reaches none of these embeddings does not call it.
-        """
+        """Call a function once a backward has run all its nodes, before DistributedDataParallel waits; return hooks."""
         engine = torch.autograd.Variable._execution_engine
         return [leaf.register_hook(lambda _: engine.queue_callback(call)) for leaf in self._at_embeddings]
 
     def _cut_received(self, part: int, received: Tensor) -> Tensor:
-        """Return received embeddings, of any shape, as a leaf, where the backward of the dense part stops."""
         if not received.requires_grad:
             return received
         leaf: Tensor = received.detach().requires_grad_()
@@ -116,12 +103,9 @@ class DeferredUpdate:
         return _at_leaf(leaf)
 
     def _cut(self, collective: Request[Any] | NoWait[Any], part: int) -> _Cut | None:
-        """Cut the graph of embeddings that are under way; None if they have no graph.
-
-        TorchRec makes a collective of two autograd functions: the first starts it, the second waits for it. An empty
-        tensor joins them. In the backward the second one runs first and starts the all-to-all of gradients, then the
-        first one waits for it. The cut is at the empty tensor, or, on one rank, at the embeddings themselves.
-        """
+        # TorchRec makes a collective of two autograd functions that an empty tensor joins: the first starts it, the
+        # second waits for it. In the backward the second starts the all-to-all of gradients, and the first waits for
+        # it. The cut is at the empty tensor, or, on one rank, at the embeddings themselves.
         is_sent = isinstance(collective, Request)
         name = "dummy_tensor" if is_sent else "_obj"
         graph = getattr(collective, name)
@@ -149,10 +133,7 @@ class DeferredUpdate:
         leaf.grad = None
 
     def send(self) -> list[Tensor]:
-        """Start the all-to-alls of the gradients that the last backward has left; return these gradients.
-
-        Gradients of earlier backwards of the step are sent and applied first.
-        """
+        """Send the gradients of the last backward and return them; first send and apply those of earlier backwards."""
         backwards, self._backwards = list(self._backwards.values()), {}
         for left in backwards:
             is_last = left is backwards[-1]
@@ -174,8 +155,8 @@ class DeferredUpdate:
     def apply(self, parts: Sequence[int] = (), updated: Callable[[int], None] = lambda part: None) -> None:
         """Wait for the gradients and update the tables, at the learning rates of their backward.
 
-        With `parts`, the fused parts of the module, they come one after another, each as soon as its own gradients are
-        there, and `updated` is called with a part's number: for all of them, so that ranks call it in the same order.
+        With `parts`, the module's fused parts, each is updated once its own gradients are there. `updated` is called
+        with the number of each, so that ranks call it in the same order.
         """
         self.send()
         if self._sent is not None:
@@ -216,7 +197,6 @@ class DeferredUpdate:
 
 
 def _under_way(started: Any) -> Iterator[Request[Any] | NoWait[Any]]:
-    """Yield the collectives in an awaitable; `NoWait` on one rank."""
     kind = _kind_of(started.__class__)
     if kind is Request or kind is NoWait:
         yield started
@@ -233,19 +213,14 @@ def _kind_of(cls: type) -> Any:
 
 
 def before_gradients(embeddings: object, num_parts: int) -> list[Tensor] | None:
-    """Return the tensors on which a hook runs right before the backward of an early lookup waits for gradients.
-
-    They are the empty tensors in the middle of each collective (see `DeferredUpdate._cut`). None if fewer
-    than `num_parts`, the parts with fused tables, have one: then the backward may update tables without waiting.
-    """
+    """Return the tensors on which a hook runs right before the backward of an early lookup waits for gradients."""
+    # The empty tensors of `_cut`. If not all parts with fused tables have one, the backward may update without a wait.
     dummies = [part.dummy_tensor for part in _under_way(embeddings) if isinstance(part, Request)]
     found = [dummy for dummy in dummies if isinstance(dummy, Tensor) and dummy.requires_grad]
     return found if len(found) == len(dummies) >= num_parts else None
 
 
 class _AtLeaf(torch.autograd.Function):
-    """Gives the tensor that a leaf holds a graph that ends at the leaf."""
-
     @staticmethod
     def forward(ctx: Any, leaf: Tensor, held: list[Tensor]) -> Tensor:
         return held[0]

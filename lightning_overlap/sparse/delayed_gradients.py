@@ -17,9 +17,6 @@ _STATE = "stashed_gradient_"  # prefix of optimizer state with stashed gradients
 class GradientStash:
     """Keeps the gradients that each optimizer has yet to apply, the oldest first.
 
-    Gradients are copied: TorchRec puts a DistributedDataParallel around data-parallel tables, which may make them views
-    of its buckets, and the next backward writes these.
-
     Source: `stash_gradients` of TrainPipelineSemiSync, TorchRec 1.8, which never applies the last batch's.
     """
 
@@ -31,11 +28,9 @@ class GradientStash:
         return len(self._waiting.get(optimizer, ()))
 
     def exchange(self, optimizer: Optimizer, delay: int) -> None:
-        """Stash this step's gradients and put the gradients of `delay` steps ago into `.grad`.
-
-        In the first `delay` steps every `.grad` is None: optimizers then leave the parameter and its state alone.
-        """
+        """Stash this step's gradients and put those of `delay` steps ago into `.grad`; None in the first steps."""
         waiting = self._waiting.setdefault(optimizer, deque())
+        # Copies: gradients may be views of DistributedDataParallel's buckets, which the next backward writes.
         waiting.append([(weight, weight.grad.clone()) for weight in _weights(optimizer) if weight.grad is not None])
         self.show_oldest(optimizer, delay)
 

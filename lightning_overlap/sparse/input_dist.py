@@ -31,11 +31,7 @@ MAX_RECATS = 256  # the most index tensors that are cached, one for each part of
 
 
 def splits_only(module: Any, group: dist.ProcessGroup | None, *, narrow: bool = False) -> AbstractContextManager[None]:
-    """Within this context a module's `input_dist` describes its all-to-alls of sizes instead of starting them.
-
-    `InputExchange` then sends the sizes of all modules at once. On one rank (`group` is None) nothing changes.
-    `narrow` sends ids and lengths as int32, if all ids of the module fit.
-    """
+    """Within this context a module's `input_dist` describes its all-to-alls of sizes, for `InputExchange` to start."""
     if group is None:
         return nullcontext()
     narrow = narrow and ids_fit_32_bits(module)
@@ -73,11 +69,7 @@ def _describe(
 
 
 def _narrowed(kjt: KeyedJaggedTensor) -> list[Tensor]:
-    """Return the tensors to send, 1-D, in the order of `kjt.dist_labels()`; ids and lengths as int32.
-
-    An id that does not fit is no row of its table, and its clamped value is no row either.
-    """
-    limits = torch.iinfo(torch.int32)
+    limits = torch.iinfo(torch.int32)  # an id outside is no row of its table, nor is its clamped value
     tensors = dict(zip(kjt.dist_labels(), kjt.dist_tensors(), strict=True))
     for label in ("lengths", "values"):
         if tensors[label].dtype is torch.int64:
@@ -86,23 +78,19 @@ def _narrowed(kjt: KeyedJaggedTensor) -> list[Tensor]:
 
 
 class InputExchange:
-    """Exchanges the inputs of all modules, batch by batch: first the sizes, then lengths, ids and weights.
-
-    All ranks have to send sizes of the same form (`input_sizes.Form`), also a rank without an input for a module. They
-    agree on each module's form at the first batch in which any rank has an input for it.
-    """
+    """Exchanges the inputs of all modules, batch by batch: first the sizes, then lengths, ids and weights."""
 
     def __init__(self, group: dist.ProcessGroup, streams: Streams) -> None:
         self._group, self._streams = group, streams
-        self._forms: dict[str, Form] = {}
+        self._forms: dict[str, Form] = {}  # agreed on at the first batch in which any rank has an input for the module
         self.waiting: list[InputSizes] = []  # of batches whose ids are to be sent, the oldest first; alike on all ranks
 
     def start_sizes(self, taking_part: list[str], inflight: InFlightBatch) -> None:
         """Start the exchange of sizes of modules, the same on all ranks, whether or not this batch has their inputs.
 
-        With it the ranks compare their None batches, even if no module takes part. The sizes are sent at once, or with
-        the ids of an earlier batch if these have not been sent yet. A module whose input does not have the agreed form
-        is removed from the batch; its own forward then raises TorchRec's error.
+        With it the ranks compare their None batches, even if no module takes part. The sizes travel with the ids of an
+        earlier batch if these are still to be sent. A module whose input lacks the agreed form is removed from the
+        batch; its own forward then raises TorchRec's error.
         """
         described = {name: form_of(state.splits_awaitable) for name, state in inflight.modules.items()}
         if any(name not in self._forms for name in taking_part):
@@ -118,13 +106,7 @@ class InputExchange:
         self.waiting.append(inflight.sizes)
 
     def start_data(self, inflight: InFlightBatch) -> None:
-        """Read the sizes of a batch; start one all-to-all where TorchRec would start several.
-
-        Afterwards each `state.tensors_awaitable` is TorchRec's own, which assembles the received tensors. An input that
-        the batch of some rank lacks is not sent: its state is removed, and `inflight.missing` names the module.
-
-        Source: `FusedKJTListSplitsAwaitable`, TorchRec 1.8.
-        """
+        """Read a batch's sizes; start one all-to-all for all. Source: `FusedKJTListSplitsAwaitable`, TorchRec 1.8."""
         sizes, inflight.sizes = inflight.sizes, None
         if sizes in self.waiting:
             self.waiting.remove(sizes)
@@ -132,7 +114,7 @@ class InputExchange:
         parts: list[Part] = []
         with replaced(dist_data, "_get_recat", partial(_cached_recat, dist_data._get_recat)):
             for name, (found, of_parts) in sizes.wait().items():
-                if not all(found):
+                if not all(found):  # what some rank lacks is not sent
                     inflight.modules.pop(name, None)
                     inflight.missing |= {name} if any(found) else set()
                     continue
@@ -161,13 +143,9 @@ class InputExchange:
 
 
 class _Received(KJTAllToAllTensorsAwaitable):  # type: ignore[misc]
-    """TorchRec's awaitable of the ids that one part of a module receives, as a KeyedJaggedTensor.
+    """TorchRec's awaitable of the ids that one part of a module receives; its tensors come by a `PackedExchange`."""
 
-    Its tensors come by a `PackedExchange`, and the number of ids of each feature is known before they arrive. `first`
-    is the number of its first tensor (lengths) among the parts of the exchange; ids and weights follow.
-    """
-
-    exchange: PackedExchange  # brings the tensors; set once it is started
+    exchange: PackedExchange  # set once it is started; its parts from number `first` on are lengths, ids, weights
 
     def __init__(self, meta: KJTSplitsAllToAllMeta, sizes: PartSizes, first: int) -> None:
         kept = ("pg", "splits", "input_splits", "labels", "keys", "device", "stagger")
@@ -192,10 +170,7 @@ class _Received(KJTAllToAllTensorsAwaitable):  # type: ignore[misc]
 
 
 def _lengths_known(lengths: list[int] | None) -> AbstractContextManager[None]:
-    """Within this context TorchRec takes the number of ids of each feature from `lengths`: no read of the device.
-
-    It computes them itself for other KeyedJaggedTensors, which have another number of features or ids.
-    """
+    """Within this context TorchRec takes the number of ids of each feature from `lengths`: no read of the device."""
     own: Callable[..., list[int]] = jagged_tensor._maybe_compute_length_per_key
 
     def length_per_key(*args: Any, **of_kjt: Any) -> list[int]:
@@ -210,11 +185,8 @@ def _lengths_known(lengths: list[int] | None) -> AbstractContextManager[None]:
 def _cached_recat(
     own: Callable[..., Tensor | None], *, batch_size_per_rank: list[int] | None, **splits: Any
 ) -> Tensor | None:
-    """Return TorchRec's `recat`, the index that orders received features, from a cache; None for no features.
-
-    TorchRec makes it anew and copies it to the device in every step, though it depends on the sharding alone if ranks
-    have equal batch sizes.
-    """
+    """Return TorchRec's `recat`, the index that orders received features, from a cache; None for no features."""
+    # TorchRec copies it to the device in each step. With equal batch sizes of ranks it depends on the sharding alone.
     if batch_size_per_rank and any(size != batch_size_per_rank[0] for size in batch_size_per_rank):
         return own(batch_size_per_rank=batch_size_per_rank, **splits)
     return _recat(own, **splits)

@@ -1,11 +1,4 @@
-"""The exchange of sizes before ids are sent: how many elements of each tensor, and how many ids of each feature.
-
-TorchRec 1.8 makes the host wait two more times: it reads the sizes that it sends back from the device, for an overflow
-check, and later it reads the number of received ids, feature by feature. Here the sizes are copied to the device once,
-from pinned memory, and the ids per feature are sent with them, so that one read tells the host both.
-Only the device knows how many ids of a row-wise table go to each rank: a kernel adds these numbers to the sizes on the
-device, and the host reads them with the rest.
-"""
+"""The exchange of sizes before ids are sent: how many elements of each tensor, and how many ids of each feature."""
 
 from __future__ import annotations
 
@@ -26,16 +19,11 @@ from ..runtime import InFlightBatch, Streams
 
 
 class PartForm(NamedTuple):
-    """How many columns the sizes of one part of a module take (see `InputSizes`); the same on all ranks."""
+    """The columns that the sizes of one part of a module take (see `InputSizes`); the same on all ranks."""
 
     num_sizes: int  # tensors whose sizes are sent (lengths, ids, weights), and the batch size
     splits: tuple[int, ...]  # number of features that go to each rank
     with_lengths: bool  # whether the number of ids of each feature is sent; not where batch sizes vary by feature
-
-    @property
-    def width(self) -> int:
-        """Number of columns."""
-        return self.num_sizes + (max(self.splits) if self.with_lengths else 0)
 
 
 Form: TypeAlias = tuple[PartForm, ...]  # of the input of one module: a `PartForm` for each part that sends ids
@@ -71,7 +59,6 @@ class _Counted(NamedTuple):
     meta: KJTSplitsAllToAllMeta  # what this rank sends of the part
 
     def add_to(self, rows: Tensor) -> None:
-        """Write them into the rows, `(num_ranks, num_columns)`, int64, on the device and its current stream."""
         kjt, splits = self.meta._input, self.part.splits
         lengths = kjt.lengths().view(len(kjt.keys()), kjt.stride()).sum(1)
         even = len(set(splits)) == 1
@@ -108,11 +95,7 @@ def types_in(labels: Sequence[str], tensors: Iterable[Tensor]) -> str:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiled step calls it, and has no collective of objects
 def check_types(mine: Mapping[str, str], group: dist.ProcessGroup) -> None:
-    """Check that inputs have tensors of the same types on all ranks that have them; all ranks call this.
-
-    gloo would end the process on data of another size than expected. `mine` has the result of `types_in` on this rank
-    for each input, by its name in the error (a RuntimeError).
-    """
+    """Raise a RuntimeError if an input has other types on another rank; `mine` has its `types_in`, by its name."""
     everyone: list[Mapping[str, str]] = gather_objects(mine, group)
     for what in dict.fromkeys(what for theirs in everyone for what in theirs):
         by_rank = {rank: theirs[what] for rank, theirs in enumerate(everyone) if what in theirs}
@@ -130,11 +113,12 @@ class InputSizes:
                             module A                                                            module B
         latest None batch | inputs found | part 0: sizes | ids per feature, 0, ... | part 1 ... | inputs found | ...
 
-    All ranks have to skip the same None batches (`InFlightBatch.latest_none`). Above `inputs found` is a checksum of
-    the tensors' types. `sizes` are the numbers of elements of lengths, ids and weights that go to that rank, and the
-    batch size. The ids per feature belong to the features that the rank looks up. Zeros fill them up to the largest
-    number of features of any rank, so that all rows have one width. A rank without an input for a module sends zeros.
-    `forms` has the modules in an order that is the same on all ranks.
+    Above `inputs found` is a checksum of the tensors' types. `sizes` are the numbers of elements of lengths, ids and
+    weights that go to that rank, and the batch size. Zeros fill the ids per feature up to the largest number of
+    features of any rank. `forms` has the same order on all ranks; one that lacks an input sends zeros.
+
+    TorchRec 1.8 makes the host wait twice more, for the sizes it sends (an overflow check) and for the received ids per
+    feature. Here one read tells both. A kernel adds what only the device knows (ids of row-wise tables).
     """
 
     def __init__(
@@ -154,18 +138,14 @@ class InputSizes:
             found = 0 if state is None else state.num_found + _MOST_FOUND * crc32(types.encode())
             self._columns.append([found] * group.size())
             for part, meta in zip(form, metas, strict=True):
-                self._add(part, meta)
-
-    def _add(self, part: PartForm, meta: KJTSplitsAllToAllMeta | None) -> None:
-        """Append the columns of one part: zeros if `meta` is None, as this rank lacks the input."""
-        lengths: Iterable[int] = repeat(0)
-        if meta is not None and is_counted_on_device(meta._input):
-            self._counted.append(_Counted(len(self._columns), part, meta))
-        elif meta is not None and part.with_lengths:
-            lengths = iter(meta._input.length_per_key())
-        self._columns += meta.splits_tensors if meta is not None else [[0] * self._group.size()] * part.num_sizes
-        if part.with_lengths:
-            self._columns += zip_longest(*[list(islice(lengths, num)) for num in part.splits], fillvalue=0)
+                lengths: Iterable[int] = repeat(0)
+                if meta is not None and is_counted_on_device(meta._input):
+                    self._counted.append(_Counted(len(self._columns), part, meta))
+                elif meta is not None and part.with_lengths:
+                    lengths = iter(meta._input.length_per_key())
+                self._columns += meta.splits_tensors if meta is not None else [[0] * group.size()] * part.num_sizes
+                if part.with_lengths:
+                    self._columns += zip_longest(*[list(islice(lengths, num)) for num in part.splits], fillvalue=0)
 
     def part(self, device: torch.device) -> Part:
         """Return the rows as one part of an exchange: `(num_ranks, num_columns)`, int64, on this device."""
@@ -185,12 +165,10 @@ class InputSizes:
         return self.exchange
 
     def wait(self) -> dict[str, tuple[tuple[int, ...], list[PartSizes]]]:
-        """Wait for the rows of the other ranks and read them on the host: the one host sync of a step.
-
-        Returns by module the number of its inputs on each rank, and the sizes that this rank receives of each part.
-        """
+        """Wait for all rows; return by module its inputs on each rank, and what this rank receives of each part."""
         exchange = self.exchange or self.send()  # alone if no ids have been sent since
         [received] = exchange.take(slice(self.number, self.number + 1))
+        # The one host sync of a step.
         rows: list[list[int]] = (received if self._sent is None else torch.cat((received, self._sent))).tolist()
         size, rank = self._group.size(), self._group.rank()
         for counted in self._counted:
@@ -205,7 +183,7 @@ class InputSizes:
                 check_types(mine if self._types[name] else {}, self._group)
             for part in form:
                 by_tensor = [list(column) for column in islice(columns, part.num_sizes)]
-                filled = list(islice(columns, part.width - part.num_sizes))
+                filled = list(islice(columns, max(part.splits) if part.with_lengths else 0))
                 lengths = [sum(column) for column in filled[: part.splits[rank]]]
                 parts.append(PartSizes(by_tensor, lengths if part.with_lengths else None))
             known[name] = tuple(number % _MOST_FOUND for number in found), parts

@@ -1,12 +1,13 @@
-"""The inputs of sharded modules: find each module's input in the batch and send its ids to the tables' ranks."""
+"""The inputs of sharded modules: find them in the batch, send their ids to the tables' ranks, perhaps free them."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
 from torch.nn import ModuleList
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -14,7 +15,6 @@ from ..preprocessing import StagedCalls
 from ..runtime import InFlightBatch, Path, resolve
 from ..schedules import Stage, StreamName
 from ..tables import SentInput, has_model_parallel_tables, renew_counts, watch_lengths
-from .freed_features import release
 from .input_dist import InputExchange, splits_only
 from .input_sizes import check_types, types_in
 from .module_context import ModuleContext, Progress, wait_for
@@ -31,8 +31,7 @@ class SparseInputs:
             options.model, step=options.step, trains=options.trains, rank=options.rank, warned=options.warned
         )
         self._exchange = None if self._group is None else InputExchange(self._group, self._order.streams)
-        # Modules for whose input the exchange of sizes has columns, the same on all ranks. If one of them runs
-        # unpipelined later on this rank, its columns stay.
+        # Modules that have columns in the exchange of sizes, alike on all ranks, also if they run unpipelined later.
         self._taking_part: list[str] = []
         self._is_first = True
         self._at_first: list[tuple[Path, KeyedJaggedTensor]] = []  # inputs in the first batch before its step
@@ -44,28 +43,23 @@ class SparseInputs:
         if self._exchange is not None:
             self._exchange.waiting.clear()
 
-    # -- which input feeds which module -------------------------------------------------------------------------
-
     def begin_step(self, inflight: InFlightBatch) -> None:
-        """Before the first step, find the batch's inputs, which the step may take out of the batch; check their types.
-
-        The modules' own forwards send them in this step.
-        """
+        """Before the first step, find the batch's inputs, which the step may take out of it; check their types."""
         if not self.ready:
             self._at_first = inputs_of(self.staged.searched(inflight))
         is_first, self._is_first = self._is_first, False
         if is_first and self._group is not None and has_model_parallel_tables(ModuleList(self._forwards.modules)):
             with_weights = any(getattr(module, "takes_weights", True) is not False for module in self._forwards.modules)
-            kjts = [kjt for _, kjt in self._at_first]
-            types = {f"the input of features {', '.join(kjt.keys())}": _types(kjt, with_weights) for kjt in kjts}
+            types = {}
+            for _, kjt in self._at_first:
+                sent = dict(zip(kjt.dist_labels(), kjt.dist_tensors(), strict=True))
+                if not with_weights:
+                    sent.pop("weights", None)
+                types[f"the input of features {', '.join(kjt.keys())}"] = types_in([*sent], sent.values())
             check_types(types, self._group)
 
     def discover(self, inflight: InFlightBatch) -> None:
-        """Find the inputs of the modules' calls in the staged batch, by identity: the stages are ready from then on.
-
-        An input that the step has put into the batch is not there early. All ranks call this after the forward of the
-        same batch: they agree on what they have found.
-        """
+        """Find the inputs of the modules' calls in the staged batch; all ranks call this after the same forward."""
         self.staged.discover(inflight)
         self._forwards.discover([*self._at_first, *inputs_of(self.staged.made_in(inflight))])
         self._at_first = []
@@ -97,13 +91,8 @@ class SparseInputs:
             streams.record_stream(made, reader)
         inflight.done[Stage.COPY_BATCH_TO_DEVICE] = (stream, streams.record(stream))
 
-    # -- input dist ---------------------------------------------------------------------------------------------
-
     def input_splits_dist(self, inflight: InFlightBatch) -> None:
-        """Start the all-to-all of split sizes: one for all modules.
-
-        Source: `_start_data_dist` and `_fuse_input_dist_splits`, TorchRec 1.8.
-        """
+        """Start the all-to-all of sizes. Source: `_start_data_dist`, `_fuse_input_dist_splits`, TorchRec 1.8."""
         searched = self.staged.searched(inflight)
         kjts = inputs_of(searched) if self._group is not None else []
         for name, pipelined in self._forwards.items():
@@ -116,7 +105,9 @@ class SparseInputs:
             # The step may pass another input with the same keys, from the batch or made by staged methods.
             alike = [path for path, other in kjts if pipelined.keys == frozenset(other.keys())]
             state.num_found = sum(self.staged.are_alike(path, pipelined.path) for path in alike)
-            sent = _shared(kjt)  # TorchRec may keep the object that it is given and replace its weights
+            # TorchRec may keep the object that it is given and replace its weights. `copy.copy` takes 10 microseconds.
+            sent: KeyedJaggedTensor = object.__new__(type(kjt))
+            vars(sent).update(vars(kjt))
             state.outside = self._forwards.ids_outside(pipelined, kjt, inflight)
             if state.outside is not None:  # an error if the step calls the module with these ids, and does not map them
                 sent._values = torch.zeros_like(kjt.values())
@@ -170,10 +161,7 @@ def keyed_jagged_tensors(batch: Any) -> list[KeyedJaggedTensor]:
 
 
 def note_lengths(kjts: Iterable[KeyedJaggedTensor]) -> None:
-    """Cache the number of ids of each feature in inputs that are still on the host; the input dist asks for it.
-
-    On the device it would be one more host sync for each KeyedJaggedTensor.
-    """
+    """Cache the number of ids of each feature in inputs that are still on the host; later it would cost a host sync."""
     for kjt in kjts:
         if kjt.device().type == "cpu":
             renew_counts(kjt)  # a data loader may yield it again, with other lengths
@@ -182,33 +170,50 @@ def note_lengths(kjts: Iterable[KeyedJaggedTensor]) -> None:
 
 
 def count_anew(kjts: Iterable[KeyedJaggedTensor]) -> None:
-    """Drop the numbers of `note_lengths` where lengths may have been written since; count again on the host.
-
-    The copy of lengths on the device has no write yet. An inference tensor does not count writes.
-    """
+    """Drop the numbers of `note_lengths` where lengths may have been written since; count again on the host."""
     for kjt in kjts:
-        lengths = kjt.lengths()
+        lengths = kjt.lengths()  # a copy on the device has no write yet, and an inference tensor counts none
         if kjt.device().type == "cpu" or lengths.is_inference() or lengths._version:
             note_lengths([kjt.unsync()])
 
 
-def _types(kjt: KeyedJaggedTensor, with_weights: bool) -> str:
-    """Return the types of the tensors of an input that modules send; without weights if no module takes them."""
-    sent = dict(zip(kjt.dist_labels(), kjt.dist_tensors(), strict=True))
-    if not with_weights:
-        sent.pop("weights", None)
-    return types_in([*sent], sent.values())
+class FreedTensor:
+    """Replaces the values or weights of a KeyedJaggedTensor: it has their device and type, and no numbers."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.device, self.dtype, self.is_cuda = tensor.device, tensor.dtype, tensor.is_cuda
+
+    def record_stream(self, stream: Any) -> None:
+        """Do nothing: there is no memory to keep."""
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise RuntimeError(
+            "the ids of this batch were sent to the ranks that look them up, and release_features=True has given their "
+            "memory back: a step can hand this KeyedJaggedTensor to its embedding module, once, and read its keys and "
+            "lengths. To read its values or weights too, train with release_features=False."
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # Python asks any object for these, for example to copy it
+            raise AttributeError(name)
+        self._refuse()
+
+    __len__ = __iter__ = __getitem__ = __add__ = __mul__ = __array__ = _refuse
+
+    @classmethod
+    def __torch_function__(cls, *args: Any, **kwargs: Any) -> NoReturn:
+        cls._refuse(None)  # type: ignore[arg-type]
 
 
-def _shared(kjt: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    """Return another object with the same tensors; `copy.copy` does the same and takes 10 microseconds."""
-    shared: KeyedJaggedTensor = object.__new__(type(kjt))
-    vars(shared).update(vars(kjt))
-    return shared
+def release(kjt: KeyedJaggedTensor) -> None:
+    """Let go of a KeyedJaggedTensor's values and weights, which an all-to-all under way may still hold."""
+    for name in ("_values", "_weights"):
+        tensor = getattr(kjt, name)
+        if isinstance(tensor, Tensor):
+            setattr(kjt, name, FreedTensor(tensor))
 
 
 def _input_in(batch: Any, path: Path | None) -> KeyedJaggedTensor | None:
-    """Return the KJT at a path, or None if the batch has none there; the module then runs its own forward."""
     try:
         kjt = resolve(batch, path or ())
     except LookupError:

@@ -41,15 +41,8 @@ class SparseLookups:
         self._written: set[str] = set()  # modules whose tables this rank has found written at these drops
         self._seen: Any = None  # rates and writes at the last search
 
-    # -- lookup and output dist ---------------------------------------------------------------------------------
-
     def prefetch(self, inflight: InFlightBatch) -> None:
-        """Copy the rows that the lookup will read from UVM into the cache, for tables with a cache.
-
-        FBGEMM locks them there until their backward. The backward of the batch before waits for this copy.
-
-        Source: `prefetch_embeddings`, TorchRec 1.8.
-        """
+        """Copy the rows that the lookup will read into the cache. Source: `prefetch_embeddings`, TorchRec 1.8."""
         for state in inflight.modules.values():
             if caching_tbes(state.module):
                 stream = self._order.streams[self._order.lookup]  # reads and updates the prefetched rows
@@ -71,12 +64,8 @@ class SparseLookups:
     def embedding_lookup(
         self, inflight: InFlightBatch, owners: frozenset[WeightOwner], only: ModulePart | None = None
     ) -> None:
-        """Look up the tables of these owners, or of one part alone, and start the all-to-all of their embeddings.
-
-        The fused tables of all modules come first. They are model-parallel: their embeddings travel while the
-        data-parallel tables are read. One lookup runs at a time, since two would only share the memory's bandwidth.
-        """
-        for owner in WeightOwner:
+        """Look up the tables of these owners, or of one part alone, and start the all-to-all of their embeddings."""
+        for owner in WeightOwner:  # fused tables first: their embeddings travel while data-parallel tables are read
             if owner in owners:
                 for name, state in inflight.modules.items():
                     parts = _parts_to_look_up(state, (owner,))
@@ -86,7 +75,6 @@ class SparseLookups:
                         self._look_up(state, owner, parts, defers_update=inflight.defers_update)
 
     def _look_up(self, state: ModuleContext, owner: WeightOwner, parts: list[int], *, defers_update: bool) -> None:
-        """Look up the parts of a module that belong to `owner` and start their output dists, on the current stream."""
         if self.keep_ids:
             state.ids = state.dist_input
         if self._options.holds_rates and state.rates is None:
@@ -110,8 +98,6 @@ class SparseLookups:
         if not self._options.trains:
             self._take_back(state)
 
-    # -- the step -----------------------------------------------------------------------------------------------
-
     @contextmanager
     def forward(self, inflight: InFlightBatch, send_next: Callable[[], None]) -> Iterator[None]:
         """Serve early embeddings during the step of a batch; `inflight.ran_unpipelined` if a module runs its own."""
@@ -133,8 +119,6 @@ class SparseLookups:
         """Let go of the embeddings and inputs of a batch whose backward is over."""
         self._answers.forget(inflight)
         self._inputs.staged.forget(inflight)
-
-    # -- lookups that are not used --------------------------------------------------------------------------------
 
     def drop_lookups(self, inflight: InFlightBatch) -> None:
         """Wait for the early lookups of a batch and drop them: its modules will run in their own forward."""
@@ -161,8 +145,6 @@ class SparseLookups:
         take_back(tbes(state.module), state.num_lookups, self._order)
         state.num_lookups = []
 
-    # -- tables that were written after their lookup -----------------------------------------------------------------
-
     @cached_property
     def _has_dense_tables(self) -> bool:
         known = [module for module in self._modules if spec_of(module) is not None]
@@ -179,11 +161,7 @@ class SparseLookups:
         return any(_is_overwritten(state) for inflight in batches for state in inflight.modules.values())
 
     def leave_overwritten(self, batches: Iterable[InFlightBatch]) -> None:
-        """Drop the early lookups of these batches, on all ranks alike: the tables were written afterwards.
-
-        At every third drop modules whose tables were written on any rank begin to run in their own forward. All modules
-        do if no rank has found a write (`tables_changed` was called without a write).
-        """
+        """Drop the early lookups of these batches, on all ranks alike: the tables were written afterwards."""
         if self._inputs.releases:
             raise RuntimeError(
                 "tables were written between two steps, after the next batch had been looked up, and its ids are gone "
@@ -196,7 +174,7 @@ class SparseLookups:
         if self._num_drops == MAX_OVERWRITTEN:
             any_rank = self._options.any_rank
             written = [name for name in self._forwards if any_rank(name in self._written)]  # all ranks ask for each
-            for name in written or self._forwards:
+            for name in written or self._forwards:  # all if no rank knows of a write (`tables_changed` was called)
                 if self._forwards[name].early:
                     self._forwards.run_unpipelined(self._forwards[name], WRITTEN)
             self._num_drops, self._written = 0, set()
@@ -224,7 +202,6 @@ def _look_up_parts(state: ModuleContext, parts: list[int]) -> None:
 
 
 def _parts_to_look_up(state: ModuleContext, owners: Container[WeightOwner]) -> list[int]:
-    """Return the parts of a module whose tables belong to `owners` and are still to be looked up."""
     of_parts, started = owners_of_parts(state.module), state.output_dist_awaitables
     return [part for part, owner in enumerate(of_parts) if owner in owners and part not in started]
 

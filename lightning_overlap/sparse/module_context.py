@@ -59,14 +59,12 @@ class ModuleContext:
     splits_awaitable: Any = None  # what `input_dist` returned; None once its sizes have been read
     tensors_awaitable: Any = None  # the all-to-all of lengths, ids and weights, while it is under way
     dist_input: KJTList | None = None  # received ids, a KeyedJaggedTensor for each part; None once all were looked up
-    output_dist_awaitables: dict[int, Awaitable[torch.Tensor]] = field(default_factory=dict)
-    """Output dists by the number of their part, while other parts are still to be looked up."""
+    output_dist_awaitables: dict[int, Awaitable[torch.Tensor]] = field(default_factory=dict)  # by part, until all are
     embeddings: LazyAwaitable[Any] | None = None  # the module's output, once all parts were looked up early
     deferred: DeferredUpdate = field(default_factory=DeferredUpdate)  # empty where the update is not deferred
     sent: Any = None  # the `SentInput` of its ids, once they were sent
     outside: str | None = None  # the error about an id that is no row, for which row 0 was looked up
-    num_writes: dict[WeightOwner, tuple[int, ...]] = field(default_factory=dict)
-    """`tables.num_writes` by owner at the lookup: in-place writes other than the fused backward's."""
+    num_writes: dict[WeightOwner, tuple[int, ...]] = field(default_factory=dict)  # `tables.num_writes` at the lookup
     rates: list[float] | None = None  # learning rates of its kernels at the lookup, if `SparseOptions.holds_rates`
     autocast: tuple[bool, torch.dtype] | None = None  # `autocast_of` at the lookup
     num_found: int = 1  # how many KeyedJaggedTensors of this rank's batch have the keys of the module's input
@@ -75,10 +73,8 @@ class ModuleContext:
     without_graph: bool = False  # whether a call under `no_grad` got them: a reentrant `checkpoint()` repeats it later
     received: Any = None  # the embeddings, once waited for, until the backward is over
     received_at: Any = None  # event on the lookup stream after which `received` can be read
-    num_lookups: list[int] = field(default_factory=list)
-    """How much the early lookup of this batch added to the iteration count of each kernel (`tables.tbes`)."""
-    num_own_lookups: list[int] = field(default_factory=list)
-    """How much the module's own forward added, if its update waits for the optimizer step."""
+    num_lookups: list[int] = field(default_factory=list)  # what the early lookup added to each kernel's iteration count
+    num_own_lookups: list[int] = field(default_factory=list)  # what its own forward added, with `frozen_window`
     ids: KJTList | None = None  # the ids that were looked up, if `SparseLookups.keep_ids` is set
 
     def advance(self, to: Progress) -> None:
@@ -92,7 +88,7 @@ class ModuleContext:
 
     @property
     def served(self) -> bool:
-        """Whether no further call may get early embeddings: a call got them, or they were dropped."""
+        """Whether a call got the early embeddings, or they were dropped."""
         return self.progress >= Progress.SERVED
 
     @property

@@ -23,20 +23,14 @@ class SparseOptions:
     trains: bool = True  # whether a backward follows; other lookups must not count for the fused optimizers
     rank: int = 0  # this process's rank; rank 0 prints warnings
     store: Store | None = None  # in which ranks compare their calls; needed with more than one rank
-    set_rates: SetRates | None = None
-    """Copies the scheduler's learning rates to the TBE kernels; None where no scheduler moves them."""
-    any_rank: Callable[[bool], bool] = bool
-    """Returns whether any rank passed True: an all-reduce on the host, which all ranks call."""
+    set_rates: SetRates | None = None  # gives TBE kernels the scheduler's rates; None if no scheduler moves them
+    any_rank: Callable[[bool], bool] = bool  # whether any rank passed True: an all-reduce on the host, of all ranks
     warned: set[tuple[str, str | None]] = field(default_factory=set)  # warnings given so far, of all pipelines of a run
     releases: bool = False  # whether the memory of a batch's ids is freed once they have been sent
-    multi_node: bool = False
-    """Whether ranks are on several hosts, where traffic and late ranks cost most: ids are sent as int32 if the tables'
-    rows fit, and deferred updates wait for the backward's end."""
+    multi_node: bool = False  # whether ranks are on several hosts, where traffic and late ranks cost most
     fills_waits: bool = True  # whether steps may run inside a backward, while it waits for other ranks
     prefetches: bool = False  # whether the schedule has a `PREFETCH` step: tables in a UVM cache can be looked up early
-    holds_updates: bool = False
-    """Whether the updates of all batches of an optimizer step, also by a module's own forward, come with that step
-    (`frozen_window`)."""
+    holds_updates: bool = False  # whether all updates of an optimizer step come with that step (`frozen_window`)
     model: nn.Module | None = None  # its staged methods are called before a batch's step (`preprocessing.staged`)
     out_of_range_ids: OutOfRangeIds = "error"  # what to do about ids that are no row of their table; on a CPU only
     timeout_s: float = 1800  # how long a rank waits for a late rank, in seconds
@@ -52,8 +46,6 @@ class SparseOptions:
 
     @property
     def looks_up_cached(self) -> bool:
-        """Whether tables in a UVM cache can be looked up early.
-
-        With `set_rates` a backward may repeat its lookup. By then the cache may hold other rows.
-        """
+        """Whether tables in a UVM cache can be looked up early."""
+        # With `set_rates` a backward may repeat its lookup. By then the cache may hold other rows.
         return self.prefetches and self.set_rates is None

@@ -18,11 +18,7 @@ from .table_updates import TableUpdates
 
 
 class SparsePipeline:
-    """The sparse stages of a model's outermost sharded modules, by name, and the pipelined forwards of these modules.
-
-    `group` is for the input dist alone, so that it never queues after other traffic; None on one rank. The executor
-    shares `order`.
-    """
+    """The sparse stages of a model's outermost sharded modules; only the input dist sends its traffic in `group`."""
 
     def __init__(
         self,
@@ -44,7 +40,7 @@ class SparsePipeline:
         return {name: one.unpipelined_reason for name, one in self._forwards.items() if one.unpipelined_reason}
 
     def attach(self) -> None:
-        """Replace the modules' forwards until `detach`; an evaluation's pipeline replaces the training's for a time."""
+        """Replace the modules' forwards until `detach`."""
         self._forwards.attach(self.answers.answer)
         self.inputs.staged.attach()
         self.updates.hold_replicas()

@@ -56,7 +56,7 @@ _CALL_ALWAYS = (
     "To overlap it, call it in every {step}, also in one that returns early: call it first, then return (None, say, to "
     "skip the batch)."
 )
-_ADVICE: Mapping[str, str] = {
+_ADVICE: Mapping[str, str] = {  # by reason; the other reasons take `_CALL`
     _NOT_AT_FIRST: _CALL_ALWAYS,
     _NOT_FOR_ALL: _CALL_ALWAYS,
     WRITTEN: _WRITE_SELDOM,
@@ -65,15 +65,10 @@ _ADVICE: Mapping[str, str] = {
     WITH_GRADIENTS: "To overlap it, call it without gradients (inference_mode of the Trainer, torch.no_grad).",
     OTHER_AUTOCAST: "To overlap it, leave autocast to Trainer(precision=...).",
 }
-"""Advice by reason; the other reasons take `_CALL`."""
 
 
 class LazyEmbeddings(LazyGetItemMixin[str, Any], LazyAwaitable[Any]):  # type: ignore[misc]
-    """Embeddings that `receive` waits for at their first use, in the grad mode in which the module was called.
-
-    TorchRec's awaitables wait in the mode of the first use. If a step first reads embeddings under `no_grad`, for
-    example for a statistic, they would have no gradient when it trains on them afterwards.
-    """
+    """Embeddings that `receive` waits for at their first use, in the grad mode of the call, not of that use."""
 
     def __init__(self, receive: Callable[[], Any]) -> None:
         super().__init__()
@@ -102,19 +97,14 @@ class LazyEmbeddings(LazyGetItemMixin[str, Any], LazyAwaitable[Any]):  # type: i
 
 
 class EarlyEmbeddings(LazyEmbeddings):
-    """Embeddings of an early lookup.
-
-    TorchRec's own pipelined forwards wait where the module is called. These wait at the first use, so a bottom MLP
-    that runs in between still overlaps with the all-to-all.
-    """
+    """Embeddings of an early lookup; a bottom MLP that runs before their first use overlaps with the all-to-all."""
 
 
 def _grad_mode() -> tuple[bool, bool]:
     return torch.is_grad_enabled(), torch.is_inference_mode_enabled()
 
 
-Answer = Callable[["PipelinedForward", tuple[Any, ...], dict[str, Any]], Any]
-"""Returns the embeddings for a call of a module's pipelined forward with these arguments."""
+Answer = Callable[["PipelinedForward", tuple[Any, ...], dict[str, Any]], Any]  # returns the embeddings for a call
 
 
 class PipelinedForward:
@@ -131,13 +121,11 @@ class PipelinedForward:
         self.original_forward: Callable[..., Any] = (
             present.original_forward if isinstance(present, PipelinedForward) else module.forward
         )
-        self.path: Path | None = None
-        """Where in the batch its input is; None before `discover`, and if its input is no object of the batch."""
-        self.keys: frozenset[str] = frozenset()
-        """Keys of its input; a step may pass another KeyedJaggedTensor of the batch with the same keys instead."""
+        self.path: Path | None = None  # of its input in the batch; None before `discover`, and if it is no object of it
+        self.keys: frozenset[str] = frozenset()  # of its input; other inputs in the batch may have the same keys
         self.forms: dict[int, Any] = {}  # types of the tensors that its own forward has sent, by call of a step
+        # Why it runs in its own forward; None if it can be looked up early.
         self.unpipelined_reason: str | None = why_never_early(module, group, prefetches=prefetches)
-        """Why it runs in its own forward; None if it can be looked up early."""
         self.is_over_all = self.unpipelined_reason is None  # whether its tables are surely sharded over all ranks
         self.calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []  # arguments of its calls in the step that runs
 
@@ -155,11 +143,7 @@ class PipelinedForward:
 
 
 class PipelinedForwards(dict[str, PipelinedForward]):
-    """The pipelined forward of each sharded module of a model, by the module's name; see `SparsePipeline`.
-
-    Raises:
-        ImportError: The installed TorchRec lacks a private name that is used for one of these modules.
-    """
+    """The pipelined forward of each sharded module, by name; an ImportError if TorchRec lacks a private name of it."""
 
     def __init__(
         self,
@@ -199,8 +183,6 @@ class PipelinedForwards(dict[str, PipelinedForward]):
         if self._mismatches is not None:
             self._mismatches.end()
 
-    # -- a step -------------------------------------------------------------------------------------------------
-
     def refuse_trained_weights(self, pipelined: PipelinedForward, given: Any) -> None:
         """Raise a RuntimeError if weights of ids would be sent that the loss trains: their gradients do not return."""
         weights = given.weights_or_none() if isinstance(given, KeyedJaggedTensor) else None
@@ -219,10 +201,7 @@ class PipelinedForwards(dict[str, PipelinedForward]):
             )
 
     def ids_outside(self, pipelined: PipelinedForward, given: Any, inflight: InFlightBatch | None) -> str | None:
-        """Return the error about an id of an input that is no row; None if there is none, or only a warning.
-
-        `inflight` is the batch of the input; None for a call between two steps.
-        """
+        """Return the error about an id of an input that is no row; None if there is none, or only a warning."""
         options = self.options
         if options.out_of_range_ids == "fbgemm" or not isinstance(given, KeyedJaggedTensor):
             return None
@@ -246,20 +225,13 @@ class PipelinedForwards(dict[str, PipelinedForward]):
             self._mismatches.served(call, self.num_steps)
 
     def check_all_ranks(self, call: str, problem: str) -> None:
-        """Make sure that no rank has `served` a call, before this one issues collectives for it.
-
-        Ranks that take early embeddings, or do not call the module, issue no collective for the call. So no collective
-        can ask them: this rank's collectives would wait for them, or match other collectives of theirs. Raises a
-        RuntimeError with `problem` if another rank has served the call, or does not make it in time.
-        """
+        """Raise a RuntimeError with `problem` if another rank has `served` a call, or does not make it in time."""
+        # No collective can ask: ranks that have served the call issue none for it.
         if self._mismatches is not None and not self._mismatches.all_ranks(call, self.num_steps):
             raise RuntimeError(problem)
 
     def check_calls(self, begun: Container[str]) -> None:
-        """Run modules unpipelined from now on if the step has not called them exactly once; forget its calls.
-
-        `begun` names the modules whose input dist was started for the step's batch; a step need not call the others.
-        """
+        """Run modules unpipelined from now on that a step has called twice, or not at all though they have `begun`."""
         for pipelined in self.values():
             num_calls = len(pipelined.calls)
             pipelined.calls.clear()
@@ -272,15 +244,15 @@ class PipelinedForwards(dict[str, PipelinedForward]):
             elif num_calls > 1:
                 self.run_unpipelined(pipelined, _CALLED_TWICE)
 
-    # -- which input feeds which module -------------------------------------------------------------------------
-
     def discover(self, inputs: list[tuple[Path, KeyedJaggedTensor]]) -> None:
         """Find the inputs of the modules' calls among those of the staged batch, by identity; all ranks agree."""
         by_id, by_path = {id(kjt): path for path, kjt in inputs}, dict(inputs)
         mine = {name: _find(pipelined, by_id, self.options.step) for name, pipelined in self.items()}
         everyone = [mine] if self.group is None else gather_objects(mine, self.group)
         for name, pipelined in self.items():
-            found = _agreed([theirs[name] for theirs in everyone])
+            found: Path | str = everyone[0][name]
+            if len({None if isinstance(theirs[name], str) else theirs[name] for theirs in everyone}) > 1:
+                found = "its input is at different places of the batch on different ranks"
             if not isinstance(found, str):
                 pipelined.path, pipelined.keys = found, frozenset(by_path[found].keys())
             if pipelined.unpipelined_reason is not None:
@@ -289,8 +261,6 @@ class PipelinedForwards(dict[str, PipelinedForward]):
                 self.run_unpipelined(pipelined, found)
             self._warn_of_untrained_sequences(pipelined)
             pipelined.calls.clear()
-
-    # -- warnings -----------------------------------------------------------------------------------------------
 
     def run_unpipelined(self, pipelined: PipelinedForward, reason: str) -> None:
         """Let a module run in its own forward from now on; warn once, with the reason."""
@@ -341,12 +311,6 @@ def _find(pipelined: PipelinedForward, by_id: Mapping[int, Path], step: str) -> 
         f"its input ({kind}) is made inside {step}, it is not an object of the batch (whose dataclass fields, "
         "named tuples, sequences, mappings, attributes and slots were searched)"
     )
-
-
-def _agreed(found: list[Path | str]) -> Path | str:
-    """Return the path that all ranks have found, or why the lookup cannot start early, the same on all ranks."""
-    places = {None if isinstance(one, str) else one for one in found}
-    return found[0] if len(places) == 1 else "its input is at different places of the batch on different ranks"
 
 
 @contextmanager

@@ -47,12 +47,7 @@ class StaleCounts:
 
 
 class StaleRows:
-    """Counts the stale rows of single batches.
-
-    Each rank counts the rows of its shards from the ids that it has received; then the ranks add their counts up. The
-    host does not wait. On CUDA the rows are counted on a stream of their own, after the lookup. `executor` returns the
-    executor of training, or None before its first batch.
-    """
+    """Counts the stale rows of single batches: each rank those of its shards, then the ranks add up; no host wait."""
 
     def __init__(
         self, sparse: SparsePipeline, executor: Callable[[], Executor | None], group: dist.ProcessGroup | None
@@ -64,7 +59,6 @@ class StaleRows:
         self._number = {key: number for number, key in enumerate(fused)}
         names = [table for _, table in fused]
         self.tables = tuple(table if names.count(table) == 1 else f"{name}.{table}" for name, table in fused)
-        """Names of the counted tables; the module's name comes first where two tables have the same name."""
 
     @property
     def staleness(self) -> int:
@@ -77,10 +71,7 @@ class StaleRows:
         self._sparse.lookups.keep_ids = keep
 
     def count(self) -> StaleCounts | None:
-        """Start to count the rows of the batch looked up last; all ranks call this after the same step.
-
-        None if that batch saw every update, if the step looked up no batch, or if ids were not kept.
-        """
+        """Start to count the rows of the batch looked up last, if it missed updates; all ranks call this together."""
         executor = self._executor()
         batches = [] if executor is None else _looked_up_last(executor.queue.in_flight)
         if not batches:
@@ -96,11 +87,11 @@ class StaleRows:
         self._streams.wait(StreamName.SIDE, self._streams.record(self._sparse.order.lookup))
         self._streams.record_stream(kept, StreamName.SIDE)
         with self._streams.on(StreamName.SIDE), torch.no_grad():
-            counts = self._sum_up(self._count(ids))
+            counts = self._count(ids)
         batches[0].counted = counts  # so that a failed fit frees the counts with the batch
         return counts
 
-    def _count(self, ids: Mapping[str, Sequence[Any]]) -> Tensor:
+    def _count(self, ids: Mapping[str, Sequence[Any]]) -> StaleCounts:
         device = getattr(self._streams[StreamName.SIDE], "device", "cpu")
         counts_T2 = torch.zeros(len(self.tables), 2, dtype=torch.int64, device=device)
         for name, (read, *unseen) in ids.items():
@@ -108,9 +99,6 @@ class StaleRows:
             places = [(part, key, self._number[name, table]) for part, key, table in keys]
             if places:
                 add_counts(counts_T2, _rows(read, places), torch.cat([_rows(one, places) for one in unseen]))
-        return counts_T2
-
-    def _sum_up(self, counts_T2: Tensor) -> StaleCounts:
         work = None if self._group is None else dist.all_reduce(counts_T2, group=self._group, async_op=True)
         if not self._streams.is_async:
             return StaleCounts(self.tables, counts_T2, self._streams, None, work)
@@ -122,10 +110,7 @@ class StaleRows:
 
 
 def _looked_up_last(in_flight: Mapping[int, InFlightBatch]) -> list[InFlightBatch]:
-    """Return the batch looked up last, then the batches whose updates it did not see; the same on all ranks.
-
-    The list is empty if it saw all updates, or if any of these batches is no longer in flight.
-    """
+    """Return the batch looked up last, then those whose updates it did not see; [] unless all are still in flight."""
     latest = max((index for index, batch in in_flight.items() if Stage.EMBEDDING_LOOKUP in batch.done), default=None)
     if latest is None or not (num_unseen := in_flight[latest].num_unseen):
         return []
@@ -134,11 +119,7 @@ def _looked_up_last(in_flight: Mapping[int, InFlightBatch]) -> list[InFlightBatc
 
 
 def _rows(ids: Any, places: Sequence[tuple[int, int, int]]) -> Tensor:
-    """Return the rows of `ids`, the received ids of a module, as `table << ROW_BITS | row`, `(number of ids,)`, int64.
-
-    `places` has the part, the key within the part, and the number of each table. The lengths of the received features
-    are known on the host: no host sync.
-    """
+    """Return the rows of a module's received ids, without a host sync; `places`: part, key in it, number of table."""
     rows = []
     for part, key, table in places:
         first, end = ids[part].offset_per_key()[key : key + 2]
@@ -147,11 +128,8 @@ def _rows(ids: Any, places: Sequence[tuple[int, int, int]]) -> Tensor:
 
 
 def add_counts(counts_T2: Tensor, read_N: Tensor, unseen_M: Tensor) -> None:
-    """Add, by table, the rows that are both read and unseen, and the rows that are read; each row once.
-
-    `read_N` are the looked-up rows, `unseen_M` those of updates that this lookup could not see: `_rows`, int64. No size
-    here depends on the ids: the host would have to wait for it.
-    """
+    """Add, by table, the rows that are both read and unseen, and the rows that are read; each row once."""
+    # No size here depends on the ids: the host would have to wait for it.
     if not read_N.numel():
         return
     read_N = read_N.sort().values

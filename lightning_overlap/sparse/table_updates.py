@@ -33,13 +33,10 @@ class TableUpdates:
         holding = forwards.modules if options.holds_updates else []
         self._holding_replicas = [kernel for module in holding for kernel in replica_kernels(module)]
 
-    # -- within a backward ------------------------------------------------------------------------------------------
-
     def register_backward_hook(self, inflight: InFlightBatch, stage: Stage, call: Callable[[], None]) -> bool:
-        """Let the backward of a batch call a function where it first waits for other ranks, before it writes a table.
+        """Let the backward of a batch call a function, perhaps repeatedly, where it waits for ranks before it writes.
 
-        One backward may call it several times. `stage` is the first stage that it issues. Returns whether the backward
-        will call it; if not, the caller has to issue the stage, before the backward.
+        `stage` is the first stage that it issues. Returns whether the backward will call it; else the caller has to.
         """
         for handle in self._hooks:  # some tensors outlive their backward
             handle.remove()
@@ -70,8 +67,6 @@ class TableUpdates:
         self._hooks += [tensor.register_hook(lambda _: call()) for tensor in before]
         return bool(before)
 
-    # -- updates that come later ------------------------------------------------------------------------------------
-
     def start_update(self, inflight: InFlightBatch) -> None:
         """Start the gradient all-to-alls of a batch whose tables are still to be updated, on the current stream."""
         self._to_come[inflight.index] = inflight
@@ -89,10 +84,7 @@ class TableUpdates:
         return True
 
     def embedding_update(self, inflight: InFlightBatch, updated: Callable[[ModulePart], None] | None = None) -> None:
-        """Wait for the gradients of a batch and update the tables that were looked up for it.
-
-        With `updated` each part of a module is updated as soon as its gradients are there; `updated` is then called.
-        """
+        """Wait for the gradients of a batch and update the tables; call `updated` after each part of a module."""
         self._to_come.pop(inflight.index, None)
         # Autograd runs the TBE backward on the stream of its forward: for a module's own forward the compute stream.
         on_compute = any(state.num_own_lookups for state in inflight.modules.values())
@@ -113,10 +105,7 @@ class TableUpdates:
         self.count_lookups(inflight, -1)
 
     def count_lookups(self, inflight: InFlightBatch, times: int) -> None:
-        """Change the iteration counts of fused optimizers by the early lookups of a batch that is not updated yet.
-
-        `times=-1` takes its lookups out of the counts, so that a checkpoint has updates only; 1 adds them again.
-        """
+        """Add a batch's lookups to the iteration counts of fused optimizers; with `times=-1` subtract them."""
         for state in inflight.modules.values():
             for num_lookups in (state.num_lookups, state.num_own_lookups):
                 take_back(tbes(state.module), [-times * num for num in num_lookups], self._order)

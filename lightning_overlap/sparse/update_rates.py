@@ -54,9 +54,7 @@ def counting(kernels: Kernels, counted: list[int]) -> Iterator[None]:
 def take_back(kernels: Kernels, num_lookups: list[int], order: LookupOrder) -> None:
     """Subtract lookups without an update from the kernels' iteration counts; negative numbers add lookups.
 
-    FBGEMM 1.8 counts lookups, not updates, and Adam corrects its bias by that count. Without this, evaluations and
-    dropped lookups would change training, in each mode differently. The counts change on the lookup stream, which
-    waits for no other stream here.
+    FBGEMM 1.8 counts lookups, not updates, and Adam corrects its bias by that count.
     """
     if any(num_lookups):
         with order.on_lookup():
@@ -64,10 +62,7 @@ def take_back(kernels: Kernels, num_lookups: list[int], order: LookupOrder) -> N
 
 
 def updates_at_present_rate(module: Any, set_rates: SetRates | None) -> AbstractContextManager[None]:
-    """Within this context fused tables return embeddings whose backward takes the learning rate of its own time.
-
-    `set_rates` gives the kernels the scheduler's present rates; None if no scheduler moves them: nothing changes.
-    """
+    """Within this context fused tables return embeddings whose backward takes the learning rate of its own time."""
     if set_rates is None or not torch.is_grad_enabled():
         return nullcontext()
     set_rates()
@@ -120,16 +115,14 @@ def _uncount(kernels: Kernels, num_lookups: list[int]) -> None:
 class _AtPresentRate(torch.autograd.Function):
     """Embedding lookup whose TBE backward uses the learning rate at backward time.
 
-    FBGEMM 1.8 reads the rate in the forward and keeps it for the backward, but batch N is looked up before the
-    scheduler steps to N. So the graph is cut at the embeddings. If the rate has changed by the backward, the kernels'
-    forward runs again on the same ids, and its graph takes the gradient. The repeated embeddings are thrown away: in a
-    stale mode they may be newer, but the gradient of a row does not depend on them.
+    FBGEMM 1.8 keeps the rate of the forward for the backward, but batch N is looked up before the scheduler steps to N.
+    If the rate has changed by the backward, the kernels' forward runs again on the same ids, and its graph takes the
+    gradient. The repeated embeddings may be newer, but the gradient of a row does not depend on them.
 
-    On CUDA autograd runs a backward on the stream of its forward, here on the lookup stream. Nodes made within a
-    backward belong to its stream. So the repeated forward and the inner backward run there too, after the last update
-    and before the next lookup. The only leaves of the inner graph are the kernels' weights, which accumulate nothing,
-    so autograd joins no other stream. DistributedDataParallel ignores these weights, and its hooks do not see the inner
-    backward.
+    On CUDA a backward runs on the stream of its forward, here the lookup stream, and so do the repeated forward and the
+    inner backward: after the last update and before the next lookup. The only leaves of the inner graph are the
+    kernels' weights, which accumulate nothing (autograd joins no other stream), and which DistributedDataParallel
+    ignores.
     """
 
     @staticmethod

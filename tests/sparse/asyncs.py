@@ -12,24 +12,16 @@ from lightning_overlap import OverlapEmbeddingStrategy, Stage
 
 from ..checkpoint.resumes import SaveSteps, Stateful
 from ..laws.uneven import Counts, Uneven
-from ..support.cases import TABLE_WISE, Batches, Case, Model, make_batch
+from ..support.cases import Batches, Case, Model, make_batch
 from ..support.fits import make_strategy, make_trainer
 from ..support.reference import Result, collect
+from .variants import Variant
 
-NUM_STEPS = 14
-"""More than elsewhere: they are exact, stale and exact again."""
+NUM_STEPS = 14  # more than elsewhere: they are exact, stale and exact again
 OPTIONS = (
     *("staleness", "defer_update", "stash_gradients", "start_batch", "end_batch"),
     *("observer", "gradient_as_bucket_view"),
 )
-
-
-class Validated(Batches):
-    """The training batches, and some to validate on."""
-
-    def val_dataloader(self) -> DataLoader:
-        rank = self.trainer.global_rank
-        return DataLoader([make_batch(self.case, 1000 + index, rank) for index in range(4)], batch_size=None)
 
 
 class Stretch(Batches):
@@ -42,20 +34,18 @@ class Stretch(Batches):
 
 
 class StatefulBatches(Batches):
-    """With a loader that goes on where a checkpoint was."""
-
     def train_dataloader(self) -> Any:
         return Stateful(self.case, self.num_batches, self.trainer.global_rank)
 
 
-def _strategy(case: Case, model: Model, options: dict[str, Any]) -> OverlapEmbeddingStrategy:
+def _strategy(model: Model, options: dict[str, Any]) -> OverlapEmbeddingStrategy:
     own = {name: options.pop(name) for name in OPTIONS if name in options}
     return make_strategy(model, "async_lookup", **own)
 
 
 def _fit(case: Case, data: Batches, *, path: str | None = None, **options: Any) -> Result:
     model = Model(case)
-    trainer = make_trainer(_strategy(case, model, options), **options)
+    trainer = make_trainer(_strategy(model, options), **options)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer.fit(model, datamodule=data, ckpt_path=path)
@@ -63,9 +53,7 @@ def _fit(case: Case, data: Batches, *, path: str | None = None, **options: Any) 
 
 
 def fit(case: Case, *, num_steps: int = NUM_STEPS, **options: Any) -> Result:
-    """Train; `options` are those of the strategy and of the trainer."""
-    data = Validated if "val_check_interval" in options else Batches
-    return _fit(case, data(case, num_steps), **options)
+    return _fit(case, Variant(case, "dataclass", num_steps), **{"limit_val_batches": 0, **options})
 
 
 def fit_epochs(case: Case, num_batches: int, num_epochs: int, **options: Any) -> Result:
@@ -74,12 +62,10 @@ def fit_epochs(case: Case, num_batches: int, num_epochs: int, **options: Any) ->
 
 
 def fit_and_save(case: Case, num_steps: int, stop: int, folder: str, **options: Any) -> Result:
-    """Train, and save behind a step in the middle."""
     return _fit(case, StatefulBatches(case, num_steps), callbacks=[SaveSteps(folder, (stop,))], **options)
 
 
 def go_on(case: Case, num_steps: int, stop: int, folder: str, **options: Any) -> Result:
-    """Train from there on."""
     return _fit(case, StatefulBatches(case, num_steps), path=f"{folder}/step={stop}.ckpt", **options)
 
 
@@ -108,7 +94,7 @@ def watched(case: Case, **options: Any) -> tuple[list[int], int]:
 def fit_uneven(lengths: tuple[int, int], **options: Any) -> list[tuple[int, int]]:
     """Train two epochs of unequal data; return `(epoch, batch)` of each step."""
     model = Counts()
-    trainer = make_trainer(_strategy(TABLE_WISE, model, options), max_epochs=2, num_sanity_val_steps=0, **options)
+    trainer = make_trainer(_strategy(model, options), max_epochs=2, num_sanity_val_steps=0, **options)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer.fit(model, datamodule=Uneven(lengths, True))
@@ -117,18 +103,14 @@ def fit_uneven(lengths: tuple[int, int], **options: Any) -> list[tuple[int, int]
 
 
 class WithLBFGS(Model):
-    """Whose optimizer evaluates its closure several times in a step."""
-
     def configure_optimizers(self) -> torch.optim.Optimizer:
         [group] = super().configure_optimizers().param_groups
         return torch.optim.LBFGS(group["params"])
 
 
 def with_lbfgs(case: Case) -> str:
-    """Train; return what that raises."""
     model = WithLBFGS(case)
-    options = {"staleness": 1, "stash_gradients": True}
-    trainer = make_trainer(_strategy(case, model, options))
+    trainer = make_trainer(_strategy(model, {"staleness": 1, "stash_gradients": True}))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:

@@ -22,33 +22,12 @@ from torchrec.distributed.types import ShardingEnv
 
 from lightning_overlap import OverlapEmbeddingStrategy, Schedule
 
-from ..support.cases import (
-    Case,
-    Model,
-    make_plan,
-)
+from ..support.cases import Case, Model, make_plan
 from ..support.cases import dense_optimizer as dense_optimizer_of
 from ..support.fits import make_trainer, mode_and_options
 from ..support.reference import Result, collect
-from .caller_inputs import (
-    fresh,
-    one_of_two_tasks,
-    two_tasks_at_once,
-    types_differ,
-    types_differ_later,
-    weights_on_one_rank,
-)
+from . import caller_inputs
 from .callers import MODELS, NUM_STEPS
-
-LAYOUTS: dict[str, Callable[[Case, int, int], Any]] = {
-    "one_of_two_tasks": one_of_two_tasks,
-    "two_tasks_at_once": two_tasks_at_once,
-    "types_differ": types_differ,
-    "weights_on_one_rank": weights_on_one_rank,
-    "types_differ_later": types_differ_later,
-    "types_differ_later_replicated": types_differ_later,
-    "types_change": lambda case, index, rank: types_differ(case, index, int(index >= 4)),  # on all ranks
-}
 
 
 class Data(LightningDataModule):
@@ -62,8 +41,6 @@ class Data(LightningDataModule):
 
 @dataclass
 class Outcome:
-    """What a fit left behind on one rank, how many lookups came early, and what was said."""
-
     result: Result
     early: int
     messages: list[str]
@@ -71,7 +48,8 @@ class Outcome:
 
 
 def _batches(model: str, case: Case) -> Callable[[int], Any]:
-    make, rank = LAYOUTS.get(model, fresh), dist.get_rank()
+    """Those that the function of `caller_inputs` with the model's name makes, if there is one."""
+    make, rank = getattr(caller_inputs, model, caller_inputs.fresh), dist.get_rank()
     return lambda index: make(case, index, rank)
 
 
@@ -161,7 +139,6 @@ def by_hand(model: str) -> Result:
 
 
 def fails(model: str, pipeline: str, **options: Any) -> str:
-    """Train a module that cannot be; return the error."""
     try:
         train(model, pipeline, options)
     except RuntimeError as err:

@@ -26,9 +26,6 @@ def fresh(case: Case, index: int, rank: int) -> Batch:
     return Batch(batch.dense.clone(), {"sparse": (own, number)}, batch.labels.clone())
 
 
-# -- the input of the call --------------------------------------------------------------------------------------------
-
-
 class HashesInPlace(Model):
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         kjt_of(batch).values().remainder_(50)
@@ -59,8 +56,6 @@ class ShiftsLengthsInHook(Model):
 
 
 class TakesOut(Model):
-    """Takes its input out of the batch."""
-
     def embeddings(self, collection: str, batch: Batch) -> Any:
         return getattr(self, collection)(batch.inputs.pop("sparse")[0])
 
@@ -121,6 +116,13 @@ def types_differ_later(case: Case, index: int, rank: int) -> Batch:
     return types_differ(case, index, rank if index >= 4 else 0)
 
 
+types_differ_later_replicated = types_differ_later
+
+
+def types_change(case: Case, index: int, rank: int) -> Batch:
+    return types_differ(case, index, int(index >= 4))  # on all ranks
+
+
 class TwoTypesInAStep(Model):
     """Rank 1 comes to the second call of the first step late, by more than a rank looks for others."""
 
@@ -134,8 +136,6 @@ class TwoTypesInAStep(Model):
 
 
 class MakesOtherTypes(Model):
-    """Makes inputs whose ids are of int32 on rank 1."""
-
     def embeddings(self, collection: str, batch: Batch) -> Any:
         kjt = kjt_of(batch)
         values = kjt.values().int() if dist.get_rank() == 1 else kjt.values()

@@ -26,23 +26,12 @@ from ..support.cases import (
     TableSpec,
 )
 from ..support.cases import dense_optimizer as dense_optimizer_of
-from .caller_inputs import (
-    HashesInPlace,
-    HashesSometimes,
-    MakesOtherTypes,
-    OneOfTwoTasks,
-    ShiftsLengths,
-    ShiftsLengthsInHook,
-    TakesOut,
-    TwoTypesInAStep,
-    WeighsInPlace,
-    fresh,
-    kjt_of,
-)
+from . import caller_inputs
+from .caller_inputs import fresh, kjt_of
+from .variants import by_name
 
 NUM_STEPS = 8
-ONE_TABLE = Case("one_table", (TableSpec("t0", ("f0",)),))
-"""On one of two ranks, so that the other one cannot see who writes it."""
+ONE_TABLE = Case("one_table", (TableSpec("t0", ("f0",)),))  # on one of two ranks: the other cannot see who writes it
 REPLICATED = Case("replicated", (TableSpec("t0", ("f0",), sharding="data_parallel"),))
 REPLICATED_SECOND = Case(
     "replicated_second",
@@ -50,10 +39,7 @@ REPLICATED_SECOND = Case(
 )
 
 
-# -- the mode of the call ---------------------------------------------------------------------------------------------
-
-
-class NoGradCall(Model):
+class NoGrad(Model):
     """A frozen teacher: looked up without gradients, used with them."""
 
     def embeddings(self, collection: str, batch: Batch) -> Any:
@@ -61,7 +47,7 @@ class NoGradCall(Model):
             return getattr(self, collection)(kjt_of(batch))
 
 
-class InferenceModeCall(Model):
+class InferenceMode(Model):
     def embeddings(self, collection: str, batch: Batch) -> Any:
         with torch.inference_mode():
             found = getattr(self, collection)(kjt_of(batch)).to_dict()
@@ -75,8 +61,6 @@ class DetachedSometimes(Model):
 
 
 class LooksFirst(Model):
-    """Takes a statistic of the embeddings without gradients before it trains on them."""
-
     def embeddings(self, collection: str, batch: Batch) -> Any:
         found = getattr(self, collection)(kjt_of(batch))
         with torch.no_grad():
@@ -85,8 +69,6 @@ class LooksFirst(Model):
 
 
 class ScalesInPlace(Model):
-    """Changes its embeddings in place."""
-
     def embeddings(self, collection: str, batch: Batch) -> Any:
         found = getattr(self, collection)(kjt_of(batch))
         found.values().mul_(0.5)
@@ -94,8 +76,6 @@ class ScalesInPlace(Model):
 
 
 class CheckpointedStep(Model):
-    """Runs the whole forward under a non-reentrant checkpoint(), tables included."""
-
     def forward(self, batch: Batch, embeddings: Any = None) -> Tensor:
         return checkpoint(lambda: super(CheckpointedStep, self).forward(batch), use_reentrant=False)
 
@@ -117,9 +97,6 @@ class ReentrantLookup(Model):
 
         found = checkpoint(look_up, torch.zeros((), requires_grad=True), use_reentrant=True)
         return dict(zip(keys, found, strict=True))
-
-
-# -- who is first to use embeddings, which input, which batches -------------------------------------------------------
 
 
 class OneRankLooksFirst(Model):
@@ -162,12 +139,7 @@ class RecomputesInEveryClosure(ReentrantLookup):
         return Twice([*self.bottom.parameters(), *self.top.parameters()], 0.1)
 
 
-# -- updates ----------------------------------------------------------------------------------------------------------
-
-
 class PenalizesAll(Model):
-    """Adds a penalty on all parameters, tables too."""
-
     weight = 0.1
 
     def forward(self, batch: Batch, embeddings: Any = None) -> Tensor:
@@ -182,8 +154,6 @@ class NamesAll(PenalizesAll):
 
 
 class TrainsWeights(Model):
-    """Learns how much the ids of a batch count."""
-
     def __init__(self, case: Case) -> None:
         super().__init__(case)
         self.scale = torch.nn.Parameter(torch.ones(()))
@@ -197,8 +167,6 @@ class TrainsWeights(Model):
 
 
 class TwoBackwards(ByHand, Model):
-    """Steps by hand, with two backwards through the same embeddings."""
-
     def training_step(self, batch: Batch, batch_idx: int) -> None:
         optimizer = self.optimizers()
         optimizer.zero_grad()
@@ -226,8 +194,6 @@ class SchedulesByHand(ByHand, Model):
 
 
 class SecondPhase(ByHand, Model):
-    """Calls its second collection after the first one's backward."""
-
     def training_step(self, batch: Batch, batch_idx: int) -> None:
         optimizer = self.optimizers()
         losses = []
@@ -247,27 +213,18 @@ class SecondPhase(ByHand, Model):
 
 
 class RaisesAfterTheStep(Model):
-    """Fails between the dense step of batch 5 and its deferred update."""
-
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == 5:
             raise ValueError("the user's own error")
 
 
 class RaisesBeforeTheStep(Model):
-    """Fails between the backward of batch 5 and its dense step."""
-
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         if self.trainer.fit_loop.epoch_loop.batch_idx == 5:
             raise ValueError("the user's own error")
 
 
-# -- tables written by the user ---------------------------------------------------------------------------------------
-
-
 class Clamps(Model):
-    """Clamps its tables at the end of every batch, by the weights themselves."""
-
     first_batch = 0
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -289,8 +246,6 @@ class ClampsData(Clamps):
 
 
 class ClampsState(Clamps):
-    """Does so by the tensors of the state dict."""
-
     def write(self) -> None:
         for value in self.ebc.state_dict().values():
             for shard in value.local_shards():
@@ -298,8 +253,6 @@ class ClampsState(Clamps):
 
 
 class ClampsBeforeTheStep(Clamps):
-    """Clamps its tables when a batch begins."""
-
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None: ...
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -315,8 +268,6 @@ class TrainsBetween(Clamps):
 
 
 class RatesByHand(Model):
-    """Gives its fused optimizer another learning rate for every batch, as TorchRec alone has it."""
-
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         for group in self.ebc.fused_optimizer.param_groups:
             group["lr"] = 2.0 / (1 + batch_idx % 3)
@@ -342,51 +293,22 @@ class ClampsLaterAndSaysSo(ClampsLater):
         self.trainer.strategy.tables_changed()
 
 
-MODELS: dict[str, tuple[type[Model], Case]] = {
-    "plain": (Model, TABLE_WISE),
-    "no_grad": (NoGradCall, TABLE_WISE),
-    "inference_mode": (InferenceModeCall, TABLE_WISE),
-    "detached_sometimes": (DetachedSometimes, TABLE_WISE),
-    "looks_first": (LooksFirst, TABLE_WISE),
-    "scales_in_place": (ScalesInPlace, ROWWISE_ADAGRAD),
-    "checkpointed_step": (CheckpointedStep, ROWWISE_ADAGRAD),
-    "checkpointed_lookup": (CheckpointedLookup, ROWWISE_ADAGRAD),
-    "reentrant_lookup": (ReentrantLookup, ROWWISE_ADAGRAD),
-    "hashes_in_place": (HashesInPlace, TABLE_WISE),
-    "weighs_in_place": (WeighsInPlace, WEIGHTED),
-    "shifts_lengths": (ShiftsLengths, TABLE_WISE),
-    "shifts_lengths_in_hook": (ShiftsLengthsInHook, TABLE_WISE),
-    "takes_out": (TakesOut, TABLE_WISE),
-    "hashes_sometimes": (HashesSometimes, TABLE_WISE),
-    "one_rank_looks_first": (OneRankLooksFirst, TABLE_WISE),
-    "one_of_two_tasks": (OneOfTwoTasks, TABLE_WISE),
-    "two_tasks_at_once": (OneOfTwoTasks, TABLE_WISE),
-    "penalizes_all": (PenalizesAll, TABLE_WISE),
-    "names_all": (NamesAll, TABLE_WISE),
-    "trains_weights": (TrainsWeights, WEIGHTED),
-    "types_differ": (Model, TABLE_WISE),
-    "weights_on_one_rank": (Model, TABLE_WISE),
-    "types_differ_later": (Model, TABLE_WISE),
-    "types_change": (Model, TABLE_WISE),
-    "types_differ_later_replicated": (Model, REPLICATED),
-    "makes_other_types": (MakesOtherTypes, TABLE_WISE),
-    "two_types_in_a_step": (TwoTypesInAStep, TABLE_WISE),
-    "two_backwards": (TwoBackwards, ROWWISE_ADAGRAD),
-    "schedules_by_hand": (SchedulesByHand, TABLE_WISE),
-    "second_phase": (SecondPhase, TWO_COLLECTIONS),
-    "raises_after_the_step": (RaisesAfterTheStep, TABLE_WISE),
-    "raises_before_the_step": (RaisesBeforeTheStep, TABLE_WISE),
-    "called_more_on_one_rank": (CalledMoreOnOneRank, REPLICATED_SECOND),
-    "recomputes_in_every_closure": (RecomputesInEveryClosure, TABLE_WISE),
-    "clamps": (Clamps, TABLE_WISE),
-    "clamps_one_of_two": (Clamps, TWO_COLLECTIONS),
-    "clamps_before_the_step": (ClampsBeforeTheStep, ONE_TABLE),
-    "trains_between": (TrainsBetween, TABLE_WISE),
-    "rates_by_hand": (RatesByHand, TABLE_WISE),
-    "clamps_released": (ClampsReleased, TABLE_WISE),
-    "clamps_data": (ClampsData, TABLE_WISE),
-    "clamps_state": (ClampsState, TABLE_WISE),
-    "clamps_later": (ClampsLater, TABLE_WISE),
-    "clamps_later_and_says_so": (ClampsLaterAndSaysSo, TABLE_WISE),
-    **{name: (cls, TABLE_WISE) for name, cls in STAGED.items()},
+CASES = {  # where it is not `TABLE_WISE`
+    **dict.fromkeys(("scales_in_place", "checkpointed_step", "checkpointed_lookup"), ROWWISE_ADAGRAD),
+    **dict.fromkeys(("reentrant_lookup", "two_backwards"), ROWWISE_ADAGRAD),
+    **dict.fromkeys(("weighs_in_place", "trains_weights"), WEIGHTED),
+    **dict.fromkeys(("second_phase", "clamps_one_of_two"), TWO_COLLECTIONS),
+    "types_differ_later_replicated": REPLICATED,
+    "called_more_on_one_rank": REPLICATED_SECOND,
+    "clamps_before_the_step": ONE_TABLE,
 }
+_CLASSES = {
+    **by_name(vars(caller_inputs)),
+    **by_name(globals()),
+    **STAGED,
+    **dict.fromkeys(("plain", "weights_on_one_rank", "types_change", "types_differ"), Model),
+    **dict.fromkeys(("types_differ_later", "types_differ_later_replicated"), Model),
+    "two_tasks_at_once": caller_inputs.OneOfTwoTasks,
+    "clamps_one_of_two": Clamps,
+}
+MODELS = {name: (cls, CASES.get(name, TABLE_WISE)) for name, cls in _CLASSES.items()}

@@ -22,6 +22,5 @@ def fit(case: Case, pipeline: str) -> Result:
 
 
 def syncs_of_steps(case: Case, pipeline: str) -> list[str]:
-    """Return the predicted host syncs of some steps."""
     with mock.patch.object(input_sizes, "is_device", return_value=True):
         return syncs.of_steps(case, pipeline)

@@ -14,7 +14,6 @@ from lightning_overlap import Schedule
 from ..support.cases import NUM_STEPS, Batch, Batches, Case, Model, make_batch
 from ..support.fits import make_strategy, make_trainer
 from ..support.reference import Result, collect
-from .variants import MadeInStep
 
 
 class Fresh(Batches):
@@ -33,8 +32,6 @@ class _Made(IterableDataset):
 
 
 class Watching(Model):
-    """Notes, as the step of each batch begins, how many batches' ids are in memory."""
-
     def __init__(self, case: Case) -> None:
         super().__init__(case)
         self.alive: list[int] = []
@@ -50,8 +47,6 @@ class Watching(Model):
 
 
 class ReadsIds(Model):
-    """Looks at the ids beside looking them up."""
-
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         return super().training_step(batch, batch_idx) + 0.0 * batch.inputs["sparse"][0].values().sum()
 
@@ -76,46 +71,39 @@ class _Holder:
         self.dense, self.inputs, self.labels = batch.dense, batch.inputs, batch.labels
 
 
-MODELS = {model.__name__: model for model in (Model, Watching, ReadsIds, ReadsLengths, MadeInStep)}
-
-
-def _trainer(case: Case, model: Model, pipeline: str | Schedule, release_features: bool, **kwargs: Any) -> Any:
+def _trainer(model: Model, pipeline: str | Schedule, release_features: bool, **kwargs: Any) -> Any:
     strategy = make_strategy(model, pipeline, release_features=release_features)
     return make_trainer(strategy, **kwargs)
 
 
-def fit(case: Case, pipeline: str | Schedule, model: str = "ReadsLengths", num_steps: int = NUM_STEPS) -> Result:
-    """Train with ids given back."""
-    module = MODELS[model](case)
-    trainer = _trainer(case, module, pipeline, True)
-    trainer.fit(module, datamodule=Fresh(case, num_steps))
+def fit(case: Case, pipeline: str | Schedule) -> Result:
+    module = ReadsLengths(case)
+    trainer = _trainer(module, pipeline, True)
+    trainer.fit(module, datamodule=Fresh(case, NUM_STEPS))
     return collect(module, trainer.optimizers[0], module.losses)
 
 
 def alive(case: Case, pipeline: str | Schedule, release_features: bool) -> list[int]:
-    """Train; return by step how many batches' ids are in memory when it begins."""
     module = Watching(case)
-    _trainer(case, module, pipeline, release_features).fit(module, datamodule=Fresh(case, NUM_STEPS))
+    _trainer(module, pipeline, release_features).fit(module, datamodule=Fresh(case, NUM_STEPS))
     return module.alive
 
 
-def refused(case: Case, model: str) -> str:
-    """Train a module that reads ids; return what that raises."""
-    module = MODELS[model](case)
+def refused(case: Case) -> str:
+    module = ReadsIds(case)
     try:
-        _trainer(case, module, "fused_sparse_dist", True).fit(module, datamodule=Fresh(case, 6))
+        _trainer(module, "fused_sparse_dist", True).fit(module, datamodule=Fresh(case, 6))
     except RuntimeError as error:
         return str(error)
     return "nothing"
 
 
-def warned(case: Case, model: str, data: str, num_epochs: int = 1) -> tuple[list[str], int]:
+def warned(case: Case, model: type[Model], data: type[Batches], num_epochs: int = 1) -> tuple[list[str], int]:
     """Train what nothing can be released of; return what was said, and how many steps there were."""
-    module = MODELS[model](case)
-    batches = {"fresh": Fresh, "as it is": AsItIs}[data](case, 6)
-    trainer = _trainer(case, module, "fused_sparse_dist", True, max_epochs=num_epochs)
+    module = model(case)
+    trainer = _trainer(module, "fused_sparse_dist", True, max_epochs=num_epochs)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer.fit(module, datamodule=batches)
+        trainer.fit(module, datamodule=data(case, 6))
     said = [str(warning.message) for warning in caught if "release_features" in str(warning.message)]
     return said, len(module.losses)

@@ -46,8 +46,7 @@ class Said:
     """What was said of gradients on one rank."""
 
     messages: list[str]
-    while_training: int
-    """How many of them before the last step."""
+    while_training: int  # how many of them before the last step
 
 
 def said(pipeline: str, comms: Any, factor: float = 1.0, num_steps: int = 12, ask_every: int = 64) -> Said:
@@ -72,7 +71,6 @@ def said(pipeline: str, comms: Any, factor: float = 1.0, num_steps: int = 12, as
 
 
 def fit_again(case: Case, first: Any, second: Any) -> str:
-    """Fit a module twice; return what the second fit is refused with."""
     model = Model(case)
     plan = make_plan(case, model, dist.get_world_size())
     for comms in (first, second):
@@ -95,7 +93,6 @@ def bytes_sent(case: Case, pipeline: str, comms: Any) -> tuple[dict[str, tuple[f
 
 
 def losses_of(case: Case, comms: Any) -> Tensor:
-    """Train by the default mode; return the losses."""
     model = Model(case)
     strategy = make_strategy(model, quantized_comms=comms)
     make_trainer(strategy).fit(model, datamodule=Batches(case))

@@ -63,8 +63,6 @@ def told(
 
 
 class Keeps(OverlapMonitor):
-    """Notes after which steps somebody holds ids."""
-
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.held: list[int] = []

@@ -11,17 +11,15 @@ import pytest
 import torch
 
 from ..support import reference
-from ..support.cases import CASES, MIXED, ROWWISE_ADAGRAD, SEQUENCE, TABLE_WISE, TWO_COLLECTIONS, Case
+from ..support.cases import CASES, MIXED, ROWWISE_ADAGRAD, SEQUENCE, TABLE_WISE, Case
 from ..support.pairs import pairwise
 from ..support.ranks import Ranks
 from ..support.reference import Delayed, Seen, Switching, differences
 from . import asyncs
 from .asyncs import NUM_STEPS
 
-ALL = (TABLE_WISE, MIXED, SEQUENCE, ROWWISE_ADAGRAD)
+BY_NAME = {case.name: case for case in (TABLE_WISE, MIXED, SEQUENCE, ROWWISE_ADAGRAD)}
 deferred = pytest.mark.parametrize("defer_update", [False, True], ids=["in_backward", "deferred"])
-BY_NAME = {case.name: case for case in (*ALL, TWO_COLLECTIONS)}
-ALL_NAMES = [case.name for case in ALL]
 
 
 def _expected(ranks: Ranks, case: Case, seen: Seen, num_steps: int = NUM_STEPS) -> list[reference.Result]:
@@ -29,7 +27,7 @@ def _expected(ranks: Ranks, case: Case, seen: Seen, num_steps: int = NUM_STEPS) 
 
 
 @pytest.mark.parametrize(
-    ("name", "staleness", "defer_update", "num_ranks"), pairwise(ALL_NAMES, [1, 2, 4], [False, True], [1, 2])
+    ("name", "staleness", "defer_update", "num_ranks"), pairwise(BY_NAME, [1, 2, 4], [False, True], [1, 2])
 )
 def test_equals_the_plain_loop_with_updates_delayed_by_as_much(
     get_ranks: Callable[..., Ranks], name: str, staleness: int, defer_update: bool, num_ranks: int
@@ -60,11 +58,8 @@ def test_no_more_batches_than_are_looked_up_ahead(
     assert differences(actual, _expected(ranks, MIXED, Delayed(5), num_steps)) == [[]] * ranks.world_size
 
 
-# -- exact before, exact after ----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
-    ("name", "staleness", "defer_update", "num_ranks"), pairwise(ALL_NAMES, [1, 4], [False, True], [1, 2])
+    ("name", "staleness", "defer_update", "num_ranks"), pairwise(BY_NAME, [1, 4], [False, True], [1, 2])
 )
 def test_exact_until_the_start_and_after_the_end(
     get_ranks: Callable[..., Ranks], name: str, staleness: int, defer_update: bool, num_ranks: int
@@ -104,9 +99,6 @@ def test_each_batch_is_looked_up_once_and_in_flight_is_bounded(two_ranks: Ranks)
     for lookups, most in two_ranks.run(asyncs.watched, TABLE_WISE, staleness=4, start_batch=5, end_batch=10):
         assert lookups == list(range(1, NUM_STEPS)), "the first batch shows what feeds which module"
         assert most == 4 + 3
-
-
-# -- epochs, validation, resume ---------------------------------------------------------------------------------
 
 
 @deferred

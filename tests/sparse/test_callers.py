@@ -28,18 +28,14 @@ def _same_as_by_hand(ranks: Ranks, model: str, pipeline: str, reference: str = "
     return actual[0]
 
 
-def _same_as_in(ranks: Ranks, model: str, pipeline: str, other: str) -> caller_fits.Outcome:
-    expected, actual = (ranks.run(caller_fits.train, model, name) for name in (other, pipeline))
+def _same_as_in(ranks: Ranks, model: str, pipeline: str, other: str, **kwargs: Any) -> caller_fits.Outcome:
+    expected, actual = (ranks.run(caller_fits.train, model, name, **kwargs) for name in (other, pipeline))
     for mine, theirs in zip(actual, expected, strict=True):
         assert mine.result.differences(theirs.result) == []
     return actual[0]
 
 
-SERVED = NUM_STEPS - 1
-"""All but the first batch, which shows what feeds what."""
-
-FROZEN = ("fused_sparse_dist", "sparse_dist")
-
+SERVED = NUM_STEPS - 1  # all but the first batch, which shows what feeds what
 _CALLS = [
     ("no_grad", "", SERVED),
     ("inference_mode", "no_grad", SERVED),  # which FBGEMM lacks on a CPU
@@ -63,9 +59,19 @@ _CALLS = [
 ]
 
 
+_REASONS = {  # why a module ran in its own forward
+    "hashes_in_place": "its input was changed in place after its ids had been sent",
+    "two_tasks_at_once": "it was called with another input",
+}
+
+
 @pytest.mark.parametrize(("model", "reference", "early"), _CALLS, ids=[call[0] for call in _CALLS])
 def test_trains_as_the_plain_loop_does(two_ranks: Ranks, model: str, reference: str, early: int) -> None:
-    assert _same_as_by_hand(two_ranks, model, "fused_sparse_dist", reference).early == early
+    outcome = _same_as_by_hand(two_ranks, model, "fused_sparse_dist", reference)
+    assert outcome.early == early
+    if model in _REASONS:
+        [message] = outcome.messages
+        assert _REASONS[model] in message
 
 
 @pytest.mark.parametrize(
@@ -94,7 +100,7 @@ def test_deferred_updates_are_those_of_the_same_staleness(two_ranks: Ranks, mode
 
 def test_a_frozen_teacher_is_not_trained_in_any_mode(two_ranks: Ranks, mode: Schedule) -> None:
     """Embeddings without a graph carry no gradient, however early they were looked up."""
-    [before, *_] = two_ranks.run(caller_fits.train, "no_grad", "base", limit_train_batches=1)
+    [before, *_] = two_ranks.run_once(caller_fits.train, "no_grad", "base", limit_train_batches=1)
     [after, *_] = two_ranks.run(caller_fits.train, "no_grad", mode)
     assert all(torch.equal(after.result.tables[name], table) for name, table in before.result.tables.items())
 
@@ -105,22 +111,13 @@ def test_deferred_updates_let_embeddings_be_changed_in_place(get_ranks: Callable
     for num_ranks in (1, 2):
         ranks = get_ranks(num_ranks)
         _same_as_in(ranks, "scales_in_place", "semi_sync_deferred", "semi_sync")
-        early, late = (ranks.run(caller_fits.train, "scales_in_place", name, **frozen) for name in FROZEN)
-        for mine, theirs in zip(early, late, strict=True):
-            assert mine.result.differences(theirs.result) == []
+        _same_as_in(ranks, "scales_in_place", "fused_sparse_dist", "sparse_dist", **frozen)
 
 
 @pytest.mark.parametrize("model", ["called_more_on_one_rank", "recomputes_in_every_closure"])
 def test_what_calls_more_often_trains_as_in_base(two_ranks: Ranks, model: str) -> None:
     for pipeline in ("sparse_dist", "fused_sparse_dist"):
         _same_as_in(two_ranks, model, pipeline, "base")
-
-
-def test_what_ran_in_its_own_forward_says_why(two_ranks: Ranks) -> None:
-    [changed] = two_ranks.run(caller_fits.train, "hashes_in_place", "fused_sparse_dist")[0].messages
-    assert "its input was changed in place after its ids had been sent" in changed
-    [several] = two_ranks.run(caller_fits.train, "two_tasks_at_once", "fused_sparse_dist")[0].messages
-    assert "it was called with another input" in several
 
 
 def test_a_collection_called_after_the_first_backward_is_looked_up_early(two_ranks: Ranks) -> None:
@@ -136,9 +133,6 @@ def test_an_error_leaves_the_dense_step_and_its_deferred_update_or_neither(
     expected = two_ranks.run(caller_fits.train, "plain", "semi_sync", max_steps=num_steps)
     for mine, theirs in zip(two_ranks.run(caller_fits.train, model, "semi_sync_deferred"), expected, strict=True):
         assert [name for name in mine.result.differences(theirs.result) if not name.startswith("losses")] == []
-
-
-# -- tables that the user writes --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("model", ["clamps", "clamps_data", "clamps_state", "clamps_before_the_step", "trains_between"])
@@ -170,12 +164,9 @@ def test_writes_that_begin_late_are_refused_before_anything_is_wrong(two_ranks: 
         assert "after batch 4" in message
 
 
-def test_writes_that_begin_late_are_seen_where_all_ranks_say_so(two_ranks: Ranks) -> None:
-    _same_as_by_hand(two_ranks, "clamps_later_and_says_so", "fused_sparse_dist", "clamps_later")
-
-
-def test_one_rank_sees_late_writes_by_itself(get_ranks: Callable[..., Ranks]) -> None:
-    _same_as_by_hand(get_ranks(1), "clamps_later", "fused_sparse_dist")
+@pytest.mark.parametrize(("model", "num_ranks"), [("clamps_later_and_says_so", 2), ("clamps_later", 1)])
+def test_writes_that_begin_late_are_seen_where_all_ranks_say_so(get_ranks: Any, model: str, num_ranks: int) -> None:
+    _same_as_by_hand(get_ranks(num_ranks), model, "fused_sparse_dist", "clamps_later")
 
 
 def test_writes_where_the_ids_are_gone_are_refused(get_ranks: Callable[..., Ranks]) -> None:
@@ -215,32 +206,29 @@ def test_another_type_in_an_own_forward_is_an_error_before_anything_is_sent(get_
         get_ranks(2).run(caller_fits.train, "types_differ_later", "base", timeout_s=60)
 
 
-@pytest.mark.parametrize("pipeline", ["base", "fused_sparse_dist"])
-def test_types_that_change_on_all_ranks_train_on(two_ranks: Ranks, pipeline: str) -> None:
-    _same_as_by_hand(two_ranks, "types_change", pipeline)
-
-
-@pytest.mark.parametrize("pipeline", ["base", "fused_sparse_dist"])
-def test_tables_that_every_rank_holds_take_other_types_on_each_rank(two_ranks: Ranks, pipeline: str) -> None:
-    """Nothing is sent of their inputs."""
-    _same_as_by_hand(two_ranks, "types_differ_later_replicated", pipeline)
-
-
-def test_the_calls_of_a_step_may_have_other_types_each(two_ranks: Ranks) -> None:
-    """One rank comes late to the second call: the others do not take it for a rank that sends what they do not."""
-    _same_as_by_hand(two_ranks, "two_types_in_a_step", "base")
+@pytest.mark.parametrize(
+    ("model", "pipeline"),
+    [
+        ("types_change", "base"),
+        ("types_change", "fused_sparse_dist"),
+        ("types_differ_later_replicated", "base"),
+        ("types_differ_later_replicated", "fused_sparse_dist"),
+        ("two_types_in_a_step", "base"),
+    ],
+)
+def test_other_types_of_all_ranks_or_of_what_is_not_sent_train_on(two_ranks: Ranks, model: str, pipeline: str) -> None:
+    """Nothing is sent for replicated tables. A rank that comes late to its second call is not taken for another."""
+    _same_as_by_hand(two_ranks, model, pipeline)
 
 
 @pytest.mark.parametrize("pipeline", ["base", "fused_sparse_dist"])
 def test_gradients_of_tables_but_by_their_lookups_are_refused(ranks: Ranks, pipeline: str) -> None:
-    """TorchRec alone lets them go."""
     for message in ranks.run(caller_fits.fails, "penalizes_all", pipeline):
         assert "the loss uses the weight of t" in message
         assert "in_backward_optimizer_filter" in message
 
 
 def test_weights_of_ids_are_trained_on_one_rank_alone(ranks: Ranks) -> None:
-    """Gradients do not come back from other ranks."""
     for message in ranks.run(caller_fits.fails, "trains_weights", "fused_sparse_dist"):
         is_refused = "the weights of the ids passed to 'ebc' are trained" in message
         assert message == "no error" if ranks.world_size == 1 else is_refused

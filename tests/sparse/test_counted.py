@@ -27,8 +27,7 @@ CASES = {
 
 
 @pytest.mark.parametrize(
-    ("name", "pipeline"),
-    [("bags", "fused_sparse_dist"), ("weighted", "sparse_dist"), ("sequences", "semi_sync")],
+    ("name", "pipeline"), [("bags", "fused_sparse_dist"), ("weighted", "sparse_dist"), ("sequences", "semi_sync")]
 )
 def test_losses_are_those_of_the_plain_loop(two_ranks: Ranks, name: str, pipeline: str) -> None:
     case, staleness = CASES[name], MODES[pipeline].staleness
@@ -48,10 +47,7 @@ def test_the_host_reads_nothing_but_the_sizes(two_ranks: Ranks) -> None:
 
 @pytest.mark.parametrize(
     ("splits", "expected"),
-    [
-        ((2, 2), [[7, 4, 4, 7, 1, 3], [7, 11, 11, 7, 5, 6]]),
-        ((1, 3), [[7, 1, 1, 7, 1, 0, 0], [7, 14, 14, 7, 3, 5, 6]]),
-    ],
+    [((2, 2), [[7, 4, 4, 7, 1, 3], [7, 11, 11, 7, 5, 6]]), ((1, 3), [[7, 1, 1, 7, 1, 0, 0], [7, 14, 14, 7, 3, 5, 6]])],
 )
 def test_what_a_device_adds(splits: tuple[int, ...], expected: list[list[int]]) -> None:
     """For each rank the numbers of ids and of weights, and the lengths of its features; other sizes stay."""
@@ -59,7 +55,7 @@ def test_what_a_device_adds(splits: tuple[int, ...], expected: list[list[int]]) 
     kjt = KeyedJaggedTensor(["a", "b", "c", "d"], torch.arange(15), lengths=lengths, stride=2)
     part = PartForm(4, splits, with_lengths=True)
     meta: Any = SimpleNamespace(_input=kjt, input_splits=[[7, 7], [0, 0], [0, 0]])
-    rows = torch.full((2, part.width), 7)
+    rows = torch.full((2, 4 + max(splits)), 7)
     rows[:, 4:] = 0
     one = _Counted(0, part, meta)
     one.add_to(rows)

@@ -35,12 +35,15 @@ def test_ids_and_lengths_are_narrow_between_hosts(
     assert looked_up == ({torch.int64},) * 2
 
 
-@pytest.mark.parametrize("pipeline", ["fused_sparse_dist", "semi_sync"])
 @pytest.mark.parametrize(
-    "name",
+    ("name", "pipeline"),
     [
-        *("feature_processors", "feature_processors_row_wise", "variable_batch", "variable_batch_sequences"),
-        *("managed_bags", "managed_sequences"),
+        ("feature_processors", "fused_sparse_dist"),
+        ("feature_processors_row_wise", "semi_sync"),
+        ("variable_batch", "fused_sparse_dist"),
+        ("variable_batch_sequences", "semi_sync"),
+        ("managed_bags", "fused_sparse_dist"),
+        ("managed_sequences", "semi_sync"),
     ],
 )
 def test_two_hosts_train_every_kind_as_the_plain_loop(

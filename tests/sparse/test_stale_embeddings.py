@@ -57,7 +57,7 @@ def _check(ranks: Ranks, case: Case, staleness: int, told: list[dict[str, Any]])
 
 
 @pytest.mark.parametrize("case", [TABLE_WISE, COLUMN_WISE], ids=lambda case: case.name)
-@pytest.mark.parametrize("staleness", [1, 2, 3])
+@pytest.mark.parametrize("staleness", [1, 3])
 def test_equals_a_count_with_sets(ranks: Ranks, case: Case, staleness: int) -> None:
     told = ranks.run(stale_embeddings.told, case, NUM_STEPS, pipeline="async_lookup", staleness=staleness)
     _check(ranks, case, staleness, told)
@@ -85,7 +85,7 @@ def test_every_mode_with_a_staleness_and_the_closing_table(two_ranks: Ranks, pip
         assert line in {" ".join(line.split()) for line in told[0]["printed"].splitlines()}
 
 
-@pytest.mark.parametrize("pipeline", [name for name, mode in MODES.items() if not mode.staleness])
+@pytest.mark.parametrize("pipeline", ["base", "fused_sparse_dist", "split_backward"])
 def test_an_exact_mode_has_none(two_ranks: Ranks, pipeline: str) -> None:
     for rank in two_ranks.run(stale_embeddings.told, TABLE_WISE, NUM_STEPS, pipeline=pipeline):
         assert rank["same_losses"]

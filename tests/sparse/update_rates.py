@@ -35,7 +35,7 @@ from ..support.cases import (
 )
 from ..support.fits import make_strategy, make_trainer
 from ..support.reference import Result, collect
-from .variants import Variant
+from .variants import Twice, Variant
 
 NUM_STEPS = 10
 TWO_RATES = Case(
@@ -62,14 +62,15 @@ def factor(step: int) -> float:
 class Scheduled(Model):
     """One scheduler for the dense optimizer and the fused tables."""
 
+    def make_dense_optimizer(self) -> torch.optim.Optimizer:
+        return dense_optimizer(self)
+
     def configure_optimizers(self) -> Any:
-        optimizer = combined_optimizer(self, dense_optimizer(self))
-        scheduler = lr_scheduler.LambdaLR(optimizer, factor)
-        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+        optimizer = combined_optimizer(self, self.make_dense_optimizer())
+        return [optimizer], [{"scheduler": lr_scheduler.LambdaLR(optimizer, factor), "interval": "step"}]
 
 
 def fit(case: Case, pipeline: str, *, stream: str = "data_dist", device_type: str = "cpu", **kwargs: Any) -> Result:
-    """Train under a schedule."""
     model = Scheduled(case)
     strategy = make_strategy(model, pipeline, device_type=device_type, stream=stream)
     trainer = make_trainer(strategy, device_type, **kwargs)
@@ -93,8 +94,6 @@ def fit_at_the_rate_of_the_lookup(case: Case, pipeline: str) -> Result:
 
 
 class Manual(ByHand, Scheduled):
-    """Steps its optimizer and its schedule by hand."""
-
     def training_step(self, batch: Batch, batch_idx: int) -> None:
         optimizer = self.optimizers()
         self.toggle_optimizer(optimizer)
@@ -141,44 +140,29 @@ class TwoDense(Manual):
 class SeveralGroups(Scheduled):
     """Dense parameter groups with settings of their own, and a rate that a plain number schedules."""
 
-    def configure_optimizers(self) -> Any:
+    def make_dense_optimizer(self) -> torch.optim.Optimizer:
         groups = [{"params": [*self.bottom.parameters()], "lr": 0.3}, {"params": [*self.top.parameters()]}]
-        optimizer = combined_optimizer(self, torch.optim.AdamW(groups, 0.02, weight_decay=0.1))
-        return [optimizer], [{"scheduler": lr_scheduler.LambdaLR(optimizer, factor), "interval": "step"}]
+        return torch.optim.AdamW(groups, 0.02, weight_decay=0.1)
 
 
 class TwoClosures(Scheduled):
-    """Evaluates its closure twice in a step, so that what was looked up in between are dropped."""
+    """What was looked up between the two closures of a step is dropped."""
 
-    def configure_optimizers(self) -> Any:
-        class Twice(torch.optim.SGD):
-            def step(self, closure: Any = None) -> Any:
-                closure()
-                return super().step(closure)
-
-        optimizer = combined_optimizer(self, Twice([*self.bottom.parameters(), *self.top.parameters()], 0.1))
-        return [optimizer], [{"scheduler": lr_scheduler.LambdaLR(optimizer, factor), "interval": "step"}]
+    def make_dense_optimizer(self) -> torch.optim.Optimizer:
+        return Twice([*self.bottom.parameters(), *self.top.parameters()], 0.1)
 
 
 class LBFGS(Scheduled):
-    """A dense optimizer that calls its closure several times and takes no parameter groups."""
-
-    def configure_optimizers(self) -> Any:
-        dense = torch.optim.LBFGS([*self.bottom.parameters(), *self.top.parameters()], 0.1, max_iter=3)
-        optimizer = combined_optimizer(self, dense)
-        return [optimizer], [{"scheduler": lr_scheduler.LambdaLR(optimizer, factor), "interval": "step"}]
+    def make_dense_optimizer(self) -> torch.optim.Optimizer:
+        return torch.optim.LBFGS([*self.bottom.parameters(), *self.top.parameters()], 0.1, max_iter=3)
 
 
 class Unscheduled(Scheduled):
-    """Combined, but nobody moves a rate."""
-
     def configure_optimizers(self) -> Any:
         return combined_optimizer(self, dense_optimizer(self))
 
 
 class Plateau(Scheduled):
-    """Lowers the rates when the loss of an epoch does not fall by much."""
-
     def configure_optimizers(self) -> Any:
         optimizer = combined_optimizer(self, dense_optimizer(self))
         scheduler = lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.3, patience=0, threshold=10.0)
@@ -192,36 +176,22 @@ class Plateau(Scheduled):
 
 MODELS: dict[str, type[Scheduled]] = {
     cls.__name__: cls
-    for cls in (
-        Scheduled,
-        Manual,
-        TwoBackwards,
-        TwoDense,
-        SeveralGroups,
-        TwoClosures,
-        LBFGS,
-        Unscheduled,
-        Plateau,
-    )
+    for cls in (Scheduled, Manual, TwoBackwards, TwoDense, SeveralGroups, TwoClosures, LBFGS, Unscheduled, Plateau)
 }
 
 
+# These leave data-parallel tables to nobody (or toggle requires_grad, which a view of a kernel cannot take).
 OWN_OPTIMIZERS = ("Manual", "TwoDense", "SeveralGroups", "TwoClosures", "LBFGS")
-"""These leave data-parallel tables to nobody (or toggle requires_grad, which a view of a kernel cannot take)."""
 
 
 @dataclass
 class Report:
-    """What a fit showed on one rank."""
-
     losses: Tensor
     tables: dict[str, Tensor]
-    rates: list[list[float]]
-    """Of all groups, at the end of each batch."""
+    rates: list[list[float]]  # of all groups, at the end of each batch
 
 
 def run(model: str, pipeline: str, case: Case | None = None, **trainer_kwargs: Any) -> Report:
-    """Train one of `MODELS`."""
     case = case or (TABLE_WISE if model in OWN_OPTIMIZERS else MIXED)
     module = MODELS[model](case)
     rates: list[list[float]] = []
@@ -243,7 +213,6 @@ def run(model: str, pipeline: str, case: Case | None = None, **trainer_kwargs: A
 
 
 def collect_tables(module: Model) -> dict[str, Tensor]:
-    """Return this rank's shards."""
     unused = torch.optim.SGD([torch.zeros(1)])
     return collect(module, unused, module.losses).tables
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 from unittest import mock
 
+import pytest
 import torch
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 from tensordict import TensorDict
@@ -32,6 +34,7 @@ from ..support.cases import (
     make_batch,
 )
 from ..support.fits import make_strategy, make_trainer
+from .caller_inputs import kjt_of
 
 NUM_STEPS = 12
 
@@ -52,17 +55,13 @@ class Plain:
         return self
 
 
-def _kjt(batch: Batch) -> KeyedJaggedTensor:
-    return batch.inputs["sparse"][0]
-
-
 STRUCTURES: dict[str, Any] = {
     "dataclass": lambda b: b,
-    "namedtuple": lambda b: Tupled(b.dense, _kjt(b), b.labels),
-    "tuple": lambda b: (b.dense, _kjt(b), b.labels),
-    "list": lambda b: [b.dense, [_kjt(b)], b.labels],
-    "dict": lambda b: {"dense": b.dense, "sparse": _kjt(b), "labels": b.labels},
-    "nested": lambda b: {"x": (b.dense, Tupled(b.dense, {"ids": [_kjt(b)]}, b.labels)), "y": [b.labels]},
+    "namedtuple": lambda b: Tupled(b.dense, kjt_of(b), b.labels),
+    "tuple": lambda b: (b.dense, kjt_of(b), b.labels),
+    "list": lambda b: [b.dense, [kjt_of(b)], b.labels],
+    "dict": lambda b: {"dense": b.dense, "sparse": kjt_of(b), "labels": b.labels},
+    "nested": lambda b: {"x": (b.dense, Tupled(b.dense, {"ids": [kjt_of(b)]}, b.labels)), "y": [b.labels]},
     "own_class": Plain,
 }
 
@@ -71,7 +70,7 @@ def _flatten(part: Any) -> list[Any]:
     if isinstance(part, Plain):
         part = part.batch
     if isinstance(part, Batch):
-        return [part.dense, _kjt(part), part.labels]
+        return [part.dense, kjt_of(part), part.labels]
     if isinstance(part, (Tensor, KeyedJaggedTensor)):
         return [part]
     values = part.values() if isinstance(part, dict) else part
@@ -80,8 +79,6 @@ def _flatten(part: Any) -> list[Any]:
 
 @dataclass
 class Report:
-    """What a fit showed on one rank."""
-
     losses: Tensor
     early: int
     """Lookups whose early embeddings were used."""
@@ -89,8 +86,6 @@ class Report:
 
 
 class Variant(Batches):
-    """Batches in another structure, with others to validate on."""
-
     def __init__(self, case: Any, structure: str, num_batches: int) -> None:
         super().__init__(case, num_batches)
         self.structure = structure
@@ -105,8 +100,6 @@ class Variant(Batches):
 
 
 class AnyStructure(Model):
-    """Takes a batch of any structure apart, keeping its objects."""
-
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         leaves = _flatten(batch)
         kjt = next(leaf for leaf in leaves if isinstance(leaf, KeyedJaggedTensor))
@@ -118,19 +111,15 @@ def _copy(kjt: KeyedJaggedTensor) -> KeyedJaggedTensor:
 
 
 class MadeInStep(Model):
-    """Gives the module another object with the same ids."""
-
     def embeddings(self, collection: str, batch: Batch) -> Any:
-        return getattr(self, collection)(_copy(_kjt(batch)))
+        return getattr(self, collection)(_copy(kjt_of(batch)))
 
 
 class GivesTensorDict(Model):
-    """Gives the module its ids in the other form that TorchRec takes."""
-
     def embeddings(self, collection: str, batch: Batch) -> Any:
         parts = {
             key: torch.nested.nested_tensor_from_jagged(part.values(), part.offsets())
-            for key, part in _kjt(batch).to_dict().items()
+            for key, part in kjt_of(batch).to_dict().items()
         }
         return getattr(self, collection)(TensorDict(parts, batch_size=[len(batch.labels)]))
 
@@ -148,13 +137,11 @@ class OtherIdsFrom5(Model):
 class CalledTwice(Model):
     def embeddings(self, collection: str, batch: Batch) -> Any:
         module = getattr(self, collection)
-        first, second = module(_kjt(batch)), module(_copy(_kjt(batch)))
+        first, second = module(kjt_of(batch)), module(_copy(kjt_of(batch)))
         return {feature: first[feature] + 0.5 * second[feature] for feature in self.case.all_features}
 
 
 class CalledTwiceLater(CalledTwice):
-    """The second call comes with batch 4 only."""
-
     def embeddings(self, collection: str, batch: Batch) -> Any:
         if batch.inputs["sparse"][1] == 4:
             return super().embeddings(collection, batch)
@@ -162,8 +149,6 @@ class CalledTwiceLater(CalledTwice):
 
 
 class NotAlwaysCalled(Model):
-    """Leaves the second collection out of every third batch."""
-
     def forward(self, batch: Batch, embeddings: Any = None) -> Tensor:
         embeddings = {
             name: self.embeddings(name, batch) for name in self.case.collections if not self._left_out(name, batch)
@@ -178,23 +163,17 @@ class NotAlwaysCalled(Model):
 
 
 class Keyword(Model):
-    """Passes the input by name."""
-
     def embeddings(self, collection: str, batch: Batch) -> Any:
-        return getattr(self, collection)(features=_kjt(batch))
+        return getattr(self, collection)(features=kjt_of(batch))
 
 
 class MadeInHook(Model):
-    """Makes the KJT when the batch is staged, where Lightning has a hook for it."""
-
     def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
         kjt, index = batch.inputs["sparse"]
         return Batch(batch.dense, {"sparse": (_copy(kjt), index)}, batch.labels)
 
 
 class Manual(ByHand, Model):
-    """Steps by hand."""
-
     def training_step(self, batch: Batch, batch_idx: int) -> None:
         optimizer = self.optimizers()
         optimizer.zero_grad()
@@ -203,29 +182,26 @@ class Manual(ByHand, Model):
         optimizer.step()
 
 
+class Twice(torch.optim.SGD):
+    """Evaluates its closure twice per step, as LBFGS does."""
+
+    def step(self, closure: Any = None) -> Any:
+        closure()
+        return super().step(closure)
+
+
 class TwoClosures(Model):
-    """An optimizer that evaluates its closure twice per step, as LBFGS does."""
-
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        class Twice(torch.optim.SGD):
-            def step(self, closure: Any = None) -> Any:
-                closure()
-                return super().step(closure)
-
         return Twice([*self.bottom.parameters(), *self.top.parameters()], 0.1)
 
 
 class StepsOverNone(Model):
-    """Has no loss for every fourth batch."""
-
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor | None:
         loss = super().training_step(batch, batch_idx)
         return None if batch_idx % 4 == 2 else loss
 
 
 class OneRankDiffers(Model):
-    """Rank 1 passes a copy in batch 3; all others what is in the batch."""
-
     def embeddings(self, collection: str, batch: Batch) -> Any:
         kjt, index = batch.inputs["sparse"]
         if index == 3 and self.global_rank == 1:
@@ -234,8 +210,6 @@ class OneRankDiffers(Model):
 
 
 class Raises(Model):
-    """Fails in the sixth step, once."""
-
     failed = False
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
@@ -245,30 +219,18 @@ class Raises(Model):
         return super().training_step(batch, batch_idx)
 
 
-MODELS: dict[str, tuple[Any, Any]] = {
-    "any_structure": (AnyStructure, TABLE_WISE),
-    "made_in_step": (MadeInStep, TABLE_WISE),
-    "gives_tensor_dict": (GivesTensorDict, TABLE_WISE),
-    "other_ids_from_5": (OtherIdsFrom5, TABLE_WISE),
-    "called_twice": (CalledTwice, TABLE_WISE),
-    "called_twice_later": (CalledTwiceLater, TABLE_WISE),
-    "not_always_called": (NotAlwaysCalled, TWO_COLLECTIONS),
-    "keyword": (Keyword, SEQUENCE),
-    "made_in_hook": (MadeInHook, TABLE_WISE),
-    "plain": (Model, MIXED),
-    "manual": (Manual, MIXED),
-    "two_closures": (TwoClosures, TABLE_WISE),
-    "steps_over_none": (StepsOverNone, TABLE_WISE),
-    "raises": (Raises, TABLE_WISE),
-}
+def by_name(namespace: dict[str, Any]) -> dict[str, type[Model]]:
+    """Return the modules of a namespace by their names in tests: `made_in_step` of `MadeInStep`."""
+    classes = [one for one in namespace.values() if isinstance(one, type) and issubclass(one, Model)]
+    return {re.sub(r"(?<!^)(?=[A-Z0-9])", "_", cls.__name__).lower(): cls for cls in classes}
 
 
-QUIET_VALIDATION = {"limit_val_batches": 0}
+CASES = {"not_always_called": TWO_COLLECTIONS, "keyword": SEQUENCE, "plain": MIXED, "manual": MIXED}
+_CLASSES = {**by_name(globals()), "plain": Model}
+MODELS = {name: (cls, CASES.get(name, TABLE_WISE)) for name, cls in _CLASSES.items()}
 
 
-def run(
-    model: str, pipeline: str, structure: str = "dataclass", num_steps: int = NUM_STEPS, **trainer_kwargs: Any
-) -> Report:
+def run(model: str, pipeline: str, structure: str = "dataclass", **trainer_kwargs: Any) -> Report:
     """Train a variant; report its losses, how many lookups came early, and what was said."""
     cls, case = MODELS[model]
     early = 0
@@ -281,56 +243,44 @@ def run(
     strategy = make_strategy(module, pipeline, observer=observe)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        make_trainer(strategy, **{**QUIET_VALIDATION, **trainer_kwargs}).fit(
-            module, datamodule=Variant(case, structure, num_steps)
-        )
+        trainer = make_trainer(strategy, **{"limit_val_batches": 0, **trainer_kwargs})
+        trainer.fit(module, datamodule=Variant(case, structure, NUM_STEPS))
     messages = [str(warning.message) for warning in caught if "not overlapped" in str(warning.message)]
     return Report(torch.stack(module.losses), early, messages)
 
 
-def fail_then_fit(pipeline: str) -> tuple[str, bool, Tensor]:
-    """A user's error in the middle of an epoch, then a second fit: (error, forward put back, losses)."""
-    cls, case = MODELS["raises"]
-    module = cls(case)
+def fail_then_fit(pipeline: str) -> Tensor:
+    """Fail in the middle of an epoch, then fit the same module by another strategy; return the losses."""
+    module = Raises(TABLE_WISE)
     strategy = make_strategy(module, pipeline)
-    try:
-        make_trainer(strategy).fit(module, datamodule=Batches(case, NUM_STEPS))
-    except RuntimeError as err:
-        message = str(err)
-    put_back = "forward" not in vars(module.ebc)
+    with pytest.raises(RuntimeError) as raised:
+        make_trainer(strategy).fit(module, datamodule=Batches(TABLE_WISE, NUM_STEPS))
+    assert str(raised.value) == "the user's own error"
     module.losses.clear()
     strategy = OverlapEmbeddingStrategy(pipeline, sharding=strategy.sharding)
-    make_trainer(strategy).fit(module, datamodule=Batches(case, NUM_STEPS))
-    return message, put_back, torch.stack(module.losses)
+    make_trainer(strategy).fit(module, datamodule=Batches(TABLE_WISE, NUM_STEPS))
+    return torch.stack(module.losses)
 
 
 def lookup_counts(pipeline: str, **trainer_kwargs: Any) -> list[list[int]]:
     """Return the iteration count that the fused optimizers saw in each training lookup."""
     module = Model(ROWWISE_ADAGRAD)  # FBGEMM counts for this one on a CPU
-    counts: list[list[int]] = []
+    trained: list[list[int]] = []
     kernel = SplitTableBatchedEmbeddingBagsCodegen
     forward = kernel.forward
 
     def counting(self: Any, *args: Any, **kwargs: Any) -> Any:
         embeddings = forward(self, *args, **kwargs)
-        counts.append([int(self.iter_cpu), int(self.iter)])
+        seen = [int(self.iter_cpu), int(self.iter)]
         if embeddings.requires_grad:
-            embeddings.register_hook(lambda grad, seen=counts[-1]: trained.append(seen))
+            embeddings.register_hook(lambda grad: trained.append(seen))
         return embeddings
 
-    trained: list[list[int]] = []
     strategy = make_strategy(module, pipeline)
     with mock.patch.object(kernel, "forward", counting):
         trainer = make_trainer(strategy, **{"num_sanity_val_steps": 1, **trainer_kwargs})
         trainer.fit(module, datamodule=Variant(ROWWISE_ADAGRAD, "dataclass", NUM_STEPS))
     return trained
-
-
-def one_rank_differs() -> None:
-    """Train a module whose calls differ between ranks: the odd rank raises, and ends the others with it."""
-    module = OneRankDiffers(TABLE_WISE)
-    strategy = make_strategy(module, "fused_sparse_dist")
-    make_trainer(strategy).fit(module, datamodule=Batches(TABLE_WISE, NUM_STEPS))
 
 
 class Parted(Batches):
@@ -341,7 +291,7 @@ class Parted(Batches):
             batch = make_batch(self.case, index, self.trainer.global_rank)
             lacks = (index, self.trainer.global_rank) == (4, 1)
             return Batch(
-                batch.dense, {"ebc": _kjt(batch), "second": None if lacks else _copy(_kjt(batch))}, batch.labels
+                batch.dense, {"ebc": kjt_of(batch), "second": None if lacks else _copy(kjt_of(batch))}, batch.labels
             )
 
         return DataLoader([parted(index) for index in range(self.num_batches)], batch_size=None)
@@ -368,7 +318,6 @@ class TakesParts(Model):
 
 
 def one_rank_lacks_an_input(pipeline: str, makes_input: bool) -> Tensor:
-    """Train where the batch of one rank has no input for a module; return the losses."""
     module = TakesParts(TWO_COLLECTIONS)
     module.makes_input = makes_input
     strategy = make_strategy(module, pipeline)

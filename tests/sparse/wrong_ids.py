@@ -16,8 +16,7 @@ from ..support.cases import NUM_ROWS, TABLE_WISE, WEIGHTED, Batch, Case, Model, 
 from ..support.fits import make_strategy, make_trainer
 from .caller_inputs import HashesInPlace, fresh, kjt_of
 
-NUM_STEPS, WRONG = 6, 3
-"""How many batches there are, and which one is wrong."""
+NUM_STEPS, WRONG = 6, 3  # how many batches there are, and which one is wrong
 ROWS = Case("rows", tuple(TableSpec(f"t{at}", (f"f{at}",), "row_wise") for at in range(3)))
 CASES = {"no_weights": WEIGHTED, "too_large_by_rows": ROWS}
 
@@ -45,7 +44,6 @@ def _batch(case: Case, index: int, what: str) -> Batch:
 
 
 def fit(what: str, pipeline: str, **options: Any) -> tuple[list[Tensor], list[str]]:
-    """Return the losses, and the warnings about ids."""
     case = CASES.get(what, TABLE_WISE)
     model = Model(case)
     trainer = make_trainer(make_strategy(model, pipeline, **options))

@@ -9,7 +9,7 @@ import torch
 from torchrec import KeyedJaggedTensor
 from torchrec.distributed.composable.table_batched_embedding_slice import TableBatchedEmbeddingSlice
 
-from lightning_overlap.sparse.freed_features import release
+from lightning_overlap.sparse.inputs import release
 from lightning_overlap.tables.write_counts import SentInput, WatchedTable, count_writes, watch_tables
 
 

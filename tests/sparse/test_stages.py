@@ -1,4 +1,4 @@
-"""What is not used after all: which stream waits for what is under way, and which states of a batch can follow."""
+"""The sparse stages without ranks: what waits for what, which states of a batch can follow, options."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
+from lightning_overlap.sparse import SparseOptions
+from lightning_overlap.sparse.deferred_update import DeferredUpdate, _Backward, _Cut
 from lightning_overlap.sparse.inputs import SparseInputs
 from lightning_overlap.sparse.module_context import ModuleContext, Progress
 from lightning_overlap.sparse.table_updates import TableUpdates
@@ -75,3 +78,28 @@ def test_a_state_follows_its_own_one_only(present: Progress, to: Progress) -> No
         with pytest.raises(RuntimeError, match=f"batch 7 in module 'ebc' cannot become {to}: it is {present}, and"):
             state.advance(to)
         assert state.progress is present
+
+
+def test_all_parts_are_told_in_order_also_where_a_rank_has_nothing_to_update_in_one() -> None:
+    """After each part all ranks start the all-to-all of its next embeddings: the order must not depend on a rank."""
+    table = torch.ones(2, requires_grad=True)
+    graph = table * 3
+    leaf = graph.detach().requires_grad_()
+    leaf.grad = torch.ones(2)
+    update = DeferredUpdate()
+    update._under_way = [_Cut(graph, leaf, None, part=1)]
+    update._sent = _Backward([])
+    told: list[tuple[int, bool]] = []
+    update.apply([0, 1, 2], lambda part: told.append((part, table.grad is not None)))
+    assert told == [(0, False), (1, True), (2, True)]
+    assert not update
+
+
+def test_no_time_to_wait_for_other_ranks_is_refused() -> None:
+    with pytest.raises(ValueError, match="timeout_s is a time to wait for other ranks, got 0"):
+        SparseOptions(timeout_s=0)
+
+
+def test_a_rate_that_moves_keeps_cached_tables_from_early_lookups() -> None:
+    assert SparseOptions(prefetches=True).looks_up_cached
+    assert not SparseOptions(prefetches=True, set_rates=lambda: None).looks_up_cached
