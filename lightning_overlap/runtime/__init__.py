@@ -1,8 +1,4 @@
-"""Walk a schedule: batches in flight, streams and events, and when each stage is issued.
-
-It knows neither TorchRec nor Lightning: `interfaces.py` defines its inputs, `executor.py` walks the schedule. An
-executor and the sparse stages share streams and events through a `LookupOrder`.
-"""
+"""Walk a schedule: batches in flight, streams and events, and when each stage is issued."""
 
 from .batch_copies import BatchCopies as BatchCopies
 from .batch_memory import BatchMemory as BatchMemory

@@ -19,12 +19,9 @@ class BatchQueue:
 
     def reset(self) -> None:
         """Begin an epoch."""
-        self.in_flight: dict[int, InFlightBatch] = {}
-        """The batches in flight by number, from the current one on."""
-        self.current: InFlightBatch | None = None
-        """The batch being trained."""
-        self.num_fetched = 0
-        """Number of batches fetched in this epoch."""
+        self.in_flight: dict[int, InFlightBatch] = {}  # by number, from the current one on
+        self.current: InFlightBatch | None = None  # the batch being trained
+        self.num_fetched = 0  # in this epoch
         self._end.reset()
 
     def ahead(self) -> list[InFlightBatch]:
@@ -32,10 +29,9 @@ class BatchQueue:
         return [inflight for inflight in self.in_flight.values() if not inflight.consumed]
 
     def fetch(self, step: Step, index: int) -> None:
-        """Fetch batch `index`, and earlier batches that were held back, on the stream of a COPY_BATCH_TO_DEVICE step.
+        """Fetch batch `index`, and earlier batches that the source held back (`max_steps` seemed to exclude them).
 
-        A source holds back batches that `max_steps` seems to exclude. On several ranks this fetches one batch a call,
-        so that all ranks ask the same questions though the data of one rank may end here.
+        On several ranks a call fetches one batch, so that all ranks ask the same questions wherever data ends.
         """
         end, order = self._end, self._order
         while self.num_fetched <= index and (end.num_batches is None or self.num_fetched < end.num_batches):

@@ -1,8 +1,4 @@
-"""Walk a schedule: run its steps around the trainer's own forward, backward and optimizer step.
-
-`stage_issue.py` lets a sparse stage wait for what it reads, `lookup_order.py` orders the lookup stream and the compute
-stream, `batch_queue.py` fetches the batches, and `deferred_updates.py` makes updates after their backward.
-"""
+"""Walk a schedule: run its steps around the trainer's own forward, backward and optimizer step."""
 
 from __future__ import annotations
 
@@ -27,11 +23,10 @@ from .table_writes import NUM_ASKS, TableWrites
 
 
 class Executor:
-    """Runs the steps of a schedule around the trainer's own forward, backward and optimizer step.
+    """Runs the steps of a schedule, all on the calling thread, at the same point on every rank.
 
     The trainer drives it: `next_batch()` begins an iteration, `forward()` goes around `training_step`, and
-    `stage_done(stage)` says that the trainer has done a stage. All steps run on the calling thread, at the same point
-    on every rank.
+    `stage_done(stage)` says that the trainer has done a stage.
 
     Args:
         schedule: The table to walk, or several that follow one another.
@@ -204,10 +199,9 @@ class Executor:
             self._run(step)
 
     def stage_done(self, stage: Stage) -> None:
-        """Note that the trainer has done a stage of the current batch; run the steps up to its next stage.
+        """Run the steps up to the trainer's next stage; if it has skipped a stage, also the steps above `stage`.
 
-        If it has skipped a stage, the steps above `stage` run now. A second backward in one iteration (LBFGS) writes
-        the tables again: early lookups made in between are dropped.
+        A second backward in one iteration (LBFGS) writes the tables again: early lookups made in between are dropped.
         """
         current = self.queue.current
         if stage is Stage.BACKWARD and self._finished_backward:
@@ -241,7 +235,7 @@ class Executor:
             self._begin_trainer_stage(TRAINING_STAGES[TRAINING_STAGES.index(stage) + 1])
 
     def _begin_trainer_stage(self, stage: Stage | None) -> None:
-        """Tell profiler and timer that the trainer's present stage has ended, and which one it begins."""
+        """Tell profiler and timer that the trainer's present stage has ended and that another begins."""
         if self._trainer_stage is not None:
             self._trainer_stage.close()
             self._trainer_stage = None
@@ -363,13 +357,12 @@ class Executor:
                 self._stages.receive_input(lookup, inflight)
 
     def _look_up_part(self, part: ModulePart) -> None:
-        """Look up an updated part of a module for the next batch, while the gradients of other parts are under way."""
+        """Look up an updated part of a module for the next batch, while gradients of other parts are under way."""
         lookup = self.schedule[Stage.EMBEDDING_LOOKUP]
         if (inflight := self.queue.hear(self._iteration + lookup.offset)) is not None:
             self._stages.issue(lookup, inflight, frozenset({WeightOwner.FUSED_BACKWARD}), part)
 
     def _after_stage(self, stage: Stage, current: InFlightBatch) -> None:
-        """The trainer has done `stage` of the current batch."""
         if stage is not Stage.DENSE_FORWARD:
             self._order.observe("issue", stage, self._iteration)
         if not self.schedule.has_sparse_stages:

@@ -24,22 +24,14 @@ class FetchedBatch(NamedTuple):
     """A batch from a source."""
 
     batch: Any
-    batch_idx: int
-    """Its number in its data loader; None batches count."""
+    batch_idx: int  # its number in its data loader; None batches count
     dataloader_idx: int
-    """Index of its data loader."""
-    latest_none: int = -1
-    """Number in its data loader of the last None batch before it in the epoch; -1 if there is none."""
-    loader_states: Any = None
-    """States of the data loaders after it, for checkpoints."""
+    latest_none: int = -1  # number in its data loader of the last None batch before it in the epoch; -1: none
+    loader_states: Any = None  # states of the data loaders after it, for checkpoints
 
 
 class BatchSource(Protocol):
-    """Where batches come from; `plugin.BatchStream` takes them from Lightning's loaders.
-
-    `fetch` returns None after the last batch, and while `max_steps` excludes the batch; the timer times the wait for
-    the data loader.
-    """
+    """Where batches come from: `plugin.BatchStream`. `fetch` returns None at the end, or if `max_steps` excludes it."""
 
     @property
     def exhausted(self) -> bool: ...
@@ -55,10 +47,7 @@ class BatchSource(Protocol):
 
 
 class Inputs(Protocol):
-    """The input dist of one batch; `sparse.SparseInputs` implements it with TorchRec, and documents the methods.
-
-    Here and below, a method named as a `Stage` issues that stage on the current stream.
-    """
+    """The input dist of a batch: `sparse.SparseInputs`. A method named as a `Stage` issues it on the current stream."""
 
     @property
     def ready(self) -> bool: ...
@@ -71,7 +60,7 @@ class Inputs(Protocol):
 
 
 class Lookups(Protocol):
-    """The lookup of one batch, from the cache to the end of its use; `sparse.SparseLookups` implements it."""
+    """The lookup of a batch, from the cache to the end of its use: `sparse.SparseLookups`."""
 
     def prefetch(self, inflight: InFlightBatch) -> None: ...
     def forget_prefetched(self) -> None: ...
@@ -87,7 +76,7 @@ class Lookups(Protocol):
 
 
 class Updates(Protocol):
-    """The backward of one batch and its update of the tables; `sparse.TableUpdates` implements them."""
+    """The backward of a batch and its update of the tables: `sparse.TableUpdates`."""
 
     @property
     def can_defer_updates(self) -> bool: ...
@@ -122,10 +111,9 @@ class WeightGradients(Protocol):
 
 
 class StageTimer(Protocol):
-    """Context managers that time parts of a step; `profiling.SpanRecorder` records their spans.
+    """Context managers that time parts of a step: `profiling.SpanRecorder`.
 
-    `during` times a stage, perhaps inside another one, `copy` a batch's copies to the device, `data` the wait for the
-    data loader, `merge` the compute stream's wait for embeddings.
+    `copy` times copies to the device, `data` the wait for the data loader, `merge` the wait for embeddings.
     """
 
     def during(self, stage: Stage, batch: int, stream: StreamName) -> AbstractContextManager[None]: ...

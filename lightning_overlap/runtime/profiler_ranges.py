@@ -13,8 +13,7 @@ import torch
 from ..schedules import Stage
 from .streams import NOTHING
 
-_PROFILED_FROM_OUTSIDE = "KINETO_USE_DAEMON" in os.environ
-"""Whether a daemon may start a profiler at any time, unseen by the profiled thread."""
+_PROFILED_FROM_OUTSIDE = "KINETO_USE_DAEMON" in os.environ  # a daemon may start a profiler unseen by this thread
 
 
 def is_profiled() -> bool:

@@ -16,10 +16,7 @@ from .profiler_ranges import InStage
 
 
 class StageIssuer:
-    """Issues the sparse stages of batches, each after everything it reads.
-
-    Every lookup runs within both `lookup_contexts`: grad mode and autocast.
-    """
+    """Issues the sparse stages of batches; every lookup runs within both `lookup_contexts`: grad mode and autocast."""
 
     def __init__(
         self,
@@ -49,10 +46,7 @@ class StageIssuer:
     def issue(
         self, step: Step, inflight: InFlightBatch, owners: frozenset[WeightOwner], only: ModulePart | None = None
     ) -> None:
-        """Issue one stage of a batch; postpone it until `discover` has found inputs.
-
-        A lookup is of the tables of `owners`, or of one part alone.
-        """
+        """Issue a stage of a batch, or postpone it until `discover`; look up tables of `owners`, or a part `only`."""
         stage = step.stage
         if not self._inputs.ready:
             self._waiting.append((step, inflight, owners))

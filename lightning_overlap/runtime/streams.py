@@ -17,8 +17,7 @@ NOTHING: AbstractContextManager[Any] = nullcontext()
 class Streams:
     """Streams and events of a device; here of a CPU: every stream is the calling thread, and every event is None."""
 
-    is_async = False
-    """Whether the host only launches work; otherwise it does all work itself and waits for every collective."""
+    is_async = False  # whether the host only launches work; else it does all work and waits for every collective
 
     def on(self, name: StreamName) -> AbstractContextManager[Any]:
         """Make a stream current."""
@@ -57,11 +56,10 @@ class Streams:
 
 
 class CudaStreams(Streams):
-    """CUDA streams, made once and kept for the whole run.
+    """CUDA streams, made once and kept for the whole run; `StreamName.LOOKUP` stands for the stream `lookup`.
 
     One lookup stream serves the run: autograd runs the TBE backward on the stream of its forward, and so the
     lookup of the next batch, queued on that stream, comes after the update of the tables without an event.
-    `StreamName.LOOKUP` stands for `lookup`: itself (a dedicated stream), the input dist's or the compute stream.
     """
 
     is_async = True

@@ -1,8 +1,4 @@
-"""A pipeline mode as a table: when, for which batch and on which stream each stage is issued.
-
-Steps are in issue order. `Step(stage, +k, stream)` means "during iteration i, for batch i + k". Everything else
-about a mode (depth, fill, drain, staleness, what evaluation runs) is derived from its table.
-"""
+"""A pipeline mode as a table in issue order; `Step(stage, +k, stream)` means "during iteration i, for batch i + k"."""
 
 from __future__ import annotations
 
@@ -49,7 +45,7 @@ _STEP_TEXT = re.compile(r"(?P<stage>[a-z_]+)(?P<offset>[+-]\d+)/(?P<stream>[a-z_
 
 @dataclass(frozen=True)
 class Schedule:
-    """A named, validated table of steps in issue order; the name is that of `pipeline=`, in lower case.
+    """A named, validated table of steps in issue order; depth, staleness and the rest of a mode are derived from it.
 
     Raises:
         ScheduleError: The table cannot run: a training stage is missing, repeated or not at offset 0; a stage
@@ -59,8 +55,7 @@ class Schedule:
     name: str
     steps: tuple[Step, ...]
 
-    training_stages: ClassVar[tuple[Stage, ...]] = TRAINING_STAGES
-    """The stages that the trainer runs; the table has one step for each."""
+    training_stages: ClassVar[tuple[Stage, ...]] = TRAINING_STAGES  # the trainer runs them; each has a step
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "steps", tuple(self.steps))
@@ -159,8 +154,7 @@ class Schedule:
     def accumulating(self) -> AccumulatingSchedule | None:
         """The table for a batch whose gradients wait for a later batch's optimizer step; None: this table.
 
-        An exact table with `EMBEDDING_UPDATE` below `OPTIMIZER_STEP` applies the updates of all batches of that step
-        there. No table is written before it, so an early lookup does not wait for `BACKWARD`.
+        No embedding table is written before that step, so an early lookup does not wait for `BACKWARD`.
         """
         update = self.step_of(Stage.EMBEDDING_UPDATE)
         if update is None or update.offset < 0 or self.staleness or self.updates_before_step:
@@ -183,8 +177,7 @@ class Schedule:
     def fills_backward_wait(self) -> range:
         """Indices of the steps that may run inside `BACKWARD`, while autograd waits for other ranks (CPU only).
 
-        They are the sparse steps right above `BACKWARD`, from the first that reads or writes tables. Moving them is
-        safe: before gradients arrive, only an update among these steps writes tables.
+        Before gradients arrive, only an update among these steps writes tables.
         """
         end = self.position(Stage.BACKWARD)
         start = end
@@ -211,9 +204,7 @@ class Schedule:
     def dense_owned_lookup(self) -> Step | None:
         """The step that looks up tables of the dense optimizer, if it differs from the fused tables' step.
 
-        `OPTIMIZER_STEP` writes such tables, so an early lookup of batch N waits for the optimizer step of batch
-        N - 1 in every mode: it runs at offset 1, right after `OPTIMIZER_STEP`. None: the `EMBEDDING_LOOKUP` step
-        already comes after it.
+        `OPTIMIZER_STEP` of batch N - 1 writes them: an early lookup of batch N runs right after it, in every mode.
         """
         lookup = self.step_of(Stage.EMBEDDING_LOOKUP)
         if lookup is None or lookup.offset == 0:
@@ -230,8 +221,7 @@ class Schedule:
     def evaluation(self) -> EvaluationSchedule:
         """The table of an evaluation: it looks up as early as this table does, at most one batch, without a backward.
 
-        An evaluation writes no table, so a lookup can overlap only with the forward. Every stage stands above the
-        forward, one batch ahead of the stage that waits for it, so each all-to-all has a whole forward to arrive in.
+        Every stage stands one batch ahead of the stage that waits for it, so each all-to-all has a whole forward.
         """
         forward, copy = Step(Stage.DENSE_FORWARD, 0, StreamName.COMPUTE), self[Stage.COPY_BATCH_TO_DEVICE]
         if not self.has_sparse_stages:
@@ -367,7 +357,6 @@ def _check_prefetch(schedule: Schedule) -> None:
 
 
 def _check_batch_order(schedule: Schedule) -> None:
-    """Check that the stages of a batch are issued in their order of dependency."""
     by_stage = sorted(schedule.steps, key=lambda step: STAGE_ORDER[step.stage])
     chain = [step for step in by_stage if step.stage is not Stage.EMBEDDING_UPDATE]
     backward_and_update = [step for step in by_stage if step.stage in (Stage.BACKWARD, Stage.EMBEDDING_UPDATE)]

@@ -34,20 +34,17 @@ class Stage(_Name):
     """The user's `training_step`; waits for the embeddings where they are first used (the merge)."""
 
     BACKWARD = "backward"
-    """Autograd's backward: dense gradients, the all-to-all of gradients, and the TBE backward, which applies the fused
-    optimizer to the tables. A step for `EMBEDDING_UPDATE` defers the TBE backward, a step for `WEIGHT_GRADIENTS` the
-    gradients of layers' weights."""
+    """Autograd's backward: dense gradients, the all-to-all of gradients, and the TBE backward, which updates the
+    tables. `EMBEDDING_UPDATE` defers the TBE backward, `WEIGHT_GRADIENTS` the gradients of layers' weights."""
 
     WEIGHT_GRADIENTS = "weight_gradients"
-    """The gradients of layers' weights, which the optimizer alone waits for, and the start of their all-reduce. Without
-    this step `BACKWARD` computes them."""
+    """The gradients of layers' weights, which the optimizer alone waits for, and the start of their all-reduce."""
 
     OPTIMIZER_STEP = "optimizer_step"
     """The step of the dense optimizer; with accumulation, the end of a batch without a step."""
 
     EMBEDDING_UPDATE = "embedding_update"
-    """Wait for the all-to-all of gradients, which `BACKWARD` only starts, and run the TBE backward, which applies the
-    fused optimizer to the tables that were looked up early. Without this step `BACKWARD` does all of it."""
+    """Wait for the all-to-all of gradients, which `BACKWARD` only starts, and run the TBE backward."""
 
 
 class StreamName(_Name):

@@ -7,16 +7,13 @@ from dataclasses import dataclass, replace
 from ..schedules import MODES, SPARSE_STAGES, STREAMS, Schedule, Stage, Step, StreamName
 
 TRIED = ("fused_sparse_dist", "fused_sparse_dist_after_optimizer", "split_backward", "sparse_dist", "base")
-"""The modes to try; the first mode trains until the trial begins.
-
-`prefetch` is exact but excluded: it is for tables with a cache, and cannot follow another mode in a run."""
+"""The modes to try; the first trains until the trial begins. `prefetch` cannot follow another mode in a run."""
 
 
 def following(schedule: Schedule) -> Schedule:
-    """Return a mode as a table that can follow and precede other tables in a run.
+    """Return a mode as a table that can follow and precede others in a run: all look up on the lookup stream.
 
-    One stream orders all lookups and updates of a run: the lookup stream. If a mode leaves the sparse stages to the
-    modules, they come right before its forward, for the same batch.
+    If a mode leaves the sparse stages to the modules, they come right before its forward, for the same batch.
     """
     if schedule.has_sparse_stages:
         lookup = schedule.step_of(Stage.EMBEDDING_LOOKUP)
@@ -54,8 +51,7 @@ class Arm:
 
 _TABLES = {name: following(MODES[name]) for name in TRIED}
 
-BRIDGE = _TABLES["sparse_dist"]
-"""A table without lookups ahead: one batch under it lets lookups move to another stream."""
+BRIDGE = _TABLES["sparse_dist"]  # without lookups ahead: one batch under it lets lookups move to another stream
 
 
 def modes_on(stream: str, *, splits: bool = True) -> list[Arm]:
