@@ -46,11 +46,7 @@ def _collect(
 
 
 def resolve(batch: Any, path: Path) -> Any:
-    """Follow a path of `leaves`.
-
-    Raises:
-        LookupError: This batch has nothing at that path.
-    """
+    """Follow a path of `leaves`; a LookupError if this batch has nothing there."""
     for kind, key in path:
         try:
             batch = getattr(batch, key) if kind == "attr" else batch[key]
@@ -67,9 +63,8 @@ def path_text(path: Path) -> str:
 def with_leaves(batch: Any, change: Callable[[Any], Any]) -> Any:
     """Return a copy of a batch with replaced leaves, or the batch itself if `change` replaces none.
 
-    NumPy arrays are leaves here, and all attributes of an object are searched. `change` returns a leaf's replacement,
-    or the leaf itself; it is called once for each object, but not for numbers and strings. An object that cannot be
-    pickled raises an error.
+    NumPy arrays are leaves here, and all attributes of an object are searched. `change` is called once for each leaf,
+    but not for numbers and strings. An object that cannot be pickled raises an error.
     """
     written = io.BytesIO()
     pickler = _LeavesOut(written, change)

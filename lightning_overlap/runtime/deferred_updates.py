@@ -35,8 +35,6 @@ class DeferredUpdates:
         inflight.num_unseen = inflight.index - min(self.to_update, default=self.num_updated)
         inflight.defers_update = defers and self._tables.can_defer_updates
 
-    # -- updates that wait for an optimizer step ----------------------------------------------------------------
-
     def hold(self, inflight: InFlightBatch) -> None:
         """Let the updates from this batch on wait for `note_step`, also the updates of modules' own forwards."""
         inflight.is_held = True
@@ -77,8 +75,6 @@ class DeferredUpdates:
         self.make_all()
         inflight.is_held = is_held
         self._tables.update_replicas()
-
-    # -- updates that wait for a place in the schedule ------------------------------------------------------------
 
     def refuse_writes(self) -> None:
         """Raise a RuntimeError if an update is still to come: it would change the tables that the user has written."""
@@ -123,10 +119,7 @@ class DeferredUpdates:
         overlaps_dense: bool,
         updated: Callable[[ModulePart], None] | None = None,
     ) -> None:
-        """Issue the updates of all batches up to `index`, inclusive.
-
-        `updated` is called after the update of each part of a module by batch `index`.
-        """
+        """Issue the updates of all batches up to `index`; call `updated` after each part of a module by that batch."""
         for inflight in [inflight for inflight in self.to_update.values() if inflight.index <= index]:
             last = updated if inflight.index == index else None
             self._make(step, inflight, overlaps_forward, overlaps_dense, last)
@@ -155,10 +148,7 @@ class DeferredUpdates:
             self._order.compute_waits_for_update()  # code between two steps finds the tables updated
 
     def settle(self, timeout_s: float) -> str | None:
-        """After an error, make the updates that the dense weights have, and drop the others.
-
-        If not all gradients arrive within `timeout_s`, return in words which update the tables lack.
-        """
+        """After an error, make the updates that the dense weights have; return in words which of them is missing."""
         for index in [index for index in self.to_update if index >= self.num_stepped]:
             inflight = self.to_update.pop(index)  # it gets neither the dense step nor the update
             inflight.is_held = True  # no module's own forward makes it either

@@ -71,10 +71,7 @@ class EndOfData:
         self.answers.setdefault(index, self._consensus.ask(flags))
 
     def hear(self, index: int, in_flight: dict[int, InFlightBatch]) -> None:
-        """Read the answer whether all ranks have a batch, before the first collective for it, on all ranks alike.
-
-        Batches past the end are dropped from `in_flight`. A batch that is None on some ranks only is a RuntimeError.
-        """
+        """Read the answer whether all ranks have a batch, on all ranks alike; drop batches past the end."""
         if index not in self.answers:
             return
         said = self.answers.pop(index).wait()

@@ -27,19 +27,6 @@ class Executor:
 
     The trainer drives it: `next_batch()` begins an iteration, `forward()` goes around `training_step`, and
     `stage_done(stage)` says that the trainer has done a stage.
-
-    Args:
-        schedule: The table to walk, or several that follow one another.
-        source: Provides the batches.
-        sparse: Runs the sparse stages, and serves early embeddings in a forward.
-        order: Streams, observer and timer, shared with `sparse`.
-        consensus: Asks all ranks whether they have the next batch; None on one rank.
-        lookup_context: Entered around every early lookup (autocast, as around `training_step`).
-        num_before: Returns the number of batches trained so far, over all epochs.
-        any_rank: Returns whether any rank passed True: an all-reduce on the host, for which all ranks wait.
-        hooks_read_tables: Returns whether the user's hooks run between this step's backward and its end.
-        accumulates: Returns whether the batch whose forward begins has no optimizer step of its own.
-        weights: Computes the weight gradients of the dense part; None if the backward does.
     """
 
     def __init__(
@@ -49,13 +36,13 @@ class Executor:
         sparse: SparseStages,
         order: LookupOrder,
         *,
-        consensus: Consensus | None = None,
-        lookup_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
-        num_before: Callable[[], int] = lambda: 0,
-        any_rank: Callable[[bool], bool] = bool,
-        hooks_read_tables: Callable[[], bool] = bool,
-        accumulates: Callable[[], bool] = lambda: False,
-        weights: WeightGradients | None = None,
+        consensus: Consensus | None = None,  # None on one rank
+        lookup_context: Callable[[], AbstractContextManager[Any]] = nullcontext,  # autocast, as for `training_step`
+        num_before: Callable[[], int] = lambda: 0,  # batches trained so far, over all epochs
+        any_rank: Callable[[bool], bool] = bool,  # whether any rank passed True: an all-reduce on the host
+        hooks_read_tables: Callable[[], bool] = bool,  # whether the user's hooks run between backward and end of step
+        accumulates: Callable[[], bool] = lambda: False,  # whether the batch has no optimizer step of its own
+        weights: WeightGradients | None = None,  # None if the backward computes the weight gradients
     ) -> None:
         self._schedules = schedule
         self._inputs, self._lookups, self._tables = sparse

@@ -111,10 +111,7 @@ class WeightGradients(Protocol):
 
 
 class StageTimer(Protocol):
-    """Context managers that time parts of a step: `profiling.SpanRecorder`.
-
-    `copy` times copies to the device, `data` the wait for the data loader, `merge` the wait for embeddings.
-    """
+    """Context managers that time a stage, copies to the device, the wait for the data loader, or for embeddings."""
 
     def during(self, stage: Stage, batch: int, stream: StreamName) -> AbstractContextManager[None]: ...
     def copy(self) -> AbstractContextManager[None]: ...

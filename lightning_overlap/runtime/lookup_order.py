@@ -14,8 +14,7 @@ from .streams import NOTHING, Streams
 class LookupOrder:
     """State that an executor shares with the sparse stages: streams, observer, timer, and the order of the two streams.
 
-    Early lookups and updates run on the lookup stream, in their order of issue. A module's own forward, and code
-    between two steps, use the tables on the compute stream: one of the two streams then waits.
+    A module's own forward, and code between two steps, use the tables on the compute stream: one stream then waits.
     """
 
     def __init__(

@@ -106,10 +106,7 @@ class StageIssuer:
             self._streams.wait(stream, event)
 
     def _order_prefetch(self, step: Step) -> None:
-        """Let a prefetch wait for other work on a cache: an evaluation, a module's own forward, rows written back.
-
-        FBGEMM itself orders a prefetch against the early lookups and updates that overlap with it.
-        """
+        """Let a prefetch wait for other work on a cache than early lookups and updates, which FBGEMM itself orders."""
         for event in self._began:
             self._streams.wait(step.stream, event)
         current = self._queue.current

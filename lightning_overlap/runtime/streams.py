@@ -74,10 +74,7 @@ class CudaStreams(Streams):
         self.begin_step()
 
     def move_lookups(self, lookup: StreamName) -> None:
-        """Let `StreamName.LOOKUP` stand for another stream, ordered after all work of the old stream.
-
-        No looked-up batch may still have its backward to come: autograd would update the tables on the old stream.
-        """
+        """Let `StreamName.LOOKUP` stand for another stream, while no lookup has its backward to come."""
         if lookup is self._lookup:
             return
         if lookup is StreamName.LOOKUP and lookup not in self._streams:

@@ -14,10 +14,7 @@ NUM_ASKS = 2
 
 
 class TableWrites:
-    """Drops early lookups, on all ranks alike, if their tables are written afterwards.
-
-    `any_rank` (None on one rank) is asked before the first `num_asks` batches, and after `ask`.
-    """
+    """Drops early lookups, on all ranks alike, if their tables are written afterwards."""
 
     def __init__(
         self,
@@ -26,8 +23,8 @@ class TableWrites:
         updates: DeferredUpdates,
         queue: BatchQueue,
         *,
-        any_rank: Callable[[bool], bool] | None,
-        num_asks: int,
+        any_rank: Callable[[bool], bool] | None,  # None on one rank
+        num_asks: int,  # `any_rank` is asked before this many batches, and after `ask`
     ) -> None:
         self._lookups, self._order, self._updates, self._queue = lookups, order, updates, queue
         self._any_rank, self._num_asks = any_rank, num_asks

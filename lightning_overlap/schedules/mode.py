@@ -16,7 +16,7 @@ _T = TypeVar("_T")
 
 
 class Schedules(Protocol):
-    """The schedules of a run: one, or several that follow one another."""
+    """The schedules of a run: one or several."""
 
     @property
     def depth(self) -> int:

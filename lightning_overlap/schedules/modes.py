@@ -94,8 +94,7 @@ def _looks_up_before_backward(name: str, staleness: int) -> Schedule:
 SEMI_SYNC = _looks_up_before_backward("semi_sync", 1)
 """The lookup of N+1 before the backward of N: staleness 1. Source: TrainPipelineSemiSync, TorchRec 1.8."""
 
-DEFAULT_STALENESS = 2
-"""The staleness of `async_lookup`, if none is given. 1 is `semi_sync`; larger values cost accuracy and memory."""
+DEFAULT_STALENESS = 2  # of `async_lookup`; 1 is `semi_sync`, larger values cost accuracy and memory
 
 
 def async_lookup(staleness: int) -> Schedule:
@@ -110,11 +109,7 @@ def async_lookup(staleness: int) -> Schedule:
 
 
 def defer_update(schedule: Schedule) -> Schedule:
-    """Return a mode that applies the updates of batch N after the forward of N+1, right before the next lookup.
-
-    A lookup above the backward sees the same updates, so the staleness does not change. Ids that were sent after the
-    backward are sent after that forward: gradients, ids, embeddings and the dense all-reduce never share the link.
-    """
+    """Return a mode that applies the updates of batch N after the forward of N+1; the staleness does not change."""
     lookup = schedule.step_of(_LOOKUP)
     if lookup is None or schedule.position(_LOOKUP) > schedule.position(_BACKWARD):
         raise ValueError(
@@ -123,7 +118,7 @@ def defer_update(schedule: Schedule) -> Schedule:
         )
     steps = list(schedule.steps)
     ids, backward = schedule.position(_DATA), schedule.position(_BACKWARD)
-    sent = [steps.pop(ids)] if ids > backward else []
+    sent = [steps.pop(ids)] if ids > backward else []  # after that forward: gradients and ids never share the link
     at = steps.index(lookup)
     steps[at:at] = [*sent, Step(_UPDATE, -1, lookup.stream)]
     return Schedule(f"{schedule.name}_deferred", tuple(steps))

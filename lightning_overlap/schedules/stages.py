@@ -50,23 +50,12 @@ class Stage(_Name):
 class StreamName(_Name):
     """The stream of a stage. On a CPU every name means the calling thread."""
 
-    COMPUTE = "compute"
-    """The stream that is current when Lightning calls `training_step`."""
-
-    MEMCPY = "memcpy"
-    """Copies from host to device."""
-
-    DATA_DIST = "data_dist"
-    """The input dist."""
-
-    PREFETCH = "prefetch"
-    """Copies from UVM into the cache: FBGEMM needs a stream for them that is not the lookup's."""
-
-    LOOKUP = "lookup"
-    """The embedding lookup; the stream policy determines the physical stream."""
-
-    SIDE = "side"
-    """Work that no step waits for: the counts of stale rows."""
+    COMPUTE = "compute"  # the stream that is current when Lightning calls `training_step`
+    MEMCPY = "memcpy"  # copies from host to device
+    DATA_DIST = "data_dist"  # the input dist
+    PREFETCH = "prefetch"  # copies from UVM into the cache: FBGEMM needs a stream for them that is not the lookup's
+    LOOKUP = "lookup"  # the embedding lookup; the stream policy determines the physical stream
+    SIDE = "side"  # work that no step waits for: the counts of stale rows
 
 
 class WeightOwner(_Name):
@@ -82,8 +71,7 @@ class WeightOwner(_Name):
     """`EMBEDDING_LOOKUP` itself: it runs where the module is called, on ids that were sent early."""
 
 
-EARLY_OWNERS = frozenset({WeightOwner.FUSED_BACKWARD, WeightOwner.DENSE_OPTIMIZER})
-"""The owners whose tables can be looked up before their batch is trained."""
+EARLY_OWNERS = frozenset({WeightOwner.FUSED_BACKWARD, WeightOwner.DENSE_OPTIMIZER})  # of tables looked up early
 
 SPARSE_STAGES = (Stage.INPUT_SPLITS_DIST, Stage.INPUT_DATA_DIST, Stage.EMBEDDING_LOOKUP)
 """A schedule has all of these stages or none; without them each module's own forward does their work."""
@@ -91,5 +79,4 @@ SPARSE_STAGES = (Stage.INPUT_SPLITS_DIST, Stage.INPUT_DATA_DIST, Stage.EMBEDDING
 TRAINING_STAGES = (Stage.DENSE_FORWARD, Stage.BACKWARD, Stage.OPTIMIZER_STEP)
 """Stages that the trainer runs on the current batch; a schedule places other stages around them."""
 
-STAGE_ORDER: dict[Stage, int] = {stage: position for position, stage in enumerate(Stage)}
-"""Position of each stage in the life of one batch."""
+STAGE_ORDER: dict[Stage, int] = {stage: position for position, stage in enumerate(Stage)}  # in which a batch has them

@@ -62,8 +62,6 @@ class Tuner:
         """Return the table for the next batch's iteration; all ranks switch after the same batch."""
         return self.schedule
 
-    # -- a fit --------------------------------------------------------------------------------------------------------
-
     def begin(
         self,
         device: torch.device,
@@ -228,8 +226,6 @@ class Tuner:
     def _move_lookups(self, stream: str) -> None:
         if self._streams is not None:
             self._streams.move_lookups(STREAMS[stream])
-
-    # -- in a checkpoint ----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Return the choice; empty before there is one."""
