@@ -68,21 +68,18 @@ class BatchMemory:
         try:
             copied = with_leaves(batch, copy)
         except Exception as error:
-            self._warn(batch, error)
+            if not self._has_failed:
+                self._has_failed = True
+                warnings.warn(
+                    f"Batches of the type {type(batch).__name__} cannot be copied ({type(error).__name__}: {error}). "
+                    "Several batches are in flight at a time: the data loader must not reuse the memory of a batch.",
+                    stacklevel=1,
+                )
             return batch
         if found and self._num_tries < NUM_TRIES:
             self._num_tries += 1
             self._gone.append(list(map(_is_gone, found)))
         return copied
-
-    def _warn(self, batch: Any, error: Exception) -> None:
-        if not self._has_failed:
-            self._has_failed = True
-            warnings.warn(
-                f"Batches of the type {type(batch).__name__} cannot be copied ({type(error).__name__}: {error}). "
-                "Several batches are in flight at a time: the data loader must not reuse the memory of a batch.",
-                stacklevel=2,
-            )
 
 
 def _copy(leaf: Any, device_type: str) -> Any:

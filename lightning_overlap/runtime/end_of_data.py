@@ -22,6 +22,7 @@ class EndOfData:
 
     def __init__(self, source: BatchSource, consensus: Consensus | None, rank: int, depth: int) -> None:
         self._source, self._consensus, self._rank, self._depth = source, consensus, rank, depth
+        self.asks = consensus is not None  # whether there are other ranks to ask
         self.reset()
 
     def reset(self) -> None:
@@ -33,11 +34,6 @@ class EndOfData:
         self._next_asked = 0  # if lengths are not known: the first batch that needs a question
         self._ask_all_from: float = 0  # if lengths are known: from this batch on each one needs a question
         self._asked_now_and_then = -1  # the last batch asked about before `_ask_all_from`
-
-    @property
-    def asks(self) -> bool:
-        """Whether there are other ranks to ask."""
-        return self._consensus is not None
 
     def is_last(self, index: int, num_ahead: int) -> bool:
         """Whether a batch is known to be the last one, on all ranks; `num_ahead` batches after it are fetched."""
@@ -96,8 +92,3 @@ class EndOfData:
                 UserWarning,
                 stacklevel=2,
             )
-
-    def hear_all(self) -> None:
-        """Wait for all answers that are under way."""
-        for answer in self.answers.values():
-            answer.wait()

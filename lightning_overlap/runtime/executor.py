@@ -239,7 +239,8 @@ class Executor:
         """Drop the batches that were fetched ahead; complete their collectives, on all ranks alike."""
         self.updates.make_all()
         self.updates.drop_held()
-        self.end.hear_all()
+        for answer in self.end.answers.values():
+            answer.wait()
         ahead = self.queue.ahead()
         self._reset()
         for inflight in ahead:

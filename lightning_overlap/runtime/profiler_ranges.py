@@ -66,9 +66,7 @@ class InStage:
     def __enter__(self) -> None:
         self._range.__enter__()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: TracebackType | None) -> None:
         self._range.__exit__(kind, error, trace)
         if isinstance(error, Exception):
             error.add_note(f"raised in stage {self._stage} of batch {self._index} on rank {self._rank}")

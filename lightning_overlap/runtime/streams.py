@@ -132,15 +132,11 @@ class CudaStreams(Streams):
 
 def _record_stream(value: Any, stream: torch.cuda.Stream) -> None:
     for _, leaf in leaves(value, lambda node: hasattr(node, "record_stream")):
-        if hasattr(leaf, "record_stream") and _on_device(leaf):
-            leaf.record_stream(stream)
-
-
-def _on_device(leaf: Any) -> bool:
-    """Whether a leaf's memory is a CUDA caching allocator's (`Tensor.device`, or `KeyedJaggedTensor.device()`)."""
-    device = getattr(leaf, "device", None)
-    device = device() if callable(device) else device
-    return device is None or torch.device(device).type == "cuda"
+        if hasattr(leaf, "record_stream"):
+            device = getattr(leaf, "device", None)
+            device = device() if callable(device) else device  # `Tensor.device`, or `KeyedJaggedTensor.device()`
+            if device is None or torch.device(device).type == "cuda":
+                leaf.record_stream(stream)
 
 
 def make_streams(device: torch.device, lookup: StreamName) -> Streams:

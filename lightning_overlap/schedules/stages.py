@@ -61,14 +61,9 @@ class StreamName(_Name):
 class WeightOwner(_Name):
     """The writer of a weight that a lookup reads, and so the stage that must come before the lookup."""
 
-    FUSED_BACKWARD = "fused_backward"
-    """The fused optimizer inside `BACKWARD`: model-parallel tables with a fused kernel."""
-
-    DENSE_OPTIMIZER = "dense_optimizer"
-    """`OPTIMIZER_STEP`: data-parallel tables, tables with a dense kernel, the weights of feature processors."""
-
-    LOOKUP = "lookup"
-    """`EMBEDDING_LOOKUP` itself: it runs where the module is called, on ids that were sent early."""
+    FUSED_BACKWARD = "fused_backward"  # the fused optimizer inside `BACKWARD`: model-parallel tables, fused kernels
+    DENSE_OPTIMIZER = "dense_optimizer"  # `OPTIMIZER_STEP`: data-parallel tables, dense kernels, feature processors
+    LOOKUP = "lookup"  # `EMBEDDING_LOOKUP` itself: it runs where the module is called, on ids that were sent early
 
 
 EARLY_OWNERS = frozenset({WeightOwner.FUSED_BACKWARD, WeightOwner.DENSE_OPTIMIZER})  # of tables looked up early

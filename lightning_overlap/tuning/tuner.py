@@ -11,8 +11,7 @@ import torch
 from ..profiling import timestamps_of
 from ..runtime import BatchSource, CudaStreams, FetchedBatch, StageTimer, Streams
 from ..schedules import STREAMS, Schedule
-from .arms import BRIDGE, TRIED, Arm, modes_on, streams_of
-from .auto import Auto
+from .arms import BRIDGE, TRIED, Arm, Auto, modes_on, streams_of
 from .trial import FEWEST, Block, as_fast, choose, table, times_of
 
 
@@ -182,7 +181,13 @@ class Tuner:
             for place in range(len(arms)):  # round r begins with arm r, so that an arm follows different arms
                 yield from self._time(arms[(number - 1 + place) % len(arms)])
             if number >= self._auto.rounds:
-                found = times_of(self._gather(self._blocks()))
+                self._clock.wait()
+                ms: Callable[[Any], float] = self._clock.ms
+                blocks = [
+                    Block(arm, (ms(end) - ms(begin)) / self._num_timed, data_ms, void)
+                    for arm, begin, end, data_ms, void in self._over
+                ]
+                found = times_of(self._gather(blocks))
                 if all(len(times) >= FEWEST for times in found.values()):
                     break
         return found
@@ -201,15 +206,6 @@ class Tuner:
     @property
     def _waited_ms(self) -> float:
         return 0.0 if self._source is None else self._source.waited_ms
-
-    def _blocks(self) -> list[Block]:
-        """Wait for the device and return the finished blocks."""
-        self._clock.wait()
-        ms: Callable[[Any], float] = self._clock.ms
-        return [
-            Block(arm, (ms(end) - ms(begin)) / self._num_timed, data_ms, void)
-            for arm, begin, end, data_ms, void in self._over
-        ]
 
     def _turn_to(self, arm: Arm) -> Iterator[None]:
         """Switch to an arm at the next batch; to another stream after one batch of `BRIDGE`, without lookups ahead."""
