@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class HangsOnException(Callback):
-    """The rank that fails does not leave, for longer than the others may wait."""
+    """Longer than the others may wait."""
 
     def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
         if isinstance(exception, InjectedError):
@@ -80,8 +80,6 @@ def run(
 
 @dataclass
 class Ended:
-    """How one rank of a run ended."""
-
     code: int
     log: str
 

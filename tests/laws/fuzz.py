@@ -1,7 +1,4 @@
-"""Random fits without end: `python -m tests.laws.fuzz --num 200`, `--seed 17` to replay one.
-
-A line for each; the ones that fail are made simpler, and printed so that they can be run again.
-"""
+"""Random fits without end: `python -m tests.laws.fuzz --num 200`, `--seed 17` to replay one that fails."""
 
 from __future__ import annotations
 

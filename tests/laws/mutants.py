@@ -20,24 +20,19 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "lightning_overlap"
 TIMEOUT_S = 300
-FAILED, PASSED = 1, 0
-"""Exit codes of pytest: a test failed; all have passed."""
+FAILED, PASSED = 1, 0  # exit codes of pytest
 
 
 class Mutant(NamedTuple):
-    """A way to break a law."""
-
     law: int
     what: str
-    tests: tuple[str, ...]
-    """Each of them fails, from `tests/`."""
-    file: str = ""
-    """That is changed, from the package's root; empty where the test breaks the package by itself."""
-    text: str = ""
-    """Stands there once."""
+    tests: tuple[str, ...]  # from `tests/`; each of them fails
+    file: str = ""  # that is changed, from the package's root; empty where the test breaks the package by itself
+    text: str = ""  # stands there once
     instead: str = ""
 
 
+DELAYED = "test_equals_the_plain_loop_with_updates_delayed_by_as_much"
 MUTANTS = (
     Mutant(
         1,
@@ -155,10 +150,7 @@ MUTANTS = (
     Mutant(
         2,
         "`async_lookup` looks up one batch fewer ahead than it says",
-        (
-            "sparse/test_async_lookup.py::"
-            "test_equals_the_plain_loop_with_updates_delayed_by_as_much[rowwise_adagrad-2-False-1]",
-        ),
+        (f"sparse/test_async_lookup.py::{DELAYED}[rowwise_adagrad-2-False-1]",),
         "schedules/modes.py",
         '(f"async_lookup_{staleness}", staleness)',
         '(f"async_lookup_{staleness}", max(1, staleness - 1))',
@@ -359,11 +351,7 @@ def _copied(folder: Path) -> None:
 
 
 def outcome(mutant: Mutant, tests: Sequence[str]) -> str:
-    """Break a copy of the package and run tests there.
-
-    Returns:
-        "caught" where they fail, else what has come of it.
-    """
+    """Break a copy of the package and run tests there; return "caught" where they fail, else what has come of it."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         _copied(folder)

@@ -31,8 +31,6 @@ NUM_ROWS, NUM_DENSE, BATCH_SIZE = 40, 4, 6
 
 @dataclass
 class Batch:
-    """A dataclass batch."""
-
     dense: Tensor
     sparse: dict[str, KeyedJaggedTensor]
     labels: Tensor
@@ -99,8 +97,6 @@ class _Rank(Dataset[Any]):
 
 
 class Data(LightningDataModule):
-    """This rank's batches; 1000 and 1001 are for validation."""
-
     def __init__(self, fit: Fit) -> None:
         super().__init__()
         self.fit = fit
@@ -114,8 +110,7 @@ class Data(LightningDataModule):
 
 # -- the model --------------------------------------------------------------------------------------------------------
 
-LookUp = Callable[[Part, KeyedJaggedTensor, int], Any]
-"""Collection, its input and the batch -> what it answers."""
+LookUp = Callable[[Part, KeyedJaggedTensor, int], Any]  # collection, its input and the batch -> what it answers
 
 
 class Net(LightningModule):
@@ -203,7 +198,6 @@ class Net(LightningModule):
             optimizer.step(closure=optimizer_closure)
 
     def skips(self, batch_idx: int) -> bool:
-        """Whether a batch has no step of the dense optimizer."""
         return self.fit.skips_steps and batch_idx % 3 == 1
 
     def configure_optimizers(self) -> torch.optim.Optimizer:

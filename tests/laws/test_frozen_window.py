@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
-from lightning_overlap import Mode
-
 from ..sparse.update_rates import TWO_RATES, factor
 from ..support.cases import NUM_STEPS, ROWWISE_ADAGRAD, SEQUENCE, TABLE_WISE, Case
 from ..support.ranks import Ranks
@@ -165,17 +163,3 @@ def test_tables_are_written_between_steps_only(two_ranks: Ranks, after: int, mes
 def test_what_has_no_window_is_refused(get_ranks: Callable[..., Ranks], model: str, k: int, message: str) -> None:
     [text] = get_ranks(1).run(windows.message_of, TABLE_WISE, k, model=model)
     assert message in text
-
-
-@pytest.mark.parametrize(
-    ("pipeline", "message"),
-    [
-        ("base", "'base' leaves the lookup to the modules"),
-        ("prefetch", "'prefetch' keeps rows in a cache"),
-        ("semi_sync", "'semi_sync' has a staleness of 1"),
-        ("split_backward", "'split_backward' updates the tables of each batch while its weight gradients are computed"),
-    ],
-)
-def test_a_mode_that_cannot_is_refused(pipeline: str, message: str) -> None:
-    with pytest.raises(ValueError, match=f"frozen_window: {message}"):
-        Mode(pipeline, frozen_window=True)

@@ -46,8 +46,6 @@ class Uneven(Batches):
 
 
 class Counts(Model):
-    """Writes down what was trained, and when it was validated."""
-
     def __init__(self) -> None:
         super().__init__(TABLE_WISE)
         self.seen: list[Any] = []
@@ -102,10 +100,7 @@ def accumulate(
     *,
     frozen_window: bool = False,
 ) -> tuple[list[str], int]:
-    """Train with k batches for an optimizer step; return what differs from the loop by hand, and the steps.
-
-    `windows` has the batches of each step.
-    """
+    """Train `windows`, the batches of each step; return what differs from the loop by hand, and the number of steps."""
     model = Decays()
     strategy = make_strategy(model, pipeline, frozen_window=frozen_window)
     trainer = make_trainer(strategy, limit_val_batches=0, accumulate_grad_batches=k)
@@ -119,8 +114,6 @@ def accumulate(
 
 
 class Terminated(Counts):
-    """One rank gets SIGTERM in the middle of a step."""
-
     def __init__(self, rank: int) -> None:
         super().__init__()
         self.rank = rank
@@ -142,8 +135,6 @@ def terminate(pipeline: str, rank: int, sized: bool) -> int:
 
 
 class _BreaksOff:
-    """A dataset that ends before its length."""
-
     def __init__(self, rank: int) -> None:
         self.rank = rank
 

@@ -96,8 +96,7 @@ class Kind:
     build: Callable[[], nn.Module]
     places: tuple[str, str]
     ids: Callable[[torch.Generator], KeyedJaggedTensor] = field(default=plain_ids)
-    fused_lr: float | None = 1.0
-    """Of the optimizer applied in backward; None: the module has one of its own."""
+    fused_lr: float | None = 1.0  # of the optimizer applied in backward; None: the module has one of its own
 
 
 KINDS = {

@@ -56,7 +56,7 @@ class Data(Batches):
 
 
 class Manual(ByHand, Model):
-    """Steps its optimizer itself."""
+    pass
 
 
 class AsksTwice(Model):
@@ -107,7 +107,6 @@ def train(
 
 
 def message_of(case: Case, *args: Any, **kwargs: Any) -> str:
-    """Return what a fit is refused with."""
     try:
         train(case, *args, **kwargs)
     except (ValueError, RuntimeError) as err:
@@ -152,8 +151,6 @@ def watched(case: Case, k: int, **kwargs: Any) -> tuple[Result, list[tuple[str, 
 
 
 class _After(Callback):
-    """Does something after a batch."""
-
     def __init__(self, num_batches: int, do: Callable[[Trainer, Any], None]) -> None:
         self.num_batches, self.do = num_batches, do
 
@@ -178,8 +175,6 @@ class Counts(Callback):
 
 
 def stopped(case: Case, k: int, stop: int, **kwargs: Any) -> Result:
-    """Let a callback end training after a batch."""
-
     def end(trainer: Trainer, module: Any) -> None:
         trainer.should_stop = True
 
@@ -187,8 +182,6 @@ def stopped(case: Case, k: int, stop: int, **kwargs: Any) -> Result:
 
 
 def writing(case: Case, k: int, after: int) -> str:
-    """Write the tables after a batch."""
-
     def write(trainer: Trainer, module: Any) -> None:
         with torch.no_grad():
             for child in module.modules():

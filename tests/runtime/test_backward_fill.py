@@ -12,7 +12,7 @@ from lightning_overlap.schedules.schedule import Schedule
 from lightning_overlap.schedules.stages import Stage
 
 from ..support.fakes import FakeSparse, FakeTrainer, check_stages, check_staleness
-from .setups import FUSED, ONE_FUSED, OVERLAPPING
+from .setups import FUSED, ONE_FUSED, overlapping
 
 
 class NotesOrder(FakeSparse):
@@ -27,7 +27,7 @@ class NotesOrder(FakeSparse):
         self.begun.append((stage, batch))
 
 
-@pytest.mark.parametrize("schedule", OVERLAPPING.values(), ids=OVERLAPPING.keys())
+@overlapping
 @pytest.mark.parametrize(
     "left_from", [(), tuple(Stage), (Stage.INPUT_SPLITS_DIST,)], ids=["nothing", "everything", "sizes"]
 )

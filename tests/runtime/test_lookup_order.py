@@ -32,11 +32,9 @@ def _text(entry: tuple[str, StreamName, Any]) -> tuple[str, ...]:
         return (kind, str(stream), "for", str(what.stream)) if kind == "wait" else (kind, str(stream))
     if isinstance(what, str):
         return kind, str(stream), what
-    return (
-        (kind, str(stream))
-        if what is None
-        else (kind, str(stream), getattr(what.what, "value", what.what or "load"), str(what.batch))
-    )
+    if what is None:
+        return kind, str(stream)
+    return kind, str(stream), getattr(what.what, "value", what.what or "load"), str(what.batch)
 
 
 @pytest.mark.parametrize("policy", STREAMS)

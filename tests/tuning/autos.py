@@ -27,11 +27,9 @@ from ..support.cases import Batches, Case, Model, make_batch
 from ..support.fits import make_strategy, make_trainer
 from ..support.reference import Result, collect
 
-NUM_STEPS = 36
-"""Batches of a fit: enough for some blocks after all modes have been tried."""
+NUM_STEPS = 36  # enough for some blocks after all modes have been tried
 QUICK = Auto(warm_up=1, settle=1, block=2, rounds=2)
-"""Chooses after the 31st batch: 1 of warm-up, and two rounds of five blocks of three. Without `split_backward`, which
-one rank does not try on a CPU, after the 25th."""
+"""Chooses after 1 + 2 x 5 x 3 batches; without `split_backward`, which one rank does not try on a CPU, after 25."""
 
 
 class Data(Batches):
@@ -58,17 +56,12 @@ class Fit:
     """What a rank saw of a fit."""
 
     result: Result
-    modes: list[str] = field(default_factory=list)
-    """The mode of each batch."""
-    state: dict[str, Any] = field(default_factory=dict)
-    """What would be in a checkpoint at the end."""
-    log: str = ""
-    """What was said of it, the first line of a fit first."""
+    modes: list[str] = field(default_factory=list)  # of each batch
+    state: dict[str, Any] = field(default_factory=dict)  # that would be in a checkpoint at the end
+    log: str = ""  # what was said of it, the first line of a fit first
 
 
 class Seen(Callback):
-    """Notes the mode of each batch."""
-
     def __init__(self) -> None:
         self.modes: list[str] = []
 
@@ -115,8 +108,6 @@ def train(
     clock, count = Clock(), tuned.step
 
     class Source(tuner.TimedSource):
-        """Waits for no data but what it is told."""
-
         num, told = 0, 0.0
 
         def fetch(self, *args: Any) -> Any:
@@ -152,7 +143,6 @@ def train(
 
 
 def save_and_go_on(case: Case, ms: Mapping[str, tuple[float, ...]], stop: int, folder: str) -> tuple[Fit, Fit]:
-    """Train and save after a step; resume."""
     whole = train(case, ms, callbacks=(SaveSteps(folder, (stop,)),), stateful=True)
     return whole, train(case, ms, path=f"{folder}/step={stop}.ckpt", stateful=True)
 
