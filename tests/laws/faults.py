@@ -84,22 +84,22 @@ def index_of(batch: Batch) -> int:
     return int(batch.inputs["sparse"][1])
 
 
+def _fails_at(place: str) -> Callable[..., Batch]:
+    def hook(self: Faulty, batch: Batch, *args: Any) -> Batch:
+        self.fault.stage_done(place, index_of(batch))
+        return batch
+
+    return hook
+
+
 class Faulty(Model):
     def __init__(self, case: Case, fault: Fault) -> None:
         super().__init__(case)
         self.fault = fault
 
-    def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
-        self.fault.stage_done("on_before_batch_transfer", index_of(batch))
-        return batch
-
-    def transfer_batch_to_device(self, batch: Batch, device: torch.device, dataloader_idx: int) -> Batch:
-        self.fault.stage_done("transfer_batch_to_device", index_of(batch))
-        return batch
-
-    def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
-        self.fault.stage_done("on_after_batch_transfer", index_of(batch))
-        return batch
+    on_before_batch_transfer = _fails_at("on_before_batch_transfer")
+    transfer_batch_to_device = _fails_at("transfer_batch_to_device")
+    on_after_batch_transfer = _fails_at("on_after_batch_transfer")
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
         self.fault.stage_done("on_train_batch_start", batch_idx)

@@ -92,22 +92,20 @@ class Decays(Counts):
 
 def accumulate(
     pipeline: str,
-    lengths: tuple[int, ...],
     sized: bool,
     nones: tuple[tuple[int, ...], ...],
     windows: list[list[int]],
-    k: int,
     *,
-    frozen_window: bool = False,
+    frozen_window: bool,
 ) -> tuple[list[str], int]:
     """Train `windows`, the batches of each step; return what differs from the loop by hand, and the number of steps."""
     model = Decays()
     strategy = make_strategy(model, pipeline, frozen_window=frozen_window)
-    trainer = make_trainer(strategy, limit_val_batches=0, accumulate_grad_batches=k)
+    trainer = make_trainer(strategy, limit_val_batches=0, accumulate_grad_batches=3)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        trainer.fit(model, datamodule=Uneven(lengths, sized, nones))
-    steps = [Window(tuple(window), k) for window in windows]
+        trainer.fit(model, datamodule=Uneven((9, 9), sized, nones))
+    steps = [Window(tuple(window), 3) for window in windows]
     by_hand = train_windows(TABLE_WISE, steps, updates_in_backward=not frozen_window, factor=lambda step: 0.5**step)
     result = collect(model, trainer.optimizers[0], model.losses)
     return result.differences(by_hand), trainer.global_step

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,16 +44,9 @@ SHARED = tuple(
 """Tables and what they read: an answer of `f1` is named by its table, `f1@t0`."""
 
 
-def shared_bags() -> nn.Module:
-    return make_collection(SHARED, NUM_ROWS)
-
-
-def weighted_bags() -> nn.Module:
-    return make_collection([replace(table, pooling="sum") for table in SHARED], NUM_ROWS, weighted=True)
-
-
-def shared_sequences() -> nn.Module:
-    return make_collection([replace(table, dim=8) for table in SHARED], NUM_ROWS, sequence=True)
+shared_bags = partial(make_collection, SHARED, NUM_ROWS)
+weighted_bags = partial(make_collection, [replace(table, pooling="sum") for table in SHARED], NUM_ROWS, weighted=True)
+shared_sequences = partial(make_collection, [replace(table, dim=8) for table in SHARED], NUM_ROWS, sequence=True)
 
 
 def weighted_ids(generator: torch.Generator) -> KeyedJaggedTensor:
@@ -201,8 +195,6 @@ class LooksFirst(OneModule):
 
 
 class ChangesIds(OneModule):
-    """Hashes ids in place."""
-
     def embeddings(self, batch: dict[str, Any]) -> Any:
         batch["ids"].values().remainder_(NUM_ROWS // 2)
         return super().embeddings(batch)
