@@ -85,10 +85,7 @@ class Ended:
 
 
 def run_all(folder: Path, *runs: dict[str, Any]) -> list[list[Ended]]:
-    """Do runs with arguments of `run` one after the other; return how each rank of each ended.
-
-    Rank r of run n writes to folder/n/log_r.
-    """
+    """Do runs one after the other; return how each rank of each ended. Rank r of run n writes to folder/n/log_r."""
     ends = []
     for num, arguments in enumerate(runs):
         place = folder / str(num)

@@ -30,8 +30,6 @@ class InjectedError(Exception):
 
 @dataclass
 class Fault:
-    """What happens where, once."""
-
     place: str  # "issue embedding_lookup" and the like (what an observer is told), or one of `Faulty`'s hooks
     batch: int
     ranks: tuple[int, ...] = (0, 1)

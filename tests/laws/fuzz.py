@@ -17,8 +17,6 @@ TIMEOUT_S = 60
 
 
 class Runner:
-    """Keeps rank processes between fits."""
-
     def __init__(self) -> None:
         self._pools: dict[tuple[int, int], Ranks] = {}
 
@@ -43,7 +41,6 @@ class Runner:
 
 
 def simpler(fit: Fit) -> Iterator[Fit]:
-    """Yield a fit with one thing less."""
     if len(fit.parts) > 1:
         for at in range(len(fit.parts)):
             yield dataclasses.replace(fit, parts=fit.parts[:at] + fit.parts[at + 1 :])

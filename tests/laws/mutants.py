@@ -333,7 +333,6 @@ MUTANTS = (
 
 
 def table() -> str:
-    """Return the list as docs/laws.md shows it."""
     lines = ["| law | broken on purpose | caught by |", "| --- | --- | --- |"]
     for mutant in MUTANTS:
         tests = ", ".join(f"`{test.rpartition('/')[2]}`" for test in mutant.tests)

@@ -28,8 +28,6 @@ class Table:
 
 @dataclass(frozen=True)
 class Part:
-    """A collection, what it reads, and what a training step does with it."""
-
     name: str
     sequence: bool
     kjt: str
@@ -104,7 +102,6 @@ class Fit:
 
     @property
     def kjts(self) -> dict[str, tuple[str, ...]]:
-        """The KeyedJaggedTensors of a batch, each with its features."""
         read: dict[str, set[str]] = {}
         for part in self.parts:
             read.setdefault(part.kjt, set()).update(*(table.features for table in part.tables))

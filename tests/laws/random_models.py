@@ -55,7 +55,6 @@ def make_batch(fit: Fit, index: int, rank: int) -> Any:
 
 
 def opened(fit: Fit, batch: Any) -> Batch:
-    """Return what is in a batch, whatever its layout."""
     if isinstance(batch, Batch):
         return batch
     if isinstance(batch, (tuple, list)):
@@ -114,8 +113,6 @@ LookUp = Callable[[Part, KeyedJaggedTensor, int], Any]  # collection, its input 
 
 
 class Net(LightningModule):
-    """What the collections answer, beside a bottom layer, below a top layer."""
-
     def __init__(self, fit: Fit) -> None:
         super().__init__()
         self.fit = fit
@@ -213,8 +210,6 @@ OPTIMIZERS: Mapping[str, tuple[Any, Mapping[str, Any]]] = {
 
 
 def _merged(part: Part, embeddings: Any) -> Tensor:
-    """Return (B, E) of an answer, as the use has it."""
-
     def of_key(key: str) -> Tensor:
         return summed(embeddings[key]) if part.sequence else embeddings[key]
 

@@ -29,8 +29,6 @@ AUTO = Auto(warm_up=1, settle=1, block=1, rounds=1)
 
 
 class Kind(NamedTuple):
-    """A loader's memory."""
-
     what: str  # `ring`: buffers in turn; `chunk`: one buffer for several batches; `same`: one object for all batches
     num: int = 1  # of batches that it holds at once
     by_numpy: bool = False  # whether NumPy has allocated it

@@ -53,7 +53,6 @@ def test_between_hosts(get_ranks: Callable[..., Ranks]) -> None:
 
 @pytest.mark.parametrize("case", [ALL_KINDS, SEQUENCE], ids=lambda case: case.name)
 def test_modules_that_run_their_own_forward(ranks: Ranks, case: Case) -> None:
-    """Their updates wait, too."""
     actual = ranks.run(windows.train, case, 4, model="makes_input")
     _check(ranks, actual, case, windows_of(NUM_STEPS, 4))
 

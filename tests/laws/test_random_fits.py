@@ -1,7 +1,4 @@
-"""Random fits against a loop by hand: whatever a user combines, the strategy trains what plain training does.
-
-`make fuzz` runs more of them, and replays one by its seed.
-"""
+"""Random fits against a loop by hand: whatever a user combines, the strategy trains what plain training does."""
 
 from __future__ import annotations
 

@@ -123,7 +123,6 @@ class Terminated(Counts):
 
 
 def terminate(pipeline: str, rank: int, sized: bool) -> int:
-    """Send one rank SIGTERM in step 5 of many; return how many this rank trained."""
     model = Terminated(rank)
     try:
         _fit(model, Uneven((200, 200), sized), pipeline)

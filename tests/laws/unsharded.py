@@ -85,8 +85,6 @@ PLACES = {place.__name__: place for place in (whole, columns, rows, copies, copi
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of module, what it reads, and two plans for it."""
-
     build: Callable[[], nn.Module]
     places: tuple[str, str]
     ids: Callable[[torch.Generator], KeyedJaggedTensor] = field(default=plain_ids)
@@ -168,7 +166,6 @@ def check(name: str, place: str, pipeline: str, module: type[OneModule] = OneMod
 
 
 def check_all(names: list[tuple[str, str, str]]) -> list[str]:
-    """Check kinds under plans and modes; return which of them break the law, and how."""
     found = [(" ".join(case), check(*case)[0]) for case in names]
     return [f"{case}: {problem}" for case, problem in found if problem]
 

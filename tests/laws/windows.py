@@ -36,8 +36,6 @@ ALL_KINDS = Case(
 
 
 class Data(Batches):
-    """So many batches on each rank, with batches to validate on."""
-
     def __init__(self, case: Case, *lengths: int, stateful: bool = False, nones: tuple[int, ...] = ()) -> None:
         super().__init__(case)
         self.lengths, self.stateful, self.nones = lengths, stateful, nones
@@ -168,8 +166,6 @@ def save_and_go_on(case: Case, k: int, stop: int, folder: str, **kwargs: Any) ->
 
 
 class Counts(Callback):
-    """Notes the kernels' iteration counts when training starts."""
-
     def on_train_start(self, trainer: Trainer, module: Any) -> None:
         self.counts = [int(tbe.iter) for tbe in tbes(module.ebc)]
 

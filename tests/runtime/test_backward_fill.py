@@ -16,8 +16,6 @@ from .setups import FUSED, ONE_FUSED, overlapping
 
 
 class NotesOrder(FakeSparse):
-    """Notes the order in which stages begin, of all batches."""
-
     def clear(self) -> None:
         super().clear()
         self.begun: list[tuple[Stage, int]] = []

@@ -15,8 +15,6 @@ from lightning_overlap.schedules.stages import StreamName
 
 
 class Tables:
-    """Notes the updates that are started and made."""
-
     can_defer_updates = True
 
     def __init__(self) -> None:

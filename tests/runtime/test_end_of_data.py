@@ -81,8 +81,6 @@ def test_batches_ahead_are_fetched_but_not_trained() -> None:
 
 @dataclass
 class Data:
-    """A rank's data."""
-
     exhausted: bool = False
     length_known: bool = False
     num_batches: float = float("inf")
@@ -192,7 +190,6 @@ class Rank:
         return LockstepAnswer(self.all_ranks, len(self.asked) - 1)
 
     def fetch_to(self, index: int) -> None:
-        """As the executor does."""
         while self.stream.num_fetched <= index and self.end.num_batches is None:
             before = self.stream.num_fetched
             self.stream.fetch(before, None)

@@ -20,7 +20,6 @@ from .setups import ONE_MIXED, LoggedStreams, overlapping
 
 
 def logged(schedule: Schedule, policy: str, modules: Mapping[str, frozenset[WeightOwner]]) -> tuple[Run, list[str]]:
-    """Return a run and what its streams were told, as text."""
     streams = LoggedStreams(STREAMS[policy])
     run = FakeTrainer(schedule, modules=modules, streams=streams).run(4)
     return run, [" ".join(_text(entry)) for entry in streams.log]

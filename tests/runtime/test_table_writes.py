@@ -16,8 +16,6 @@ from lightning_overlap.runtime.table_writes import TableWrites
 
 
 class Tables:
-    """Tables of this rank, which somebody has written or not."""
-
     def __init__(self) -> None:
         self.written = False
         self.left: list[int] = []

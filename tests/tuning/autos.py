@@ -53,8 +53,6 @@ class Data(Batches):
 
 @dataclass
 class Fit:
-    """What a rank saw of a fit."""
-
     result: Result
     modes: list[str] = field(default_factory=list)  # of each batch
     state: dict[str, Any] = field(default_factory=dict)  # that would be in a checkpoint at the end
@@ -171,7 +169,6 @@ def train_on_streams(case: Case, ms: Mapping[str, tuple[float, ...]], **kwargs: 
 
 
 def watched(case: Case, ms: Mapping[str, tuple[float, ...]], auto: Auto, num_steps: int) -> tuple[str, str]:
-    """Train under a monitor; return the choice, and what the monitor printed."""
     monitor, printed = OverlapMonitor(every_n_steps=4, audit=False), io.StringIO()
     with contextlib.redirect_stdout(printed):
         fit = train(case, ms, auto=auto, num_steps=num_steps, callbacks=(monitor,))
@@ -179,7 +176,6 @@ def watched(case: Case, ms: Mapping[str, tuple[float, ...]], auto: Auto, num_ste
 
 
 def train_twice(case: Case, ms: Mapping[str, tuple[float, ...]], first: int) -> list[str]:
-    """Train some batches, then again with the same strategy; return the modes of the second fit."""
     module: Model = MODELS["plain"](case)
     strategy = make_strategy(module, QUICK)
     trainer = make_trainer(strategy)

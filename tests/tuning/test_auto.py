@@ -154,7 +154,6 @@ def test_a_resumed_run_goes_on_with_the_choice(ranks: Ranks, stop: int, tmp_path
 
 
 def test_a_split_backward_is_chosen_where_it_is_the_fastest(two_ranks: Ranks, tmp_path: Path) -> None:
-    """And a resumed run goes on with it: it splits from its first batch on."""
     expected = _trained(two_ranks, ALL_KINDS)
     runs = two_ranks.run(autos.save_and_go_on, ALL_KINDS, {**MS, "split_backward": (5.0,)}, 33, str(tmp_path))
     _check(two_ranks, [whole for whole, _ in runs], expected, _chosen(two_ranks, "split_backward"))
