@@ -45,7 +45,9 @@ class Data(Batches):
         length = self.lengths[rank % len(self.lengths)]
         if self.stateful:
             return StatefulSized(self.case, length, rank)
-        batches = [None if index in self.nones else make_batch(self.case, index, rank) for index in range(length)]
+        start = self.trainer.current_epoch * length  # no two batches alike where loaders are made anew
+        numbers = range(start, start + length)
+        batches = [None if index in self.nones else make_batch(self.case, index, rank) for index in numbers]
         return DataLoader(batches, batch_size=None)
 
     def val_dataloader(self) -> DataLoader:

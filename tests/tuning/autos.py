@@ -14,41 +14,21 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback
-from torch.utils.data import DataLoader
 
 from lightning_overlap import OverlapMonitor, Stage, StreamName
 from lightning_overlap.profiling import HostTimestamps
 from lightning_overlap.runtime import Streams
 from lightning_overlap.tuning import Arm, Auto, tuner
 
-from ..checkpoint.resumes import SaveSteps, StatefulSized
-from ..laws.windows import MODELS
-from ..support.cases import Batches, Case, Model, make_batch
+from ..checkpoint.resumes import SaveSteps
+from ..laws.windows import MODELS, Data
+from ..support.cases import Case, Model
 from ..support.fits import make_strategy, make_trainer
 from ..support.reference import Result, collect
 
 NUM_STEPS = 36  # enough for some blocks after all modes have been tried
 QUICK = Auto(warm_up=1, settle=1, block=2, rounds=2)
 """Chooses after 1 + 2 x 5 x 3 batches; without `split_backward`, which one rank does not try on a CPU, after 25."""
-
-
-class Data(Batches):
-    """Batches of one epoch after the other, no two alike; some to validate on; loaders that know where they are."""
-
-    stateful = False
-    nones: tuple[int, ...] = ()
-
-    def train_dataloader(self) -> Any:
-        start, rank = self.trainer.current_epoch * self.num_batches, self.trainer.global_rank
-        if self.stateful:
-            return StatefulSized(self.case, self.num_batches, rank)
-        numbers = range(start, start + self.num_batches)
-        batches = [None if index in self.nones else make_batch(self.case, index, rank) for index in numbers]
-        return DataLoader(batches, batch_size=None)
-
-    def val_dataloader(self) -> DataLoader:
-        rank = self.trainer.global_rank
-        return DataLoader([make_batch(self.case, 1000 + index, rank) for index in range(2)], batch_size=None)
 
 
 @dataclass
@@ -115,8 +95,7 @@ def train(
             self.waited_ms = self.told
             return fetched
 
-    seen, data = Seen(), Data(case, num_steps)
-    data.stateful, data.nones = stateful, nones
+    seen, data = Seen(), Data(case, num_steps, stateful=stateful, nones=nones)
     trainer = make_trainer(strategy, callbacks=[seen, *callbacks], num_sanity_val_steps=0, **kwargs)
     records: list[str] = []
     handler = logging.Handler()
