@@ -7,9 +7,9 @@ from .batch_tree import Path as Path
 from .batch_tree import leaves as leaves
 from .batch_tree import resolve as resolve
 from .executor import Executor as Executor
-from .inflight import InFlightBatch as InFlightBatch
 from .interfaces import BatchSource as BatchSource
 from .interfaces import FetchedBatch as FetchedBatch
+from .interfaces import InFlightBatch as InFlightBatch
 from .interfaces import ModulePart as ModulePart
 from .interfaces import Observer as Observer
 from .interfaces import SparseStages as SparseStages

@@ -7,17 +7,13 @@ from contextlib import suppress
 from typing import Any
 
 from ..schedules import Stage, Step, StreamName
-from .inflight import InFlightBatch
-from .interfaces import ModulePart, Updates
+from .interfaces import InFlightBatch, ModulePart, Updates
 from .lookup_order import LookupOrder
 from .profiler_ranges import InStage
 
 
 class DeferredUpdates:
-    """Owns the deferred updates of a run: issues each one once, the oldest first.
-
-    An update is *held* while it waits for an optimizer step (`frozen_window`), else it is *due*.
-    """
+    """Owns the deferred updates of a run; one is *held* while it waits for an optimizer step, else it is *due*."""
 
     def __init__(self, tables: Updates, order: LookupOrder) -> None:
         self._tables, self._order, self._streams = tables, order, order.streams

@@ -5,8 +5,7 @@ from __future__ import annotations
 import warnings
 
 from ..distributed import ASK_FOR_LAST, MAX_INTERVAL, Answer, Consensus, PollInterval, StepFlags
-from .inflight import InFlightBatch
-from .interfaces import BatchSource
+from .interfaces import BatchSource, InFlightBatch
 
 
 class EndOfData:

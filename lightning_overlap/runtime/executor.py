@@ -10,11 +10,10 @@ import torch
 
 from ..distributed import Consensus
 from ..schedules import TRAINING_STAGES, Schedule, Schedules, Stage, Step, StreamName, WeightOwner
-from .batch_queue import BatchQueue
+from .batch_queue import BatchQueue, abandon
 from .deferred_updates import DeferredUpdates
 from .end_of_data import EndOfData
-from .inflight import InFlightBatch, abandon
-from .interfaces import BatchSource, ModulePart, SparseStages, WeightGradients
+from .interfaces import BatchSource, InFlightBatch, ModulePart, SparseStages, WeightGradients
 from .lookup_order import LookupOrder
 from .profiler_ranges import InStage, is_profiled, profiler_range
 from .stage_issue import StageIssuer
@@ -186,10 +185,7 @@ class Executor:
             self._run(step)
 
     def stage_done(self, stage: Stage) -> None:
-        """Run the steps up to the trainer's next stage; if it has skipped a stage, also the steps above `stage`.
-
-        A second backward in one iteration (LBFGS) writes the tables again: early lookups made in between are dropped.
-        """
+        """Run the steps up to the trainer's next stage; if it has skipped a stage, also the steps above `stage`."""
         current = self.queue.current
         if stage is Stage.BACKWARD and self._finished_backward:
             self._finished_backward = False
@@ -200,7 +196,7 @@ class Executor:
         if self._cursor > position:
             if stage is Stage.BACKWARD and self.schedule.has_sparse_stages:
                 self._after_backward(current)
-                for inflight in self.queue.ahead():
+                for inflight in self.queue.ahead():  # a second backward (LBFGS) has written the tables again
                     self._lookups.drop_lookups(inflight)
             return
         self._begin_trainer_stage(None)

@@ -1,13 +1,13 @@
-"""The inputs of an executor: a source of batches, the sparse stages, an observer and a timer."""
+"""A batch in flight, and the inputs of an executor: source of batches, sparse stages, observer and timer."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from ..schedules import Stage, StreamName, WeightOwner
-from .inflight import InFlightBatch
 
 ModulePart = tuple[str, int]
 """Name of a sharded module, and number of one of its parts: TorchRec has a lookup and an output dist for each."""
@@ -28,6 +28,29 @@ class FetchedBatch(NamedTuple):
     dataloader_idx: int
     latest_none: int = -1  # number in its data loader of the last None batch before it in the epoch; -1: none
     loader_states: Any = None  # states of the data loaders after it, for checkpoints
+
+
+@dataclass(slots=True)
+class InFlightBatch:
+    """A batch in flight. It keeps alive every tensor that a queued kernel or collective still reads."""
+
+    index: int  # number of batches fetched earlier in the epoch
+    batch: Any  # the same object that `training_step` gets; these five fields are those of `FetchedBatch`
+    batch_idx: int = 0
+    dataloader_idx: int = 0
+    latest_none: int = -1
+    loader_states: Any = None
+    done: dict[Stage, tuple[StreamName, Any]] = field(default_factory=dict)  # stages issued: stream and event after it
+    modules: dict[str, Any] = field(default_factory=dict)  # state of pipelined modules by name, of the sparse stages
+    made: dict[Any, Any] = field(default_factory=dict)  # results of staged methods until the backward, by `StagedCalls`
+    missing: frozenset[str] = frozenset()  # modules whose input only some ranks have; known once sizes are read
+    sizes: Any = None  # the exchange of split sizes of all modules, while it is under way; the sparse stages own it
+    defers_update: bool = False  # whether its backward leaves its update to `DeferredUpdates`; set at its lookup
+    is_held: bool = False  # whether that update waits for an optimizer step; else a module's own forward may make it
+    ran_unpipelined: bool = False  # whether a module ran its own forward for it, and no backward has followed yet
+    consumed: bool = False  # whether its `training_step` has begun
+    num_unseen: int = 0  # staleness: the number of earlier batches whose updates its fused lookup did not see
+    counted: Any = None  # the count of its stale rows (`sparse.StaleCounts`), which may be under way
 
 
 class BatchSource(Protocol):

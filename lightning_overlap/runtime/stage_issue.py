@@ -9,8 +9,7 @@ from typing import Any
 from ..schedules import Schedule, Stage, Step, StreamName, WeightOwner
 from .batch_queue import BatchQueue
 from .deferred_updates import DeferredUpdates
-from .inflight import InFlightBatch
-from .interfaces import Inputs, Lookups, ModulePart
+from .interfaces import InFlightBatch, Inputs, Lookups, ModulePart
 from .lookup_order import LookupOrder
 from .profiler_ranges import InStage
 

@@ -100,8 +100,7 @@ DEFAULT_STALENESS = 2  # of `async_lookup`; 1 is `semi_sync`, larger values cost
 def async_lookup(staleness: int) -> Schedule:
     """Return the mode that looks up batch N + staleness before the backward of batch N.
 
-    Source: DeepRec's asynchronous embedding lookup, which bounds the staleness by a queue's capacity; here the
-    staleness is exact and the same in every run.
+    Source: DeepRec's asynchronous embedding lookup, where the staleness is bounded and not exact.
     """
     instead = f" For lookups that see every update, use pipeline={FUSED_SPARSE_DIST.name!r}."
     check_number("staleness", staleness, least=1, instead=instead)

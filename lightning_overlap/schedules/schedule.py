@@ -152,10 +152,7 @@ class Schedule:
 
     @cached_property
     def accumulating(self) -> AccumulatingSchedule | None:
-        """The table for a batch whose gradients wait for a later batch's optimizer step; None: this table.
-
-        No embedding table is written before that step, so an early lookup does not wait for `BACKWARD`.
-        """
+        """The table for a batch whose optimizer step comes with a later batch: lookups need not wait for `BACKWARD`."""
         update = self.step_of(Stage.EMBEDDING_UPDATE)
         if update is None or update.offset < 0 or self.staleness or self.updates_before_step:
             return None
@@ -175,10 +172,8 @@ class Schedule:
 
     @cached_property
     def fills_backward_wait(self) -> range:
-        """Indices of the steps that may run inside `BACKWARD`, while autograd waits for other ranks (CPU only).
-
-        Before gradients arrive, only an update among these steps writes tables.
-        """
+        """Indices of the steps that may run inside `BACKWARD`, while autograd waits for other ranks (CPU only)."""
+        # Before gradients arrive, only an update among these steps writes tables.
         end = self.position(Stage.BACKWARD)
         start = end
         while self.steps[start - 1].stage in (*_SENDS, *_ON_TABLES):
@@ -189,10 +184,7 @@ class Schedule:
 
     @cached_property
     def received_in_backward(self) -> Step | None:
-        """The next lookup after `BACKWARD`, if its ids are sent by then: `BACKWARD` may assemble them (CPU only).
-
-        None in stale modes, which look up in `BACKWARD` itself.
-        """
+        """The next lookup after `BACKWARD`, if its ids are sent by then: `BACKWARD` may assemble them (CPU only)."""
         if not self.has_sparse_stages or self.prefetches:  # a prefetch has assembled the ids already
             return None
         lookup, sent = self[Stage.EMBEDDING_LOOKUP], self[Stage.INPUT_DATA_DIST]
@@ -202,10 +194,7 @@ class Schedule:
 
     @cached_property
     def dense_owned_lookup(self) -> Step | None:
-        """The step that looks up tables of the dense optimizer, if it differs from the fused tables' step.
-
-        `OPTIMIZER_STEP` of batch N - 1 writes them: an early lookup of batch N runs right after it, in every mode.
-        """
+        """The step for tables of the dense optimizer, if it differs: right after `OPTIMIZER_STEP`, their writer."""
         lookup = self.step_of(Stage.EMBEDDING_LOOKUP)
         if lookup is None or lookup.offset == 0:
             return None
@@ -219,10 +208,8 @@ class Schedule:
 
     @cached_property
     def evaluation(self) -> EvaluationSchedule:
-        """The table of an evaluation: it looks up as early as this table does, at most one batch, without a backward.
-
-        Every stage stands one batch ahead of the stage that waits for it, so each all-to-all has a whole forward.
-        """
+        """The table of an evaluation: it looks up as early as this table does, at most one batch ahead."""
+        # Every stage stands one batch ahead of the stage that waits for it: each all-to-all has a whole forward.
         forward, copy = Step(Stage.DENSE_FORWARD, 0, StreamName.COMPUTE), self[Stage.COPY_BATCH_TO_DEVICE]
         if not self.has_sparse_stages:
             return EvaluationSchedule(self.name, (copy, forward))

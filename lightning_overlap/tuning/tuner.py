@@ -34,10 +34,7 @@ class TimedSource:
 
 
 class Tuner:
-    """Chooses a mode and a stream during training; an implementation of the executor's `Schedules`.
-
-    It first tries modes on one stream (`stream`), then, on CUDA, all streams with the chosen mode.
-    """
+    """The `Schedules` of a run that chooses a mode during training and then, on CUDA, a stream for its lookups."""
 
     depth = max(arm.schedule.depth for arm in modes_on("current"))
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from lightning_overlap.runtime.inflight import InFlightBatch
+from lightning_overlap.runtime.interfaces import InFlightBatch
 from lightning_overlap.schedules.modes import MODES, SEMI_SYNC
 from lightning_overlap.schedules.schedule import Schedule
 from lightning_overlap.schedules.stages import Stage

@@ -10,7 +10,7 @@ import pytest
 
 from lightning_overlap.distributed import ASK_FOR_LAST, MAX_INTERVAL, StepFlags, check_none_batches
 from lightning_overlap.runtime.end_of_data import EndOfData
-from lightning_overlap.runtime.inflight import InFlightBatch
+from lightning_overlap.runtime.interfaces import InFlightBatch
 from lightning_overlap.schedules.modes import FUSED_SPARSE_DIST
 from lightning_overlap.schedules.schedule import Schedule
 from lightning_overlap.schedules.stages import Stage

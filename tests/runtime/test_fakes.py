@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lightning_overlap.runtime.executor import Executor
-from lightning_overlap.runtime.inflight import InFlightBatch
+from lightning_overlap.runtime.interfaces import InFlightBatch
 from lightning_overlap.schedules.modes import FUSED_SPARSE_DIST
 from lightning_overlap.schedules.schedule import Schedule, Step
 from lightning_overlap.schedules.stages import Stage, StreamName, WeightOwner
