@@ -134,7 +134,7 @@ STATIONS = {
             "counted as trained",
             {
                 "plugin": ("plugin/step_hooks.py", "end_optimization(); loggers,\ncheckpoints, progress follow"),
-                "runtime": ("runtime/executor.py", "the batch leaves those in flight:\nruntime/inflight.py"),
+                "runtime": ("runtime/executor.py", "the batch leaves those in flight:\nruntime/batch_queue.py"),
             },
         ),
     ],

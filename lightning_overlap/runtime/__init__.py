@@ -1,8 +1,4 @@
-"""Walk a schedule: batches in flight, streams and events, and when each stage is issued.
-
-It knows neither TorchRec nor Lightning: `interfaces.py` defines its inputs, `executor.py` walks the schedule. An
-executor and the sparse stages share streams and events through a `LookupOrder`.
-"""
+"""Walk a schedule: batches in flight, streams and events, and when each stage is issued."""
 
 from .batch_copies import BatchCopies as BatchCopies
 from .batch_memory import BatchMemory as BatchMemory
@@ -11,9 +7,9 @@ from .batch_tree import Path as Path
 from .batch_tree import leaves as leaves
 from .batch_tree import resolve as resolve
 from .executor import Executor as Executor
-from .inflight import InFlightBatch as InFlightBatch
 from .interfaces import BatchSource as BatchSource
 from .interfaces import FetchedBatch as FetchedBatch
+from .interfaces import InFlightBatch as InFlightBatch
 from .interfaces import ModulePart as ModulePart
 from .interfaces import Observer as Observer
 from .interfaces import SparseStages as SparseStages

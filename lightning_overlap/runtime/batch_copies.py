@@ -16,12 +16,9 @@ _TO = torch.ops.aten._to_copy.default
 
 
 class BatchCopies(TorchDispatchMode):
-    """Lets every copy from the host allocate from the compute stream's pool.
+    """Lets every copy from the host allocate from the compute stream's pool, whose memory activations share.
 
-    The caching allocator keeps a pool for each stream. No activation can use the pool of a separate copy stream; in
-    the compute stream's pool, batches and activations share memory. The copy then waits for all earlier work of the
-    compute stream, which may still use that memory.
-
+    The copy then waits for all earlier work of the compute stream, which may still use that memory.
     Source: `enable_inplace_copy_batch` of TorchRec 1.8, which each batch type has to implement.
     """
 

@@ -16,28 +16,18 @@ from torch.utils.data import DataLoader, default_collate, default_convert
 
 from .batch_tree import with_leaves
 
-NUM_SEEN = 3
-"""A loader is trusted once it has freed the memory of this many batches in a row."""
-
-NUM_TRIES = 16
-"""If a loader is not trusted after this many batches of an epoch, watching stops and all batches are copied."""
-
-NUM_KEPT = 2
-"""Number of batches after which a batch's memory must be freed: a generator's variable still holds the last batch."""
+NUM_SEEN = 3  # a loader is trusted once it has freed the memory of this many batches in a row
+NUM_TRIES = 16  # if a loader is not trusted after this many batches of an epoch, watching stops and all are copied
+NUM_KEPT = 2  # batches after which a batch's memory must be freed: a generator's variable still holds the last batch
 
 
 class BatchMemory:
     """Copies the batches of a loader until the loader is seen to allocate memory for each one.
 
-    A loader that reuses buffers overwrites batches in flight while it makes a later batch. Only a loader that keeps
-    the memory can do that. So the first batches of each epoch are copied and then dropped. If their memory is freed,
-    the loader cannot reuse it; if not (also with a loader that keeps all its data), every batch is copied. Tensors on
-    another device than the training device are not copied, as their transfer is a copy. Pinned tensors are copied:
-    their transfer goes on while the loader makes the next batch.
-
-    Args:
-        device_type: The training device. Tensors on it, pinned tensors and arrays are copied.
-        is_own: Whether the loader is known never to reuse memory.
+    A loader that reuses buffers overwrites batches in flight, and must keep their memory to do so. The first batches
+    of each epoch are copied and then dropped. If their memory is not freed, every batch is copied.
+    Arrays, pinned tensors and tensors on `device_type` are copied: a transfer copies the others, but the transfer of
+    a pinned tensor goes on while the loader makes the next batch. `is_own`: the loader never reuses memory.
     """
 
     def __init__(self, device_type: str, *, is_own: bool = False) -> None:
@@ -78,25 +68,21 @@ class BatchMemory:
         try:
             copied = with_leaves(batch, copy)
         except Exception as error:
-            self._warn(batch, error)
+            if not self._has_failed:
+                self._has_failed = True
+                warnings.warn(
+                    f"Batches of the type {type(batch).__name__} cannot be copied ({type(error).__name__}: {error}). "
+                    "Several batches are in flight at a time: the data loader must not reuse the memory of a batch.",
+                    stacklevel=1,
+                )
             return batch
         if found and self._num_tries < NUM_TRIES:
             self._num_tries += 1
             self._gone.append(list(map(_is_gone, found)))
         return copied
 
-    def _warn(self, batch: Any, error: Exception) -> None:
-        if not self._has_failed:
-            self._has_failed = True
-            warnings.warn(
-                f"Batches of the type {type(batch).__name__} cannot be copied ({type(error).__name__}: {error}). "
-                "Several batches are in flight at a time: the data loader must not reuse the memory of a batch.",
-                stacklevel=2,
-            )
-
 
 def _copy(leaf: Any, device_type: str) -> Any:
-    """Return a copy with the attributes of a tensor or an array, or itself if it needs no copy."""
     if isinstance(leaf, np.ndarray):
         own: Any = leaf.copy()
     elif leaf.requires_grad:
@@ -113,7 +99,7 @@ def _copy(leaf: Any, device_type: str) -> Any:
 
 
 def _is_gone(leaf: Any) -> Callable[[], bool]:
-    """Return a function that tells whether a leaf's memory was freed; always False if nobody can see it."""
+    """Return a function that tells whether a leaf's memory was freed; False if PyTorch cannot see its owner."""
     if isinstance(leaf, np.ndarray):
         while isinstance(leaf, np.ndarray) and leaf.base is not None:
             leaf = leaf.base

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
+import ctypes
+from collections.abc import Sequence
+
 from ..schedules import Step
 from .end_of_data import EndOfData
-from .inflight import InFlightBatch
-from .interfaces import BatchSource
+from .interfaces import BatchSource, InFlightBatch
 from .lookup_order import LookupOrder
 from .profiler_ranges import InStage
 
@@ -19,12 +22,9 @@ class BatchQueue:
 
     def reset(self) -> None:
         """Begin an epoch."""
-        self.in_flight: dict[int, InFlightBatch] = {}
-        """The batches in flight by number, from the current one on."""
-        self.current: InFlightBatch | None = None
-        """The batch being trained."""
-        self.num_fetched = 0
-        """Number of batches fetched in this epoch."""
+        self.in_flight: dict[int, InFlightBatch] = {}  # by number, from the current one on
+        self.current: InFlightBatch | None = None  # the batch being trained
+        self.num_fetched = 0  # in this epoch
         self._end.reset()
 
     def ahead(self) -> list[InFlightBatch]:
@@ -32,11 +32,7 @@ class BatchQueue:
         return [inflight for inflight in self.in_flight.values() if not inflight.consumed]
 
     def fetch(self, step: Step, index: int) -> None:
-        """Fetch batch `index`, and earlier batches that were held back, on the stream of a COPY_BATCH_TO_DEVICE step.
-
-        A source holds back batches that `max_steps` seems to exclude. On several ranks this fetches one batch a call,
-        so that all ranks ask the same questions though the data of one rank may end here.
-        """
+        """Fetch batch `index`, and earlier batches that the source held back (`max_steps` seemed to exclude them)."""
         end, order = self._end, self._order
         while self.num_fetched <= index and (end.num_batches is None or self.num_fetched < end.num_batches):
             number = self.num_fetched
@@ -49,7 +45,7 @@ class BatchQueue:
             inflight = self.in_flight[number] = InFlightBatch(number, *fetched)
             inflight.done[step.stage] = (step.stream, order.streams.record(step.stream))
             self.num_fetched += 1
-            if end.asks:
+            if end.asks:  # one batch a call: all ranks ask the same questions wherever data ends
                 return
 
     def hear(self, index: int) -> InFlightBatch | None:
@@ -57,3 +53,22 @@ class BatchQueue:
         if index in self._end.answers:
             self._end.hear(index, self.in_flight)
         return self.in_flight.get(index)
+
+
+_abandoned: list[object] = []
+
+
+def abandon(holders: Sequence[object]) -> None:
+    """Release the holders of collectives that other ranks may never join, so that the process can end meanwhile.
+
+    A gloo group's thread frees the tensors of its last collectives, which takes the interpreter's lock. An ending
+    interpreter ends that thread, and C++ then aborts the process (SIGABRT). So the last holders are never freed.
+    """
+    if holders:
+        _abandoned[:] = holders
+        atexit.unregister(_never_free)
+        atexit.register(_never_free)
+
+
+def _never_free() -> None:
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(_abandoned))

@@ -16,15 +16,13 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 from typing_extensions import override
 
-Path = tuple[tuple[str, Any], ...]
-"""Steps from a batch to a leaf: `("attr", name)` or `("item", key)`."""
+Path = tuple[tuple[str, Any], ...]  # steps from a batch to a leaf: `("attr", name)` or `("item", key)`
 
 
 def leaves(batch: Any, is_leaf: Callable[[Any], bool]) -> list[tuple[Path, Any]]:
-    """Return (path, leaf) for every leaf of a batch, in a fixed order.
+    """Return (path, leaf) for every leaf of a batch, in a fixed order; an object that occurs twice has both paths.
 
     `is_leaf` says whether an object is a leaf; tensors, modules, datasets and objects without parts are leaves anyway.
-    An object that occurs twice in the batch is listed with both paths.
     """
     found: list[tuple[Path, Any]] = []
     _collect(batch, (), is_leaf, frozenset(), found)
@@ -48,11 +46,7 @@ def _collect(
 
 
 def resolve(batch: Any, path: Path) -> Any:
-    """Follow a path of `leaves`.
-
-    Raises:
-        LookupError: This batch has nothing at that path.
-    """
+    """Follow a path of `leaves`; a LookupError if this batch has nothing there."""
     for kind, key in path:
         try:
             batch = getattr(batch, key) if kind == "attr" else batch[key]
@@ -69,11 +63,8 @@ def path_text(path: Path) -> str:
 def with_leaves(batch: Any, change: Callable[[Any], Any]) -> Any:
     """Return a copy of a batch with replaced leaves, or the batch itself if `change` replaces none.
 
-    NumPy arrays are leaves here, and all attributes of an object are searched. `change` returns a leaf's replacement,
-    or the leaf itself; it is called once for each object, but not for numbers and strings.
-
-    Raises:
-        TypeError: An object in the batch cannot be pickled. Batches that worker processes send always can.
+    NumPy arrays are leaves here, and all attributes of an object are searched. `change` is called once for each leaf,
+    but not for numbers and strings. An object that cannot be pickled raises an error.
     """
     written = io.BytesIO()
     pickler = _LeavesOut(written, change)
@@ -86,14 +77,11 @@ def with_leaves(batch: Any, change: Callable[[Any], Any]) -> Any:
 
 
 class _LeavesOut(pickle.Pickler):
-    """Pickles a batch with the `id` of each leaf in its place."""
-
     def __init__(self, file: io.BytesIO, change: Callable[[Any], Any]) -> None:
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
         self._change = change
         self._searched: dict[int, Any] = {}
-        self.found: dict[int, tuple[Any, Any]] = {}
-        """The leaves by `id`, each with its replacement."""
+        self.found: dict[int, tuple[Any, Any]] = {}  # leaves by `id`, each with its replacement
 
     @override
     def persistent_id(self, node: Any) -> int | None:
@@ -148,7 +136,6 @@ _ATOMS = frozenset((type(None), bool, int, float, str, bytes))
 
 @lru_cache(maxsize=256)
 def _slots(cls: type) -> list[str]:
-    """Return the names of the slots of a class and its bases."""
     found = []
     for base in cls.__mro__:
         slots = vars(base).get("__slots__", ())

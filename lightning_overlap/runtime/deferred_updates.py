@@ -7,17 +7,13 @@ from contextlib import suppress
 from typing import Any
 
 from ..schedules import Stage, Step, StreamName
-from .inflight import InFlightBatch
-from .interfaces import ModulePart, Updates
+from .interfaces import InFlightBatch, ModulePart, Updates
 from .lookup_order import LookupOrder
 from .profiler_ranges import InStage
 
 
 class DeferredUpdates:
-    """Owns the deferred updates of a run: issues each one once, the oldest first.
-
-    An update is *held* while it waits for an optimizer step (`frozen_window`), else it is *due*.
-    """
+    """Owns the deferred updates of a run; one is *held* while it waits for an optimizer step, else it is *due*."""
 
     def __init__(self, tables: Updates, order: LookupOrder) -> None:
         self._tables, self._order, self._streams = tables, order, order.streams
@@ -25,21 +21,15 @@ class DeferredUpdates:
 
     def reset(self) -> None:
         """Begin a run."""
-        self.to_update: dict[int, InFlightBatch] = {}
-        """Batches whose update of the tables is still to come, by their number, the oldest first."""
-        self._between_steps: Any = None
-        """Event on the compute stream, recorded when the last iteration began; None if no update was deferred then."""
-        self.num_stepped = 0
-        """Number of batches of the epoch that have ended their optimizer step."""
-        self.num_updated = 0
-        """Number of batches of the epoch that have ended their backward; their updates are applied or deferred."""
+        self.to_update: dict[int, InFlightBatch] = {}  # by number, the oldest first: their update is still to come
+        self._between_steps: Any = None  # event of `begin_iteration`; None if no update was deferred then
+        self.num_stepped = 0  # batches of the epoch that have ended their optimizer step
+        self.num_updated = 0  # batches of the epoch that have ended their backward: updates are applied or deferred
 
     def note_lookup(self, inflight: InFlightBatch, *, defers: bool) -> None:
         """Note at the lookup of a batch's fused tables its staleness, and whether its update is deferred."""
         inflight.num_unseen = inflight.index - min(self.to_update, default=self.num_updated)
         inflight.defers_update = defers and self._tables.can_defer_updates
-
-    # -- updates that wait for an optimizer step ----------------------------------------------------------------
 
     def hold(self, inflight: InFlightBatch) -> None:
         """Let the updates from this batch on wait for `note_step`, also the updates of modules' own forwards."""
@@ -71,11 +61,7 @@ class DeferredUpdates:
         self._tables.hold_replicas()
 
     def make_for_second_forward(self, inflight: InFlightBatch) -> None:
-        """Make all updates: a second forward of a batch (LBFGS) sees the update of the first forward's backward.
-
-        Raises:
-            RuntimeError: Updates of earlier batches are held for the optimizer step that runs.
-        """
+        """Make all updates: a second forward of a batch (LBFGS) sees the update of the first forward's backward."""
         if any(held is not inflight for held in self.held):
             raise RuntimeError(
                 "the optimizer runs several forwards in a step, and each forward must see the previous forward's "
@@ -85,8 +71,6 @@ class DeferredUpdates:
         self.make_all()
         inflight.is_held = is_held
         self._tables.update_replicas()
-
-    # -- updates that wait for a place in the schedule ------------------------------------------------------------
 
     def refuse_writes(self) -> None:
         """Raise a RuntimeError if an update is still to come: it would change the tables that the user has written."""
@@ -131,12 +115,7 @@ class DeferredUpdates:
         overlaps_dense: bool,
         updated: Callable[[ModulePart], None] | None = None,
     ) -> None:
-        """Issue the updates of all batches up to `index`, inclusive, as the schedule's `step` says.
-
-        They wait for all work issued on the compute stream, unless they overlap with its forward, which then reads no
-        table. The compute stream waits for an update of the present batch, unless it goes on with the dense part.
-        `updated` is called after the update of each part of a module by batch `index`.
-        """
+        """Issue the updates of all batches up to `index`; call `updated` after each part of a module by that batch."""
         for inflight in [inflight for inflight in self.to_update.values() if inflight.index <= index]:
             last = updated if inflight.index == index else None
             self._make(step, inflight, overlaps_forward, overlaps_dense, last)
@@ -165,11 +144,7 @@ class DeferredUpdates:
             self._order.compute_waits_for_update()  # code between two steps finds the tables updated
 
     def settle(self, timeout_s: float) -> str | None:
-        """After an error, make the updates of batches whose optimizer step has ended, and drop the others.
-
-        The tables then match the dense weights. If not all gradients arrive within `timeout_s`, return in words which
-        update the tables lack; else None.
-        """
+        """After an error, make the updates that the dense weights have; return in words which of them is missing."""
         for index in [index for index in self.to_update if index >= self.num_stepped]:
             inflight = self.to_update.pop(index)  # it gets neither the dense step nor the update
             inflight.is_held = True  # no module's own forward makes it either

@@ -5,56 +5,41 @@ from __future__ import annotations
 import warnings
 
 from ..distributed import ASK_FOR_LAST, MAX_INTERVAL, Answer, Consensus, PollInterval, StepFlags
-from .inflight import InFlightBatch
-from .interfaces import BatchSource
+from .interfaces import BatchSource, InFlightBatch
 
 
 class EndOfData:
     """Asks all ranks whether they have the next batches, and learns where the data of the first rank ends.
 
-    A question is an exchange on the host (`Consensus.ask`), and its answer is read a step later. Questions are rare:
+    A question is an exchange on the host (`Consensus.ask`), and its answer is read a step later. If the length of
+    every rank's epoch is known, the ranks ask about occasional batches (`PollInterval`) and about each of the last.
+    If not, each rank says with a question how many further batches it surely has (`BatchSource.num_certain`), and the
+    next question is about the last batch that all ranks surely have.
 
-    - If the length of every rank's epoch is known, the ranks ask about occasional batches (`PollInterval`), and about
-      each of the last ones.
-    - If not, each rank says with a question how many further batches it surely has (`BatchSource.num_certain`). The
-      next question is about the last batch that all ranks surely have; if one rank is sure of none, about every batch.
-
-    All ranks decide by the same answers, at the same step of the schedule, and so end after the same batch. `depth` is
-    the most batches in flight at once.
+    All ranks decide by the same answers, at the same step of the schedule. `depth` is the most batches in flight.
     """
 
     def __init__(self, source: BatchSource, consensus: Consensus | None, rank: int, depth: int) -> None:
         self._source, self._consensus, self._rank, self._depth = source, consensus, rank, depth
+        self.asks = consensus is not None  # whether there are other ranks to ask
         self.reset()
 
     def reset(self) -> None:
         """Begin an epoch."""
-        self.answers: dict[int, Answer] = {}
-        """Questions with unread answers, by batch number."""
-        self.num_batches: int | None = None
-        """Number of batches that all ranks have, without None batches; None until it is known."""
-        self.stop_agreed = False
-        """Whether a rank was told to stop."""
+        self.answers: dict[int, Answer] = {}  # not read yet, by batch number
+        self.num_batches: int | None = None  # that all ranks have, without None batches; None until it is known
+        self.stop_agreed = False  # whether a rank was told to stop
         self._poll_interval: PollInterval | None = None  # between questions; None if lengths are not known
         self._next_asked = 0  # if lengths are not known: the first batch that needs a question
         self._ask_all_from: float = 0  # if lengths are known: from this batch on each one needs a question
         self._asked_now_and_then = -1  # the last batch asked about before `_ask_all_from`
-
-    @property
-    def asks(self) -> bool:
-        """Whether there are other ranks to ask."""
-        return self._consensus is not None
 
     def is_last(self, index: int, num_ahead: int) -> bool:
         """Whether a batch is known to be the last one, on all ranks; `num_ahead` batches after it are fetched."""
         return self.num_batches == index + 1 if self.asks else num_ahead == 0 and self._source.exhausted
 
     def ask(self, index: int, *, lacks: bool, latest_none: int = -1) -> None:
-        """Ask all ranks whether they have batch `index`, without None batches, if it needs a question. Does not wait.
-
-        Raises:
-            RuntimeError: This rank's data ends before the length of its loader, since its last batches are None.
-        """
+        """Ask all ranks whether they have batch `index`, without None batches, if it needs a question; do not wait."""
         if self._consensus is None:
             return
         if index == 0:
@@ -81,13 +66,7 @@ class EndOfData:
         self.answers.setdefault(index, self._consensus.ask(flags))
 
     def hear(self, index: int, in_flight: dict[int, InFlightBatch]) -> None:
-        """Read the answer whether all ranks have a batch, before the first collective for it, on all ranks alike.
-
-        Batches past the end are dropped from `in_flight`.
-
-        Raises:
-            RuntimeError: A batch before it is None on some ranks only.
-        """
+        """Read the answer whether all ranks have a batch, on all ranks alike; drop batches past the end."""
         if index not in self.answers:
             return
         said = self.answers.pop(index).wait()
@@ -112,8 +91,3 @@ class EndOfData:
                 UserWarning,
                 stacklevel=2,
             )
-
-    def hear_all(self) -> None:
-        """Wait for all answers that are under way."""
-        for answer in self.answers.values():
-            answer.wait()

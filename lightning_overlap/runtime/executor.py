@@ -1,8 +1,4 @@
-"""Walk a schedule: run its steps around the trainer's own forward, backward and optimizer step.
-
-`stage_issue.py` lets a sparse stage wait for what it reads, `lookup_order.py` orders the lookup stream and the compute
-stream, `batch_queue.py` fetches the batches, and `deferred_updates.py` makes updates after their backward.
-"""
+"""Walk a schedule: run its steps around the trainer's own forward, backward and optimizer step."""
 
 from __future__ import annotations
 
@@ -14,11 +10,10 @@ import torch
 
 from ..distributed import Consensus
 from ..schedules import TRAINING_STAGES, Schedule, Schedules, Stage, Step, StreamName, WeightOwner
-from .batch_queue import BatchQueue
+from .batch_queue import BatchQueue, abandon
 from .deferred_updates import DeferredUpdates
 from .end_of_data import EndOfData
-from .inflight import InFlightBatch, abandon
-from .interfaces import BatchSource, ModulePart, SparseStages, WeightGradients
+from .interfaces import BatchSource, InFlightBatch, ModulePart, SparseStages, WeightGradients
 from .lookup_order import LookupOrder
 from .profiler_ranges import InStage, is_profiled, profiler_range
 from .stage_issue import StageIssuer
@@ -27,24 +22,10 @@ from .table_writes import NUM_ASKS, TableWrites
 
 
 class Executor:
-    """Runs the steps of a schedule around the trainer's own forward, backward and optimizer step.
+    """Runs the steps of a schedule, all on the calling thread, at the same point on every rank.
 
     The trainer drives it: `next_batch()` begins an iteration, `forward()` goes around `training_step`, and
-    `stage_done(stage)` says that the trainer has done a stage. All steps run on the calling thread, at the same point
-    on every rank.
-
-    Args:
-        schedule: The table to walk, or several that follow one another.
-        source: Provides the batches.
-        sparse: Runs the sparse stages, and serves early embeddings in a forward.
-        order: Streams, observer and timer, shared with `sparse`.
-        consensus: Asks all ranks whether they have the next batch; None on one rank.
-        lookup_context: Entered around every early lookup (autocast, as around `training_step`).
-        num_before: Returns the number of batches trained so far, over all epochs.
-        any_rank: Returns whether any rank passed True: an all-reduce on the host, for which all ranks wait.
-        hooks_read_tables: Returns whether the user's hooks run between this step's backward and its end.
-        accumulates: Returns whether the batch whose forward begins has no optimizer step of its own.
-        weights: Computes the weight gradients of the dense part; None if the backward does.
+    `stage_done(stage)` says that the trainer has done a stage.
     """
 
     def __init__(
@@ -54,13 +35,13 @@ class Executor:
         sparse: SparseStages,
         order: LookupOrder,
         *,
-        consensus: Consensus | None = None,
-        lookup_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
-        num_before: Callable[[], int] = lambda: 0,
-        any_rank: Callable[[bool], bool] = bool,
-        hooks_read_tables: Callable[[], bool] = bool,
-        accumulates: Callable[[], bool] = lambda: False,
-        weights: WeightGradients | None = None,
+        consensus: Consensus | None = None,  # None on one rank
+        lookup_context: Callable[[], AbstractContextManager[Any]] = nullcontext,  # autocast, as for `training_step`
+        num_before: Callable[[], int] = lambda: 0,  # batches trained so far, over all epochs
+        any_rank: Callable[[bool], bool] = bool,  # whether any rank passed True: an all-reduce on the host
+        hooks_read_tables: Callable[[], bool] = bool,  # whether the user's hooks run between backward and end of step
+        accumulates: Callable[[], bool] = lambda: False,  # whether the batch has no optimizer step of its own
+        weights: WeightGradients | None = None,  # None if the backward computes the weight gradients
     ) -> None:
         self._schedules = schedule
         self._inputs, self._lookups, self._tables = sparse
@@ -204,11 +185,7 @@ class Executor:
             self._run(step)
 
     def stage_done(self, stage: Stage) -> None:
-        """Note that the trainer has done a stage of the current batch; run the steps up to its next stage.
-
-        If it has skipped a stage, the steps above `stage` run now. A second backward in one iteration (LBFGS) writes
-        the tables again: early lookups made in between are dropped.
-        """
+        """Run the steps up to the trainer's next stage; if it has skipped a stage, also the steps above `stage`."""
         current = self.queue.current
         if stage is Stage.BACKWARD and self._finished_backward:
             self._finished_backward = False
@@ -219,7 +196,7 @@ class Executor:
         if self._cursor > position:
             if stage is Stage.BACKWARD and self.schedule.has_sparse_stages:
                 self._after_backward(current)
-                for inflight in self.queue.ahead():
+                for inflight in self.queue.ahead():  # a second backward (LBFGS) has written the tables again
                     self._lookups.drop_lookups(inflight)
             return
         self._begin_trainer_stage(None)
@@ -241,7 +218,7 @@ class Executor:
             self._begin_trainer_stage(TRAINING_STAGES[TRAINING_STAGES.index(stage) + 1])
 
     def _begin_trainer_stage(self, stage: Stage | None) -> None:
-        """Tell profiler and timer that the trainer's present stage has ended, and which one it begins."""
+        """Tell profiler and timer that the trainer's present stage has ended and that another begins."""
         if self._trainer_stage is not None:
             self._trainer_stage.close()
             self._trainer_stage = None
@@ -258,7 +235,8 @@ class Executor:
         """Drop the batches that were fetched ahead; complete their collectives, on all ranks alike."""
         self.updates.make_all()
         self.updates.drop_held()
-        self.end.hear_all()
+        for answer in self.end.answers.values():
+            answer.wait()
         ahead = self.queue.ahead()
         self._reset()
         for inflight in ahead:
@@ -363,13 +341,12 @@ class Executor:
                 self._stages.receive_input(lookup, inflight)
 
     def _look_up_part(self, part: ModulePart) -> None:
-        """Look up an updated part of a module for the next batch, while the gradients of other parts are under way."""
+        """Look up an updated part of a module for the next batch, while gradients of other parts are under way."""
         lookup = self.schedule[Stage.EMBEDDING_LOOKUP]
         if (inflight := self.queue.hear(self._iteration + lookup.offset)) is not None:
             self._stages.issue(lookup, inflight, frozenset({WeightOwner.FUSED_BACKWARD}), part)
 
     def _after_stage(self, stage: Stage, current: InFlightBatch) -> None:
-        """The trainer has done `stage` of the current batch."""
         if stage is not Stage.DENSE_FORWARD:
             self._order.observe("issue", stage, self._iteration)
         if not self.schedule.has_sparse_stages:

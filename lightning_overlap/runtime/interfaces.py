@@ -1,13 +1,13 @@
-"""The inputs of an executor: a source of batches, the sparse stages, an observer and a timer."""
+"""A batch in flight, and the inputs of an executor: source of batches, sparse stages, observer and timer."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from ..schedules import Stage, StreamName, WeightOwner
-from .inflight import InFlightBatch
 
 ModulePart = tuple[str, int]
 """Name of a sharded module, and number of one of its parts: TorchRec has a lookup and an output dist for each."""
@@ -24,22 +24,37 @@ class FetchedBatch(NamedTuple):
     """A batch from a source."""
 
     batch: Any
-    batch_idx: int
-    """Its number in its data loader; None batches count."""
+    batch_idx: int  # its number in its data loader; None batches count
     dataloader_idx: int
-    """Index of its data loader."""
+    latest_none: int = -1  # number in its data loader of the last None batch before it in the epoch; -1: none
+    loader_states: Any = None  # states of the data loaders after it, for checkpoints
+
+
+@dataclass(slots=True)
+class InFlightBatch:
+    """A batch in flight. It keeps alive every tensor that a queued kernel or collective still reads."""
+
+    index: int  # number of batches fetched earlier in the epoch
+    batch: Any  # the same object that `training_step` gets; these five fields are those of `FetchedBatch`
+    batch_idx: int = 0
+    dataloader_idx: int = 0
     latest_none: int = -1
-    """Number in its data loader of the last None batch before it in the epoch; -1 if there is none."""
     loader_states: Any = None
-    """States of the data loaders after it, for checkpoints."""
+    done: dict[Stage, tuple[StreamName, Any]] = field(default_factory=dict)  # stages issued: stream and event after it
+    modules: dict[str, Any] = field(default_factory=dict)  # state of pipelined modules by name, of the sparse stages
+    made: dict[Any, Any] = field(default_factory=dict)  # results of staged methods until the backward, by `StagedCalls`
+    missing: frozenset[str] = frozenset()  # modules whose input only some ranks have; known once sizes are read
+    sizes: Any = None  # the exchange of split sizes of all modules, while it is under way; the sparse stages own it
+    defers_update: bool = False  # whether its backward leaves its update to `DeferredUpdates`; set at its lookup
+    is_held: bool = False  # whether that update waits for an optimizer step; else a module's own forward may make it
+    ran_unpipelined: bool = False  # whether a module ran its own forward for it, and no backward has followed yet
+    consumed: bool = False  # whether its `training_step` has begun
+    num_unseen: int = 0  # staleness: the number of earlier batches whose updates its fused lookup did not see
+    counted: Any = None  # the count of its stale rows (`sparse.StaleCounts`), which may be under way
 
 
 class BatchSource(Protocol):
-    """Where batches come from; `plugin.BatchStream` takes them from Lightning's loaders.
-
-    `fetch` returns None after the last batch, and while `max_steps` excludes the batch; the timer times the wait for
-    the data loader.
-    """
+    """Where batches come from: `plugin.BatchStream`. `fetch` returns None at the end, or if `max_steps` excludes it."""
 
     @property
     def exhausted(self) -> bool: ...
@@ -55,10 +70,7 @@ class BatchSource(Protocol):
 
 
 class Inputs(Protocol):
-    """The input dist of one batch; `sparse.SparseInputs` implements it with TorchRec, and documents the methods.
-
-    Here and below, a method named as a `Stage` issues that stage on the current stream.
-    """
+    """The input dist of a batch: `sparse.SparseInputs`. A method named as a `Stage` issues it on the current stream."""
 
     @property
     def ready(self) -> bool: ...
@@ -71,7 +83,7 @@ class Inputs(Protocol):
 
 
 class Lookups(Protocol):
-    """The lookup of one batch, from the cache to the end of its use; `sparse.SparseLookups` implements it."""
+    """The lookup of a batch, from the cache to the end of its use: `sparse.SparseLookups`."""
 
     def prefetch(self, inflight: InFlightBatch) -> None: ...
     def forget_prefetched(self) -> None: ...
@@ -87,7 +99,7 @@ class Lookups(Protocol):
 
 
 class Updates(Protocol):
-    """The backward of one batch and its update of the tables; `sparse.TableUpdates` implements them."""
+    """The backward of a batch and its update of the tables: `sparse.TableUpdates`."""
 
     @property
     def can_defer_updates(self) -> bool: ...
@@ -122,11 +134,7 @@ class WeightGradients(Protocol):
 
 
 class StageTimer(Protocol):
-    """Context managers that time parts of a step; `profiling.SpanRecorder` records their spans.
-
-    `during` times a stage, perhaps inside another one, `copy` a batch's copies to the device, `data` the wait for the
-    data loader, `merge` the compute stream's wait for embeddings.
-    """
+    """Context managers that time a stage, copies to the device, the wait for the data loader, or for embeddings."""
 
     def during(self, stage: Stage, batch: int, stream: StreamName) -> AbstractContextManager[None]: ...
     def copy(self) -> AbstractContextManager[None]: ...

@@ -14,8 +14,7 @@ from .streams import NOTHING, Streams
 class LookupOrder:
     """State that an executor shares with the sparse stages: streams, observer, timer, and the order of the two streams.
 
-    Early lookups and updates of tables run on the lookup stream, in the order in which they are issued. A module's own
-    forward, and code between two steps, use the tables on the compute stream: one of the two streams then waits.
+    A module's own forward, and code between two steps, use the tables on the compute stream: one stream then waits.
     """
 
     def __init__(
@@ -26,10 +25,8 @@ class LookupOrder:
         rank: int = 0,
     ) -> None:
         self.streams, self.lookup, self.observe, self.rank = streams, lookup, observe, rank
-        self.timer: StageTimer | None = None
-        """Told of every stage that either side issues."""
-        self.num_told = 0
-        """Number of the user's calls of `tables_changed()`."""
+        self.timer: StageTimer | None = None  # told of every stage that either side issues
+        self.num_told = 0  # the user's calls of `tables_changed()`
         self._written: Any = None  # event after the last write of a table on the compute stream
         self._updated: Any = None  # event after the last update of a table on the lookup stream
 
@@ -84,10 +81,7 @@ class LookupOrder:
         self.streams.record_stream(value, self.lookup)
 
     def hand_to_caller(self, value: Any, event: Any, batch: int, *, is_first: bool) -> None:
-        """Let the compute stream and the current stream use embeddings, nested or not, after an event.
-
-        The timer records the wait of a batch's first use only.
-        """
+        """Let the compute and the current stream use embeddings after an event; the timer records first uses only."""
         with self.timer.merge(batch) if is_first and self.timer is not None else NOTHING:
             self.streams.hand_to_caller(value, event)
 

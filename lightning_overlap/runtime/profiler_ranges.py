@@ -13,8 +13,7 @@ import torch
 from ..schedules import Stage
 from .streams import NOTHING
 
-_PROFILED_FROM_OUTSIDE = "KINETO_USE_DAEMON" in os.environ
-"""Whether a daemon may start a profiler at any time, unseen by the profiled thread."""
+_PROFILED_FROM_OUTSIDE = "KINETO_USE_DAEMON" in os.environ  # a daemon may start a profiler unseen by this thread
 
 
 def is_profiled() -> bool:
@@ -67,9 +66,7 @@ class InStage:
     def __enter__(self) -> None:
         self._range.__enter__()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: TracebackType | None) -> None:
         self._range.__exit__(kind, error, trace)
         if isinstance(error, Exception):
             error.add_note(f"raised in stage {self._stage} of batch {self._index} on rank {self._rank}")

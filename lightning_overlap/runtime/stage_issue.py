@@ -9,17 +9,13 @@ from typing import Any
 from ..schedules import Schedule, Stage, Step, StreamName, WeightOwner
 from .batch_queue import BatchQueue
 from .deferred_updates import DeferredUpdates
-from .inflight import InFlightBatch
-from .interfaces import Inputs, Lookups, ModulePart
+from .interfaces import InFlightBatch, Inputs, Lookups, ModulePart
 from .lookup_order import LookupOrder
 from .profiler_ranges import InStage
 
 
 class StageIssuer:
-    """Issues the sparse stages of batches, each after everything it reads.
-
-    Every lookup runs within both `lookup_contexts`: grad mode and autocast.
-    """
+    """Issues the sparse stages of batches; every lookup runs within both `lookup_contexts`: grad mode and autocast."""
 
     def __init__(
         self,
@@ -49,10 +45,7 @@ class StageIssuer:
     def issue(
         self, step: Step, inflight: InFlightBatch, owners: frozenset[WeightOwner], only: ModulePart | None = None
     ) -> None:
-        """Issue one stage of a batch; postpone it until `discover` has found inputs.
-
-        A lookup is of the tables of `owners`, or of one part alone.
-        """
+        """Issue a stage of a batch, or postpone it until `discover`; look up tables of `owners`, or a part `only`."""
         stage = step.stage
         if not self._inputs.ready:
             self._waiting.append((step, inflight, owners))
@@ -112,10 +105,7 @@ class StageIssuer:
             self._streams.wait(stream, event)
 
     def _order_prefetch(self, step: Step) -> None:
-        """Let a prefetch wait for other work on a cache: an evaluation, a module's own forward, rows written back.
-
-        FBGEMM itself orders a prefetch against the early lookups and updates that overlap with it.
-        """
+        """Let a prefetch wait for other work on a cache than early lookups and updates, which FBGEMM itself orders."""
         for event in self._began:
             self._streams.wait(step.stream, event)
         current = self._queue.current

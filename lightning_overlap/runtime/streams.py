@@ -17,8 +17,7 @@ NOTHING: AbstractContextManager[Any] = nullcontext()
 class Streams:
     """Streams and events of a device; here of a CPU: every stream is the calling thread, and every event is None."""
 
-    is_async = False
-    """Whether the host only launches work; otherwise it does all work itself and waits for every collective."""
+    is_async = False  # whether the host only launches work; else it does all work and waits for every collective
 
     def on(self, name: StreamName) -> AbstractContextManager[Any]:
         """Make a stream current."""
@@ -57,11 +56,10 @@ class Streams:
 
 
 class CudaStreams(Streams):
-    """CUDA streams, made once and kept for the whole run.
+    """CUDA streams, made once and kept for the whole run; `StreamName.LOOKUP` stands for the stream `lookup`.
 
     One lookup stream serves the run: autograd runs the TBE backward on the stream of its forward, and so the
     lookup of the next batch, queued on that stream, comes after the update of the tables without an event.
-    `StreamName.LOOKUP` stands for `lookup`: itself (a dedicated stream), the input dist's or the compute stream.
     """
 
     is_async = True
@@ -76,10 +74,7 @@ class CudaStreams(Streams):
         self.begin_step()
 
     def move_lookups(self, lookup: StreamName) -> None:
-        """Let `StreamName.LOOKUP` stand for another stream, ordered after all work of the old stream.
-
-        No looked-up batch may still have its backward to come: autograd would update the tables on the old stream.
-        """
+        """Let `StreamName.LOOKUP` stand for another stream, while no lookup has its backward to come."""
         if lookup is self._lookup:
             return
         if lookup is StreamName.LOOKUP and lookup not in self._streams:
@@ -137,15 +132,11 @@ class CudaStreams(Streams):
 
 def _record_stream(value: Any, stream: torch.cuda.Stream) -> None:
     for _, leaf in leaves(value, lambda node: hasattr(node, "record_stream")):
-        if hasattr(leaf, "record_stream") and _on_device(leaf):
-            leaf.record_stream(stream)
-
-
-def _on_device(leaf: Any) -> bool:
-    """Whether a leaf's memory is a CUDA caching allocator's (`Tensor.device`, or `KeyedJaggedTensor.device()`)."""
-    device = getattr(leaf, "device", None)
-    device = device() if callable(device) else device
-    return device is None or torch.device(device).type == "cuda"
+        if hasattr(leaf, "record_stream"):
+            device = getattr(leaf, "device", None)
+            device = device() if callable(device) else device  # `Tensor.device`, or `KeyedJaggedTensor.device()`
+            if device is None or torch.device(device).type == "cuda":
+                leaf.record_stream(stream)
 
 
 def make_streams(device: torch.device, lookup: StreamName) -> Streams:

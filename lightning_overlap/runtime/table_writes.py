@@ -10,18 +10,11 @@ from .interfaces import Lookups
 from .lookup_order import LookupOrder
 
 NUM_ASKS = 2
-"""Number of batches at the start of a fit before which the ranks ask each other whether tables were written.
-
-A callback that writes tables usually starts at the first step. Each question makes the ranks wait for each other.
-"""
+"""Batches at the start of a fit, when callbacks begin to write tables, before which the ranks ask each other."""
 
 
 class TableWrites:
-    """Drops early lookups, on all ranks alike, if their tables are written afterwards.
-
-    `lookups` is None without early lookups. `any_rank` (None on one rank) is asked before the first `num_asks` batches,
-    and after `ask`.
-    """
+    """Drops early lookups, on all ranks alike, if their tables are written afterwards."""
 
     def __init__(
         self,
@@ -30,8 +23,8 @@ class TableWrites:
         updates: DeferredUpdates,
         queue: BatchQueue,
         *,
-        any_rank: Callable[[bool], bool] | None,
-        num_asks: int,
+        any_rank: Callable[[bool], bool] | None,  # None on one rank
+        num_asks: int,  # `any_rank` is asked before this many batches, and after `ask`
     ) -> None:
         self._lookups, self._order, self._updates, self._queue = lookups, order, updates, queue
         self._any_rank, self._num_asks = any_rank, num_asks
@@ -52,11 +45,7 @@ class TableWrites:
         self.check()
 
     def check(self) -> None:
-        """Drop the early lookups if user code has written tables since, on this rank or on any asked rank.
-
-        Raises:
-            RuntimeError: This rank's tables were written, and the others were not asked.
-        """
+        """Drop early lookups if user code has written tables since; raise an error if other ranks were not asked."""
         if self._lookups is None:
             return
         written = everyone = self._lookups.is_overwritten(self._queue.ahead())  # on one rank it decides for everyone
@@ -74,11 +63,7 @@ class TableWrites:
             )
 
     def tables_changed(self) -> None:
-        """Drop the early lookups of all batches in flight; all ranks call this alike.
-
-        Raises:
-            RuntimeError: A deferred update of tables is still to come.
-        """
+        """Drop all early lookups, on all ranks alike; if a deferred update is still to come, raise an error."""
         if self._lookups is not None:
             self._updates.refuse_writes()
             self._lookups.leave_overwritten(self._queue.ahead())

@@ -1,7 +1,4 @@
-"""Pipeline modes as tables: stages, the order in which a step issues them, and the properties derived from it.
-
-Standard library only. A new mode is a table in `modes.py`; `Mode` holds a mode's options.
-"""
+"""Pipeline modes as tables: stages, the order in which a step issues them, and the properties derived from it."""
 
 from .mode import Mode as Mode
 from .mode import Schedules as Schedules

@@ -16,7 +16,7 @@ _T = TypeVar("_T")
 
 
 class Schedules(Protocol):
-    """The schedules of a run: one, or several that follow one another."""
+    """The schedules of a run: one or several."""
 
     @property
     def depth(self) -> int:
@@ -30,14 +30,12 @@ class Schedules(Protocol):
 class SequentialSchedule:
     """Two or more schedules, each starting at a batch number that counts over the whole training.
 
-    The executor switches between two iterations and keeps the batches in flight. It repeats no stage, and at once
-    issues the stages that the next table would have issued by then. So in a part that starts at batch n and has
-    staleness k, a lookup of batch N in a fused table sees the updates of all batches before max(n, N - k). A part that
-    follows a staler part uses the lookups made under that part.
+    At a switch the executor keeps the batches in flight, and issues at once what the next table would have issued by
+    then. In a part that starts at batch n with staleness k, a lookup of batch N in a fused table sees the updates of
+    all batches before max(n, N - k). A part that follows a staler part uses the lookups made under it.
     """
 
-    parts: tuple[tuple[int, Schedule], ...]
-    """`(first batch, schedule)` in order, starting with batch 0."""
+    parts: tuple[tuple[int, Schedule], ...]  # `(first batch, schedule)` in order, starting with batch 0
 
     def at(self, batch: int) -> Schedule:
         """The table to walk while a batch is trained."""
@@ -50,7 +48,6 @@ class SequentialSchedule:
 
 
 def _names_unknown_options(cls: type[_T]) -> type[_T]:
-    """Let a dataclass name an unknown option with the nearest valid ones."""
     changed: Any = cls
     init, known = changed.__init__, [field.name for field in fields(changed)]
 
@@ -165,17 +162,11 @@ def resolve_mode(pipeline: str | Schedule | Mode) -> Mode:
 
 
 def resolve_stream(stream: str) -> StreamName:
-    """Return the stream on which a policy runs early lookups.
-
-    Raises:
-        ValueError: No policy has this name.
-        TypeError: The name is not a string.
-    """
+    """Return the stream on which a policy runs early lookups; an unknown name is a ValueError."""
     return _named("stream", stream, STREAMS)
 
 
 def _named(kind: str, name: object, known: Mapping[str, _T], also: tuple[str, ...] = ()) -> _T:
-    """Return the entry of a name; errors name the argument (`kind`), the known names, and those in `also`."""
     if not isinstance(name, str):
         raise TypeError(f"{kind} must be a name ({', '.join((*known, *also))}), got {name!r}.")
     if name not in known:

@@ -48,7 +48,6 @@ _FUSED = (
 
 FUSED_SPARSE_DIST = Schedule("fused_sparse_dist", (*_FUSED, Step(_LOOKUP, 1, _SIDE), Step(_STEP, 0, _COMPUTE)))
 """As `sparse_dist`; the lookup of N+1 starts right after the fused backward of N and overlaps the dense optimizer.
-
 Source: TorchRec PR 2916, issued before the step."""
 
 FUSED_SPARSE_DIST_AFTER_OPTIMIZER = Schedule(
@@ -64,7 +63,6 @@ SPLIT_BACKWARD = Schedule("split_backward", (
     Step(_STEP, 0, _COMPUTE),
 ))  # fmt: skip
 """As `fused_sparse_dist`; the weight gradients of the dense part overlap the all-to-all of the tables' gradients.
-
 Source: `delay_wgrad_compute` of TransformerEngine (PR 1653), there for the all-to-alls of experts."""
 
 PREFETCH = Schedule("prefetch", (
@@ -78,7 +76,6 @@ PREFETCH = Schedule("prefetch", (
     Step(_STEP, 0, _COMPUTE),
 ))  # fmt: skip
 """As `fused_sparse_dist`; the rows of N+1 are copied from UVM into the cache during the forward of N.
-
 Source: PrefetchTrainPipelineSparseDist, TorchRec 1.8, which looks up later."""
 
 
@@ -97,21 +94,13 @@ def _looks_up_before_backward(name: str, staleness: int) -> Schedule:
 SEMI_SYNC = _looks_up_before_backward("semi_sync", 1)
 """The lookup of N+1 before the backward of N: staleness 1. Source: TrainPipelineSemiSync, TorchRec 1.8."""
 
-DEFAULT_STALENESS = 2
-"""The staleness of `async_lookup`, if none is given. 1 is `semi_sync`; larger values cost accuracy and memory."""
+DEFAULT_STALENESS = 2  # of `async_lookup`; 1 is `semi_sync`, larger values cost accuracy and memory
 
 
 def async_lookup(staleness: int) -> Schedule:
     """Return the mode that looks up batch N + staleness before the backward of batch N.
 
-    Memory holds the embeddings of the current batch and of at most `staleness` batches after it.
-
-    Raises:
-        ValueError: The staleness is less than 1 (`semi_sync`).
-        TypeError: The staleness is not an integer.
-
-    Source: DeepRec's asynchronous embedding lookup, which bounds the staleness by a queue's capacity; here the
-    staleness is exact and the same in every run.
+    Source: DeepRec's asynchronous embedding lookup, where the staleness is bounded and not exact.
     """
     instead = f" For lookups that see every update, use pipeline={FUSED_SPARSE_DIST.name!r}."
     check_number("staleness", staleness, least=1, instead=instead)
@@ -119,16 +108,7 @@ def async_lookup(staleness: int) -> Schedule:
 
 
 def defer_update(schedule: Schedule) -> Schedule:
-    """Return a mode that applies the updates of batch N after the forward of N+1, right before the next lookup.
-
-    The all-to-all of gradients starts after the backward and overlaps with the optimizer step and that forward.
-    The staleness does not change: a lookup above the backward sees the same updates. Ids that were sent after the
-    backward are sent after that forward, when the gradients have arrived. So gradients, ids, embeddings and the dense
-    all-reduce never share the link.
-
-    Raises:
-        ValueError: The mode looks up after the backward and needs the update by then.
-    """
+    """Return a mode that applies the updates of batch N after the forward of N+1; the staleness does not change."""
     lookup = schedule.step_of(_LOOKUP)
     if lookup is None or schedule.position(_LOOKUP) > schedule.position(_BACKWARD):
         raise ValueError(
@@ -137,7 +117,7 @@ def defer_update(schedule: Schedule) -> Schedule:
         )
     steps = list(schedule.steps)
     ids, backward = schedule.position(_DATA), schedule.position(_BACKWARD)
-    sent = [steps.pop(ids)] if ids > backward else []
+    sent = [steps.pop(ids)] if ids > backward else []  # after that forward: gradients and ids never share the link
     at = steps.index(lookup)
     steps[at:at] = [*sent, Step(_UPDATE, -1, lookup.stream)]
     return Schedule(f"{schedule.name}_deferred", tuple(steps))
@@ -146,12 +126,8 @@ def defer_update(schedule: Schedule) -> Schedule:
 def frozen_window(schedule: Schedule) -> Schedule:
     """Return an exact mode that updates the tables at the optimizer step, for all its batches in order.
 
-    If gradients are accumulated over k batches, the lookups of these k batches see the updates of all earlier
-    optimizer steps and none of each other's. So within the window an early lookup need not wait for a backward
-    (`Schedule.accumulating`), and its ids are sent a batch earlier. Only the first lookup of the next window waits.
-
-    Raises:
-        ValueError: The mode has a staleness, has no sparse stages, prefetches, or splits its backward.
+    The lookups of these batches see none of each other's updates. So within the window an early lookup need not wait
+    for a backward (`Schedule.accumulating`), and its ids are sent a batch earlier.
     """
     obstacles = {
         f"has a staleness of {schedule.staleness}, but a window sees all earlier updates": schedule.staleness,
@@ -194,7 +170,6 @@ MODES: Mapping[str, Schedule] = MappingProxyType({schedule.name: schedule for sc
 StreamPolicy: TypeAlias = Literal["current", "data_dist", "dedicated"]
 """The names of `STREAMS`, for editors and type checkers."""
 
-STREAMS: Mapping[str, StreamName] = MappingProxyType(
+STREAMS: Mapping[str, StreamName] = MappingProxyType(  # stream policy -> the stream of early lookups
     {"current": StreamName.COMPUTE, "data_dist": StreamName.DATA_DIST, "dedicated": StreamName.LOOKUP}
 )
-"""Stream policy -> the stream that lookups issued ahead of their batch run on."""

@@ -1,8 +1,4 @@
-"""A pipeline mode as a table: when, for which batch and on which stream each stage is issued.
-
-Steps are in issue order. `Step(stage, +k, stream)` means "during iteration i, for batch i + k". Everything else
-about a mode (depth, fill, drain, staleness, what evaluation runs) is derived from its table.
-"""
+"""A pipeline mode as a table in issue order; `Step(stage, +k, stream)` means "during iteration i, for batch i + k"."""
 
 from __future__ import annotations
 
@@ -49,7 +45,7 @@ _STEP_TEXT = re.compile(r"(?P<stage>[a-z_]+)(?P<offset>[+-]\d+)/(?P<stream>[a-z_
 
 @dataclass(frozen=True)
 class Schedule:
-    """A named, validated table of steps in issue order; the name is that of `pipeline=`, in lower case.
+    """A named, validated table of steps in issue order; depth, staleness and the rest of a mode are derived from it.
 
     Raises:
         ScheduleError: The table cannot run: a training stage is missing, repeated or not at offset 0; a stage
@@ -59,8 +55,7 @@ class Schedule:
     name: str
     steps: tuple[Step, ...]
 
-    training_stages: ClassVar[tuple[Stage, ...]] = TRAINING_STAGES
-    """The stages that the trainer runs; the table has one step for each."""
+    training_stages: ClassVar[tuple[Stage, ...]] = TRAINING_STAGES  # the trainer runs them; each has a step
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "steps", tuple(self.steps))
@@ -157,11 +152,7 @@ class Schedule:
 
     @cached_property
     def accumulating(self) -> AccumulatingSchedule | None:
-        """The table for a batch whose gradients wait for a later batch's optimizer step; None: this table.
-
-        An exact table with `EMBEDDING_UPDATE` below `OPTIMIZER_STEP` applies the updates of all batches of that step
-        there. No table is written before it, so an early lookup does not wait for `BACKWARD`.
-        """
+        """The table for a batch whose optimizer step comes with a later batch: lookups need not wait for `BACKWARD`."""
         update = self.step_of(Stage.EMBEDDING_UPDATE)
         if update is None or update.offset < 0 or self.staleness or self.updates_before_step:
             return None
@@ -181,11 +172,8 @@ class Schedule:
 
     @cached_property
     def fills_backward_wait(self) -> range:
-        """Indices of the steps that may run inside `BACKWARD`, while autograd waits for other ranks (CPU only).
-
-        They are the sparse steps right above `BACKWARD`, from the first that reads or writes tables. Moving them is
-        safe: before gradients arrive, only an update among these steps writes tables.
-        """
+        """Indices of the steps that may run inside `BACKWARD`, while autograd waits for other ranks (CPU only)."""
+        # Before gradients arrive, only an update among these steps writes tables.
         end = self.position(Stage.BACKWARD)
         start = end
         while self.steps[start - 1].stage in (*_SENDS, *_ON_TABLES):
@@ -196,10 +184,7 @@ class Schedule:
 
     @cached_property
     def received_in_backward(self) -> Step | None:
-        """The next lookup after `BACKWARD`, if its ids are sent by then: `BACKWARD` may assemble them (CPU only).
-
-        None in stale modes, which look up in `BACKWARD` itself.
-        """
+        """The next lookup after `BACKWARD`, if its ids are sent by then: `BACKWARD` may assemble them (CPU only)."""
         if not self.has_sparse_stages or self.prefetches:  # a prefetch has assembled the ids already
             return None
         lookup, sent = self[Stage.EMBEDDING_LOOKUP], self[Stage.INPUT_DATA_DIST]
@@ -209,12 +194,7 @@ class Schedule:
 
     @cached_property
     def dense_owned_lookup(self) -> Step | None:
-        """The step that looks up tables of the dense optimizer, if it differs from the fused tables' step.
-
-        `OPTIMIZER_STEP` writes such tables, so an early lookup of batch N waits for the optimizer step of batch
-        N - 1 in every mode: it runs at offset 1, right after `OPTIMIZER_STEP`. None: the `EMBEDDING_LOOKUP` step
-        already comes after it.
-        """
+        """The step for tables of the dense optimizer, if it differs: right after `OPTIMIZER_STEP`, their writer."""
         lookup = self.step_of(Stage.EMBEDDING_LOOKUP)
         if lookup is None or lookup.offset == 0:
             return None
@@ -228,11 +208,8 @@ class Schedule:
 
     @cached_property
     def evaluation(self) -> EvaluationSchedule:
-        """The table of an evaluation: it looks up as early as this table does, at most one batch, without a backward.
-
-        An evaluation writes no table, so a lookup can overlap only with the forward. Every stage stands above the
-        forward, one batch ahead of the stage that waits for it, so each all-to-all has a whole forward to arrive in.
-        """
+        """The table of an evaluation: it looks up as early as this table does, at most one batch ahead."""
+        # Every stage stands one batch ahead of the stage that waits for it: each all-to-all has a whole forward.
         forward, copy = Step(Stage.DENSE_FORWARD, 0, StreamName.COMPUTE), self[Stage.COPY_BATCH_TO_DEVICE]
         if not self.has_sparse_stages:
             return EvaluationSchedule(self.name, (copy, forward))
@@ -367,7 +344,6 @@ def _check_prefetch(schedule: Schedule) -> None:
 
 
 def _check_batch_order(schedule: Schedule) -> None:
-    """Check that the stages of a batch are issued in their order of dependency."""
     by_stage = sorted(schedule.steps, key=lambda step: STAGE_ORDER[step.stage])
     chain = [step for step in by_stage if step.stage is not Stage.EMBEDDING_UPDATE]
     backward_and_update = [step for step in by_stage if step.stage in (Stage.BACKWARD, Stage.EMBEDDING_UPDATE)]

@@ -34,59 +34,39 @@ class Stage(_Name):
     """The user's `training_step`; waits for the embeddings where they are first used (the merge)."""
 
     BACKWARD = "backward"
-    """Autograd's backward: dense gradients, the all-to-all of gradients, and the TBE backward, which applies the fused
-    optimizer to the tables. A step for `EMBEDDING_UPDATE` defers the TBE backward, a step for `WEIGHT_GRADIENTS` the
-    gradients of layers' weights."""
+    """Autograd's backward: dense gradients, the all-to-all of gradients, and the TBE backward, which updates the
+    tables. `EMBEDDING_UPDATE` defers the TBE backward, `WEIGHT_GRADIENTS` the gradients of layers' weights."""
 
     WEIGHT_GRADIENTS = "weight_gradients"
-    """The gradients of layers' weights, which the optimizer alone waits for, and the start of their all-reduce. Without
-    this step `BACKWARD` computes them."""
+    """The gradients of layers' weights, which the optimizer alone waits for, and the start of their all-reduce."""
 
     OPTIMIZER_STEP = "optimizer_step"
     """The step of the dense optimizer; with accumulation, the end of a batch without a step."""
 
     EMBEDDING_UPDATE = "embedding_update"
-    """Wait for the all-to-all of gradients, which `BACKWARD` only starts, and run the TBE backward, which applies the
-    fused optimizer to the tables that were looked up early. Without this step `BACKWARD` does all of it."""
+    """Wait for the all-to-all of gradients, which `BACKWARD` only starts, and run the TBE backward."""
 
 
 class StreamName(_Name):
     """The stream of a stage. On a CPU every name means the calling thread."""
 
-    COMPUTE = "compute"
-    """The stream that is current when Lightning calls `training_step`."""
-
-    MEMCPY = "memcpy"
-    """Copies from host to device."""
-
-    DATA_DIST = "data_dist"
-    """The input dist."""
-
-    PREFETCH = "prefetch"
-    """Copies from UVM into the cache: FBGEMM needs a stream for them that is not the lookup's."""
-
-    LOOKUP = "lookup"
-    """The embedding lookup; the stream policy determines the physical stream."""
-
-    SIDE = "side"
-    """Work that no step waits for: the counts of stale rows."""
+    COMPUTE = "compute"  # the stream that is current when Lightning calls `training_step`
+    MEMCPY = "memcpy"  # copies from host to device
+    DATA_DIST = "data_dist"  # the input dist
+    PREFETCH = "prefetch"  # copies from UVM into the cache: FBGEMM needs a stream for them that is not the lookup's
+    LOOKUP = "lookup"  # the embedding lookup; the stream policy determines the physical stream
+    SIDE = "side"  # work that no step waits for: the counts of stale rows
 
 
 class WeightOwner(_Name):
     """The writer of a weight that a lookup reads, and so the stage that must come before the lookup."""
 
-    FUSED_BACKWARD = "fused_backward"
-    """The fused optimizer inside `BACKWARD`: model-parallel tables with a fused kernel."""
-
-    DENSE_OPTIMIZER = "dense_optimizer"
-    """`OPTIMIZER_STEP`: data-parallel tables, tables with a dense kernel, the weights of feature processors."""
-
-    LOOKUP = "lookup"
-    """`EMBEDDING_LOOKUP` itself: it runs where the module is called, on ids that were sent early."""
+    FUSED_BACKWARD = "fused_backward"  # the fused optimizer inside `BACKWARD`: model-parallel tables, fused kernels
+    DENSE_OPTIMIZER = "dense_optimizer"  # `OPTIMIZER_STEP`: data-parallel tables, dense kernels, feature processors
+    LOOKUP = "lookup"  # `EMBEDDING_LOOKUP` itself: it runs where the module is called, on ids that were sent early
 
 
-EARLY_OWNERS = frozenset({WeightOwner.FUSED_BACKWARD, WeightOwner.DENSE_OPTIMIZER})
-"""The owners whose tables can be looked up before their batch is trained."""
+EARLY_OWNERS = frozenset({WeightOwner.FUSED_BACKWARD, WeightOwner.DENSE_OPTIMIZER})  # of tables looked up early
 
 SPARSE_STAGES = (Stage.INPUT_SPLITS_DIST, Stage.INPUT_DATA_DIST, Stage.EMBEDDING_LOOKUP)
 """A schedule has all of these stages or none; without them each module's own forward does their work."""
@@ -94,5 +74,4 @@ SPARSE_STAGES = (Stage.INPUT_SPLITS_DIST, Stage.INPUT_DATA_DIST, Stage.EMBEDDING
 TRAINING_STAGES = (Stage.DENSE_FORWARD, Stage.BACKWARD, Stage.OPTIMIZER_STEP)
 """Stages that the trainer runs on the current batch; a schedule places other stages around them."""
 
-STAGE_ORDER: dict[Stage, int] = {stage: position for position, stage in enumerate(Stage)}
-"""Position of each stage in the life of one batch."""
+STAGE_ORDER: dict[Stage, int] = {stage: position for position, stage in enumerate(Stage)}  # in which a batch has them

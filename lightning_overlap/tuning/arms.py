@@ -1,22 +1,20 @@
-"""The arms that `pipeline="auto"` tries: exact modes, each with a stream for its early lookups."""
+"""The options of `pipeline="auto"`, and the arms that it tries: exact modes, each with a stream for its lookups."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from ..schedules import MODES, SPARSE_STAGES, STREAMS, Schedule, Stage, Step, StreamName
 
 TRIED = ("fused_sparse_dist", "fused_sparse_dist_after_optimizer", "split_backward", "sparse_dist", "base")
-"""The modes to try; the first mode trains until the trial begins.
-
-`prefetch` is exact but excluded: it is for tables with a cache, and cannot follow another mode in a run."""
+"""The modes to try; the first trains until the trial begins. `prefetch` cannot follow another mode in a run."""
 
 
 def following(schedule: Schedule) -> Schedule:
-    """Return a mode as a table that can follow and precede other tables in a run.
+    """Return a mode as a table that can follow and precede others in a run: all look up on the lookup stream.
 
-    One stream orders all lookups and updates of a run: the lookup stream. If a mode leaves the sparse stages to the
-    modules, they come right before its forward, for the same batch.
+    If a mode leaves the sparse stages to the modules, they come right before its forward, for the same batch.
     """
     if schedule.has_sparse_stages:
         lookup = schedule.step_of(Stage.EMBEDDING_LOOKUP)
@@ -54,8 +52,7 @@ class Arm:
 
 _TABLES = {name: following(MODES[name]) for name in TRIED}
 
-BRIDGE = _TABLES["sparse_dist"]
-"""A table without lookups ahead: one batch under it lets lookups move to another stream."""
+BRIDGE = _TABLES["sparse_dist"]  # without lookups ahead: one batch under it lets lookups move to another stream
 
 
 def modes_on(stream: str, *, splits: bool = True) -> list[Arm]:
@@ -67,3 +64,40 @@ def streams_of(arm: Arm) -> list[Arm]:
     """Return a mode on every stream, the given arm first; only that arm if the mode looks up nothing ahead."""
     others = [name for name in STREAMS if name != arm.stream] if arm.ahead else []
     return [arm, *(Arm(arm.mode, stream) for stream in others)]
+
+
+@dataclass(frozen=True, slots=True)
+class Auto:
+    """How `pipeline="auto"` tries modes: in rounds of blocks of batches, one block for each arm (mode and stream).
+
+    Args:
+        warm_up: Batches before the first block, in which allocators and caches fill.
+        settle: Untimed batches at the beginning of a block, after the switch.
+        block: Timed batches of a block, rounded up to whole optimizer steps.
+        rounds: Number of rounds before the arms are compared. A block does not count if it contains an evaluation, a
+            save, the end of an epoch or a stall of a data loader. If fewer than two blocks of an arm count, more
+            rounds follow, at most twice as many in all.
+        tie: Arms within this share of the fastest arm's time count as equal; the arm that holds the fewest batches
+            wins.
+
+    Raises:
+        ValueError: A number is too small.
+    """
+
+    warm_up: int = 10
+    settle: int = 2
+    block: int = 16
+    rounds: int = 4
+    tie: float = 0.05
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value, lowest = getattr(self, field.name), {"warm_up": 0, "tie": 0}.get(field.name, 1)
+            if value < lowest:
+                raise ValueError(f"{field.name} of Auto must be a number >= {lowest}, got {value!r}.")
+
+
+def resolve_auto(pipeline: Any) -> Auto | None:
+    """Return the options of `pipeline="auto"` or `pipeline=Auto(...)`; None for other pipelines."""
+    auto = Auto() if pipeline == "auto" else pipeline
+    return auto if isinstance(auto, Auto) else None

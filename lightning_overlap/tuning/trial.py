@@ -9,11 +9,8 @@ from typing import NamedTuple
 from ..text import aligned, or_dash
 from .arms import Arm
 
-STALLED = 0.05
-"""A block does not count if its wait for data exceeds the median wait by more than this share of the block's time."""
-
-FEWEST = 2
-"""Blocks of an arm that must count."""
+STALLED = 0.05  # a block does not count if its wait for data exceeds the median by this share of the block's time
+FEWEST = 2  # blocks of an arm that must count
 
 
 class Block(NamedTuple):
@@ -50,10 +47,7 @@ def choose(found: Mapping[Arm, Sequence[float]], tie: float) -> Arm | None:
 
 
 def as_fast(found: Mapping[Arm, Sequence[float]], tie: float) -> list[Arm]:
-    """Return the arms with `FEWEST` blocks whose median is within `tie` of the fastest median.
-
-    They keep the order of `found`, so that all ranks choose alike where arms are equal.
-    """
+    """Return the arms with `FEWEST` blocks whose median is within `tie` of the fastest, in the order of `found`."""
     measured = {arm: median(times) for arm, times in found.items() if len(times) >= FEWEST}
     limit_ms = min(measured.values(), default=0.0) * (1 + tie)
     return [arm for arm, ms in measured.items() if ms <= limit_ms]

@@ -11,13 +11,12 @@ import torch
 from ..profiling import timestamps_of
 from ..runtime import BatchSource, CudaStreams, FetchedBatch, StageTimer, Streams
 from ..schedules import STREAMS, Schedule
-from .arms import BRIDGE, TRIED, Arm, modes_on, streams_of
-from .auto import Auto
+from .arms import BRIDGE, TRIED, Arm, Auto, modes_on, streams_of
 from .trial import FEWEST, Block, as_fast, choose, table, times_of
 
 
 class TimedSource:
-    """Wraps a source of batches and adds the time of `fetch` to `waited_ms`."""
+    """Adds the time of a source's `fetch` to `waited_ms`."""
 
     def __init__(self, source: BatchSource) -> None:
         self._source = source
@@ -35,18 +34,9 @@ class TimedSource:
 
 
 class Tuner:
-    """Chooses a mode and a stream during training; an implementation of the executor's `Schedules`.
-
-    Like `SequentialSchedule`, it keeps batches in flight when it switches, so all losses are exact. It first tries
-    modes on one stream, then, on CUDA, all streams with the chosen mode.
-
-    Args:
-        auto: The options of the trial.
-        stream: The stream of early lookups while modes are tried: a name of `STREAMS`.
-    """
+    """The `Schedules` of a run that chooses a mode during training and then, on CUDA, a stream for its lookups."""
 
     depth = max(arm.schedule.depth for arm in modes_on("current"))
-    """The largest number of batches in flight at once."""
 
     def __init__(self, auto: Auto, stream: str) -> None:
         self._auto, self._first_stream = auto, stream
@@ -54,10 +44,8 @@ class Tuner:
 
     def forget(self) -> None:
         """Forget the choice, for another module."""
-        self.arm = Arm(TRIED[0], self._first_stream)
-        """The current arm."""
-        self.schedule = self.arm.schedule
-        """The current table: the arm's, or `BRIDGE` for one batch between two streams."""
+        self.arm = Arm(TRIED[0], self._first_stream)  # the current arm
+        self.schedule = self.arm.schedule  # the current table: `BRIDGE` for one batch between two streams
         self.has_chosen = False
         self._tried: list[str] = []  # the tables of the trials, for the log
         self._trial: Iterator[None] | None = None
@@ -69,8 +57,6 @@ class Tuner:
     def at(self, batch: int) -> Schedule:
         """Return the table for the next batch's iteration; all ranks switch after the same batch."""
         return self.schedule
-
-    # -- a fit --------------------------------------------------------------------------------------------------------
 
     def begin(
         self,
@@ -85,14 +71,8 @@ class Tuner:
     ) -> None:
         """Begin a fit: try arms, unless a choice has been made.
 
-        Args:
-            device: The device of the fit.
-            streams: The streams of the fit.
-            gather: Returns the values of all ranks, by rank.
-            tell: Logs a message.
-            per_step: Batches per optimizer step; a block has whole steps.
-            moves_lookups: Whether there are model-parallel tables, whose lookups run on the lookup stream.
-            splits: Whether the fit can split its backward; otherwise `split_backward` is not tried.
+        `gather` returns the values of all ranks, `tell` logs. A block has whole steps of `per_step` batches.
+        `moves_lookups`: there are model-parallel tables; `splits`: the fit can split its backward.
         """
         self._gather, self._tell = gather, tell
         self._streams = streams if moves_lookups and isinstance(streams, CudaStreams) else None
@@ -159,10 +139,7 @@ class Tuner:
         self._void = why
 
     def step(self) -> None:
-        """Count a trained batch; all ranks call this at the same point.
-
-        The last batch of a round waits for the other ranks, and on CUDA for the device.
-        """
+        """Count a trained batch on all ranks alike; a round's last batch waits for them, on CUDA for its device too."""
         if self._trial is not None:
             next(self._trial, None)
 
@@ -195,22 +172,24 @@ class Tuner:
         yield from self._turn_to(arm)
 
     def _measure(self, arms: Sequence[Arm]) -> Generator[None, None, dict[Arm, list[float]]]:
-        """Return the times of arms after the rounds of `Auto`, or after up to twice as many if too few blocks count.
-
-        Round r begins with arm r, so that an arm follows different arms.
-        """
+        """Return the times of arms after the rounds of `Auto`, or after up to twice as many if too few blocks count."""
         found: dict[Arm, list[float]] = {}
         for number in range(1, 2 * self._auto.rounds + 1):
-            for place in range(len(arms)):
+            for place in range(len(arms)):  # round r begins with arm r, so that an arm follows different arms
                 yield from self._time(arms[(number - 1 + place) % len(arms)])
             if number >= self._auto.rounds:
-                found = times_of(self._gather(self._blocks()))
+                self._clock.wait()
+                ms: Callable[[Any], float] = self._clock.ms
+                blocks = [
+                    Block(arm, (ms(end) - ms(begin)) / self._num_timed, data_ms, void)
+                    for arm, begin, end, data_ms, void in self._over
+                ]
+                found = times_of(self._gather(blocks))
                 if all(len(times) >= FEWEST for times in found.values()):
                     break
         return found
 
     def _time(self, arm: Arm) -> Iterator[None]:
-        """Train a block of batches with an arm, and note its marks in `_over`."""
         self._void = ""
         yield from self._turn_to(arm)
         for _ in range(self._auto.settle):
@@ -224,15 +203,6 @@ class Tuner:
     @property
     def _waited_ms(self) -> float:
         return 0.0 if self._source is None else self._source.waited_ms
-
-    def _blocks(self) -> list[Block]:
-        """Wait for the device and return the finished blocks."""
-        self._clock.wait()
-        ms: Callable[[Any], float] = self._clock.ms
-        return [
-            Block(arm, (ms(end) - ms(begin)) / self._num_timed, data_ms, void)
-            for arm, begin, end, data_ms, void in self._over
-        ]
 
     def _turn_to(self, arm: Arm) -> Iterator[None]:
         """Switch to an arm at the next batch; to another stream after one batch of `BRIDGE`, without lookups ahead."""
@@ -249,8 +219,6 @@ class Tuner:
     def _move_lookups(self, stream: str) -> None:
         if self._streams is not None:
             self._streams.move_lookups(STREAMS[stream])
-
-    # -- in a checkpoint ----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Return the choice; empty before there is one."""

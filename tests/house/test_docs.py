@@ -137,7 +137,7 @@ def test_a_test_that_is_gone_is_seen(reference: str, problem: str | None) -> Non
 
 
 def test_laws_md_lists_all_mutants() -> None:
-    assert (ROOT / "docs" / "laws.md").read_text(encoding="utf-8").endswith(f"\n\n{mutants.table()}\n")
+    assert mutants.BREAKS.keys() <= {mutant.what for mutant in mutants.MUTANTS}
     assert {mutant.law for mutant in mutants.MUTANTS} == set(range(1, 14))
 
 

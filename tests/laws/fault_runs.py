@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class HangsOnException(Callback):
-    """The rank that fails does not leave, for longer than the others may wait."""
+    """Longer than the others may wait."""
 
     def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
         if isinstance(exception, InjectedError):
@@ -80,17 +80,12 @@ def run(
 
 @dataclass
 class Ended:
-    """How one rank of a run ended."""
-
     code: int
     log: str
 
 
 def run_all(folder: Path, *runs: dict[str, Any]) -> list[list[Ended]]:
-    """Do runs with arguments of `run` one after the other; return how each rank of each ended.
-
-    Rank r of run n writes to folder/n/log_r.
-    """
+    """Do runs one after the other; return how each rank of each ended. Rank r of run n writes to folder/n/log_r."""
     ends = []
     for num, arguments in enumerate(runs):
         place = folder / str(num)

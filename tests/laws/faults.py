@@ -21,8 +21,7 @@ from ..support.fits import make_strategy, make_trainer
 from ..support.reference import Result, collect
 
 NUM_BATCHES = 6
-VALIDATION = 100
-"""Index of the first validation batch."""
+VALIDATION = 100  # index of the first validation batch
 
 
 class InjectedError(Exception):
@@ -31,25 +30,14 @@ class InjectedError(Exception):
 
 @dataclass
 class Fault:
-    """What happens where, once.
-
-    Args:
-        place: "issue embedding_lookup" and the like (what an observer is told), or one of `Faulty`'s hooks.
-        batch: In which batch.
-        ranks: On which ranks.
-        signum: The signal that the rank gets; None: an error is raised there.
-        group: The whole process group gets the signal, as a terminal sends it.
-    """
-
-    place: str
+    place: str  # "issue embedding_lookup" and the like (what an observer is told), or one of `Faulty`'s hooks
     batch: int
     ranks: tuple[int, ...] = (0, 1)
-    signum: int | None = None
-    group: bool = False
+    signum: int | None = None  # the signal that the rank gets; None: an error is raised there
+    group: bool = False  # the whole process group gets the signal, as a terminal sends it
     happened: bool = False
 
     def stage_done(self, place: str, batch: int) -> None:
-        """Fail, if this is the place."""
         if self.happened or (place, batch) != (self.place, self.batch) or int(os.environ["RANK"]) not in self.ranks:
             return
         self.happened = True
@@ -58,18 +46,14 @@ class Fault:
         os.kill(0 if self.group else os.getpid(), self.signum)
 
     def observe(self, kind: str, stage: Any, batch: int) -> None:
-        """Be the strategy's observer."""
         self.stage_done(f"{kind} {stage}", batch)
 
     def __str__(self) -> str:
         return f"{self.place} of batch {self.batch}"
 
 
-UNUSED = "parameters unused"
-"""No error yet: a `training_step` leaves parameters without a gradient, for which the other ranks wait."""
-
+UNUSED = "parameters unused"  # no error yet: `training_step` leaves parameters without a gradient; other ranks wait
 NOWHERE = Fault("nowhere", 0)
-
 DATA = (
     Fault("__iter__", 0),
     Fault("__getitem__", 0),
@@ -98,24 +82,22 @@ def index_of(batch: Batch) -> int:
     return int(batch.inputs["sparse"][1])
 
 
-class Faulty(Model):
-    """Fails in its hooks."""
+def _fails_at(place: str) -> Callable[..., Batch]:
+    def hook(self: Faulty, batch: Batch, *args: Any) -> Batch:
+        self.fault.stage_done(place, index_of(batch))
+        return batch
 
+    return hook
+
+
+class Faulty(Model):
     def __init__(self, case: Case, fault: Fault) -> None:
         super().__init__(case)
         self.fault = fault
 
-    def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
-        self.fault.stage_done("on_before_batch_transfer", index_of(batch))
-        return batch
-
-    def transfer_batch_to_device(self, batch: Batch, device: torch.device, dataloader_idx: int) -> Batch:
-        self.fault.stage_done("transfer_batch_to_device", index_of(batch))
-        return batch
-
-    def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
-        self.fault.stage_done("on_after_batch_transfer", index_of(batch))
-        return batch
+    on_before_batch_transfer = _fails_at("on_before_batch_transfer")
+    transfer_batch_to_device = _fails_at("transfer_batch_to_device")
+    on_after_batch_transfer = _fails_at("on_after_batch_transfer")
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
         self.fault.stage_done("on_train_batch_start", batch_idx)
@@ -162,8 +144,6 @@ class Faulty(Model):
 
 
 class FaultyCallback(Callback):
-    """Fails behind a batch."""
-
     def __init__(self, fault: Fault) -> None:
         self.fault = fault
 
@@ -199,8 +179,6 @@ class _FaultyLoader(DataLoader):
 
 
 class FaultyBatches(Batches):
-    """Fails while it reads."""
-
     def __init__(self, case: Case, fault: Fault) -> None:
         super().__init__(case, NUM_BATCHES)
         self.fault = fault
@@ -215,36 +193,33 @@ class FaultyBatches(Batches):
         return DataLoader(_FaultyDataset(self.case, self.fault, indices, self.trainer.global_rank), batch_size=None)
 
 
-def places(pipeline: str, case: Case = MIXED) -> list[tuple[str, int]]:
+def places(pipeline: str) -> list[tuple[str, int]]:
     """Return where a fit comes by, in order."""
     seen: list[tuple[str, int]] = []
-    model = Faulty(case, NOWHERE)
+    model = Faulty(MIXED, NOWHERE)
     trainer = _trainer(pipeline, model, lambda kind, stage, batch: seen.append((f"{kind} {stage}", batch)))
-    trainer.fit(model, datamodule=FaultyBatches(case, NOWHERE))
+    trainer.fit(model, datamodule=FaultyBatches(MIXED, NOWHERE))
     return list(dict.fromkeys(seen))
 
 
-def fail_and_fit(
-    pipeline: str, faults: Sequence[Fault], case: Case = MIXED
-) -> tuple[list[tuple[str, list[str]]], Result]:
+def fail_and_fit(pipeline: str, faults: Sequence[Fault]) -> tuple[list[tuple[str, list[str]]], Result]:
     """Meet faults one after the other, then fit with the trainer and the strategy of the last one.
 
-    Returns:
-        For each fault what the user reads and what was left of the strategy's doing; what the last fit gave.
+    Return for each fault what the user reads and what was left of the strategy's doing; and what the last fit gave.
     """
     reports = []
     for fault in faults:
         before = _surroundings()
-        model = Faulty(case, fault)
+        model = Faulty(MIXED, fault)
         trainer = _trainer(pipeline, model, fault.observe, callbacks=[FaultyCallback(fault)])
         try:
-            trainer.fit(model, datamodule=FaultyBatches(case, fault))
+            trainer.fit(model, datamodule=FaultyBatches(MIXED, fault))
             said = "nothing"
         except (InjectedError, RuntimeError) as err:
             said = f"{type(err).__name__}: {err}" + (f" hid {err.__context__!r}" if err.__context__ else "")
         reports.append((said, left(trainer, model, before)))
-    model = Model(case)
-    trainer.fit(model, datamodule=Batches(case, NUM_BATCHES))
+    model = Model(MIXED)
+    trainer.fit(model, datamodule=Batches(MIXED, NUM_BATCHES))
     return reports, collect(model, trainer.optimizers[0], model.losses)
 
 

@@ -1,7 +1,4 @@
-"""Random fits without end: `python -m tests.laws.fuzz --num 200`, `--seed 17` to replay one.
-
-A line for each; the ones that fail are made simpler, and printed so that they can be run again.
-"""
+"""Random fits without end: `python -m tests.laws.fuzz --num 200`, `--seed 17` to replay one that fails."""
 
 from __future__ import annotations
 
@@ -20,8 +17,6 @@ TIMEOUT_S = 60
 
 
 class Runner:
-    """Keeps rank processes between fits."""
-
     def __init__(self) -> None:
         self._pools: dict[tuple[int, int], Ranks] = {}
 
@@ -46,7 +41,6 @@ class Runner:
 
 
 def simpler(fit: Fit) -> Iterator[Fit]:
-    """Yield a fit with one thing less."""
     if len(fit.parts) > 1:
         for at in range(len(fit.parts)):
             yield dataclasses.replace(fit, parts=fit.parts[:at] + fit.parts[at + 1 :])

@@ -1,48 +1,33 @@
-"""Random fits: what is drawn. Imports nothing of the package under test.
-
-`draw(choose)` makes a `Fit` of choices, whoever chooses: Hypothesis, or a seeded generator. All that a fit does follows
-from it, so that a failing one is replayed by its seed or by its text.
-"""
+"""Random fits: what is drawn, by Hypothesis or a seeded generator. Imports nothing of the package under test."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import Any, TypeVar
+from typing import Any
 
 EXACT = (
     *("fused_sparse_dist", "split_backward", "sparse_dist", "fused_sparse_dist_after_optimizer", "prefetch"),
     *("auto", "base"),
 )
 STALE = ("semi_sync", "semi_sync_deferred", "async_lookup")
-ORDERED = ("values", "to_dict")
-"""Uses that see the order of columns."""
-
-T = TypeVar("T")
-Choose = Callable[[Sequence[Any]], Any]
-"""Takes one of several; the first is the simplest."""
-
-# -- what is drawn ----------------------------------------------------------------------------------------------------
+ORDERED = ("values", "to_dict")  # uses that see the order of columns
+Choose = Callable[[Sequence[Any]], Any]  # takes one of several; the first is the simplest
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table of a collection."""
-
     name: str
     features: tuple[str, ...]
     dim: int
     sharding: str
-    place: int
-    """Its rank, or that of its first shard."""
+    place: int  # its rank, or that of its first shard
     pooling: str = "sum"
 
 
 @dataclass(frozen=True)
 class Part:
-    """A collection, what it reads, and what a training step does with it."""
-
     name: str
     sequence: bool
     kjt: str
@@ -71,8 +56,6 @@ class Part:
 
 @dataclass(frozen=True)
 class Fit:
-    """A fit, all of it."""
-
     seed: int
     num_ranks: int
     parts: tuple[Part, ...]
@@ -103,7 +86,6 @@ class Fit:
 
     @property
     def staleness(self) -> int:
-        """Of its mode."""
         return int(dict(self.options).get("staleness", 2 if self.pipeline == "async_lookup" else self.stale))
 
     @property
@@ -120,7 +102,6 @@ class Fit:
 
     @property
     def kjts(self) -> dict[str, tuple[str, ...]]:
-        """The KeyedJaggedTensors of a batch, each with its features."""
         read: dict[str, set[str]] = {}
         for part in self.parts:
             read.setdefault(part.kjt, set()).update(*(table.features for table in part.tables))
@@ -128,13 +109,7 @@ class Fit:
 
 
 def draw(choose: Choose, without: Collection[str] = (), seed: int = 0) -> Fit:
-    """Draw a fit.
-
-    Args:
-        choose: Takes one of several.
-        without: Choices that are not to be drawn.
-        seed: Of its weights and data.
-    """
+    """Draw a fit without some choices; the seed is that of its weights and data."""
 
     def pick(*choices: Any) -> Any:
         return choose([choice for choice in choices if choice not in without or not isinstance(choice, str)])
@@ -215,5 +190,4 @@ def _draw_options(choose: Choose, pipeline: str) -> tuple[tuple[str, Any], ...]:
 
 
 def of_seed(seed: int, without: Collection[str] = ()) -> Fit:
-    """Return the fit that a seed draws."""
     return draw(Random(seed).choice, without, seed)

@@ -24,8 +24,7 @@ from .random_models import Data, Net, make_batch, make_plan, opened
 
 COLLECTIVE_TIMEOUT_S = 20
 NOT_DRAWN = "plain training fails: "
-EVERY_SECOND_BATCH = Auto(warm_up=1, settle=1, block=1, rounds=1)
-"""`pipeline="auto"` that switches to another mode after every second batch."""
+EVERY_SECOND_BATCH = Auto(warm_up=1, settle=1, block=1, rounds=1)  # switches to another mode after so many batches
 
 
 class _InOrder(dict[str, Any]):
@@ -128,10 +127,7 @@ class _Loop:
 
 
 def train(fit: Fit, staleness: int = 0) -> Result:
-    """Plain DistributedModelParallel, without `checkpoint()`, which changes no number.
-
-    It repeats a lookup, and so its collectives, on those ranks only whose shards have saved something.
-    """
+    """Plain DistributedModelParallel, without `checkpoint()`: it changes no number, but some ranks' collectives."""
     parts = tuple(dataclasses.replace(part, checkpoint="") for part in fit.parts)
     return _Loop(dataclasses.replace(fit, parts=parts), staleness).train()
 
@@ -166,10 +162,9 @@ def train_under_the_strategy(fit: Fit, **options: Any) -> Result:
 
 
 def differences(fit: Fit) -> list[str]:
-    """Train a fit under the strategy and as it should be; return what is not equal bit for bit.
+    """Train a fit under the strategy and as it should be; return what is not equal bit for bit, or `NOT_DRAWN`.
 
     A stale mode whose delays no loop can tell is compared with its own deferring form.
-    `NOT_DRAWN` and the reason: plain training fails.
     """
     if fit.stale and not fit.delays_are_defined:
         held = fit.pipeline == "semi_sync_deferred"

@@ -31,8 +31,6 @@ NUM_ROWS, NUM_DENSE, BATCH_SIZE = 40, 4, 6
 
 @dataclass
 class Batch:
-    """A dataclass batch."""
-
     dense: Tensor
     sparse: dict[str, KeyedJaggedTensor]
     labels: Tensor
@@ -57,7 +55,6 @@ def make_batch(fit: Fit, index: int, rank: int) -> Any:
 
 
 def opened(fit: Fit, batch: Any) -> Batch:
-    """Return what is in a batch, whatever its layout."""
     if isinstance(batch, Batch):
         return batch
     if isinstance(batch, (tuple, list)):
@@ -99,8 +96,6 @@ class _Rank(Dataset[Any]):
 
 
 class Data(LightningDataModule):
-    """This rank's batches; 1000 and 1001 are for validation."""
-
     def __init__(self, fit: Fit) -> None:
         super().__init__()
         self.fit = fit
@@ -114,13 +109,10 @@ class Data(LightningDataModule):
 
 # -- the model --------------------------------------------------------------------------------------------------------
 
-LookUp = Callable[[Part, KeyedJaggedTensor, int], Any]
-"""Collection, its input and the batch -> what it answers."""
+LookUp = Callable[[Part, KeyedJaggedTensor, int], Any]  # collection, its input and the batch -> what it answers
 
 
 class Net(LightningModule):
-    """What the collections answer, beside a bottom layer, below a top layer."""
-
     def __init__(self, fit: Fit) -> None:
         super().__init__()
         self.fit = fit
@@ -203,7 +195,6 @@ class Net(LightningModule):
             optimizer.step(closure=optimizer_closure)
 
     def skips(self, batch_idx: int) -> bool:
-        """Whether a batch has no step of the dense optimizer."""
         return self.fit.skips_steps and batch_idx % 3 == 1
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -219,8 +210,6 @@ OPTIMIZERS: Mapping[str, tuple[Any, Mapping[str, Any]]] = {
 
 
 def _merged(part: Part, embeddings: Any) -> Tensor:
-    """Return (B, E) of an answer, as the use has it."""
-
     def of_key(key: str) -> Tensor:
         return summed(embeddings[key]) if part.sequence else embeddings[key]
 

@@ -29,16 +29,10 @@ AUTO = Auto(warm_up=1, settle=1, block=1, rounds=1)
 
 
 class Kind(NamedTuple):
-    """A loader's memory."""
-
-    what: str
-    """`ring`: buffers in turn; `chunk`: one buffer for several batches; `same`: one object for all batches."""
-    num: int = 1
-    """How many batches it holds at once."""
-    by_numpy: bool = False
-    """Whether NumPy has allocated it."""
-    wrapped: bool = False
-    """Whether a DataLoader stands between."""
+    what: str  # `ring`: buffers in turn; `chunk`: one buffer for several batches; `same`: one object for all batches
+    num: int = 1  # of batches that it holds at once
+    by_numpy: bool = False  # whether NumPy has allocated it
+    wrapped: bool = False  # whether a DataLoader stands between
 
     def __str__(self) -> str:
         return f"{self.what}{self.num}{'_numpy' * self.by_numpy}{'_wrapped' * self.wrapped}"
@@ -120,8 +114,6 @@ class _Wrapped(IterableDataset):
 
 
 class Refilled(Batches):
-    """Train and validate on batches whose memory is filled anew."""
-
     def __init__(self, kind: Kind, sized: bool, num: int) -> None:
         super().__init__(CASE)
         self.kind, self.sized, self.num = kind, sized, num
@@ -145,8 +137,6 @@ class Copied(Refilled):
 
 
 class Validates(Model):
-    """Notes what its validation steps find."""
-
     def __init__(self) -> None:
         super().__init__(CASE)
         self.found: list[Tensor] = []
@@ -174,7 +164,6 @@ def train(
     data: type[Refilled] = Refilled,
     **kwargs: Any,
 ) -> Result:
-    """Train one epoch of such batches, or more."""
     model, trainer = _fit(data(kind, sized, NUM), pipeline, options, **{"limit_val_batches": 0, **kwargs})
     return collect(model, trainer.optimizers[0], model.losses)
 

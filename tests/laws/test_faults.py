@@ -88,7 +88,6 @@ PEER_GONE = re.compile("Connection closed by peer|Connection reset by peer|Broke
 
 
 def _end(log: str) -> str:
-    """The last error of a log, with its notes."""
     *_, last = re.finditer(r"^(\[rank\d\]: )?[\w.]+Error: ", log, re.MULTILINE)
     return log[last.start() :]
 
@@ -140,7 +139,6 @@ def test_a_rank_that_fails_and_stays_is_waited_for_no_longer_than_the_timeout(tm
 
 @pytest.mark.slow
 def test_a_killed_rank_ends_the_others_and_the_last_checkpoint_resumes(tmp_path: Path) -> None:
-    """Bit for bit as if nothing had been."""
     last = "step=4.ckpt"
     killed = {"place": "training_step", "signum": signal.SIGKILL}
     runs = [{}, killed, {"resume": str(tmp_path / "1" / last)}]
@@ -175,7 +173,6 @@ def test_checkpoints_that_are_saved_on_exception(tmp_path: Path, callback: str) 
 
 @pytest.mark.slow
 def test_ctrl_c(tmp_path: Path) -> None:
-    """As a terminal sends it, to all ranks; and to one alone."""
     both, one = run_all(
         tmp_path,
         {"place": "training_step", "signum": signal.SIGINT, "ranks": [0, 1]},

@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
-from lightning_overlap import Mode
-
 from ..sparse.update_rates import TWO_RATES, factor
 from ..support.cases import NUM_STEPS, ROWWISE_ADAGRAD, SEQUENCE, TABLE_WISE, Case
 from ..support.ranks import Ranks
@@ -55,7 +53,6 @@ def test_between_hosts(get_ranks: Callable[..., Ranks]) -> None:
 
 @pytest.mark.parametrize("case", [ALL_KINDS, SEQUENCE], ids=lambda case: case.name)
 def test_modules_that_run_their_own_forward(ranks: Ranks, case: Case) -> None:
-    """Their updates wait, too."""
     actual = ranks.run(windows.train, case, 4, model="makes_input")
     _check(ranks, actual, case, windows_of(NUM_STEPS, 4))
 
@@ -165,17 +162,3 @@ def test_tables_are_written_between_steps_only(two_ranks: Ranks, after: int, mes
 def test_what_has_no_window_is_refused(get_ranks: Callable[..., Ranks], model: str, k: int, message: str) -> None:
     [text] = get_ranks(1).run(windows.message_of, TABLE_WISE, k, model=model)
     assert message in text
-
-
-@pytest.mark.parametrize(
-    ("pipeline", "message"),
-    [
-        ("base", "'base' leaves the lookup to the modules"),
-        ("prefetch", "'prefetch' keeps rows in a cache"),
-        ("semi_sync", "'semi_sync' has a staleness of 1"),
-        ("split_backward", "'split_backward' updates the tables of each batch while its weight gradients are computed"),
-    ],
-)
-def test_a_mode_that_cannot_is_refused(pipeline: str, message: str) -> None:
-    with pytest.raises(ValueError, match=f"frozen_window: {message}"):
-        Mode(pipeline, frozen_window=True)

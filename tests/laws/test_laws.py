@@ -69,14 +69,12 @@ def test_the_model_shows_one_stale_lookup(ranks: Ranks, case: Case) -> None:
 
 
 def _fit_with_every_lookup_at_its_row(case: Case) -> object:
-    original = Schedule.dense_owned_lookup
     # Nobody notices that tables were written after their lookup: else it would be left aside, and all be well.
-    Schedule.dense_owned_lookup = None  # type: ignore[assignment]
-    try:
-        with mock.patch("lightning_overlap.sparse.module_context.num_writes", return_value=()):
-            return fit(case, Schedule("all_before_the_step", MODES["fused_sparse_dist"].steps))
-    finally:
-        Schedule.dense_owned_lookup = original
+    with (
+        mock.patch.object(Schedule, "dense_owned_lookup", None),
+        mock.patch("lightning_overlap.sparse.module_context.num_writes", return_value=()),
+    ):
+        return fit(case, Schedule("all_before_the_step", MODES["fused_sparse_dist"].steps))
 
 
 def test_a_data_parallel_table_looked_up_before_the_step_is_seen(ranks: Ranks) -> None:

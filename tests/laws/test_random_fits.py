@@ -1,7 +1,4 @@
-"""Random fits against a loop by hand: whatever a user combines, the strategy trains what plain training does.
-
-`make fuzz` runs more of them, and replays one by its seed.
-"""
+"""Random fits against a loop by hand: whatever a user combines, the strategy trains what plain training does."""
 
 from __future__ import annotations
 
@@ -32,18 +29,14 @@ SETTINGS: dict[str, Any] = {
 
 
 def _check(get_ranks: Callable[..., Ranks], fit: Fit) -> None:
-    _say(f"{fit}\nagain: make fuzz SEED={fit.seed}")
+    with contextlib.suppress(InvalidArgument):  # in a test without Hypothesis
+        note(f"{fit}\nagain: make fuzz SEED={fit.seed}")
     for found in get_ranks(fit.num_ranks, num_nodes=fit.num_hosts).run(random_loops.differences, fit):
         assert found == [] or NOT_DRAWN in found[0]
 
 
-def _say(text: str) -> None:
-    with contextlib.suppress(InvalidArgument):  # in a test without Hypothesis
-        note(text)
-
-
 SIMPLE = Fit(0, 2, (Part("c0", False, "x", (Table("t0", ("f0",), 4, "table_wise", 0),)),), "fused_sparse_dist")
-"""One table, in the default mode."""
+SEQUENCE = Table("t1", ("f0", "f1"), 4, "table_wise", 1)
 
 
 @settings(max_examples=25, **SETTINGS)
@@ -61,7 +54,7 @@ def test_batches_whose_layout_and_size_differ_by_rank(get_ranks: Callable[..., R
     fit = dataclasses.replace(
         SIMPLE,
         seed=seed,
-        parts=(part, Part("c1", True, data.draw(st.sampled_from(["x", "y"]), "kjt"), (_sequence(),))),
+        parts=(part, Part("c1", True, data.draw(st.sampled_from(["x", "y"]), "kjt"), (SEQUENCE,))),
         pipeline=data.draw(st.sampled_from([*EXACT[:-1], *STALE]), "pipeline"),
         layout="either",
         sizes="by_rank",
@@ -70,10 +63,6 @@ def test_batches_whose_layout_and_size_differ_by_rank(get_ranks: Callable[..., R
         num_hosts=data.draw(st.sampled_from([1, 2]), "hosts"),
     )
     _check(get_ranks, fit)
-
-
-def _sequence() -> Table:
-    return Table("t1", ("f0", "f1"), 4, "table_wise", 1)
 
 
 def _with(use: str = "by_name", pipeline: str = "fused_sparse_dist", again: str = "", **settings: Any) -> Fit:

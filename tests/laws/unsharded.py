@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,16 +44,9 @@ SHARED = tuple(
 """Tables and what they read: an answer of `f1` is named by its table, `f1@t0`."""
 
 
-def shared_bags() -> nn.Module:
-    return make_collection(SHARED, NUM_ROWS)
-
-
-def weighted_bags() -> nn.Module:
-    return make_collection([replace(table, pooling="sum") for table in SHARED], NUM_ROWS, weighted=True)
-
-
-def shared_sequences() -> nn.Module:
-    return make_collection([replace(table, dim=8) for table in SHARED], NUM_ROWS, sequence=True)
+shared_bags = partial(make_collection, SHARED, NUM_ROWS)
+weighted_bags = partial(make_collection, [replace(table, pooling="sum") for table in SHARED], NUM_ROWS, weighted=True)
+shared_sequences = partial(make_collection, [replace(table, dim=8) for table in SHARED], NUM_ROWS, sequence=True)
 
 
 def weighted_ids(generator: torch.Generator) -> KeyedJaggedTensor:
@@ -91,13 +85,10 @@ PLACES = {place.__name__: place for place in (whole, columns, rows, copies, copi
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of module, what it reads, and two plans for it."""
-
     build: Callable[[], nn.Module]
     places: tuple[str, str]
     ids: Callable[[torch.Generator], KeyedJaggedTensor] = field(default=plain_ids)
-    fused_lr: float | None = 1.0
-    """Of the optimizer applied in backward; None: the module has one of its own."""
+    fused_lr: float | None = 1.0  # of the optimizer applied in backward; None: the module has one of its own
 
 
 KINDS = {
@@ -175,7 +166,6 @@ def check(name: str, place: str, pipeline: str, module: type[OneModule] = OneMod
 
 
 def check_all(names: list[tuple[str, str, str]]) -> list[str]:
-    """Check kinds under plans and modes; return which of them break the law, and how."""
     found = [(" ".join(case), check(*case)[0]) for case in names]
     return [f"{case}: {problem}" for case, problem in found if problem]
 
@@ -202,8 +192,6 @@ class LooksFirst(OneModule):
 
 
 class ChangesIds(OneModule):
-    """Hashes ids in place."""
-
     def embeddings(self, batch: dict[str, Any]) -> Any:
         batch["ids"].values().remainder_(NUM_ROWS // 2)
         return super().embeddings(batch)

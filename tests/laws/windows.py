@@ -36,8 +36,6 @@ ALL_KINDS = Case(
 
 
 class Data(Batches):
-    """So many batches on each rank, with batches to validate on."""
-
     def __init__(self, case: Case, *lengths: int, stateful: bool = False, nones: tuple[int, ...] = ()) -> None:
         super().__init__(case)
         self.lengths, self.stateful, self.nones = lengths, stateful, nones
@@ -47,7 +45,9 @@ class Data(Batches):
         length = self.lengths[rank % len(self.lengths)]
         if self.stateful:
             return StatefulSized(self.case, length, rank)
-        batches = [None if index in self.nones else make_batch(self.case, index, rank) for index in range(length)]
+        start = self.trainer.current_epoch * length  # no two batches alike where loaders are made anew
+        numbers = range(start, start + length)
+        batches = [None if index in self.nones else make_batch(self.case, index, rank) for index in numbers]
         return DataLoader(batches, batch_size=None)
 
     def val_dataloader(self) -> DataLoader:
@@ -56,7 +56,7 @@ class Data(Batches):
 
 
 class Manual(ByHand, Model):
-    """Steps its optimizer itself."""
+    pass
 
 
 class AsksTwice(Model):
@@ -107,7 +107,6 @@ def train(
 
 
 def message_of(case: Case, *args: Any, **kwargs: Any) -> str:
-    """Return what a fit is refused with."""
     try:
         train(case, *args, **kwargs)
     except (ValueError, RuntimeError) as err:
@@ -152,8 +151,6 @@ def watched(case: Case, k: int, **kwargs: Any) -> tuple[Result, list[tuple[str, 
 
 
 class _After(Callback):
-    """Does something after a batch."""
-
     def __init__(self, num_batches: int, do: Callable[[Trainer, Any], None]) -> None:
         self.num_batches, self.do = num_batches, do
 
@@ -171,15 +168,11 @@ def save_and_go_on(case: Case, k: int, stop: int, folder: str, **kwargs: Any) ->
 
 
 class Counts(Callback):
-    """Notes the kernels' iteration counts when training starts."""
-
     def on_train_start(self, trainer: Trainer, module: Any) -> None:
         self.counts = [int(tbe.iter) for tbe in tbes(module.ebc)]
 
 
 def stopped(case: Case, k: int, stop: int, **kwargs: Any) -> Result:
-    """Let a callback end training after a batch."""
-
     def end(trainer: Trainer, module: Any) -> None:
         trainer.should_stop = True
 
@@ -187,8 +180,6 @@ def stopped(case: Case, k: int, stop: int, **kwargs: Any) -> Result:
 
 
 def writing(case: Case, k: int, after: int) -> str:
-    """Write the tables after a batch."""
-
     def write(trainer: Trainer, module: Any) -> None:
         with torch.no_grad():
             for child in module.modules():

@@ -6,18 +6,16 @@ from collections.abc import Callable
 
 import pytest
 
-from lightning_overlap.runtime.inflight import InFlightBatch
+from lightning_overlap.runtime.interfaces import InFlightBatch
 from lightning_overlap.schedules.modes import MODES, SEMI_SYNC
 from lightning_overlap.schedules.schedule import Schedule
 from lightning_overlap.schedules.stages import Stage
 
 from ..support.fakes import FakeSparse, FakeTrainer, check_stages, check_staleness
-from .setups import FUSED, ONE_FUSED, OVERLAPPING
+from .setups import FUSED, ONE_FUSED, overlapping
 
 
 class NotesOrder(FakeSparse):
-    """Notes the order in which stages begin, of all batches."""
-
     def clear(self) -> None:
         super().clear()
         self.begun: list[tuple[Stage, int]] = []
@@ -27,7 +25,7 @@ class NotesOrder(FakeSparse):
         self.begun.append((stage, batch))
 
 
-@pytest.mark.parametrize("schedule", OVERLAPPING.values(), ids=OVERLAPPING.keys())
+@overlapping
 @pytest.mark.parametrize(
     "left_from", [(), tuple(Stage), (Stage.INPUT_SPLITS_DIST,)], ids=["nothing", "everything", "sizes"]
 )

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from collections import OrderedDict, UserDict, UserList
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -20,8 +21,7 @@ from torchrec import KeyedJaggedTensor
 from lightning_overlap.runtime.batch_memory import NUM_KEPT, NUM_SEEN, BatchMemory
 
 NUM = 40
-FIRST = NUM_KEPT + NUM_SEEN - 1
-"""How many batches of an epoch are copied at least."""
+FIRST = NUM_KEPT + NUM_SEEN - 1  # at least so many batches of an epoch are copied
 
 
 def copied(loader: Iterable[Any], memory: BatchMemory | None = None) -> list[bool]:
@@ -52,18 +52,9 @@ def _views() -> Iterator[Tensor]:
     yield from torch.zeros(NUM, 3)
 
 
-def _arrays_as_tensors() -> Iterator[Tensor]:
+def _arrays(of: Callable[[Any], Any] = lambda array: array) -> Iterator[Any]:
     for _ in range(NUM):
-        yield torch.from_numpy(np.zeros(3))
-
-
-def _arrays() -> Iterator[Any]:
-    for _ in range(NUM):
-        yield np.zeros(3)
-
-
-def _views_of_arrays() -> Iterator[Any]:
-    yield from np.zeros((NUM, 3))
+        yield of(np.zeros(3))
 
 
 def _changes_its_ways() -> Iterator[Tensor]:
@@ -73,6 +64,7 @@ def _changes_its_ways() -> Iterator[Tensor]:
         yield torch.zeros(3)
 
 
+ARRAYS_AS_TENSORS = partial(_arrays, torch.from_numpy)
 TRUSTED = {
     "makes_each": _Stream,
     "data_loader": lambda: DataLoader([torch.zeros(3)] * NUM, batch_size=1),
@@ -82,8 +74,8 @@ TRUSTED = {
 NOT_TRUSTED = {
     "keeps": lambda: _keeps([]),
     "views": _views,
-    "arrays_as_tensors": _arrays_as_tensors,
-    "views_of_arrays": _views_of_arrays,
+    "arrays_as_tensors": ARRAYS_AS_TENSORS,
+    "views_of_arrays": lambda: iter(np.zeros((NUM, 3))),
 }
 
 
@@ -130,7 +122,7 @@ def test_pinned_memory_is_copied_where_its_transfer_may_go_on(monkeypatch: pytes
     assert copied(_views(), BatchMemory("cuda")) == [True] * NUM
     assert copied(_Stream(), BatchMemory("cuda")) == [True] * FIRST + [False] * (NUM - FIRST)
     # As of `pin_memory()`: nobody can resize the storage, and the tensor alone has it.
-    assert copied(_arrays_as_tensors(), BatchMemory("cuda")) == [True] * FIRST + [False] * (NUM - FIRST)
+    assert copied(ARRAYS_AS_TENSORS(), BatchMemory("cuda")) == [True] * FIRST + [False] * (NUM - FIRST)
 
 
 class Named(NamedTuple):
@@ -185,39 +177,6 @@ def test_every_kind_of_batch_is_copied() -> None:
     assert own["data"] is data  # what a batch merely refers to is not copied
 
 
-class OwnMapping(MutableMapping):
-    """Keeps its items in an attribute, which `copy.copy` shares."""
-
-    def __init__(self, **items: Any) -> None:
-        self._items = items
-
-    def __getitem__(self, key: str) -> Any:
-        return self._items[key]
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        self._items[key] = value
-
-    def __delitem__(self, key: str) -> None:
-        del self._items[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._items)
-
-    def __len__(self) -> int:
-        return len(self._items)
-
-
-class OwnSequence(Sequence):
-    def __init__(self, *items: Any) -> None:
-        self._items = list(items)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._items[index]
-
-    def __len__(self) -> int:
-        return len(self._items)
-
-
 class WithMore(dict):
     pass
 
@@ -250,7 +209,7 @@ class Graph:
 
     def __init__(self, x: Tensor) -> None:
         self.x = x
-        self.storage = OwnMapping(x=x)
+        self.storage = UserDict(x=x)
         self.storage.parent, self.storage.weak_parent = self, weakref.ref(self)  # type: ignore[attr-defined]
 
 
@@ -267,8 +226,8 @@ def _noted() -> Any:
 
 
 OF_A_USERS_OWN: dict[str, tuple[Callable[[], Any], Callable[[Any], list[Any]]]] = {
-    "mapping": (lambda: OwnMapping(x=torch.zeros(2)), lambda batch: [batch["x"]]),
-    "sequence": (lambda: OwnSequence(torch.zeros(2)), lambda batch: [batch[0]]),
+    "mapping": (lambda: UserDict(x=torch.zeros(2)), lambda batch: [batch["x"]]),
+    "sequence": (lambda: UserList([torch.zeros(2)]), lambda batch: [batch[0]]),
     "dict_with_attributes": (_derived, lambda batch: [batch["x"], batch.more]),
     "not_a_field": (lambda: Derived(torch.zeros(2)), lambda batch: [batch.x, batch.more]),
     "private_slot": (lambda: Private(torch.zeros(2)), lambda batch: [batch.x]),

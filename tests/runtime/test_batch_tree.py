@@ -98,25 +98,15 @@ def count_leaves(node: Any) -> int:
 
 
 @given(batches)
-def test_every_path_leads_to_its_leaf(batch: Any) -> None:
+def test_every_path_leads_to_its_leaf_and_reads_as_python(batch: Any) -> None:
     all_leaves = list(leaves(batch, is_leaf))
     assert len(all_leaves) == count_leaves(batch)
     assert len({path for path, _ in all_leaves}) == len(all_leaves)
+    assert [path for path, _ in leaves(batch, is_leaf)] == [path for path, _ in all_leaves], "the order stays the same"
     for path, leaf in all_leaves:
         assert resolve(batch, path) is leaf
-        assert leaf is None or isinstance(leaf, (Leaf, int, str, bytes, torch.Tensor))
-
-
-@given(batches)
-def test_a_path_reads_as_python(batch: Any) -> None:
-    for path, leaf in leaves(batch, is_leaf):
         assert eval(path_text(path), {"batch": batch}) is leaf
-
-
-@given(batches)
-def test_the_order_is_the_same_every_time(batch: Any) -> None:
-    first, second = list(leaves(batch, is_leaf)), list(leaves(batch, is_leaf))
-    assert [path for path, _ in first] == [path for path, _ in second]
+        assert leaf is None or isinstance(leaf, (Leaf, int, str, bytes, torch.Tensor))
 
 
 def test_paths_of_a_mixed_batch() -> None:
@@ -180,32 +170,22 @@ def test_a_path_that_leads_nowhere_names_itself(path: Path, text: str) -> None:
 
 
 class Slotted:
-    """A batch class without a `__dict__`."""
+    __slots__ = ("left",)
 
-    __slots__ = ("ids",)
-
-    def __init__(self, ids: object) -> None:
-        self.ids = ids
+    def __init__(self, left: object) -> None:
+        self.left = left
 
 
 class Callable:
-    """A batch that can be called."""
-
-    def __init__(self, ids: object) -> None:
-        self.ids = ids
+    def __init__(self, left: object) -> None:
+        self.left = left
 
     def __call__(self) -> None: ...
 
 
-@pytest.mark.parametrize("batch", [Slotted, Callable])
-def test_slots_and_batches_that_can_be_called_are_searched(batch: type) -> None:
-    ids = torch.zeros(2)
-    [(path, leaf)] = leaves(batch(ids), lambda node: False)
-    assert leaf is ids
-    assert path == (("attr", "ids"),)
-    assert resolve(batch(ids), path) is ids
-
-
-def test_a_field_that_is_not_set_is_passed_over() -> None:
+@pytest.mark.parametrize("kind", [Slotted, Callable, WithUnsetField])
+def test_slots_batches_that_can_be_called_and_fields_that_are_not_set(kind: type) -> None:
     leaf = Leaf()
-    assert found(WithUnsetField(leaf)) == [("batch.left", leaf)]
+    batch = kind(leaf)
+    assert found(batch) == [("batch.left", leaf)]
+    assert resolve(batch, (("attr", "left"),)) is leaf

@@ -8,15 +8,13 @@ from typing import Any
 import pytest
 
 from lightning_overlap.runtime.deferred_updates import DeferredUpdates
-from lightning_overlap.runtime.inflight import InFlightBatch
+from lightning_overlap.runtime.interfaces import InFlightBatch
 from lightning_overlap.runtime.lookup_order import LookupOrder
 from lightning_overlap.runtime.streams import Streams
 from lightning_overlap.schedules.stages import StreamName
 
 
 class Tables:
-    """Notes the updates that are started and made."""
-
     can_defer_updates = True
 
     def __init__(self) -> None:

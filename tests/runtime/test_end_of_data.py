@@ -10,8 +10,8 @@ import pytest
 
 from lightning_overlap.distributed import ASK_FOR_LAST, MAX_INTERVAL, StepFlags, check_none_batches
 from lightning_overlap.runtime.end_of_data import EndOfData
-from lightning_overlap.runtime.inflight import InFlightBatch
-from lightning_overlap.schedules.modes import FUSED_SPARSE_DIST, MODES
+from lightning_overlap.runtime.interfaces import InFlightBatch
+from lightning_overlap.schedules.modes import FUSED_SPARSE_DIST
 from lightning_overlap.schedules.schedule import Schedule
 from lightning_overlap.schedules.stages import Stage
 
@@ -36,19 +36,17 @@ def test_stopping_early_completes_every_collective(schedule: Schedule) -> None:
             assert max(run.stages, default=-1) <= stop_after + schedule.max_offset - 1
 
 
-@overlapping
-def test_there_is_something_to_complete(schedule: Schedule) -> None:
+def _failed(schedule: Schedule, stage: Stage, batch: int) -> FakeTrainer:
     trainer = FakeTrainer(schedule)
     with pytest.raises(InjectedError):
-        trainer.run(9, fail_at=(Stage.OPTIMIZER_STEP, 3))
-    assert trainer.sparse.pending
+        trainer.run(9, fail_at=(stage, batch))
+    return trainer
 
 
 @overlapping
 def test_a_batch_that_was_handed_out_but_not_trained_is_drained(schedule: Schedule) -> None:
-    trainer = FakeTrainer(schedule)
-    with pytest.raises(InjectedError):
-        trainer.run(9, fail_at=(Stage.OPTIMIZER_STEP, 3))
+    trainer = _failed(schedule, Stage.OPTIMIZER_STEP, 3)
+    assert trainer.sparse.pending, "there is something to complete"
     assert trainer.executor.next_batch() is not None
     trainer.executor.drain()
     assert not trainer.sparse.pending
@@ -62,28 +60,19 @@ def test_a_run_after_an_early_stop_starts_anew(mode: Schedule) -> None:
     check_staleness(run)
 
 
-@overlapping
-def test_a_batch_that_the_source_held_back_is_trained_all_the_same(schedule: Schedule) -> None:
-    for held in range(1, 2 * schedule.depth):
-        for until in range(max(0, held - schedule.max_offset), held + 1):
-            run = run_schedule(schedule, 3 * schedule.depth, hold={held: until})
-            assert run.trained == list(range(3 * schedule.depth)), f"batch {held} held back until {until}\n{run}"
+def test_a_batch_that_the_source_held_back_is_trained_all_the_same(mode: Schedule) -> None:
+    for held in range(1, 2 * mode.depth):
+        for until in range(max(0, held - mode.max_offset), held + 1):
+            run = run_schedule(mode, 3 * mode.depth, hold={held: until})
+            assert run.trained == list(range(3 * mode.depth)), f"batch {held} held back until {until}\n{run}"
             check_in_flight(run)
             for served in run.served:
-                staleness = schedule.staleness if served.early and served.owner is FUSED else 0
+                staleness = mode.staleness if served.early and served.owner is FUSED else 0
                 assert served.saw == tuple(range(served.batch - staleness)), f"held {held} until {until}\n{run}"
 
 
-def test_a_source_that_holds_back_in_base() -> None:
-    run = run_schedule(MODES["base"], 4, hold={1: 1, 3: 2})
-    assert run.trained == [0, 1, 2, 3]
-
-
 def test_batches_ahead_are_fetched_but_not_trained() -> None:
-    trainer = FakeTrainer(FUSED_SPARSE_DIST)
-    with pytest.raises(InjectedError):
-        trainer.run(9, fail_at=(Stage.BACKWARD, 1))
-    executor = trainer.executor
+    executor = _failed(FUSED_SPARSE_DIST, Stage.BACKWARD, 1).executor
     assert (executor.num_trained, executor.num_ahead, executor.queue.num_fetched) == (2, 2, 4)
 
 
@@ -92,8 +81,6 @@ def test_batches_ahead_are_fetched_but_not_trained() -> None:
 
 @dataclass
 class Data:
-    """A rank's data."""
-
     exhausted: bool = False
     length_known: bool = False
     num_batches: float = float("inf")
@@ -203,7 +190,6 @@ class Rank:
         return LockstepAnswer(self.all_ranks, len(self.asked) - 1)
 
     def fetch_to(self, index: int) -> None:
-        """As the executor does."""
         while self.stream.num_fetched <= index and self.end.num_batches is None:
             before = self.stream.num_fetched
             self.stream.fetch(before, None)

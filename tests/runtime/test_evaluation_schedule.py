@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from lightning_overlap.schedules.modes import MODES
 from lightning_overlap.schedules.schedule import Schedule, Step
 from lightning_overlap.schedules.stages import SPARSE_STAGES, Stage, StreamName
 
 from ..support.fakes import FakeTrainer, Run
-from ..support.schedules import random_schedule
-
-schedules = st.randoms(use_true_random=False).map(random_schedule)
+from .setups import random_schedules
 
 DERIVED = {
     "base": "base: copy_batch_to_device+0/compute dense_forward+0/compute",
@@ -22,15 +19,7 @@ DERIVED = {
     **{
         name: f"{name}: embedding_lookup+1/lookup input_data_dist+2/data_dist input_splits_dist+3/data_dist "
         "dense_forward+0/compute copy_batch_to_device+4/memcpy"
-        for name in (
-            "fused_sparse_dist",
-            "fused_sparse_dist_after_optimizer",
-            "split_backward",
-            "prefetch",
-            "semi_sync",
-            "semi_sync_deferred",
-            "async_lookup",
-        )
+        for name in MODES.keys() - {"base", "sparse_dist"}
     },
 }
 
@@ -47,7 +36,7 @@ def test_evaluation_of_each_mode(mode: Schedule) -> None:
 
 
 @pytest.mark.parametrize("ready", [True, False], ids=["known_inputs", "first_forward_shows_them"])
-@given(schedule=schedules)
+@given(schedule=random_schedules)
 @settings(deadline=None)
 def test_each_stage_of_each_batch_once_and_in_order(schedule: Schedule, ready: bool) -> None:
     """For any mode that is accepted: no update is made, nothing is left in flight, no more is held than it says."""

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from lightning_overlap.schedules.modes import FUSED_SPARSE_DIST
 from lightning_overlap.schedules.schedule import Schedule
@@ -16,30 +15,18 @@ from ..support.fakes import (
     FakeTrainer,
     InjectedError,
     Run,
-    Timeline,
-    check_in_flight,
     check_laws,
     check_stages,
     check_staleness,
 )
 from ..support.schedules import issue_order, run_schedule
-from .setups import FUSED, ONE_FUSED, overlapping, random_schedules
+from .setups import FUSED, ONE_FUSED, TWO_AHEAD, overlapping, random_schedules
 
 # -- laws -------------------------------------------------------------------------------------------------------
 
 
 def test_laws_hold(mode: Schedule) -> None:
     check_laws(mode)
-
-
-@settings(deadline=None, max_examples=50)
-@given(random_schedules, st.booleans())
-def test_laws_1_to_3_hold_for_any_schedule_that_is_accepted(schedule: Schedule, ready: bool) -> None:
-    for num_batches in range(2 * schedule.depth + 1):
-        run = run_schedule(schedule, num_batches, ready=ready)
-        check_stages(run, num_batches, ready=ready)
-        check_in_flight(run)
-        check_staleness(run)
 
 
 @pytest.mark.slow
@@ -87,12 +74,9 @@ def test_timeline_of_discovery() -> None:
     # compute   |       F0             B0    O0 ...
     trainer = FakeTrainer(FUSED_SPARSE_DIST, modules=ONE_FUSED, ready=False)
     events = trainer.run(2).timeline
-    issued = [text for text, (_, _, batch) in zip(events.issued(), _issues(events), strict=True) if batch < 2]
+    batches = [batch for kind, _, batch in events.events if kind == "issue"]
+    issued = [text for text, batch in zip(events.issued(), batches, strict=True) if batch < 2]
     assert issued == ["C0", "C1", "F0", "S1", "D1", "B0", "L1", "O0", "F1", "B1", "O1"]
-
-
-def _issues(timeline: Timeline) -> list[tuple[str, Stage, int]]:
-    return [event for event in timeline.events if event[0] == "issue"]
 
 
 def test_the_second_run_knows_what_the_first_discovered() -> None:
@@ -140,11 +124,7 @@ def _by_call(run: Run, batch: int) -> tuple[list[Any], list[Any]]:
 def test_lookups_are_early_again_after_a_step_with_two_backwards(schedule: Schedule) -> None:
     run = run_schedule(schedule, 3 * schedule.depth, repeat={1})
     assert run.served_early(1 + schedule.depth) == {True}
-
-
-@overlapping
-def test_a_second_backward_is_ordered_before_later_lookups(schedule: Schedule) -> None:
-    run_schedule(schedule, 3 * schedule.depth, repeat={1, 3})  # raises where nothing orders them
+    run_schedule(schedule, 3 * schedule.depth, repeat={1, 3})  # raises where nothing orders the second backwards
 
 
 # -- failures ---------------------------------------------------------------------------------------------------
@@ -191,9 +171,5 @@ def test_manual_optimization_reaches_the_step_when_training_step_is_over(mode: S
 
 
 def test_two_lookups_ahead() -> None:
-    schedule = Schedule.parse(
-        "two_ahead: input_splits_dist+3/data_dist dense_forward+0/compute copy_batch_to_device+4/memcpy "
-        "embedding_lookup+2/lookup input_data_dist+3/data_dist backward+0/compute optimizer_step+0/compute"
-    )
-    assert schedule.staleness == 2
-    check_laws(schedule)
+    assert TWO_AHEAD.staleness == 2
+    check_laws(TWO_AHEAD)

@@ -20,7 +20,6 @@ from .setups import ONE_MIXED, LoggedStreams, overlapping
 
 
 def logged(schedule: Schedule, policy: str, modules: Mapping[str, frozenset[WeightOwner]]) -> tuple[Run, list[str]]:
-    """Return a run and what its streams were told, as text."""
     streams = LoggedStreams(STREAMS[policy])
     run = FakeTrainer(schedule, modules=modules, streams=streams).run(4)
     return run, [" ".join(_text(entry)) for entry in streams.log]
@@ -32,11 +31,9 @@ def _text(entry: tuple[str, StreamName, Any]) -> tuple[str, ...]:
         return (kind, str(stream), "for", str(what.stream)) if kind == "wait" else (kind, str(stream))
     if isinstance(what, str):
         return kind, str(stream), what
-    return (
-        (kind, str(stream))
-        if what is None
-        else (kind, str(stream), getattr(what.what, "value", what.what or "load"), str(what.batch))
-    )
+    if what is None:
+        return kind, str(stream)
+    return kind, str(stream), getattr(what.what, "value", what.what or "load"), str(what.batch)
 
 
 @pytest.mark.parametrize("policy", STREAMS)

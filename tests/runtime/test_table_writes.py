@@ -9,15 +9,13 @@ from typing import Any
 import pytest
 
 from lightning_overlap.runtime.deferred_updates import DeferredUpdates
-from lightning_overlap.runtime.inflight import InFlightBatch
+from lightning_overlap.runtime.interfaces import InFlightBatch
 from lightning_overlap.runtime.lookup_order import LookupOrder
 from lightning_overlap.runtime.streams import Streams
 from lightning_overlap.runtime.table_writes import TableWrites
 
 
 class Tables:
-    """Tables of this rank, which somebody has written or not."""
-
     def __init__(self) -> None:
         self.written = False
         self.left: list[int] = []

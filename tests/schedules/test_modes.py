@@ -25,34 +25,34 @@ def issues(schedule: Schedule, num_batches: int) -> dict[int, str]:
     return {iteration: " ".join(issued) for iteration, issued in listed.items()}
 
 
-# depth, staleness, lookup of tables of the dense optimizer
-DERIVED: dict[str, tuple[int, int, Step | None]] = {
-    "base": (1, 0, None),
-    "sparse_dist": (3, 0, None),
-    "fused_sparse_dist": (3, 0, Step(Stage.EMBEDDING_LOOKUP, 1, StreamName.LOOKUP)),
-    "fused_sparse_dist_after_optimizer": (3, 0, None),
-    "prefetch": (3, 0, Step(Stage.EMBEDDING_LOOKUP, 1, StreamName.LOOKUP)),
-    "semi_sync": (4, 1, Step(Stage.EMBEDDING_LOOKUP, 1, StreamName.LOOKUP)),
-    "semi_sync_deferred": (5, 1, Step(Stage.EMBEDDING_LOOKUP, 1, StreamName.LOOKUP)),
-    "async_lookup": (5, 2, Step(Stage.EMBEDDING_LOOKUP, 1, StreamName.LOOKUP)),
+LATE = Step(Stage.EMBEDDING_LOOKUP, 1, StreamName.LOOKUP)
+DEFERRED = "embedding_update-1/lookup embedding_lookup+1/lookup input_splits_dist+3/data_dist"
+
+# Depth, staleness, lookup of tables of the dense optimizer; what may be done, and received, where the backward waits.
+DERIVED: dict[str, tuple[int, int, Step | None, str, str]] = {
+    "base": (1, 0, None, "", ""),
+    "sparse_dist": (3, 0, None, "", "embedding_lookup+1/compute"),
+    "fused_sparse_dist": (3, 0, LATE, "", "embedding_lookup+1/lookup"),
+    "fused_sparse_dist_after_optimizer": (3, 0, None, "", "embedding_lookup+1/lookup"),
+    "prefetch": (3, 0, LATE, "prefetch+1/prefetch", ""),
+    "semi_sync": (4, 1, LATE, "embedding_lookup+1/lookup input_splits_dist+3/data_dist", ""),
+    "semi_sync_deferred": (5, 1, LATE, DEFERRED, ""),
+    "async_lookup": (5, 2, LATE, "embedding_lookup+2/lookup input_splits_dist+4/data_dist", ""),
 }
 
 
 @pytest.mark.parametrize("name", DERIVED)
-def test_depth_staleness_and_the_lookup_of_tables_of_the_dense_optimizer(name: str) -> None:
+def test_what_is_derived_from_a_table(name: str) -> None:
     mode = MODES[name]
-    assert (mode.depth, mode.staleness, mode.dense_owned_lookup) == DERIVED[name]
+    left, received = " ".join(str(mode.steps[index]) for index in mode.fills_backward_wait), mode.received_in_backward
+    assert (mode.depth, mode.staleness, mode.dense_owned_lookup, left, str(received or "")) == DERIVED[name]
+    assert (len(mode.evaluation.fills_backward_wait), mode.evaluation.received_in_backward) == (0, None)
 
 
 # C copy, S splits dist, D data dist, P prefetch, L lookup, F forward, B backward, O optimizer step, by iteration.
-# Below 0 is the fill, from 2 on the drain: four batches.
+# Below 0 is the fill, from 2 on the drain: four batches. Drawings are in tests/runtime/test_timelines.py.
 ISSUES: dict[str, dict[int, str]] = {
-    # compute | C0 F0 B0 O0 | C1 F1 B1 O1 | ...
     "base": {0: "C0 F0 B0 O0", 1: "C1 F1 B1 O1", 2: "C2 F2 B2 O2", 3: "C3 F3 B3 O3"},
-    # iteration | -2 | -1       | 0                    | 1                    | 2              | 3
-    # memcpy    | C0 |    C1    |          C2          |          C3          |                |
-    # data_dist |    | S0    D0 |    S1       D1       |    S2       D2       |    S3    D3    |
-    # compute   |    |          | L0    F0       B0 O0 | L1    F1       B1 O1 | L2    F2 B2 O2 | L3 F3 B3 O3
     "sparse_dist": {
         -2: "C0",
         -1: "S0 C1 D0",
@@ -61,11 +61,6 @@ ISSUES: dict[str, dict[int, str]] = {
         2: "L2 S3 F2 D3 B2 O2",
         3: "L3 F3 B3 O3",
     },
-    # iteration | -2    | -1          | 0                    | 1                    | 2              | 3
-    # memcpy    | C0    | C1          | C2                   | C3                   |                |
-    # data_dist |    S0 |    S1 D0    |       S2 D1          |       S3 D2          |    D3          |
-    # lookup    |       |          L0 |                L1    |                L2    |          L3    |
-    # compute   |       |             |    F0       B0    O0 |    F1       B1    O1 | F2    B2    O2 | F3 B3 O3
     "fused_sparse_dist": {
         -2: "C0 S0",
         -1: "C1 S1 D0 L0",
@@ -74,11 +69,6 @@ ISSUES: dict[str, dict[int, str]] = {
         2: "F2 D3 B2 L3 O2",
         3: "F3 B3 O3",
     },
-    # iteration | -2    | -1          | 0                    | 1                    | 2              | 3
-    # memcpy    | C0    | C1          | C2                   | C3                   |                |
-    # data_dist |    S0 |    S1 D0    |       S2 D1          |       S3 D2          |    D3          |
-    # lookup    |       |          L0 |                   L1 |                   L2 |             L3 |
-    # compute   |       |             |    F0       B0 O0    |    F1       B1 O1    | F2    B2 O2    | F3 B3 O3
     "fused_sparse_dist_after_optimizer": {
         -2: "C0 S0",
         -1: "C1 S1 D0 L0",
@@ -87,12 +77,6 @@ ISSUES: dict[str, dict[int, str]] = {
         2: "F2 D3 B2 O2 L3",
         3: "F3 B3 O3",
     },
-    # iteration | -2    | -1             | 0                       | 1                       | 2                 | 3
-    # memcpy    | C0    |    C1          |       C2                |       C3                |                   |
-    # data_dist |    S0 | D0       S1    | D1             S2       | D2             S3       | D3                |
-    # prefetch  |       |       P0       |          P1             |          P2             |       P3          |
-    # lookup    |       |             L0 |                   L1    |                   L2    |             L3    |
-    # compute   |       |                |    F0       B0       O0 |    F1       B1       O1 |    F2    B2       | ...
     "prefetch": {
         -2: "C0 S0",
         -1: "D0 C1 P0 S1 L0",
@@ -101,11 +85,6 @@ ISSUES: dict[str, dict[int, str]] = {
         2: "D3 F2 P3 B2 L3 O2",
         3: "F3 B3 O3",
     },
-    # iteration | -3    | -2             | -1                   | 0                       | 1                 | 2
-    # memcpy    | C0    | C1             | C2                   |    C3                   |                   |
-    # data_dist |    S0 |    S1       D0 |          S2       D1 |          S3          D2 |             D3    |
-    # lookup    |       |                |    L0                |       L1                |    L2             |    L3
-    # compute   |       |                |                      | F0             B0    O0 | F1       B1    O1 | F2 ...
     "semi_sync": {
         -3: "C0 S0",
         -2: "C1 S1 D0",
@@ -115,7 +94,6 @@ ISSUES: dict[str, dict[int, str]] = {
         2: "F2 L3 B2 O2",
         3: "F3 B3 O3",
     },
-    # The same, the update of N behind the forward of N+1, and ids behind it, too.
     "semi_sync_deferred": {
         -3: "C0 S0",
         -2: "C1 D0 S1",
@@ -184,30 +162,6 @@ def test_a_mode_that_is_no_name_is_a_type_error() -> None:
 def test_modes_cannot_be_changed_in_place() -> None:
     with pytest.raises(TypeError):
         MODES["mine"] = MODES["base"]  # type: ignore[index]
-
-
-BESIDE_THE_BACKWARD: dict[str, tuple[str, str]] = {
-    "base": ("", ""),
-    "sparse_dist": ("", "embedding_lookup+1/compute"),
-    "fused_sparse_dist": ("", "embedding_lookup+1/lookup"),
-    "fused_sparse_dist_after_optimizer": ("", "embedding_lookup+1/lookup"),
-    "prefetch": ("prefetch+1/prefetch", ""),
-    "semi_sync": ("embedding_lookup+1/lookup input_splits_dist+3/data_dist", ""),
-    "semi_sync_deferred": (
-        "embedding_update-1/lookup embedding_lookup+1/lookup input_splits_dist+3/data_dist",
-        "",
-    ),
-    "async_lookup": ("embedding_lookup+2/lookup input_splits_dist+4/data_dist", ""),
-}
-
-
-@pytest.mark.parametrize("name", BESIDE_THE_BACKWARD)
-def test_what_may_be_done_where_the_backward_waits(name: str) -> None:
-    mode = MODES[name]
-    left, received = BESIDE_THE_BACKWARD[name]
-    assert " ".join(str(mode.steps[index]) for index in mode.fills_backward_wait) == left
-    assert str(mode.received_in_backward or "") == received
-    assert (len(mode.evaluation.fills_backward_wait), mode.evaluation.received_in_backward) == (0, None)
 
 
 def test_nothing_is_received_in_a_backward_before_it_is_sent() -> None:

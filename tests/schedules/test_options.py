@@ -63,22 +63,47 @@ def test_a_name_and_a_staleness() -> None:
     assert async_lookup(4).name == "async_lookup_4"
 
 
+STALENESS_2, BOTH = {"staleness": 2}, {"start_batch": 3, "end_batch": 3}
+DEFERS, FROZEN = {"defer_update": True}, {"frozen_window": True}
+REPLACE = "To choose the staleness, use Mode('async_lookup', staleness=...)"
+AUTO = "'auto' compares modes of equal losses and takes no mode options"
+NO_MODE = (
+    "'auto' is not a mode: the strategy's pipeline='auto' compares modes of equal losses. Name one of them, "
+    "'fused_sparse_dist' for example"
+)
+NEEDS = "'fused_sparse_dist' looks up after the backward and needs its update by then"
+SPLITS = "frozen_window: 'split_backward' updates the tables of each batch while its weight gradients are computed"
+
+
 @pytest.mark.parametrize(
-    ("pipeline", "staleness", "error", "message"),
+    ("pipeline", "options", "error", "message"),
     [
-        ("semi_sync", 2, ValueError, "staleness=2: the order of stages of 'semi_sync' fixes its staleness at 1. To"),
-        ("base", 0, ValueError, "staleness=0: the order of stages of 'base' fixes its staleness at 0"),
-        (SEMI_SYNC, 1, ValueError, "To choose the staleness, use Mode('async_lookup', staleness=...)"),
-        ("async_lookup", 0, ValueError, "got 0. For lookups that see every update, use pipeline='fused"),
-        ("async_lookup", -1, ValueError, "at least 1 batches, got -1"),
-        ("async_lookup", 1.5, TypeError, "staleness must be a number of batches, got 1.5"),
-        ("async_lookup", True, TypeError, "staleness must be a number of batches, got True"),
-        ("async", 2, ValueError, "unknown pipeline 'async'. Did you mean 'async_lookup'"),
+        ("semi_sync", STALENESS_2, ValueError, "the order of stages of 'semi_sync' fixes its staleness at 1. To"),
+        ("base", {"staleness": 0}, ValueError, "staleness=0: the order of stages of 'base' fixes its staleness at 0"),
+        (SEMI_SYNC, {"staleness": 1}, ValueError, REPLACE),
+        ("async_lookup", {"staleness": 0}, ValueError, "got 0. For lookups that see every update, use pipeline='fused"),
+        ("async_lookup", {"staleness": -1}, ValueError, "at least 1 batches, got -1"),
+        ("async_lookup", {"staleness": 1.5}, TypeError, "staleness must be a number of batches, got 1.5"),
+        ("async_lookup", {"staleness": True}, TypeError, "staleness must be a number of batches, got True"),
+        ("async", STALENESS_2, ValueError, "unknown pipeline 'async'. Did you mean 'async_lookup'"),
+        ("auto", STALENESS_2, ValueError, AUTO),
+        ("auto", {}, ValueError, NO_MODE),
+        (SEMI_SYNC, {"start_batch": -1}, ValueError, "start_batch must be at least 0 batches, got -1"),
+        (SEMI_SYNC, {"start_batch": 2.0}, TypeError, "start_batch must be a number of batches, got 2.0"),
+        (SEMI_SYNC, {"end_batch": "3"}, TypeError, "end_batch must be a number of batches, got '3'"),
+        (SEMI_SYNC, BOTH, ValueError, "end_batch must be larger than start_batch=3, got 3"),
+        (BASE, {"start_batch": 3}, ValueError, "'base' is always exact"),
+        (FUSED_SPARSE_DIST, {"end_batch": 3}, ValueError, "with a stale mode (semi_sync, async_lookup)"),
+        ("fused_sparse_dist", DEFERS, ValueError, NEEDS),
+        ("base", FROZEN, ValueError, "frozen_window: 'base' leaves the lookup to the modules"),
+        ("prefetch", FROZEN, ValueError, "frozen_window: 'prefetch' keeps rows in a cache"),
+        ("semi_sync", FROZEN, ValueError, "frozen_window: 'semi_sync' has a staleness of 1"),
+        ("split_backward", FROZEN, ValueError, SPLITS),
     ],
 )
-def test_a_staleness_that_cannot_be(pipeline: Any, staleness: Any, error: type[Exception], message: str) -> None:
+def test_what_cannot_be(pipeline: Any, options: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=re.escape(message)):
-        Mode(pipeline, staleness=staleness)
+        Mode(pipeline, **options)
 
 
 def test_editors_know_the_class_of_a_mode() -> None:
@@ -106,29 +131,6 @@ def test_the_table_of_each_batch() -> None:
     assert [from_the_first_on.at(batch).staleness for batch in range(4)] == [1, 1, 0, 0]
 
 
-@pytest.mark.parametrize(
-    ("schedule", "options", "error", "message"),
-    [
-        (SEMI_SYNC, {"start_batch": -1}, ValueError, "start_batch must be at least 0 batches, got -1"),
-        (SEMI_SYNC, {"start_batch": 2.0}, TypeError, "start_batch must be a number of batches, got 2.0"),
-        (SEMI_SYNC, {"end_batch": "3"}, TypeError, "end_batch must be a number of batches, got '3'"),
-        (
-            SEMI_SYNC,
-            {"start_batch": 3, "end_batch": 3},
-            ValueError,
-            "end_batch must be larger than start_batch=3, got 3",
-        ),
-        (BASE, {"start_batch": 3}, ValueError, "'base' is always exact"),
-        (FUSED_SPARSE_DIST, {"end_batch": 3}, ValueError, "with a stale mode (semi_sync, async_lookup)"),
-    ],
-)
-def test_switches_that_cannot_be(
-    schedule: Schedule, options: dict[str, Any], error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error, match=re.escape(message)):
-        Mode(schedule, **options)
-
-
 def test_schedules_with_lookups_on_two_streams_cannot_follow_one_another() -> None:
     lookup = Stage.EMBEDDING_LOOKUP
     steps = [replace(step, stream=StreamName.COMPUTE) if step.stage is lookup else step for step in SEMI_SYNC]
@@ -142,10 +144,3 @@ def test_a_deferred_update_leaves_the_staleness(mode: Schedule) -> None:
     deferred = defer_update(mode)
     assert (deferred.staleness, deferred.depth) == (mode.staleness, mode.depth + 1)
     assert Mode(mode, defer_update=True).schedule == deferred
-
-
-def test_an_exact_mode_cannot_defer_its_updates() -> None:
-    with pytest.raises(
-        ValueError, match="'fused_sparse_dist' looks up after the backward and needs its update by then"
-    ):
-        Mode("fused_sparse_dist", defer_update=True)

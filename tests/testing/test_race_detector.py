@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lightning_overlap.runtime import deferred_updates, executor, lookup_order, stage_issue
-from lightning_overlap.runtime.inflight import InFlightBatch
+from lightning_overlap.runtime.interfaces import InFlightBatch
 from lightning_overlap.schedules.modes import MODES, STREAMS
 from lightning_overlap.schedules.schedule import Schedule, Step
 from lightning_overlap.schedules.stages import Stage, StreamName

@@ -14,61 +14,32 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback
-from torch.utils.data import DataLoader
 
 from lightning_overlap import OverlapMonitor, Stage, StreamName
 from lightning_overlap.profiling import HostTimestamps
 from lightning_overlap.runtime import Streams
 from lightning_overlap.tuning import Arm, Auto, tuner
 
-from ..checkpoint.resumes import SaveSteps, StatefulSized
-from ..laws.windows import MODELS
-from ..support.cases import Batches, Case, Model, make_batch
+from ..checkpoint.resumes import SaveSteps
+from ..laws.windows import MODELS, Data
+from ..support.cases import Case, Model
 from ..support.fits import make_strategy, make_trainer
 from ..support.reference import Result, collect
 
-NUM_STEPS = 36
-"""Batches of a fit: enough for some blocks after all modes have been tried."""
+NUM_STEPS = 36  # enough for some blocks after all modes have been tried
 QUICK = Auto(warm_up=1, settle=1, block=2, rounds=2)
-"""Chooses after the 31st batch: 1 of warm-up, and two rounds of five blocks of three. Without `split_backward`, which
-one rank does not try on a CPU, after the 25th."""
-
-
-class Data(Batches):
-    """Batches of one epoch after the other, no two alike; some to validate on; loaders that know where they are."""
-
-    stateful = False
-    nones: tuple[int, ...] = ()
-
-    def train_dataloader(self) -> Any:
-        start, rank = self.trainer.current_epoch * self.num_batches, self.trainer.global_rank
-        if self.stateful:
-            return StatefulSized(self.case, self.num_batches, rank)
-        numbers = range(start, start + self.num_batches)
-        batches = [None if index in self.nones else make_batch(self.case, index, rank) for index in numbers]
-        return DataLoader(batches, batch_size=None)
-
-    def val_dataloader(self) -> DataLoader:
-        rank = self.trainer.global_rank
-        return DataLoader([make_batch(self.case, 1000 + index, rank) for index in range(2)], batch_size=None)
+"""Chooses after 1 + 2 x 5 x 3 batches; without `split_backward`, which one rank does not try on a CPU, after 25."""
 
 
 @dataclass
 class Fit:
-    """What a rank saw of a fit."""
-
     result: Result
-    modes: list[str] = field(default_factory=list)
-    """The mode of each batch."""
-    state: dict[str, Any] = field(default_factory=dict)
-    """What would be in a checkpoint at the end."""
-    log: str = ""
-    """What was said of it, the first line of a fit first."""
+    modes: list[str] = field(default_factory=list)  # of each batch
+    state: dict[str, Any] = field(default_factory=dict)  # that would be in a checkpoint at the end
+    log: str = ""  # what was said of it, the first line of a fit first
 
 
 class Seen(Callback):
-    """Notes the mode of each batch."""
-
     def __init__(self) -> None:
         self.modes: list[str] = []
 
@@ -115,8 +86,6 @@ def train(
     clock, count = Clock(), tuned.step
 
     class Source(tuner.TimedSource):
-        """Waits for no data but what it is told."""
-
         num, told = 0, 0.0
 
         def fetch(self, *args: Any) -> Any:
@@ -126,8 +95,7 @@ def train(
             self.waited_ms = self.told
             return fetched
 
-    seen, data = Seen(), Data(case, num_steps)
-    data.stateful, data.nones = stateful, nones
+    seen, data = Seen(), Data(case, num_steps, stateful=stateful, nones=nones)
     trainer = make_trainer(strategy, callbacks=[seen, *callbacks], num_sanity_val_steps=0, **kwargs)
     records: list[str] = []
     handler = logging.Handler()
@@ -152,7 +120,6 @@ def train(
 
 
 def save_and_go_on(case: Case, ms: Mapping[str, tuple[float, ...]], stop: int, folder: str) -> tuple[Fit, Fit]:
-    """Train and save after a step; resume."""
     whole = train(case, ms, callbacks=(SaveSteps(folder, (stop,)),), stateful=True)
     return whole, train(case, ms, path=f"{folder}/step={stop}.ckpt", stateful=True)
 
@@ -181,7 +148,6 @@ def train_on_streams(case: Case, ms: Mapping[str, tuple[float, ...]], **kwargs: 
 
 
 def watched(case: Case, ms: Mapping[str, tuple[float, ...]], auto: Auto, num_steps: int) -> tuple[str, str]:
-    """Train under a monitor; return the choice, and what the monitor printed."""
     monitor, printed = OverlapMonitor(every_n_steps=4, audit=False), io.StringIO()
     with contextlib.redirect_stdout(printed):
         fit = train(case, ms, auto=auto, num_steps=num_steps, callbacks=(monitor,))
@@ -189,7 +155,6 @@ def watched(case: Case, ms: Mapping[str, tuple[float, ...]], auto: Auto, num_ste
 
 
 def train_twice(case: Case, ms: Mapping[str, tuple[float, ...]], first: int) -> list[str]:
-    """Train some batches, then again with the same strategy; return the modes of the second fit."""
     module: Model = MODELS["plain"](case)
     strategy = make_strategy(module, QUICK)
     trainer = make_trainer(strategy)
