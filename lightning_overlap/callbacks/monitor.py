@@ -38,18 +38,16 @@ class OverlapMonitor(Callback):
     """Measures occasional steps: hidden and exposed time by stage, what limits the step, which rank is slowest.
 
     *Hidden* is time of a stage that the mode overlaps with other work. Overlap that `base` has as well (for example by
-    autograd's order) does not count. The steps that an `OverlapTimeline` draws are also measured.
-
-    Stages and collectives are timed by the host's clock on a CPU, by CUDA events on CUDA, without host-device syncs.
-    Bytes that a stage sends to other ranks are counted, and those that `quantized_comms` saves, but not those of
-    DistributedDataParallel. The values go to every logger and, as `hidden`, to the progress bar; in a stale mode also
-    the share of looked-up rows with a pending update (`overlap/stale_rows/<table>`). The end of `fit` prints a table
-    and a line of advice.
+    autograd's order) does not count. The steps that an `OverlapTimeline` draws are also measured. Measuring makes no
+    host-device syncs. Bytes that a stage sends to other ranks are counted, and those that `quantized_comms` saves, but
+    not those of DistributedDataParallel. The values go to every logger and, as `hidden`, to the progress bar; in a
+    stale mode also the share of looked-up rows with a pending update (`overlap/stale_rows/<table>`). The end of `fit`
+    prints a table and a line of advice.
 
     Args:
-        every_n_steps: Measure one step in this many, and count stale rows in one step in this many. None: measure as
-            often as the Trainer logs, or less often, so that measuring takes less than 0.5 % of the time; count stale
-            rows every 25 * (`staleness` + 1) steps, or less often if the Trainer logs less often.
+        every_n_steps: Measure, and count stale rows, in one step in this many. None: measure as often as the Trainer
+            logs, or less often, so that it takes less than 0.5 % of the time; count stale rows every
+            25 * (`staleness` + 1) steps, or less often if the Trainer logs less often.
         audit: Count the host-device syncs of one step, with stage and source line. That step is slow.
         table: Print the closing table.
 
@@ -70,12 +68,9 @@ class OverlapMonitor(Callback):
 
     def _reset(self) -> None:
         self._measured: dict[Schedule, list[Breakdown]] = {}  # by mode, the one measured last at the end
-        self.syncs: list[HostSync] | None = None
-        """The host syncs of the audited step; None before the audit."""
-        self.stale_rows: dict[str, tuple[int, int]] = {}
-        """Table -> stale rows read and rows read, over all ranks and counted steps."""
-        self.own_ms = 0.0
-        """The time in ms that this callback took."""
+        self.syncs: list[HostSync] | None = None  # host syncs of the audited step; None before the audit
+        self.stale_rows: dict[str, tuple[int, int]] = {}  # table -> stale rows read and rows read, over all ranks
+        self.own_ms = 0.0  # time that this callback took
         self._stale: _StaleSteps | None = None
         self._num_steps = 0
         self._next = WARM_UP  # the step with which the next recording starts

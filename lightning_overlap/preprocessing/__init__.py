@@ -1,8 +1,4 @@
-"""Call methods that make a module's inputs when their batch is staged, before its step.
-
-`decorator.py` marks such methods, `staged_calls.py` calls them, `watched_call.py` rejects methods whose early result
-could differ.
-"""
+"""Call methods that make a module's inputs when their batch is staged, before its step, if that changes no result."""
 
 from .decorator import staged as staged
 from .staged_calls import StagedCalls as StagedCalls

@@ -14,14 +14,12 @@ _MARK = "is_staged_by_lightning_overlap"
 def staged(target: _T) -> _T:
     """Let the strategy call a method when its batch is staged, so that lookups of its result start early.
 
-    `training_step` still calls the method, with the batch or parts of it, and gets the early result. The method is
-    called again if the arguments differ, or if the batch or the state that the method reads has changed. Without the
-    strategy nothing changes.
+    `training_step` still calls the method, with the batch or parts of it, and gets the early result. If the arguments,
+    the batch or the state that the method reads have changed, it is called again. Without the strategy nothing changes.
 
     Args:
         target: A method of the LightningModule or of a module inside it: `@staged` above
             `def make_inputs(self, batch)`. Or a module, for its `forward`: `self.preprocess = staged(Preprocess())`.
-            It is returned.
 
     Raises:
         TypeError: `target` is neither a function nor a module.

@@ -25,8 +25,7 @@ from .watched_call import (
     watch,
 )
 
-Key: TypeAlias = "tuple[str, int]"
-"""A call in a step: name of the method, and number of earlier calls of it in the step."""
+Key: TypeAlias = "tuple[str, int]"  # a call in a step: name of the method, and number of earlier calls of it
 
 
 class StagedMethod:
@@ -58,10 +57,7 @@ class StagedMethod:
 
 
 class Made:
-    """The result of a staged method for a batch, and the state on which it depends.
-
-    `served` is whether a call in the step got it; `checkpoint()` repeats that call in the backward.
-    """
+    """The result of a staged method for a batch, the state on which it depends, and whether the step has got it."""
 
     def __init__(self, method: StagedMethod, given: Any, result: Any, *, served: bool = False) -> None:
         self.method, self.given, self.result, self.served = method, given, result, served
@@ -86,9 +82,7 @@ class StagedCalls:
     """The staged methods of a model (or none), and their calls that can be made before a batch's step.
 
     The first `step`, the user's method, shows where the arguments of each call come from: the batch, or results of
-    earlier calls. Later batches are staged accordingly. Ranks need not agree: lookups compare the places of their
-    inputs (`PipelinedForwards.discover`). `trains` is whether an optimizer steps between batches; `warned` has the
-    warnings of rank 0 so far.
+    earlier calls. Ranks need not agree: lookups compare the places of their inputs (`PipelinedForwards.discover`).
     """
 
     def __init__(
@@ -141,14 +135,11 @@ class StagedCalls:
             inflight.made.clear()
 
     def answer(self, method: StagedMethod, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the early result of a call if it is still valid; else call the method.
-
-        Raise a RuntimeError if the method cannot be staged.
-        """
+        """Return the early result of a call if it is still valid; else call the method."""
         inflight, given = self._inflight, (args, kwargs)
         if inflight is None:
             return method.call(*args, **kwargs)
-        if torch._C._current_graph_task_id() != -1:  # in a backward
+        if torch._C._current_graph_task_id() != -1:  # in a backward: `checkpoint()` repeats a call
             for made in inflight.made.values():
                 if made.method is method and made.served and made.why_not(given) is None:
                     return made.result
@@ -283,10 +274,7 @@ class _Modes(NamedTuple):
 
 
 def _source_of(given: Any, searched: Any) -> Any:
-    """Return the source of an argument: a function that finds it in `searched`, or a container of sources.
-
-    Raise a LookupError if the argument is neither a part of `searched` nor a constant.
-    """
+    """Return the source of an argument, a function that finds it in `searched`, or a container of sources."""
     if isinstance(given, CONSTANTS):
         return lambda _: given
     for path, leaf in leaves(searched, lambda node: node is given):

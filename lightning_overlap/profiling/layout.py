@@ -45,7 +45,7 @@ LOOKS: Mapping[Category, Look] = {
     Category.WAIT: Look("#fff4f2", "exposed wait"),
 }
 
-SHORT: Mapping[Stage, str] = {
+SHORT: Mapping[Stage, str] = {  # stages as written on bars
     Stage.COPY_BATCH_TO_DEVICE: "copy",
     Stage.INPUT_SPLITS_DIST: "splits",
     Stage.INPUT_DATA_DIST: "ids",
@@ -57,7 +57,6 @@ SHORT: Mapping[Stage, str] = {
     Stage.OPTIMIZER_STEP: "step",
     Stage.EMBEDDING_UPDATE: "update",
 }
-"""Stages as written on bars."""
 
 _ONE_CLOCK = 0.8  # ranks share a clock if a rank's spans cover this share of the first rank's window
 
@@ -94,19 +93,14 @@ class Panel:
 
 
 class Picture:
-    """The panels of all ranks, and the colours of their bars.
-
-    Ranks with the same clock (on one host) share a window. Colours stand for batches if most spans with a stage have a
-    batch, else for stages. Arguments and errors are as for `write_png`; spans of one batch, stage and kind that are
-    closer than `resolution`, a share of the window, are merged.
-    """
+    """The panels of all ranks, and the colours of their bars; arguments and errors are as for `write_png`."""
 
     def __init__(
         self,
         ranks: Mapping[int | str, Sequence[Span]],
         *,
         num_steps: int,
-        resolution: float,
+        resolution: float,  # a share of the window; spans of one batch, stage and kind that are closer are merged
         overlapped: Mapping[int | str, Collection[Stage]] | None = None,
     ) -> None:
         if not any(ranks.values()):

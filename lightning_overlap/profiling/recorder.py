@@ -1,8 +1,4 @@
-"""Record stages, collectives and waits of a running step as spans.
-
-On a CPU the host's clock times them. On CUDA, timing events on the stages' streams do; they are read when they are
-over, without host-device syncs.
-"""
+"""Record stages, collectives and waits of a step as spans, on CUDA by timing events, without host-device syncs."""
 
 from __future__ import annotations
 
@@ -23,12 +19,11 @@ from ..schedules import Stage, StreamName
 from .spans import EMBEDDINGS, HOST_LANE, LOG, Category, Interval, Span
 from .timestamps import CudaTimestamps, HostTimestamps, Timestamps
 
-_KINDS = {
+_KINDS = {  # stage -> category of its work, without its collectives; the other stages are dense
     Stage.COPY_BATCH_TO_DEVICE: Category.COPY,
     **dict.fromkeys((Stage.INPUT_SPLITS_DIST, Stage.INPUT_DATA_DIST), Category.HOST),
     **dict.fromkeys((Stage.PREFETCH, Stage.EMBEDDING_LOOKUP), Category.LOOKUP),
 }
-"""Stage -> category of its work, without its collectives; the other stages are dense."""
 
 
 @dataclass(slots=True)
@@ -56,15 +51,10 @@ class _Record:
 
 
 class SpanRecorder:
-    """Records this rank's stages, collectives and waits between `start` and `stop`.
-
-    Args:
-        streams: The device's streams.
-        compression: `embeddings`, `gradients` -> float32 bytes per sent byte; None without codecs.
-    """
+    """Records this rank's stages, collectives and waits between `start` and `stop`."""
 
     def __init__(self, streams: Streams, compression: Mapping[str, float] | None = None) -> None:
-        self._compression = compression
+        self._compression = compression  # `embeddings`, `gradients` -> float32 bytes per sent byte, with codecs
         self._host = HostTimestamps()
         self._streams = streams if isinstance(streams, CudaStreams) else None
         self._device = None if self._streams is None else CudaTimestamps(self._streams.device)
@@ -221,10 +211,7 @@ class _TimedWork(WrappedWork):
 
     @override
     def wait(self, timeout: Any = None) -> bool:
-        """Wait for the collective: on a CPU the host waits, on CUDA the current stream.
-
-        On CUDA only the wait notes the collective's end: a late wait makes the collective look longer.
-        """
+        """Wait and note the end. On CUDA nothing else notes it: a late wait makes the collective look longer."""
         flight = self._flight
         lane = HOST_LANE if self._streams is None else str(self._streams.current())
         start = flight.clock.mark()

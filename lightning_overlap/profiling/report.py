@@ -18,9 +18,7 @@ SMALL = 0.01  # smallest wait for data in the headline, as a share of a step
 NUM_STALEST = 8  # tables listed with stale rows
 TOP_BLOCKS = 8  # places listed that block the host; the others are added up
 
-_OF_THE_HOST = {Category.HOST: "host working", Category.DATA: "waited for data"}
-"""Names of the host's rows."""
-
+_OF_THE_HOST = {Category.HOST: "host working", Category.DATA: "waited for data"}  # names of the host's rows
 _NEVER_HIDDEN = (Category.DENSE, Category.HOST, Category.DATA, Stage.DENSE_FORWARD, Stage.OPTIMIZER_STEP)
 """Rows with only a busy time. A backward is not among them: its collectives can be hidden."""
 
@@ -67,18 +65,14 @@ def metrics(breakdown: Breakdown) -> dict[str, float]:
 
 
 def closing_table(
-    ranks: Sequence[Breakdown],
-    num_steps: Mapping[Schedule, int],
+    ranks: Sequence[Breakdown],  # the mean of each rank over the steps of `mode`
+    num_steps: Mapping[Schedule, int],  # measured, of all modes
     mode: Schedule,
     stream: str,
     syncs: Sequence[str] = (),
-    stale_rows: Mapping[str, tuple[int, int]] | None = None,
+    stale_rows: Mapping[str, tuple[int, int]] | None = None,  # table -> stale rows read, rows read
 ) -> str:
-    """Return the monitor's output at the end of a run.
-
-    `ranks` has the mean breakdown of each rank over the steps of `mode`; `num_steps` has the measured steps of all
-    modes; `stale_rows` maps tables to stale rows read and rows read.
-    """
+    """Return the monitor's output at the end of a run."""
     over_ranks, many, num = mean(ranks), len(ranks) > 1, num_steps[mode]
     others = [f"{one.name} ({_steps(num)})" for one, num in num_steps.items() if one != mode]
     parts = [
@@ -179,7 +173,7 @@ def slowest_sentence(ranks: Sequence[Breakdown]) -> str:
 def summarize(spans: Sequence[Span], overlapped: Collection[Stage] | None = None) -> Breakdown:
     """Return one rank's breakdown over all its complete steps; raise a ValueError if there are no spans.
 
-    `overlapped` is as for `break_down`; None: the stages noted at the step marks, if any.
+    Only time of stages in `overlapped` counts as hidden. None: of the stages noted at the step marks, or else of all.
     """
     window, num_steps = window_of(spans)
     overlapped = noted_stages(spans) if overlapped is None else overlapped
