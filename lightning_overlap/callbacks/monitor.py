@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -25,13 +25,6 @@ NUM_WATCHED = 2  # steps per measurement: the first step issues what the second 
 WARM_UP = 3  # steps before the first measurement: the schedule fills, allocators and caches warm up
 MAX_COST = 0.005  # share of the time that measuring may take, unless the user sets `every_n_steps`
 KEPT = 25  # then ids are kept, to count stale rows, in at most one of this many steps
-
-
-class _Pending(NamedTuple):
-    recording: Recording
-    number: int
-    step: int
-    num_in_flight: int
 
 
 class OverlapMonitor(Callback):
@@ -77,7 +70,7 @@ class OverlapMonitor(Callback):
         self._recording: Recording | None = None
         self._wanted: set[int] = set()  # numbers of the steps to measure
         self._timelines: list[OverlapTimeline] = []
-        self._pending: list[_Pending] = []
+        self._pending: list[tuple[Recording, int, int, int]] = []  # and step, step of the loggers, batches in flight
         self._audit: ExitStack | None = None
 
     @property
@@ -114,7 +107,7 @@ class OverlapMonitor(Callback):
             # `pipeline="auto"` changes the mode; skip a step that began in another mode.
             if number in self._wanted and self._strategy.schedule is self._recording.schedule:
                 in_flight = self._strategy.num_in_flight
-                self._pending.append(_Pending(self._recording, number, logged_step(trainer), in_flight))
+                self._pending.append((self._recording, number, logged_step(trainer), in_flight))
         if self._recording is None and number >= self._next and not self._audit_is_due:
             self._want(pl_module, [number + NUM_WATCHED])
         for timeline in self._timelines:
@@ -128,7 +121,6 @@ class OverlapMonitor(Callback):
         self.own_ms += (time.perf_counter() - start) * 1e3
 
     def _want(self, pl_module: LightningModule, numbers: Iterable[int]) -> None:
-        """Start recording, to measure the steps with these numbers."""
         assert self._strategy is not None
         self._wanted |= set(numbers)
         if self._recording is None:
@@ -146,7 +138,7 @@ class OverlapMonitor(Callback):
 
     def _harvest(self, trainer: Trainer, pl_module: LightningModule | None) -> None:
         """Log the measurements and counts of stale rows that can be read without waiting."""
-        while self._pending and self._pending[0].recording.recorder.over:
+        while self._pending and self._pending[0][0].recorder.over:
             recording, number, step, num_in_flight = self._pending.pop(0)
             spans, mode = recording.recorder.spans(), recording.schedule
             overlapped = profiling.overlapped_by(mode)
@@ -166,8 +158,6 @@ class OverlapMonitor(Callback):
                 before = self.stale_rows.get(table, (0, 0))
                 self.stale_rows[table] = before[0] + stale, before[1] + read
             _log(trainer, {f"overlap/stale_rows/{table}": stale / read for table, (stale, read) in rows.items()}, step)
-
-    # -- the audit ----------------------------------------------------------------------------------------------
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -197,8 +187,6 @@ class OverlapMonitor(Callback):
             self._audit.close()
             self._audit, device = None, self._strategy.root_device.type
             self.syncs = [sync for sync in self._audited if sync.device == device and not sync.reads_host]
-
-    # -- the end ------------------------------------------------------------------------------------------------
 
     def _forget(self, *_: Any, **__: Any) -> None:
         if self._audit is not None:
@@ -276,6 +264,5 @@ class _StaleSteps:
             yield counts.read(), step
 
     def wait(self) -> None:
-        """Wait for pending counts."""
         for counts, _ in self._pending:
             counts.wait()

@@ -1,18 +1,18 @@
-"""Call staged methods before their batch's step, and answer calls in the step with the early results."""
+"""`staged` marks methods; call them before their batch's step, and answer calls in the step with the early results."""
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import nn
 
 from ..runtime import InFlightBatch, Path, leaves, resolve
-from .decorator import staged_methods
 from .watched_call import (
     CONSTANTS,
     NotStagedError,
@@ -26,6 +26,47 @@ from .watched_call import (
 )
 
 Key: TypeAlias = "tuple[str, int]"  # a call in a step: name of the method, and number of earlier calls of it
+_T = TypeVar("_T")
+_MARK = "is_staged_by_lightning_overlap"
+
+
+def staged(target: _T) -> _T:
+    """Let the strategy call a method when its batch is staged, so that lookups of its result start early.
+
+    `training_step` still calls the method, with the batch or parts of it, and gets the early result. If the arguments,
+    the batch or the state that the method reads have changed, it is called again. Without the strategy nothing changes.
+
+    Args:
+        target: A method of the LightningModule or of a module inside it: `@staged` above
+            `def make_inputs(self, batch)`. Or a module, for its `forward`: `self.preprocess = staged(Preprocess())`.
+
+    Raises:
+        TypeError: `target` is neither a function nor a module.
+    """
+    if not inspect.isfunction(target) and not isinstance(target, nn.Module):
+        raise TypeError(
+            f"staged takes a method or a module, got {target!r}. Write @staged above `def make_inputs(self, batch)` in "
+            "a module's class, or self.preprocess = staged(Preprocess())."
+        )
+    setattr(target, _MARK, True)
+    return target
+
+
+def staged_methods(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
+    """Return the staged methods of a model and its submodules: name in the model -> (module, method)."""
+    found: dict[str, tuple[nn.Module, str]] = {}
+    for name, module in model.named_modules():
+        members = {key: member for cls in reversed(type(module).__mro__) for key, member in vars(cls).items()}
+        methods = [key for key, member in members.items() if _is_staged(member)]
+        if _MARK in vars(module):
+            methods.append("forward")
+        found |= {f"{name}.{method}".lstrip("."): (module, method) for method in methods}
+    return found
+
+
+def _is_staged(member: Any) -> bool:
+    function = member.__func__ if isinstance(member, (staticmethod, classmethod)) else member
+    return inspect.isfunction(function) and hasattr(function, _MARK)
 
 
 class StagedMethod:
@@ -114,8 +155,6 @@ class StagedCalls:
             method.detach()
         self._inflight = None
 
-    # -- the step ---------------------------------------------------------------------------------------------------
-
     def begin(self, inflight: InFlightBatch) -> None:
         """Begin the forward of a batch's step."""
         self._inflight = inflight if self.methods else None
@@ -186,8 +225,6 @@ class StagedCalls:
         method.reads.update(reads)
         return result
 
-    # -- sources of arguments ---------------------------------------------------------------------------------------
-
     def searched(self, inflight: InFlightBatch) -> Any:
         """Return the objects in which inputs of modules are searched: the batch, and results of staged methods."""
         if not self.methods:
@@ -220,8 +257,6 @@ class StagedCalls:
             self._warned.add((method.name, reason))
             text = f"{method.name!r} is @staged, but from now on it is only called in {self._step}: {reason}."
             warnings.warn(text, stacklevel=2)
-
-    # -- before the step --------------------------------------------------------------------------------------------
 
     def state_has_changed(self) -> bool:
         """Return whether module state that the methods read has changed since the last call."""
@@ -268,9 +303,6 @@ class _Modes(NamedTuple):
             for device, enabled, dtype in self.autocast:
                 stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled))
             yield
-
-
-# -- arguments --------------------------------------------------------------------------------------------------------
 
 
 def _source_of(given: Any, searched: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from enum import Enum
 from typing import Any, TypeAlias
 
@@ -39,7 +39,8 @@ class NotStagedError(RuntimeError):
 def watch(call: Callable[[], Any], given: Any, owner: nn.Module, *, trains: bool) -> tuple[Any, Reads]:
     """Call a staged method; return its result and reads, or raise a NotStagedError if an early result could differ."""
     arguments, state, random_before = parts_of_batch(given), _state_of(owner), _random_states()
-    with _reading(owner) as reads, _eager():
+    is_compiling = "torch._dynamo" in sys.modules  # the compiler does not know the classes that `_reading` sets
+    with _reading(owner) as reads, torch.compiler.set_stance("force_eager") if is_compiling else nullcontext():
         result = call()
     if _random_states() != random_before:
         raise NotStagedError(
@@ -118,11 +119,6 @@ def _random_states() -> list[Any]:
     return [torch.get_rng_state().tolist(), random.getstate(), numpy_state[1].tolist(), numpy_state[2], *on_device]
 
 
-def _eager() -> AbstractContextManager[Any]:
-    """Run compiled functions eagerly, since the compiler does not know the watching classes."""
-    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
-
-
 @contextmanager
 def _reading(owner: nn.Module) -> Iterator[Reads]:
     """Note which attributes of a module and its submodules are read, while subclasses replace their classes."""
@@ -160,9 +156,6 @@ def _noting(cls: type, reads: Reads) -> type:
         return value
 
     return type(cls)(cls.__name__, (cls,), {"__getattribute__": noting, "__module__": cls.__module__})
-
-
-# -- changes ----------------------------------------------------------------------------------------------------------
 
 
 def parts_of_batch(value: Any) -> Parts:
@@ -213,7 +206,6 @@ def _state(part: Any) -> Any:
 
 
 def _is_same_part(before: Any, now: Any) -> bool:
-    """Return whether two parts are the same object, or equal constants."""
     return before is now or (type(before) is type(now) and isinstance(now, CONSTANTS) and bool(before == now))
 
 

@@ -112,8 +112,7 @@ class Picture:
                 if self.panels and _share_seen(spans, self.panels[0].window) > _ONE_CLOCK:
                     window = self.panels[0].window
                 self.panels.append(_panel(rank, spans, window, resolution, (overlapped or {}).get(rank)))
-        lanes = chain.from_iterable(panel.lanes.values() for panel in self.panels)
-        self._spans = [span for rows in lanes for row in rows for span in row]
+        self._spans = [span for panel in self.panels for rows in panel.lanes.values() for row in rows for span in row]
         staged = [span.batch is not None for span in self._spans if span.stage is not None]
         self._by_batch = 2 * sum(staged) > len(staged)
 

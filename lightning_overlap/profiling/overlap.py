@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import astuple, dataclass, fields
 from operator import add
 from typing import Any, Self
 
@@ -29,14 +29,10 @@ class BusyTime:
     saved: float = 0.0  # additional bytes that full precision would send
 
     def __add__(self, other: Self) -> Self:
-        return type(self)(*map(add, self._values, other._values))
+        return type(self)(*map(add, astuple(self), astuple(other)))
 
     def __truediv__(self, num: int) -> Self:
-        return type(self)(*(value / num for value in self._values))
-
-    @property
-    def _values(self) -> tuple[float, ...]:
-        return self.busy_ms, self.hidden_ms, self.elsewhere_ms, self.sent, self.saved
+        return type(self)(*(value / num for value in astuple(self)))
 
     @property
     def exposed_ms(self) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -17,7 +18,54 @@ from ..distributed import CONSENSUS, Issue, WrappedWork, wrap_collectives
 from ..runtime import CudaStreams, Streams
 from ..schedules import Stage, StreamName
 from .spans import EMBEDDINGS, HOST_LANE, LOG, Category, Interval, Span
-from .timestamps import CudaTimestamps, HostTimestamps, Timestamps
+
+
+class HostTimestamps:
+    """Time stamps of the host's clock."""
+
+    shift_ms = 0.0  # added by `ms`, to align with another clock
+
+    def mark(self) -> float:
+        """Return the time now in ms."""
+        return time.perf_counter() * 1e3
+
+    def ms(self, mark: float) -> float:
+        """Return the mark, shifted."""
+        return mark + self.shift_ms
+
+    def wait(self) -> None:
+        """Do nothing; `CudaTimestamps` waits for the device."""
+
+
+class CudaTimestamps:
+    """Timing events on the current stream of a CUDA device; they must be over when `ms` reads them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._zero = self.mark()
+
+    def mark(self) -> torch.cuda.Event:
+        """Record an event on the current stream and return it."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def ms(self, mark: torch.cuda.Event) -> float:
+        """Return the time of a mark in ms since this object was made."""
+        return float(self._zero.elapsed_time(mark))
+
+    def wait(self) -> None:
+        """Wait for the device, so that every mark can be read."""
+        torch.cuda.synchronize(self._device)
+
+
+Timestamps = HostTimestamps | CudaTimestamps
+
+
+def timestamps_of(device: torch.device) -> Timestamps:
+    """Return timing events for CUDA, the host's clock for a CPU."""
+    return CudaTimestamps(device) if device.type == "cuda" else HostTimestamps()
+
 
 _KINDS = {  # stage -> category of its work, without its collectives; the other stages are dense
     Stage.COPY_BATCH_TO_DEVICE: Category.COPY,
@@ -80,12 +128,8 @@ class SpanRecorder:
         """Whether all recorded work on the device is done; does not wait."""
         if self._device is None:
             return True
-        records = [one for one in list(self._records) if not one.is_on_host]
-        marks = [
-            *(one.start for one in records),
-            *(one.end for one in records),
-            *(mark for _, mark in self._steps[-1:]),
-        ]
+        marks = [mark for one in list(self._records) if not one.is_on_host for mark in (one.start, one.end)]
+        marks += [mark for _, mark in self._steps[-1:]]
         return all(mark is None or mark.query() for mark in marks)
 
     @property

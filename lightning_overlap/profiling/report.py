@@ -34,16 +34,12 @@ def table(head: Row, rows: Sequence[Row], *, ruled: bool = True) -> str:
 def _rows(
     found: Mapping[Category, BusyTime] | Mapping[Stage, BusyTime], share_of: Callable[[float], str], blank: str = ""
 ) -> list[Row]:
-    """Return rows of name, busy, hidden and exposed time and hidden share."""
     rows: list[Row] = []
     for what, times in found.items():
         name = _OF_THE_HOST.get(what, f"all {what}") if isinstance(what, Category) else str(what)
         hidden = [f"{times.hidden_ms:.2f}", f"{times.exposed_ms:.2f}", share_of(times.hidden_fraction)]
         rows.append((name, f"{times.busy_ms:.2f}", *([blank] * 3 if what in _NEVER_HIDDEN else hidden)))
     return rows
-
-
-# -- a monitored run ----------------------------------------------------------------------------------------------
 
 
 def metrics(breakdown: Breakdown) -> dict[str, float]:
@@ -165,9 +161,6 @@ def slowest_sentence(ranks: Sequence[Breakdown]) -> str:
     if most - least < EVEN * ranks[slowest].step_ms:
         return "The ranks wait about equally long for each other."
     return f"The ranks wait for rank {slowest}: it waits {least:.2f} ms per step, rank {idlest} waits {most:.2f} ms."
-
-
-# -- a trace ------------------------------------------------------------------------------------------------------
 
 
 def summarize(spans: Sequence[Span], overlapped: Collection[Stage] | None = None) -> Breakdown:

@@ -66,7 +66,6 @@ class _Context(NamedTuple):
     caller: str = ""
 
     def inside(self, event: Event) -> _Context:
-        """Return the context of what runs inside an event."""
         if event.category == "cpu_op":
             return self._replace(operator=event.name, stage=names.of_operator(event.name) or self.stage)
         stage, (batch, name) = names.of_annotation(event.name), names.split_batch(event.name)
@@ -144,11 +143,9 @@ class _Reader:
 
 def _waits_of_kernels(streams: Mapping[str, Sequence[tuple[Span, float]]]) -> Iterator[Span]:
     """Yield the compute stream's waits between a kernel's launch and its start, and for which other stream's work."""
-
-    def dense_ms(lane: str) -> float:
-        return sum(span.duration_ms for span, _ in streams[lane] if span.kind is Category.DENSE)
-
-    compute = max(streams, key=dense_ms)
+    compute = max(
+        streams, key=lambda lane: sum(span.duration_ms for span, _ in streams[lane] if span.kind is Category.DENSE)
+    )
     others = [span for lane, found in streams.items() if lane != compute for span, _ in found]
     others.sort(key=attrgetter("end_ms"))
     free_ms = streams[compute][0][0].end_ms
