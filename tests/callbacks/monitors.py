@@ -32,8 +32,6 @@ NUM_STEPS = 16
 
 
 class _Recorded(Callback):
-    """Records two steady steps."""
-
     def __init__(self, first: int) -> None:
         self.first = first
 
@@ -71,8 +69,6 @@ def account_of_a_steady_step(case: Case, pipeline: str) -> dict[str, Any]:
 
 
 class Kept(DummyLogger):
-    """Keeps what it is given."""
-
     def __init__(self) -> None:
         super().__init__()
         self.logged: list[tuple[dict[str, float], int | None]] = []

@@ -27,8 +27,7 @@ from ..support.reference import Result, collect
 from .staged_models import MADE, Hashes
 
 NUM_STEPS = 12
-_BATCHES = (range(NUM_STEPS), range(100, 104))
-"""Those of training and of validation."""
+_BATCHES = (range(NUM_STEPS), range(100, 104))  # of training and of validation
 
 _SIZES = {"num_embeddings": 40, "embedding_dim": 8}
 TABLES = [EmbeddingBagConfig(name=f"table_{i}", feature_names=[f"feature_{i}"], **_SIZES) for i in range(3)]
@@ -145,20 +144,14 @@ class Outcome:
     result: Result
     messages: list[str]
     early: int
-    seen: list[Tensor] = field(default_factory=list)
-    """Losses of validations."""
-    num_made: int = 0
-    """Inputs made by staged methods."""
-    most_alive: int = 0
-    """Of these, those that were in memory after a step, at most."""
-    num_left: int = 0
-    """Those that still are after the fit."""
-    patched: list[str] = field(default_factory=list)
-    """Attributes of the module that it had not before."""
+    seen: list[Tensor] = field(default_factory=list)  # losses of validations
+    num_made: int = 0  # inputs made by staged methods
+    most_alive: int = 0  # of these, those that were in memory after a step, at most
+    num_left: int = 0  # those that still are after the fit
+    patched: list[str] = field(default_factory=list)  # attributes of the module that it had not before
 
 
 def with_preproc(pipeline: str | Schedule, make_module: type[WithPreproc] = WithPreproc) -> Outcome:
-    """Train TorchRec's model under the strategy."""
     module = make_module()
     return _fit(module, pipeline, module.plan(), [make_input(i, dist.get_rank()) for i in range(NUM_STEPS)])
 

@@ -17,12 +17,10 @@ from ..support.cases import NUM_ROWS, Batch, Case, Model
 
 
 def hashed(kjt: KeyedJaggedTensor, salt: Any) -> KeyedJaggedTensor:
-    """Return another input with as many ids."""
     return KeyedJaggedTensor(kjt.keys(), (kjt.values() * 7 + salt) % NUM_ROWS, lengths=kjt.lengths())
 
 
-MADE: list[weakref.ref[KeyedJaggedTensor]] = []
-"""All inputs that `Hashes` has made in this process; a module may not count them in itself."""
+MADE: list[weakref.ref[KeyedJaggedTensor]] = []  # all that `Hashes` made; a module may not count them in itself
 
 
 class Hashes(Model):
@@ -137,9 +135,6 @@ class OneRankChanges(ReplacesInTheBatch):
     def embeddings(self, collection: str, batch: Batch) -> Any:
         changes = self.global_rank == 1
         return (super() if changes else super(ReplacesInTheBatch, self)).embeddings(collection, batch)
-
-
-# -- refused -----------------------------------------------------------------------------------------------------------
 
 
 class Refused(Hashes):

@@ -17,10 +17,8 @@ from ..support.ranks import RankError, Ranks
 from . import staged_fits
 from .staged_models import REFUSED, Hashes, NotDecorated
 
-SERVED = NUM_STEPS - 1
-"""All but the first batch, which shows what is made of what."""
-NUM_MODULES = 2
-"""Sharded ones of TorchRec's model."""
+SERVED = NUM_STEPS - 1  # all but the first batch, which shows what is made of what
+NUM_MODULES = 2  # sharded ones of TorchRec's model
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,6 @@ def _batches(first: int, num: int) -> Iterator[_Batch]:
 
 
 def torchrec_pipeline(folder: Path) -> None:
-    """Profile TorchRec's TrainPipelineSparseDist in a hand-written loop."""
     module = _Traceable()
     plan = make_plan(TABLE_WISE, module.model, dist.get_world_size())
     plan.plan = {f"model.{name}": tables for name, tables in plan.plan.items()}

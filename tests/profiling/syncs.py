@@ -14,8 +14,7 @@ from lightning_overlap.profiling.host_syncs import HostSync, record_host_syncs
 from ..support.cases import TABLE_WISE, Batches, Case, Model, ReadsItsLoss
 from ..support.fits import make_strategy, make_trainer
 
-FIRST, NUM = 7, 3
-"""Steps that are watched: steady state."""
+FIRST, NUM = 7, 3  # steps that are watched: steady state
 
 
 class _Watch(Callback):
@@ -30,10 +29,7 @@ class _Watch(Callback):
 
 
 def of_steps(case: Case, pipeline: str | None, reads_its_loss: bool = False, **kwargs: Any) -> list[str]:
-    """Return `operator: innermost call, in this package or Lightning's or TorchRec's` of every sync.
-
-    Reads of what is kept on the host in any case are left out.
-    """
+    """Return `operator: innermost call` of every sync, without reads of what is kept on the host in any case."""
     model = (ReadsItsLoss if reads_its_loss else Model)(case, fused_optimizer=pipeline is not None)
     strategy: Any = DDPStrategy() if pipeline is None else make_strategy(model, pipeline)
     watch = _Watch()

@@ -120,9 +120,6 @@ def test_columns_of_a_table_stand_beneath_each_other() -> None:
     assert text == "kind      ms  where\ndense    1.0  here\nlookup  10.0"
 
 
-# -- the command --------------------------------------------------------------------------------------------------
-
-
 def write(folder: Path, name: str, ranks: dict[int, list[Span]]) -> str:
     write_trace(folder / name, ranks)
     return str(folder / name)

@@ -25,10 +25,7 @@ CASES = {case.name: case for case in (TABLE_WISE, MIXED, SEQUENCE, TWO_COLLECTIO
 EARLY = [name for name, mode in MODES.items() if mode.has_sparse_stages]
 SIZES = "tolist: input_sizes.py wait"
 
-ON_THE_HOST = {
-    "_local_scalar_dense: module.py backward": "FBGEMM's CPU kernel of data-parallel tables, in C++",
-}
-"""What reads no device."""
+ON_THE_HOST = {"_local_scalar_dense: module.py backward": "FBGEMM's CPU kernel of data-parallel tables, in C++"}
 
 
 def _without_lines(found: list[str]) -> Counter[str]:

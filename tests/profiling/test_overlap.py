@@ -294,9 +294,6 @@ def test_rows_hold_every_span_and_none_overlaps(spans: list[Span], nested: bool)
                 assert one.end_ms <= other.start_ms or (nested and inside)
 
 
-# -- steps and figures --------------------------------------------------------------------------------------------
-
-
 def forwards(*starts: float, batch: bool = True) -> list[Span]:
     return [
         Span(start, start + 2, Category.DENSE, HOST_LANE, "forward", Stage.DENSE_FORWARD, number if batch else None)

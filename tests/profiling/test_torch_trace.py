@@ -51,7 +51,6 @@ def of(spans: list[Span], name: str) -> Span:
     return found
 
 
-# -- a GPU --------------------------------------------------------------------------------------------------------
 #  us           0         100       200       300
 #  host         forward 3 ------------|  start_sparse_data_dist 4 |  backward 3
 #                launch 1              copy_: cudaMemcpyAsync 110..290
@@ -215,9 +214,6 @@ def test_a_duration_below_zero_is_none(tmp_path: Path) -> None:
     assert of(spans, "gemm").duration_ms == 0
 
 
-# -- published traces ---------------------------------------------------------------------------------------------
-
-
 @needs_traces
 def test_a_published_trace_of_torchrec() -> None:
     """5 steps on an A100: the host stands in a copy to the host, and hardly any communication is hidden."""
@@ -251,8 +247,6 @@ def test_each_published_trace_is_read(name: str) -> None:
     assert len(kernels) == len(expected)
     assert sum(span.duration_ms for span in kernels) == pytest.approx(sum(e["dur"] for e in expected) / 1e3)
 
-
-# -- files of our own ---------------------------------------------------------------------------------------------
 
 numbers = st.floats(-1e9, 1e9, allow_nan=False)
 any_span = st.builds(
@@ -298,8 +292,6 @@ def test_a_written_trace_is_one_for_perfetto(tmp_path: Path) -> None:
     args = next(e["args"] for e in events if e["name"] == "all_to_all")
     assert (args["stage"], args["batch"], args["detail"]) == ("embedding_lookup", 3, "embeddings")
 
-
-# -- bad input ----------------------------------------------------------------------------------------------------
 
 ONE_EVENT = b'{"traceEvents": [{"ph": "X", "cat": "%s", "name": "f", "ts": %s, "dur": 1}]}'
 EMPTY = {"traceEvents": [{"ph": "M", "name": "process_name", "pid": 1, "args": {"name": "python"}}]}

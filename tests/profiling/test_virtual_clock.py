@@ -1,7 +1,4 @@
-"""What each mode hides, as the order of issues (>) and waits (<) of one steady step on two ranks.
-
-Each all-to-all is on its way for 40 ms; dense forward, backward and step take 50 ms each, of a virtual clock.
-"""
+"""What each mode hides, as the order of issues (>) and waits (<) of one steady step on two ranks."""
 
 from __future__ import annotations
 
