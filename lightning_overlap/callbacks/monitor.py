@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -27,29 +27,20 @@ MAX_COST = 0.005  # share of the time that measuring may take, unless the user s
 KEPT = 25  # then ids are kept, to count stale rows, in at most one of this many steps
 
 
-class _Pending(NamedTuple):
-    recording: Recording
-    number: int
-    step: int
-    num_in_flight: int
-
-
 class OverlapMonitor(Callback):
     """Measures occasional steps: hidden and exposed time by stage, what limits the step, which rank is slowest.
 
     *Hidden* is time of a stage that the mode overlaps with other work. Overlap that `base` has as well (for example by
-    autograd's order) does not count. The steps that an `OverlapTimeline` draws are also measured.
-
-    Stages and collectives are timed by the host's clock on a CPU, by CUDA events on CUDA, without host-device syncs.
-    Bytes that a stage sends to other ranks are counted, and those that `quantized_comms` saves, but not those of
-    DistributedDataParallel. The values go to every logger and, as `hidden`, to the progress bar; in a stale mode also
-    the share of looked-up rows with a pending update (`overlap/stale_rows/<table>`). The end of `fit` prints a table
-    and a line of advice.
+    autograd's order) does not count. The steps that an `OverlapTimeline` draws are also measured. Measuring makes no
+    host-device syncs. Bytes that a stage sends to other ranks are counted, and those that `quantized_comms` saves, but
+    not those of DistributedDataParallel. The values go to every logger and, as `hidden`, to the progress bar; in a
+    stale mode also the share of looked-up rows with a pending update (`overlap/stale_rows/<table>`). The end of `fit`
+    prints a table and a line of advice.
 
     Args:
-        every_n_steps: Measure one step in this many, and count stale rows in one step in this many. None: measure as
-            often as the Trainer logs, or less often, so that measuring takes less than 0.5 % of the time; count stale
-            rows every 25 * (`staleness` + 1) steps, or less often if the Trainer logs less often.
+        every_n_steps: Measure, and count stale rows, in one step in this many. None: measure as often as the Trainer
+            logs, or less often, so that it takes less than 0.5 % of the time; count stale rows every
+            25 * (`staleness` + 1) steps, or less often if the Trainer logs less often.
         audit: Count the host-device syncs of one step, with stage and source line. That step is slow.
         table: Print the closing table.
 
@@ -70,19 +61,16 @@ class OverlapMonitor(Callback):
 
     def _reset(self) -> None:
         self._measured: dict[Schedule, list[Breakdown]] = {}  # by mode, the one measured last at the end
-        self.syncs: list[HostSync] | None = None
-        """The host syncs of the audited step; None before the audit."""
-        self.stale_rows: dict[str, tuple[int, int]] = {}
-        """Table -> stale rows read and rows read, over all ranks and counted steps."""
-        self.own_ms = 0.0
-        """The time in ms that this callback took."""
+        self.syncs: list[HostSync] | None = None  # host syncs of the audited step; None before the audit
+        self.stale_rows: dict[str, tuple[int, int]] = {}  # table -> stale rows read and rows read, over all ranks
+        self.own_ms = 0.0  # time that this callback took
         self._stale: _StaleSteps | None = None
         self._num_steps = 0
         self._next = WARM_UP  # the step with which the next recording starts
         self._recording: Recording | None = None
         self._wanted: set[int] = set()  # numbers of the steps to measure
         self._timelines: list[OverlapTimeline] = []
-        self._pending: list[_Pending] = []
+        self._pending: list[tuple[Recording, int, int, int]] = []  # and step, step of the loggers, batches in flight
         self._audit: ExitStack | None = None
 
     @property
@@ -118,8 +106,7 @@ class OverlapMonitor(Callback):
             self._recording.step(number)
             # `pipeline="auto"` changes the mode; skip a step that began in another mode.
             if number in self._wanted and self._strategy.schedule is self._recording.schedule:
-                in_flight = self._strategy.num_in_flight
-                self._pending.append(_Pending(self._recording, number, logged_step(trainer), in_flight))
+                self._pending.append((self._recording, number, logged_step(trainer), self._strategy.num_in_flight))
         if self._recording is None and number >= self._next and not self._audit_is_due:
             self._want(pl_module, [number + NUM_WATCHED])
         for timeline in self._timelines:
@@ -133,7 +120,6 @@ class OverlapMonitor(Callback):
         self.own_ms += (time.perf_counter() - start) * 1e3
 
     def _want(self, pl_module: LightningModule, numbers: Iterable[int]) -> None:
-        """Start recording, to measure the steps with these numbers."""
         assert self._strategy is not None
         self._wanted |= set(numbers)
         if self._recording is None:
@@ -151,11 +137,10 @@ class OverlapMonitor(Callback):
 
     def _harvest(self, trainer: Trainer, pl_module: LightningModule | None) -> None:
         """Log the measurements and counts of stale rows that can be read without waiting."""
-        while self._pending and self._pending[0].recording.recorder.over:
+        while self._pending and self._pending[0][0].recorder.over:
             recording, number, step, num_in_flight = self._pending.pop(0)
             spans, mode = recording.recorder.spans(), recording.schedule
-            overlapped = profiling.overlapped_by(mode)
-            result = profiling.break_down(spans, recording.window(number), overlapped=overlapped)
+            result = profiling.break_down(spans, recording.window(number), overlapped=profiling.overlapped_by(mode))
             self._measured[mode] = [*self._measured.pop(mode, ()), result]
             values = {f"overlap/{name}": value for name, value in report.metrics(result).items()}
             values["overlap/batches_in_flight"] = float(num_in_flight)
@@ -171,8 +156,6 @@ class OverlapMonitor(Callback):
                 before = self.stale_rows.get(table, (0, 0))
                 self.stale_rows[table] = before[0] + stale, before[1] + read
             _log(trainer, {f"overlap/stale_rows/{table}": stale / read for table, (stale, read) in rows.items()}, step)
-
-    # -- the audit ----------------------------------------------------------------------------------------------
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -202,8 +185,6 @@ class OverlapMonitor(Callback):
             self._audit.close()
             self._audit, device = None, self._strategy.root_device.type
             self.syncs = [sync for sync in self._audited if sync.device == device and not sync.reads_host]
-
-    # -- the end ------------------------------------------------------------------------------------------------
 
     def _forget(self, *_: Any, **__: Any) -> None:
         if self._audit is not None:
@@ -281,6 +262,5 @@ class _StaleSteps:
             yield counts.read(), step
 
     def wait(self) -> None:
-        """Wait for pending counts."""
         for counts, _ in self._pending:
             counts.wait()

@@ -16,8 +16,7 @@ from ..plugin import OverlapEmbeddingStrategy
 from ..profiling import Interval, SpanRecorder
 from ..tables import compression
 
-_UNDER_WAY: WeakKeyDictionary[OverlapEmbeddingStrategy, Recording] = WeakKeyDictionary()
-"""The recording of each strategy; a strategy accepts only one timer."""
+_UNDER_WAY: WeakKeyDictionary[OverlapEmbeddingStrategy, Recording] = WeakKeyDictionary()  # a strategy has one timer
 
 
 class Recording:
@@ -27,8 +26,7 @@ class Recording:
         assert strategy.streams is not None
         comms = strategy.quantized_comms
         self.recorder = SpanRecorder(strategy.streams, None if comms is None else compression(comms))
-        self.schedule = strategy.schedule
-        """The mode at the start of the recording."""
+        self.schedule = strategy.schedule  # at the start of the recording
         self._numbers: list[int] = []
         self._readers: list[object] = []
         self._end = ExitStack()

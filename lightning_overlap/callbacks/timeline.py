@@ -45,8 +45,7 @@ class OverlapTimeline(Callback):
         profiling.check_matplotlib()  # now, not after the steps
         self.dirpath = dirpath
         self._first, self._last = first_step - AHEAD, first_step + num_steps
-        self.files: list[Path] = []
-        """The written files, on rank 0."""
+        self.files: list[Path] = []  # the written files, on rank 0
         self._num_steps = 0
         self._strategy: OverlapEmbeddingStrategy | None = None
         self._recording: Recording | None = None

@@ -1,8 +1,4 @@
-"""Call methods that make a module's inputs when their batch is staged, before its step.
+"""Call methods that make a module's inputs when their batch is staged, before its step, if that changes no result."""
 
-`decorator.py` marks such methods, `staged_calls.py` calls them, `watched_call.py` rejects methods whose early result
-could differ.
-"""
-
-from .decorator import staged as staged
 from .staged_calls import StagedCalls as StagedCalls
+from .staged_calls import staged as staged

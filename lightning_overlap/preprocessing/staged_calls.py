@@ -1,18 +1,18 @@
-"""Call staged methods before their batch's step, and answer calls in the step with the early results."""
+"""`staged` marks methods; call them before their batch's step, and answer calls in the step with the early results."""
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import nn
 
 from ..runtime import InFlightBatch, Path, leaves, resolve
-from .decorator import staged_methods
 from .watched_call import (
     CONSTANTS,
     NotStagedError,
@@ -25,11 +25,51 @@ from .watched_call import (
     watch,
 )
 
-Key: TypeAlias = "tuple[str, int]"
-"""A call in a step: name of the method, and number of earlier calls of it in the step."""
+Key: TypeAlias = "tuple[str, int]"  # a call in a step: name of the method, and number of earlier calls of it
+_T = TypeVar("_T")
+_MARK = "is_staged_by_lightning_overlap"
 
 
-class StagedMethod:
+def staged(target: _T) -> _T:
+    """Let the strategy call a method when its batch is staged, so that lookups of its result start early.
+
+    `training_step` still calls the method, with the batch or parts of it, and gets the early result. If the arguments,
+    the batch or the state that the method reads have changed, it is called again. Without the strategy nothing changes.
+
+    Args:
+        target: A method of the LightningModule or of a module inside it: `@staged` above
+            `def make_inputs(self, batch)`. Or a module, for its `forward`: `self.preprocess = staged(Preprocess())`.
+
+    Raises:
+        TypeError: `target` is neither a function nor a module.
+    """
+    if not inspect.isfunction(target) and not isinstance(target, nn.Module):
+        raise TypeError(
+            f"staged takes a method or a module, got {target!r}. Write @staged above `def make_inputs(self, batch)` in "
+            "a module's class, or self.preprocess = staged(Preprocess())."
+        )
+    setattr(target, _MARK, True)
+    return target
+
+
+def _staged_methods(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
+    """Return the staged methods of a model and its submodules: name in the model -> (module, method)."""
+    found: dict[str, tuple[nn.Module, str]] = {}
+    for name, module in model.named_modules():
+        members = {key: member for cls in reversed(type(module).__mro__) for key, member in vars(cls).items()}
+        methods = [key for key, member in members.items() if _is_staged(member)]
+        if _MARK in vars(module):
+            methods.append("forward")
+        found |= {f"{name}.{method}".lstrip("."): (module, method) for method in methods}
+    return found
+
+
+def _is_staged(member: Any) -> bool:
+    function = member.__func__ if isinstance(member, (staticmethod, classmethod)) else member
+    return inspect.isfunction(function) and hasattr(function, _MARK)
+
+
+class _StagedMethod:
     """Replaces a staged method of a module while a pipeline is attached."""
 
     def __init__(self, name: str, owner: nn.Module, attribute: str, calls: StagedCalls) -> None:
@@ -38,14 +78,12 @@ class StagedMethod:
         self.num_calls = 0  # calls in the current step
 
     def attach(self) -> None:
-        """Replace the method."""
         present, own = getattr(self.owner, self._attribute), vars(self.owner)
-        self.call: Any = present.call if isinstance(present, StagedMethod) else present
+        self.call: Any = present.call if isinstance(present, _StagedMethod) else present
         self._before = own.get(self._attribute)
         own[self._attribute] = self
 
     def detach(self) -> None:
-        """Restore the method."""
         own = vars(self.owner)
         if own.get(self._attribute) is self:
             del own[self._attribute]
@@ -53,17 +91,13 @@ class StagedMethod:
                 own[self._attribute] = self._before
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the method's result."""
         return self._calls.answer(self, args, kwargs)
 
 
-class Made:
-    """The result of a staged method for a batch, and the state on which it depends.
+class _Made:
+    """The result of a staged method for a batch, the state on which it depends, and whether the step has got it."""
 
-    `served` is whether a call in the step got it; `checkpoint()` repeats that call in the backward.
-    """
-
-    def __init__(self, method: StagedMethod, given: Any, result: Any, *, served: bool = False) -> None:
+    def __init__(self, method: _StagedMethod, given: Any, result: Any, *, served: bool = False) -> None:
         self.method, self.given, self.result, self.served = method, given, result, served
         self.modes = _Modes.now()
         self._parts = parts_of_batch(given), state_read(method.reads), parts_of_batch(result)
@@ -86,21 +120,19 @@ class StagedCalls:
     """The staged methods of a model (or none), and their calls that can be made before a batch's step.
 
     The first `step`, the user's method, shows where the arguments of each call come from: the batch, or results of
-    earlier calls. Later batches are staged accordingly. Ranks need not agree: lookups compare the places of their
-    inputs (`PipelinedForwards.discover`). `trains` is whether an optimizer steps between batches; `warned` has the
-    warnings of rank 0 so far.
+    earlier calls. Ranks need not agree: lookups compare the places of their inputs (`PipelinedForwards.discover`).
     """
 
     def __init__(
         self, model: nn.Module | None, *, step: str, trains: bool, rank: int, warned: set[tuple[str, str | None]]
     ) -> None:
-        found = {} if model is None else staged_methods(model)
-        self.methods = [StagedMethod(name, owner, method, self) for name, (owner, method) in found.items()]
+        found = {} if model is None else _staged_methods(model)
+        self.methods = [_StagedMethod(name, owner, method, self) for name, (owner, method) in found.items()]
         self._step, self._trains, self._rank, self._warned = step, trains, rank, warned
         self._inflight: InFlightBatch | None = None  # the batch of the current step, until its backward is over
         self._watched: set[Key] = set()
         self._known = False
-        self._sources: dict[Key, tuple[StagedMethod, Any]] = {}  # the sources of each call's arguments
+        self._sources: dict[Key, tuple[_StagedMethod, Any]] = {}  # the sources of each call's arguments
         self._modes = _Modes.now()
         self._last_read: Parts = {}
 
@@ -120,8 +152,6 @@ class StagedCalls:
             method.detach()
         self._inflight = None
 
-    # -- the step ---------------------------------------------------------------------------------------------------
-
     def begin(self, inflight: InFlightBatch) -> None:
         """Begin the forward of a batch's step."""
         self._inflight = inflight if self.methods else None
@@ -140,26 +170,23 @@ class StagedCalls:
         if self._known:
             inflight.made.clear()
 
-    def answer(self, method: StagedMethod, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the early result of a call if it is still valid; else call the method.
-
-        Raise a RuntimeError if the method cannot be staged.
-        """
+    def answer(self, method: _StagedMethod, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the early result of a call if it is still valid; else call the method."""
         inflight, given = self._inflight, (args, kwargs)
         if inflight is None:
             return method.call(*args, **kwargs)
-        if torch._C._current_graph_task_id() != -1:  # in a backward
+        if torch._C._current_graph_task_id() != -1:  # in a backward: `checkpoint()` repeats a call
             for made in inflight.made.values():
                 if made.method is method and made.served and made.why_not(given) is None:
                     return made.result
             return method.call(*args, **kwargs)
         key = (method.name, method.num_calls)
         method.num_calls += 1
-        first: Made | None = inflight.made.get(key)
+        first: _Made | None = inflight.made.get(key)
         if first is None and not self._known:
             with self._outside_the_step():  # nested staged methods are part of this call
                 result = self._call_watched(key, method, args, kwargs)
-                inflight.made[key] = Made(method, given, result, served=True)
+                inflight.made[key] = _Made(method, given, result, served=True)
             return result
         if first is not None and not first.served:
             reason = first.why_not(given)
@@ -178,7 +205,7 @@ class StagedCalls:
         finally:
             self._inflight = inflight
 
-    def _call_watched(self, key: Key, method: StagedMethod, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call_watched(self, key: Key, method: _StagedMethod, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a method in the first step; watch the first call of each key."""
         if key in self._watched:
             return method.call(*args, **kwargs)
@@ -194,8 +221,6 @@ class StagedCalls:
         self._watched.add(key)
         method.reads.update(reads)
         return result
-
-    # -- sources of arguments ---------------------------------------------------------------------------------------
 
     def searched(self, inflight: InFlightBatch) -> Any:
         """Return the objects in which inputs of modules are searched: the batch, and results of staged methods."""
@@ -224,13 +249,11 @@ class StagedCalls:
                 self._modes = made.modes
                 results[key] = made.result
 
-    def _warn(self, method: StagedMethod, reason: str) -> None:
+    def _warn(self, method: _StagedMethod, reason: str) -> None:
         if self._rank == 0 and (method.name, reason) not in self._warned:
             self._warned.add((method.name, reason))
             text = f"{method.name!r} is @staged, but from now on it is only called in {self._step}: {reason}."
             warnings.warn(text, stacklevel=2)
-
-    # -- before the step --------------------------------------------------------------------------------------------
 
     def state_has_changed(self) -> bool:
         """Return whether module state that the methods read has changed since the last call."""
@@ -244,7 +267,7 @@ class StagedCalls:
         """Make the calls of a batch, in the order of its step; return the results."""
         for key, (method, source) in self._sources.items():
             try:
-                args, kwargs = _found(source, self.searched(inflight))
+                args, kwargs = source(self.searched(inflight))
             except LookupError:
                 continue  # this batch lacks an argument: its step may skip the call
             with self._outside_the_step(), self._modes.entered():
@@ -253,7 +276,7 @@ class StagedCalls:
                 except Exception as err:
                     err.add_note(f"raised in the staged method {method.name!r}")
                     raise
-                inflight.made[key] = Made(method, (args, kwargs), result)
+                inflight.made[key] = _Made(method, (args, kwargs), result)
         return [made.result for made in inflight.made.values()]
 
 
@@ -279,30 +302,20 @@ class _Modes(NamedTuple):
             yield
 
 
-# -- arguments --------------------------------------------------------------------------------------------------------
-
-
 def _source_of(given: Any, searched: Any) -> Any:
-    """Return the source of an argument: a function that finds it in `searched`, or a container of sources.
-
-    Raise a LookupError if the argument is neither a part of `searched` nor a constant.
-    """
+    """Return a function that finds an argument in `searched`, of other batches too; or raise a LookupError."""
     if isinstance(given, CONSTANTS):
         return lambda _: given
     for path, leaf in leaves(searched, lambda node: node is given):
         if leaf is given:
             return partial(_resolve, path=path, kind=type(given))
     if type(given) in (list, tuple, dict):
-        return _map(lambda one: _source_of(one, searched), given)
+        sources = _map(lambda one: _source_of(one, searched), given)
+        return lambda searched: _map(lambda source: source(searched), sources)
     raise LookupError(
         f"an argument ({type(given).__name__}) is made in the step: it is not an object of the batch, a result of "
         "another staged method, or a constant"
     )
-
-
-def _found(source: Any, searched: Any) -> Any:
-    """Return the argument of another batch; raise a LookupError if it is missing or has another type."""
-    return source(searched) if callable(source) else _map(lambda one: _found(one, searched), source)
 
 
 def _resolve(searched: Any, path: Path, kind: type) -> Any:

@@ -1,14 +1,11 @@
-"""Watch one call of a staged method: which module state it reads, and whether it may be called early.
-
-Changes are found by identity, for tensors also by write count.
-"""
+"""Watch one call of a staged method: which module state it reads, and whether it may be called early."""
 
 from __future__ import annotations
 
 import random
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from enum import Enum
 from typing import Any, TypeAlias
 
@@ -21,8 +18,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from ..runtime import Path, leaves
 from ..text import some
 
-Parts: TypeAlias = "dict[Path, tuple[Any, Any]]"
-"""Path -> (object, a value that changes with the object) for all parts of a value."""
+Parts: TypeAlias = "dict[Path, tuple[Any, Any]]"  # of a value: path -> (object, what changes with it: a write count)
 
 CONSTANTS = (type(None), bool, int, float, str, bytes, torch.dtype, torch.device, Enum)
 _MANY = 1000  # a container in a module with more entries counts as one object
@@ -33,8 +29,7 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training", "_parameters", "_
 _KINDS = ("_parameters", "_buffers", "_modules")  # dicts in which a module keeps other attributes
 _OF_THE_STEP = {"trainer", "global_step", "log", "log_dict", "logger", "loggers", "optimizers", "lr_schedulers"}
 """Attributes of a LightningModule that belong to the current step, which is not the step of a staged batch."""
-_FIXED = ("global_rank", "local_rank", "current_epoch")
-"""Properties that read `trainer`, but do not change while batches are in flight."""
+_FIXED = ("global_rank", "local_rank", "current_epoch")  # they read `trainer`, but are constant with batches in flight
 
 
 class NotStagedError(RuntimeError):
@@ -42,14 +37,10 @@ class NotStagedError(RuntimeError):
 
 
 def watch(call: Callable[[], Any], given: Any, owner: nn.Module, *, trains: bool) -> tuple[Any, Reads]:
-    """Call a staged method of `owner` with arguments `given`; return its result and the attributes that it read.
-
-    Raises:
-        NotStagedError: The method draws random numbers, changes a module or its arguments, calls a sharded module,
-            reads trained weights, or its result requires grad.
-    """
+    """Call a staged method; return its result and reads, or raise a NotStagedError if an early result could differ."""
     arguments, state, random_before = parts_of_batch(given), _state_of(owner), _random_states()
-    with _reading(owner) as reads, _eager():
+    is_compiling = "torch._dynamo" in sys.modules  # the compiler does not know the classes that `_reading` sets
+    with _reading(owner) as reads, torch.compiler.set_stance("force_eager") if is_compiling else nullcontext():
         result = call()
     if _random_states() != random_before:
         raise NotStagedError(
@@ -128,18 +119,9 @@ def _random_states() -> list[Any]:
     return [torch.get_rng_state().tolist(), random.getstate(), numpy_state[1].tolist(), numpy_state[2], *on_device]
 
 
-def _eager() -> AbstractContextManager[Any]:
-    """Run compiled functions eagerly, since the compiler does not know the watching classes."""
-    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
-
-
 @contextmanager
 def _reading(owner: nn.Module) -> Iterator[Reads]:
-    """Note which attributes of a module and its submodules are read in this context.
-
-    Temporarily replaces their classes by subclasses. TorchScript modules do not read attributes in Python: all their
-    parameters and buffers count as read if another module reads the TorchScript module.
-    """
+    """Note which attributes of a module and its submodules are read, while subclasses replace their classes."""
     reads: Reads = {}
     replaced: list[tuple[nn.Module, type]] = []
     try:
@@ -151,6 +133,7 @@ def _reading(owner: nn.Module) -> Iterator[Reads]:
     finally:
         for module, cls in replaced:
             object.__setattr__(module, "__class__", cls)
+    # TorchScript reads no attributes in Python: all parameters and buffers of a read TorchScript module count as read.
     used = [_attribute(module, name) for module, name in reads]
     scripted = [one for module in used if isinstance(module, torch.jit.ScriptModule) for one in module.modules()]
     for module in scripted:
@@ -173,9 +156,6 @@ def _noting(cls: type, reads: Reads) -> type:
         return value
 
     return type(cls)(cls.__name__, (cls,), {"__getattribute__": noting, "__module__": cls.__module__})
-
-
-# -- changes ----------------------------------------------------------------------------------------------------------
 
 
 def parts_of_batch(value: Any) -> Parts:
@@ -226,7 +206,6 @@ def _state(part: Any) -> Any:
 
 
 def _is_same_part(before: Any, now: Any) -> bool:
-    """Return whether two parts are the same object, or equal constants."""
     return before is now or (type(before) is type(now) and isinstance(now, CONSTANTS) and bool(before == now))
 
 

@@ -10,7 +10,9 @@ from .overlap import Breakdown as Breakdown
 from .overlap import break_down as break_down
 from .overlap import mean as mean
 from .overlap import overlapped_by as overlapped_by
+from .recorder import HostTimestamps as HostTimestamps
 from .recorder import SpanRecorder as SpanRecorder
+from .recorder import timestamps_of as timestamps_of
 from .report import as_report as as_report
 from .report import summarize as summarize
 from .spans import ALL_TO_ALLS as ALL_TO_ALLS
@@ -19,8 +21,5 @@ from .spans import Category as Category
 from .spans import Interval as Interval
 from .spans import Span as Span
 from .steps import with_mode as with_mode
-from .timestamps import HostTimestamps as HostTimestamps
-from .timestamps import Timestamps as Timestamps
-from .timestamps import timestamps_of as timestamps_of
 from .torch_trace import read_trace as read_trace
 from .trace_file import write_trace as write_trace

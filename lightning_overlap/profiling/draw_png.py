@@ -105,8 +105,7 @@ def _draw(axes: Axes, picture: Picture, panel: Panel) -> None:
     axes.set_xlabel("ms", fontsize=8, loc="right", labelpad=-9)
     axes.tick_params(axis="x", labelsize=8, length=2)
     axes.tick_params(axis="y", labelsize=8.5, length=0)
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
+    axes.spines[["top", "right", "left"]].set_visible(False)
     for step in panel.steps:
         axes.axvline(step - start, color="#444444", linewidth=0.7, linestyle=(0, (4, 3)), zorder=0)
     ticks, words, first = [], [], 0
@@ -140,7 +139,6 @@ def _draw_bars(axes: Axes, picture: Picture, panel: Panel, row: Sequence[Span], 
 
 
 def _style(kind: Category, color: str) -> dict[str, Any]:
-    """Return matplotlib's arguments for the bars of a category."""
     style: dict[str, Any] = {"facecolor": color, "linewidth": 0.0}
     if kind is Category.LOOKUP:
         style |= {"hatch": "....", "edgecolor": "white"}

@@ -1,8 +1,4 @@
-"""Predict host-device syncs: operators whose result the host reads.
-
-On CUDA they make the host wait for all queued work. `torch.cuda.set_sync_debug_mode` needs a device; this works on a
-CPU.
-"""
+"""Predict, also on a CPU, host-device syncs: operators whose result the host reads, for which it waits on CUDA."""
 
 from __future__ import annotations
 
@@ -19,17 +15,11 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_OPERATORS = frozenset(
+_OPERATORS = frozenset(  # of ATen: they read a device tensor on the host, or its values determine their output's size
     {"_local_scalar_dense", "nonzero", "masked_select", "equal", "item", "bincount"}
     | {"_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive"}
 )
-"""ATen operators that read a device tensor on the host, or whose output size depends on its values."""
-
-_METHODS: Mapping[Any, str] = {
-    torch.Tensor.tolist: "tolist",
-    torch.Tensor.numpy: "numpy",
-    torch.Tensor.cpu: "cpu",
-}
+_METHODS: Mapping[Any, str] = {torch.Tensor.tolist: "tolist", torch.Tensor.numpy: "numpy", torch.Tensor.cpu: "cpu"}
 """Tensor methods that copy to the host on a device and call no operator on a CPU."""
 
 NUM_WORST = 3  # places of host syncs in the report
@@ -39,15 +29,11 @@ NUM_WORST = 3  # places of host syncs in the report
 class HostSync:
     """One predicted sync."""
 
-    operator: str
-    """Name of the ATen operator or the tensor method."""
-    stack: tuple[traceback.FrameSummary, ...]
-    """The Python calls, outermost first; inside a backward, the calls up to `backward()`."""
+    operator: str  # the ATen operator or the tensor method
+    stack: tuple[traceback.FrameSummary, ...]  # outermost call first; inside a backward, the calls up to `backward()`
     stage: str = ""
-    blocked_ms: float = 0.0
-    """Duration of the call; on CUDA the host waits for that time."""
-    device: str = "cpu"
-    """Type of the device that it reads from."""
+    blocked_ms: float = 0.0  # duration of the call; on CUDA the host waits for that time
+    device: str = "cpu"  # type of the device that it reads from
 
     @property
     def reads_host(self) -> bool:
@@ -79,7 +65,7 @@ class HostSync:
         return [frame for frame in reversed(inside) if not frame.filename.startswith((_TORCH, __file__))]
 
 
-_READERS_OF_HOST_MEMORY = (
+_READERS_OF_HOST_MEMORY = (  # (part of a file's path, function or '' for all functions)
     ("/torch/optim/optimizer.py", "_get_value"),  # the count of steps, unless `capturable` or `fused`
     ("/fbgemm_gpu/split_table_batched_embeddings_ops_training.py", "forward"),  # the count of steps, `iter_cpu`
     ("/lightning_overlap/sparse/update_rates.py", "lookup_counts"),  # `iter_cpu`
@@ -90,7 +76,6 @@ _READERS_OF_HOST_MEMORY = (
     ("/lightning_overlap/tables/quantized_comms.py", ""),  # reads copies that have arrived on the host
     ("/torch/utils/data/", ""),  # batches are made on the host
 )
-"""(part of a file's path, function or '' for all functions): code that reads host memory."""
 
 _LOOPS = "/lightning/pytorch/loops/"
 _TORCH = os.path.dirname(torch.__file__)
@@ -114,10 +99,7 @@ def _counts_elements(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 
 @contextmanager
 def record_host_syncs(stage: Callable[[], str] = str) -> Iterator[list[HostSync]]:
-    """Record the predicted syncs of the calling thread, which on a CPU includes the backward; yield the growing list.
-
-    `stage` is called at each sync and returns the name of the current stage.
-    """
+    """Yield a growing list of the calling thread's predicted syncs; `stage` returns the name of the current stage."""
     found: list[HostSync] = []
 
     def run(operator: str | None, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:

@@ -45,7 +45,7 @@ LOOKS: Mapping[Category, Look] = {
     Category.WAIT: Look("#fff4f2", "exposed wait"),
 }
 
-SHORT: Mapping[Stage, str] = {
+SHORT: Mapping[Stage, str] = {  # stages as written on bars
     Stage.COPY_BATCH_TO_DEVICE: "copy",
     Stage.INPUT_SPLITS_DIST: "splits",
     Stage.INPUT_DATA_DIST: "ids",
@@ -57,7 +57,6 @@ SHORT: Mapping[Stage, str] = {
     Stage.OPTIMIZER_STEP: "step",
     Stage.EMBEDDING_UPDATE: "update",
 }
-"""Stages as written on bars."""
 
 _ONE_CLOCK = 0.8  # ranks share a clock if a rank's spans cover this share of the first rank's window
 
@@ -94,19 +93,14 @@ class Panel:
 
 
 class Picture:
-    """The panels of all ranks, and the colours of their bars.
-
-    Ranks with the same clock (on one host) share a window. Colours stand for batches if most spans with a stage have a
-    batch, else for stages. Arguments and errors are as for `write_png`; spans of one batch, stage and kind that are
-    closer than `resolution`, a share of the window, are merged.
-    """
+    """The panels of all ranks, and the colours of their bars; arguments and errors are as for `write_png`."""
 
     def __init__(
         self,
         ranks: Mapping[int | str, Sequence[Span]],
         *,
         num_steps: int,
-        resolution: float,
+        resolution: float,  # a share of the window; spans of one batch, stage and kind that are closer are merged
         overlapped: Mapping[int | str, Collection[Stage]] | None = None,
     ) -> None:
         if not any(ranks.values()):
@@ -118,8 +112,7 @@ class Picture:
                 if self.panels and _share_seen(spans, self.panels[0].window) > _ONE_CLOCK:
                     window = self.panels[0].window
                 self.panels.append(_panel(rank, spans, window, resolution, (overlapped or {}).get(rank)))
-        lanes = chain.from_iterable(panel.lanes.values() for panel in self.panels)
-        self._spans = [span for rows in lanes for row in rows for span in row]
+        self._spans = [span for panel in self.panels for rows in panel.lanes.values() for row in rows for span in row]
         staged = [span.batch is not None for span in self._spans if span.stage is not None]
         self._by_batch = 2 * sum(staged) > len(staged)
 
@@ -167,8 +160,7 @@ def _panel(
     cut = exclusive((span for span in spans if not is_step_mark(span.name)), window)
     least_ms, lanes = resolution * (window[1] - window[0]), {}
     for name in sorted({span.lane for span in cut}, key=_lane_order):
-        rows = rows_of(span for span in cut if span.lane == name)
-        lanes[name] = [list(_bars(row, least_ms)) for row in rows]
+        lanes[name] = [list(_bars(row, least_ms)) for row in rows_of(span for span in cut if span.lane == name)]
     exposed: list[Interval] = []
     for piece, under_way, hidden in sweep(cut, window):
         sends = any(span.kind is Category.COMMUNICATION for span in under_way)
@@ -194,8 +186,7 @@ def _bars(row: Sequence[Span], least_ms: float) -> Iterator[Span]:
         else:
             runs.append([span])
     for run in runs:
-        longest = max(run, key=lambda span: span.duration_ms)
-        yield replace(longest, start_ms=run[0].start_ms, end_ms=run[-1].end_ms)
+        yield replace(max(run, key=lambda span: span.duration_ms), start_ms=run[0].start_ms, end_ms=run[-1].end_ms)
 
 
 def _lane_order(name: str) -> tuple[int, str]:

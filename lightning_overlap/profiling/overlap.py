@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import astuple, dataclass, fields
 from operator import add
 from typing import Any, Self
 
 from ..schedules import Schedule, Stage
 from .spans import EMBEDDINGS, HOST_LANE, LOG, Category, Interval, Span, exclusive, moments
 
-COVERED_BY: Mapping[Category, frozenset[Category]] = {
+COVERED_BY: Mapping[Category, frozenset[Category]] = {  # category -> categories that hide it from other lanes
     Category.COMMUNICATION: frozenset({Category.DENSE, Category.LOOKUP}),
     Category.LOOKUP: frozenset({Category.DENSE}),
     Category.COPY: frozenset({Category.DENSE, Category.LOOKUP}),
 }
-"""Category -> categories that hide it when they run on other lanes at the same time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,23 +23,16 @@ class BusyTime:
     """Times of a stage or category, and the bytes that it sends to other ranks."""
 
     busy_ms: float = 0.0
-    hidden_ms: float = 0.0
-    """Time that the mode overlaps with other work."""
-    elsewhere_ms: float = 0.0
-    """Further time that overlaps with other work in any mode, for example by autograd's order."""
+    hidden_ms: float = 0.0  # the mode overlaps it with other work
+    elsewhere_ms: float = 0.0  # overlaps with other work in any mode, for example by autograd's order
     sent: float = 0.0
-    saved: float = 0.0
-    """Additional bytes that full precision would send."""
+    saved: float = 0.0  # additional bytes that full precision would send
 
     def __add__(self, other: Self) -> Self:
-        return type(self)(*map(add, self._values, other._values))
+        return type(self)(*map(add, astuple(self), astuple(other)))
 
     def __truediv__(self, num: int) -> Self:
-        return type(self)(*(value / num for value in self._values))
-
-    @property
-    def _values(self) -> tuple[float, ...]:
-        return self.busy_ms, self.hidden_ms, self.elsewhere_ms, self.sent, self.saved
+        return type(self)(*(value / num for value in astuple(self)))
 
     @property
     def exposed_ms(self) -> float:
@@ -69,22 +61,15 @@ class Breakdown:
     """The times of a window, per step."""
 
     step_ms: float
-    categories: Mapping[Category, BusyTime]
-    """Times by category; `Category.HOST` is the time in which the host did not wait."""
+    categories: Mapping[Category, BusyTime]  # `Category.HOST` is the time in which the host did not wait
     stages: Mapping[Stage, BusyTime]
-    merge_wait_ms: float = 0.0
-    """Time in which the dense forward waited for embeddings."""
-    blocked_ms: float = 0.0
-    """Time in which the host waited for other ranks or the device."""
-    loop_ms: float = 0.0
-    """Time of the host outside stages and `self.log`: Lightning's loop, callbacks, loggers."""
-    log_ms: float = 0.0
-    """Time of the host in `self.log`."""
-    overlapped: Collection[Stage] | None = None
-    """Stages that the mode overlaps; other stages are never hidden. None if unknown."""
+    merge_wait_ms: float = 0.0  # the dense forward waited for embeddings
+    blocked_ms: float = 0.0  # the host waited for other ranks or the device
+    loop_ms: float = 0.0  # the host outside stages and `self.log`: Lightning's loop, callbacks, loggers
+    log_ms: float = 0.0  # the host in `self.log`
+    overlapped: Collection[Stage] | None = None  # by the mode; other stages are never hidden. None if unknown
     num_steps: int = 1
-    blocks: Sequence[Block] = ()
-    """What blocked the host in all steps, longest first; only from `summarize`."""
+    blocks: Sequence[Block] = ()  # what blocked the host in all steps, longest first; only from `summarize`
 
     @property
     def total_ms(self) -> float:
@@ -114,12 +99,9 @@ class Breakdown:
 
 
 def overlapped_by(schedule: Schedule) -> frozenset[Stage]:
-    """Return the stages that a mode overlaps: those for later batches; with deferred updates also gradients.
-
-    Without deferred updates the backward waits for gradients. Autograd may overlap a part of that all-to-all with the
-    rest of the backward, but also does so in `base`.
-    """
+    """Return the stages that a mode overlaps: those for later batches; with deferred updates also gradients."""
     early = {step.stage for step in schedule.steps if step.offset > 0}
+    # Else the backward waits for gradients. Autograd may overlap a part of that wait, but does so in `base` as well.
     if schedule.step_of(Stage.EMBEDDING_UPDATE) is not None:
         early |= {Stage.BACKWARD, Stage.EMBEDDING_UPDATE}
     return frozenset(early)
@@ -133,15 +115,9 @@ def break_down(
     num_steps: int = 1,
     host_lane: str = HOST_LANE,
 ) -> Breakdown:
-    """Break the time of a window down by category and stage.
+    """Break the time of a window of `num_steps` steps down by category and stage.
 
-    Args:
-        spans: Spans, which may reach out of the window.
-        window: Start and end in ms.
-        overlapped: Stages that the mode overlaps (`overlapped_by`): time counts as hidden if such a stage is involved.
-            None (unknown mode): all time that overlaps counts as hidden.
-        num_steps: Steps in the window.
-        host_lane: The lane of the training thread, whose waits block the host.
+    Time counts as hidden if a stage in `overlapped` is involved; if None, all time that overlaps other work counts.
 
     Source: the interval sweep of HolisticTraceAnalysis for communication; here other categories can be hidden as well,
     and inner spans take their time from outer spans.
@@ -190,11 +166,8 @@ def break_down(
 def sweep(
     own: Sequence[Span], window: Interval, host_lane: str = HOST_LANE
 ) -> Iterator[tuple[Interval, list[Span], set[Category]]]:
-    """Yield the `moments` of a window, each with the categories that are hidden in it if they are in progress.
-
-    `own` are the window's spans, from `exclusive`. If the host computes the dense part, as on a CPU, communication is
-    hidden whenever the host does not wait.
-    """
+    """Yield `moments` of a window's `exclusive` spans, each with the categories that are hidden if in progress."""
+    # If the host computes the dense part, as on a CPU, communication is hidden whenever the host does not wait.
     host_computes = any(span.kind is Category.DENSE and span.lane == host_lane for span in own)
     for piece, under_way in moments(own, window):
         kinds = {span.kind for span in under_way}

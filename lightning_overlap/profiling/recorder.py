@@ -1,11 +1,8 @@
-"""Record stages, collectives and waits of a running step as spans.
-
-On a CPU the host's clock times them. On CUDA, timing events on the stages' streams do; they are read when they are
-over, without host-device syncs.
-"""
+"""Record stages, collectives and waits of a step as spans, on CUDA by timing events, without host-device syncs."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -21,14 +18,57 @@ from ..distributed import CONSENSUS, Issue, WrappedWork, wrap_collectives
 from ..runtime import CudaStreams, Streams
 from ..schedules import Stage, StreamName
 from .spans import EMBEDDINGS, HOST_LANE, LOG, Category, Interval, Span
-from .timestamps import CudaTimestamps, HostTimestamps, Timestamps
 
-_KINDS = {
+
+class HostTimestamps:
+    """Time stamps of the host's clock."""
+
+    shift_ms = 0.0  # added by `ms`, to align with another clock
+
+    def mark(self) -> float:
+        """Return the time now in ms."""
+        return time.perf_counter() * 1e3
+
+    def ms(self, mark: float) -> float:
+        """Return the mark, shifted."""
+        return mark + self.shift_ms
+
+    def wait(self) -> None:
+        """Do nothing; `CudaTimestamps` waits for the device."""
+
+
+class CudaTimestamps:
+    """Timing events on the current stream of a CUDA device; they must be over when `ms` reads them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._zero = self.mark()
+
+    def mark(self) -> torch.cuda.Event:
+        """Record an event on the current stream and return it."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def ms(self, mark: torch.cuda.Event) -> float:
+        """Return the time of a mark in ms since this object was made."""
+        return float(self._zero.elapsed_time(mark))
+
+    def wait(self) -> None:
+        """Wait for the device, so that every mark can be read."""
+        torch.cuda.synchronize(self._device)
+
+
+def timestamps_of(device: torch.device) -> HostTimestamps | CudaTimestamps:
+    """Return timing events for CUDA, the host's clock for a CPU."""
+    return CudaTimestamps(device) if device.type == "cuda" else HostTimestamps()
+
+
+_KINDS = {  # stage -> category of its work, without its collectives; the other stages are dense
     Stage.COPY_BATCH_TO_DEVICE: Category.COPY,
     **dict.fromkeys((Stage.INPUT_SPLITS_DIST, Stage.INPUT_DATA_DIST), Category.HOST),
     **dict.fromkeys((Stage.PREFETCH, Stage.EMBEDDING_LOOKUP), Category.LOOKUP),
 }
-"""Stage -> category of its work, without its collectives; the other stages are dense."""
 
 
 @dataclass(slots=True)
@@ -40,7 +80,7 @@ class _Record:
     name: str
     stage: Stage | None
     batch: int | None
-    clock: Timestamps
+    clock: HostTimestamps | CudaTimestamps
     start: Any
     end: Any = None
     sent: tuple[int, int] = (0, 0)  # `sent_bytes` and `saved_bytes` of the span
@@ -56,15 +96,10 @@ class _Record:
 
 
 class SpanRecorder:
-    """Records this rank's stages, collectives and waits between `start` and `stop`.
-
-    Args:
-        streams: The device's streams.
-        compression: `embeddings`, `gradients` -> float32 bytes per sent byte; None without codecs.
-    """
+    """Records this rank's stages, collectives and waits between `start` and `stop`."""
 
     def __init__(self, streams: Streams, compression: Mapping[str, float] | None = None) -> None:
-        self._compression = compression
+        self._compression = compression  # `embeddings`, `gradients` -> float32 bytes per sent byte, with codecs
         self._host = HostTimestamps()
         self._streams = streams if isinstance(streams, CudaStreams) else None
         self._device = None if self._streams is None else CudaTimestamps(self._streams.device)
@@ -90,12 +125,8 @@ class SpanRecorder:
         """Whether all recorded work on the device is done; does not wait."""
         if self._device is None:
             return True
-        records = [one for one in list(self._records) if not one.is_on_host]
-        marks = [
-            *(one.start for one in records),
-            *(one.end for one in records),
-            *(mark for _, mark in self._steps[-1:]),
-        ]
+        marks = [mark for one in list(self._records) if not one.is_on_host for mark in (one.start, one.end)]
+        marks += [mark for _, mark in self._steps[-1:]]
         return all(mark is None or mark.query() for mark in marks)
 
     @property
@@ -221,10 +252,7 @@ class _TimedWork(WrappedWork):
 
     @override
     def wait(self, timeout: Any = None) -> bool:
-        """Wait for the collective: on a CPU the host waits, on CUDA the current stream.
-
-        On CUDA only the wait notes the collective's end: a late wait makes the collective look longer.
-        """
+        """Wait and note the end. On CUDA nothing else notes it: a late wait makes the collective look longer."""
         flight = self._flight
         lane = HOST_LANE if self._streams is None else str(self._streams.current())
         start = flight.clock.mark()

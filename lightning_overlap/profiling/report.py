@@ -18,9 +18,7 @@ SMALL = 0.01  # smallest wait for data in the headline, as a share of a step
 NUM_STALEST = 8  # tables listed with stale rows
 TOP_BLOCKS = 8  # places listed that block the host; the others are added up
 
-_OF_THE_HOST = {Category.HOST: "host working", Category.DATA: "waited for data"}
-"""Names of the host's rows."""
-
+_OF_THE_HOST = {Category.HOST: "host working", Category.DATA: "waited for data"}  # names of the host's rows
 _NEVER_HIDDEN = (Category.DENSE, Category.HOST, Category.DATA, Stage.DENSE_FORWARD, Stage.OPTIMIZER_STEP)
 """Rows with only a busy time. A backward is not among them: its collectives can be hidden."""
 
@@ -36,7 +34,6 @@ def table(head: Row, rows: Sequence[Row], *, ruled: bool = True) -> str:
 def _rows(
     found: Mapping[Category, BusyTime] | Mapping[Stage, BusyTime], share_of: Callable[[float], str], blank: str = ""
 ) -> list[Row]:
-    """Return rows of name, busy, hidden and exposed time and hidden share."""
     rows: list[Row] = []
     for what, times in found.items():
         name = _OF_THE_HOST.get(what, f"all {what}") if isinstance(what, Category) else str(what)
@@ -45,17 +42,13 @@ def _rows(
     return rows
 
 
-# -- a monitored run ----------------------------------------------------------------------------------------------
-
-
 def metrics(breakdown: Breakdown) -> dict[str, float]:
     """Return the values for loggers: ms and bytes per step, and fractions between 0 and 1."""
     of_step = ("step_ms", "merge_wait_ms", "blocked_ms", "to_gain_ms", "loop_ms", "log_ms")
     values = {name: getattr(breakdown, name) for name in of_step}
     values |= {"bound_ms": breakdown.bound[1], "data_ms": breakdown.categories[Category.DATA].busy_ms}
     if breakdown.overlaps:
-        parts = sum((breakdown.categories[kind] for kind in COVERED_BY), BusyTime())
-        values["hidden_fraction"] = parts.hidden_fraction
+        values["hidden_fraction"] = sum((breakdown.categories[kind] for kind in COVERED_BY), BusyTime()).hidden_fraction
     for what, times in (*breakdown.categories.items(), *breakdown.stages.items()):
         is_hidden = breakdown.overlaps and what not in _NEVER_HIDDEN
         names = ("hidden_ms", "exposed_ms", "hidden_fraction") if is_hidden else ("busy_ms",)
@@ -67,28 +60,24 @@ def metrics(breakdown: Breakdown) -> dict[str, float]:
 
 
 def closing_table(
-    ranks: Sequence[Breakdown],
-    num_steps: Mapping[Schedule, int],
+    ranks: Sequence[Breakdown],  # the mean of each rank over the steps of `mode`
+    num_steps: Mapping[Schedule, int],  # measured, of all modes
     mode: Schedule,
     stream: str,
     syncs: Sequence[str] = (),
-    stale_rows: Mapping[str, tuple[int, int]] | None = None,
+    stale_rows: Mapping[str, tuple[int, int]] | None = None,  # table -> stale rows read, rows read
 ) -> str:
-    """Return the monitor's output at the end of a run.
-
-    `ranks` has the mean breakdown of each rank over the steps of `mode`; `num_steps` has the measured steps of all
-    modes; `stale_rows` maps tables to stale rows read and rows read.
-    """
+    """Return the monitor's output at the end of a run."""
     over_ranks, many, num = mean(ranks), len(ranks) > 1, num_steps[mode]
     others = [f"{one.name} ({_steps(num)})" for one, num in num_steps.items() if one != mode]
     parts = [
         f"Overlap: {mode.name}, stream {stream}; {_steps(num)} measured, {len(ranks)} ranks, ms per step",
         f"Not in this table: {', '.join(others)}" if others else "",
         stage_table(over_ranks),
-        rank_table(ranks) if many else "",
+        _rank_table(ranks) if many else "",
         limit_sentence(over_ranks),
         slowest_sentence(ranks) if many else "",
-        traffic_table(over_ranks.traffic) if over_ranks.traffic else "",
+        _traffic_table(over_ranks.traffic) if over_ranks.traffic else "",
         stale_table(stale_rows) if stale_rows else "",
         *syncs,
         advice(ranks, mode)
@@ -119,8 +108,7 @@ def stage_table(breakdown: Breakdown) -> str:
     return table(("", "busy"), [(row[0], row[1] or row[3]) for row in rows])
 
 
-def rank_table(ranks: Sequence[Breakdown]) -> str:
-    """Return the table of step, busy times and waits by rank."""
+def _rank_table(ranks: Sequence[Breakdown]) -> str:
     kinds = (Category.DENSE, Category.LOOKUP, Category.COPY, Category.COMMUNICATION, Category.HOST)
     times = [[one.step_ms, *(one.categories[kind].busy_ms for kind in kinds), one.blocked_ms] for one in ranks]
     return table(
@@ -129,8 +117,7 @@ def rank_table(ranks: Sequence[Breakdown]) -> str:
     )
 
 
-def traffic_table(traffic: Mapping[Stage, BusyTime]) -> str:
-    """Return the table of sent and saved bytes per step by stage."""
+def _traffic_table(traffic: Mapping[Stage, BusyTime]) -> str:
     of_all = sum(traffic.values(), BusyTime())
     cells = [
         (str(name), f"{one.sent / 1024:.1f}", f"{one.saved / 1024:.1f}", f"{one.saved / (one.sent + one.saved):.0%}")
@@ -173,20 +160,16 @@ def slowest_sentence(ranks: Sequence[Breakdown]) -> str:
     return f"The ranks wait for rank {slowest}: it waits {least:.2f} ms per step, rank {idlest} waits {most:.2f} ms."
 
 
-# -- a trace ------------------------------------------------------------------------------------------------------
-
-
 def summarize(spans: Sequence[Span], overlapped: Collection[Stage] | None = None) -> Breakdown:
     """Return one rank's breakdown over all its complete steps; raise a ValueError if there are no spans.
 
-    `overlapped` is as for `break_down`; None: the stages noted at the step marks, if any.
+    Only time of stages in `overlapped` counts as hidden. None: of the stages noted at the step marks, or else of all.
     """
     window, num_steps = window_of(spans)
     overlapped = noted_stages(spans) if overlapped is None else overlapped
     if any(is_on_stream(span) for span in spans):  # the stage runs on the stream; the host only launches it
         spans = [replace(span, stage=None) if span.kind is Category.HOST and span.stage else span for span in spans]
-    found = break_down(spans, window, overlapped=overlapped, num_steps=num_steps)
-    return replace(found, blocks=blocks(spans, window))
+    return replace(break_down(spans, window, overlapped=overlapped, num_steps=num_steps), blocks=blocks(spans, window))
 
 
 def blocks(spans: Iterable[Span], window: Interval) -> list[Block]:

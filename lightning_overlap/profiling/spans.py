@@ -10,16 +10,13 @@ from itertools import groupby, pairwise
 
 from ..schedules import Stage
 
-Interval = tuple[float, float]
-"""Start and end in ms."""
+Interval = tuple[float, float]  # start and end in ms
 
 ALWAYS: Interval = (float("-inf"), float("inf"))
-
 HOST_LANE = "host"  # the training thread
 LOG = "self.log"  # name of the spans of a module's `log`
 EMBEDDINGS = "embeddings"  # name of the all-to-all and of waits for it; a colon and more text may follow
-ALL_TO_ALLS = ("sizes", "ids", EMBEDDINGS, "gradients")
-"""The contents of a step's all-to-alls, in order."""
+ALL_TO_ALLS = ("sizes", "ids", EMBEDDINGS, "gradients")  # contents of a step's all-to-alls, in order
 
 
 class Category(StrEnum):
@@ -38,22 +35,16 @@ class Category(StrEnum):
 class Span:
     """An interval of work on a lane."""
 
-    start_ms: float
-    """Start; each timeline has its own zero."""
+    start_ms: float  # each timeline has its own zero
     end_ms: float
     kind: Category
-    lane: str
-    """Stream or thread; an inner span takes its time from the outer span of the same lane."""
-    name: str
-    """Name of the kernel, operator or stage."""
+    lane: str  # stream or thread; an inner span takes its time from the outer span of the same lane
+    name: str  # of the kernel, operator or stage
     stage: Stage | None = None
     batch: int | None = None
-    detail: str = ""
-    """More about it, for example the source line that waits."""
-    sent_bytes: int = 0
-    """Bytes that a collective sends to other ranks, if counted."""
-    saved_bytes: int = 0
-    """Additional bytes that full precision would send."""
+    detail: str = ""  # for example the source line that waits
+    sent_bytes: int = 0  # by a collective to other ranks, if counted
+    saved_bytes: int = 0  # additional bytes that full precision would send
 
     @property
     def duration_ms(self) -> float:
@@ -62,11 +53,7 @@ class Span:
 
 
 def moments(spans: Iterable[Span], window: Interval = ALWAYS) -> Iterator[tuple[Interval, list[Span]]]:
-    """Cut a window at each start and end of a span.
-
-    Yields:
-        Each piece, and the spans in progress, sorted by start; of two that start together, the shorter span is last.
-    """
+    """Cut a window at each start and end of a span; yield each piece with its spans, by start, the longer first."""
     start, end = window
     seen = [span for span in spans if max(start, span.start_ms) < min(end, span.end_ms)]
     coming = deque(sorted(seen, key=lambda span: (span.start_ms, -span.end_ms)))
@@ -80,14 +67,11 @@ def moments(spans: Iterable[Span], window: Interval = ALWAYS) -> Iterator[tuple[
 
 
 def exclusive(spans: Iterable[Span], window: Interval = ALWAYS) -> list[Span]:
-    """Cut spans to a window, and so that each moment of a lane belongs to the span that started last.
-
-    Collectives are only cut to the window: several may run on one lane at the same time.
-    """
+    """Cut spans to a window, and so that each moment of a lane belongs to the span that started last."""
     lanes: defaultdict[str, list[Span]] = defaultdict(list)
     cut: list[Span] = []
     for span in spans:
-        if span.kind is not Category.COMMUNICATION:
+        if span.kind is not Category.COMMUNICATION:  # several collectives may run on one lane at the same time
             lanes[span.lane].append(span)
         elif span.end_ms > window[0] and span.start_ms < window[1]:
             cut.append(_part(span, max(window[0], span.start_ms), min(window[1], span.end_ms)))

@@ -55,14 +55,11 @@ def find_steps(spans: Iterable[Span]) -> list[Interval]:
 
 
 def window_of(spans: Sequence[Span]) -> tuple[Interval, int]:
-    """Return the window to measure in a timeline, and its number of steps; raise a ValueError if there are no spans.
-
-    It lasts from the start of the first step to the end of the last, or without steps is the whole timeline. With
-    torch.profiler's step marks and a GPU it covers all work of the GPU's streams, which run later than the marks.
-    """
+    """Return the window to measure, all steps or without steps the whole timeline, and its number of steps."""
     if not spans:
         raise ValueError("the timeline has no spans: record at least one step.")
     steps = find_steps(spans)
+    # The streams of a GPU run later than torch.profiler's step marks: then the window covers all their work.
     on_gpu = [span for span in spans if is_on_stream(span) and span.kind is not Category.WAIT]
     marked = any(is_step_mark(span.name) for span in spans)
     ends = steps if steps and not (marked and on_gpu) else [(span.start_ms, span.end_ms) for span in on_gpu or spans]

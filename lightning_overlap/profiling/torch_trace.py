@@ -1,8 +1,4 @@
-"""Read a GPU trace of torch.profiler (Kineto): spans of streams and threads, with stage and batch.
-
-A kernel belongs to the annotation in which it was launched: kernel -> correlation -> launch -> innermost `## ... ##`
-of the launching thread.
-"""
+"""Read a GPU trace of torch.profiler (Kineto): a kernel belongs to the innermost annotation around its launch."""
 
 from __future__ import annotations
 
@@ -20,8 +16,7 @@ from .spans import EMBEDDINGS, HOST_LANE, Category, Span
 from .steps import is_step_mark
 from .trace_file import WRITER, Event, TraceError, load, own_spans
 
-BLOCKED_US = 50
-"""A runtime call longer than this blocked the host; a launch takes a tenth of it."""
+BLOCKED_US = 50  # a longer runtime call blocked the host; a launch takes a tenth of it
 
 QUEUED_MS, RELEASED_MS = 0.01, 0.1
 """A kernel waited for another stream if it starts more than `QUEUED_MS` after its launch and after the previous kernel
@@ -71,7 +66,6 @@ class _Context(NamedTuple):
     caller: str = ""
 
     def inside(self, event: Event) -> _Context:
-        """Return the context of what runs inside an event."""
         if event.category == "cpu_op":
             return self._replace(operator=event.name, stage=names.of_operator(event.name) or self.stage)
         stage, (batch, name) = names.of_annotation(event.name), names.split_batch(event.name)
@@ -119,8 +113,7 @@ class _Reader:
             if event.end_us - event.start_us < BLOCKED_US or not names.BLOCKING_CALL.match(event.name):
                 return
             if around.annotation or around.operator or "DeviceSynchronize" not in event.name:  # the profiler's own
-                where = _where(around, event.name)
-                self._add(event, Category.WAIT, lane, around.operator or event.name, around, where)
+                self._add(event, Category.WAIT, lane, around.operator or event.name, around, _where(around, event.name))
         elif event.category == "cpu_op":
             if lane != HOST_LANE and inside.stage is not around.stage:  # autograd issues kernels
                 name = event.name.removeprefix("autograd::engine::evaluate_function: ")
@@ -148,15 +141,10 @@ class _Reader:
 
 
 def _waits_of_kernels(streams: Mapping[str, Sequence[tuple[Span, float]]]) -> Iterator[Span]:
-    """Yield waits of the compute stream: between a kernel's launch and its start, when the stream was idle.
-
-    It waited for the work of another stream that ended right before the start.
-    """
-
-    def dense_ms(lane: str) -> float:
-        return sum(span.duration_ms for span, _ in streams[lane] if span.kind is Category.DENSE)
-
-    compute = max(streams, key=dense_ms)
+    """Yield the compute stream's waits between a kernel's launch and its start, and for which other stream's work."""
+    compute = max(
+        streams, key=lambda lane: sum(span.duration_ms for span, _ in streams[lane] if span.kind is Category.DENSE)
+    )
     others = [span for lane, found in streams.items() if lane != compute for span, _ in found]
     others.sort(key=attrgetter("end_ms"))
     free_ms = streams[compute][0][0].end_ms
@@ -201,12 +189,9 @@ def _without_closures(events: Sequence[Event]) -> list[Event]:
 
 
 def _nest(events: Iterable[Event]) -> Iterator[tuple[Event, _Context, _Context]]:
-    """Yield each event of a thread with the contexts around and inside it.
-
-    Python's frames have a separate stack: an annotation may outlive the function that began it.
-    """
+    """Yield each event of a thread with the contexts around and inside it."""
     stack: list[tuple[float, _Context]] = []
-    frames: list[tuple[float, str, str]] = []
+    frames: list[tuple[float, str, str]] = []  # a separate stack: an annotation may outlive the function that began it
     for event in events:
         while stack and stack[-1][0] <= event.start_us:
             stack.pop()

@@ -20,8 +20,7 @@ from .spans import Category, Span, rows_of
 WRITER = "lightning_overlap timeline"  # marks the files of this package
 
 _ADVICE = "Pass a trace of torch.profiler (export_chrome_trace; .json or .json.gz) or of this package."
-_NAME = re.compile(r'("name": ")(.*?)(",\s*"(?:pid|ph|tid|ts|cat)":)')
-"""The name of an event; Kineto does not escape quotes in names."""
+_NAME = re.compile(r'("name": ")(.*?)(",\s*"(?:pid|ph|tid|ts|cat)":)')  # Kineto does not escape quotes in names
 
 _CATEGORIES = {
     *("kernel", "gpu_memcpy", "gpu_memset"),
@@ -47,11 +46,7 @@ class Event(NamedTuple):
 
 
 def load(path: Path) -> tuple[list[Event], Mapping[str, Any]]:
-    """Return the complete events of known categories, in the file's order, and the file's other top-level entries.
-
-    Raises:
-        TraceError: The file is missing, unreadable, damaged, not a trace, or has no such events.
-    """
+    """Return the complete events of known categories, in the file's order, and the file's other top-level entries."""
     try:
         content = _parsed(_text(path))
     except json.JSONDecodeError as err:

@@ -14,8 +14,7 @@ _ANNOTATIONS: tuple[tuple[str, Stage], ...] = (
     # Awaitables: TorchRec names the range of `wait()` after the class.
     (r"(splitsalltoall|(fused)?kjt\w*splits)awaitable wait\(\)", Stage.INPUT_SPLITS_DIST),
     (r"(fused)?kjt\w*awaitable wait\(\)|all2all_tw_data:wait|all2all_data:\w*_wait", Stage.INPUT_DATA_DIST),
-    (r"(\w+awaitable|request|(early|lazy)embeddings) wait\(\)", Stage.EMBEDDING_LOOKUP),
-    (r"forward:wait_all2all", Stage.EMBEDDING_LOOKUP),
+    (r"(\w+awaitable|request|(early|lazy)embeddings) wait\(\)|forward:wait_all2all", Stage.EMBEDDING_LOOKUP),
     # Copies.
     (r"(inplace_)?copy_(batch_)?to_(gpu|device)|copy_batch", Stage.COPY_BATCH_TO_DEVICE),
     (r"next_batch|load[ _]batch|wait_for_batch|enumerate\(dataloader\)", Stage.COPY_BATCH_TO_DEVICE),
@@ -30,8 +29,7 @@ _ANNOTATIONS: tuple[tuple[str, Stage], ...] = (
     # The lookup, and the all-to-all of embeddings.
     (r"(sharded_module_|_)?prefetch", Stage.PREFETCH),
     (r"\[lookup\]|sparse_forward|(start_)?embedding_lookup|uvm_lookup_prefetched_rows", Stage.EMBEDDING_LOOKUP),
-    (r"\[output_dist\]|all2all|reducescatter|allgather|variable_batch|alltoall", Stage.EMBEDDING_LOOKUP),
-    (r"reduce_scatter", Stage.EMBEDDING_LOOKUP),
+    (r"\[output_dist\]|all2all|reducescatter|allgather|variable_batch|alltoall|reduce_scatter", Stage.EMBEDDING_LOOKUP),
     (r"embedding_update", Stage.EMBEDDING_UPDATE),
     (r"weight_gradients", Stage.WEIGHT_GRADIENTS),
     # The dense part.

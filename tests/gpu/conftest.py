@@ -14,8 +14,7 @@ from ..support.ranks import Ranks
 
 collect_ignore = [] if importlib.util.find_spec("pyarrow") else ["test_deltas_cuda.py"]
 
-SHARE = "TESTS_SHARE_GPU"
-"""Set, two ranks share one GPU, so that all-to-alls run: NCCL then takes them for two hosts."""
+SHARE = "TESTS_SHARE_GPU"  # set, two ranks share one GPU, so that all-to-alls run: NCCL then takes them for two hosts
 
 FIRST = re.compile(
     r"test_streams_cuda|one_stale_lookup|a_graph_made_in_a_backward|between_a_lookup_and_its_backward|makes_the_host_wait"

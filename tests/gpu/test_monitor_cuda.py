@@ -35,7 +35,6 @@ class _CountsSyncs(Callback):
 
 
 def run(pipeline: str, stream: str, watched: bool) -> dict[str, Any]:
-    """Train; return the losses, the syncs that PyTorch saw, and what the monitor measured."""
     model = Model(TABLE_WISE)
     plan = make_plan(TABLE_WISE, model, dist.get_world_size(), "cuda")
     strategy = OverlapEmbeddingStrategy(pipeline=pipeline, stream=stream, sharding=plan)

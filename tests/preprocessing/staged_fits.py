@@ -27,8 +27,7 @@ from ..support.reference import Result, collect
 from .staged_models import MADE, Hashes
 
 NUM_STEPS = 12
-_BATCHES = (range(NUM_STEPS), range(100, 104))
-"""Those of training and of validation."""
+_BATCHES = (range(NUM_STEPS), range(100, 104))  # of training and of validation
 
 _SIZES = {"num_embeddings": 40, "embedding_dim": 8}
 TABLES = [EmbeddingBagConfig(name=f"table_{i}", feature_names=[f"feature_{i}"], **_SIZES) for i in range(3)]
@@ -86,8 +85,6 @@ class WithPreproc(LightningModule):
 
 
 class PreprocessesInHook(WithPreproc):
-    """The same preprocessing, in the hook after the batch's transfer."""
-
     def __init__(self) -> None:
         super().__init__(is_staged=False)
 
@@ -105,7 +102,6 @@ class PreprocessesInHook(WithPreproc):
 
 
 def make_input(index: int, rank: int) -> ModelInput:
-    """Return a batch of TorchRec's test models; the same for everybody who asks."""
     with torch.random.fork_rng():
         torch.manual_seed(1009 * rank + index)
         return ModelInput.generate(4, TABLES, WEIGHTED_TABLES, num_float_features=4, pooling_avg=3)
@@ -121,7 +117,6 @@ class _Whole(nn.Module):
 
 
 def with_preproc_by_hand() -> Result:
-    """Train TorchRec's model by plain DistributedModelParallel."""
     module = WithPreproc(is_staged=False)
     weights = {name: value.clone() for name, value in module.model.state_dict().items() if "ebc" in name}
     plan = ShardingPlan({f"module.{name}": of_module for name, of_module in module.plan().plan.items()})
@@ -140,25 +135,17 @@ def with_preproc_by_hand() -> Result:
 
 @dataclass
 class Outcome:
-    """What a fit left behind on one rank."""
-
     result: Result
     messages: list[str]
     early: int
-    seen: list[Tensor] = field(default_factory=list)
-    """Losses of validations."""
-    num_made: int = 0
-    """Inputs made by staged methods."""
-    most_alive: int = 0
-    """Of these, those that were in memory after a step, at most."""
-    num_left: int = 0
-    """Those that still are after the fit."""
-    patched: list[str] = field(default_factory=list)
-    """Attributes of the module that it had not before."""
+    seen: list[Tensor] = field(default_factory=list)  # losses of validations
+    num_made: int = 0  # inputs made by staged methods
+    most_alive: int = 0  # of these, those that were in memory after a step, at most
+    num_left: int = 0  # those that still are after the fit
+    patched: list[str] = field(default_factory=list)  # attributes of the module that it had not before
 
 
 def with_preproc(pipeline: str | Schedule, make_module: type[WithPreproc] = WithPreproc) -> Outcome:
-    """Train TorchRec's model under the strategy."""
     module = make_module()
     return _fit(module, pipeline, module.plan(), [make_input(i, dist.get_rank()) for i in range(NUM_STEPS)])
 
@@ -189,7 +176,6 @@ def _fit(
     plan: ShardingPlan,
     batches: list[Any],
     validated: list[Any] | None = None,
-    options: dict[str, Any] | None = None,
     **trainer_options: Any,
 ) -> Outcome:
     early = 0
@@ -199,7 +185,7 @@ def _fit(
         early += kind == "wait" and str(stage) == "embedding_lookup"
 
     own = {"find_unused_parameters": True} if isinstance(module, WithPreproc) else {}
-    strategy = OverlapEmbeddingStrategy(pipeline, sharding=plan, observer=observe, **own, **(options or {}))
+    strategy = OverlapEmbeddingStrategy(pipeline, sharding=plan, observer=observe, **own)
     watches = _Watches()
     trainer = make_trainer(strategy, callbacks=[watches], num_sanity_val_steps=1, **trainer_options)
     before = {name: set(vars(inside)) for name, inside in module.named_modules()}

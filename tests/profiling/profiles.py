@@ -37,8 +37,6 @@ class _Batch(Pipelineable):
 
 
 class _Traceable(torch.nn.Module):
-    """The model of the law tests with a forward that FX can trace."""
-
     def __init__(self) -> None:
         super().__init__()
         self.model = Model(TABLE_WISE)
@@ -56,7 +54,6 @@ def _batches(first: int, num: int) -> Iterator[_Batch]:
 
 
 def torchrec_pipeline(folder: Path) -> None:
-    """Profile TorchRec's TrainPipelineSparseDist in a hand-written loop."""
     module = _Traceable()
     plan = make_plan(TABLE_WISE, module.model, dist.get_world_size())
     plan.plan = {f"model.{name}": tables for name, tables in plan.plan.items()}

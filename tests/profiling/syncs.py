@@ -11,11 +11,10 @@ from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_overlap.profiling.host_syncs import HostSync, record_host_syncs
 
-from ..support.cases import TABLE_WISE, Batches, Case, Model, ReadsItsLoss
+from ..support.cases import TABLE_WISE, Batches, Case, Model
 from ..support.fits import make_strategy, make_trainer
 
-FIRST, NUM = 7, 3
-"""Steps that are watched: steady state."""
+FIRST, NUM = 7, 3  # steps that are watched: steady state
 
 
 class _Watch(Callback):
@@ -29,29 +28,24 @@ class _Watch(Callback):
             self.watched.__exit__(None, None, None)
 
 
-def of_steps(case: Case, pipeline: str | None, reads_its_loss: bool = False, **kwargs: Any) -> list[str]:
-    """Return `operator: innermost call, in this package or Lightning's or TorchRec's` of every sync.
-
-    Reads of what is kept on the host in any case are left out.
-    """
-    model = (ReadsItsLoss if reads_its_loss else Model)(case, fused_optimizer=pipeline is not None)
+def of_steps(case: Case, pipeline: str | None) -> list[str]:
+    """Return `operator: innermost call` of every sync, without reads of what is kept on the host in any case."""
+    model = Model(case, fused_optimizer=pipeline is not None)
     strategy: Any = DDPStrategy() if pipeline is None else make_strategy(model, pipeline)
     watch = _Watch()
-    trainer = make_trainer(strategy, callbacks=[watch], **kwargs)
-    trainer.fit(model, datamodule=Batches(case, FIRST + NUM + 4))
-    read = [sync for sync in watch.found if not sync.reads_host]
-    return [f"{sync.operator}: {_innermost(sync)}" for sync in read]
+    make_trainer(strategy, callbacks=[watch]).fit(model, datamodule=Batches(case, FIRST + NUM + 4))
+    return [f"{sync.operator}: {_innermost(sync)}" for sync in watch.found if not sync.reads_host]
 
 
 def _innermost(sync: HostSync) -> str:
     frame = next(frame for frame in reversed(sync.stack) if _is_python_of_somebody(frame.filename))
-    return f"{frame.filename.rsplit('/', 1)[-1]}:{frame.lineno} {frame.name}"
+    return f"{frame.filename.rsplit('/', 1)[-1]} {frame.name}"
 
 
 def broadcasts_on_the_default_group(**kwargs: Any) -> int:
     """Return how many objects were broadcast among all ranks by the group of the gradients, in a fit."""
     model = Model(TABLE_WISE)
-    trainer = make_trainer(make_strategy(model), callbacks=[_Watch()], **kwargs)
+    trainer = make_trainer(make_strategy(model), **kwargs)
     original, groups = dist.broadcast_object_list, []
 
     def broadcast(objects: Any, src: int = 0, group: Any = None, **options: Any) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import runpy
 import struct
-import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -48,9 +49,14 @@ def png_size(path: Path) -> tuple[int, int]:
     return width, height
 
 
-def test_png_has_a_panel_per_rank(tmp_path: Path) -> None:
+def test_png_has_a_panel_per_rank_and_matplotlibs_state_is_left_alone(tmp_path: Path) -> None:
+    import matplotlib
+    from matplotlib import pyplot
+
+    before = pyplot.get_fignums(), dict(matplotlib.rcParams)
     draw_png.write_png(tmp_path / "one.png", {0: steps()})
     draw_png.write_png(tmp_path / "two.png", {0: steps(), 1: steps()})
+    assert (pyplot.get_fignums(), dict(matplotlib.rcParams)) == before
     (one_wide, one_high), (two_wide, two_high) = png_size(tmp_path / "one.png"), png_size(tmp_path / "two.png")
     assert one_wide == two_wide == 1920
     assert one_high < two_high < 2 * one_high
@@ -64,18 +70,8 @@ def test_png_shows_waits_in_red(tmp_path: Path) -> None:
         return int(((image[..., 0] > 0.75) & (image[..., 1] < 0.3) & (image[..., 2] < 0.3)).sum())
 
     draw_png.write_png(tmp_path / "all.png", {0: steps()})
-    hidden = [span for span in steps() if span.kind is Category.DENSE]
-    draw_png.write_png(tmp_path / "hidden.png", {0: hidden})
+    draw_png.write_png(tmp_path / "hidden.png", {0: [span for span in steps() if span.kind is Category.DENSE]})
     assert red("all.png") > 20 * red("hidden.png") > 0  # there, the lane's name and the legend alone
-
-
-def test_drawing_leaves_matplotlibs_state_alone(tmp_path: Path) -> None:
-    import matplotlib
-    from matplotlib import pyplot
-
-    before = (pyplot.get_fignums(), dict(matplotlib.rcParams))
-    draw_png.write_png(tmp_path / "t.png", {0: steps()})
-    assert (pyplot.get_fignums(), dict(matplotlib.rcParams)) == before
 
 
 def test_matplotlib_that_is_not_installed_is_told(
@@ -120,9 +116,6 @@ def test_columns_of_a_table_stand_beneath_each_other() -> None:
     assert text == "kind      ms  where\ndense    1.0  here\nlookup  10.0"
 
 
-# -- the command --------------------------------------------------------------------------------------------------
-
-
 def write(folder: Path, name: str, ranks: dict[int, list[Span]]) -> str:
     write_trace(folder / name, ranks)
     return str(folder / name)
@@ -142,20 +135,18 @@ def test_command_draws_beside_the_trace_and_prints(tmp_path: Path, capsys: pytes
     assert "rank 1: " in said.out
 
 
-def test_command_draws_beside_a_trace_in_a_folder_called_like_a_picture(tmp_path: Path) -> None:
-    (tmp_path / "a.png").mkdir()
-    assert main([write(tmp_path, "a.png/run.json", {0: steps()})]) == 0
-    assert (tmp_path / "a.png" / "run.png").is_file()
-
-
-def test_command_writes_where_it_is_told(tmp_path: Path) -> None:
-    trace = write(tmp_path, "run.json", {0: steps()})
+def test_command_writes_where_it_is_told_or_beside_the_trace(tmp_path: Path) -> None:
+    (tmp_path / "a.png").mkdir()  # a folder called like a picture
+    trace = write(tmp_path, "a.png/run.json", {0: steps()})
+    assert main([trace]) == 0
     assert main([trace, "--out", str(tmp_path / "new" / "folder")]) == 0
     assert main([trace, "--out", str(tmp_path / "pictures" / "mine.png"), "--steps", "1", "--title", "Mine"]) == 0
     assert sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.*")) == [
+        "a.png",
+        "a.png/run.json",
+        "a.png/run.png",
         "new/folder/run.png",
         "pictures/mine.png",
-        "run.json",
     ]
 
 
@@ -171,29 +162,17 @@ def test_command_tells_files_of_one_rank_apart(tmp_path: Path, capsys: pytest.Ca
     assert all(f"{file} rank 0: 10.0 ms" in said for file in files)
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (None, "does not exist"),
-        (b"not JSON", "its JSON is broken"),  # what else may be wrong: test_torch_trace.py
-    ],
-)
-def test_bad_files_are_said_without_a_traceback(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes | None, message: str
-) -> None:
-    if content is not None:
-        (tmp_path / "t.json").write_bytes(content)
+def test_bad_files_are_said_without_a_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "t.json").write_bytes(b"not JSON")  # what else may be wrong: test_torch_trace.py
     assert main([str(tmp_path / "t.json")]) == 2
     said = capsys.readouterr()
     assert said.err.startswith(f"overlap-timeline: {tmp_path / 't.json'} ")
-    assert message in said.err
+    assert "its JSON is broken" in said.err
     assert said.out == ""
-    assert [path.name for path in tmp_path.iterdir()] == ([] if content is None else ["t.json"])
+    assert [path.name for path in tmp_path.iterdir()] == ["t.json"]
 
 
 def test_other_bad_arguments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(tmp_path)]) == 2
-    assert "is a folder, not a trace" in capsys.readouterr().err
     trace = write(tmp_path, "t.json", {0: steps()})
     (tmp_path / "taken").touch()
     assert main([trace, "--out", str(tmp_path / "taken")]) == 2
@@ -204,16 +183,19 @@ def test_other_bad_arguments(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         assert left.value.code == 2
 
 
-@pytest.mark.slow
-def test_command_runs_as_a_module_and_writes_into_a_closed_pipe(tmp_path: Path) -> None:
-    trace = write(tmp_path, "t.json", {0: steps()})
-    command = [sys.executable, "-m", "lightning_overlap.profiling.command", trace]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stderr is not None
-        process.stdout.close()
-        assert process.stderr.read() == ""
-    assert process.returncode == 0
+def test_command_runs_as_a_module_and_writes_into_a_closed_pipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["", write(tmp_path, "t.json", {0: steps()})])
+    monkeypatch.delitem(sys.modules, main.__module__)
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as closed:  # its end flushes what is left, as Python does at exit
+        monkeypatch.setattr(sys, "stdout", closed)
+        with pytest.raises(SystemExit) as left:
+            runpy.run_module("lightning_overlap.profiling.command", run_name="__main__")
+    assert left.value.code == 0
+    assert capsys.readouterr().err == ""
     assert (tmp_path / "t.png").stat().st_size > 10_000
 
 

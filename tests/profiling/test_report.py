@@ -50,8 +50,7 @@ def test_metrics_are_by_stage_and_kind() -> None:
 
 
 def test_what_limits_the_step_in_a_sentence() -> None:
-    dense_bound = one(dense=97, host=40)
-    assert report.limit_sentence(dense_bound) == (
+    assert report.limit_sentence(one(dense=97, host=40)) == (
         "dense-bound: busy for 97.00 of a step's 100.00 ms, so more overlap gains at most 3 %."
     )
     by_host = report.limit_sentence(one(host=80, dense=60))
@@ -60,8 +59,7 @@ def test_what_limits_the_step_in_a_sentence() -> None:
 
 
 def test_the_slowest_rank_is_the_one_that_waits_least() -> None:
-    ranks = [one(blocked=20), one(blocked=3), one(blocked=15)]
-    assert report.slowest_sentence(ranks) == (
+    assert report.slowest_sentence([one(blocked=20), one(blocked=3), one(blocked=15)]) == (
         "The ranks wait for rank 1: it waits 3.00 ms per step, rank 0 waits 20.00 ms."
     )
     even = report.slowest_sentence([one(blocked=20), one(blocked=19.5)])
@@ -179,11 +177,5 @@ def test_stale_rows_name_the_tables_with_the_largest_share() -> None:
     assert [line.split()[0] for line in lines[2:-1]] == [f"t{number}" for number in range(11, 3, -1)]
     assert lines[2].split() == ["t11", "20", "11", "55.0%"]
     assert lines[-1].split() == ["all", "12", "sharded", "tables", "240", "66", "27.5%"]
-    assert report.stale_table({"few": (1, 4)}).splitlines()[-1].split() == [
-        "all",
-        "sharded",
-        "tables",
-        "4",
-        "1",
-        "25.0%",
-    ]
+    of_few = report.stale_table({"few": (1, 4)}).splitlines()[-1]
+    assert of_few.split() == ["all", "sharded", "tables", "4", "1", "25.0%"]

@@ -51,7 +51,6 @@ def of(spans: list[Span], name: str) -> Span:
     return found
 
 
-# -- a GPU --------------------------------------------------------------------------------------------------------
 #  us           0         100       200       300
 #  host         forward 3 ------------|  start_sparse_data_dist 4 |  backward 3
 #                launch 1              copy_: cudaMemcpyAsync 110..290
@@ -98,16 +97,14 @@ def test_a_kernel_belongs_to_the_annotation_of_its_launch(tmp_path: Path) -> Non
 
 
 def test_the_host_waits_where_a_call_blocks(tmp_path: Path) -> None:
-    spans = read(tmp_path, *GPU)
-    (blocked,) = [span for span in spans if span.kind is Category.WAIT and span.lane == HOST_LANE]
+    (blocked,) = [span for span in read(tmp_path, *GPU) if span.kind is Category.WAIT and span.lane == HOST_LANE]
     assert (blocked.name, blocked.stage, blocked.batch) == ("aten::copy_", Stage.INPUT_SPLITS_DIST, 4)
     assert blocked.detail == "cudaMemcpyAsync under ## start_sparse_data_dist ##"
     assert blocked.duration_ms == pytest.approx(0.18)
 
 
 def test_a_queued_kernel_waits_for_what_ended_last(tmp_path: Path) -> None:
-    spans = read(tmp_path, *GPU)
-    (wait,) = [span for span in spans if span.kind is Category.WAIT and span.lane == "stream 7"]
+    (wait,) = [span for span in read(tmp_path, *GPU) if span.kind is Category.WAIT and span.lane == "stream 7"]
     assert (wait.name, wait.stage) == ("waits for ncclKernel_SendRecv", Stage.INPUT_SPLITS_DIST)
     assert wait.duration_ms == pytest.approx((262 - 95) / 1e3)  # from the end of its launch
 
@@ -215,9 +212,6 @@ def test_a_duration_below_zero_is_none(tmp_path: Path) -> None:
     assert of(spans, "gemm").duration_ms == 0
 
 
-# -- published traces ---------------------------------------------------------------------------------------------
-
-
 @needs_traces
 def test_a_published_trace_of_torchrec() -> None:
     """5 steps on an A100: the host stands in a copy to the host, and hardly any communication is hidden."""
@@ -252,8 +246,6 @@ def test_each_published_trace_is_read(name: str) -> None:
     assert sum(span.duration_ms for span in kernels) == pytest.approx(sum(e["dur"] for e in expected) / 1e3)
 
 
-# -- files of our own ---------------------------------------------------------------------------------------------
-
 numbers = st.floats(-1e9, 1e9, allow_nan=False)
 any_span = st.builds(
     lambda start, long, *rest: Span(start, start + long, *rest),
@@ -268,10 +260,12 @@ any_span = st.builds(
 )
 
 
-@given(st.dictionaries(st.integers(0, 99), st.lists(any_span, min_size=1, max_size=6), min_size=1, max_size=3))
-@pytest.mark.parametrize("suffix", ["json", "json.gz"])
+@given(
+    st.dictionaries(st.integers(0, 99), st.lists(any_span, min_size=1, max_size=6), min_size=1, max_size=3),
+    st.sampled_from(["json", "json.gz"]),
+)
 def test_what_is_written_is_read_back(
-    tmp_path_factory: pytest.TempPathFactory, suffix: str, ranks: dict[int, list[Span]]
+    tmp_path_factory: pytest.TempPathFactory, ranks: dict[int, list[Span]], suffix: str
 ) -> None:
     path = tmp_path_factory.mktemp("trace") / f"trace.{suffix}"
     write_trace(path, ranks)
@@ -299,8 +293,6 @@ def test_a_written_trace_is_one_for_perfetto(tmp_path: Path) -> None:
     assert (args["stage"], args["batch"], args["detail"]) == ("embedding_lookup", 3, "embeddings")
 
 
-# -- bad input ----------------------------------------------------------------------------------------------------
-
 ONE_EVENT = b'{"traceEvents": [{"ph": "X", "cat": "%s", "name": "f", "ts": %s, "dur": 1}]}'
 EMPTY = {"traceEvents": [{"ph": "M", "name": "process_name", "pid": 1, "args": {"name": "python"}}]}
 
@@ -308,7 +300,6 @@ EMPTY = {"traceEvents": [{"ph": "M", "name": "process_name", "pid": 1, "args": {
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"lr=0.1", "its JSON is broken"),
         (b"", "its JSON is broken"),
         (b'{"traceEvents": [{"ph": "X", "na', r"its JSON is broken.\n  got:  .* column 30: '.*\"ph\": \"X\", \"na'"),
         (gzip.compress(b"[]" * 5000, mtime=0)[:-30], "damaged gzip file"),
@@ -319,7 +310,6 @@ EMPTY = {"traceEvents": [{"ph": "M", "name": "process_name", "pid": 1, "args": {
         (b'{"traceEvents": 3}', "has no list of traceEvents"),
         (json.dumps(EMPTY).encode(), "holds nothing to draw"),
         (b"[" * 200_000, "nested too deeply"),
-        (ONE_EVENT % (b"python_function", b"1"), "no work of a GPU"),
         (ONE_EVENT % (b"kernel", b'"soon"'), "nothing to draw"),
         (ONE_EVENT % (b"kernel", b"NaN"), "nothing to draw"),
     ],

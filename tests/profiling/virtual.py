@@ -1,8 +1,4 @@
-"""All-to-alls of a virtual latency under a virtual clock: what a schedule hides, without measuring time.
-
-A collective ends no earlier than `ALL_TO_ALL_MS` after its issue; forward, backward and step take `COMPUTE_MS`
-each. Nothing sleeps: the clock moves when work is done and when an unfinished collective is waited for.
-"""
+"""All-to-alls of a virtual latency under a virtual clock, which work and waits move: what a schedule hides."""
 
 from __future__ import annotations
 
@@ -41,8 +37,6 @@ _IN_STAGE = {
 
 
 class VirtualClock:
-    """The time, and a log of what happened at which time."""
-
     def __init__(self) -> None:
         self.now_ms = 0
         self.log: list[str] = []
@@ -53,7 +47,6 @@ class VirtualClock:
         self._began_in_backward = False
 
     def now_s(self) -> float:
-        """Return the time, seconds."""
         return self.now_ms / 1e3
 
     def observe(self, kind: str, stage: Stage, batch: int) -> None:
@@ -63,12 +56,10 @@ class VirtualClock:
             self._began_in_backward = _in_backward()
 
     def advance(self, what: str, duration_ms: int = COMPUTE_MS) -> None:
-        """Spend compute time."""
         self.log.append(what)
         self.now_ms += duration_ms
 
     def issue(self) -> str:
-        """Name the collective that is being issued."""
         if self._stage is Stage.BACKWARD or (_in_backward() and not self._began_in_backward):
             name = "gradients"
         else:
@@ -113,7 +104,6 @@ class _VirtualWork(WrappedWork):
 
 
 def virtual_latency(clock: VirtualClock) -> AbstractContextManager[None]:
-    """Give every all-to-all of this process a latency under `clock`."""
     return wrap_collectives(lambda name, call, issue: _VirtualWork(issue(), clock), ["all_to_all_single"])
 
 
@@ -122,11 +112,9 @@ class ClockedModel(Model):
 
     clock: VirtualClock
     timed_lookups: WeightOwner | None = None
-    splits = False
-    """Whether half of the backward's time belongs to weight gradients."""
+    splits = False  # whether half of the backward's time belongs to weight gradients
 
     def on_train_start(self) -> None:
-        """Let the lookups of tables of one owner take a time and be seen, if that is wanted."""
         if self.splits:
             self.top[0].weight.register_hook(lambda grad: self.clock.advance("weights", COMPUTE_MS // 2))
         for module in sharded_modules(self).values():
