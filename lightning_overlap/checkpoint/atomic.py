@@ -1,9 +1,7 @@
 """Replace checkpoints atomically: NAME is always a complete checkpoint, the old or the new one.
 
-`rename` atomically replaces a file or link, but not a folder. Linux can swap two names (`renameat2`, on ext4, XFS,
-Btrfs, tmpfs and others), which replaces a folder, file or link by a folder. On other file systems (NFS) the old
-checkpoint is called `STEM.old.ckpt` between two renames; Lightning's search for "last", tools that take the newest
-`*.ckpt`, and `resolve_path` find it. So a crash needs no repair.
+`rename` does not replace a folder, but Linux can swap two names. On other file systems (NFS) the old checkpoint is
+called `STEM.old.ckpt` between two renames, where `resolve_path` and Lightning's search for "last" find it.
 """
 
 from __future__ import annotations
@@ -36,10 +34,9 @@ def write_synced(path: Path, write: Callable[[Any], object]) -> None:
 
 
 def atomic_replace(unfinished: Path, path: Path, also: Path | None = None) -> None:
-    """Rename a complete checkpoint to `path`, and remove what had that name; each is a file, a folder or a link.
+    """Rename a complete checkpoint (file, folder or link) to `path`, and remove what had that name.
 
-    At any moment `path` is the new or the old checkpoint, or, if names cannot be swapped, `being_replaced(path)` is the
-    old checkpoint. `also` is a second name that the checkpoint gets first, if the file system has hard links.
+    `also` is a second name that the checkpoint gets first, if the file system has hard links.
     """
     if also is not None:
         _twin(unfinished, also)
@@ -126,7 +123,6 @@ def _is_real_folder(path: Path) -> bool:
 
 
 def _sync(folder: Path) -> None:
-    """Flush the names in a folder to the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

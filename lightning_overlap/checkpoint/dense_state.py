@@ -26,10 +26,7 @@ State = dict[str, Any]
 def by_name(
     optimizer: Optimizer, state: Mapping[str, Any], model: nn.Module, more: Mapping[Tensor, Mapping[str, Tensor]]
 ) -> State:
-    """Return an optimizer's `state_dict()` with the model's parameter names instead of positions.
-
-    It is empty if `state`, the `state_dict()`, is. `more` has further kinds of state by parameter, of any shape.
-    """
+    """Return an optimizer's `state_dict()`, `state`, by parameter names; `more` has further kinds by parameter."""
     if isinstance(optimizer, KeyedOptimizer):  # its state_dict lacks the parameter groups
         state = {"state": optimizer.state, "param_groups": optimizer.param_groups}
     if "param_groups" not in state:
@@ -94,10 +91,7 @@ def shapes(parameters: Iterable[tuple[object, Tensor | None]]) -> str:
 
 
 def both_sides(saved: Mapping[str, Any], optimizer: Optimizer, named: list[list[str]]) -> str:
-    """Return a line for each group of a saved `state_dict()` and of an optimizer, whose first groups have these names.
-
-    It shows in a message why they do not match.
-    """
+    """Return a line, for a message, for each group of a saved `state_dict()` and of an optimizer (`named`)."""
     lines = [
         f"\n  saved group {index}: "
         + shapes((key, next(iter(shaped(saved["state"].get(key, {})).values()), None)) for key in group["params"])
@@ -128,9 +122,9 @@ def split_table_key(key: str) -> tuple[int, str, str]:
 
 
 def take_table_states(states: list[State], model: nn.Module, *, are_whole: bool = False) -> dict[str, Piece]:
-    """Move the state of dense-kernel tables out of the `by_name` state of each optimizer, in place.
+    """Move the state of dense-kernel tables out of `by_name` states, in place; return pieces by `table_key`.
 
-    It is of this rank's shards; with `are_whole` of unsharded tables. Returns pieces by `table_key`.
+    The state is of this rank's shards; with `are_whole` of unsharded tables.
     """
     weights = dense_kernel_tables(model)
     pieces: dict[str, Piece] = {}

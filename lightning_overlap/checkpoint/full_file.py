@@ -1,8 +1,6 @@
 """Checkpoints of sharded tables as one file of plain tensors, which also loads into the unsharded module.
 
-Saving gathers table by table on the host. Rank 0 needs host memory for the whole model and its fused state, except for
-tensors that are already whole on its host; other ranks need a copy of one shard, if it is on a device. No device needs
-more memory. Loading maps the file into memory; each rank reads only its shards.
+Saving gathers table by table into rank 0's host memory. Loading maps the file; each rank reads only its shards.
 """
 
 from __future__ import annotations
@@ -48,9 +46,9 @@ def gather_checkpoint(checkpoint: dict[str, Any], model: nn.Module, group: Group
 
 
 def gather(pieces: Mapping[str, Any], group: Group) -> Iterator[tuple[str, Tensor]]:
-    """Gather pieces one by one; yield (name, unsharded tensor on the host) on rank 0, nothing on other ranks.
+    """Gather the tensors one by one; yield (name, unsharded tensor on the host) on rank 0, nothing on other ranks.
 
-    All ranks call this and iterate to the end; they may have different names. Skips values that are not tensors.
+    All ranks call this and iterate to the end; they may have different names.
     """
     rank = 0 if group is None else group.rank()
     tensors = {key: piece for key, piece in pieces.items() if isinstance(piece, Tensor)}
@@ -126,11 +124,8 @@ def load_fused(
 ) -> None:
     """Copy fused optimizer state into the kernels, unless `load_folder` has loaded it; all ranks call this.
 
-    First converts the optimizer state of a run without this strategy in place (`take_plain_state`). Rank 0 warns of
-    learning-rate schedulers that only the checkpoint has.
-
-    Raises:
-        RuntimeError: The state was saved from another model, or with another fused optimizer.
+    First converts the optimizer state of a run without this strategy in place. Raises a RuntimeError if the state was
+    saved from another model, or with another fused optimizer.
     """
     told = take_plain_state(checkpoint, optimizers, schedulers, model, group)
     num_schedulers = len(checkpoint.get("lr_schedulers", []))

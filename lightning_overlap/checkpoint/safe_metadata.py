@@ -1,8 +1,7 @@
 """Read folders of `torch.distributed.checkpoint` without executing their content.
 
-A folder's list of tensors, `.metadata`, is a pickle, and unpickling calls whatever the pickle names. Here only the
-classes of such a list are allowed. Each is read as a class without behaviour (`_Record`), and the list is built from
-these records. `torch.load` reads other objects, with `weights_only`.
+A folder's list of tensors, `.metadata`, is a pickle, which may call anything. Here it may name only the classes of such
+a list. Each is read as a class without behaviour (`_Record`), and the list is built from these records.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Checkpoints of sharded tables as a folder: every rank writes its shards with torch.distributed.checkpoint.
 
-Lightning's default pickles only rank 0's shards. A folder loads on any number of ranks and under any sharding plan
-(`table_state`). Until it is complete it is called `NAME.unfinished`, and an old NAME stays (`atomic`). Each shard is a
-file. One on a device, or in a kernel's memory with other tables, is first copied to the host, one at a time. An
-asynchronous save copies all of this rank's shards to the host.
+Each shard is a file. A folder loads on any number of ranks and under any sharding plan. Until it is complete it is
+called `NAME.unfinished`.
 """
 
 from __future__ import annotations
@@ -47,8 +45,7 @@ State: TypeAlias = dict[str, dict[str, Any]]
 """Part -> name -> piece of state."""
 MODEL, FUSED, TABLE_OPTIMIZERS = "model", "fused_optimizer", "table_optimizers"
 """Parts of a folder: weights, state of fused optimizers, state of dense optimizers for shards of tables."""
-FUSED_CLASSES = "fused_optimizer_classes"
-"""Entry of a checkpoint: `fused_classes`."""
+FUSED_CLASSES = "fused_optimizer_classes"  # entry of a checkpoint
 _OTHER_TABLES = "Was it saved from other tables?"
 
 
@@ -79,10 +76,7 @@ def check_folder_path(path: Any, storage_options: Any) -> None:
 
 
 def take_state(checkpoint: dict[str, Any], model: nn.Module) -> State:
-    """Move sharded state out of Lightning's checkpoint, in place, and add the fused optimizers' state.
-
-    Returns the parts that are not empty; `MODEL` alone with `save_weights_only=True`.
-    """
+    """Move sharded state out of Lightning's checkpoint, in place, and add the fused optimizers' state."""
     state = {MODEL: checkpoint.pop("state_dict")}
     if "optimizer_states" in checkpoint:
         checkpoint[FUSED_CLASSES] = fused_classes(model)
@@ -110,7 +104,7 @@ class FolderSaver:
         """Write Lightning's checkpoint and the model's shards into a folder; every rank calls this.
 
         Moves sharded state out of `checkpoint`. If `asynchronous`, only copies this rank's part to the host now, and
-        writes in a thread. `also` is as for `atomic_replace`. Raises as `wait` does, also for an earlier save.
+        writes in a thread. Raises as `wait` does, also for an earlier save.
         """
         self.wait()
         state = take_state(checkpoint, model)
@@ -163,7 +157,6 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def _said(err: BaseException) -> str:
-    """Return the message of an error; of failures on several ranks, each different one with a rank."""
     if not isinstance(err, CheckpointException):
         return str(err)
     ranks = {f"{type(error).__name__}: {error}": rank for rank, (error, _) in err.failures.items()}
@@ -191,8 +184,7 @@ def _write(path: Path, also: Path | None, group: Group, rest: memoryview, state:
 class _OneCopy(DefaultSavePlanner):
     """Copies tensors to the host for the writer, and frees each copy early.
 
-    The writer (of torch 2.13, with one thread) asks for the next tensor when it has written the last one, which it
-    keeps until it has the next.
+    The writer (of torch 2.13) keeps the tensor that it has written until it has the next.
     """
 
     _copy: Tensor | None = None
@@ -240,13 +232,8 @@ def load_folder(
     """Read a checkpoint folder into a sharded module, in place; all ranks call this.
 
     With `strict` the folder must have exactly the module's weights. `with_optimizers` also loads the optimizer state of
-    tables.
-
-    Returns:
-        Lightning's checkpoint. Its `state_dict` is the module's, and `FUSED` is None: that state is already loaded.
-
-    Raises:
-        RuntimeError: The folder is of another model or another fused optimizer, or is damaged.
+    tables. Returns Lightning's checkpoint, where `FUSED` is None: that state is already loaded. Raises a RuntimeError
+    if the folder is damaged, or of another model or another fused optimizer.
     """
     state_dict = model.state_dict()  # shares the module's memory: filling it loads the module
     saved = _saved(path, [key for key, value in state_dict.items() if not isinstance(value, Tensor)])

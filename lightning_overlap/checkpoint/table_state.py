@@ -1,8 +1,8 @@
 """State of sharded tables in a form that is independent of the sharding plan.
 
 A *piece* is a named tensor or `ShardedTensor`. State with the shape of its table is one piece,
-`ebc.embedding_bags.t1.weight.momentum1`. Row-wise state (one value per row) is one piece per column shard,
-`....momentum1[:, 0:8]`: TorchRec's own form concatenates column shards, so its size depends on the plan.
+`ebc.embedding_bags.t1.weight.momentum1`; row-wise state (one value per row) is one per column shard,
+`....momentum1[:, 0:8]`, since the size of TorchRec's own form depends on the plan.
 """
 
 from __future__ import annotations
@@ -34,8 +34,7 @@ from ..text import some
 Piece: TypeAlias = Tensor | ShardedTensor
 """A tensor that is equal on all ranks that have it, or a sharded tensor."""
 
-Columns: TypeAlias = tuple[int, int]
-"""First column, last column + 1."""
+Columns: TypeAlias = tuple[int, int]  # first column, last column + 1
 
 ITERATION, LR, APPLIED_LR = "iteration", "lr", "applied_lr"
 KERNEL_KINDS = (ITERATION, LR, APPLIED_LR)
@@ -47,10 +46,8 @@ class StateKey(NamedTuple):
     """The parts of the name of a piece of fused state; `str()` returns the name."""
 
     weight: str
-    kind: str
-    """`momentum1`, ..., or one of `KERNEL_KINDS`."""
-    columns: Columns | None = None
-    """The columns of row-wise state; None for other state."""
+    kind: str  # `momentum1`, ..., or one of `KERNEL_KINDS`
+    columns: Columns | None = None  # of row-wise state
 
     @classmethod
     def parse(cls, name: str) -> StateKey:
@@ -70,8 +67,7 @@ class StateKey(NamedTuple):
 def fused_state(model: nn.Module) -> dict[StateKey, Piece]:
     """Return this rank's part of the state of all fused optimizers, in the kernels' memory.
 
-    Also every table's number of updates, and the learning rates of the optimizer and the kernel: a scheduler's change
-    reaches the kernel in `zero_grad` or `step`.
+    It has two learning rates, since a scheduler's change reaches the kernel only in `zero_grad` or `step`.
     """
     pieces: dict[StateKey, Piece] = {}
     for name, sharded in table_modules(model).items():
@@ -106,22 +102,20 @@ def fused_classes(model: nn.Module) -> dict[str, str]:
 
 
 class Loading:
-    """Loads fused state: matches that of this run to the names of saved pieces.
+    """Loads fused state: matches the state of this run to the names of saved pieces.
 
     Row-wise state that was saved for other ranges of columns is averaged over the saved ranges that a shard overlaps,
     weighted by the number of common columns. RowWiseAdagrad's state sums mean squares of gradients: for the same
-    gradients the average over column shards equals the state of the whole row. That of a part of a range is unknown: it
-    gets the range's state.
+    gradients the average over column shards equals the state of the whole row.
 
-    `saved` has the names of the saved pieces, `classes` the saved `fused_classes` (empty in older checkpoints), `told`
-    the tables about whose state the user has been warned. Raises a RuntimeError for a table with another optimizer.
+    `classes` are the saved `fused_classes` (empty in older checkpoints), `told` the tables about whose state the user
+    has been warned. Raises a RuntimeError for a table with another optimizer.
     """
 
     def __init__(
         self, model: nn.Module, saved: Iterable[str], classes: Mapping[str, str], told: Collection[str] = ()
     ) -> None:
-        self.pieces: dict[str, Piece] = {}
-        """The pieces to fill before `finish`, by their saved names."""
+        self.pieces: dict[str, Piece] = {}  # to fill before `finish`; by their saved names
         self._model = model
         self._averages: list[tuple[Piece, dict[str, int]]] = []
         keys = set(map(StateKey.parse, saved))
@@ -277,10 +271,7 @@ def map_shards(
     columns: Columns | None = None,
     dtype: torch.dtype | None = None,
 ) -> ShardedTensor:
-    """Apply a function to each of this rank's shards, without communication; keep the sharding.
-
-    With `columns` only to the shards of these columns; each result has one value a row.
-    """
+    """Apply a function to each of this rank's shards, with `columns` of these columns alone; keep the sharding."""
     num_dims = None if columns is None else 1
     metadata = piece.metadata()
     local = {tuple(shard.metadata.shard_offsets): shard for shard in piece.local_shards()}

@@ -1,8 +1,4 @@
-"""Communication between ranks besides the tables' collectives: process groups, consensus, the cause of a failure.
-
-`gloo_alltoall.py` is an all-to-all for gloo between hosts that posts its receives first; `packed_alltoall.py` is one
-all-to-all for several tensors.
-"""
+"""Communication between ranks besides the tables' collectives: process groups, consensus, the cause of a failure."""
 
 from . import groups as groups
 from .consensus import ASK_FOR_LAST as ASK_FOR_LAST

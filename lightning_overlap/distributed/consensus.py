@@ -13,8 +13,7 @@ from torch import Tensor
 
 T = TypeVar("T")
 
-MAX_INTERVAL = 255
-"""Longest polling interval, in batches."""
+MAX_INTERVAL = 255  # longest polling interval, in batches
 ASK_FOR_LAST = 8
 """Number of batches at an epoch's end that the ranks ask about one by one: some may be None on some ranks."""
 ASK_EVERY_S = 0.5
@@ -36,27 +35,19 @@ Lowest = Callable[[], list[int]]
 class StepFlags(NamedTuple):
     """One rank's flags for a batch. The answer has the maximum over all ranks; for bools: whether any rank set it."""
 
-    has: bool
-    """The rank has this batch."""
-    lacks: bool
-    """The rank lacks this batch, at least for now (`max_steps` may hold it back)."""
-    last: bool
-    """The rank has no batch after this one."""
-    stop: bool
-    """The rank was told to stop (SIGTERM)."""
-    latest_none: int = -1
-    """Number in the epoch of its last None batch before this one; -1 if there is none."""
-    requested_interval: int = 0
-    """`MAX_INTERVAL` minus the number of batches until its next question; the answer has the earliest question."""
+    has: bool  # has this batch
+    lacks: bool  # lacks this batch, at least for now (`max_steps` may hold it back)
+    last: bool  # has no batch after this one
+    stop: bool  # was told to stop (SIGTERM)
+    latest_none: int = -1  # number in the epoch of its last None batch before this one
+    requested_interval: int = 0  # `MAX_INTERVAL` minus the number of batches until its next question
 
 
 class Answer(NamedTuple):
     """An answer that may not have arrived yet."""
 
-    flags: Tensor
-    """The flags of all ranks, one after the other, `(num_ranks * 6,)`, int32, on the host."""
+    flags: Tensor  # of all ranks, one after the other: `(num_ranks * 6,)`, int32, on the host
     work: dist.Work
-    """The all-to-all of the flags."""
 
     def wait(self) -> StepFlags:
         """Wait for the flags of all ranks and return the maximum of each; raises as `check_none_batches` does."""
@@ -85,9 +76,7 @@ def check_none_batches(latest: Mapping[int, int]) -> None:
 class PollInterval:
     """Decides about which batches the ranks ask each other, if every rank knows its number of batches.
 
-    They ask about the first batch, the last batches and occasional batches in between, to learn of a rank that was told
-    to stop, or of a None batch. A question costs as much as a small model's forward. All ranks decide alike, by batch
-    numbers and answers. An interval is at most twice the last.
+    A question costs as much as a small model's forward. All ranks decide alike, by batch numbers and answers.
     """
 
     def __init__(self) -> None:
@@ -100,10 +89,7 @@ class PollInterval:
         return index >= self._next
 
     def ask(self, index: int) -> int:
-        """Note that the ranks ask about a batch; no other batch is due before `hear`.
-
-        Returns `MAX_INTERVAL` minus this rank's preferred interval: the maximum over all ranks selects the shortest.
-        """
+        """Note a question; return `MAX_INTERVAL` minus this rank's preferred interval: the maximum is the shortest."""
         now, asked = time.monotonic(), self._asked
         self._asked = index, now
         self._next = float("inf")
@@ -179,12 +165,9 @@ def gather_objects(value: Any, group: Group = None) -> list[Any]:
 
 
 def together(action: Callable[[], T], group: Group) -> T:
-    """Call a function on every rank of a group and return its result; if it fails on one rank, raise on all ranks.
+    """Call a function on every rank of a group and return its result; all ranks raise the first failing rank's error.
 
     The function must not wait for other ranks after anything that may fail on a single rank.
-
-    Raises:
-        RuntimeError: The function failed on some rank; the message is from the first such rank.
     """
     result, error, cause = None, None, None
     try:

@@ -1,7 +1,6 @@
 """Let failing ranks tell each other the cause through the store (collectives may hang); choose the rank that prints.
 
-The first error is printed once, after the output of all other ranks of a terminal. Otherwise a rank that lost a peer
-would print the last and longest traceback, about a connection.
+The first error is printed once, after the output of all other ranks of a terminal.
 """
 
 from __future__ import annotations
@@ -49,12 +48,9 @@ class Word(NamedTuple):
     """The message that a failing rank writes to the store for the others."""
 
     rank: int
-    error: str
-    """Type and message of the error."""
-    place: str
-    """The place in the training where the rank failed."""
-    stderr: str
-    """Where the rank prints errors, see `_stderr`."""
+    error: str  # type and message
+    place: str  # in the training
+    stderr: str  # where the rank prints errors, see `_stderr`
 
 
 def _stderr() -> str:
@@ -69,16 +65,14 @@ def _stderr() -> str:
 class FirstCause:
     """Finds the rank that failed first, so that a rank that lost a peer can report why the peer failed.
 
-    Every rank makes equally many of these objects, in the same order. The first failing rank leaves a `Word`. No method
-    raises: the store ends with the rank that keeps it.
+    Every rank makes equally many, in the same order. No method raises: the store ends with the rank that keeps it.
     """
 
     def __init__(self, store: Store, rank: int) -> None:
         self._store = store
         self.rank = rank
         self._key = f"lightning_overlap/first_cause/{next(_num_runs)}"
-        self.first: Word | None = None
-        """The word of the first failing rank, set when this rank has failed; None if unknown."""
+        self.first: Word | None = None  # of the first failing rank, set when this rank has failed
 
     @property
     def store_port(self) -> int | None:

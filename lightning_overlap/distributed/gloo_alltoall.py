@@ -45,10 +45,7 @@ class ReceivesFirst(dist.ProcessGroup):
         input_split_sizes: Sequence[int],
         opts: Any = None,
     ) -> dist.Work:
-        """Start an all-to-all of contiguous tensors of one dtype on the host.
-
-        The split sizes are elements of dimension 0 from and to each rank; empty for equal parts. `opts` is not used.
-        """
+        """Start an all-to-all of contiguous tensors of one dtype on the host; empty split sizes: equal parts."""
         me, size = self.rank(), self.size()
         received, sent = (
             tensor.detach().split(list(split_sizes) or [len(tensor) // size] * size)
@@ -79,8 +76,6 @@ _OLDER = {"all_gather_single": "_allgather_base", "reduce_scatter_single": "_red
 
 
 def _hand_on(group: type, gloo: type) -> None:
-    """Let `group` call its `_gloo` for each collective of the class `gloo`, by the newer name if there is one."""
-
     def handed_on(name: str) -> Callable[..., Any]:
         return lambda self, *args, **kwargs: getattr(self._gloo, name)(*args, **kwargs)
 
@@ -104,11 +99,7 @@ class Exchange(dist.Work):
         self._future: torch.futures.Future[None] | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait on the host until all data was received and sent.
-
-        Raises:
-            RuntimeError: A rank is gone, or the time of a receive or send is up; every later wait raises it again.
-        """
+        """Wait on the host until all data was received and sent; every later wait raises the same RuntimeError."""
         with self._turn:  # a second thread waits for the first one
             if self._error is not None:
                 raise self._error

@@ -24,18 +24,13 @@ from .sockets import remember_sockets
 class Groups:
     """Groups of all ranks. On one rank only the default group exists, for the tables."""
 
-    tables: dist.ProcessGroup
-    """The tables' collectives, apart from DDP's gradients: ranks may send these in another order."""
-    lookahead: dist.ProcessGroup | None = None
-    """The input dist of coming batches."""
-    consensus: Consensus | None = None
-    """Messages between ranks at every step, on the host."""
-    checkpoints: dist.ProcessGroup | None = None
-    """Saving, on the host. It may run in a thread during training, so no other collective uses this group."""
+    tables: dist.ProcessGroup  # apart from DDP's gradients, which ranks may send in another order
+    lookahead: dist.ProcessGroup | None = None  # the input dist of coming batches
+    consensus: Consensus | None = None  # messages between ranks at every step, on the host
+    checkpoints: dist.ProcessGroup | None = None  # on the host; perhaps in a thread during training, so apart
 
 
-CONSENSUS = "consensus"
-"""Name of the group that carries only messages between ranks."""
+CONSENSUS = "consensus"  # name of its group
 _FAILURES = "lightning_overlap/failures"
 _made: dict[tuple[dist.ProcessGroup, str, timedelta, bool, int], Groups] = {}
 
@@ -43,9 +38,8 @@ _made: dict[tuple[dist.ProcessGroup, str, timedelta, bool, int], Groups] = {}
 def join(timeout: timedelta, *, multi_node: bool = False) -> Groups:
     """Return the groups of this process; every rank calls this at the same point, after a barrier.
 
-    The runs of a process share groups, whose threads or communicators live as long as the process. After a run that
-    failed on any rank, all ranks make new groups. Between hosts gloo uses both directions of a link at once. Within a
-    host its own all-to-all is faster: its threads make the system calls instead of the training thread.
+    The runs of a process share groups. After a run that failed on any rank, all ranks make new groups. Within a host
+    gloo's own all-to-all is faster: its threads make the system calls instead of the training thread.
     """
     world, store = dist.group.WORLD, default_store()
     assert world is not None
@@ -73,11 +67,8 @@ def join(timeout: timedelta, *, multi_node: bool = False) -> Groups:
 
 
 def forget() -> None:
-    """Let the next run make new groups on all ranks: these may have collectives that other ranks never join.
-
-    Nor does this process destroy its groups at its end: that would wait for them.
-    """
-    atexit.unregister(_destroy)
+    """Let the next run make new groups on all ranks: these may have collectives that other ranks never join."""
+    atexit.unregister(_destroy)  # it would wait for these collectives
     store = default_store()
     if store is not None:
         with contextlib.suppress(Exception):  # the store ends with its host rank
@@ -88,8 +79,7 @@ def forget() -> None:
 def destroyed_at_exit() -> Iterator[None]:
     """Let the process destroy its groups when it ends, if the default group is made within this context.
 
-    A thread of gloo takes the interpreter's lock to free the tensors of the last collectives. If the interpreter ends
-    meanwhile, C++ aborts the process (SIGABRT). Lightning destroys the groups of NCCL only.
+    Else a thread of gloo may free tensors while the interpreter ends: C++ then aborts the process (SIGABRT).
     """
     global _owner
     is_users = dist.is_initialized()

@@ -17,22 +17,16 @@ from torch import Tensor
 class Part(NamedTuple):
     """One of the tensors of an all-to-all."""
 
-    tensor: Tensor
-    """The tensor to send, `(sum(sent), ...)`, of any dtype: rows in the order of their destinations."""
-    sent: list[int]
-    """Number of rows for each rank."""
-    received: list[int]
-    """Number of rows from each rank."""
+    tensor: Tensor  # to send, `(sum(sent), ...)`, of any dtype: rows in the order of their destinations
+    sent: list[int]  # number of rows for each rank
+    received: list[int]  # number of rows from each rank
 
 
 class PackedExchange:
-    """One all-to-all of several tensors; the constructor starts it on the current stream.
+    """One all-to-all of several tensors; the constructor starts it on the current stream of `streams`.
 
-    Args:
-        parts: At least one tensor, of the same dtypes and in the same order on all ranks, on one device.
-        group: The process group.
-        streams: The device's `runtime.Streams`.
-        even: Whether every rank sends the same number of rows to each rank; equal on all ranks.
+    `parts` (at least one, on one device) have the same dtypes and order on all ranks; so has `even`, whether every rank
+    sends the same number of rows to each rank.
     """
 
     def __init__(self, parts: Sequence[Part], group: dist.ProcessGroup, streams: Any, *, even: bool = False) -> None:
@@ -61,8 +55,7 @@ class PackedExchange:
     def take(self, place: slice) -> list[Tensor]:
         """Wait for the exchange and return the parts at some positions, once: it drops its reference.
 
-        Each is `(sum(received), ...)`, contiguous, ready for the current stream. Raises a RuntimeError if a rank is
-        gone or the group's timeout has passed.
+        Each is `(sum(received), ...)`, ready for the current stream. Raises a RuntimeError if a rank is gone or late.
         """
         if self._work is not None:
             self._work.wait()

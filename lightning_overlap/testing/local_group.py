@@ -1,4 +1,4 @@
-"""Run fits in this process without a launcher, in an existing process group or in a group of one rank."""
+"""Fits in this process without a launcher."""
 
 from __future__ import annotations
 

@@ -57,11 +57,7 @@ class Setting:
 
 
 class Watched(Callback):
-    """Records what one rank does in a fit.
-
-    The state is digested after every step, or without `every_state` only after the last. With `syncs`, host syncs are
-    recorded in `NUM_WATCHED_STEPS` steps.
-    """
+    """Records what one rank does in a fit; without `every_state`, digests the state only after the last step."""
 
     reads_tables = False  # in its hook after the backward
     validates = False  # whether the fit also validates, if the module does
@@ -152,10 +148,7 @@ class Watched(Callback):
 def fit(setting: Setting, pipeline: Any, watched: Watched, *, races: bool = False) -> None:
     """Train a new module from the seed in a mode or schedule, and watch.
 
-    With `races`, simulated streams follow every operator's memory; on one rank only.
-
-    Raises:
-        RaceError: With `races`: two streams use the same memory unordered.
+    With `races` (one rank only) simulated streams follow every operator's memory; a race raises a RaceError.
     """
     module = make_seeded(setting)
     strategy = _WatchedStrategy(watched, races, pipeline=pipeline, **setting.strategy_options)
@@ -184,10 +177,7 @@ def make_seeded(setting: Setting) -> LightningModule:
 
 
 def fit_unsharded(setting: Setting, module: LightningModule, watch: Callback) -> None:
-    """Train an unsharded module with a callback on this rank alone, on its batches.
-
-    The user's callbacks are excluded, since some need the strategy.
-    """
+    """Train an unsharded module on this rank alone, without the user's callbacks: some need the strategy."""
     seed_everything(setting.seed + dist.get_rank(), verbose=False)
     device = torch.device("cpu") if setting.accelerator == "cpu" else torch.device("cuda", torch.cuda.current_device())
     options = {**_QUIET, **setting.trainer_options, "limit_val_batches": 0, "callbacks": [watch]}
@@ -225,7 +215,7 @@ def make_trainer(setting: Setting, strategy: Any, callbacks: Sequence[Callback] 
 
 
 class _Replay:
-    """Copies of the same batches for every fit: a training step may change its batch."""
+    """Copies of the same batches: a training step may change its batch."""
 
     def __init__(self, batches: Sequence[Any]) -> None:
         self._batches = batches
@@ -238,8 +228,6 @@ class _Replay:
 
 
 class _FollowsMemory(Callback):
-    """Makes checked streams follow all operators of the training while `opened` is open."""
-
     def __init__(self, streams: CheckedStreams, opened: contextlib.ExitStack) -> None:
         self._streams, self._open = streams, opened
 
@@ -259,8 +247,6 @@ class _FollowsMemory(Callback):
 
 
 class _WatchedStrategy(OverlapEmbeddingStrategy):
-    """Reports lookups to `Watched`, which answers the calls of sharded modules."""
-
     def __init__(self, watched: Watched, races: bool, **kwargs: Any) -> None:
         super().__init__(observer=self._observed, **kwargs)
         self._watched = watched
