@@ -1,8 +1,4 @@
-"""State of the optimizers of `configure_optimizers`, by parameter name.
-
-`torch.optim` numbers parameters by position, but the tables that an optimizer owns, and their order, depend on the
-sharding plan and the rank.
-"""
+"""State of the optimizers of `configure_optimizers`, by parameter name: positions depend on the plan and the rank."""
 
 from __future__ import annotations
 
@@ -42,9 +38,9 @@ def by_name(
 
 
 def load_by_name(optimizer: Optimizer, saved: Mapping[str, Any], model: nn.Module) -> set[str]:
-    """Load a result of `by_name`, or a `state_dict()` of `torch.optim`, into an optimizer.
+    """Load a result of `by_name`, or a `state_dict()`; return the names of the tables that only one of the two has.
 
-    Returns the names of the tables that only one of the two has; raises a RuntimeError for other dense parameters.
+    Raises a RuntimeError for other dense parameters.
     """
     if not is_by_name(saved):
         optimizer.load_state_dict(dict(saved))
@@ -122,10 +118,7 @@ def split_table_key(key: str) -> tuple[int, str, str]:
 
 
 def take_table_states(states: list[State], model: nn.Module, *, are_whole: bool = False) -> dict[str, Piece]:
-    """Move the state of dense-kernel tables out of `by_name` states, in place; return pieces by `table_key`.
-
-    The state is of this rank's shards; with `are_whole` of unsharded tables.
-    """
+    """Move the state of this rank's shards (or `are_whole` tables) of dense-kernel tables out of `by_name` states."""
     weights = dense_kernel_tables(model)
     pieces: dict[str, Piece] = {}
     for index, state in enumerate(states):

@@ -46,10 +46,7 @@ def gather_checkpoint(checkpoint: dict[str, Any], model: nn.Module, group: Group
 
 
 def gather(pieces: Mapping[str, Any], group: Group) -> Iterator[tuple[str, Tensor]]:
-    """Gather the tensors one by one; yield (name, unsharded tensor on the host) on rank 0, nothing on other ranks.
-
-    All ranks call this and iterate to the end; they may have different names.
-    """
+    """Gather tensors; yield (name, unsharded tensor on the host) on rank 0. All ranks iterate to the end."""
     rank = 0 if group is None else group.rank()
     tensors = {key: piece for key, piece in pieces.items() if isinstance(piece, Tensor)}
     mine = {
@@ -148,10 +145,7 @@ def load_fused(
 
 
 def load_dense(checkpoint: Mapping[str, Any], optimizers: Sequence[Optimizer], model: nn.Module) -> None:
-    """Load the state of the optimizers of `configure_optimizers`, including this rank's part for tables.
-
-    Call this after `load_fused`. Raises as `load_by_name` does; for other tables the state is reset, and rank 0 warns.
-    """
+    """Load the state of the optimizers of `configure_optimizers`, after `load_fused`; raise as `load_by_name` does."""
     states, saved = checkpoint["optimizer_states"], checkpoint.get(TABLE_OPTIMIZERS, {})
     pieces = empty_table_states({key: (value.shape, value.dtype) for key, value in saved.items()}, model)
     fill_from_whole(pieces, saved)

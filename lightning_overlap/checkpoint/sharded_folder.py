@@ -1,7 +1,6 @@
 """Checkpoints of sharded tables as a folder: every rank writes its shards with torch.distributed.checkpoint.
 
-Each shard is a file. A folder loads on any number of ranks and under any sharding plan. Until it is complete it is
-called `NAME.unfinished`.
+A folder loads on any number of ranks and under any plan. Until it is complete it is called `NAME.unfinished`.
 """
 
 from __future__ import annotations
@@ -182,10 +181,7 @@ def _write(path: Path, also: Path | None, group: Group, rest: memoryview, state:
 
 
 class _OneCopy(DefaultSavePlanner):
-    """Copies tensors to the host for the writer, and frees each copy early.
-
-    The writer (of torch 2.13) keeps the tensor that it has written until it has the next.
-    """
+    """Copies tensors to the host, and frees each early: torch's writer keeps a written tensor until it has the next."""
 
     _copy: Tensor | None = None
 

@@ -65,10 +65,7 @@ class StateKey(NamedTuple):
 
 
 def fused_state(model: nn.Module) -> dict[StateKey, Piece]:
-    """Return this rank's part of the state of all fused optimizers, in the kernels' memory.
-
-    It has two learning rates, since a scheduler's change reaches the kernel only in `zero_grad` or `step`.
-    """
+    """Return this rank's part of the state of all fused optimizers, in the kernels' memory."""
     pieces: dict[StateKey, Piece] = {}
     for name, sharded in table_modules(model).items():
         optimizer = sharded.fused_optimizer
@@ -82,6 +79,7 @@ def fused_state(model: nn.Module) -> dict[StateKey, Piece]:
                 else:
                     pieces[key] = value
     for weight_name, fused, kernel in fused_kernels(model):
+        # A scheduler's change of the learning rate reaches the kernel only in `zero_grad` or `step`.
         pieces[StateKey(weight_name, ITERATION)] = kernel.iter_cpu.detach().clone().reshape(1)
         for kind, lr in ((LR, fused.param_groups[0]["lr"]), (APPLIED_LR, kernel.get_learning_rate())):
             pieces[StateKey(weight_name, kind)] = torch.tensor([lr], dtype=torch.float64)

@@ -58,10 +58,7 @@ class Answer(NamedTuple):
 
 
 def check_none_batches(latest: Mapping[int, int]) -> None:
-    """Raise a RuntimeError, alike on all ranks, if ranks have skipped different None batches.
-
-    `latest` has by rank the number in the epoch of its last None batch before the compared batch; -1 if there is none.
-    """
+    """Raise a RuntimeError if ranks differ in `latest`: rank -> number of its last None batch in the epoch, or -1."""
     if len(set(latest.values())) <= 1:
         return
     rank, number = max(latest.items(), key=lambda one: one[1])
@@ -74,10 +71,7 @@ def check_none_batches(latest: Mapping[int, int]) -> None:
 
 
 class PollInterval:
-    """Decides about which batches the ranks ask each other, if every rank knows its number of batches.
-
-    A question costs as much as a small model's forward. All ranks decide alike, by batch numbers and answers.
-    """
+    """Decides about which batches the ranks ask each other: a question costs as much as a small model's forward."""
 
     def __init__(self) -> None:
         self._next: float = 0
@@ -99,12 +93,10 @@ class PollInterval:
         return MAX_INTERVAL - max(1, min(2 * self._interval, MAX_INTERVAL, int(ASK_EVERY_S / max(per_batch_s, 1e-6))))
 
     def hear(self, requested_interval: int, num_batches: float = float("inf")) -> None:
-        """Set the next batch to ask about, by the largest value that `ask` returned on any rank.
-
-        It comes after half of the remaining batches at most, since a rank that skips batches ends earlier.
-        """
+        """Set the next batch to ask about, by the largest value that `ask` returned on any rank."""
         assert self._asked is not None
         self._interval = MAX_INTERVAL - requested_interval
+        # After half of the remaining batches at most: a rank that skips batches ends earlier.
         self._next = self._asked[0] + max(1, min(self._interval, (num_batches - self._asked[0]) // 2))
 
 

@@ -1,7 +1,4 @@
-"""Let failing ranks tell each other the cause through the store (collectives may hang); choose the rank that prints.
-
-The first error is printed once, after the output of all other ranks of a terminal.
-"""
+"""Let failing ranks tell each other the cause through the store; the first error is printed once, after all others."""
 
 from __future__ import annotations
 
@@ -63,14 +60,12 @@ def _stderr() -> str:
 
 
 class FirstCause:
-    """Finds the rank that failed first, so that a rank that lost a peer can report why the peer failed.
-
-    Every rank makes equally many, in the same order. No method raises: the store ends with the rank that keeps it.
-    """
+    """Finds the rank that failed first. No method raises: the store ends with the rank that keeps it."""
 
     def __init__(self, store: Store, rank: int) -> None:
         self._store = store
         self.rank = rank
+        # Every rank makes equally many of these objects, in the same order.
         self._key = f"lightning_overlap/first_cause/{next(_num_runs)}"
         self.first: Word | None = None  # of the first failing rank, set when this rank has failed
 

@@ -77,10 +77,8 @@ def forget() -> None:
 
 @contextlib.contextmanager
 def destroyed_at_exit() -> Iterator[None]:
-    """Let the process destroy its groups when it ends, if the default group is made within this context.
-
-    Else a thread of gloo may free tensors while the interpreter ends: C++ then aborts the process (SIGABRT).
-    """
+    """Let the process destroy its groups when it ends, if the default group is made within this context."""
+    # Else a thread of gloo may free tensors while the interpreter ends: C++ then aborts the process (SIGABRT).
     global _owner
     is_users = dist.is_initialized()
     yield

@@ -1,7 +1,4 @@
-"""Send several tensors in one all-to-all: the sender concatenates them per rank, the receiver splits them.
-
-An all-to-all costs the host and the network a fixed time besides its bytes.
-"""
+"""Send several tensors in one all-to-all, since each costs the host and the network a fixed time besides its bytes."""
 
 from __future__ import annotations
 
@@ -53,10 +50,7 @@ class PackedExchange:
         self._received: list[Tensor | None] = []
 
     def take(self, place: slice) -> list[Tensor]:
-        """Wait for the exchange and return the parts at some positions, once: it drops its reference.
-
-        Each is `(sum(received), ...)`, ready for the current stream. Raises a RuntimeError if a rank is gone or late.
-        """
+        """Wait and return the parts at some positions, once. Raises a RuntimeError if a rank is gone or late."""
         if self._work is not None:
             self._work.wait()
             self._hand_to_current_stream(self._packed, self._came)

@@ -1,7 +1,4 @@
-"""End the connections of gloo groups when a rank fails, so that the other ranks fail at once instead of waiting.
-
-torch closes them only at the end of the process (2.13: `abort` and `shutdown` of gloo groups leave them open).
-"""
+"""End the connections of gloo groups when a rank fails: torch 2.13 closes them only at the end of the process."""
 
 from __future__ import annotations
 

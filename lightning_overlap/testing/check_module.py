@@ -43,7 +43,7 @@ class ModuleReport:
     schedule: Schedule  # of the checked mode
     num_steps: int  # of each fit
     num_ranks: int
-    verdicts: tuple[Verdict, ...]  # one per law
+    verdicts: tuple[Verdict, ...]  # by law
     early: Mapping[str, float]  # module -> share of batches, after the first, with embeddings from an early lookup
     plain: Mapping[str, str]  # module that ran its own forward -> the reason
     host_syncs: Mapping[str, float]

@@ -17,10 +17,7 @@ import torch.distributed as dist
 
 @contextlib.contextmanager
 def process_group(accelerator: str) -> Iterator[None]:
-    """Use the existing process group, or a temporary group: of all ranks under torchrun, else of one rank.
-
-    Sets torchrun's environment variables for Lightning. Restores random state, log levels and the environment.
-    """
+    """Use the existing process group, or a temporary group: of all ranks under torchrun, else of one rank."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.dict(os.environ))  # Lightning sets OMP_NUM_THREADS
         stack.enter_context(torch.random.fork_rng(devices=[]))

@@ -40,10 +40,7 @@ class _Resource:
 
 
 class Races:
-    """Follows streams, events and accesses; raises at the first unordered access.
-
-    A resource is memory. It belongs to the stream that allocates it, as in PyTorch's caching allocator.
-    """
+    """Follows streams, events and accesses. A resource is memory, of the stream that allocates it."""
 
     def __init__(self) -> None:
         self._clocks = {name: dict.fromkeys(StreamName, 0) for name in StreamName}
@@ -74,10 +71,9 @@ class Races:
         writes: Iterable[str] = (),
         makes: Iterable[str] = (),
     ) -> None:
-        """Issue a piece of work named `by` on a stream; what it `makes` replaces resources of the same name.
+        """Issue a piece of work named `by`; raise a RaceError if it is not ordered or not given the memory.
 
-        Raises a RaceError if it is not ordered after an earlier access to a resource, and one of both writes; or if
-        another stream allocated the memory, and `record_stream` was not called.
+        What it `makes` replaces resources of the same name.
         """
         self._clocks[stream][stream] += 1
         read, write = (Access(by, is_write, stream, self._clocks[stream][stream]) for is_write in (False, True))

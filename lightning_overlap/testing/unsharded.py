@@ -32,10 +32,7 @@ CHANGED, WITH_GRADIENT, ALL = "changed by training", "with a gradient", "all"
 
 
 def compare_with_unsharded(setting: Setting, pipeline: Any, staleness: int) -> tuple[str, str]:
-    """Compare two short fits, in a mode and unsharded; return the problem, or '', and what was compared.
-
-    All ranks call this; each compares the embeddings of its batches.
-    """
+    """Compare two short fits, in a mode and unsharded; return the problem, or '', and what was compared."""
     batches = setting.batches[: _MOST_STEPS + staleness]
     # The unsharded module needs the ids, which `release_features` frees. Quantized communication rounds too much for
     # this comparison.
@@ -65,11 +62,8 @@ def compare_with_unsharded(setting: Setting, pipeline: Any, staleness: int) -> t
 
 
 def _rounded(setting: Setting, sharded: Weights, unsharded: Weights) -> list[str]:
-    """Return the weights that only one of the fits changes, because their gradient is zero except for rounding.
-
-    An example is the bias before a softmax: its gradient is sometimes exactly zero, and Adam makes a full step for any
-    other value. In float64 it is tiny beside the other gradients.
-    """
+    """Return the weights that only one of the fits changes, because their gradient is zero except for rounding."""
+    # As of the bias before a softmax: where its gradient is not exactly zero, Adam makes a full step.
     doubted = (sharded[CHANGED] ^ unsharded[CHANGED]) & sharded[WITH_GRADIENT] & unsharded[WITH_GRADIENT]
     precise = replace(setting, trainer_options={**setting.trainer_options, "precision": "64-true"})
     changes = _fit_unsharded(precise, in_64_bits=True) if doubted else ""

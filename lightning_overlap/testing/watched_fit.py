@@ -97,7 +97,7 @@ class Watched(Callback):
         return embeddings
 
     def ran(self, func: Any, args: Iterable[Any], result: Any) -> None:
-        """Note a collective of this thread; on a CPU the backward runs on this thread."""
+        """Note a collective of this thread, where on a CPU the backward runs too."""
         if func.namespace == "c10d":
             groups = (dist.ProcessGroup.unbox(arg) for arg in args if isinstance(arg, torch.ScriptObject))
             # Names are equal on all ranks; several groups may share a description.
@@ -146,10 +146,7 @@ class Watched(Callback):
 
 
 def fit(setting: Setting, pipeline: Any, watched: Watched, *, races: bool = False) -> None:
-    """Train a new module from the seed in a mode or schedule, and watch.
-
-    With `races` (one rank only) simulated streams follow every operator's memory; a race raises a RaceError.
-    """
+    """Train a new module and watch; with `races` (one rank only) simulated streams raise a RaceError for a race."""
     module = make_seeded(setting)
     strategy = _WatchedStrategy(watched, races, pipeline=pipeline, **setting.strategy_options)
     watched.depth = strategy._schedules.depth
