@@ -31,8 +31,7 @@ _SOURCES: Mapping[str, Mapping[str, str]] = {
 """FBGEMM's optimizer -> kind of its state -> the corresponding kind in `torch.optim`."""
 
 _ADAGRAD = "torch.optim.Adagrad"
-_FUSED_CLASSES = {("sum",): _ADAGRAD, ("exp_avg", "exp_avg_sq"): "torch.optim.Adam"}
-"""Kinds of saved state -> the class whose fused form takes them."""
+_FUSED_CLASSES = {("sum",): _ADAGRAD, ("exp_avg", "exp_avg_sq"): "torch.optim.Adam"}  # by kinds of saved state
 
 _Unused: TypeAlias = tuple[tuple[str, ...], str]
 """Kinds of saved state that a fused optimizer of this run cannot use, and its name."""

@@ -22,7 +22,6 @@ from typing_extensions import override
 
 _CLASSES = (dcp.MetadataIndex, dcp.TensorStorageMetadata, dcp.BytesStorageMetadata, dcp.ChunkStorageMetadata)
 _REAL = {kind.__name__: kind for kind in (*_CLASSES, _StorageInfo)}
-"""Name -> class of which a list is built."""
 
 _RECORDS = {
     *((kind.__module__, name) for name, kind in _REAL.items()),

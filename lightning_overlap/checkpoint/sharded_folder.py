@@ -37,11 +37,9 @@ from .table_state import Loading, fused_classes, fused_state, on_host
 METADATA_NAME = "meta.pt"
 """The file that marks a checkpoint folder and has the unsharded state: loops, callbacks, dense optimizers."""
 
-SHARDED, FULL = FORMATS = "sharded", "full"
-"""A folder written by all ranks; one file, gathered on rank 0."""
+SHARDED, FULL = FORMATS = "sharded", "full"  # a folder written by all ranks; one file, gathered on rank 0
 
-State: TypeAlias = dict[str, dict[str, Any]]
-"""Part -> name -> piece of state."""
+State: TypeAlias = dict[str, dict[str, Any]]  # part -> name -> piece of state
 MODEL, FUSED, TABLE_OPTIMIZERS = "model", "fused_optimizer", "table_optimizers"
 """Parts of a folder: weights, state of fused optimizers, state of dense optimizers for shards of tables."""
 FUSED_CLASSES = "fused_optimizer_classes"  # entry of a checkpoint

@@ -31,9 +31,7 @@ from ..distributed import warn_on_rank_zero
 from ..tables import kernel_of, sharded_modules, table_modules
 from ..text import some
 
-Piece: TypeAlias = Tensor | ShardedTensor
-"""A tensor that is equal on all ranks that have it, or a sharded tensor."""
-
+Piece: TypeAlias = Tensor | ShardedTensor  # equal on all ranks that have it, or sharded
 Columns: TypeAlias = tuple[int, int]  # first column, last column + 1
 
 ITERATION, LR, APPLIED_LR = "iteration", "lr", "applied_lr"

@@ -23,13 +23,9 @@ SKIP_ALIKE = (
     "Ranks have to skip the same batches: drop samples in the dataset or the collate function, not whole batches, or "
     "make the batch None on every rank."
 )
-"""What to do if a batch is None on one rank alone."""
 
-Group: TypeAlias = dist.ProcessGroup | None
-"""A group of all ranks; None on one rank."""
-
-Lowest = Callable[[], list[int]]
-"""Waits for the numbers of all ranks and returns the minimum of each."""
+Group: TypeAlias = dist.ProcessGroup | None  # a group of all ranks; None on one rank
+Lowest = Callable[[], list[int]]  # waits for the numbers of all ranks and returns the minimum of each
 
 
 class StepFlags(NamedTuple):

@@ -24,8 +24,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from .sockets import end_connections
 
-LEAVE_S = 3.0
-"""Seconds that the first failing rank waits for the others to print, and that they wait for it."""
+LEAVE_S = 3.0  # the first failing rank waits so long for the others to print, and they for it
 
 _MARK = "_lightning_overlap_cause"
 _causes: dict[int, FirstCause] = {}

@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-BACKEND = "gloo_receives_first"
-"""The backend's name for `torch.distributed.new_group`. It takes tensors in host memory."""
+BACKEND = "gloo_receives_first"  # the name for `torch.distributed.new_group`
 
 
 class ReceivesFirst(dist.ProcessGroup):

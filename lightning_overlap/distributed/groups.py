@@ -88,8 +88,7 @@ def destroyed_at_exit() -> Iterator[None]:
         atexit.register(_destroy)
 
 
-_owner = 0
-"""The process that made the default group: a process forked from it has the group without its threads."""
+_owner = 0  # the process that made the default group: a process forked from it has the group without its threads
 _FREED_WITHIN_S = 0.05
 """Modules and trainers keep groups, and so their threads. Each thread then has at most a few tensors left to free."""
 

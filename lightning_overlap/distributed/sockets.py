@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 _FOLDER = "/proc/self/fd"
-_made: dict[int, str] = {}
-"""Descriptor -> its socket at that time, since descriptors are reused."""
+_made: dict[int, str] = {}  # descriptor -> its socket at that time, since descriptors are reused
 
 
 @contextmanager

@@ -15,8 +15,7 @@ from typing_extensions import override
 COLLECTIVES = ("all_to_all_single", "all_reduce", "reduce_scatter", "reduce_scatter_tensor", "all_gather_into_tensor")
 _SIGNATURES = {name: inspect.signature(getattr(dist, name)) for name in COLLECTIVES}
 
-Issue = Callable[[], dist.Work | None]
-"""Issues a collective; None on a rank outside the group."""
+Issue = Callable[[], dist.Work | None]  # issues a collective; None on a rank outside the group
 
 
 class WrappedWork(dist.Work):

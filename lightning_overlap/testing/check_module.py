@@ -46,8 +46,7 @@ class ModuleReport:
     verdicts: tuple[Verdict, ...]  # by law
     early: Mapping[str, float]  # module -> share of batches, after the first, with embeddings from an early lookup
     plain: Mapping[str, str]  # module that ran its own forward -> the reason
-    host_syncs: Mapping[str, float]
-    """Place in the code -> syncs per step, without the read of sizes; on a CPU predicted from operators."""
+    host_syncs: Mapping[str, float]  # place in the code -> syncs per step, without the read of sizes
     split: tuple[str, ...] | None = None
     """Modules whose weight gradients came after the backward; None if the mode does not split the backward."""
 

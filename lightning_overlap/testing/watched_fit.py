@@ -40,7 +40,6 @@ _NOT_FOR_USERS = (
     "You defined a `validation_step` but have no",
     "Please use DTensor instead",  # torch's warning about TorchRec
 )
-"""Warnings to suppress."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,14 +72,12 @@ class Watched(Callback):
         self.states: dict[int, dict[str, str]] = {}  # step -> weight or optimizer state -> digest of its bits
         self.updates: list[int] = []  # the batches whose backward is over, in order
         self.seen: dict[int, tuple[int, ...]] = {}  # batch -> `updates` when its lookup was issued
-        self.early: dict[int, dict[str, bool]] = {}
-        """Batch -> module -> whether all its calls got the embeddings of an early lookup."""
+        self.early: dict[int, dict[str, bool]] = {}  # batch -> module -> whether all its calls were served early
         self.split: tuple[str, ...] = ()  # modules whose weight gradients came after the backward
         self.plain_reasons: dict[str, str] = {}  # module -> why it ran in its own forward
         self.fused: frozenset[str] = frozenset()  # modules with tables that the fused backward writes
         self.syncs: list[HostSync] = []
-        self.collectives: list[tuple[int, str, str]] = []
-        """(batch, operator, group) of each collective that the main thread issued, in order."""
+        self.collectives: list[tuple[int, str, str]] = []  # (batch, operator, group) of the main thread's, in order
         self.left: list[str] = []  # objects that were not restored at the end
         self.automatic = True
         self.most_in_flight = 0  # the largest number of batches in flight at once
