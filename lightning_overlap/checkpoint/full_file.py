@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from ..distributed import Group, gather_objects, together, warn_on_rank_zero
 from .atomic import atomic_replace, remove, sibling, write_synced
-from .dense_state import empty_table_states, load_by_name, put_table_states
+from .dense_state import State, empty_table_states, load_by_name, put_table_states
 from .plain_state import take_plain_state
 from .sharded_folder import (
     FUSED,
@@ -113,11 +113,7 @@ def load_file(path: Path, *, weights_only: bool | None) -> dict[str, Any]:
 
 
 def load_fused(
-    checkpoint: dict[str, Any],
-    optimizers: Sequence[Optimizer],
-    schedulers: Sequence[Any],
-    model: nn.Module,
-    group: Group,
+    checkpoint: State, optimizers: Sequence[Optimizer], schedulers: Sequence[Any], model: nn.Module, group: Group
 ) -> None:
     """Copy fused optimizer state into the kernels, unless `load_folder` has loaded it; all ranks call this.
 

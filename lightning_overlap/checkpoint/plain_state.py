@@ -38,11 +38,7 @@ _Unused: TypeAlias = tuple[tuple[str, ...], str]
 
 
 def take_plain_state(
-    checkpoint: dict[str, Any],
-    optimizers: Sequence[Optimizer],
-    schedulers: Sequence[Any],
-    model: nn.Module,
-    group: Group,
+    checkpoint: State, optimizers: Sequence[Optimizer], schedulers: Sequence[Any], model: nn.Module, group: Group
 ) -> set[str]:
     """Convert the optimizer state of a checkpoint in place, and return the names of tables whose state is not used.
 
@@ -191,7 +187,6 @@ def _orders(mine: list[str], free: list[str], tables: set[str], weights: list[st
 
 
 def _fits(names: Sequence[str], states: Sequence[State], weights: Mapping[str, Any], tables: set[str]) -> bool:
-    """Whether a group has no tables, or its states have the shapes of the weights."""
     shapes_match = (
         value.shape == weights[name].shape
         for name, state in zip(names, states, strict=True)

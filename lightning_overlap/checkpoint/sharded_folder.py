@@ -79,11 +79,7 @@ def take_state(checkpoint: dict[str, Any], model: nn.Module) -> State:
         checkpoint[FUSED_CLASSES] = fused_classes(model)
         state[FUSED] = {str(key): piece for key, piece in fused_state(model).items()}
         state[TABLE_OPTIMIZERS] = take_table_states(checkpoint["optimizer_states"], model)
-    return _not_empty(state)
-
-
-def _not_empty(state: State) -> State:
-    """Leave out empty parts: one would be an object of the folder, and ranks differ in their parts."""
+    # An empty part would be an object of the folder, and ranks differ in their parts.
     return {part: values for part, values in state.items() if values}
 
 
@@ -238,7 +234,7 @@ def load_folder(
     if with_optimizers and "optimizer_states" in rest:
         loading = together(partial(Loading, model, saved[FUSED], rest.get(FUSED_CLASSES, {})), group)
         state[FUSED], state[TABLE_OPTIMIZERS] = loading.pieces, empty_table_states(saved[TABLE_OPTIMIZERS], model)
-    state = _not_empty(state)
+    state = {part: values for part, values in state.items() if values}
     try:
         reader, planner = SafeReader(path), SafePlanner(weights_only)
         load(state, storage_reader=reader, planner=planner, process_group=group, no_dist=group is None)

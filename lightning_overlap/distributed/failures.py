@@ -11,7 +11,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
 from types import TracebackType
@@ -22,8 +22,6 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from torch.distributed import Store as Store  # type: ignore[attr-defined]
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from .sockets import end_connections
-
 LEAVE_S = 3.0  # the first failing rank waits so long for the others to print, and they for it
 
 _MARK = "_lightning_overlap_cause"
@@ -33,6 +31,7 @@ _PLACE = re.compile(r"rank \d+ (was|had failed) |Another rank did not answer")
 """Notes that other ranks need not print: the first failing rank prints the same."""
 _PEER_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "/gloo/", "NCCL")
 _num_runs = itertools.count()
+_sockets: dict[int, str] = {}  # descriptor -> its socket at that time, since descriptors are reused
 
 
 def default_store() -> Store | None:
@@ -155,7 +154,8 @@ def _print_in_turn(
         sys.stderr.flush()
         cause.told()
     else:
-        if f"{kind.__name__}: {error}" != first.error and not _is_of_a_lost_peer(error):
+        lost_peer = isinstance(error, RuntimeError | SystemExit) and any(said in str(error) for said in _PEER_LOST)
+        if f"{kind.__name__}: {error}" != first.error and not (lost_peer or timed_out(error)):
             print_whole(kind, error, trace)
         elif first.stderr == _stderr():  # the first rank prints everything except this rank's own notes
             own = [note for note in getattr(error, "__notes__", []) if not _PLACE.match(note)]
@@ -165,11 +165,6 @@ def _print_in_turn(
         sys.stderr.flush()
         cause.all_come("gone", 1, 0.0)
         cause.wait_until_told(LEAVE_S)
-
-
-def _is_of_a_lost_peer(error: BaseException) -> bool:
-    said_of_it = isinstance(error, RuntimeError | SystemExit) and any(said in str(error) for said in _PEER_LOST)
-    return said_of_it or timed_out(error)
 
 
 def _torchrun_prints(error: BaseException) -> bool:
@@ -182,3 +177,39 @@ def _torchrun_prints(error: BaseException) -> bool:
         get_error_handler().record_exception(err)
     restarts, done = (int(os.environ.get(f"TORCHELASTIC_{name}", "0")) for name in ("MAX_RESTARTS", "RESTART_COUNT"))
     return done >= restarts
+
+
+# -- connections: torch 2.13 closes those of gloo groups only at the end of the process ----------------------------
+
+
+@contextlib.contextmanager
+def remember_sockets() -> Iterator[None]:
+    """Remember the connections that are opened within this context, which makes process groups; Linux only."""
+    before = _open_sockets()
+    yield
+    _sockets.update({number: name for number, name in _open_sockets().items() if before.get(number) != name})
+
+
+def end_connections(except_port: int | None) -> bool:
+    """End the remembered connections, except those of a port, and return whether any was; no group can be used then."""
+    ended = False
+    for number in [number for number, name in _open_sockets().items() if _sockets.get(number) == name]:
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as one:
+            if one.family in (socket.AF_INET, socket.AF_INET6):
+                ports = one.getsockname()[1], one.getpeername()[1]  # raises for a listening socket
+                if except_port not in ports:
+                    one.shutdown(socket.SHUT_RDWR)
+                    ended = True
+    _sockets.clear()
+    return ended
+
+
+def _open_sockets() -> dict[int, str]:
+    found = {}
+    with contextlib.suppress(OSError):
+        for number in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):
+                name = os.readlink(f"/proc/self/fd/{number}")
+                if name.startswith("socket:"):
+                    found[int(number)] = name
+    return found

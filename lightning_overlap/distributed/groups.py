@@ -16,8 +16,7 @@ import torch.distributed as dist
 
 from . import gloo_alltoall
 from .consensus import Consensus
-from .failures import default_store
-from .sockets import remember_sockets
+from .failures import default_store, remember_sockets
 
 
 @dataclass(frozen=True, slots=True)

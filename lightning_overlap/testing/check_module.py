@@ -18,10 +18,9 @@ from ..plugin import first_words
 from ..schedules import Mode, Schedule, resolve_mode
 from ..text import some
 from .delayed_lookups import DelayedLookups
-from .local_group import process_group
 from .race_detector import RaceError
 from .unsharded import compare_with_unsharded
-from .watched_fit import NUM_WATCHED_STEPS, Data, ModuleFactory, Setting, Watched, fit, make_trainer
+from .watched_fit import NUM_WATCHED_STEPS, Data, ModuleFactory, Setting, Watched, fit, make_trainer, process_group
 
 _WITHOUT_REFERENCE = ("frozen_window", "stash_gradients")  # options of a mode that plain training lacks
 _SIZES = "/lightning_overlap/sparse/input_sizes.py"  # has a step's only host sync, the read of the split sizes

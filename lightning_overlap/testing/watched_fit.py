@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import hashlib
+import logging
 import os
+import random
 import signal
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,6 +16,7 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
@@ -321,3 +324,27 @@ def _patchable(trainer: Trainer, module: LightningModule) -> dict[str, str]:
         if forward is not None and getattr(forward, "__func__", None) is not type(child).forward:
             found[f"the forward of {name or 'the module'!r}"] = type(forward).__qualname__
     return found
+
+
+@contextlib.contextmanager
+def process_group(accelerator: str) -> Iterator[None]:
+    """Use the existing process group, or a temporary group: of all ranks under torchrun, else of one rank."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(os.environ))  # Lightning sets OMP_NUM_THREADS
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        stack.callback(random.setstate, random.getstate())
+        stack.callback(np.random.set_state, np.random.get_state())
+        if not dist.is_initialized():
+            alone: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # type: ignore[attr-defined]
+            place = {} if dist.is_torchelastic_launched() else alone
+            dist.init_process_group("gloo" if accelerator == "cpu" else "nccl", **place)
+            stack.callback(dist.destroy_process_group)
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        node, local_rank = divmod(rank, per_node := int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
+        of_torchrun = {"RANK": rank, "LOCAL_RANK": local_rank, "GROUP_RANK": node}
+        of_torchrun |= {"WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": per_node}
+        os.environ.update({name: str(number) for name, number in of_torchrun.items()})
+        for logger in map(logging.getLogger, ("lightning.pytorch", "lightning.fabric", "torchrec")):
+            stack.callback(logger.setLevel, logger.level)
+            logger.setLevel(logging.ERROR)
+        yield

@@ -19,7 +19,7 @@ from lightning_overlap.distributed import PackedExchange, Part, packed_alltoall
 from lightning_overlap.runtime import Streams
 from lightning_overlap.schedules import StreamName
 from lightning_overlap.testing import CheckedStreams
-from lightning_overlap.testing.local_group import process_group
+from lightning_overlap.testing.watched_fit import process_group
 
 from ..support import mutants
 from ..support.cases import TWO_COLLECTIONS, WEIGHTED, Batches, Case, Model

@@ -19,8 +19,7 @@ from lightning_overlap.runtime import deferred_updates, executor, lookup_order, 
 from lightning_overlap.schedules.stages import StreamName
 from lightning_overlap.sparse import answers
 from lightning_overlap.testing import CheckedStreams, RaceError
-from lightning_overlap.testing.local_group import process_group
-from lightning_overlap.testing.watched_fit import Setting, Watched, fit
+from lightning_overlap.testing.watched_fit import Setting, Watched, fit, process_group
 
 from ..sparse.update_rates import Scheduled
 from ..support import mutants
