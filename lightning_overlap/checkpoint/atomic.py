@@ -1,8 +1,4 @@
-"""Replace checkpoints atomically: NAME is always a complete checkpoint, the old or the new one.
-
-`rename` does not replace a folder, but Linux can swap two names. On other file systems (NFS) the old checkpoint is
-called `STEM.old.ckpt` between two renames, where `resolve_path` and Lightning's search for "last" find it.
-"""
+"""Replace checkpoints atomically: NAME is always a complete checkpoint, the old or the new one."""
 
 from __future__ import annotations
 
@@ -41,7 +37,7 @@ def atomic_replace(unfinished: Path, path: Path, also: Path | None = None) -> No
         _sync(unfinished)
     if not os.path.lexists(path) or not (_is_real_folder(path) or _is_real_folder(unfinished)):
         unfinished.replace(path)
-    elif not exchange(unfinished, path):
+    elif not exchange(unfinished, path):  # as on NFS; `resolve_path` finds the old one between the renames
         discard(being_replaced(path))
         path.rename(being_replaced(path))
         unfinished.rename(path)

@@ -1,7 +1,4 @@
-"""Checkpoints of sharded tables as one file of plain tensors, which also loads into the unsharded module.
-
-Saving gathers table by table into rank 0's host memory. Loading maps the file; each rank reads only its shards.
-"""
+"""Checkpoints of sharded tables as one file of plain tensors, which also loads into the unsharded module."""
 
 from __future__ import annotations
 
@@ -117,8 +114,7 @@ def load_fused(
 ) -> None:
     """Copy fused optimizer state into the kernels, unless `load_folder` has loaded it; all ranks call this.
 
-    First converts the optimizer state of a run without this strategy in place. Raises a RuntimeError if the state was
-    saved from another model, or with another fused optimizer.
+    Raises a RuntimeError if the state was saved from another model, or with another fused optimizer.
     """
     told = take_plain_state(checkpoint, optimizers, schedulers, model, group)
     num_schedulers = len(checkpoint.get("lr_schedulers", []))

@@ -1,8 +1,4 @@
-"""Convert optimizer state from a checkpoint of a run without this strategy.
-
-Such a run numbered the parameters by position: the order of the checkpoint's weights gives their names. A table's
-state goes to the dense optimizer if that trains it now, else to its fused optimizer if that has the same kinds.
-"""
+"""Convert optimizer state of a run without this strategy, which numbered its parameters in the weights' order."""
 
 from __future__ import annotations
 
@@ -40,10 +36,10 @@ _Unused: TypeAlias = tuple[tuple[str, ...], str]
 def take_plain_state(
     checkpoint: State, optimizers: Sequence[Optimizer], schedulers: Sequence[Any], model: nn.Module, group: Group
 ) -> set[str]:
-    """Convert the optimizer state of a checkpoint in place, and return the names of tables whose state is not used.
+    """Convert a checkpoint's optimizer state in place, and return the names of tables whose state is not used.
 
-    Leaves checkpoints of runs with the strategy unchanged. All ranks call this. Raises a RuntimeError if the parameters
-    of the saved optimizers cannot be identified.
+    A table's state goes to the dense optimizer if that trains it now, else to its fused optimizer if that has the same
+    kinds. All ranks call this. Raises a RuntimeError if the saved parameters cannot be identified.
     """
     states = checkpoint.get("optimizer_states") or []
     if all(map(is_by_name, states)):
@@ -139,12 +135,8 @@ def _match(
     free: list[str],
     tables: set[str],
 ) -> tuple[list[int], dict[str, State]]:
-    """Match saved parameter groups, which number their parameters, to this run's groups.
-
-    `mine` has the parameter names of this run's dense groups, and `free` the tables that no dense optimizer of this run
-    trains: one saved group had all of them, or none had any. Returns for each of this run's groups the index of the
-    saved group, and parameter name -> saved state. Raises a RuntimeError unless exactly one order of parameters fits.
-    """
+    """Return for each of this run's groups (`mine`) the index of the saved group, and parameter name -> saved state."""
+    # No dense optimizer of this run trains the `free` tables: one saved group had all of them, or none had any.
     saved = [[state["state"].get(key, {}) for key in group["params"]] for group in state["param_groups"]]
     has_own_group = len(saved) == len(mine) + 1
     fitting: dict[Any, tuple[list[int], dict[str, State]]] = {}

@@ -1,7 +1,6 @@
 """Read folders of `torch.distributed.checkpoint` without executing their content.
 
-A folder's list of tensors, `.metadata`, is a pickle, which may call anything. Here it may name only the classes of such
-a list. Each is read as a class without behaviour (`_Record`), and the list is built from these records.
+A folder's list of tensors is a pickle. Here it may name only classes of such a list, read as records without behaviour.
 """
 
 from __future__ import annotations

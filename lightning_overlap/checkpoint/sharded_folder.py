@@ -1,7 +1,4 @@
-"""Checkpoints of sharded tables as a folder: every rank writes its shards with torch.distributed.checkpoint.
-
-A folder loads on any number of ranks and under any plan. Until it is complete it is called `NAME.unfinished`.
-"""
+"""Checkpoints of sharded tables as a folder: every rank writes its shards with torch.distributed.checkpoint."""
 
 from __future__ import annotations
 
@@ -96,8 +93,7 @@ class FolderSaver:
     ) -> None:
         """Write Lightning's checkpoint and the model's shards into a folder; every rank calls this.
 
-        Moves sharded state out of `checkpoint`. If `asynchronous`, only copies this rank's part to the host now, and
-        writes in a thread. Raises as `wait` does, also for an earlier save.
+        Moves sharded state out of `checkpoint`. Raises as `wait` does, also for an earlier save.
         """
         self.wait()
         state = take_state(checkpoint, model)
@@ -219,11 +215,10 @@ def resolve_path(path: Path) -> Path:
 def load_folder(
     path: Path, model: nn.Module, group: Group, *, weights_only: bool | None, strict: bool, with_optimizers: bool
 ) -> dict[str, Any]:
-    """Read a checkpoint folder into a sharded module, in place; all ranks call this.
+    """Read a checkpoint folder into a sharded module, in place; return Lightning's checkpoint. All ranks call this.
 
-    With `strict` the folder must have exactly the module's weights. `with_optimizers` also loads the optimizer state of
-    tables. Returns Lightning's checkpoint, where `FUSED` is None: that state is already loaded. Raises a RuntimeError
-    if the folder is damaged, or of another model or another fused optimizer.
+    `with_optimizers` also loads the optimizer state of tables. Raises a RuntimeError if the folder is damaged, or of
+    another model or another fused optimizer.
     """
     state_dict = model.state_dict()  # shares the module's memory: filling it loads the module
     saved = _saved(path, [key for key, value in state_dict.items() if not isinstance(value, Tensor)])
@@ -246,7 +241,7 @@ def load_folder(
     if loading is not None:
         loading.finish()
         put_table_states(state.get(TABLE_OPTIMIZERS, {}), rest["optimizer_states"])
-    return {**rest, "state_dict": {**state_dict, **state.get(MODEL, {})}, FUSED: None}
+    return {**rest, "state_dict": {**state_dict, **state.get(MODEL, {})}, FUSED: None}  # None: already loaded
 
 
 def _saved(path: Path, objects: Sequence[str]) -> dict[str, dict[str, Any]]:

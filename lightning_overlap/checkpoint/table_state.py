@@ -1,8 +1,7 @@
 """State of sharded tables in a form that is independent of the sharding plan.
 
-A *piece* is a named tensor or `ShardedTensor`. State with the shape of its table is one piece,
-`ebc.embedding_bags.t1.weight.momentum1`; row-wise state (one value per row) is one per column shard,
-`....momentum1[:, 0:8]`, since the size of TorchRec's own form depends on the plan.
+State with the shape of its table is one piece, `ebc.embedding_bags.t1.weight.momentum1`; row-wise state (one value per
+row) is one per column shard, `....momentum1[:, 0:8]`, since the size of TorchRec's own form depends on the plan.
 """
 
 from __future__ import annotations
@@ -98,14 +97,12 @@ def fused_classes(model: nn.Module) -> dict[str, str]:
 
 
 class Loading:
-    """Loads fused state: matches the state of this run to the names of saved pieces.
+    """Loads fused state; raises a RuntimeError for a table with another optimizer.
 
-    Row-wise state that was saved for other ranges of columns is averaged over the saved ranges that a shard overlaps,
-    weighted by the number of common columns. RowWiseAdagrad's state sums mean squares of gradients: for the same
-    gradients the average over column shards equals the state of the whole row.
+    Row-wise state of other column shards is averaged, weighted by the number of common columns. RowWiseAdagrad's state
+    sums mean squares of gradients: for the same gradients the average equals the state of the whole row.
 
-    `classes` are the saved `fused_classes` (empty in older checkpoints), `told` the tables about whose state the user
-    has been warned. Raises a RuntimeError for a table with another optimizer.
+    `classes` are the saved `fused_classes`, `told` the tables about whose state the user has been warned.
     """
 
     def __init__(

@@ -18,10 +18,8 @@ BACKEND = "gloo_receives_first"  # the name for `torch.distributed.new_group`
 class ReceivesFirst(dist.ProcessGroup):
     """gloo with all-to-alls that post point-to-point receives first and sends second.
 
-    gloo's own all-to-all posts the send to a rank before the receive from it. A connection keeps that order. So the
-    later rank sends its data first and only then announces that it is ready to receive: the earlier rank begins to send
-    when it has received everything, and the all-to-all takes twice as long on a link of limited bandwidth. Posted
-    first, the announcement travels ahead of the data.
+    gloo's own all-to-all posts the send first, and a connection keeps that order: the later rank sends all its data
+    before it announces that it is ready to receive, so a link of limited bandwidth takes twice as long.
 
     All other calls go to gloo directly and not through the base class: that would hold Python's lock, for which a gloo
     thread with its own lock may wait. All ranks issue a group's all-to-alls in the same order.

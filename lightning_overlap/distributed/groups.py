@@ -35,11 +35,7 @@ _made: dict[tuple[dist.ProcessGroup, str, timedelta, bool, int], Groups] = {}
 
 
 def join(timeout: timedelta, *, multi_node: bool = False) -> Groups:
-    """Return the groups of this process; every rank calls this at the same point, after a barrier.
-
-    The runs of a process share groups. After a run that failed on any rank, all ranks make new groups. Within a host
-    gloo's own all-to-all is faster: its threads make the system calls instead of the training thread.
-    """
+    """Return the groups of this process, which its runs share; every rank calls this after a barrier."""
     world, store = dist.group.WORLD, default_store()
     assert world is not None
     assert store is not None
@@ -53,6 +49,7 @@ def join(timeout: timedelta, *, multi_node: bool = False) -> Groups:
     if key not in _made:
         for other in [other for other in _made if (other[0], other[-1]) != (world, num_failures[0])]:
             del _made[other]
+        # Within a host gloo's own all-to-all is faster: its threads make the system calls, not the training thread.
         of_tables = gloo_alltoall.register() if backend == "gloo" and multi_node else backend
         make = partial(dist.new_group, timeout=timeout)
         with remember_sockets():

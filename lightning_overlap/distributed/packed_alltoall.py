@@ -20,10 +20,9 @@ class Part(NamedTuple):
 
 
 class PackedExchange:
-    """One all-to-all of several tensors; the constructor starts it on the current stream of `streams`.
+    """One all-to-all of several tensors, of the same dtypes on all ranks, started on the current stream.
 
-    `parts` (at least one, on one device) have the same dtypes and order on all ranks; so has `even`, whether every rank
-    sends the same number of rows to each rank.
+    `even`, equal on all ranks: every rank sends the same number of rows to each rank.
     """
 
     def __init__(self, parts: Sequence[Part], group: dist.ProcessGroup, streams: Any, *, even: bool = False) -> None:

@@ -44,8 +44,7 @@ def wrap_collectives(
 ) -> Iterator[None]:
     """Within this context, wrap these of the `COLLECTIVES` that this process issues through `torch.distributed`.
 
-    `wrap` gets the function's name, its arguments by name, and a function that issues it asynchronously. It returns the
-    caller's work; without `async_op` that work is waited for at once.
+    `wrap` gets a function's name, its arguments by name, and a function that issues it. It returns the caller's work.
     """
 
     def call(name: str, real: Callable[..., Any], *args: Any, **kwargs: Any) -> dist.Work | None:

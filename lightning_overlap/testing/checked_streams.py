@@ -1,8 +1,4 @@
-"""Find races between streams in a CPU run: simulated streams follow every operator and its memory.
-
-Each operator counts as work of the stream that would be current on a device. Its schema tells which tensors it reads
-and writes. So every run finds a race, whether or not a device would show it.
-"""
+"""Find races between streams in a CPU run: simulated streams follow every operator and, by its schema, its memory."""
 
 from __future__ import annotations
 

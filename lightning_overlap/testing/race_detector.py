@@ -71,10 +71,7 @@ class Races:
         writes: Iterable[str] = (),
         makes: Iterable[str] = (),
     ) -> None:
-        """Issue a piece of work named `by`; raise a RaceError if it is not ordered or not given the memory.
-
-        What it `makes` replaces resources of the same name.
-        """
+        """Issue work named `by`, or raise a RaceError; what it `makes` replaces resources of the same name."""
         self._clocks[stream][stream] += 1
         read, write = (Access(by, is_write, stream, self._clocks[stream][stream]) for is_write in (False, True))
         for names, access in ((reads, read), (writes, write)):
