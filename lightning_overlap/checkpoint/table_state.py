@@ -162,8 +162,7 @@ def _other_optimizer(weight: str, saved: set[str], wanted: set[str], was: str | 
 
 def check_tables(model: nn.Module, weights: Mapping[str, Any]) -> None:
     """Raise a RuntimeError if unsharded weights have other shapes than the tables: TorchRec may load a part of them."""
-    tables = {name: value for name, value, _ in _tables(model) if isinstance(weights.get(name), Tensor)}
-    _check_shapes(tables, weights)
+    _check_shapes({name: value for name, value, _ in _tables(model) if isinstance(weights.get(name), Tensor)}, weights)
 
 
 def _check_shapes(pieces: Mapping[str, Piece], whole: Mapping[str, Tensor]) -> None:

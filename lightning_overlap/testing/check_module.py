@@ -301,8 +301,5 @@ def _host_syncs(watched: Watched, most: float | None) -> tuple[dict[str, float],
     problems = [f"{num_sizes:g} reads of sizes a step"] if num_sizes > 1 else []
     if most is not None and sum(others.values()) > most:
         problems.append(listed)
-    return (
-        others,
-        "; ".join(problems),
-        f"{num_sizes:g} a step" + (f"; other syncs, not judged: {listed}" if listed else ""),
-    )
+    said = f"{num_sizes:g} a step" + (f"; other syncs, not judged: {listed}" if listed else "")
+    return others, "; ".join(problems), said

@@ -42,8 +42,7 @@ def compare_with_unsharded(setting: Setting, pipeline: Any, staleness: int) -> t
     answers = Answers(_make(short))
     unsharded = _fit_unsharded(short)
     validation = {"limit_val_batches": 2, "val_check_interval": max(1, len(batches) // 2)}
-    validated = replace(short, trainer_options={**validation, **setting.trainer_options})
-    fit(validated, pipeline, answers)
+    fit(replace(short, trainer_options={**validation, **setting.trainer_options}), pipeline, answers)
     left_out = dict(answers.left_out)
     problems = list(answers.problems.values())
     sharded = of_all_ranks(answers.changes.weights)
