@@ -190,7 +190,6 @@ def _copy(path: str, to: str) -> None:
 
 
 def _looks(place: Path) -> list[tuple[Any, ...]]:
-    """What can be seen of all that is somewhere, without reading it."""
     stats = [(path, path.lstat()) for path in sorted(place.rglob("*"))]
     return [
         (str(path.relative_to(place)), stat.st_mode, stat.st_mtime_ns, path.is_file() and stat.st_size)
@@ -222,7 +221,6 @@ class Small(LightningModule):
 def _fit(
     place: Path, how: str, options: dict[str, Any], *, num_steps: int = NUM_STEPS, resume: bool = False
 ) -> tuple[int, int]:
-    """Fit, from "last" if told so; return the first step and the last one."""
     strategy = OverlapEmbeddingStrategy(
         sharding="table_wise",
         fused_optimizer=(torch.optim.SGD, {"lr": 0.5}),
@@ -244,7 +242,6 @@ def _searcher() -> tuple[Trainer, ModelCheckpoint]:
 
 
 def _last(place: Path) -> Path | None:
-    """Return what Lightning takes for "last"."""
     trainer, callback = _searcher()
     callback.dirpath = str(place)
     connector = trainer._checkpoint_connector
@@ -257,7 +254,6 @@ def _newest(place: Path) -> Path | None:
 
 
 def _step_of(path: Path, sums: dict[int, set[float]], known: dict[str, int]) -> int:
-    """Read all of a checkpoint; return the step that it is of."""
     path = sharded_folder.resolve_path(path)
     looks = str(_looks(path) if path.is_dir() else path.stat().st_mtime_ns)
     if looks in known:
@@ -293,5 +289,4 @@ def fit_until_killed(folder: str, how: str, options: dict[str, Any], num: int) -
 
 
 def go_on(folder: str, how: str, options: dict[str, Any], num_steps: int) -> tuple[int, int]:
-    """Go on from "last"; return the first step and the last one."""
     return _fit(Path(folder), how, options, num_steps=num_steps, resume=True)

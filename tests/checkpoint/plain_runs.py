@@ -32,8 +32,6 @@ SCHEDULES: dict[str, Callable[[Any], Any]] = {
 
 @dataclass
 class GoneOn:
-    """What a run leaves behind on one rank."""
-
     losses: list[Tensor]
     whole: dict[str, Any]
     """This rank's parts of tables and of their state: (window, values)."""
@@ -96,7 +94,6 @@ def go_on(
     replicated: Any = False,
     case: Case = CASE,
 ) -> Any:
-    """Go on under the strategy; return losses, this rank's parts of tables and states, what was said, the rates."""
     model: Any = zeroed(Plain(optimizer, groups, schedule, case))
     strategy = OverlapEmbeddingStrategy(sharding=sharding, fused_optimizer=fused, replicate_tables=replicated)
     trainer = make_trainer(strategy, max_epochs=epochs)
@@ -113,7 +110,6 @@ def go_on(
 
 
 def evaluate(path: str) -> list[tuple[Tensor, Tensor]]:
-    """Validate and test the weights of a file; return what each answers, and the unsharded module."""
     plain = Plain()
     plain.load_state_dict(torch.load(path, weights_only=True)["state_dict"])
     expected = plain(make_batch(CASE, 0, dist.get_rank())).detach()

@@ -60,8 +60,6 @@ class StatefulSized(Stateful):
 
 
 class Rows(_Source, Dataset):
-    """Batches by index."""
-
     def __len__(self) -> int:
         return self.num
 
@@ -70,8 +68,6 @@ class Rows(_Source, Dataset):
 
 
 class Stream(_Source, IterableDataset):
-    """Batches in order, dealt out to the workers."""
-
     def __iter__(self) -> Iterator[Any]:
         worker = torch.utils.data.get_worker_info()
         first, step = (0, 1) if worker is None else (worker.id, worker.num_workers)
@@ -101,8 +97,6 @@ class StatefulBatches(LightningDataModule):
 
 
 class SaveSteps(Callback):
-    """Saves after some steps, as ModelCheckpoint does it, in `on_train_batch_end`."""
-
     def __init__(self, folder: str, steps: tuple[int, ...]) -> None:
         self.folder, self.steps = folder, steps
 
@@ -116,8 +110,6 @@ class SaveSteps(Callback):
 
 
 class Watched(Model):
-    """Counts what happens, and has a schedule for each epoch."""
-
     def __init__(self, case: Case) -> None:
         super().__init__(case)
         self.seen: list[tuple[int, int, int]] = []
@@ -170,8 +162,6 @@ def train_from(
 
 
 class Moves(LightningDataModule):
-    """Has a state: a resumed fit has the next batches."""
-
     first = 0
 
     def train_dataloader(self) -> Any:
@@ -186,7 +176,6 @@ class Moves(LightningDataModule):
 
 
 def seen_with_a_data_module(folder: str) -> list[int]:
-    """Train an epoch, and the next one from its checkpoint; return the batches of the latter."""
     path = f"{folder}/epoch=0.ckpt"
     for resume in (None, path):
         model, save = AsksForSteps(TABLE_WISE), SaveSteps(folder, () if resume else (EPOCH,))
@@ -245,8 +234,6 @@ def train_by_name(pipeline: str, folder: str, resumes: bool) -> tuple[Result, in
 
 
 class _Counts(Callback):
-    """Notes the kernels' iteration counts when training starts."""
-
     def on_train_start(self, trainer: Any, module: Any) -> None:
         self.counts = [(int(tbe.iter), int(tbe.iter_cpu)) for tbe in tbes(module.ebc)]
 

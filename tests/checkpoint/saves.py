@@ -29,8 +29,6 @@ from .checkpoints import EPOCH, Trained, parts_of, save_to, train
 
 
 class SaveAt(Callback):
-    """Saves after one step, and notes what the tables were then."""
-
     def __init__(self, path: str, step: int) -> None:
         self.path, self.step = path, step
         self.parts: Any = None
@@ -64,8 +62,6 @@ def save_while_training(case: Case, path: str) -> tuple[Trained, bool]:
 
 
 def save_in_an_evaluation(path: str, *, fails: bool) -> str:
-    """Save in `validate` with `async_checkpoint`; return what its caller finds."""
-
     class Saves(Callback):
         def on_validation_end(self, trainer: Trainer, module: Any) -> None:
             trainer.save_checkpoint(path)
@@ -85,8 +81,6 @@ def save_in_an_evaluation(path: str, *, fails: bool) -> str:
 
 
 class LoadsAtTheEnd(Callback):
-    """Puts the state of a checkpoint back, after training."""
-
     def __init__(self, path: str) -> None:
         self.path = path
 
@@ -95,14 +89,12 @@ class LoadsAtTheEnd(Callback):
 
 
 def load_at_the_end(case: Case, path: str, checkpoint_format: str) -> tuple[Trained, Trained]:
-    """Save in the middle of a fit and load that at its end; return what was saved and what was loaded."""
     callbacks = (saver := SaveAt(path, 2), LoadsAtTheEnd(path))
     trained = train(case, f"{path}.others", callbacks=callbacks, checkpoint_format=checkpoint_format)
     return dataclasses.replace(trained, whole=saver.parts), trained
 
 
 def fail_while_training(path: str) -> list[str]:
-    """A background save that cannot write on one rank; return what every rank reads, and when."""
     save = sharded_folder.save
 
     def failing(*args: Any, **kwargs: Any) -> Any:
@@ -119,8 +111,6 @@ def fail_while_training(path: str) -> list[str]:
 
 
 class Broadcasts(Callback):
-    """Tells the other ranks something while an error is handled."""
-
     heard: Any = None
 
     def on_exception(self, trainer: Trainer, *args: Any) -> None:
@@ -191,14 +181,12 @@ def _memory_bytes(name: str) -> int:
 
 
 def save_and_fail(path: str, checkpoint_format: str) -> str:
-    """Save over a checkpoint; rank 0 fails when all but the name is done."""
     where = full_file if checkpoint_format == "full" else sharded_folder
     with mock.patch.object(where, "atomic_replace", side_effect=OSError("no space left")):
         return save_to(path, checkpoint_format=checkpoint_format)
 
 
 def kill_while_saving(path: str, checkpoint_format: str) -> None:
-    """Save over a checkpoint; rank 1 is killed in the middle."""
     where, name = (full_file, "gather") if checkpoint_format == "full" else (sharded_folder, "save")
     real = getattr(where, name)
 

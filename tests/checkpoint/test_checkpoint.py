@@ -23,14 +23,12 @@ FORMATS = ("sharded", "full")
 
 
 def assert_same_tables(loaded: list[Trained], saved: list[Trained]) -> None:
-    """They and their state are the same as a whole, bit for bit."""
     before, after = whole(saved), whole(loaded)
     assert after.keys() == before.keys()
     assert all(torch.equal(after[name], before[name]) for name in before)
 
 
 def goes_on(ranks: Ranks, case: Case, folder: Path, **kwargs: Any) -> list[Trained]:
-    """Train two epochs at once and, from the checkpoint of the first, again: with the same end. Return the latter."""
     all_at_once = ranks.run(train, case, str(folder / "a"), epochs=2, **kwargs)
     path = str(folder / "a" / "epoch=0.ckpt")
     resumed = ranks.run(train, case, str(folder / "b"), epochs=2, resume=path, **kwargs)
@@ -39,7 +37,6 @@ def goes_on(ranks: Ranks, case: Case, folder: Path, **kwargs: Any) -> list[Train
 
 
 def assert_goes_on(expected: list[Trained], resumed: list[Trained], epochs: int = 1) -> None:
-    """The resumed run's losses are the last ones of the other, and it ends in the same state, bit for bit."""
     for rank, other in zip(resumed, expected, strict=True):
         assert len(rank.result.losses) == epochs * EPOCH
         other.result.losses = other.result.losses[-epochs * EPOCH :]
@@ -73,7 +70,6 @@ def test_a_folder_above_one_rank_and_a_plain_file_on_one(ranks: Ranks, tmp_path:
 
 @pytest.mark.parametrize("case", [ROWWISE_ADAGRAD, MIXED], ids=lambda case: case.name)
 def test_a_full_file_serves(ranks: Ranks, get_ranks: Any, case: Case, tmp_path: Path) -> None:
-    """By `load_from_checkpoint`, strict, without trusting the file."""
     trained = ranks.run(train, case, str(tmp_path), checkpoint_format="full")
     [weights] = get_ranks(1).run(checkpoints.load_unsharded, case, trained[0].checkpoint)
     tables = whole(trained)
@@ -117,7 +113,6 @@ PLANS = ("1 0", "cw cw", "rw rw")
     ids=lambda value: getattr(value, "name", value),
 )
 def test_another_plan(two_ranks: Ranks, first: str, checkpoint_format: str, case: Case, tmp_path: Path) -> None:
-    """Tables and fused state move; what has no exact counterpart is averaged, and said."""
     saved = two_ranks.run(train, case, str(tmp_path / first), plan=first, checkpoint_format=checkpoint_format)
     before = whole(saved)
     for second in PLANS:
@@ -160,13 +155,11 @@ def test_another_number_of_ranks(
 
 
 def test_ranks_without_a_row_of_a_table(get_ranks: Any) -> None:
-    """Their shards begin at the same row."""
     assert get_ranks(3).run(checkpoints.copy_one_row) == [[(1, 4)], [(0, 4)], [(0, 4)]]
 
 
 @pytest.mark.parametrize("checkpoint_format", FORMATS)
 def test_a_table_that_changes_its_trainer(two_ranks: Ranks, checkpoint_format: str, tmp_path: Path) -> None:
-    """Its weights move, its optimizer state starts anew, which is said by name."""
     run = partial(two_ranks.run, train, ROWWISE_ADAGRAD, model_class=DenseAdam)
     for first, second in (("0 1", "0 dp"), ("0 dp", "0 1")):
         saved = run(str(tmp_path / first), plan=first, checkpoint_format=checkpoint_format)
@@ -203,7 +196,6 @@ def test_tables_may_be_called_anything(get_ranks: Any, checkpoint_format: str, t
 
 @pytest.mark.parametrize("checkpoint_format", FORMATS)
 def test_dense_kernels_of_table_wise_tables(two_ranks: Ranks, checkpoint_format: str, tmp_path: Path) -> None:
-    """Each rank's Adam has state of its own tables only."""
     kwargs = {"plan": "dense dense", "model_class": DenseAdam, "checkpoint_format": checkpoint_format}
     resumed = goes_on(two_ranks, ROWWISE_ADAGRAD, tmp_path, **kwargs)
     assert "t1 exp_avg" in resumed[1].result.dense_state
@@ -216,7 +208,6 @@ def test_torchrecs_keyed_optimizer(ranks: Ranks, checkpoint_format: str, tmp_pat
 
 @pytest.mark.parametrize("checkpoint_format", FORMATS)
 def test_another_fused_optimizer_is_named(get_ranks: Any, checkpoint_format: str, tmp_path: Path) -> None:
-    """Also on a rank that has none of the tables; an older checkpoint has no names."""
     ranks = get_ranks(2)
     path = Path(ranks.run(train, ADAGRAD, str(tmp_path), plan="0 0", checkpoint_format=checkpoint_format)[0].checkpoint)
     case = checkpoints.dataclasses.replace(ADAGRAD, optimizer=ROWWISE_ADAGRAD.optimizer)
@@ -242,7 +233,6 @@ def test_counters_and_learning_rates_of_the_kernels(ranks: Ranks, tmp_path: Path
 
 @pytest.mark.parametrize("checkpoint_format", FORMATS)
 def test_a_schedule_that_only_the_checkpoint_has(two_ranks: Ranks, checkpoint_format: str, tmp_path: Path) -> None:
-    """Its state is not used, which is said once; Lightning says nothing."""
     run = partial(two_ranks.run, train, ROWWISE_ADAGRAD, checkpoint_format=checkpoint_format)
     path = run(str(tmp_path / "a"), model_class=checkpoints.Stepped)[0].checkpoint
     first, second = run(str(tmp_path / "b"), model_class=checkpoints.Unscheduled, epochs=2, resume=path)
@@ -268,7 +258,6 @@ def test_validate_test_and_predict(two_ranks: Ranks, checkpoint_format: str, tmp
 
 
 def test_lightnings_consolidate_command(two_ranks: Ranks, get_ranks: Any, tmp_path: Path) -> None:
-    """It makes a file that serves, and that this strategy goes on from."""
     all_at_once = two_ranks.run(train, ROWWISE_ADAGRAD, str(tmp_path / "a"), epochs=2)
     path = str(tmp_path / "a" / "epoch=0.ckpt")
     command = [sys.executable, "-m", "lightning.pytorch.utilities.consolidate_checkpoint", path]
@@ -282,7 +271,6 @@ def test_lightnings_consolidate_command(two_ranks: Ranks, get_ranks: Any, tmp_pa
 @pytest.mark.parametrize("save_last", [True, "link"])
 @pytest.mark.parametrize("how", ["sharded", "full", "async"])
 def test_model_checkpoint(two_ranks: Ranks, how: str, save_last: Any, tmp_path: Path) -> None:
-    """Steps, epochs, top-k, last, best."""
     checkpoint_format = None if how == "async" else how
     reports = two_ranks.run(checkpoints.train_with_savers, str(tmp_path), save_last, checkpoint_format, how == "async")
     # Rank 0 removes old ones.
@@ -299,7 +287,6 @@ def test_model_checkpoint(two_ranks: Ranks, how: str, save_last: Any, tmp_path: 
 
 @pytest.mark.parametrize("case", [ROWWISE_ADAGRAD, MIXED], ids=lambda case: case.name)
 def test_an_asynchronous_save_holds_the_state_of_its_step(ranks: Ranks, case: Case, tmp_path: Path) -> None:
-    """Though the tables are updated while it is written."""
     path = tmp_path / "a.ckpt"
     saved = ranks.run(saves.save_while_training, case, str(path))
     assert not any(whole_at_once for _, whole_at_once in saved)
@@ -311,7 +298,6 @@ def test_an_asynchronous_save_holds_the_state_of_its_step(ranks: Ranks, case: Ca
 
 @pytest.mark.parametrize(("fails", "found"), [(False, "whole"), (True, "no space")])
 def test_a_save_in_an_evaluation_ends_there(two_ranks: Ranks, fails: bool, found: str, tmp_path: Path) -> None:
-    """No end of a fit waits for it."""
     assert two_ranks.run(saves.save_in_an_evaluation, str(tmp_path / "a.ckpt"), fails=fails) == [found] * 2
 
 
@@ -422,7 +408,6 @@ def test_a_crash_between_the_two_renames(two_ranks: Ranks, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("checkpoint_format", FORMATS)
 def test_weights_only(two_ranks: Ranks, checkpoint_format: str, tmp_path: Path) -> None:
-    """Ours hold plain tensors; an object of the user's is loaded when the file is trusted."""
     path = str(tmp_path / "plain")
     two_ranks.run(checkpoints.save_to, path, checkpoint_format=checkpoint_format)
     for fn in ("fit", "validate"):

@@ -82,7 +82,6 @@ def test_another_format_in_the_same_folder(
 
 @pytest.mark.parametrize("how", ["sharded", "async"])
 def test_a_rank_that_is_killed(get_ranks: Any, how: str, tmp_path: Path) -> None:
-    """The others end with it; the next run goes on."""
     with pytest.raises(RankError):
         get_ranks(2).run(crashes.fit_until_killed, str(tmp_path), how, LAST["link"], 100)
     whole = max(int(path.stem.partition("=")[2]) for path in tmp_path.glob("step=*.ckpt"))

@@ -23,7 +23,6 @@ FUSED_ADAGRAD = (torch.optim.Adagrad, {"lr": 0.3, "eps": 1e-8})
 
 
 def close(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
-    """To the rounding of sums in another order."""
     return torch.allclose(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
@@ -39,7 +38,6 @@ def close(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
     ids=["adagrad", "tables last", "sgd", "two groups", "adam, data-parallel"],
 )
 def test_it_goes_on_as_ddp_would(two_ranks: Ranks, optimizer: Any, fused: Any, groups: str, tmp_path: Path) -> None:
-    """Losses and tables of the next epoch, which the states have a say in."""
     path = str(tmp_path / "ddp.ckpt")
     expected = two_ranks.run(plain_runs.train_plain, path, optimizer, groups)
     sharding = "table_wise" if fused else "data_parallel"
@@ -67,7 +65,6 @@ def test_replicas_go_on_as_ddp_would(two_ranks: Ranks, tmp_path: Path) -> None:
 
 
 def test_what_does_not_fit_is_said(two_ranks: Ranks, tmp_path: Path) -> None:
-    """Adam's state of the tables has no place in a fused Adagrad; that of the dense part is there."""
     path = str(tmp_path / "ddp.ckpt")
     two_ranks.run(plain_runs.train_plain, path, ADAM)
     first, second = two_ranks.run(plain_runs.go_on, path, ADAM, FUSED_ADAGRAD, epochs=1)
@@ -138,7 +135,6 @@ def test_adams_state_of_sequences_is_reset_with_a_word(two_ranks: Ranks, tmp_pat
 def test_row_wise_adagrad_takes_the_mean_of_adagrad(
     two_ranks: Ranks, sharding: str, width: int, tmp_path: Path
 ) -> None:
-    """Over the columns that a shard has."""
     path = str(tmp_path / "ddp.ckpt")
     two_ranks.run(plain_runs.train_plain, path, ADAGRAD)
     tables = whole(two_ranks.run(plain_runs.go_on, path, ADAGRAD, (RowWiseAdagrad, {"lr": 0.3}), "one", sharding, 1))

@@ -22,7 +22,6 @@ EXACT = [name for name, mode in MODES.items() if mode.staleness == 0]
 def assert_same(
     ranks: Ranks, pipeline: str, kind: str, stops: tuple[int, ...], folder: str, epochs: int = EPOCHS, **kwargs: Any
 ) -> None:
-    """Train at once, then from every stop, and from the end of the first epoch."""
     all_at_once = ranks.run(train_from, pipeline, kind, folder, None, stops, epochs, **kwargs)
     names = {f"step={stop}": stop for stop in stops} | ({"epoch=0": EPOCH} if epochs > 1 else {})
     for name, stop in names.items():

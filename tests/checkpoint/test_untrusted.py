@@ -28,7 +28,6 @@ SAID = {
 
 @pytest.mark.parametrize("what", CHANGES)
 def test_nothing_is_executed(get_ranks: Any, what: str, tmp_path: Path) -> None:
-    """With `weights_only=True`, and without a word, as with `torch.load`."""
     for fn, weights_only in (("validate", True), ("fit", None)):
         folder = tmp_path / fn
         [said] = get_ranks(1).run(untrusted.load_changed, str(folder), what, fn, weights_only)
@@ -38,7 +37,6 @@ def test_nothing_is_executed(get_ranks: Any, what: str, tmp_path: Path) -> None:
 
 
 def test_what_is_trusted_is_loaded(get_ranks: Any, tmp_path: Path) -> None:
-    """An object of a module's state, in a folder: on both ranks, and as `torch.load` says."""
     for num_ranks in (1, 2):
         folder = tmp_path / str(num_ranks)
         told = get_ranks(num_ranks).run(untrusted.save_and_load_state, str(folder), trust=True)

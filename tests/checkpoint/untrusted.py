@@ -24,8 +24,6 @@ MARK = "executed"
 
 
 class Evil:
-    """Leaves a mark where it is unpickled by somebody who executes what a pickle says."""
-
     def __init__(self, mark: Path) -> None:
         self.mark = str(mark)
 
@@ -35,7 +33,6 @@ class Evil:
 
 @contextmanager
 def _list_of(path: Path) -> Iterator[Any]:
-    """The list of a folder's tensors, to be changed."""
     metadata = pickle.loads((path / ".metadata").read_bytes())
     yield metadata
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
@@ -51,12 +48,10 @@ def _evil_inside_list(path: Path, mark: Path) -> None:
 
 
 def _evil_tensor(path: Path, mark: Path) -> None:
-    """A tensor is an object now."""
     _put(path, "model.bottom.0.bias", Evil(mark))
 
 
 def _evil_state(path: Path, mark: Path) -> None:
-    """An object of the module's `get_extra_state`."""
     _put(path, "model._extra_state", Evil(mark))
 
 
@@ -95,8 +90,6 @@ CHANGES = {
 
 
 class WithState(Evaluated):
-    """Has an object of the user's in its state."""
-
     def __init__(self, case: Case, told: Any = None) -> None:
         super().__init__(case)
         self.told = Opaque() if told is None else told
@@ -109,7 +102,6 @@ class WithState(Evaluated):
 
 
 def save_and_load_state(folder: str, *, trust: bool) -> tuple[str, Any]:
-    """Save a module with an object in its state and load it, trusted or not; return what the user reads."""
     path = f"{folder}/a.ckpt"
     model = WithState(TABLE_WISE)
     model.told.word = "kept"
@@ -123,7 +115,6 @@ def save_and_load_state(folder: str, *, trust: bool) -> tuple[str, Any]:
 
 
 def load_changed(folder: str, what: str, fn: str, weights_only: bool | None) -> str:
-    """Save, change what was saved, load; return what the user reads."""
     checkpoint_format, change = CHANGES[what]
     path = Path(folder) / "a.ckpt"
     assert save_to(str(path), checkpoint_format=checkpoint_format) == "saved"

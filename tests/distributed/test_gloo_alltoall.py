@@ -93,14 +93,12 @@ def test_a_run_over_several_hosts_uses_it_for_tables_and_input_dist(num_nodes: i
     ids=lambda value: getattr(value, "name", value),
 )
 def test_two_hosts_train_as_the_plain_loop(case: Case, pipeline: str, get_ranks: Any) -> None:
-    """In exact modes; `test_laws.py` has the others."""
     ranks = get_ranks(2, num_nodes=2)
     actual = ranks.run(fit, case, pipeline)
     assert reference.differences(actual, reference.on_ranks(ranks, case)) == [[], []]
 
 
 def test_an_exchange_is_over_without_a_wait(two_ranks: Ranks) -> None:
-    """A rank that fails asks for its gradients, and waits no longer than a time."""
     assert two_ranks.run(exchanges.is_over_without_a_wait) == [(True, [1.0, 2.0])] * 2
 
 

@@ -14,8 +14,6 @@ from lightning_overlap.distributed import Mismatches, mismatches
 
 
 class Memory:
-    """A store of one process."""
-
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._counts: dict[str, int] = {}

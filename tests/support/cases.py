@@ -43,8 +43,6 @@ NUM_STEPS = 10
 
 @dataclass(frozen=True)
 class TableSpec:
-    """A table: which collection it is in, what it reads, how it is sharded."""
-
     name: str
     features: tuple[str, ...]
     sharding: str = "table_wise"
@@ -92,15 +90,12 @@ class Case:
 
 @dataclass
 class Batch:
-    """A dataclass batch with what the model needs nested below it."""
-
     dense: Tensor
     inputs: dict[str, Any]
     labels: Tensor
 
 
 def make_batch(case: Case, index: int, rank: int, batch_size: int = BATCH_SIZE) -> Batch:
-    """Return batch `index` of a rank; the same for everybody who asks."""
     generator = torch.Generator().manual_seed(7919 * rank + index)
     lengths = torch.randint(0, 4, (len(case.all_features), batch_size), generator=generator)
     if case.empty_feature is not None and index % 3 == 1:
@@ -117,8 +112,6 @@ def make_batch(case: Case, index: int, rank: int, batch_size: int = BATCH_SIZE) 
 
 
 class Batches(LightningDataModule):
-    """Batches 0 to n - 1 of this rank."""
-
     def __init__(self, case: Case, num_batches: int = NUM_STEPS) -> None:
         super().__init__()
         self.case = case
@@ -130,8 +123,6 @@ class Batches(LightningDataModule):
 
 
 class Model(LightningModule):
-    """Pooled embeddings and a bottom MLP, merged into a top MLP."""
-
     def __init__(self, case: Case, *, fused_optimizer: bool = True, device: str = "cpu") -> None:
         super().__init__()
         self.case = case
@@ -159,11 +150,9 @@ class Model(LightningModule):
                         _apply_optimizer_in_backward(cls, [weights[table.name]], {**kwargs, **own})
 
     def embeddings(self, collection: str, batch: Batch) -> Any:
-        """Look up one collection."""
         return getattr(self, collection)(batch.inputs["sparse"][0])
 
     def dense(self, batch: Batch, embeddings: Mapping[str, Any]) -> Tensor:
-        """Merge looked-up embeddings with the dense features; return the loss."""
         merged = [self.bottom(batch.dense)]
         for table in self.case.tables:
             for feature in table.features:
@@ -196,20 +185,15 @@ class Model(LightningModule):
 
 
 def remade(kjt: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    """Another object of the same ids, without weights."""
     return KeyedJaggedTensor(kjt.keys(), kjt.values().clone(), lengths=kjt.lengths().clone())
 
 
 class MakesInput(Model):
-    """Gives its modules inputs that are no objects of the batch, so that they run their own forward."""
-
     def embeddings(self, collection: str, batch: Batch) -> Any:
         return getattr(self, collection)(remade(batch.inputs["sparse"][0]))
 
 
 class ReadsItsLoss(Model):
-    """Makes the host wait in every step."""
-
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
         loss.item()
@@ -230,7 +214,6 @@ def dense_optimizer(module: nn.Module) -> torch.optim.Optimizer:
 
 
 def make_plan(case: Case, module: Model, world_size: int, device_type: str = "cpu") -> ShardingPlan:
-    """Spread the tables over the ranks by hand, no planner."""
     whole = [table.name for table in case.tables if table.sharding == "table_wise"]
     kinds: dict[str, Callable[[str], Any]] = {
         "data_parallel": lambda name: data_parallel(),
@@ -267,7 +250,6 @@ def make_collection(
 
 
 def summed(jagged: JaggedTensor) -> Tensor:
-    """Pool the rows of each sample by hand."""
     lengths, values = jagged.lengths(), jagged.values()
     places = torch.arange(len(lengths), device=lengths.device)
     owner = torch.repeat_interleave(places, lengths, output_size=len(values))  # without it the host would wait

@@ -30,7 +30,6 @@ def _group() -> Any:
 
 
 def of_gloo_and_ours(shape: tuple[int, ...], dtype: torch.dtype, splits: list[list[int]] | None) -> list[torch.Tensor]:
-    """Send the same through both; `splits[i][j]` rows go from rank i to rank j."""
     rank = dist.get_rank()
     mine = None if splits is None else splits[rank]
     theirs = None if splits is None else [row[rank] for row in splits]
@@ -48,7 +47,6 @@ def of_gloo_and_ours(shape: tuple[int, ...], dtype: torch.dtype, splits: list[li
 
 
 def order_of_posts() -> list[str]:
-    """Begin an all-to-all; return what gloo is asked for, in order."""
     group, posts = _group(), []
 
     class Posts:
@@ -67,7 +65,6 @@ def order_of_posts() -> list[str]:
 
 
 def others_work() -> list[Any]:
-    """Run the collectives that are gloo's, on the group."""
     group, rank = _group(), dist.get_rank()
     total = torch.tensor([float(rank + 1)])
     dist.all_reduce(total, group=group)
@@ -99,7 +96,6 @@ def asked_of_gloo() -> list[str]:
 
 
 def groups_of_a_run() -> list[bool]:
-    """Whether the groups of a fit are of this kind: of its tables, its input dist, its checkpoints."""
     seen = []
 
     class Looks(Model):
@@ -114,7 +110,6 @@ def groups_of_a_run() -> list[bool]:
 
 @contextmanager
 def of_input_dist() -> Iterator[list[dict[str, Any]]]:
-    """Within this context keep the arguments of each all-to-all of the input dist."""
     calls: list[dict[str, Any]] = []
 
     def keep(name: str, call: dict[str, Any], issue: Issue) -> dist.Work | None:
@@ -127,7 +122,6 @@ def of_input_dist() -> Iterator[list[dict[str, Any]]]:
 
 
 def dtypes_of_a_run(num_batches: int) -> tuple[list[torch.dtype], set[torch.dtype]]:
-    """Train; return the dtype of each all-to-all of the input dist, and those of the ids and lengths looked up."""
     looked_up: set[torch.dtype] = set()
 
     class Looks(Model):
@@ -146,7 +140,6 @@ def dtypes_of_a_run(num_batches: int) -> tuple[list[torch.dtype], set[torch.dtyp
 
 
 def is_over_without_a_wait() -> tuple[bool, list[float]]:
-    """Return whether an all-to-all that nobody waits for says that it is over, and what it has received."""
     received = torch.zeros(2)
     work = dist.all_to_all_single(received, torch.full((2,), 1.0 + dist.get_rank()), group=_group(), async_op=True)
     deadline = time.monotonic() + 20

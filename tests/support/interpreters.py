@@ -105,7 +105,6 @@ class _Program:
         return None
 
     def run(self) -> None:
-        """Run it as an interpreter does."""
         import numpy as np
         import torch
 
@@ -178,14 +177,11 @@ def run(arguments: Sequence[Any], *, timeout: float, **options: Any) -> subproce
 
 
 class _Server:
-    """A server that is a descendant of this process, seen from this process."""
-
     def __init__(self, link: socket.socket) -> None:
         self._link = link
         self._lock = threading.Lock()
 
     def start(self, popen: Any, args: Sequence[Any], rest: Sequence[Any], launches: bool = False) -> None:
-        """Do what `subprocess.Popen._execute_child` does, with its arguments."""
         _, preexec, _, pass_fds, cwd, env, _, _, shell, *pipes = rest[:15]
         p2cread, _, _, c2pwrite, _, errwrite = pipes
         *_, new_session, process_group = rest[15:]
@@ -298,7 +294,6 @@ _INSTALLED: list[str] = []
 
 
 def main() -> None:
-    """Be a server; in each forked process, the program."""
     # Lightning asks for each Trainer what is installed.
     importlib.metadata.entry_points = functools.cache(importlib.metadata.entry_points)
     show, warnings.showwarning = warnings.showwarning, lambda *args, **kwargs: None

@@ -54,7 +54,6 @@ MAX_LENGTH = 3
 
 
 def _configs(kind: type, num: int, num_rows: int = NUM_ROWS) -> list[Any]:
-    """Table `t<i>` reads feature `f<i>`."""
     return [
         kind(name=f"t{i}", num_embeddings=num_rows, embedding_dim=DIM, feature_names=[FEATURES[i]]) for i in range(num)
     ]
@@ -79,8 +78,6 @@ def position_weighted_collection(num: int = 3) -> nn.Module:
 
 
 class _Counting(PositionWeightedModule):
-    """Counts the batches it has seen, and weighs by that."""
-
     def __init__(self, max_length: int) -> None:
         super().__init__(max_length)
         self.register_buffer("seen", torch.zeros(()))
@@ -122,8 +119,6 @@ def managed_sequences(num: int = 2) -> nn.Module:
 
 
 class _Sum(nn.Module):
-    """An interaction: pooled embeddings through a linear layer."""
-
     def __init__(self, num: int) -> None:
         super().__init__()
         self.linear = nn.Linear(num * DIM, DIM)
@@ -152,7 +147,6 @@ def fused_bags() -> nn.Module:
 
 
 def plain_ids(generator: torch.Generator, num_ids: int = NUM_ROWS) -> KeyedJaggedTensor:
-    """Up to `MAX_LENGTH` ids for each sample and feature."""
     lengths = torch.randint(0, MAX_LENGTH + 1, (NUM_FEATURES * BATCH_SIZE,), generator=generator)
     values = torch.randint(0, num_ids, (int(lengths.sum()),), generator=generator)
     return KeyedJaggedTensor(keys=list(FEATURES), values=values, lengths=lengths)
@@ -181,7 +175,6 @@ def variable_batch(generator: torch.Generator) -> KeyedJaggedTensor:
 
 
 def draw_weights(module: nn.Module, seed: int, scale: float) -> None:
-    """Set all parameters, by name and not by the order in which modules were made."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for _, parameter in sorted(module.named_parameters()):
@@ -189,7 +182,6 @@ def draw_weights(module: nn.Module, seed: int, scale: float) -> None:
 
 
 def own_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """Return the trained parameters that no backward updates: those of the dense optimizer."""
     return [p for _, p in in_backward_optimizer_filter(module.named_parameters()) if p.requires_grad]
 
 
@@ -200,7 +192,6 @@ Placement = Callable[[int], Any]
 
 
 def whole(table: int) -> Any:
-    """A table on one rank, fused."""
     return table_wise(rank=table % dist.get_world_size(), compute_kernel="fused")
 
 
@@ -217,13 +208,11 @@ def copies(table: int) -> Any:
 
 
 def halves(first: int, second: int) -> Any:
-    """A table in two column shards, on two ranks or on one."""
     size = dist.get_world_size()
     return column_wise(ranks=[first % size, second % size])
 
 
 def plan_of(module: nn.Module, tables: Mapping[str, Any]) -> Any:
-    """Return the plan of one module: how each of its tables is sharded."""
     size = dist.get_world_size()
     return construct_module_sharding_plan(
         module, per_param_sharding=dict(tables), local_size=size, world_size=size, device_type="cpu"

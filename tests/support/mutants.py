@@ -49,7 +49,6 @@ def without(module: ModuleType, line: int) -> Iterator[None]:
 
 @contextmanager
 def unchanged(modules: Iterable[ModuleType]) -> Iterator[None]:
-    """Let the functions of files run as mutants do that leave nothing out."""
     with ExitStack() as stack:
         for module in modules:
             stack.enter_context(without(module, 0))
@@ -57,7 +56,6 @@ def unchanged(modules: Iterable[ModuleType]) -> Iterator[None]:
 
 
 def races(run: Callable[[], object]) -> bool:
-    """Whether a run ends with a race."""
     try:
         run()
     except RaceError:

@@ -13,8 +13,6 @@ HELD = ("fused_sparse_dist", "semi_sync")
 
 
 class Pairing(NamedTuple):
-    """One test of many."""
-
     name: Any
     pipeline: str
     num_ranks: int
@@ -38,13 +36,11 @@ def rotated(names: Iterable[Any], modes: Iterable[str] = MODES) -> list[Pairing]
 
 
 def _turn(modes: list[str], index: int, num_names: int) -> list[str]:
-    """The modes of one case out of so many, so that all together have each mode."""
     num = -(-len(modes) // num_names)
     return [modes[place % len(modes)] for place in range(index * num, (index + 1) * num)]
 
 
 def in_turn(names: Iterable[Any], modes: Iterable[Any]) -> list[tuple[Any, Any]]:
-    """Give each name one of the modes, one after the other."""
     return list(zip(names, itertools.cycle(modes), strict=False))
 
 

@@ -70,7 +70,6 @@ class Ranks:
 
     @property
     def alive(self) -> bool:
-        """Whether every rank still takes work."""
         return all(process.poll() is None for process in self._processes)
 
     @property
@@ -122,7 +121,6 @@ class Ranks:
         return _ANSWERS[key]
 
     def close(self) -> None:
-        """End all ranks."""
         for process in self._processes:
             process.kill()
         for process in self._processes:

@@ -24,8 +24,6 @@ from .ranks import Ranks
 
 @dataclass
 class Result:
-    """All that training leaves behind on one rank, on the host."""
-
     losses: Tensor
     tables: dict[str, Tensor]
     dense: dict[str, Tensor]
@@ -33,7 +31,6 @@ class Result:
     dense_state: dict[str, Tensor]
 
     def differences(self, other: Result) -> list[str]:
-        """Name everything that is not equal bit for bit."""
         found = []
         if not torch.equal(self.losses, other.losses):
             found.append(f"losses from step {_first(self.losses, other.losses)}")
@@ -66,7 +63,6 @@ def train(
     after_step: AfterStep | None = None,
     factor: Factor = unchanged,
 ) -> Result:
-    """Lookup, forward, backward, step, one batch after the other."""
     rank, dmp, module, optimizer, device = set_up(case, device_type)
     losses = []
     for index in range(num_steps):
@@ -84,14 +80,12 @@ def train(
 
 
 def on_ranks(ranks: Ranks, case: Case, staleness: int = 0, **options: Any) -> list[Result]:
-    """What the loop by hand gives on each rank, with updates delayed by a staleness; trained once in a session."""
     if staleness:
         return ranks.run_once(train_delayed, case, Delayed(staleness), **options)
     return ranks.run_once(train, case, **options)
 
 
 def differences(actual: list[Result], expected: list[Result]) -> list[list[str]]:
-    """Name what is not equal bit for bit, rank by rank."""
     return [mine.differences(theirs) for mine, theirs in zip(actual, expected, strict=True)]
 
 
@@ -226,7 +220,6 @@ def set_fused_rates(dmp: DistributedModelParallel, factor: float) -> None:
 
 
 def collect(module: Model, optimizer: torch.optim.Optimizer, losses: list[Tensor]) -> Result:
-    """Gather what a rank holds: shards of tables and of their optimizer state, dense weights and state."""
     tables, fused_state, dense = {}, {}, {}
     sharded = {name: child for name, child in module.named_modules() if isinstance(child, ShardedModule)}
     for child in sharded.values():

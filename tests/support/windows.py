@@ -27,8 +27,6 @@ from .reference import (
 
 
 class Window(NamedTuple):
-    """The batches of an optimizer step."""
-
     batches: tuple[int, ...]
     k: int
     """What their losses are divided by, where the window is cut short, too."""

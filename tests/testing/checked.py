@@ -20,7 +20,6 @@ NUM = 12
 
 
 def check(case: Case, pipeline: str | Schedule, module: type[Model] = Model, **options: Any) -> ModuleReport:
-    """Check a module on a case's batches of this rank, with the plan of the reference."""
     plan = make_plan(case, Model(case), dist.get_world_size() if dist.is_initialized() else 1)
     rank = dist.get_rank() if dist.is_initialized() else 0
     batches = [make_batch(case, index, rank) for index in range(NUM)]
@@ -29,7 +28,6 @@ def check(case: Case, pipeline: str | Schedule, module: type[Model] = Model, **o
 
 
 def what_is_said(case: Case, pipeline: str | Schedule, module: type[Model], **options: Any) -> str:
-    """Return the report, or the message of the law that is broken."""
     try:
         return str(check(case, pipeline, module, **options))
     except AssertionError as err:
@@ -37,14 +35,10 @@ def what_is_said(case: Case, pipeline: str | Schedule, module: type[Model], **op
 
 
 class ClaimsToBeExact(Schedule):
-    """Whatever its order of stages."""
-
     staleness = 0  # type: ignore[assignment]
 
 
 class ClaimsMore(Schedule):
-    """One batch more than its order of stages makes it."""
-
     staleness = 2  # type: ignore[assignment]
 
 
@@ -52,23 +46,17 @@ _count = itertools.count()
 
 
 class NeverTwiceAlike(Model):
-    """Depends on what no seed sets."""
-
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss: Tensor = super().training_step(batch, batch_idx)
         return loss * (1 + next(_count) / 100)
 
 
 class BatchesToValidate(Batches):
-    """Has a batch for validation."""
-
     def val_dataloader(self) -> DataLoader:
         return DataLoader([make_batch(self.case, 90, self.trainer.global_rank)], batch_size=None)
 
 
 class FollowsItsValidation(Model):
-    """Trains with a loss that depends on the last validation."""
-
     validated = torch.zeros(())
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -77,24 +65,18 @@ class FollowsItsValidation(Model):
 
 
 class LeavesAForward(Model):
-    """Puts something in the place of its tables' forward, for good."""
-
     def on_train_end(self) -> None:
         ebc: Any = self.ebc
         ebc.forward = print
 
 
 class LeavesOneForward(LeavesAForward):
-    """The same, on one rank."""
-
     def on_train_end(self) -> None:
         if dist.get_rank() == 1:
             super().on_train_end()
 
 
 class SendsInItsOwnOrder(Model):
-    """Every rank begins with another group."""
-
     def on_fit_start(self) -> None:
         self.groups = [dist.new_group(), dist.new_group()]
 
@@ -108,7 +90,6 @@ class SendsInItsOwnOrder(Model):
 
 
 def check_by_default_group(pipeline: str) -> str:
-    """A check among all ranks, in the group that is there already."""
     before = dist.group.WORLD
     report = check(TABLE_WISE, pipeline)
     assert dist.group.WORLD is before

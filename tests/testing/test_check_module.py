@@ -106,7 +106,6 @@ def test_options_without_a_reference_are_refused(pipeline: str, option: str) -> 
 
 
 def test_a_validation_of_the_reference_sees_all_updates() -> None:
-    """Also where training goes on with what it found."""
     data, trainer_options = checked.BatchesToValidate(TABLE_WISE, 8), {"limit_val_batches": 1, "val_check_interval": 2}
     module = checked.FollowsItsValidation
     report = check_module(

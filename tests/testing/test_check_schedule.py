@@ -34,8 +34,6 @@ def test_a_schedule_that_breaks_a_law(schedule: Schedule, message: str) -> None:
 
 
 class BreaksEvaluation(Schedule):
-    """Evaluates by a table that cannot run."""
-
     @property
     def evaluation(self) -> NoReturn:
         raise RuntimeError("this schedule evaluates nothing")

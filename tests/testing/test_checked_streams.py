@@ -105,15 +105,12 @@ def test_a_wait_or_hand_over_that_is_left_out_is_a_race(file: ModuleType, line: 
 
 
 def test_the_files_without_anything_left_out_have_no_race() -> None:
-    """Guards the test above."""
     with mutants.unchanged(FILES):
         train(MIXED, "semi_sync")
     assert len(STATEMENTS) >= 18
 
 
 class ReadsTables(Model):
-    """Reads its tables at the end of a batch."""
-
     def read(self) -> None:
         for value in self.ebc.state_dict().values():
             shards = value.local_shards() if hasattr(value, "local_shards") else [value]
@@ -124,8 +121,6 @@ class ReadsTables(Model):
 
 
 class ReadsTablesAfterBackward(ReadsTables):
-    """Reads them in the hooks between the backward and the step, too."""
-
     def on_after_backward(self) -> None:
         self.read()
 
@@ -134,8 +129,6 @@ class ReadsTablesAfterBackward(ReadsTables):
 
 
 class ReadsTablesLater(ReadsTables):
-    """Has such hooks from a batch on: one of the object's own, and one of a callback that is added."""
-
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if batch_idx == 2:
             late = Callback()
@@ -147,8 +140,6 @@ class ReadsTablesLater(ReadsTables):
 
 
 class SkipsSteps(ReadsTables):
-    """Leaves out every other step."""
-
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, closure: Any) -> None:
         if batch_idx % 2:
             optimizer.step(closure=closure)
@@ -157,8 +148,6 @@ class SkipsSteps(ReadsTables):
 
 
 class StepsByHand(ByHand, ReadsTables):
-    """Reads its tables inside training_step, right after each of its parts."""
-
     def training_step(self, batch: Any, batch_idx: int) -> None:
         optimizer = self.optimizers()
         loss = super().training_step(batch, batch_idx)
@@ -174,8 +163,6 @@ class MovesItsRates(ReadsTables, Scheduled):
 
 
 class RecomputesItsLookup(ReadsTables):
-    """Looks up again inside the backward."""
-
     def embeddings(self, collection: str, batch: Any) -> Any:
         kjt = batch.inputs["sparse"][0]
         keys = kjt.keys()
@@ -213,7 +200,6 @@ USERS: dict[str, tuple[type[Model], dict[str, Any]]] = {
 
 @pytest.mark.parametrize(("name", "pipeline", "policy"), pairwise(USERS, MODES, ["dedicated", "data_dist"]))
 def test_the_users_code_finds_the_tables_written(name: str, pipeline: str, policy: str) -> None:
-    """Step or no step, in every hook that comes after a backward."""
     module, options = USERS[name]
     train(TABLE_WISE, pipeline, policy, module, **options)
 
@@ -223,14 +209,11 @@ def test_the_users_code_finds_the_tables_written(name: str, pipeline: str, polic
     pairwise([name for name in USERS if name != "steps_by_hand"], ["sparse_dist", "fused_sparse_dist"], STREAMS),
 )
 def test_no_race_in_a_frozen_window(name: str, pipeline: str, policy: str) -> None:
-    """Own forwards are looked up and updated on the lookup stream, too."""
     module, options = USERS[name]
     train(MIXED, pipeline, policy, module, frozen_window=True, **{"accumulate_grad_batches": 3, **options})
 
 
 class UsesAStreamOfItsOwn(Model):
-    """Uses its embeddings on another stream than the one that the step began on."""
-
     def dense(self, batch: Any, embeddings: Any) -> Tensor:
         streams: Any = self.trainer.strategy.streams
         streams.wait(StreamName.PREFETCH, streams.record(StreamName.COMPUTE))
@@ -250,8 +233,6 @@ def test_embeddings_are_there_on_whatever_stream_asks_for_them() -> None:
 
 
 class ScalesInItsHook(Model):
-    """Its transfer hook reads what its training_step writes."""
-
     def __init__(self, case: Case) -> None:
         super().__init__(case)
         self.register_buffer("scale", torch.ones(6))
@@ -348,8 +329,6 @@ class WritesInBackward(torch.autograd.Function):
 
 
 class RepeatsInBackward(WritesInBackward):
-    """Makes a graph in its backward, and runs it there."""
-
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:
         with torch.enable_grad():

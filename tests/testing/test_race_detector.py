@@ -184,8 +184,6 @@ def test_there_are_mutants() -> None:
 
 
 class TakesEmbeddingsAtOnce(FakeSparse):
-    """Does not let the compute stream wait for the rows."""
-
     def _receive_embeddings(self, index: int, name: str) -> None:
         streams, self.streams = self.streams, RecordingStreams()
         super()._receive_embeddings(index, name)
@@ -193,8 +191,6 @@ class TakesEmbeddingsAtOnce(FakeSparse):
 
 
 class LooksUpOnItsOwnStream(FakeSparse):
-    """Leaves the stream that the executor put it on."""
-
     def embedding_lookup(self, inflight: InFlightBatch, owners: Any, only: Any = None) -> None:
         with self.streams.on(StreamName.MEMCPY):
             super().embedding_lookup(inflight, owners, only)

@@ -15,8 +15,6 @@ from .recording import FAKE_MODULES, LOADED_WEIGHTS, FakeBatch, Mark, RecordingS
 
 @dataclass(slots=True)
 class Run:
-    """What a run of a fake trainer did."""
-
     schedule: Schedule
     timeline: Timeline
     stages: dict[int, list[Stage]]
@@ -32,11 +30,9 @@ class Run:
     """Batches alive at once, the one being trained included."""
 
     def saw(self, batch: int, owner: WeightOwner) -> set[tuple[int, ...]]:
-        """Return the updates that lookups of a batch saw: one entry where all modules saw the same."""
         return {served.saw for served in self.served if (served.batch, served.owner) == (batch, owner)}
 
     def served_early(self, batch: int) -> set[bool]:
-        """Return whether the modules got the embeddings of a batch from early lookups."""
         return {served.early for served in self.served if served.batch == batch}
 
     def __str__(self) -> str:
@@ -95,7 +91,6 @@ class FakeTrainer:
 
     @property
     def exhausted(self) -> bool:
-        """Whether the data has ended."""
         return self._num_fetched >= self._num_batches
 
     num_batches, num_certain = float("inf"), 0
@@ -103,7 +98,6 @@ class FakeTrainer:
     stop_requested = False  # nobody sends it a signal
 
     def fetch(self, index: int, timer: StageTimer | None) -> FetchedBatch | None:
-        """Give the executor the next batch: the trainer is its `BatchSource`."""
         if index >= self._num_batches or self._hold.get(index, 0) >= self._num_begun:
             return None
         self.sparse.begin(Stage.COPY_BATCH_TO_DEVICE, index)
@@ -127,7 +121,6 @@ class FakeTrainer:
         """Wait for an all-reduce."""
 
     def compute(self) -> None:
-        """Compute the weight gradients of the batch being trained."""
         assert self.executor.current is not None
         batch = self.executor.current.index
         if Stage.BACKWARD in self.sparse.stages[batch]:
@@ -207,7 +200,6 @@ class FakeTrainer:
 
     @property
     def tables(self) -> list[str]:
-        """The resources of all tables."""
         return [table(name, owner) for name, owners in self.sparse.modules.items() for owner in owners]
 
     def _observe(self, kind: str, stage: Stage, batch: int) -> None:

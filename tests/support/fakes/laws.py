@@ -75,14 +75,12 @@ def check_stages(run: Run, num_batches: int, *, ready: bool = True) -> None:
 
 
 def check_in_flight(run: Run) -> None:
-    """Check law 2: no more batches in flight than the schedule's depth."""
     assert run.max_in_flight <= run.schedule.depth, (
         f"{run.max_in_flight} batches in flight, the depth is {run.schedule.depth}\n{run}"
     )
 
 
 def check_staleness(run: Run) -> None:
-    """Check law 3, for a run in which every batch was looked up early or came before discovery."""
     for served in run.served:
         staleness = run.schedule.staleness if served.owner is WeightOwner.FUSED_BACKWARD else 0
         expected = tuple(batch for batch in run.updates[served.owner] if batch < served.batch - staleness)

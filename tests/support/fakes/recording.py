@@ -39,7 +39,6 @@ class Timeline:
         self.events: list[TimelineEvent] = []
 
     def record(self, kind: str, stage: Stage, batch: int) -> None:
-        """Add an event, an "issue" or a "wait" of a stage of a batch: an `Observer`."""
         self.events.append((kind, stage, batch))
 
     def issued(self) -> list[str]:
@@ -99,7 +98,6 @@ class RecordingStreams(CheckedStreams):
     def do(
         self, mark: Mark, *, reads: Iterable[str] = (), writes: Iterable[str] = (), makes: Iterable[str] = ()
     ) -> None:
-        """Issue a piece of work on the current stream, with all that it uses, as `Races.do` takes it."""
         self._races.do(str(mark), self._current, reads=reads, writes=writes, makes=makes)
 
     def memory_of(self, value: Any) -> list[str]:
@@ -108,14 +106,11 @@ class RecordingStreams(CheckedStreams):
 
 @dataclass(eq=False)
 class FakeBatch:
-    """A batch: its number, and the modules that it has input for."""
-
     index: int
     modules: tuple[str, ...] = tuple(FAKE_MODULES)
 
     @property
     def memory(self) -> tuple[str, ...]:
-        """The resource that it stands for."""
         return (f"batch {self.index}",)
 
 
