@@ -84,9 +84,7 @@ class Trained:
     """What a run leaves behind on one rank."""
 
     result: Result
-    whole: dict[str, list[tuple[Any, Tensor]]]
-    """This rank's parts of tables and of their fused and dense optimizer state: (window, values)."""
-
+    whole: dict[str, list[tuple[Any, Tensor]]]  # its parts of tables and of their state: (window, values)
     checkpoint: str
     warnings: list[str]
 

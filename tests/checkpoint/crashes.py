@@ -1,7 +1,6 @@
 """Crashes at every instant of a save: copies of the folder, made before each call that changes something in it.
 
-What a process leaves that is killed at an instant is what is on the file system then. So one fit shows what a crash at
-any of its instants would leave. Functions that a rank runs.
+So one fit shows what a crash at any of its instants would leave. Functions that a rank runs.
 """
 
 from __future__ import annotations
@@ -114,15 +113,9 @@ def _install() -> None:
 class Left:
     """What a crash at an instant leaves, and what the next run would go on from."""
 
-    last: int
-    """The step that `ckpt_path="last"` gives; 0: it begins anew."""
-
-    newest: int
-    """The step of the newest `*.ckpt`."""
-
-    whole: int
-    """The step of the newest whole one."""
-
+    last: int  # the step that `ckpt_path="last"` gives; 0: it begins anew
+    newest: int  # the step of the newest `*.ckpt`
+    whole: int  # the step of the newest whole checkpoint
     names: list[str]
 
 
@@ -135,18 +128,10 @@ def fit_and_crash(
     before: tuple[str, dict[str, Any]] | None = None,
     num_resumed: int = 0,
 ) -> tuple[list[Left], list[str], dict[str, bool]]:
-    """Fit with a ModelCheckpoint and look at what a crash at any instant of it would leave.
+    """Fit, in a folder after a fit `before` perhaps, and look at what a crash at any instant of it would leave.
 
-    Args:
-        folder: For the checkpoints and the copies.
-        how: "sharded", "full" or "async".
-        options: Of ModelCheckpoint.
-        exchanges: Whether the file system can swap two names.
-        before: `how` and `options` of a fit in the same folder, from which this one goes on.
-        num_resumed: After how many crashes, of different kinds, to go on.
-
-    Returns:
-        What is left; the names at the end; whether the fits that went on from "last" did so at the step it is of.
+    Returns what is left; the names at the end; whether the fits, after `num_resumed` crashes of different kinds, that
+    went on from "last" did so at its step.
     """
     place, copies = Path(folder) / "checkpoints", Path(folder) / "copies"
     places: list[Path] = []

@@ -33,8 +33,7 @@ SCHEDULES: dict[str, Callable[[Any], Any]] = {
 @dataclass
 class GoneOn:
     losses: list[Tensor]
-    whole: dict[str, Any]
-    """This rank's parts of tables and of their state: (window, values)."""
+    whole: dict[str, Any]  # this rank's parts of tables and of their state: (window, values)
     dense: dict[str, Tensor]
     said: list[str]
     rates: list[float]

@@ -17,12 +17,7 @@ NUM_INSTANTS = {"sharded": 50, "async": 50, "full": 15}
 
 
 def check(left: list[Left], first: int = 0) -> None:
-    """Every `*.ckpt` is whole, the newest one is the last saved, and "last" is that, or for an instant the one before.
-
-    Args:
-        left: What was left, in the order of the crashes.
-        first: The step of the newest one when that began.
-    """
+    """Every `*.ckpt` is whole, the newest is the last saved, and "last" is that, or for an instant the one before."""
     before = first, first
     for state in left:
         assert state.newest == state.whole, state

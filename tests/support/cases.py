@@ -1,7 +1,4 @@
-"""Models and data of the law tests: small tables and large table learning rates, so that one stale row shows.
-
-Nothing here comes from the package under test.
-"""
+"""Models and data of the law tests, without the package under test: one stale row shows by a large learning rate."""
 
 from __future__ import annotations
 
@@ -48,33 +45,21 @@ class TableSpec:
     sharding: str = "table_wise"
     collection: str = "ebc"
     dim: int = 8
-    lr: float | None = None
-    """Learning rate of its fused optimizer, where it is not the case's."""
+    lr: float | None = None  # of its fused optimizer, where it is not the case's
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model and its data.
-
-    Args:
-        name: Test id.
-        tables: Its tables.
-        sequence: `EmbeddingCollection`s in the place of `EmbeddingBagCollection`s.
-        weighted: Ids carry weights.
-        empty_feature: This feature has no ids in every third batch.
-        optimizer: Fused optimizer class and arguments.
-        comms: Precision that embeddings and gradients are sent in, by TorchRec's codecs; None: as they are.
-        unused: The model has dense weights that no loss depends on.
-    """
+    """A model and its data."""
 
     name: str
     tables: tuple[TableSpec, ...]
-    sequence: bool = False
+    sequence: bool = False  # `EmbeddingCollection`s
     weighted: bool = False
-    empty_feature: str | None = None
+    empty_feature: str | None = None  # has no ids in every third batch
     optimizer: tuple[type[torch.optim.Optimizer], Mapping[str, Any]] = (torch.optim.SGD, {"lr": 2.0})
-    comms: tuple[str, str] | None = None
-    unused: bool = False
+    comms: tuple[str, str] | None = None  # precision that embeddings and gradients are sent in, by TorchRec's codecs
+    unused: bool = False  # the model has dense weights that no loss depends on
 
     @property
     def all_features(self) -> tuple[str, ...]:

@@ -1,7 +1,4 @@
-"""TorchRec modules of every kind, ids for them, and plans made of placements: set-up of several suites.
-
-Imports nothing of the package under test.
-"""
+"""TorchRec modules of every kind, ids for them, and plans made of placements, without the package under test."""
 
 from __future__ import annotations
 
@@ -187,8 +184,7 @@ def own_parameters(module: nn.Module) -> list[nn.Parameter]:
 
 # -- placements and plans ---------------------------------------------------------------------------------------
 
-Placement = Callable[[int], Any]
-"""Number of a table -> how it is sharded."""
+Placement = Callable[[int], Any]  # number of a table -> how it is sharded
 
 
 def whole(table: int) -> Any:

@@ -30,10 +30,7 @@ def statements(module: ModuleType, function: str = "") -> Iterator[tuple[int, st
 
 @contextmanager
 def without(module: ModuleType, line: int) -> Iterator[None]:
-    """Let the functions of a file run without the statement of a line; 0 leaves nothing out.
-
-    What holds them already, instances and other files too, runs them so.
-    """
+    """Let the functions of a file run without the statement of a line, wherever they are held; 0 leaves nothing out."""
     tree = _LeaveOut(line).visit(ast.parse(inspect.getsource(module)))
     compiled = compile(tree, str(module.__file__), "exec")
     functions = {name: found for name in _codes(compiled) if (found := _function(module, name)) is not None}

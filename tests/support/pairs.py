@@ -21,8 +21,7 @@ class Pairing(NamedTuple):
 def rotated(names: Iterable[Any], modes: Iterable[str] = MODES) -> list[Pairing]:
     """Give each case the modes of `HELD` on two ranks, and others in rotation: by its place in the list, not by chance.
 
-    On two ranks a case meets one mode besides those held, on one rank one of all; more than one where there are fewer
-    cases than modes. So each case runs on both numbers of ranks, and each mode runs on both, with several cases.
+    So each case runs on both numbers of ranks, and each mode runs on both, with several cases.
     """
     names, modes = list(names), list(modes)
     held = [mode for mode in modes if mode in HELD]
@@ -45,10 +44,7 @@ def in_turn(names: Iterable[Any], modes: Iterable[Any]) -> list[tuple[Any, Any]]
 
 
 def pairwise(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
-    """Return combinations, one value of each axis, in which any two values of two axes meet at least once.
-
-    They are taken out of the product one by one, each time the first that has most of the pairs still missing.
-    """
+    """Return combinations, one value of each axis, in which any two values of two axes meet at least once."""
     values = [list(axis) for axis in axes]
     product = list(itertools.product(*(range(len(axis)) for axis in values)))
     missing = {pair for places in product for pair in _pairs(places)}

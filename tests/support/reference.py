@@ -43,16 +43,14 @@ class Result:
         return found
 
 
-Factor = Callable[[int], float]
-"""Step -> what the learning rates are multiplied by."""
+Factor = Callable[[int], float]  # step -> what the learning rates are multiplied by
 
 
 def unchanged(step: int) -> float:
     return 1.0
 
 
-AfterStep = Callable[[int, Model], None]
-"""Called after each step with its index and the module."""
+AfterStep = Callable[[int, Model], None]  # called with the step's index and the module
 
 
 def train(
@@ -98,8 +96,7 @@ class Delayed:
     """What a lookup sees under a staleness, in training that begins anew with some batches."""
 
     staleness: int
-    fresh: tuple[int, ...] = (0,)
-    """Batches that nothing was looked up ahead for: the first of an epoch, or of a run that goes on."""
+    fresh: tuple[int, ...] = (0,)  # nothing was looked up ahead for these: the first of an epoch, or of a resumed run
 
     def __call__(self, batch: int) -> int:
         return max(batch - self.staleness, *(start for start in (0, *self.fresh) if start <= batch))
@@ -119,8 +116,7 @@ class Switching:
         return max(self.start, batch - self.staleness)
 
 
-Waiting = Callable[[int], int]
-"""Step -> how many steps' dense gradients are still to be applied once it is over."""
+Waiting = Callable[[int], int]  # step -> how many steps' dense gradients are still to be applied once it is over
 
 
 @dataclass(frozen=True)
@@ -148,11 +144,8 @@ def train_delayed(
 ) -> Result:
     """The same with delayed updates: tables of the fused backward are looked up `seen(N)` updates into training.
 
-    That is right before the next update. Data-parallel tables, which the dense optimizer writes, are looked up after
-    its step: they are split into collections of their own.
-
-    With `waiting`, dense gradients are applied later, oldest first, each in a step of its own (there
-    clipped to a norm of `clip`), the last ones at the end.
+    Data-parallel tables, in collections of their own, are looked up after the dense optimizer's step. With `waiting`,
+    dense gradients are applied later, oldest first, each in a step of its own, clipped to a norm of `clip`.
     """
     split = split_data_parallel(case)
     rank, dmp, module, optimizer, device = set_up(split, device_type)

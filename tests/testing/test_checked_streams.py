@@ -80,7 +80,6 @@ NOT_HERE = [
     *mutants.statements(lookup_order, "hand_to_lookup"),
     *mutants.statements(lookup_order, "hand_to_compute"),  # and every lookup is early
 ]
-"""What these fits have no use for."""
 
 STATEMENTS = [
     *(

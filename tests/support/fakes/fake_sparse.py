@@ -41,10 +41,8 @@ class Served(NamedTuple):
     batch: int
     module: str
     owner: WeightOwner
-    early: bool
-    """From an early lookup, not from the module's own forward."""
-    saw: tuple[int, ...]
-    """The batches whose updates the lookup saw, oldest first."""
+    early: bool  # from an early lookup, not from the module's own forward
+    saw: tuple[int, ...]  # the batches whose updates the lookup saw, oldest first
 
 
 def table(module: str, owner: WeightOwner) -> str:
@@ -72,17 +70,11 @@ def _gradients(index: int) -> str:
 
 
 class FakeSparse:
-    """Sparse stages without TorchRec: the tables only count the updates they got, lookups note which they saw.
+    """Sparse stages whose tables count the updates they got, and whose lookups note which they saw.
 
-    Raises AssertionError where the stages of one batch come out of order or twice.
-
-    Args:
-        modules: Name of a module -> the owners that write its tables.
-        ready: Whether the inputs of the modules are known from the start, not only after the first forward.
-        streams: Recording streams, to note the order of device work too.
-        lookup_stream: The stream of early lookups.
-        observer: Told of every wait.
-        left_from: Stages that are left, with what is below them, until a backward waits for other ranks, as on a CPU.
+    Raises AssertionError where the stages of one batch come out of order or twice. With `ready` the inputs of the
+    modules are known from the start. The stages of `left_from` are left, with what is below them, until a backward
+    waits for other ranks, as on a CPU.
     """
 
     def __init__(
@@ -108,8 +100,7 @@ class FakeSparse:
 
     def clear(self) -> None:
         self._num_runs += 1
-        self.loaded = f"the tables as loaded before run {self._num_runs}"
-        """The resource that the load writes, for prefetches, which may overlap with updates of the tables."""
+        self.loaded = f"the tables as loaded before run {self._num_runs}"  # read by prefetches
         self.updates: dict[WeightOwner, list[int]] = {owner: [] for owner in EARLY_OWNERS}
         self.stages: dict[int, list[Stage]] = {}
         self.served: list[Served] = []
@@ -204,10 +195,7 @@ class FakeSparse:
                 self.pending.add((Stage.EMBEDDING_LOOKUP, inflight.index, name))
 
     def register_backward_hook(self, inflight: InFlightBatch, stage: Stage, call: Callable[[], None]) -> bool:
-        """Let `call`, which issues a stage, run in the backward of a batch whose fused tables are looked up early.
-
-        Return whether it is so, for stages in `left_from`; else the caller issues it now.
-        """
+        """Let `call`, which issues a stage of `left_from`, run in the backward; else the caller issues it now."""
         fused = any(WeightOwner.FUSED_BACKWARD in state.owners for state in inflight.modules.values())
         is_left = fused and stage in self.left_from
         if is_left:

@@ -18,16 +18,11 @@ class Run:
     schedule: Schedule
     timeline: Timeline
     stages: dict[int, list[Stage]]
-    """Stages of each batch in the order they were done."""
     served: list[Served]
-    """Every answer of a module to a `training_step`."""
-    updates: dict[WeightOwner, list[int]]
-    """Batches whose update the tables have, oldest first."""
+    updates: dict[WeightOwner, list[int]]  # batches whose update the tables have, oldest first
     streams: RecordingStreams
     trained: list[int] = field(default_factory=list)
-    """Batches in the order they were trained."""
-    max_in_flight: int = 0
-    """Batches alive at once, the one being trained included."""
+    max_in_flight: int = 0  # batches alive at once, the trained one included
 
     def saw(self, batch: int, owner: WeightOwner) -> set[tuple[int, ...]]:
         return {served.saw for served in self.served if (served.batch, served.owner) == (batch, owner)}
@@ -43,16 +38,7 @@ class Run:
 class FakeTrainer:
     """Drives an executor as the strategy does, over fake batches and a `FakeSparse`.
 
-    Args:
-        schedule: The table to walk.
-        modules: Who writes the tables of each module.
-        ready: Whether the sparse stages know the modules' inputs from the start.
-        streams: Takes the place of the device's streams.
-        executor_type: A subclass to try.
-        sparse_type: Likewise, of the stages.
-        rank: Named in errors.
-        left_from: Stages that are left, with what is below them, until a backward waits for other ranks, as on a CPU.
-        automatic: Whether the trainer reports each stage; with manual optimization it only knows when all are over.
+    With `automatic` it reports each stage; with manual optimization it only knows when all are over.
     """
 
     def __init__(
@@ -137,18 +123,11 @@ class FakeTrainer:
         stop_after: int | None = None,
         fail_at: tuple[Stage, int] | None = None,
     ) -> Run:
-        """Train fake batches, then drain.
+        """Train fake batches, then drain; raise an AssertionError if a collective is still in flight after it.
 
-        Args:
-            num_batches: How many there are.
-            skip: Batches whose `training_step` returns None: no backward and no step.
-            repeat: Batches whose optimizer runs its closure twice, as LBFGS does.
-            hold: Batches that the source holds back, each until the iteration given has begun.
-            stop_after: Stop after that many batches.
-            fail_at: Raise InjectedError in this stage of this batch.
-
-        Raises:
-            AssertionError: A batch had its stages out of order, or a collective was still in flight after the drain.
+        The `training_step` of batches in `skip` returns None. Optimizers of those in `repeat` run their closure twice,
+        as LBFGS does. The source holds back those in `hold`, each until the iteration given has begun. In the stage
+        and batch of `fail_at` it raises InjectedError.
         """
         self.sparse.clear()
         self.sparse.fail_at = fail_at

@@ -19,18 +19,11 @@ FAKE_MODULES: Mapping[str, frozenset[WeightOwner]] = MappingProxyType(
 )
 """Modules of a `FakeSparse`: who writes the tables of each."""
 
-TimelineEvent = tuple[str, Stage, int]
-"""("issue" | "wait", stage, batch), as an observer gets it."""
+TimelineEvent = tuple[str, Stage, int]  # ("issue" | "wait", stage, batch), as an observer gets it
 
 
 class Timeline:
-    """Collects what an observer is told, and draws it.
-
-    Pass `timeline.record` as the `observer` of an executor or of the strategy.
-
-    Args:
-        schedule: Says which stream each stage is on.
-    """
+    """Collects what an observer, `timeline.record`, is told, and draws it."""
 
     LETTERS: Mapping[Stage, str] = MappingProxyType(dict(zip(Stage, "CSDPLFBWOU", strict=True)))
 
@@ -46,11 +39,7 @@ class Timeline:
         return [f"{self.LETTERS[stage]}{batch}" for kind, stage, batch in self.events if kind == "issue"]
 
     def draw(self, width: int = 118) -> str:
-        """Draw the events from left to right in the order the host made them, one lane per stream.
-
-        Args:
-            width: Characters per line; longer runs continue in another block of lanes.
-        """
+        """Draw the events from left to right in the order the host made them, one lane per stream."""
         lanes = [str(name) for name in StreamName if any(step.stream is name for step in self.schedule)]
         lanes += ["host waits"] if any(kind == "wait" for kind, _, _ in self.events) else []
         title = max(map(len, lanes))
@@ -85,15 +74,10 @@ class Mark(NamedTuple):
 
 
 LOADED_WEIGHTS = Mark(None, -1)
-"""What the compute stream did to the tables before a run: a checkpoint was loaded, weights were initialized."""
 
 
 class RecordingStreams(CheckedStreams):
-    """Stands in for a device's streams where the work is fake: raises at a race.
-
-    Args:
-        lookup: The stream that `StreamName.LOOKUP` stands for, as a stream policy says.
-    """
+    """Stands in for a device's streams where the work is fake: raises at a race."""
 
     def do(
         self, mark: Mark, *, reads: Iterable[str] = (), writes: Iterable[str] = (), makes: Iterable[str] = ()
