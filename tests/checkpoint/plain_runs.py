@@ -43,11 +43,7 @@ class Plain(Model):
     """Trains its tables with the optimizer of the dense part, but for those that a strategy trains in backward."""
 
     def __init__(
-        self,
-        optimizer: Optimizer = ("SGD", {"lr": 0.1}),
-        groups: str = "one",
-        schedule: str = "",
-        case: Case = CASE,
+        self, optimizer: Optimizer = ("SGD", {"lr": 0.1}), groups: str = "one", schedule: str = "", case: Case = CASE
     ) -> None:
         super().__init__(case, fused_optimizer=False)
         self.optimizer, self.groups, self.schedule = optimizer, groups, schedule

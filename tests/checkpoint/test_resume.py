@@ -37,8 +37,7 @@ def assert_same(
 
 
 @pytest.mark.parametrize(
-    ("pipeline", "kind"),
-    [("fused_sparse_dist", "own-sized"), *in_turn(EXACT, ["own-unsized", "own-sized"])],
+    ("pipeline", "kind"), [("fused_sparse_dist", "own-sized"), *in_turn(EXACT, ["own-unsized", "own-sized"])]
 )
 def test_every_exact_mode(two_ranks: Ranks, pipeline: str, kind: str, tmp_path: Path) -> None:
     assert_same(two_ranks, pipeline, kind, (1, EPOCH - 1, EPOCH, EPOCH + 1), str(tmp_path))

@@ -134,9 +134,7 @@ def towers() -> nn.Module:
 
 def fused_bags() -> nn.Module:
     return FusedEmbeddingBagCollection(
-        tables=_configs(EmbeddingBagConfig, 2),
-        optimizer_type=torch.optim.SGD,
-        optimizer_kwargs={"lr": 2.0},
+        tables=_configs(EmbeddingBagConfig, 2), optimizer_type=torch.optim.SGD, optimizer_kwargs={"lr": 2.0}
     )
 
 

@@ -39,11 +39,7 @@ def windows_of(num_batches: int, k: int, first: int = 0) -> list[Window]:
 
 
 def train_windows(
-    case: Case,
-    windows: Sequence[Window],
-    *,
-    factor: Factor = unchanged,
-    updates_in_backward: bool = False,
+    case: Case, windows: Sequence[Window], *, factor: Factor = unchanged, updates_in_backward: bool = False
 ) -> Result:
     """Look up all batches of a window; train each on a loss of 1/k; update the tables in order; step.
 
