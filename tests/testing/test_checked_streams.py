@@ -39,7 +39,7 @@ from ..support.cases import (
     remade,
 )
 from ..support.pairs import pairwise
-from . import checked
+from .test_check_module import check
 
 OVERLAPPING = sorted(
     (name for name, mode in MODES.items() if mode.has_sparse_stages), key=lambda name: name not in mutants.NEED_MOST
@@ -278,9 +278,9 @@ def test_a_race_of_the_users_own_hook_is_named() -> None:
         r"law 2: no row is read while it is written: no event orders aten\..* after fbgemm\.split_embedding_backward"
     )
     with pytest.raises(AssertionError, match=message) as caught:
-        checked.check(TABLE_WISE, "fused_sparse_dist", ReadsOnAStreamOfItsOwn, stream="dedicated")
+        check(TABLE_WISE, "fused_sparse_dist", ReadsOnAStreamOfItsOwn, stream="dedicated")
     assert "BROKEN  law 2: no row is read while it is written" in str(caught.value)
-    assert checked.check(TABLE_WISE, "fused_sparse_dist", ReadsThereWhenWritten, stream="dedicated").holds
+    assert check(TABLE_WISE, "fused_sparse_dist", ReadsThereWhenWritten, stream="dedicated").holds
 
 
 # -- the streams by themselves ----------------------------------------------------------------------------------
