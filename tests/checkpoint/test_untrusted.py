@@ -81,14 +81,16 @@ def _put(path: Path, name: str, value: Any) -> None:
         metadata.storage_data[MetadataIndex(name)] = _StorageInfo("evil.distcp", 0, size)
 
 
+NAMES_MKDIR = "none of it was executed: UnpicklingError: it names posix.mkdir"
+HAS_OBJECTS = "contains objects that load only if you trust the file"
 CHANGES = {
-    "list": ("sharded", _evil_list),
-    "in_list": ("sharded", _evil_inside_list),
-    "tensor": ("sharded", _evil_tensor),
-    "extra_state": ("sharded", _evil_state),
-    "elsewhere": ("sharded", _elsewhere),
-    "meta.pt": ("sharded", _evil_rest),
-    "file": ("full", _evil_file),
+    "list": ("sharded", _evil_list, NAMES_MKDIR),
+    "in_list": ("sharded", _evil_inside_list, NAMES_MKDIR),
+    "tensor": ("sharded", _evil_tensor, "its bottom.0.bias are objects, not tensors"),
+    "extra_state": ("sharded", _evil_state, HAS_OBJECTS),
+    "elsewhere": ("sharded", _elsewhere, "it has a tensor in '../"),
+    "meta.pt": ("sharded", _evil_rest, HAS_OBJECTS),
+    "file": ("full", _evil_file, HAS_OBJECTS),
 }
 
 
@@ -118,23 +120,12 @@ def save_and_load_state(folder: str, *, trust: bool) -> tuple[str, Any]:
 
 
 def load_changed(folder: str, what: str, fn: str, weights_only: bool | None) -> str:
-    checkpoint_format, change = CHANGES[what]
+    checkpoint_format, change, _ = CHANGES[what]
     path = Path(folder) / "a.ckpt"
     assert save_to(str(path), checkpoint_format=checkpoint_format) == "saved"
     change(path, Path(folder) / MARK)
     model_class: type[nn.Module] = WithState if what == "extra_state" else Evaluated
     return load_from(TABLE_WISE, str(path), fn, weights_only=weights_only, model_class=model_class)
-
-
-SAID = {
-    "list": "none of it was executed: UnpicklingError: it names posix.mkdir",
-    "in_list": "none of it was executed: UnpicklingError: it names posix.mkdir",
-    "tensor": "its bottom.0.bias are objects, not tensors",
-    "extra_state": "contains objects that load only if you trust the file",
-    "elsewhere": "it has a tensor in '../",
-    "meta.pt": "contains objects that load only if you trust the file",
-    "file": "contains objects that load only if you trust the file",
-}
 
 
 @pytest.mark.parametrize("what", CHANGES)
@@ -143,7 +134,7 @@ def test_nothing_is_executed(get_ranks: Any, what: str, tmp_path: Path) -> None:
         folder = tmp_path / fn
         [said] = get_ranks(1).run(load_changed, str(folder), what, fn, weights_only)
         assert said.startswith("RuntimeError: ")
-        assert SAID[what] in said
+        assert CHANGES[what][2] in said
         assert not (folder / MARK).exists()
 
 
@@ -153,7 +144,7 @@ def test_what_is_trusted_is_loaded(get_ranks: Any, tmp_path: Path) -> None:
         told = get_ranks(num_ranks).run(save_and_load_state, str(folder), trust=True)
         assert told == [("loaded", "kept")] * num_ranks
     for said, _ in get_ranks(2).run(save_and_load_state, str(tmp_path / "_"), trust=False):
-        assert "contains objects that load only if you trust the file" in said
+        assert HAS_OBJECTS in said
 
 
 def test_what_a_newer_torch_adds_to_a_list_is_left_out(tmp_path: Path) -> None:

@@ -132,9 +132,6 @@ class FakeSparse:
         finally:
             self._current = None
 
-    def make_inputs(self, inflight: InFlightBatch) -> None:
-        """Make nothing: there are no staged methods."""
-
     def input_splits_dist(self, inflight: InFlightBatch) -> None:
         self.begin(Stage.INPUT_SPLITS_DIST, inflight.index)
         assert not inflight.modules, f"{Stage.INPUT_SPLITS_DIST} of batch {inflight.index} a second time"
@@ -222,9 +219,9 @@ class FakeSparse:
         self.pending -= {(Stage.BACKWARD, inflight.index, name) for name in self.modules}
 
     def _nothing(self, *args: Any) -> None:
-        """Fake tables have no cache, no replicas and no counts; lookups are over at once, and nothing is held."""
+        """No staged methods, no cache, no replicas and no counts; lookups are over at once, and nothing is held."""
 
-    forget_prefetched = count_lookups = _nothing
+    make_inputs = forget_prefetched = count_lookups = _nothing
     update_replicas = hold_replicas = forget_received = _nothing
 
     def _update(self, index: int) -> None:

@@ -94,17 +94,10 @@ class FakeTrainer:
         self._max_in_flight = max(self._max_in_flight, len(self._alive))
         return FetchedBatch(batch, index, 0)
 
-    def begin_step(self, *, splits: bool) -> None:
-        """Begin a forward: the trainer is the executor's `WeightGradients`."""
+    def _nothing(self, *args: object, **kwargs: object) -> None:
+        """The trainer is the executor's `WeightGradients` too, whose other methods have nothing to do."""
 
-    def end_forward(self) -> None:
-        """End a forward."""
-
-    def begin_backward(self, loss: object) -> None:
-        """Begin a backward."""
-
-    def finish(self) -> None:
-        """Wait for an all-reduce."""
+    begin_step = end_forward = begin_backward = finish = _nothing
 
     def compute(self) -> None:
         assert self.executor.current is not None
