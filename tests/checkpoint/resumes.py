@@ -6,6 +6,7 @@ import dataclasses
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -194,25 +195,15 @@ class Numbered(Dataset):
         return make_batch(TABLE_WISE, index, 0)
 
 
-def _only(batches: list[Any]) -> Any:
-    return batches[0]
-
-
 def seen_in_the_order_of_a_sampler(folder: str, resume: str | None, save_at: tuple[int, ...] = ()) -> list[Any]:
     """Train or go on, in the middle of an epoch (`step=...`) with a stateful loader, else with a worker."""
     model = Watched(TABLE_WISE)
     is_stateful = bool(save_at) or (resume is not None and resume.startswith("step"))
     kind, workers = (StatefulDataLoader, 0) if is_stateful else (DataLoader, 1)
-    context = "fork" if workers else None
-    data = kind(
-        Numbered(), 1, shuffle=not is_stateful, collate_fn=_only, num_workers=workers, multiprocessing_context=context
-    )
-    trainer = make_trainer(
-        make_strategy(model),
-        callbacks=[SaveSteps(folder, save_at or (-1,))],
-        max_epochs=3,
-        use_distributed_sampler=True,
-    )
+    how: dict[str, Any] = {"num_workers": workers, "multiprocessing_context": "fork" if workers else None}
+    data = kind(Numbered(), 1, shuffle=not is_stateful, collate_fn=itemgetter(0), **how)
+    saver = SaveSteps(folder, save_at or (-1,))
+    trainer = make_trainer(make_strategy(model), callbacks=[saver], max_epochs=3, use_distributed_sampler=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer.fit(model, data, ckpt_path=None if resume is None else f"{folder}/{resume}.ckpt")

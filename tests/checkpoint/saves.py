@@ -80,16 +80,12 @@ def save_in_an_evaluation(path: str, *, fails: bool) -> str:
     return "whole" if sharded_folder.is_folder(Path(path)) else "nothing"
 
 
-class LoadsAtTheEnd(Callback):
-    def __init__(self, path: str) -> None:
-        self.path = path
-
-    def on_fit_end(self, trainer: Trainer, module: Any) -> None:
-        trainer.strategy.load_model_state_dict(trainer.strategy.load_checkpoint(self.path))
-
-
 def load_at_the_end(case: Case, path: str, checkpoint_format: str) -> tuple[Trained, Trained]:
-    callbacks = (saver := SaveAt(path, 2), LoadsAtTheEnd(path))
+    class LoadsAtTheEnd(Callback):
+        def on_fit_end(self, trainer: Trainer, module: Any) -> None:
+            trainer.strategy.load_model_state_dict(trainer.strategy.load_checkpoint(path))
+
+    callbacks = (saver := SaveAt(path, 2), LoadsAtTheEnd())
     trained = train(case, f"{path}.others", callbacks=callbacks, checkpoint_format=checkpoint_format)
     return dataclasses.replace(trained, whole=saver.parts), trained
 
@@ -110,13 +106,6 @@ def fail_while_training(path: str) -> list[str]:
     return []
 
 
-class Broadcasts(Callback):
-    heard: Any = None
-
-    def on_exception(self, trainer: Trainer, *args: Any) -> None:
-        self.heard = trainer.strategy.broadcast(trainer.global_rank)
-
-
 def fail_beside_a_save(path: str, *, disk_is_full: bool) -> tuple[str, list[str], Any, Any]:
     """All ranks fail alike while a slow save goes on beside training; return the error, its notes, what was heard."""
     failing = threading.Event()
@@ -130,23 +119,25 @@ def fail_beside_a_save(path: str, *, disk_is_full: bool) -> tuple[str, list[str]
         write(*args)
 
     class Fails(Callback):
+        heard: Any = None
+
         def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
             if trainer.global_step == 4:
                 raise ValueError("the same on all ranks")
 
-        def on_exception(self, *args: Any) -> None:
+        def on_exception(self, trainer: Trainer, *args: Any) -> None:
             failing.set()
+            self.heard = trainer.strategy.broadcast(trainer.global_rank)
 
-    told = Broadcasts()
-    model = Model(TABLE_WISE)
+    model, fails = Model(TABLE_WISE), Fails()
     strategy = OverlapEmbeddingStrategy(sharding="table_wise", async_checkpoint=True)
-    trainer = make_trainer(strategy, callbacks=[SaveAt(path, 2), Fails(), told])
+    trainer = make_trainer(strategy, callbacks=[SaveAt(path, 2), fails])
     with mock.patch.object(sharded_folder, "_write", late):
         try:
             trainer.fit(model, datamodule=Batches(TABLE_WISE, EPOCH))
         except ValueError as err:
-            return str(err), getattr(err, "__notes__", []), told.heard, trainer.state.stage
-    return "nothing", [], told.heard, trainer.state.stage
+            return str(err), getattr(err, "__notes__", []), fails.heard, trainer.state.stage
+    return "nothing", [], fails.heard, trainer.state.stage
 
 
 class _FullDisk(torch.distributed.checkpoint.FileSystemWriter):

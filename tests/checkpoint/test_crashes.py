@@ -272,10 +272,6 @@ def fit_until_killed(folder: str, how: str, options: dict[str, Any], num: int) -
         _fit(Path(folder), how, options, num_steps=50)
 
 
-def go_on(folder: str, how: str, options: dict[str, Any], num_steps: int) -> tuple[int, int]:
-    return _fit(Path(folder), how, options, num_steps=num_steps, resume=True)
-
-
 # -- the tests --------------------------------------------------------------------------------------------------------
 
 LAST: dict[str, dict[str, Any]] = {"last": {"save_last": True}, "link": {"save_last": "link"}}
@@ -345,7 +341,7 @@ def test_a_rank_that_is_killed(get_ranks: Any, how: str, tmp_path: Path) -> None
     with pytest.raises(RankError):
         get_ranks(2).run(fit_until_killed, str(tmp_path), how, LAST["link"], 100)
     whole = max(int(path.stem.partition("=")[2]) for path in tmp_path.glob("step=*.ckpt"))
-    for first, last in get_ranks(2).run(go_on, str(tmp_path), how, LAST["link"], 50):
+    for first, last in get_ranks(2).run(_fit, tmp_path, how, LAST["link"], num_steps=50, resume=True):
         assert first in {whole, whole - 1}
         assert first > 0
         assert last == 50

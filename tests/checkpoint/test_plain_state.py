@@ -138,39 +138,31 @@ def close(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "fused", "groups"),
+    ("optimizer", "fused", "groups", "options"),
     [
-        (ADAGRAD, FUSED_ADAGRAD, "one"),
-        (ADAGRAD, FUSED_ADAGRAD, "tables last"),
-        (SGD, (torch.optim.SGD, {"lr": 0.3}), "one"),
-        (ADAGRAD, (torch.optim.Adagrad, {"lr": 0.5, "eps": 1e-8}), "two"),
-        (ADAM, None, "one"),
+        (ADAGRAD, FUSED_ADAGRAD, "one", {}),
+        (ADAGRAD, FUSED_ADAGRAD, "tables last", {}),
+        (SGD, (torch.optim.SGD, {"lr": 0.3}), "one", {}),
+        (ADAGRAD, (torch.optim.Adagrad, {"lr": 0.5, "eps": 1e-8}), "two", {}),
+        (ADAM, None, "one", {"sharding": "data_parallel"}),
+        (ADAGRAD, FUSED_ADAGRAD, "one", {"sharding": {"t1": "table_wise"}, "replicated": ["t0"]}),
     ],
-    ids=["adagrad", "tables last", "sgd", "two groups", "adam, data-parallel"],
+    ids=["adagrad", "tables last", "sgd", "two groups", "adam, data-parallel", "replicas"],
 )
-def test_it_goes_on_as_ddp_would(two_ranks: Ranks, optimizer: Any, fused: Any, groups: str, tmp_path: Path) -> None:
+def test_it_goes_on_as_ddp_would(
+    two_ranks: Ranks, optimizer: Any, fused: Any, groups: str, options: Any, tmp_path: Path
+) -> None:
     path = str(tmp_path / "ddp.ckpt")
     expected = two_ranks.run(train_plain, path, optimizer, groups)
-    sharding = "table_wise" if fused else "data_parallel"
-    found = two_ranks.run(go_on, path, optimizer, fused, groups, sharding)
+    found = two_ranks.run(go_on, path, optimizer, fused, groups, **options)
     tables = whole(found)
     for rank, (losses, weights) in zip(found, expected, strict=True):
         assert len(rank.losses) == EPOCH
         assert all(map(close, rank.losses, losses))
         assert all(close(value, weights[name]) for name, value in rank.dense.items())
         assert not any("is reset" in said for said in rank.said)
-    for name in ("t0", "t1"):
+    for name in () if "replicated" in options else ("t0", "t1"):
         assert close(tables[name], expected[0][1][f"ebc.embedding_bags.{name}.weight"])
-
-
-def test_replicas_go_on_as_ddp_would(two_ranks: Ranks, tmp_path: Path) -> None:
-    path = str(tmp_path / "ddp.ckpt")
-    expected = two_ranks.run(train_plain, path, ADAGRAD, "one")
-    options = {"sharding": {"t1": "table_wise"}, "replicated": ["t0"]}
-    for rank, (losses, _) in zip(two_ranks.run(go_on, path, ADAGRAD, FUSED_ADAGRAD, **options), expected, strict=True):
-        assert len(rank.losses) == EPOCH
-        assert all(map(close, rank.losses, losses))
-        assert not any("is reset" in said for said in rank.said)
 
 
 def test_what_does_not_fit_is_said(two_ranks: Ranks, tmp_path: Path) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,21 +42,9 @@ def _list_of(path: Path) -> Iterator[Any]:
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
-def _evil_list(path: Path, mark: Path) -> None:
-    (path / ".metadata").write_bytes(pickle.dumps(Evil(mark)))
-
-
 def _evil_inside_list(path: Path, mark: Path) -> None:
     with _list_of(path) as metadata:
         metadata.planner_data = Evil(mark)
-
-
-def _evil_tensor(path: Path, mark: Path) -> None:
-    _put(path, "model.bottom.0.bias", Evil(mark))
-
-
-def _evil_state(path: Path, mark: Path) -> None:
-    _put(path, "model._extra_state", Evil(mark))
 
 
 def _elsewhere(path: Path, mark: Path) -> None:
@@ -73,8 +62,8 @@ def _evil_file(path: Path, mark: Path) -> None:
     torch.save({**torch.load(path, weights_only=True), "more": Evil(mark)}, path)
 
 
-def _put(path: Path, name: str, value: Any) -> None:
-    torch.save(value, path / "evil.distcp")
+def _put(name: str, path: Path, mark: Path) -> None:
+    torch.save(Evil(mark), path / "evil.distcp")
     with _list_of(path) as metadata:
         metadata.state_dict_metadata[name] = BytesStorageMetadata()
         size = (path / "evil.distcp").stat().st_size
@@ -83,11 +72,11 @@ def _put(path: Path, name: str, value: Any) -> None:
 
 NAMES_MKDIR = "none of it was executed: UnpicklingError: it names posix.mkdir"
 HAS_OBJECTS = "contains objects that load only if you trust the file"
-CHANGES = {
-    "list": ("sharded", _evil_list, NAMES_MKDIR),
+CHANGES: dict[str, tuple[str, Callable[[Path, Path], object], str]] = {
+    "list": ("sharded", lambda path, mark: (path / ".metadata").write_bytes(pickle.dumps(Evil(mark))), NAMES_MKDIR),
     "in_list": ("sharded", _evil_inside_list, NAMES_MKDIR),
-    "tensor": ("sharded", _evil_tensor, "its bottom.0.bias are objects, not tensors"),
-    "extra_state": ("sharded", _evil_state, HAS_OBJECTS),
+    "tensor": ("sharded", partial(_put, "model.bottom.0.bias"), "its bottom.0.bias are objects, not tensors"),
+    "extra_state": ("sharded", partial(_put, "model._extra_state"), HAS_OBJECTS),
     "elsewhere": ("sharded", _elsewhere, "it has a tensor in '../"),
     "meta.pt": ("sharded", _evil_rest, HAS_OBJECTS),
     "file": ("full", _evil_file, HAS_OBJECTS),

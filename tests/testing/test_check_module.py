@@ -22,6 +22,7 @@ from lightning_overlap.plugin import first_words
 from lightning_overlap.schedules.modes import FUSED_SPARSE_DIST, SEMI_SYNC
 from lightning_overlap.testing import ModuleReport, check_module
 
+from ..runtime.test_fakes import ClaimsToBeExact
 from ..support.cases import (
     MIXED,
     ROWWISE_ADAGRAD,
@@ -56,10 +57,6 @@ def what_is_said(case: Case, pipeline: str | Schedule, module: type[Model], **op
         return str(check(case, pipeline, module, **options))
     except AssertionError as err:
         return f"AssertionError: {err}"
-
-
-class ClaimsToBeExact(Schedule):
-    staleness = 0  # type: ignore[assignment]
 
 
 class ClaimsMore(Schedule):
