@@ -12,13 +12,7 @@ import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import Tensor
-from torchrec.distributed.sharding_plan import (
-    column_wise,
-    construct_module_sharding_plan,
-    data_parallel,
-    row_wise,
-    table_wise,
-)
+from torchrec.distributed import sharding_plan
 from torchrec.distributed.types import (
     Shard,
     ShardedTensor,
@@ -61,12 +55,12 @@ def build_plan(case: Case, model: Model, plan: Plan) -> ShardingPlan:
     makers: dict[str, Any] = {}
     for index, (table, word) in enumerate(zip(case.tables, plan.split(), strict=True)):
         makers[table.name] = {
-            "cw": lambda: column_wise(ranks=[rank % num_ranks for rank in range(2)]),
-            "rw": lambda: row_wise(compute_kernel="fused"),
-            "dp": data_parallel,
-            "dense": lambda index=index: table_wise(rank=index % num_ranks, compute_kernel="dense"),
-        }.get(word, lambda word=word: table_wise(rank=int(word), compute_kernel="fused"))()
-    module_plan = construct_module_sharding_plan(
+            "cw": lambda: sharding_plan.column_wise(ranks=[rank % num_ranks for rank in range(2)]),
+            "rw": lambda: sharding_plan.row_wise(compute_kernel="fused"),
+            "dp": sharding_plan.data_parallel,
+            "dense": lambda index=index: sharding_plan.table_wise(rank=index % num_ranks, compute_kernel="dense"),
+        }.get(word, lambda word=word: sharding_plan.table_wise(rank=int(word), compute_kernel="fused"))()
+    module_plan = sharding_plan.construct_module_sharding_plan(
         model.ebc, per_param_sharding=makers, local_size=num_ranks, world_size=num_ranks, device_type="cpu"
     )
     return ShardingPlan(plan={"ebc": module_plan})
@@ -223,19 +217,12 @@ def fit_with_another_optimizer(path: str, case: Case) -> tuple[str, bool]:
 
 
 class Evaluated(Model):
-    def evaluated(self, batch: Any) -> Tensor:
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = self(batch)
         self.losses.append(loss.detach())
         return loss
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.evaluated(batch)
-
-    def test_step(self, batch: Any, batch_idx: int) -> None:
-        self.evaluated(batch)
-
-    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self.evaluated(batch)
+    validation_step = test_step = predict_step
 
 
 class EvaluatedBatches(Batches):

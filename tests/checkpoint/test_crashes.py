@@ -157,7 +157,7 @@ def fit_and_crash(
             if key in left:
                 continue
             every = [_step_of(path, sums, known) for path in copied.glob("*.ckpt")]
-            last, newest = _last(copied), _newest(copied)
+            last, newest = _last(copied), max(copied.glob("*.ckpt"), key=os.path.getmtime, default=None)
             steps = [0 if path is None else _step_of(path, sums, known) for path in (last, newest)]
             left[key] = Left(*steps, max(every, default=0), sorted(path.name for path in copied.iterdir()))
             kind = "" if last is None else f"{last.name} {last.is_symlink()} {len(every)}"
@@ -231,10 +231,6 @@ def _last(place: Path) -> Path | None:
     connector = trainer._checkpoint_connector
     found = connector._parse_ckpt_path(TrainerFn.FITTING, "last", model_provided=True, model_connected=True)
     return None if found is None else Path(found)
-
-
-def _newest(place: Path) -> Path | None:
-    return max(place.glob("*.ckpt"), key=os.path.getmtime, default=None)
 
 
 def _step_of(path: Path, sums: dict[int, set[float]], known: dict[str, int]) -> int:

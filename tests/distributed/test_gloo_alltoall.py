@@ -17,18 +17,7 @@ from lightning_overlap import MODES
 from lightning_overlap.distributed import gloo_alltoall
 from lightning_overlap.distributed.gloo_alltoall import BACKEND, Exchange, ReceivesFirst
 
-from ..support import reference
-from ..support.cases import (
-    COLUMN_WISE,
-    EMPTY_FEATURE,
-    MIXED,
-    SEQUENCE,
-    TABLE_WISE,
-    TWO_COLLECTIONS,
-    Batches,
-    Case,
-    Model,
-)
+from ..support import cases, reference
 from ..support.fits import fit, make_strategy, make_trainer
 from ..support.pairs import in_turn
 from ..support.ranks import Ranks
@@ -106,12 +95,12 @@ def asked_of_gloo() -> list[str]:
 def groups_of_a_run() -> list[bool]:
     seen = []
 
-    class Looks(Model):
+    class Looks(cases.Model):
         def on_train_start(self) -> None:
             seen.append(self.trainer.strategy._groups)
 
-    model = Looks(TABLE_WISE)
-    make_trainer(make_strategy(model)).fit(model, datamodule=Batches(TABLE_WISE, 2))
+    model = Looks(cases.TABLE_WISE)
+    make_trainer(make_strategy(model)).fit(model, datamodule=cases.Batches(cases.TABLE_WISE, 2))
     [joined] = seen
     return [isinstance(group, ReceivesFirst) for group in (joined.tables, joined.lookahead, joined.checkpoints)]
 
@@ -211,12 +200,12 @@ def test_a_run_over_several_hosts_uses_it_for_tables_and_input_dist(num_nodes: i
 @pytest.mark.parametrize(
     ("case", "pipeline"),
     in_turn(
-        [MIXED, SEQUENCE, TWO_COLLECTIONS, COLUMN_WISE, EMPTY_FEATURE],
+        [cases.MIXED, cases.SEQUENCE, cases.TWO_COLLECTIONS, cases.COLUMN_WISE, cases.EMPTY_FEATURE],
         [name for name, mode in MODES.items() if mode.staleness == 0],
     ),
     ids=lambda value: getattr(value, "name", value),
 )
-def test_two_hosts_train_as_the_plain_loop(case: Case, pipeline: str, get_ranks: Any) -> None:
+def test_two_hosts_train_as_the_plain_loop(case: cases.Case, pipeline: str, get_ranks: Any) -> None:
     ranks = get_ranks(2, num_nodes=2)
     actual = ranks.run(fit, case, pipeline)
     assert reference.differences(actual, reference.on_ranks(ranks, case)) == [[], []]

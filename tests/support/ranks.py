@@ -50,9 +50,8 @@ class Ranks:
                 arguments = ((rank, world_size, num_nodes), port, device_type, *files)
                 program = f"from {__name__} import serve; serve(*{arguments!r})"
                 command = [sys.executable, "-c", program]
-                if (
-                    device_type == "cuda"
-                ):  # what a fork has of CUDA is of no use; FBGEMM asks for it when it is imported
+                if device_type == "cuda":
+                    # What a fork has of CUDA is of no use; FBGEMM asks for it when it is imported.
                     own = _variables_of_cuda(rank, num_nodes)
                     process = subprocess.Popen(command, cwd=ROOT, pass_fds=files, env={**os.environ, **own})
                 else:
