@@ -75,8 +75,6 @@ def zeroed(model: Model) -> Model:
 
 @dataclasses.dataclass
 class Trained:
-    """What a run leaves behind on one rank."""
-
     result: Result
     whole: dict[str, list[tuple[Any, Tensor]]]  # its parts of tables and of their state: (window, values)
     checkpoint: str

@@ -144,7 +144,6 @@ def train_from(
     epochs: int = EPOCHS,
     kind_of_model: type[Watched] = Watched,
 ) -> tuple[Result, Any]:
-    """Train, saving after some steps and each epoch; or go on. Return the end, and what was seen."""
     torch.manual_seed(3)
     model = kind_of_model(ROWWISE_ADAGRAD)
     strategy = make_strategy(model, pipeline)
@@ -230,7 +229,6 @@ class _Counts(Callback):
 
 
 def counts_after_resuming(pipeline: str, folder: str, step: int) -> list[tuple[int, int]]:
-    """Save behind a step in the middle of an epoch, go on in a new run; return what its kernels begin to count at."""
     for path in (None, f"{folder}/step={step}.ckpt"):
         model, counts = Model(ROWWISE_ADAGRAD), _Counts()
         trainer = make_trainer(make_strategy(model, pipeline), callbacks=[SaveSteps(folder, (step,)), counts])

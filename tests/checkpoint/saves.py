@@ -42,7 +42,6 @@ class SaveAt(Callback):
 
 
 def save_while_training(case: Case, path: str) -> tuple[Trained, bool]:
-    """Save beside training, writing held back until the fit has gone on for some steps."""
     trained_on = threading.Event()
     write = sharded_folder._write
 

@@ -255,7 +255,6 @@ def _step_of(path: Path, sums: dict[int, set[float]], known: dict[str, int]) -> 
 
 
 def fit_until_killed(folder: str, how: str, options: dict[str, Any], num: int) -> None:
-    """Fit; rank 0 is killed before the `num`th change that it makes to the file system."""
     left = num
 
     def count() -> None:

@@ -51,7 +51,6 @@ def of_gloo_and_ours(shape: tuple[int, ...], dtype: torch.dtype, splits: list[li
 
 @contextmanager
 def _asked(group: Any) -> Iterator[list[str]]:
-    """Within this context note what gloo is asked for, in order."""
     asked, gloo = [], group._gloo
 
     class Asked:
@@ -84,7 +83,6 @@ def others_work() -> list[Any]:
 
 
 def asked_of_gloo() -> list[str]:
-    """Gather and reduce into one tensor; return what gloo is asked for, whatever name torch has for it."""
     with _asked(_group()) as asked:
         gathered = torch.empty(dist.get_world_size())
         dist.all_gather_into_tensor(gathered, torch.ones(1), group=_group())
@@ -115,7 +113,6 @@ def is_over_without_a_wait() -> tuple[bool, list[float]]:
 
 
 def waits_in_vain() -> str:
-    """Wait for a rank that sends nothing."""
     group = _group()
     if dist.get_rank() != 0:
         return ""

@@ -8,26 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torchrec
 from lightning.pytorch import LightningDataModule, LightningModule
 from torch import Tensor, nn
 from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.utils.data import DataLoader
-from torchrec import (
-    EmbeddingBagCollection,
-    EmbeddingBagConfig,
-    EmbeddingCollection,
-    EmbeddingConfig,
-    JaggedTensor,
-    KeyedJaggedTensor,
-    PoolingType,
-)
-from torchrec.distributed.sharding_plan import (
-    column_wise,
-    construct_module_sharding_plan,
-    data_parallel,
-    row_wise,
-    table_wise,
-)
+from torchrec import JaggedTensor, KeyedJaggedTensor
+from torchrec.distributed import sharding_plan
 from torchrec.distributed.types import ShardingPlan
 from torchrec.optim import RowWiseAdagrad
 from torchrec.optim.optimizers import in_backward_optimizer_filter
@@ -50,8 +37,6 @@ class TableSpec:
 
 @dataclass(frozen=True)
 class Case:
-    """A model and its data."""
-
     name: str
     tables: tuple[TableSpec, ...]
     sequence: bool = False  # `EmbeddingCollection`s
@@ -201,16 +186,18 @@ def dense_optimizer(module: nn.Module) -> torch.optim.Optimizer:
 def make_plan(case: Case, module: Model, world_size: int, device_type: str = "cpu") -> ShardingPlan:
     whole = [table.name for table in case.tables if table.sharding == "table_wise"]
     kinds: dict[str, Callable[[str], Any]] = {
-        "data_parallel": lambda name: data_parallel(),
-        "column_wise": lambda name: column_wise(ranks=[rank % world_size for rank in range(2)]),
-        "row_wise": lambda name: row_wise(compute_kernel="fused"),
-        "table_wise": lambda name: table_wise(rank=whole.index(name) % world_size, compute_kernel="fused"),
+        "data_parallel": lambda name: sharding_plan.data_parallel(),
+        "column_wise": lambda name: sharding_plan.column_wise(ranks=[rank % world_size for rank in range(2)]),
+        "row_wise": lambda name: sharding_plan.row_wise(compute_kernel="fused"),
+        "table_wise": lambda name: sharding_plan.table_wise(
+            rank=whole.index(name) % world_size, compute_kernel="fused"
+        ),
     }
     sizes: Any = {"local_size": world_size, "world_size": world_size, "device_type": device_type}
     plans = {}
     for name, tables in case.collections.items():
         shardings = {table.name: kinds[table.sharding](table.name) for table in tables}
-        plans[name] = construct_module_sharding_plan(getattr(module, name), shardings, **sizes)
+        plans[name] = sharding_plan.construct_module_sharding_plan(getattr(module, name), shardings, **sizes)
     return ShardingPlan(plan=plans)
 
 
@@ -228,10 +215,11 @@ def make_collection(
         for table in tables
     ]
     if sequence:
-        return EmbeddingCollection(tables=[EmbeddingConfig(**kwargs) for kwargs in common], device=torch.device(device))
-    poolings = [PoolingType[getattr(table, "pooling", "sum").upper()] for table in tables]
-    configs = [EmbeddingBagConfig(**kwargs, pooling=one) for kwargs, one in zip(common, poolings, strict=True)]
-    return EmbeddingBagCollection(tables=configs, is_weighted=weighted, device=torch.device(device))
+        configs = [torchrec.EmbeddingConfig(**kwargs) for kwargs in common]
+        return torchrec.EmbeddingCollection(tables=configs, device=torch.device(device))
+    poolings = [torchrec.PoolingType[getattr(table, "pooling", "sum").upper()] for table in tables]
+    configs = [torchrec.EmbeddingBagConfig(**kwargs, pooling=one) for kwargs, one in zip(common, poolings, strict=True)]
+    return torchrec.EmbeddingBagCollection(tables=configs, is_weighted=weighted, device=torch.device(device))
 
 
 def summed(jagged: JaggedTensor) -> Tensor:

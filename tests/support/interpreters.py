@@ -315,7 +315,6 @@ def _end_after(run: Callable[[], None]) -> NoReturn:
 
 
 def _serve(link: socket.socket) -> tuple[_Program, list[int]]:
-    """Fork processes while there is a client; return in each of them."""
     while (received := _receive(link)) is not None:
         program, files = received
         reader, writer = os.pipe()

@@ -7,23 +7,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torchrec
 from torch import Tensor, nn
-from torchrec import (
-    EmbeddingBagCollection,
-    EmbeddingBagConfig,
-    EmbeddingCollection,
-    EmbeddingConfig,
-    JaggedTensor,
-    KeyedJaggedTensor,
-)
-from torchrec.distributed.sharding_plan import (
-    column_wise,
-    construct_module_sharding_plan,
-    data_parallel,
-    get_module_to_default_sharders,
-    row_wise,
-    table_wise,
-)
+from torchrec import EmbeddingBagCollection, JaggedTensor, KeyedJaggedTensor
+from torchrec.distributed import sharding_plan
 from torchrec.distributed.types import ShardingPlan
 from torchrec.modules.embedding_tower import EmbeddingTower, EmbeddingTowerCollection
 from torchrec.modules.feature_processor_ import PositionWeightedModule, PositionWeightedModuleCollection
@@ -57,11 +44,11 @@ def _configs(kind: type, num: int, num_rows: int = NUM_ROWS) -> list[Any]:
 
 
 def bags(num: int = 3, *, weighted: bool = False) -> EmbeddingBagCollection:
-    return EmbeddingBagCollection(tables=_configs(EmbeddingBagConfig, num), is_weighted=weighted)
+    return EmbeddingBagCollection(tables=_configs(torchrec.EmbeddingBagConfig, num), is_weighted=weighted)
 
 
-def sequences(num: int = 3) -> EmbeddingCollection:
-    return EmbeddingCollection(tables=_configs(EmbeddingConfig, num))
+def sequences(num: int = 3) -> torchrec.EmbeddingCollection:
+    return torchrec.EmbeddingCollection(tables=_configs(torchrec.EmbeddingConfig, num))
 
 
 def position_weighted(num: int = 3) -> nn.Module:
@@ -134,7 +121,7 @@ def towers() -> nn.Module:
 
 def fused_bags() -> nn.Module:
     return FusedEmbeddingBagCollection(
-        tables=_configs(EmbeddingBagConfig, 2), optimizer_type=torch.optim.SGD, optimizer_kwargs={"lr": 2.0}
+        tables=_configs(torchrec.EmbeddingBagConfig, 2), optimizer_type=torch.optim.SGD, optimizer_kwargs={"lr": 2.0}
     )
 
 
@@ -186,36 +173,36 @@ Placement = Callable[[int], Any]  # number of a table -> how it is sharded
 
 
 def whole(table: int) -> Any:
-    return table_wise(rank=table % dist.get_world_size(), compute_kernel="fused")
+    return sharding_plan.table_wise(rank=table % dist.get_world_size(), compute_kernel="fused")
 
 
 def whole_dense(table: int) -> Any:
-    return table_wise(rank=table % dist.get_world_size(), compute_kernel="dense")
+    return sharding_plan.table_wise(rank=table % dist.get_world_size(), compute_kernel="dense")
 
 
 def rows(table: int) -> Any:
-    return row_wise(compute_kernel="fused")
+    return sharding_plan.row_wise(compute_kernel="fused")
 
 
 def copies(table: int) -> Any:
-    return data_parallel()
+    return sharding_plan.data_parallel()
 
 
 def halves(first: int, second: int) -> Any:
     size = dist.get_world_size()
-    return column_wise(ranks=[first % size, second % size])
+    return sharding_plan.column_wise(ranks=[first % size, second % size])
 
 
 def plan_of(module: nn.Module, tables: Mapping[str, Any]) -> Any:
     size = dist.get_world_size()
-    return construct_module_sharding_plan(
+    return sharding_plan.construct_module_sharding_plan(
         module, per_param_sharding=dict(tables), local_size=size, world_size=size, device_type="cpu"
     )
 
 
 def plan_by_place(module: nn.Module, place_of: Callable[[nn.Module], Placement | None]) -> ShardingPlan:
     """Shard every TorchRec module inside a module, the outermost ones; `t3` is table 3, None leaves a module out."""
-    sharders = get_module_to_default_sharders()
+    sharders = sharding_plan.get_module_to_default_sharders()
     plan: dict[str, Any] = {}
     for name, inner in module.named_modules():
         inside = any(name.startswith(f"{outer}.") for outer in plan)

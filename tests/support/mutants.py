@@ -61,7 +61,6 @@ def races(run: Callable[[], object]) -> bool:
 
 
 def _codes(code: CodeType) -> dict[str, CodeType]:
-    """Return the code of a file's functions and methods by their names."""
     found = {}
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
@@ -73,7 +72,6 @@ def _codes(code: CodeType) -> dict[str, CodeType]:
 
 
 def _function(module: ModuleType, name: str) -> FunctionType | None:
-    """Return the live function of a name, under whatever decorates it."""
     found: Any = module
     for part in name.split("."):
         found = vars(found).get(part)

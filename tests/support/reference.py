@@ -93,8 +93,6 @@ Seen = Callable[[int], int]
 
 @dataclass(frozen=True)
 class Delayed:
-    """What a lookup sees under a staleness, in training that begins anew with some batches."""
-
     staleness: int
     fresh: tuple[int, ...] = (0,)  # nothing was looked up ahead for these: the first of an epoch, or of a resumed run
 
@@ -104,8 +102,6 @@ class Delayed:
 
 @dataclass(frozen=True)
 class Switching:
-    """What a lookup sees where a staleness begins with one batch and ends with another."""
-
     staleness: int
     start: int
     end: int

@@ -22,7 +22,6 @@ def issue_order(schedule: Schedule, num_batches: int) -> list[tuple[int, Step, i
 
 
 def run_schedule(schedule: Schedule, num_batches: int, *, ready: bool = True, **options: Any) -> Run:
-    """Train fake batches under a schedule; the options are those of `FakeTrainer.run`."""
     return FakeTrainer(schedule, ready=ready).run(num_batches, **options)
 
 

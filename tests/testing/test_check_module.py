@@ -23,20 +23,8 @@ from lightning_overlap.schedules.modes import FUSED_SPARSE_DIST, SEMI_SYNC
 from lightning_overlap.testing import ModuleReport, check_module
 
 from ..runtime.test_fakes import ClaimsToBeExact
-from ..support.cases import (
-    MIXED,
-    ROWWISE_ADAGRAD,
-    SEQUENCE,
-    TABLE_WISE,
-    TWO_COLLECTIONS,
-    Batches,
-    Case,
-    MakesInput,
-    Model,
-    ReadsItsLoss,
-    make_batch,
-    make_plan,
-)
+from ..support import cases
+from ..support.cases import MIXED, TABLE_WISE, Model
 from ..support.fits import mode_and_options
 from ..support.pairs import in_turn
 from ..support.ranks import Ranks
@@ -44,15 +32,15 @@ from ..support.ranks import Ranks
 NUM = 12
 
 
-def check(case: Case, pipeline: str | Schedule, module: type[Model] = Model, **options: Any) -> ModuleReport:
-    plan = make_plan(case, Model(case), dist.get_world_size() if dist.is_initialized() else 1)
+def check(case: cases.Case, pipeline: str | Schedule, module: type[Model] = Model, **options: Any) -> ModuleReport:
+    plan = cases.make_plan(case, Model(case), dist.get_world_size() if dist.is_initialized() else 1)
     rank = dist.get_rank() if dist.is_initialized() else 0
-    batches = [make_batch(case, index, rank) for index in range(NUM)]
+    batches = [cases.make_batch(case, index, rank) for index in range(NUM)]
     mode, options = mode_and_options(pipeline, options)
     return check_module(lambda: module(case), batches, mode, sharding=plan, **options)
 
 
-def what_is_said(case: Case, pipeline: str | Schedule, module: type[Model], **options: Any) -> str:
+def what_is_said(case: cases.Case, pipeline: str | Schedule, module: type[Model], **options: Any) -> str:
     try:
         return str(check(case, pipeline, module, **options))
     except AssertionError as err:
@@ -72,9 +60,9 @@ class NeverTwiceAlike(Model):
         return loss * (1 + next(_count) / 100)
 
 
-class BatchesToValidate(Batches):
+class BatchesToValidate(cases.Batches):
     def val_dataloader(self) -> DataLoader:
-        return DataLoader([make_batch(self.case, 90, self.trainer.global_rank)], batch_size=None)
+        return DataLoader([cases.make_batch(self.case, 90, self.trainer.global_rank)], batch_size=None)
 
 
 class FollowsItsValidation(Model):
@@ -119,7 +107,7 @@ def check_by_default_group(pipeline: str) -> str:
 
 # -- the tests --------------------------------------------------------------------------------------------------------
 
-KEPT = {case.name: case for case in (MIXED, SEQUENCE, TWO_COLLECTIONS, ROWWISE_ADAGRAD)}
+KEPT = {case.name: case for case in (MIXED, cases.SEQUENCE, cases.TWO_COLLECTIONS, cases.ROWWISE_ADAGRAD)}
 
 
 def make_dlrm() -> DLRM:
@@ -139,7 +127,7 @@ def test_the_dlrm_in_one_process(mode: Schedule) -> None:
 
 def test_nothing_of_the_check_is_left(caplog: pytest.LogCaptureFixture) -> None:
     """Nor does torch.fx speak about a call of TorchRec's, which it does once in a process."""
-    batches = [make_batch(TABLE_WISE, index, 0) for index in range(4)]
+    batches = [cases.make_batch(TABLE_WISE, index, 0) for index in range(4)]
     caplog.clear()
     first_words.calm_libraries(False)
     _symbolic_trace.is_fx_tracing_warning.cache_clear()
@@ -226,21 +214,21 @@ def test_a_schedule_that_is_fresher_than_it_says(steps: tuple[object, ...]) -> N
 
 
 def test_a_read_of_the_loss_is_reported_or_breaks_the_law() -> None:
-    report = check(TABLE_WISE, "fused_sparse_dist", ReadsItsLoss)
+    report = check(TABLE_WISE, "fused_sparse_dist", cases.ReadsItsLoss)
     [(place, num)] = report.host_syncs.items()
     assert "training_step, cases.py" in place
     assert num == 1
     with pytest.raises(AssertionError, match=r"law 9: .*training_step, cases.py:\d+ \(1 a step\)"):
-        check(TABLE_WISE, "fused_sparse_dist", ReadsItsLoss, max_host_syncs=0)
+        check(TABLE_WISE, "fused_sparse_dist", cases.ReadsItsLoss, max_host_syncs=0)
     assert not check(TABLE_WISE, "fused_sparse_dist", max_host_syncs=0).host_syncs
 
 
 def test_a_module_in_its_own_forward_is_named_with_the_reason() -> None:
     reason = "its input (KeyedJaggedTensor) is made inside training_step"
     with pytest.raises(AssertionError, match="served from early lookups: 'ebc' ran in its own forward: ") as caught:
-        check(TABLE_WISE, "semi_sync", MakesInput)
+        check(TABLE_WISE, "semi_sync", cases.MakesInput)
     assert reason in str(caught.value)
-    report = check(TABLE_WISE, "semi_sync", MakesInput, must_overlap=False)
+    report = check(TABLE_WISE, "semi_sync", cases.MakesInput, must_overlap=False)
     assert reason in report.plain["ebc"]
     assert report.early == {"ebc": 0.0}
 
@@ -274,9 +262,9 @@ def test_what_one_rank_finds_all_raise(two_ranks: Ranks) -> None:
 
 def test_a_module_in_the_place_of_what_makes_one() -> None:
     with pytest.raises(TypeError, match=r"pass its class, or `lambda: MyModule\(...\)`"):
-        check_module(Model(TABLE_WISE), [make_batch(TABLE_WISE, 0, 0)])
+        check_module(Model(TABLE_WISE), [cases.make_batch(TABLE_WISE, 0, 0)])
 
 
 def test_too_little_data() -> None:
     with pytest.raises(ValueError, match="needs two batches or more, got 1"):
-        check_module(lambda: Model(TABLE_WISE), [make_batch(TABLE_WISE, 0, 0)])
+        check_module(lambda: Model(TABLE_WISE), [cases.make_batch(TABLE_WISE, 0, 0)])

@@ -22,22 +22,8 @@ from lightning_overlap.testing import CheckedStreams, RaceError
 from lightning_overlap.testing.watched_fit import Setting, Watched, fit, process_group
 
 from ..sparse.update_rates import Scheduled
-from ..support import mutants
-from ..support.cases import (
-    MIXED,
-    ROWWISE_ADAGRAD,
-    SEQUENCE,
-    TABLE_WISE,
-    TWO_COLLECTIONS,
-    WEIGHTED,
-    Batch,
-    ByHand,
-    Case,
-    Model,
-    make_batch,
-    make_plan,
-    remade,
-)
+from ..support import cases, mutants
+from ..support.cases import MIXED, TABLE_WISE, Model
 from ..support.pairs import pairwise
 from .test_check_module import check
 
@@ -47,7 +33,7 @@ OVERLAPPING = sorted(
 
 
 def train(
-    case: Case,
+    case: cases.Case,
     pipeline: str,
     stream: str = "dedicated",
     module: type[Model] = Model,
@@ -55,15 +41,17 @@ def train(
     frozen_window: bool = False,
     **trainer_options: Any,
 ) -> None:
-    batches = [make_batch(case, index, 0) for index in range(7)]
-    options = {"sharding": make_plan(case, Model(case), 1), "stream": stream}
+    batches = [cases.make_batch(case, index, 0) for index in range(7)]
+    options = {"sharding": cases.make_plan(case, Model(case), 1), "stream": stream}
     with process_group("cpu"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         setting = Setting(lambda: module(case), batches, trainer_options=trainer_options, strategy_options=options)
         fit(setting, Mode(pipeline, frozen_window=frozen_window), Watched(), races=True)  # type: ignore[arg-type]
 
 
-CASES = {case.name: case for case in (MIXED, SEQUENCE, TWO_COLLECTIONS, WEIGHTED, ROWWISE_ADAGRAD)}
+CASES = {
+    case.name: case for case in (MIXED, cases.SEQUENCE, cases.TWO_COLLECTIONS, cases.WEIGHTED, cases.ROWWISE_ADAGRAD)
+}
 
 
 @pytest.mark.parametrize(("name", "pipeline", "policy"), pairwise(CASES, MODES, STREAMS))
@@ -146,7 +134,7 @@ class SkipsSteps(ReadsTables):
             closure()
 
 
-class StepsByHand(ByHand, ReadsTables):
+class StepsByHand(cases.ByHand, ReadsTables):
     def training_step(self, batch: Any, batch_idx: int) -> None:
         optimizer = self.optimizers()
         loss = super().training_step(batch, batch_idx)
@@ -180,8 +168,8 @@ class RecomputesAnotherLookup(RecomputesItsLookup):
     def embeddings(self, collection: str, batch: Any) -> Any:
         kjt, index = batch.inputs["sparse"]
         if index >= 3:
-            kjt = remade(kjt)
-        return super().embeddings(collection, Batch(batch.dense, {"sparse": (kjt, index)}, batch.labels))
+            kjt = cases.remade(kjt)
+        return super().embeddings(collection, cases.Batch(batch.dense, {"sparse": (kjt, index)}, batch.labels))
 
 
 USERS: dict[str, tuple[type[Model], dict[str, Any]]] = {
@@ -232,12 +220,12 @@ def test_embeddings_are_there_on_whatever_stream_asks_for_them() -> None:
 
 
 class ScalesInItsHook(Model):
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: cases.Case) -> None:
         super().__init__(case)
         self.register_buffer("scale", torch.ones(6))
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        return Batch(batch.dense * self.scale, batch.inputs, batch.labels)
+        return cases.Batch(batch.dense * self.scale, batch.inputs, batch.labels)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.scale.mul_(0.5)

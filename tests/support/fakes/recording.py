@@ -23,8 +23,6 @@ TimelineEvent = tuple[str, Stage, int]  # ("issue" | "wait", stage, batch), as a
 
 
 class Timeline:
-    """Collects what an observer, `timeline.record`, is told, and draws it."""
-
     LETTERS: Mapping[Stage, str] = MappingProxyType(dict(zip(Stage, "CSDPLFBWOU", strict=True)))
 
     def __init__(self, schedule: Schedule) -> None:
@@ -39,7 +37,6 @@ class Timeline:
         return [f"{self.LETTERS[stage]}{batch}" for kind, stage, batch in self.events if kind == "issue"]
 
     def draw(self, width: int = 118) -> str:
-        """Draw the events from left to right in the order the host made them, one lane per stream."""
         lanes = [str(name) for name in StreamName if any(step.stream is name for step in self.schedule)]
         lanes += ["host waits"] if any(kind == "wait" for kind, _, _ in self.events) else []
         title = max(map(len, lanes))
