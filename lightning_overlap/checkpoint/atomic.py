@@ -30,7 +30,7 @@ def write_synced(path: Path, write: Callable[[Any], object]) -> None:
 
 
 def atomic_replace(unfinished: Path, path: Path, also: Path | None = None) -> None:
-    """Rename a complete checkpoint to `path`, in place of what had that name; first give it a second name, `also`."""
+    """Rename a complete checkpoint to `path` and remove what had that name; first give it a second name, `also`."""
     if also is not None:
         _twin(unfinished, also)
     if _is_real_folder(unfinished):

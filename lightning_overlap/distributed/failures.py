@@ -22,7 +22,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from torch.distributed import Store as Store  # type: ignore[attr-defined]
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-LEAVE_S = 3.0  # the first failing rank waits so long for the others to print, and they for it
+LEAVE_S = 3.0  # seconds that the first failing rank and the others wait for each other to print
 
 _MARK = "_lightning_overlap_cause"
 _causes: dict[int, FirstCause] = {}

@@ -26,7 +26,7 @@ class Groups:
     tables: dist.ProcessGroup  # apart from DDP's gradients, which ranks may send in another order
     lookahead: dist.ProcessGroup | None = None  # the input dist of coming batches
     consensus: Consensus | None = None  # messages between ranks at every step, on the host
-    checkpoints: dist.ProcessGroup | None = None  # on the host; perhaps in a thread during training, so apart
+    checkpoints: dist.ProcessGroup | None = None  # saving, on the host: apart, as it may run in a thread
 
 
 CONSENSUS = "consensus"  # name of its group

@@ -62,7 +62,7 @@ def compare_with_unsharded(setting: Setting, pipeline: Any, staleness: int) -> t
 
 def _rounded(setting: Setting, sharded: Weights, unsharded: Weights) -> list[str]:
     """Return the weights that only one of the fits changes, because their gradient is zero except for rounding."""
-    # As of the bias before a softmax: where its gradient is not exactly zero, Adam makes a full step.
+    # For example the bias before a softmax: where its gradient is not exactly zero, Adam makes a full step.
     doubted = (sharded[CHANGED] ^ unsharded[CHANGED]) & sharded[WITH_GRADIENT] & unsharded[WITH_GRADIENT]
     precise = replace(setting, trainer_options={**setting.trainer_options, "precision": "64-true"})
     changes = _fit_unsharded(precise, in_64_bits=True) if doubted else ""
