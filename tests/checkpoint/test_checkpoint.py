@@ -22,6 +22,11 @@ from .checkpoints import EPOCH, DenseAdam, Trained, train, whole
 FORMATS = ("sharded", "full")
 
 
+@pytest.fixture(params=FORMATS)
+def checkpoint_format(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 def assert_same_tables(loaded: list[Trained], saved: list[Trained]) -> None:
     before, after = whole(saved), whole(loaded)
     assert after.keys() == before.keys()
@@ -44,7 +49,6 @@ def assert_goes_on(expected: list[Trained], resumed: list[Trained], epochs: int 
         assert torch.equal(rank.whole["kernels"][0][1], other.whole["kernels"][0][1])
 
 
-@pytest.mark.parametrize("checkpoint_format", FORMATS)
 @pytest.mark.parametrize("case", [ROWWISE_ADAGRAD, MIXED, SEQUENCE], ids=lambda case: case.name)
 def test_resume_equals_not_stopping(ranks: Ranks, case: Case, checkpoint_format: str, tmp_path: Path) -> None:
     all_at_once = ranks.run(train, case, str(tmp_path / "a"), epochs=3, checkpoint_format=checkpoint_format)
@@ -53,7 +57,6 @@ def test_resume_equals_not_stopping(ranks: Ranks, case: Case, checkpoint_format:
     assert_goes_on(all_at_once, ranks.run(train, case, str(tmp_path / "b"), epochs=3, resume=str(path)))
 
 
-@pytest.mark.parametrize("checkpoint_format", FORMATS)
 def test_a_hook_after_training_loads_the_state_of_fused_optimizers(
     two_ranks: Ranks, checkpoint_format: str, tmp_path: Path
 ) -> None:
@@ -138,7 +141,6 @@ def test_tables_that_change_ranks_train_on_bit_for_bit(two_ranks: Ranks, tmp_pat
     assert all(torch.equal(ours[name], others[name]) for name in others)
 
 
-@pytest.mark.parametrize("checkpoint_format", FORMATS)
 @pytest.mark.parametrize(("save_on", "load_on"), [(2, 1), (1, 2)])
 def test_another_number_of_ranks(
     get_ranks: Any, save_on: int, load_on: int, checkpoint_format: str, tmp_path: Path
@@ -158,7 +160,6 @@ def test_ranks_without_a_row_of_a_table(get_ranks: Any) -> None:
     assert get_ranks(3).run(checkpoints.copy_one_row) == [[(1, 4)], [(0, 4)], [(0, 4)]]
 
 
-@pytest.mark.parametrize("checkpoint_format", FORMATS)
 def test_a_table_that_changes_its_trainer(two_ranks: Ranks, checkpoint_format: str, tmp_path: Path) -> None:
     run = partial(two_ranks.run, train, ROWWISE_ADAGRAD, model_class=DenseAdam)
     for first, second in (("0 1", "0 dp"), ("0 dp", "0 1")):
@@ -175,7 +176,6 @@ def test_a_table_that_changes_its_trainer(two_ranks: Ranks, checkpoint_format: s
             assert after["t1 momentum1"].eq(0).all()
 
 
-@pytest.mark.parametrize("checkpoint_format", FORMATS)
 def test_tables_may_be_called_anything(get_ranks: Any, checkpoint_format: str, tmp_path: Path) -> None:
     names = ("user/id", "a/b/c d", "t[0]", "t[1]", "ü [:, 0:4]")
     tables = tuple(TableSpec(name, (f"f{index}",)) for index, name in enumerate(names))
@@ -194,19 +194,16 @@ def test_tables_may_be_called_anything(get_ranks: Any, checkpoint_format: str, t
 # -- optimizers -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("checkpoint_format", FORMATS)
 def test_dense_kernels_of_table_wise_tables(two_ranks: Ranks, checkpoint_format: str, tmp_path: Path) -> None:
     kwargs = {"plan": "dense dense", "model_class": DenseAdam, "checkpoint_format": checkpoint_format}
     resumed = goes_on(two_ranks, ROWWISE_ADAGRAD, tmp_path, **kwargs)
     assert "t1 exp_avg" in resumed[1].result.dense_state
 
 
-@pytest.mark.parametrize("checkpoint_format", FORMATS)
 def test_torchrecs_keyed_optimizer(ranks: Ranks, checkpoint_format: str, tmp_path: Path) -> None:
     goes_on(ranks, ROWWISE_ADAGRAD, tmp_path, model_class=checkpoints.Keyed, checkpoint_format=checkpoint_format)
 
 
-@pytest.mark.parametrize("checkpoint_format", FORMATS)
 def test_another_fused_optimizer_is_named(get_ranks: Any, checkpoint_format: str, tmp_path: Path) -> None:
     ranks = get_ranks(2)
     path = Path(ranks.run(train, ADAGRAD, str(tmp_path), plan="0 0", checkpoint_format=checkpoint_format)[0].checkpoint)
@@ -231,7 +228,6 @@ def test_counters_and_learning_rates_of_the_kernels(ranks: Ranks, tmp_path: Path
         assert rank.whole["kernels"][0][1].tolist() == [[2 * EPOCH, 2 * EPOCH, 0.125]]
 
 
-@pytest.mark.parametrize("checkpoint_format", FORMATS)
 def test_a_schedule_that_only_the_checkpoint_has(two_ranks: Ranks, checkpoint_format: str, tmp_path: Path) -> None:
     run = partial(two_ranks.run, train, ROWWISE_ADAGRAD, checkpoint_format=checkpoint_format)
     path = run(str(tmp_path / "a"), model_class=checkpoints.Stepped)[0].checkpoint
@@ -246,7 +242,6 @@ def test_a_schedule_that_only_the_checkpoint_has(two_ranks: Ranks, checkpoint_fo
 # -- evaluation, other tools ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("checkpoint_format", FORMATS)
 def test_validate_test_and_predict(two_ranks: Ranks, checkpoint_format: str, tmp_path: Path) -> None:
     trained = two_ranks.run(train, ROWWISE_ADAGRAD, str(tmp_path), checkpoint_format=checkpoint_format)
     tables = {f"ebc.embedding_bags.{name}.weight": value for name, value in whole(trained).items() if " " not in name}
@@ -322,7 +317,6 @@ def test_an_error_beside_an_asynchronous_save(get_ranks: Any, disk_is_full: bool
     ranks.close()  # a run that failed leaves process groups behind
 
 
-@pytest.mark.parametrize("checkpoint_format", FORMATS)
 def test_a_failure_keeps_the_old_checkpoint(two_ranks: Ranks, checkpoint_format: str, tmp_path: Path) -> None:
     path = tmp_path / "last.ckpt"
     for _ in range(2):
@@ -335,7 +329,6 @@ def test_a_failure_keeps_the_old_checkpoint(two_ranks: Ranks, checkpoint_format:
     assert two_ranks.run(checkpoints.load_from, TABLE_WISE, str(path)) == ["loaded"] * 2
 
 
-@pytest.mark.parametrize("checkpoint_format", FORMATS)
 def test_a_killed_rank_keeps_the_old_checkpoint(get_ranks: Any, checkpoint_format: str, tmp_path: Path) -> None:
     path = str(tmp_path / "last.ckpt")
     get_ranks(2).run(checkpoints.save_to, path, checkpoint_format=checkpoint_format)
@@ -401,7 +394,6 @@ def test_loading_what_is_something_else(two_ranks: Ranks, tmp_path: Path) -> Non
         assert re.search(r"ebc\.embedding_bags\.t\d\.weight", said)
 
 
-@pytest.mark.parametrize("checkpoint_format", FORMATS)
 def test_weights_only(two_ranks: Ranks, checkpoint_format: str, tmp_path: Path) -> None:
     path = str(tmp_path / "plain")
     two_ranks.run(checkpoints.save_to, path, checkpoint_format=checkpoint_format)
