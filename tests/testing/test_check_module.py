@@ -115,14 +115,13 @@ def make_dlrm() -> DLRM:
     return DLRM(sizes, num_dense=4, embedding_dim=8, fused_optimizer="rowwise_adagrad", table_learning_rate=1.0)
 
 
-@pytest.mark.parametrize("mode", [MODES[name] for name in ("base", "fused_sparse_dist", "semi_sync_deferred")], ids=str)
-def test_the_dlrm_in_one_process(mode: Schedule) -> None:
+def test_the_dlrm_in_one_process() -> None:
     """As a user's test has it: no launcher, no process group. `test_modules_of_the_law_tests` has the other modes."""
     data = SyntheticDataModule(num_tables=3, rows_per_table=50, num_dense=4, batch_size=16, num_batches=20)
-    report = check_module(make_dlrm, data, pipeline=mode.name)
+    report = check_module(make_dlrm, data)
     assert report.holds
     assert report.num_steps == 12
-    assert set(report.early.values()) == ({1.0} if mode.has_sparse_stages else {0.0})
+    assert set(report.early.values()) == {1.0}
 
 
 def test_nothing_of_the_check_is_left(caplog: pytest.LogCaptureFixture) -> None:
