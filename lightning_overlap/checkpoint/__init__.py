@@ -1,7 +1,4 @@
-"""Read and write checkpoints of sharded models: a folder written by all ranks, or one full file.
-
-Both load on any number of ranks and under any plan. Saving is atomic; loading executes nothing of the checkpoint.
-"""
+"""Read and write checkpoints of sharded models: a folder written by all ranks, or one full file."""
 
 from .atomic import discard as discard
 from .atomic import discard_with_leftovers as discard_with_leftovers

@@ -1,10 +1,4 @@
-"""Replace checkpoints atomically: NAME is always a complete checkpoint, the old or the new one.
-
-`rename` atomically replaces a file or link, but not a folder. Linux can swap two names (`renameat2`, on ext4, XFS,
-Btrfs, tmpfs and others), which replaces a folder, file or link by a folder. On other file systems (NFS) the old
-checkpoint is called `STEM.old.ckpt` between two renames; Lightning's search for "last", tools that take the newest
-`*.ckpt`, and `resolve_path` find it. So a crash needs no repair.
-"""
+"""Replace checkpoints atomically: NAME is always a complete checkpoint, the old or the new one."""
 
 from __future__ import annotations
 
@@ -36,18 +30,14 @@ def write_synced(path: Path, write: Callable[[Any], object]) -> None:
 
 
 def atomic_replace(unfinished: Path, path: Path, also: Path | None = None) -> None:
-    """Rename a complete checkpoint to `path`, and remove what had that name; each is a file, a folder or a link.
-
-    At any moment `path` is the new or the old checkpoint, or, if names cannot be swapped, `being_replaced(path)` is the
-    old checkpoint. `also` is a second name that the checkpoint gets first, if the file system has hard links.
-    """
+    """Rename a complete checkpoint to `path` and remove what had that name; first give it a second name, `also`."""
     if also is not None:
         _twin(unfinished, also)
     if _is_real_folder(unfinished):
         _sync(unfinished)
     if not os.path.lexists(path) or not (_is_real_folder(path) or _is_real_folder(unfinished)):
         unfinished.replace(path)
-    elif not exchange(unfinished, path):
+    elif not exchange(unfinished, path):  # as on NFS; `resolve_path` finds the old one between the renames
         discard(being_replaced(path))
         path.rename(being_replaced(path))
         unfinished.rename(path)
@@ -126,7 +116,6 @@ def _is_real_folder(path: Path) -> bool:
 
 
 def _sync(folder: Path) -> None:
-    """Flush the names in a folder to the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,8 +1,4 @@
-"""State of the optimizers of `configure_optimizers`, by parameter name.
-
-`torch.optim` numbers parameters by position, but the tables that an optimizer owns, and their order, depend on the
-sharding plan and the rank.
-"""
+"""State of the optimizers of `configure_optimizers`, by parameter name: positions depend on the plan and the rank."""
 
 from __future__ import annotations
 
@@ -26,10 +22,7 @@ State = dict[str, Any]
 def by_name(
     optimizer: Optimizer, state: Mapping[str, Any], model: nn.Module, more: Mapping[Tensor, Mapping[str, Tensor]]
 ) -> State:
-    """Return an optimizer's `state_dict()` with the model's parameter names instead of positions.
-
-    It is empty if `state`, the `state_dict()`, is. `more` has further kinds of state by parameter, of any shape.
-    """
+    """Return an optimizer's `state_dict()`, `state`, by parameter names; `more` has further kinds by parameter."""
     if isinstance(optimizer, KeyedOptimizer):  # its state_dict lacks the parameter groups
         state = {"state": optimizer.state, "param_groups": optimizer.param_groups}
     if "param_groups" not in state:
@@ -45,9 +38,9 @@ def by_name(
 
 
 def load_by_name(optimizer: Optimizer, saved: Mapping[str, Any], model: nn.Module) -> set[str]:
-    """Load a result of `by_name`, or a `state_dict()` of `torch.optim`, into an optimizer.
+    """Load a result of `by_name`, or a `state_dict()`; return the names of the tables that only one of the two has.
 
-    Returns the names of the tables that only one of the two has; raises a RuntimeError for other dense parameters.
+    Raises a RuntimeError for other dense parameters.
     """
     if not is_by_name(saved):
         optimizer.load_state_dict(dict(saved))
@@ -94,10 +87,7 @@ def shapes(parameters: Iterable[tuple[object, Tensor | None]]) -> str:
 
 
 def both_sides(saved: Mapping[str, Any], optimizer: Optimizer, named: list[list[str]]) -> str:
-    """Return a line for each group of a saved `state_dict()` and of an optimizer, whose first groups have these names.
-
-    It shows in a message why they do not match.
-    """
+    """Return a line, for a message, for each group of a saved `state_dict()` and of an optimizer (`named`)."""
     lines = [
         f"\n  saved group {index}: "
         + shapes((key, next(iter(shaped(saved["state"].get(key, {})).values()), None)) for key in group["params"])
@@ -128,10 +118,7 @@ def split_table_key(key: str) -> tuple[int, str, str]:
 
 
 def take_table_states(states: list[State], model: nn.Module, *, are_whole: bool = False) -> dict[str, Piece]:
-    """Move the state of dense-kernel tables out of the `by_name` state of each optimizer, in place.
-
-    It is of this rank's shards; with `are_whole` of unsharded tables. Returns pieces by `table_key`.
-    """
+    """Move the state of this rank's shards (or `are_whole` tables) of dense-kernel tables out of `by_name` states."""
     weights = dense_kernel_tables(model)
     pieces: dict[str, Piece] = {}
     for index, state in enumerate(states):

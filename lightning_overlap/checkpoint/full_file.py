@@ -1,9 +1,4 @@
-"""Checkpoints of sharded tables as one file of plain tensors, which also loads into the unsharded module.
-
-Saving gathers table by table on the host. Rank 0 needs host memory for the whole model and its fused state, except for
-tensors that are already whole on its host; other ranks need a copy of one shard, if it is on a device. No device needs
-more memory. Loading maps the file into memory; each rank reads only its shards.
-"""
+"""Checkpoints of sharded tables as one file of plain tensors, which also loads into the unsharded module."""
 
 from __future__ import annotations
 
@@ -20,7 +15,7 @@ from torch.optim import Optimizer
 
 from ..distributed import Group, gather_objects, together, warn_on_rank_zero
 from .atomic import atomic_replace, remove, sibling, write_synced
-from .dense_state import empty_table_states, load_by_name, put_table_states
+from .dense_state import State, empty_table_states, load_by_name, put_table_states
 from .plain_state import take_plain_state
 from .sharded_folder import (
     FUSED,
@@ -48,10 +43,7 @@ def gather_checkpoint(checkpoint: dict[str, Any], model: nn.Module, group: Group
 
 
 def gather(pieces: Mapping[str, Any], group: Group) -> Iterator[tuple[str, Tensor]]:
-    """Gather pieces one by one; yield (name, unsharded tensor on the host) on rank 0, nothing on other ranks.
-
-    All ranks call this and iterate to the end; they may have different names. Skips values that are not tensors.
-    """
+    """Gather tensors; yield (name, unsharded tensor on the host) on rank 0. All ranks iterate to the end."""
     rank = 0 if group is None else group.rank()
     tensors = {key: piece for key, piece in pieces.items() if isinstance(piece, Tensor)}
     mine = {
@@ -118,19 +110,11 @@ def load_file(path: Path, *, weights_only: bool | None) -> dict[str, Any]:
 
 
 def load_fused(
-    checkpoint: dict[str, Any],
-    optimizers: Sequence[Optimizer],
-    schedulers: Sequence[Any],
-    model: nn.Module,
-    group: Group,
+    checkpoint: State, optimizers: Sequence[Optimizer], schedulers: Sequence[Any], model: nn.Module, group: Group
 ) -> None:
     """Copy fused optimizer state into the kernels, unless `load_folder` has loaded it; all ranks call this.
 
-    First converts the optimizer state of a run without this strategy in place (`take_plain_state`). Rank 0 warns of
-    learning-rate schedulers that only the checkpoint has.
-
-    Raises:
-        RuntimeError: The state was saved from another model, or with another fused optimizer.
+    Raises a RuntimeError if the state was saved from another model, or with another fused optimizer.
     """
     told = take_plain_state(checkpoint, optimizers, schedulers, model, group)
     num_schedulers = len(checkpoint.get("lr_schedulers", []))
@@ -153,10 +137,7 @@ def load_fused(
 
 
 def load_dense(checkpoint: Mapping[str, Any], optimizers: Sequence[Optimizer], model: nn.Module) -> None:
-    """Load the state of the optimizers of `configure_optimizers`, including this rank's part for tables.
-
-    Call this after `load_fused`. Raises as `load_by_name` does; for other tables the state is reset, and rank 0 warns.
-    """
+    """Load the state of the optimizers of `configure_optimizers`, after `load_fused`; raise as `load_by_name` does."""
     states, saved = checkpoint["optimizer_states"], checkpoint.get(TABLE_OPTIMIZERS, {})
     pieces = empty_table_states({key: (value.shape, value.dtype) for key, value in saved.items()}, model)
     fill_from_whole(pieces, saved)

@@ -1,9 +1,4 @@
-"""Convert optimizer state from a checkpoint of a run without this strategy.
-
-Such a run (`DDPStrategy`, one device) had unsharded tables, often in the dense optimizer, and numbered the parameters
-by position. The order of the checkpoint's weights gives their names; the states' shapes are checked. The state of a
-table goes to the dense optimizer if that trains it now, else to its fused optimizer if that has the same kinds.
-"""
+"""Convert optimizer state of a run without this strategy, which numbered its parameters in the weights' order."""
 
 from __future__ import annotations
 
@@ -32,27 +27,19 @@ _SOURCES: Mapping[str, Mapping[str, str]] = {
 """FBGEMM's optimizer -> kind of its state -> the corresponding kind in `torch.optim`."""
 
 _ADAGRAD = "torch.optim.Adagrad"
-_FUSED_CLASSES = {("sum",): _ADAGRAD, ("exp_avg", "exp_avg_sq"): "torch.optim.Adam"}
-"""Kinds of saved state -> the class whose fused form takes them."""
+_FUSED_CLASSES = {("sum",): _ADAGRAD, ("exp_avg", "exp_avg_sq"): "torch.optim.Adam"}  # by kinds of saved state
 
 _Unused: TypeAlias = tuple[tuple[str, ...], str]
 """Kinds of saved state that a fused optimizer of this run cannot use, and its name."""
 
 
 def take_plain_state(
-    checkpoint: dict[str, Any],
-    optimizers: Sequence[Optimizer],
-    schedulers: Sequence[Any],
-    model: nn.Module,
-    group: Group,
+    checkpoint: State, optimizers: Sequence[Optimizer], schedulers: Sequence[Any], model: nn.Module, group: Group
 ) -> set[str]:
-    """Convert the optimizer state of a checkpoint in place, and return the names of tables whose state is not used.
+    """Convert a checkpoint's optimizer state in place, and return the names of tables whose state is not used.
 
-    Leaves checkpoints of runs with the strategy unchanged. All ranks call this; rank 0 warns about unused state. The
-    optimizers may have more groups than the saved optimizers.
-
-    Raises:
-        RuntimeError: The parameters of the saved optimizers cannot be identified.
+    A table's state goes to the dense optimizer if that trains it now, else to its fused optimizer if that has the same
+    kinds. All ranks call this. Raises a RuntimeError if the saved parameters cannot be identified.
     """
     states = checkpoint.get("optimizer_states") or []
     if all(map(is_by_name, states)):
@@ -101,7 +88,7 @@ def take_plain_state(
 
 
 def _schedule_factor(groups: Sequence[Mapping[str, Any]]) -> float | None:
-    """Return by which factor a schedule has multiplied the rates of all these groups; None if there is no such one."""
+    """Return the factor by which a schedule has multiplied the rates of all these groups; None if they differ."""
     rates = [(group["lr"], group["initial_lr"]) for group in groups if group.get("initial_lr")]
     if not rates or len(rates) < len(groups):
         return None
@@ -110,16 +97,12 @@ def _schedule_factor(groups: Sequence[Mapping[str, Any]]) -> float | None:
 
 
 def _fused_group(group: Mapping[str, Any], factor: float | None) -> dict[str, Any]:
-    """Return the state of a group of fused rates, which the checkpoint lacks; the schedule has moved it as the others.
-
-    `LinearLR` and others multiply the last rate, so from this run's first rate they would never reach the right rate.
-    """
+    # `LinearLR` and others multiply the last rate: from this run's first rate they would never reach the right rate.
     is_scheduled = factor is not None and "initial_lr" in group
     return {**group, "params": []} | ({"lr": group["initial_lr"] * factor} if is_scheduled else {})
 
 
 def _how_to_keep(unused: Mapping[_Unused, Collection[str]], fused_only: Collection[str]) -> str:
-    """Return sentences: how to keep the state of tables, or that nothing keeps that of `fused_only` ones."""
     fused_class = {kinds: _FUSED_CLASSES[kinds] for kinds, _ in unused if kinds in _FUSED_CLASSES}
     ways = [
         f"To keep {', '.join(kinds)}: fused_optimizer=({name}, {{'lr': ...}}){', on CUDA only' * (name != _ADAGRAD)}."
@@ -152,17 +135,8 @@ def _match(
     free: list[str],
     tables: set[str],
 ) -> tuple[list[int], dict[str, State]]:
-    """Match saved parameter groups, which number their parameters, to this run's groups.
-
-    `mine` has the parameter names of this run's dense groups, and `free` the tables that no dense optimizer of this run
-    trains. One saved group, perhaps with other parameters, had all of them, or none had any.
-
-    Returns:
-        For each of this run's groups the index of the saved group, and parameter name -> saved state.
-
-    Raises:
-        RuntimeError: No order of parameters fits, or several different orders do.
-    """
+    """Return for each of this run's groups (`mine`) the index of the saved group, and parameter name -> saved state."""
+    # No dense optimizer of this run trains the `free` tables: one saved group had all of them, or none had any.
     saved = [[state["state"].get(key, {}) for key in group["params"]] for group in state["param_groups"]]
     has_own_group = len(saved) == len(mine) + 1
     fitting: dict[Any, tuple[list[int], dict[str, State]]] = {}
@@ -205,7 +179,6 @@ def _orders(mine: list[str], free: list[str], tables: set[str], weights: list[st
 
 
 def _fits(names: Sequence[str], states: Sequence[State], weights: Mapping[str, Any], tables: set[str]) -> bool:
-    """Whether a group has no tables, or its states have the shapes of the weights."""
     shapes_match = (
         value.shape == weights[name].shape
         for name, state in zip(names, states, strict=True)

@@ -1,8 +1,6 @@
 """Read folders of `torch.distributed.checkpoint` without executing their content.
 
-A folder's list of tensors, `.metadata`, is a pickle, and unpickling calls whatever the pickle names. Here only the
-classes of such a list are allowed. Each is read as a class without behaviour (`_Record`), and the list is built from
-these records. `torch.load` reads other objects, with `weights_only`.
+A folder's list of tensors is a pickle. Here it may name only classes of such a list, read as records without behaviour.
 """
 
 from __future__ import annotations
@@ -23,7 +21,6 @@ from typing_extensions import override
 
 _CLASSES = (dcp.MetadataIndex, dcp.TensorStorageMetadata, dcp.BytesStorageMetadata, dcp.ChunkStorageMetadata)
 _REAL = {kind.__name__: kind for kind in (*_CLASSES, _StorageInfo)}
-"""Name -> class of which a list is built."""
 
 _RECORDS = {
     *((kind.__module__, name) for name, kind in _REAL.items()),

@@ -1,10 +1,4 @@
-"""Checkpoints of sharded tables as a folder: every rank writes its shards with torch.distributed.checkpoint.
-
-Lightning's default pickles only rank 0's shards. A folder loads on any number of ranks and under any sharding plan
-(`table_state`). Until it is complete it is called `NAME.unfinished`, and an old NAME stays (`atomic`). Each shard is a
-file. One on a device, or in a kernel's memory with other tables, is first copied to the host, one at a time. An
-asynchronous save copies all of this rank's shards to the host.
-"""
+"""Checkpoints of sharded tables as a folder: every rank writes its shards with torch.distributed.checkpoint."""
 
 from __future__ import annotations
 
@@ -40,15 +34,12 @@ from .table_state import Loading, fused_classes, fused_state, on_host
 METADATA_NAME = "meta.pt"
 """The file that marks a checkpoint folder and has the unsharded state: loops, callbacks, dense optimizers."""
 
-SHARDED, FULL = FORMATS = "sharded", "full"
-"""A folder written by all ranks; one file, gathered on rank 0."""
+SHARDED, FULL = FORMATS = "sharded", "full"  # a folder written by all ranks; one file, gathered on rank 0
 
-State: TypeAlias = dict[str, dict[str, Any]]
-"""Part -> name -> piece of state."""
+State: TypeAlias = dict[str, dict[str, Any]]  # part -> name -> piece of state
 MODEL, FUSED, TABLE_OPTIMIZERS = "model", "fused_optimizer", "table_optimizers"
 """Parts of a folder: weights, state of fused optimizers, state of dense optimizers for shards of tables."""
-FUSED_CLASSES = "fused_optimizer_classes"
-"""Entry of a checkpoint: `fused_classes`."""
+FUSED_CLASSES = "fused_optimizer_classes"  # entry of a checkpoint
 _OTHER_TABLES = "Was it saved from other tables?"
 
 
@@ -79,20 +70,13 @@ def check_folder_path(path: Any, storage_options: Any) -> None:
 
 
 def take_state(checkpoint: dict[str, Any], model: nn.Module) -> State:
-    """Move sharded state out of Lightning's checkpoint, in place, and add the fused optimizers' state.
-
-    Returns the parts that are not empty; `MODEL` alone with `save_weights_only=True`.
-    """
+    """Move sharded state out of Lightning's checkpoint, in place, and add the fused optimizers' state."""
     state = {MODEL: checkpoint.pop("state_dict")}
     if "optimizer_states" in checkpoint:
         checkpoint[FUSED_CLASSES] = fused_classes(model)
         state[FUSED] = {str(key): piece for key, piece in fused_state(model).items()}
         state[TABLE_OPTIMIZERS] = take_table_states(checkpoint["optimizer_states"], model)
-    return _not_empty(state)
-
-
-def _not_empty(state: State) -> State:
-    """Leave out empty parts: one would be an object of the folder, and ranks differ in their parts."""
+    # An empty part would be an object of the folder, and ranks differ in their parts.
     return {part: values for part, values in state.items() if values}
 
 
@@ -109,8 +93,7 @@ class FolderSaver:
     ) -> None:
         """Write Lightning's checkpoint and the model's shards into a folder; every rank calls this.
 
-        Moves sharded state out of `checkpoint`. If `asynchronous`, only copies this rank's part to the host now, and
-        writes in a thread. `also` is as for `atomic_replace`. Raises as `wait` does, also for an earlier save.
+        Moves sharded state out of `checkpoint`. Raises as `wait` does, also for an earlier save.
         """
         self.wait()
         state = take_state(checkpoint, model)
@@ -163,7 +146,6 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def _said(err: BaseException) -> str:
-    """Return the message of an error; of failures on several ranks, each different one with a rank."""
     if not isinstance(err, CheckpointException):
         return str(err)
     ranks = {f"{type(error).__name__}: {error}": rank for rank, (error, _) in err.failures.items()}
@@ -189,11 +171,7 @@ def _write(path: Path, also: Path | None, group: Group, rest: memoryview, state:
 
 
 class _OneCopy(DefaultSavePlanner):
-    """Copies tensors to the host for the writer, and frees each copy early.
-
-    The writer (of torch 2.13, with one thread) asks for the next tensor when it has written the last one, which it
-    keeps until it has the next.
-    """
+    """Copies tensors to the host, and frees each early: torch's writer keeps a written tensor until it has the next."""
 
     _copy: Tensor | None = None
 
@@ -237,16 +215,10 @@ def resolve_path(path: Path) -> Path:
 def load_folder(
     path: Path, model: nn.Module, group: Group, *, weights_only: bool | None, strict: bool, with_optimizers: bool
 ) -> dict[str, Any]:
-    """Read a checkpoint folder into a sharded module, in place; all ranks call this.
+    """Read a checkpoint folder into a sharded module, in place; return Lightning's checkpoint. All ranks call this.
 
-    With `strict` the folder must have exactly the module's weights. `with_optimizers` also loads the optimizer state of
-    tables.
-
-    Returns:
-        Lightning's checkpoint. Its `state_dict` is the module's, and `FUSED` is None: that state is already loaded.
-
-    Raises:
-        RuntimeError: The folder is of another model or another fused optimizer, or is damaged.
+    `with_optimizers` also loads the optimizer state of tables. Raises a RuntimeError if the folder is damaged, or of
+    another model or another fused optimizer.
     """
     state_dict = model.state_dict()  # shares the module's memory: filling it loads the module
     saved = _saved(path, [key for key, value in state_dict.items() if not isinstance(value, Tensor)])
@@ -257,7 +229,7 @@ def load_folder(
     if with_optimizers and "optimizer_states" in rest:
         loading = together(partial(Loading, model, saved[FUSED], rest.get(FUSED_CLASSES, {})), group)
         state[FUSED], state[TABLE_OPTIMIZERS] = loading.pieces, empty_table_states(saved[TABLE_OPTIMIZERS], model)
-    state = _not_empty(state)
+    state = {part: values for part, values in state.items() if values}
     try:
         reader, planner = SafeReader(path), SafePlanner(weights_only)
         load(state, storage_reader=reader, planner=planner, process_group=group, no_dist=group is None)
@@ -269,7 +241,7 @@ def load_folder(
     if loading is not None:
         loading.finish()
         put_table_states(state.get(TABLE_OPTIMIZERS, {}), rest["optimizer_states"])
-    return {**rest, "state_dict": {**state_dict, **state.get(MODEL, {})}, FUSED: None}
+    return {**rest, "state_dict": {**state_dict, **state.get(MODEL, {})}, FUSED: None}  # None: already loaded
 
 
 def _saved(path: Path, objects: Sequence[str]) -> dict[str, dict[str, Any]]:

@@ -1,8 +1,7 @@
 """State of sharded tables in a form that is independent of the sharding plan.
 
-A *piece* is a named tensor or `ShardedTensor`. State with the shape of its table is one piece,
-`ebc.embedding_bags.t1.weight.momentum1`. Row-wise state (one value per row) is one piece per column shard,
-`....momentum1[:, 0:8]`: TorchRec's own form concatenates column shards, so its size depends on the plan.
+State with the shape of its table is one piece, `ebc.embedding_bags.t1.weight.momentum1`; row-wise state (one value per
+row) is one per column shard, `....momentum1[:, 0:8]`, since the size of TorchRec's own form depends on the plan.
 """
 
 from __future__ import annotations
@@ -31,11 +30,8 @@ from ..distributed import warn_on_rank_zero
 from ..tables import kernel_of, sharded_modules, table_modules
 from ..text import some
 
-Piece: TypeAlias = Tensor | ShardedTensor
-"""A tensor that is equal on all ranks that have it, or a sharded tensor."""
-
-Columns: TypeAlias = tuple[int, int]
-"""First column, last column + 1."""
+Piece: TypeAlias = Tensor | ShardedTensor  # equal on all ranks that have it, or sharded
+Columns: TypeAlias = tuple[int, int]  # first column, last column + 1
 
 ITERATION, LR, APPLIED_LR = "iteration", "lr", "applied_lr"
 KERNEL_KINDS = (ITERATION, LR, APPLIED_LR)
@@ -47,10 +43,8 @@ class StateKey(NamedTuple):
     """The parts of the name of a piece of fused state; `str()` returns the name."""
 
     weight: str
-    kind: str
-    """`momentum1`, ..., or one of `KERNEL_KINDS`."""
-    columns: Columns | None = None
-    """The columns of row-wise state; None for other state."""
+    kind: str  # `momentum1`, ..., or one of `KERNEL_KINDS`
+    columns: Columns | None = None  # of row-wise state
 
     @classmethod
     def parse(cls, name: str) -> StateKey:
@@ -68,11 +62,7 @@ class StateKey(NamedTuple):
 
 
 def fused_state(model: nn.Module) -> dict[StateKey, Piece]:
-    """Return this rank's part of the state of all fused optimizers, in the kernels' memory.
-
-    Also every table's number of updates, and the learning rates of the optimizer and the kernel: a scheduler's change
-    reaches the kernel in `zero_grad` or `step`.
-    """
+    """Return this rank's part of the state of all fused optimizers, in the kernels' memory."""
     pieces: dict[StateKey, Piece] = {}
     for name, sharded in table_modules(model).items():
         optimizer = sharded.fused_optimizer
@@ -86,6 +76,7 @@ def fused_state(model: nn.Module) -> dict[StateKey, Piece]:
                 else:
                     pieces[key] = value
     for weight_name, fused, kernel in fused_kernels(model):
+        # A scheduler's change of the learning rate reaches the kernel only in `zero_grad` or `step`.
         pieces[StateKey(weight_name, ITERATION)] = kernel.iter_cpu.detach().clone().reshape(1)
         for kind, lr in ((LR, fused.param_groups[0]["lr"]), (APPLIED_LR, kernel.get_learning_rate())):
             pieces[StateKey(weight_name, kind)] = torch.tensor([lr], dtype=torch.float64)
@@ -106,22 +97,18 @@ def fused_classes(model: nn.Module) -> dict[str, str]:
 
 
 class Loading:
-    """Loads fused state: matches that of this run to the names of saved pieces.
+    """Loads fused state; raises a RuntimeError for a table with another optimizer.
 
-    Row-wise state that was saved for other ranges of columns is averaged over the saved ranges that a shard overlaps,
-    weighted by the number of common columns. RowWiseAdagrad's state sums mean squares of gradients: for the same
-    gradients the average over column shards equals the state of the whole row. That of a part of a range is unknown: it
-    gets the range's state.
+    Row-wise state of other column shards is averaged, weighted by the number of common columns. RowWiseAdagrad's state
+    sums mean squares of gradients: for the same gradients the average equals the state of the whole row.
 
-    `saved` has the names of the saved pieces, `classes` the saved `fused_classes` (empty in older checkpoints), `told`
-    the tables about whose state the user has been warned. Raises a RuntimeError for a table with another optimizer.
+    `classes` are the saved `fused_classes`, `told` the tables about whose state the user has been warned.
     """
 
     def __init__(
         self, model: nn.Module, saved: Iterable[str], classes: Mapping[str, str], told: Collection[str] = ()
     ) -> None:
-        self.pieces: dict[str, Piece] = {}
-        """The pieces to fill before `finish`, by their saved names."""
+        self.pieces: dict[str, Piece] = {}  # to fill before `finish`; by their saved names
         self._model = model
         self._averages: list[tuple[Piece, dict[str, int]]] = []
         keys = set(map(StateKey.parse, saved))
@@ -175,8 +162,7 @@ def _other_optimizer(weight: str, saved: set[str], wanted: set[str], was: str | 
 
 def check_tables(model: nn.Module, weights: Mapping[str, Any]) -> None:
     """Raise a RuntimeError if unsharded weights have other shapes than the tables: TorchRec may load a part of them."""
-    tables = {name: value for name, value, _ in _tables(model) if isinstance(weights.get(name), Tensor)}
-    _check_shapes(tables, weights)
+    _check_shapes({name: value for name, value, _ in _tables(model) if isinstance(weights.get(name), Tensor)}, weights)
 
 
 def _check_shapes(pieces: Mapping[str, Piece], whole: Mapping[str, Tensor]) -> None:
@@ -277,10 +263,7 @@ def map_shards(
     columns: Columns | None = None,
     dtype: torch.dtype | None = None,
 ) -> ShardedTensor:
-    """Apply a function to each of this rank's shards, without communication; keep the sharding.
-
-    With `columns` only to the shards of these columns; each result has one value a row.
-    """
+    """Apply a function to each of this rank's shards, with `columns` of these columns alone; keep the sharding."""
     num_dims = None if columns is None else 1
     metadata = piece.metadata()
     local = {tuple(shard.metadata.shard_offsets): shard for shard in piece.local_shards()}

@@ -13,8 +13,7 @@ from torch import Tensor
 
 T = TypeVar("T")
 
-MAX_INTERVAL = 255
-"""Longest polling interval, in batches."""
+MAX_INTERVAL = 255  # longest polling interval, in batches
 ASK_FOR_LAST = 8
 """Number of batches at an epoch's end that the ranks ask about one by one: some may be None on some ranks."""
 ASK_EVERY_S = 0.5
@@ -24,39 +23,27 @@ SKIP_ALIKE = (
     "Ranks have to skip the same batches: drop samples in the dataset or the collate function, not whole batches, or "
     "make the batch None on every rank."
 )
-"""What to do if a batch is None on one rank alone."""
 
-Group: TypeAlias = dist.ProcessGroup | None
-"""A group of all ranks; None on one rank."""
-
-Lowest = Callable[[], list[int]]
-"""Waits for the numbers of all ranks and returns the minimum of each."""
+Group: TypeAlias = dist.ProcessGroup | None  # a group of all ranks; None on one rank
+Lowest = Callable[[], list[int]]  # waits for the numbers of all ranks and returns the minimum of each
 
 
 class StepFlags(NamedTuple):
     """One rank's flags for a batch. The answer has the maximum over all ranks; for bools: whether any rank set it."""
 
-    has: bool
-    """The rank has this batch."""
-    lacks: bool
-    """The rank lacks this batch, at least for now (`max_steps` may hold it back)."""
-    last: bool
-    """The rank has no batch after this one."""
-    stop: bool
-    """The rank was told to stop (SIGTERM)."""
-    latest_none: int = -1
-    """Number in the epoch of its last None batch before this one; -1 if there is none."""
-    requested_interval: int = 0
-    """`MAX_INTERVAL` minus the number of batches until its next question; the answer has the earliest question."""
+    has: bool  # has this batch
+    lacks: bool  # lacks this batch, at least for now (`max_steps` may hold it back)
+    last: bool  # has no batch after this one
+    stop: bool  # was told to stop (SIGTERM)
+    latest_none: int = -1  # number in the epoch of its last None batch before this one
+    requested_interval: int = 0  # `MAX_INTERVAL` minus the number of batches until its next question
 
 
 class Answer(NamedTuple):
     """An answer that may not have arrived yet."""
 
-    flags: Tensor
-    """The flags of all ranks, one after the other, `(num_ranks * 6,)`, int32, on the host."""
+    flags: Tensor  # of all ranks, one after the other: `(num_ranks * 6,)`, int32, on the host
     work: dist.Work
-    """The all-to-all of the flags."""
 
     def wait(self) -> StepFlags:
         """Wait for the flags of all ranks and return the maximum of each; raises as `check_none_batches` does."""
@@ -67,10 +54,7 @@ class Answer(NamedTuple):
 
 
 def check_none_batches(latest: Mapping[int, int]) -> None:
-    """Raise a RuntimeError, alike on all ranks, if ranks have skipped different None batches.
-
-    `latest` has by rank the number in the epoch of its last None batch before the compared batch; -1 if there is none.
-    """
+    """Raise a RuntimeError if ranks differ in `latest`: rank -> number of its last None batch in the epoch, or -1."""
     if len(set(latest.values())) <= 1:
         return
     rank, number = max(latest.items(), key=lambda one: one[1])
@@ -83,12 +67,7 @@ def check_none_batches(latest: Mapping[int, int]) -> None:
 
 
 class PollInterval:
-    """Decides about which batches the ranks ask each other, if every rank knows its number of batches.
-
-    They ask about the first batch, the last batches and occasional batches in between, to learn of a rank that was told
-    to stop, or of a None batch. A question costs as much as a small model's forward. All ranks decide alike, by batch
-    numbers and answers. An interval is at most twice the last.
-    """
+    """Decides about which batches the ranks ask each other: a question costs as much as a small model's forward."""
 
     def __init__(self) -> None:
         self._next: float = 0
@@ -100,10 +79,7 @@ class PollInterval:
         return index >= self._next
 
     def ask(self, index: int) -> int:
-        """Note that the ranks ask about a batch; no other batch is due before `hear`.
-
-        Returns `MAX_INTERVAL` minus this rank's preferred interval: the maximum over all ranks selects the shortest.
-        """
+        """Note a question; return `MAX_INTERVAL` minus this rank's preferred interval: the maximum is the shortest."""
         now, asked = time.monotonic(), self._asked
         self._asked = index, now
         self._next = float("inf")
@@ -113,12 +89,10 @@ class PollInterval:
         return MAX_INTERVAL - max(1, min(2 * self._interval, MAX_INTERVAL, int(ASK_EVERY_S / max(per_batch_s, 1e-6))))
 
     def hear(self, requested_interval: int, num_batches: float = float("inf")) -> None:
-        """Set the next batch to ask about, by the largest value that `ask` returned on any rank.
-
-        It comes after half of the remaining batches at most, since a rank that skips batches ends earlier.
-        """
+        """Set the next batch to ask about, by the largest value that `ask` returned on any rank."""
         assert self._asked is not None
         self._interval = MAX_INTERVAL - requested_interval
+        # After half of the remaining batches at most: a rank that skips batches ends earlier.
         self._next = self._asked[0] + max(1, min(self._interval, (num_batches - self._asked[0]) // 2))
 
 
@@ -179,12 +153,9 @@ def gather_objects(value: Any, group: Group = None) -> list[Any]:
 
 
 def together(action: Callable[[], T], group: Group) -> T:
-    """Call a function on every rank of a group and return its result; if it fails on one rank, raise on all ranks.
+    """Call a function on every rank of a group and return its result; all ranks raise the first failing rank's error.
 
     The function must not wait for other ranks after anything that may fail on a single rank.
-
-    Raises:
-        RuntimeError: The function failed on some rank; the message is from the first such rank.
     """
     result, error, cause = None, None, None
     try:

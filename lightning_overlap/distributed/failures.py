@@ -1,8 +1,4 @@
-"""Let failing ranks tell each other the cause through the store (collectives may hang); choose the rank that prints.
-
-The first error is printed once, after the output of all other ranks of a terminal. Otherwise a rank that lost a peer
-would print the last and longest traceback, about a connection.
-"""
+"""Let failing ranks tell each other the cause through the store; the first error is printed once, after all others."""
 
 from __future__ import annotations
 
@@ -15,7 +11,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
 from types import TracebackType
@@ -26,10 +22,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from torch.distributed import Store as Store  # type: ignore[attr-defined]
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from .sockets import end_connections
-
-LEAVE_S = 3.0
-"""Seconds that the first failing rank waits for the others to print, and that they wait for it."""
+LEAVE_S = 3.0  # seconds that the first failing rank and the others wait for each other to print
 
 _MARK = "_lightning_overlap_cause"
 _causes: dict[int, FirstCause] = {}
@@ -38,6 +31,7 @@ _PLACE = re.compile(r"rank \d+ (was|had failed) |Another rank did not answer")
 """Notes that other ranks need not print: the first failing rank prints the same."""
 _PEER_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "/gloo/", "NCCL")
 _num_runs = itertools.count()
+_sockets: dict[int, str] = {}  # descriptor -> its socket at that time, since descriptors are reused
 
 
 def default_store() -> Store | None:
@@ -49,12 +43,9 @@ class Word(NamedTuple):
     """The message that a failing rank writes to the store for the others."""
 
     rank: int
-    error: str
-    """Type and message of the error."""
-    place: str
-    """The place in the training where the rank failed."""
-    stderr: str
-    """Where the rank prints errors, see `_stderr`."""
+    error: str  # type and message
+    place: str  # in the training
+    stderr: str  # where the rank prints errors, see `_stderr`
 
 
 def _stderr() -> str:
@@ -67,18 +58,14 @@ def _stderr() -> str:
 
 
 class FirstCause:
-    """Finds the rank that failed first, so that a rank that lost a peer can report why the peer failed.
-
-    Every rank makes equally many of these objects, in the same order. The first failing rank leaves a `Word`. No method
-    raises: the store ends with the rank that keeps it.
-    """
+    """Finds the rank that failed first. No method raises: the store ends with the rank that keeps it."""
 
     def __init__(self, store: Store, rank: int) -> None:
         self._store = store
         self.rank = rank
+        # Every rank makes equally many of these objects, in the same order.
         self._key = f"lightning_overlap/first_cause/{next(_num_runs)}"
-        self.first: Word | None = None
-        """The word of the first failing rank, set when this rank has failed; None if unknown."""
+        self.first: Word | None = None  # of the first failing rank, set when this rank has failed
 
     @property
     def store_port(self) -> int | None:
@@ -167,7 +154,8 @@ def _print_in_turn(
         sys.stderr.flush()
         cause.told()
     else:
-        if f"{kind.__name__}: {error}" != first.error and not _is_of_a_lost_peer(error):
+        lost_peer = isinstance(error, RuntimeError | SystemExit) and any(said in str(error) for said in _PEER_LOST)
+        if f"{kind.__name__}: {error}" != first.error and not (lost_peer or timed_out(error)):
             print_whole(kind, error, trace)
         elif first.stderr == _stderr():  # the first rank prints everything except this rank's own notes
             own = [note for note in getattr(error, "__notes__", []) if not _PLACE.match(note)]
@@ -177,11 +165,6 @@ def _print_in_turn(
         sys.stderr.flush()
         cause.all_come("gone", 1, 0.0)
         cause.wait_until_told(LEAVE_S)
-
-
-def _is_of_a_lost_peer(error: BaseException) -> bool:
-    said_of_it = isinstance(error, RuntimeError | SystemExit) and any(said in str(error) for said in _PEER_LOST)
-    return said_of_it or timed_out(error)
 
 
 def _torchrun_prints(error: BaseException) -> bool:
@@ -194,3 +177,39 @@ def _torchrun_prints(error: BaseException) -> bool:
         get_error_handler().record_exception(err)
     restarts, done = (int(os.environ.get(f"TORCHELASTIC_{name}", "0")) for name in ("MAX_RESTARTS", "RESTART_COUNT"))
     return done >= restarts
+
+
+# -- connections: torch 2.13 closes those of gloo groups only at the end of the process ----------------------------
+
+
+@contextlib.contextmanager
+def remember_sockets() -> Iterator[None]:
+    """Remember the connections that are opened within this context, which makes process groups; Linux only."""
+    before = _open_sockets()
+    yield
+    _sockets.update({number: name for number, name in _open_sockets().items() if before.get(number) != name})
+
+
+def end_connections(except_port: int | None) -> bool:
+    """End the remembered connections, except those of a port, and return whether any was; no group can be used then."""
+    ended = False
+    for number in [number for number, name in _open_sockets().items() if _sockets.get(number) == name]:
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as one:
+            if one.family in (socket.AF_INET, socket.AF_INET6):
+                ports = one.getsockname()[1], one.getpeername()[1]  # raises for a listening socket
+                if except_port not in ports:
+                    one.shutdown(socket.SHUT_RDWR)
+                    ended = True
+    _sockets.clear()
+    return ended
+
+
+def _open_sockets() -> dict[int, str]:
+    found = {}
+    with contextlib.suppress(OSError):
+        for number in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):
+                name = os.readlink(f"/proc/self/fd/{number}")
+                if name.startswith("socket:"):
+                    found[int(number)] = name
+    return found

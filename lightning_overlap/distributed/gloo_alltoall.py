@@ -12,17 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-BACKEND = "gloo_receives_first"
-"""The backend's name for `torch.distributed.new_group`. It takes tensors in host memory."""
+BACKEND = "gloo_receives_first"  # the name for `torch.distributed.new_group`
 
 
 class ReceivesFirst(dist.ProcessGroup):
     """gloo with all-to-alls that post point-to-point receives first and sends second.
 
-    gloo's own all-to-all posts the send to a rank before the receive from it. A connection keeps that order. So the
-    later rank sends its data first and only then announces that it is ready to receive: the earlier rank begins to send
-    when it has received everything, and the all-to-all takes twice as long on a link of limited bandwidth. Posted
-    first, the announcement travels ahead of the data.
+    gloo's own all-to-all posts the send first, and a connection keeps that order: the later rank sends all its data
+    before it announces that it is ready to receive, so a link of limited bandwidth takes twice as long.
 
     All other calls go to gloo directly and not through the base class: that would hold Python's lock, for which a gloo
     thread with its own lock may wait. All ranks issue a group's all-to-alls in the same order.
@@ -45,10 +42,7 @@ class ReceivesFirst(dist.ProcessGroup):
         input_split_sizes: Sequence[int],
         opts: Any = None,
     ) -> dist.Work:
-        """Start an all-to-all of contiguous tensors of one dtype on the host.
-
-        The split sizes are elements of dimension 0 from and to each rank; empty for equal parts. `opts` is not used.
-        """
+        """Start an all-to-all of contiguous tensors of one dtype on the host; empty split sizes: equal parts."""
         me, size = self.rank(), self.size()
         received, sent = (
             tensor.detach().split(list(split_sizes) or [len(tensor) // size] * size)
@@ -79,8 +73,6 @@ _OLDER = {"all_gather_single": "_allgather_base", "reduce_scatter_single": "_red
 
 
 def _hand_on(group: type, gloo: type) -> None:
-    """Let `group` call its `_gloo` for each collective of the class `gloo`, by the newer name if there is one."""
-
     def handed_on(name: str) -> Callable[..., Any]:
         return lambda self, *args, **kwargs: getattr(self._gloo, name)(*args, **kwargs)
 
@@ -104,11 +96,7 @@ class Exchange(dist.Work):
         self._future: torch.futures.Future[None] | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait on the host until all data was received and sent.
-
-        Raises:
-            RuntimeError: A rank is gone, or the time of a receive or send is up; every later wait raises it again.
-        """
+        """Wait on the host until all data was received and sent; every later wait raises the same RuntimeError."""
         with self._turn:  # a second thread waits for the first one
             if self._error is not None:
                 raise self._error

@@ -16,37 +16,26 @@ import torch.distributed as dist
 
 from . import gloo_alltoall
 from .consensus import Consensus
-from .failures import default_store
-from .sockets import remember_sockets
+from .failures import default_store, remember_sockets
 
 
 @dataclass(frozen=True, slots=True)
 class Groups:
     """Groups of all ranks. On one rank only the default group exists, for the tables."""
 
-    tables: dist.ProcessGroup
-    """The tables' collectives, apart from DDP's gradients: ranks may send these in another order."""
-    lookahead: dist.ProcessGroup | None = None
-    """The input dist of coming batches."""
-    consensus: Consensus | None = None
-    """Messages between ranks at every step, on the host."""
-    checkpoints: dist.ProcessGroup | None = None
-    """Saving, on the host. It may run in a thread during training, so no other collective uses this group."""
+    tables: dist.ProcessGroup  # apart from DDP's gradients, which ranks may send in another order
+    lookahead: dist.ProcessGroup | None = None  # the input dist of coming batches
+    consensus: Consensus | None = None  # messages between ranks at every step, on the host
+    checkpoints: dist.ProcessGroup | None = None  # saving, on the host: apart, as it may run in a thread
 
 
-CONSENSUS = "consensus"
-"""Name of the group that carries only messages between ranks."""
+CONSENSUS = "consensus"  # name of its group
 _FAILURES = "lightning_overlap/failures"
 _made: dict[tuple[dist.ProcessGroup, str, timedelta, bool, int], Groups] = {}
 
 
 def join(timeout: timedelta, *, multi_node: bool = False) -> Groups:
-    """Return the groups of this process; every rank calls this at the same point, after a barrier.
-
-    The runs of a process share groups, whose threads or communicators live as long as the process. After a run that
-    failed on any rank, all ranks make new groups. Between hosts gloo uses both directions of a link at once. Within a
-    host its own all-to-all is faster: its threads make the system calls instead of the training thread.
-    """
+    """Return the groups of this process, which its runs share; every rank calls this after a barrier."""
     world, store = dist.group.WORLD, default_store()
     assert world is not None
     assert store is not None
@@ -60,6 +49,7 @@ def join(timeout: timedelta, *, multi_node: bool = False) -> Groups:
     if key not in _made:
         for other in [other for other in _made if (other[0], other[-1]) != (world, num_failures[0])]:
             del _made[other]
+        # Within a host gloo's own all-to-all is faster: its threads make the system calls, not the training thread.
         of_tables = gloo_alltoall.register() if backend == "gloo" and multi_node else backend
         make = partial(dist.new_group, timeout=timeout)
         with remember_sockets():
@@ -73,11 +63,8 @@ def join(timeout: timedelta, *, multi_node: bool = False) -> Groups:
 
 
 def forget() -> None:
-    """Let the next run make new groups on all ranks: these may have collectives that other ranks never join.
-
-    Nor does this process destroy its groups at its end: that would wait for them.
-    """
-    atexit.unregister(_destroy)
+    """Let the next run make new groups on all ranks: these may have collectives that other ranks never join."""
+    atexit.unregister(_destroy)  # it would wait for these collectives
     store = default_store()
     if store is not None:
         with contextlib.suppress(Exception):  # the store ends with its host rank
@@ -86,11 +73,8 @@ def forget() -> None:
 
 @contextlib.contextmanager
 def destroyed_at_exit() -> Iterator[None]:
-    """Let the process destroy its groups when it ends, if the default group is made within this context.
-
-    A thread of gloo takes the interpreter's lock to free the tensors of the last collectives. If the interpreter ends
-    meanwhile, C++ aborts the process (SIGABRT). Lightning destroys the groups of NCCL only.
-    """
+    """Let the process destroy its groups when it ends, if the default group is made within this context."""
+    # Else a thread of gloo may free tensors while the interpreter ends: C++ then aborts the process (SIGABRT).
     global _owner
     is_users = dist.is_initialized()
     yield
@@ -100,8 +84,7 @@ def destroyed_at_exit() -> Iterator[None]:
         atexit.register(_destroy)
 
 
-_owner = 0
-"""The process that made the default group: a process forked from it has the group without its threads."""
+_owner = 0  # the process that made the default group: a process forked from it has the group without its threads
 _FREED_WITHIN_S = 0.05
 """Modules and trainers keep groups, and so their threads. Each thread then has at most a few tensors left to free."""
 

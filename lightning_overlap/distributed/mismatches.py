@@ -1,8 +1,7 @@
 """Find out whether all ranks run a module's own forward for the same call, where no collective can ask.
 
 A rank that cannot serve a call from early embeddings reports it in the store and waits until all ranks have. A rank
-that served the call goes on, perhaps into a collective. So a thread of each rank answers ranks that wait for such a
-call.
+that served the call goes on, perhaps into a collective; so a thread of each rank answers waiting ranks.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import time
 from .failures import Store
 
 LOOK_EVERY_S = 1.0
-"""Interval at which a rank checks whether another rank waits in vain."""
 
 
 class Mismatches:

@@ -1,7 +1,4 @@
-"""Send several tensors in one all-to-all: the sender concatenates them per rank, the receiver splits them.
-
-An all-to-all costs the host and the network a fixed time besides its bytes.
-"""
+"""Send several tensors in one all-to-all, since each costs the host and the network a fixed time besides its bytes."""
 
 from __future__ import annotations
 
@@ -17,22 +14,15 @@ from torch import Tensor
 class Part(NamedTuple):
     """One of the tensors of an all-to-all."""
 
-    tensor: Tensor
-    """The tensor to send, `(sum(sent), ...)`, of any dtype: rows in the order of their destinations."""
-    sent: list[int]
-    """Number of rows for each rank."""
-    received: list[int]
-    """Number of rows from each rank."""
+    tensor: Tensor  # to send, `(sum(sent), ...)`, of any dtype: rows in the order of their destinations
+    sent: list[int]  # number of rows for each rank
+    received: list[int]  # number of rows from each rank
 
 
 class PackedExchange:
-    """One all-to-all of several tensors; the constructor starts it on the current stream.
+    """One all-to-all of several tensors, of the same dtypes on all ranks, started on the current stream.
 
-    Args:
-        parts: At least one tensor, of the same dtypes and in the same order on all ranks, on one device.
-        group: The process group.
-        streams: The device's `runtime.Streams`.
-        even: Whether every rank sends the same number of rows to each rank; equal on all ranks.
+    `even`, equal on all ranks: every rank sends the same number of rows to each rank.
     """
 
     def __init__(self, parts: Sequence[Part], group: dist.ProcessGroup, streams: Any, *, even: bool = False) -> None:
@@ -59,11 +49,7 @@ class PackedExchange:
         self._received: list[Tensor | None] = []
 
     def take(self, place: slice) -> list[Tensor]:
-        """Wait for the exchange and return the parts at some positions, once: it drops its reference.
-
-        Each is `(sum(received), ...)`, contiguous, ready for the current stream. Raises a RuntimeError if a rank is
-        gone or the group's timeout has passed.
-        """
+        """Wait and return the parts at some positions, once. Raises a RuntimeError if a rank is gone or late."""
         if self._work is not None:
             self._work.wait()
             self._hand_to_current_stream(self._packed, self._came)

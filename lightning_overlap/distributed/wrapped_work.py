@@ -13,11 +13,9 @@ import torch.distributed as dist
 from typing_extensions import override
 
 COLLECTIVES = ("all_to_all_single", "all_reduce", "reduce_scatter", "reduce_scatter_tensor", "all_gather_into_tensor")
-"""Functions of `torch.distributed` that can be wrapped."""
 _SIGNATURES = {name: inspect.signature(getattr(dist, name)) for name in COLLECTIVES}
 
-Issue = Callable[[], dist.Work | None]
-"""Issues a collective; None on a rank outside the group."""
+Issue = Callable[[], dist.Work | None]  # issues a collective; None on a rank outside the group
 
 
 class WrappedWork(dist.Work):
@@ -44,12 +42,9 @@ class WrappedWork(dist.Work):
 def wrap_collectives(
     wrap: Callable[[str, dict[str, Any], Issue], dist.Work | None], names: Sequence[str] = COLLECTIVES
 ) -> Iterator[None]:
-    """Within this context, wrap the collectives that this process issues through `torch.distributed`.
+    """Within this context, wrap these of the `COLLECTIVES` that this process issues through `torch.distributed`.
 
-    Args:
-        wrap: Called with the function's name, its arguments by name, and a function that issues it asynchronously. It
-            returns the caller's work; without `async_op` that work is waited for at once.
-        names: Which of `COLLECTIVES` to wrap.
+    `wrap` gets a function's name, its arguments by name, and a function that issues it. It returns the caller's work.
     """
 
     def call(name: str, real: Callable[..., Any], *args: Any, **kwargs: Any) -> dist.Work | None:

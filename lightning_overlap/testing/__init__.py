@@ -1,8 +1,4 @@
-"""Law checkers for a user's module or schedule.
-
-`check_module(MyModule, data)` trains a module and checks the laws; `check_laws(my_schedule)` checks a schedule with a
-small model, with each `stream` option.
-"""
+"""Law checkers for a user's module (`check_module`) or schedule (`check_laws`)."""
 
 from .check_module import ModuleReport as ModuleReport
 from .check_module import Verdict as Verdict

@@ -18,10 +18,9 @@ from ..plugin import first_words
 from ..schedules import Mode, Schedule, resolve_mode
 from ..text import some
 from .delayed_lookups import DelayedLookups
-from .local_group import process_group
 from .race_detector import RaceError
 from .unsharded import compare_with_unsharded
-from .watched_fit import NUM_WATCHED_STEPS, Data, ModuleFactory, Setting, Watched, fit, make_trainer
+from .watched_fit import NUM_WATCHED_STEPS, Data, ModuleFactory, Setting, Watched, fit, make_trainer, process_group
 
 _WITHOUT_REFERENCE = ("frozen_window", "stash_gradients")  # options of a mode that plain training lacks
 _SIZES = "/lightning_overlap/sparse/input_sizes.py"  # has a step's only host sync, the read of the split sizes
@@ -32,29 +31,21 @@ class Verdict:
     """The result of checking one law."""
 
     law: str
-    problem: str
-    """How it is broken, or ''."""
-    said: str
-    """What was compared, if it holds."""
+    problem: str  # how it is broken, or ''
+    said: str  # what was compared, if it holds
 
 
 @dataclass(frozen=True, slots=True)
 class ModuleReport:
     """The result of `check_module`; `str()` returns it as a table."""
 
-    schedule: Schedule
-    """The schedule of the checked mode."""
-    num_steps: int
-    """Steps of each fit."""
+    schedule: Schedule  # of the checked mode
+    num_steps: int  # of each fit
     num_ranks: int
-    verdicts: tuple[Verdict, ...]
-    """A verdict per law."""
-    early: Mapping[str, float]
-    """Module -> share of batches, after the first, with embeddings from an early lookup."""
-    plain: Mapping[str, str]
-    """Module that ran its own forward -> the reason."""
-    host_syncs: Mapping[str, float]
-    """Place in the code -> syncs per step, without the read of sizes; on a CPU predicted from operators."""
+    verdicts: tuple[Verdict, ...]  # by law
+    early: Mapping[str, float]  # module -> share of batches, after the first, with embeddings from an early lookup
+    plain: Mapping[str, str]  # module that ran its own forward -> the reason
+    host_syncs: Mapping[str, float]  # place in the code -> syncs per step, without the read of sizes
     split: tuple[str, ...] | None = None
     """Modules whose weight gradients came after the backward; None if the mode does not split the backward."""
 
@@ -96,13 +87,12 @@ def check_module(
 ) -> ModuleReport:
     """Train your module in a mode and check that the laws hold for it; `docs/testing.md` explains each.
 
-    Runs four fits of `num_steps` from the same seed, on the same batches: three in the mode and one as a reference,
-    `pipeline="base"`; in a stale mode its lookups read fused tables that are equally old. Law 10 needs two more short
-    fits, in the mode and of the unsharded module. Each fit calls the `training_step` of a new module under Lightning.
+    Runs six fits of new modules from the same seed, on the same batches: three in the mode and one as a reference,
+    `pipeline="base"`, whose lookups read equally old tables; and for law 10 two short fits, in the mode and unsharded.
 
     Without a process group this makes a temporary group of one rank. With a process group (for example under torchrun)
-    call this on every rank; all ranks raise together. All ranks make the module with the same seed and train with
-    different seeds.
+    call this on every rank; all ranks raise together. Ranks make the module with the same seed and train with different
+    seeds.
 
     Use few rows (about 100) and a table learning rate of 1 or more: only a row that is looked up again can be stale.
 
@@ -202,7 +192,6 @@ def _first_batches(setting: Setting, data: Any, num_steps: int) -> list[Any]:
 
 
 def _together(verdicts: tuple[Verdict, ...]) -> tuple[Verdict, ...]:
-    """Combine the verdicts of all ranks, so that all ranks or none raise."""
     everyone = gather_objects([verdict.problem for verdict in verdicts])
     if len(everyone) == 1:
         return verdicts
@@ -260,7 +249,6 @@ def _seen(lookups: Mapping[int, _Lookup], staleness: int, at_least: bool) -> tup
 
 
 def _race(setting: Setting, pipeline: str | Mode | Schedule, overlaps: bool) -> tuple[str, str]:
-    """Train once more, on one CPU rank, with simulated streams that follow every operator's memory."""
     if not overlaps or setting.accelerator != "cpu" or dist.get_world_size() > 1:
         return "", "only checked in one CPU process, in modes with early lookups"
     try:
@@ -302,7 +290,6 @@ def _same_order(watched: Watched) -> tuple[str, str]:
 
 
 def _host_syncs(watched: Watched, most: float | None) -> tuple[dict[str, float], str, str]:
-    """Return place of a host sync -> syncs per step, and the verdict on law 9."""
     places, num_reads = Counter[str](), 0
     for sync in watched.syncs:
         if any(frame.filename.endswith(_SIZES) for frame in sync.stack):
@@ -314,8 +301,5 @@ def _host_syncs(watched: Watched, most: float | None) -> tuple[dict[str, float],
     problems = [f"{num_sizes:g} reads of sizes a step"] if num_sizes > 1 else []
     if most is not None and sum(others.values()) > most:
         problems.append(listed)
-    return (
-        others,
-        "; ".join(problems),
-        f"{num_sizes:g} a step" + (f"; other syncs, not judged: {listed}" if listed else ""),
-    )
+    said = f"{num_sizes:g} a step" + (f"; other syncs, not judged: {listed}" if listed else "")
+    return others, "; ".join(problems), said

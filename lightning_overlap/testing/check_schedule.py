@@ -14,13 +14,10 @@ from ..schedules import STREAMS, Schedule
 from .check_module import check_module
 
 _SHARDING = {"a": "table_wise", "b": "column_wise", "c": "data_parallel"}
-"""Table -> sharding; the dense optimizer writes the data-parallel table."""
 _NUM_ROWS, _BATCH_SIZE = 50, 8
 
 
 class _Ranker(LightningModule):
-    """Pooled embeddings of three tables and a linear layer."""
-
     def __init__(self) -> None:
         super().__init__()
         tables = [EmbeddingBagConfig(_NUM_ROWS, 4, name=name, feature_names=[name]) for name in _SHARDING]
@@ -47,10 +44,7 @@ def _make_batch(seed: int) -> dict[str, Any]:
 
 
 def check_laws(schedule: Schedule) -> None:
-    """Check the laws of your schedule on one CPU rank.
-
-    `check_module` trains a small model for 2 x depth + 1 batches, with each `stream` option: fused tables are read with
-    the schedule's staleness, tables of the dense optimizer are never stale.
+    """Check the laws of your schedule on one CPU rank: `check_module` with a small model and each `stream` option.
 
     Raises:
         AssertionError: A law is broken; the message names it. For a race it names the missing call.

@@ -1,9 +1,4 @@
-"""Find races between streams in a CPU run: simulated streams follow every operator and its memory.
-
-All work runs on the calling thread. Each operator counts as work of the stream that would be current on a device. Its
-schema tells which tensors it reads and writes; it allocates its results. So every run finds a race, whether or not a
-device would show it.
-"""
+"""Find races between streams in a CPU run: simulated streams follow every operator and, by its schema, its memory."""
 
 from __future__ import annotations
 
@@ -34,9 +29,6 @@ class CheckedStreams(Streams):
     and shares gradients between streams; at the end of the backward no stream waits for another.
 
     Source: `InputMetadata` (a node's stream) and `Engine::evaluate_function` (its guard) of PyTorch 2.11 to 2.14.
-
-    Args:
-        lookup: The stream that `StreamName.LOOKUP` stands for, depending on the `stream` option.
     """
 
     is_async = True  # as on the simulated device
@@ -181,7 +173,7 @@ def tensors_of(value: Any) -> list[Tensor]:
 
 
 class Operators(TorchDispatchMode):
-    """Calls `ran(operator, arguments in the order of its schema, result)` after every ATen operator, views included."""
+    """Calls `ran(operator, arguments in the schema's order, result)` after every ATen operator, views included."""
 
     def __init__(self, ran: Callable[[Any, list[Any], Any], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -1,9 +1,5 @@
 """Find races between streams with vector clocks.
 
-Work on a stream advances the stream's clock. An event is a copy of the clock; a wait merges the copy into the waiting
-stream's clock. Two accesses are ordered if the later access's stream knows the earlier access. The result does not
-depend on timing, so every run finds a race, without a device.
-
 Source: the happens-before order of Lamport (1978) in vector clocks, and the last-access bookkeeping of FastTrack
 (Flanagan and Freund, PLDI 2009), without its compressed clocks.
 """
@@ -16,8 +12,7 @@ from typing import NamedTuple
 
 from ..schedules import StreamName
 
-Clock = Mapping[StreamName, int]
-"""Stream -> how much of its work a stream or event knows to be over."""
+Clock = Mapping[StreamName, int]  # stream -> how much of its work a stream or event knows to be over
 
 
 class RaceError(AssertionError):
@@ -45,11 +40,7 @@ class _Resource:
 
 
 class Races:
-    """Follows streams, events and accesses; raises at the first unordered access.
-
-    A resource is a piece of memory with any name. It belongs to the stream that allocates it, as in PyTorch's caching
-    allocator: another stream may use it only after `record_stream`.
-    """
+    """Follows streams, events and accesses. A resource is memory, of the stream that allocates it."""
 
     def __init__(self) -> None:
         self._clocks = {name: dict.fromkeys(StreamName, 0) for name in StreamName}
@@ -80,12 +71,7 @@ class Races:
         writes: Iterable[str] = (),
         makes: Iterable[str] = (),
     ) -> None:
-        """Issue a piece of work named `by` on a stream; what it `makes` replaces resources of the same name.
-
-        Raises:
-            RaceError: The work is not ordered after an earlier access to the same resource, and one of both writes; or
-                another stream allocated the memory, and `record_stream` was not called.
-        """
+        """Issue work named `by`, or raise a RaceError; what it `makes` replaces resources of the same name."""
         self._clocks[stream][stream] += 1
         read, write = (Access(by, is_write, stream, self._clocks[stream][stream]) for is_write in (False, True))
         for names, access in ((reads, read), (writes, write)):

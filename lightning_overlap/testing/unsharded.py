@@ -27,17 +27,12 @@ _MOST_STEPS = 4  # steps of the short fits; the staleness is added
 _ROUNDING = 1e-10
 """In float64 a gradient below this share of the largest gradient counts as zero; rounding leaves about 1e-15."""
 
-Weights = dict[str, set[str]]
-"""`CHANGED`, `WITH_GRADIENT` or `ALL` -> names of weights."""
-
+Weights = dict[str, set[str]]  # `CHANGED`, `WITH_GRADIENT` or `ALL` -> names of weights
 CHANGED, WITH_GRADIENT, ALL = "changed by training", "with a gradient", "all"
 
 
 def compare_with_unsharded(setting: Setting, pipeline: Any, staleness: int) -> tuple[str, str]:
-    """Compare two short fits, in a mode and unsharded; return the problem, or '', and what was compared.
-
-    All ranks call this. Each rank compares the embeddings of its batches; the names of changed weights are gathered.
-    """
+    """Compare two short fits, in a mode and unsharded; return the problem, or '', and what was compared."""
     batches = setting.batches[: _MOST_STEPS + staleness]
     # The unsharded module needs the ids, which `release_features` frees. Quantized communication rounds too much for
     # this comparison.
@@ -47,8 +42,7 @@ def compare_with_unsharded(setting: Setting, pipeline: Any, staleness: int) -> t
     answers = Answers(_make(short))
     unsharded = _fit_unsharded(short)
     validation = {"limit_val_batches": 2, "val_check_interval": max(1, len(batches) // 2)}
-    validated = replace(short, trainer_options={**validation, **setting.trainer_options})
-    fit(validated, pipeline, answers)
+    fit(replace(short, trainer_options={**validation, **setting.trainer_options}), pipeline, answers)
     left_out = dict(answers.left_out)
     problems = list(answers.problems.values())
     sharded = of_all_ranks(answers.changes.weights)
@@ -67,11 +61,8 @@ def compare_with_unsharded(setting: Setting, pipeline: Any, staleness: int) -> t
 
 
 def _rounded(setting: Setting, sharded: Weights, unsharded: Weights) -> list[str]:
-    """Return the weights that only one of the fits changes, because their gradient is zero except for rounding.
-
-    An example is the bias before a softmax: its gradient is sometimes exactly zero, and Adam makes a full step for any
-    other value. In float64 it is tiny beside the other gradients. If the module does not train in float64, return [].
-    """
+    """Return the weights that only one of the fits changes, because their gradient is zero except for rounding."""
+    # For example the bias before a softmax: where its gradient is not exactly zero, Adam makes a full step.
     doubted = (sharded[CHANGED] ^ unsharded[CHANGED]) & sharded[WITH_GRADIENT] & unsharded[WITH_GRADIENT]
     precise = replace(setting, trainer_options={**setting.trainer_options, "precision": "64-true"})
     changes = _fit_unsharded(precise, in_64_bits=True) if doubted else ""
@@ -82,7 +73,6 @@ def _rounded(setting: Setting, sharded: Weights, unsharded: Weights) -> list[str
 
 
 def _fit_unsharded(setting: Setting, *, in_64_bits: bool = False) -> Changes | str:
-    """Train the unsharded module; return what the fit changes on this rank, or why training fails on a rank."""
     module, changes, problem = _make(setting), Changes(), ""
     try:
         for name in {table.module for table in tables.find_tables(module)}:
@@ -153,11 +143,8 @@ class Changes(Callback):
 class Answers(Watched):
     """Watches a fit, and compares each answer (returned embeddings) of sharded modules with the unsharded module's.
 
-    The unsharded module is not trained: before each comparison it gets the unsharded weights that the lookup must have
-    read. Embeddings are compared at the end of the step: a comparison at the call would wait for them too early.
-
-    Args:
-        unsharded: A copy of the untrained module; it is changed.
+    The unsharded module is not trained: for each call it gets the weights that the lookup must have read. Embeddings
+    are compared at the end of the step: a comparison at the call would wait for them too early.
     """
 
     validates = True
@@ -171,8 +158,7 @@ class Answers(Watched):
         self.num_outputs = 0
         self.modules: Mapping[str, Any] = {}  # the sharded modules, by name
         self._unsharded = unsharded
-        self._states: dict[int, dict[str, dict[str, Tensor]]] = {}
-        """Number of updates -> module -> its unsharded state after these updates."""
+        self._states: dict[int, dict[str, dict[str, Tensor]]] = {}  # number of updates -> module -> its state
         self._calls: list[tuple[str, str, Any, Any, bool]] = []
         """Module, place, embeddings, expected embeddings, and whether gradients were enabled."""
         self._given: dict[str, Any] = {}  # module -> the arguments of its last call
@@ -187,7 +173,6 @@ class Answers(Watched):
         return embeddings
 
     def _answered(self, name: str, step: str, given: Any, embeddings: Any) -> None:
-        """Keep the embeddings that a sharded module returned to a user's method, to compare them later."""
         if name in self.left_out or name not in self.modules:
             return
         if given is None:
@@ -249,7 +234,6 @@ class Answers(Watched):
             sharded.train(training)
 
     def _keep(self, strategy: Any) -> None:
-        """Keep the current weights; drop old weights that no stale lookup can read any more."""
         num = len(self.updates)
         oldest = min([num, *(len(seen) for batch, seen in self.seen.items() if batch > self.batch)])
         self._states = {at: state for at, state in self._states.items() if at >= oldest}
@@ -258,7 +242,6 @@ class Answers(Watched):
             self._states[num] = {name: _whole_state(module, group) for name, module in self.modules.items()}
 
     def _weights_of(self, module: LightningModule) -> dict[str, Tensor]:
-        """Return the model's weights; for sharded modules from the latest state."""
         found = {
             name: weight.detach().clone()
             for name, weight in module.named_parameters()
@@ -289,10 +272,7 @@ def of_all_ranks(weights: Weights) -> Weights:
 
 
 def different_weights(sharded: Weights, unsharded: Weights, modules: Iterable[str]) -> list[str]:
-    """Return a line for each way in which two fits, with sharded `modules` and without, treat weights differently.
-
-    Gradients of tables are not compared: the kernels keep them.
-    """
+    """Return a line for each way in which two fits, with sharded `modules` and without, treat weights differently."""
     problems = []
     both = sharded[ALL] & unsharded[ALL]
     outside = {name for name in both if not is_in(name, modules)}
@@ -357,7 +337,6 @@ def first_difference(mine: Any, theirs: Any) -> str | None:
 
 
 def _whole_state(module: nn.Module, group: dist.ProcessGroup | None) -> dict[str, Tensor]:
-    """Return a copy of a sharded module's state, gathered into unsharded tensors; all ranks call this."""
     tensors = {key: value for key, value in module.state_dict().items() if isinstance(value, Tensor)}
     whole = {key: value.detach().clone() for key, value in gather(tensors, group)}
     on_rank_zero: dict[str, Tensor] = gather_objects(whole, group)[0]

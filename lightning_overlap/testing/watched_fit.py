@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import hashlib
+import logging
 import os
+import random
 import signal
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,6 +16,7 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
@@ -40,7 +43,6 @@ _NOT_FOR_USERS = (
     "You defined a `validation_step` but have no",
     "Please use DTensor instead",  # torch's warning about TorchRec
 )
-"""Warnings to suppress."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +59,7 @@ class Setting:
 
 
 class Watched(Callback):
-    """Records what one rank does in a fit.
-
-    The state is digested after every step, or without `every_state` only after the last. With `syncs`, host syncs are
-    recorded in `NUM_WATCHED_STEPS` steps.
-    """
+    """Records what one rank does in a fit; without `every_state`, digests the state only after the last step."""
 
     reads_tables = False  # in its hook after the backward
     validates = False  # whether the fit also validates, if the module does
@@ -77,14 +75,12 @@ class Watched(Callback):
         self.states: dict[int, dict[str, str]] = {}  # step -> weight or optimizer state -> digest of its bits
         self.updates: list[int] = []  # the batches whose backward is over, in order
         self.seen: dict[int, tuple[int, ...]] = {}  # batch -> `updates` when its lookup was issued
-        self.early: dict[int, dict[str, bool]] = {}
-        """Batch -> module -> whether all its calls got the embeddings of an early lookup."""
+        self.early: dict[int, dict[str, bool]] = {}  # batch -> module -> whether all its calls were served early
         self.split: tuple[str, ...] = ()  # modules whose weight gradients came after the backward
         self.plain_reasons: dict[str, str] = {}  # module -> why it ran in its own forward
         self.fused: frozenset[str] = frozenset()  # modules with tables that the fused backward writes
         self.syncs: list[HostSync] = []
-        self.collectives: list[tuple[int, str, str]] = []
-        """(batch, operator, group) of each collective that the main thread issued, in order."""
+        self.collectives: list[tuple[int, str, str]] = []  # (batch, operator, group) of the main thread's, in order
         self.left: list[str] = []  # objects that were not restored at the end
         self.automatic = True
         self.most_in_flight = 0  # the largest number of batches in flight at once
@@ -101,7 +97,7 @@ class Watched(Callback):
         return embeddings
 
     def ran(self, func: Any, args: Iterable[Any], result: Any) -> None:
-        """Note a collective of this thread; on a CPU the backward runs on this thread."""
+        """Note a collective of this thread, where on a CPU the backward runs too."""
         if func.namespace == "c10d":
             groups = (dist.ProcessGroup.unbox(arg) for arg in args if isinstance(arg, torch.ScriptObject))
             # Names are equal on all ranks; several groups may share a description.
@@ -150,13 +146,7 @@ class Watched(Callback):
 
 
 def fit(setting: Setting, pipeline: Any, watched: Watched, *, races: bool = False) -> None:
-    """Train a new module from the seed in a mode or schedule, and watch.
-
-    With `races`, simulated streams follow every operator's memory; on one rank only.
-
-    Raises:
-        RaceError: With `races`: two streams use the same memory unordered.
-    """
+    """Train a new module and watch; with `races` (one rank only) simulated streams raise a RaceError for a race."""
     module = make_seeded(setting)
     strategy = _WatchedStrategy(watched, races, pipeline=pipeline, **setting.strategy_options)
     watched.depth = strategy._schedules.depth
@@ -184,10 +174,7 @@ def make_seeded(setting: Setting) -> LightningModule:
 
 
 def fit_unsharded(setting: Setting, module: LightningModule, watch: Callback) -> None:
-    """Train an unsharded module with a callback on this rank alone, on its batches.
-
-    The user's callbacks are excluded, since some need the strategy.
-    """
+    """Train an unsharded module on this rank alone, without the user's callbacks: some need the strategy."""
     seed_everything(setting.seed + dist.get_rank(), verbose=False)
     device = torch.device("cpu") if setting.accelerator == "cpu" else torch.device("cuda", torch.cuda.current_device())
     options = {**_QUIET, **setting.trainer_options, "limit_val_batches": 0, "callbacks": [watch]}
@@ -225,7 +212,7 @@ def make_trainer(setting: Setting, strategy: Any, callbacks: Sequence[Callback] 
 
 
 class _Replay:
-    """Copies of the same batches for every fit: a training step may change its batch."""
+    """Copies of the same batches: a training step may change its batch."""
 
     def __init__(self, batches: Sequence[Any]) -> None:
         self._batches = batches
@@ -238,8 +225,6 @@ class _Replay:
 
 
 class _FollowsMemory(Callback):
-    """Makes checked streams follow all operators of the training while `opened` is open."""
-
     def __init__(self, streams: CheckedStreams, opened: contextlib.ExitStack) -> None:
         self._streams, self._open = streams, opened
 
@@ -259,8 +244,6 @@ class _FollowsMemory(Callback):
 
 
 class _WatchedStrategy(OverlapEmbeddingStrategy):
-    """Reports lookups to `Watched`, which answers the calls of sharded modules."""
-
     def __init__(self, watched: Watched, races: bool, **kwargs: Any) -> None:
         super().__init__(observer=self._observed, **kwargs)
         self._watched = watched
@@ -341,3 +324,27 @@ def _patchable(trainer: Trainer, module: LightningModule) -> dict[str, str]:
         if forward is not None and getattr(forward, "__func__", None) is not type(child).forward:
             found[f"the forward of {name or 'the module'!r}"] = type(forward).__qualname__
     return found
+
+
+@contextlib.contextmanager
+def process_group(accelerator: str) -> Iterator[None]:
+    """Use the existing process group, or a temporary group: of all ranks under torchrun, else of one rank."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(os.environ))  # Lightning sets OMP_NUM_THREADS
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        stack.callback(random.setstate, random.getstate())
+        stack.callback(np.random.set_state, np.random.get_state())
+        if not dist.is_initialized():
+            alone: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # type: ignore[attr-defined]
+            place = {} if dist.is_torchelastic_launched() else alone
+            dist.init_process_group("gloo" if accelerator == "cpu" else "nccl", **place)
+            stack.callback(dist.destroy_process_group)
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        node, local_rank = divmod(rank, per_node := int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
+        of_torchrun = {"RANK": rank, "LOCAL_RANK": local_rank, "GROUP_RANK": node}
+        of_torchrun |= {"WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": per_node}
+        os.environ.update({name: str(number) for name, number in of_torchrun.items()})
+        for logger in map(logging.getLogger, ("lightning.pytorch", "lightning.fabric", "torchrec")):
+            stack.callback(logger.setLevel, logger.level)
+            logger.setLevel(logging.ERROR)
+        yield

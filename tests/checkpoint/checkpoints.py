@@ -12,13 +12,7 @@ import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import Tensor
-from torchrec.distributed.sharding_plan import (
-    column_wise,
-    construct_module_sharding_plan,
-    data_parallel,
-    row_wise,
-    table_wise,
-)
+from torchrec.distributed import sharding_plan
 from torchrec.distributed.types import (
     Shard,
     ShardedTensor,
@@ -55,26 +49,24 @@ def planned(case: Case, plan: Plan) -> Case:
 
 
 def build_plan(case: Case, model: Model, plan: Plan) -> ShardingPlan:
-    """Make a plan of its words."""
     num_ranks = dist.get_world_size()
     if plan is None:
         return make_plan(case, model, num_ranks)
     makers: dict[str, Any] = {}
     for index, (table, word) in enumerate(zip(case.tables, plan.split(), strict=True)):
         makers[table.name] = {
-            "cw": lambda: column_wise(ranks=[rank % num_ranks for rank in range(2)]),
-            "rw": lambda: row_wise(compute_kernel="fused"),
-            "dp": data_parallel,
-            "dense": lambda index=index: table_wise(rank=index % num_ranks, compute_kernel="dense"),
-        }.get(word, lambda word=word: table_wise(rank=int(word), compute_kernel="fused"))()
-    module_plan = construct_module_sharding_plan(
+            "cw": lambda: sharding_plan.column_wise(ranks=[rank % num_ranks for rank in range(2)]),
+            "rw": lambda: sharding_plan.row_wise(compute_kernel="fused"),
+            "dp": sharding_plan.data_parallel,
+            "dense": lambda index=index: sharding_plan.table_wise(rank=index % num_ranks, compute_kernel="dense"),
+        }.get(word, lambda word=word: sharding_plan.table_wise(rank=int(word), compute_kernel="fused"))()
+    module_plan = sharding_plan.construct_module_sharding_plan(
         model.ebc, per_param_sharding=makers, local_size=num_ranks, world_size=num_ranks, device_type="cpu"
     )
     return ShardingPlan(plan={"ebc": module_plan})
 
 
 def zeroed(model: Model) -> Model:
-    """Everything has to come from the checkpoint."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
@@ -83,12 +75,8 @@ def zeroed(model: Model) -> Model:
 
 @dataclasses.dataclass
 class Trained:
-    """What a run leaves behind on one rank."""
-
     result: Result
-    whole: dict[str, list[tuple[Any, Tensor]]]
-    """This rank's parts of tables and of their fused and dense optimizer state: (window, values)."""
-
+    whole: dict[str, list[tuple[Any, Tensor]]]  # its parts of tables and of their state: (window, values)
     checkpoint: str
     warnings: list[str]
 
@@ -106,7 +94,6 @@ def train(
     max_steps: int = -1,
     **kwargs: Any,
 ) -> Trained:
-    """Train `epochs` in all, from a checkpoint if given; save each."""
     case = planned(case, plan)
     model = model_class(case)
     if resume is not None:
@@ -126,7 +113,6 @@ def train(
 
 
 def parts_of(model: Model, trainer: Trainer) -> dict[str, list[tuple[Any, Tensor]]]:
-    """Collect what this rank has of the tables and of their state, with windows into the whole."""
     found: dict[str, list[tuple[Any, Tensor]]] = {}
 
     def put(name: str, window: Any, value: Tensor) -> None:
@@ -174,7 +160,6 @@ def _window(metadata: Any) -> tuple[slice, ...]:
 
 
 def copy_one_row() -> list[torch.Size]:
-    """Copy a row-wise tensor of one row, which rank 0 has; return the shapes of this rank's copies."""
     ranks = range(dist.get_world_size())
     shards = [ShardMetadata([min(rank, 1), 0], [int(rank == 0), 4], f"rank:{rank}/cpu") for rank in ranks]
     mine = shards[dist.get_rank()]
@@ -186,14 +171,12 @@ def copy_one_row() -> list[torch.Size]:
 
 
 def load_unsharded(case: Case, path: str) -> dict[str, Tensor]:
-    """Load a file into the plain module, as for serving."""
     model = zeroed(Model(case))
     loaded = type(model).load_from_checkpoint(path, case=case, weights_only=True)
     return {name: parameter.detach() for name, parameter in loaded.named_parameters()}
 
 
 def save_to(path: str, storage_options: Any = None, **kwargs: Any) -> str:
-    """Train a little and save; return what the user reads if that is refused."""
     model = Model(TABLE_WISE)
     trainer = make_trainer(OverlapEmbeddingStrategy(sharding="table_wise", **kwargs))
     trainer.fit(model, datamodule=Batches(TABLE_WISE, 2))
@@ -205,7 +188,6 @@ def save_to(path: str, storage_options: Any = None, **kwargs: Any) -> str:
 
 
 def load_from(case: Case, path: str, fn: str = "fit", model_class: Any = None, **kwargs: Any) -> str:
-    """Load; return what the user reads if that is refused."""
     model = (model_class or Evaluated)(case)
     trainer = make_trainer(make_strategy(model))
     try:
@@ -233,26 +215,15 @@ def fit_with_another_optimizer(path: str, case: Case) -> tuple[str, bool]:
 
 
 class Evaluated(Model):
-    """Tells its losses in every entry point."""
-
-    def evaluated(self, batch: Any) -> Tensor:
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = self(batch)
         self.losses.append(loss.detach())
         return loss
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.evaluated(batch)
-
-    def test_step(self, batch: Any, batch_idx: int) -> None:
-        self.evaluated(batch)
-
-    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self.evaluated(batch)
+    validation_step = test_step = predict_step
 
 
 class EvaluatedBatches(Batches):
-    """The same batches for everybody."""
-
     def val_dataloader(self) -> Any:
         return self.train_dataloader()
 
@@ -260,7 +231,6 @@ class EvaluatedBatches(Batches):
 
 
 def evaluate(case: Case, path: str | None, fn: str, weights: dict[str, Tensor] | None = None) -> Tensor:
-    """Losses of an entry point, with a checkpoint or with weights given."""
     model = zeroed(Evaluated(case))
     if weights is not None:
         model.load_state_dict(weights)
@@ -274,7 +244,6 @@ def evaluate(case: Case, path: str | None, fn: str, weights: dict[str, Tensor] |
 
 
 def train_with_savers(folder: str, save_last: Any, checkpoint_format: str | None, asynchronous: bool) -> dict[str, Any]:
-    """Two savers; then fit, validate and fit again from "best" and "last"."""
     case = TABLE_WISE
     steps = ModelCheckpoint(
         f"{folder}/steps", filename="{step}", every_n_train_steps=4, save_top_k=1, save_last=save_last
@@ -304,16 +273,12 @@ def train_with_savers(folder: str, save_last: Any, checkpoint_format: str | None
 
 
 class Keyed(Model):
-    """Returns an optimizer that TorchRec keys by name."""
-
     def configure_optimizers(self) -> Any:
         dense = dict(in_backward_optimizer_filter(self.named_parameters()))
         return KeyedOptimizerWrapper(dense, lambda params: torch.optim.Adam(params, 0.05))
 
 
 class Scheduled(Model):
-    """Sets the fused learning rate by hand, as a schedule would."""
-
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if self.trainer.global_step == 2:
             for _, fused in self.ebc.fused_optimizer.optimizers:
@@ -322,16 +287,12 @@ class Scheduled(Model):
 
 
 class Stepped(Model):
-    """Has a schedule that halves the rate of the dense part in each epoch."""
-
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD([p for _, p in in_backward_optimizer_filter(self.named_parameters())], 0.25)
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
 
 
 class Unscheduled(Stepped):
-    """The same without the schedule."""
-
     def configure_optimizers(self) -> Any:
         [[optimizer], _] = super().configure_optimizers()
         return optimizer
@@ -346,14 +307,10 @@ class Opaque:
 
 
 class SavesAnObject(Model):
-    """Puts an object of its own into the checkpoint."""
-
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["opaque"] = Opaque()
 
 
 class DenseAdam(Model):
-    """Adam: state with a step count."""
-
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.Adam([p for _, p in in_backward_optimizer_filter(self.named_parameters())], 0.05)

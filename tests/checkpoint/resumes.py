@@ -6,6 +6,7 @@ import dataclasses
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -60,8 +61,6 @@ class StatefulSized(Stateful):
 
 
 class Rows(_Source, Dataset):
-    """Batches by index."""
-
     def __len__(self) -> int:
         return self.num
 
@@ -70,8 +69,6 @@ class Rows(_Source, Dataset):
 
 
 class Stream(_Source, IterableDataset):
-    """Batches in order, dealt out to the workers."""
-
     def __iter__(self) -> Iterator[Any]:
         worker = torch.utils.data.get_worker_info()
         first, step = (0, 1) if worker is None else (worker.id, worker.num_workers)
@@ -101,8 +98,6 @@ class StatefulBatches(LightningDataModule):
 
 
 class SaveSteps(Callback):
-    """Saves after some steps, as ModelCheckpoint does it, in `on_train_batch_end`."""
-
     def __init__(self, folder: str, steps: tuple[int, ...]) -> None:
         self.folder, self.steps = folder, steps
 
@@ -116,8 +111,6 @@ class SaveSteps(Callback):
 
 
 class Watched(Model):
-    """Counts what happens, and has a schedule for each epoch."""
-
     def __init__(self, case: Case) -> None:
         super().__init__(case)
         self.seen: list[tuple[int, int, int]] = []
@@ -151,7 +144,6 @@ def train_from(
     epochs: int = EPOCHS,
     kind_of_model: type[Watched] = Watched,
 ) -> tuple[Result, Any]:
-    """Train, saving after some steps and each epoch; or go on. Return the end, and what was seen."""
     torch.manual_seed(3)
     model = kind_of_model(ROWWISE_ADAGRAD)
     strategy = make_strategy(model, pipeline)
@@ -170,8 +162,6 @@ def train_from(
 
 
 class Moves(LightningDataModule):
-    """Has a state: a resumed fit has the next batches."""
-
     first = 0
 
     def train_dataloader(self) -> Any:
@@ -186,7 +176,6 @@ class Moves(LightningDataModule):
 
 
 def seen_with_a_data_module(folder: str) -> list[int]:
-    """Train an epoch, and the next one from its checkpoint; return the batches of the latter."""
     path = f"{folder}/epoch=0.ckpt"
     for resume in (None, path):
         model, save = AsksForSteps(TABLE_WISE), SaveSteps(folder, () if resume else (EPOCH,))
@@ -205,25 +194,15 @@ class Numbered(Dataset):
         return make_batch(TABLE_WISE, index, 0)
 
 
-def _only(batches: list[Any]) -> Any:
-    return batches[0]
-
-
 def seen_in_the_order_of_a_sampler(folder: str, resume: str | None, save_at: tuple[int, ...] = ()) -> list[Any]:
     """Train or go on, in the middle of an epoch (`step=...`) with a stateful loader, else with a worker."""
     model = Watched(TABLE_WISE)
     is_stateful = bool(save_at) or (resume is not None and resume.startswith("step"))
     kind, workers = (StatefulDataLoader, 0) if is_stateful else (DataLoader, 1)
-    context = "fork" if workers else None
-    data = kind(
-        Numbered(), 1, shuffle=not is_stateful, collate_fn=_only, num_workers=workers, multiprocessing_context=context
-    )
-    trainer = make_trainer(
-        make_strategy(model),
-        callbacks=[SaveSteps(folder, save_at or (-1,))],
-        max_epochs=3,
-        use_distributed_sampler=True,
-    )
+    how: dict[str, Any] = {"num_workers": workers, "multiprocessing_context": "fork" if workers else None}
+    data = kind(Numbered(), 1, shuffle=not is_stateful, collate_fn=itemgetter(0), **how)
+    saver = SaveSteps(folder, save_at or (-1,))
+    trainer = make_trainer(make_strategy(model), callbacks=[saver], max_epochs=3, use_distributed_sampler=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer.fit(model, data, ckpt_path=None if resume is None else f"{folder}/{resume}.ckpt")
@@ -245,14 +224,11 @@ def train_by_name(pipeline: str, folder: str, resumes: bool) -> tuple[Result, in
 
 
 class _Counts(Callback):
-    """Notes the kernels' iteration counts when training starts."""
-
     def on_train_start(self, trainer: Any, module: Any) -> None:
         self.counts = [(int(tbe.iter), int(tbe.iter_cpu)) for tbe in tbes(module.ebc)]
 
 
 def counts_after_resuming(pipeline: str, folder: str, step: int) -> list[tuple[int, int]]:
-    """Save behind a step in the middle of an epoch, go on in a new run; return what its kernels begin to count at."""
     for path in (None, f"{folder}/step={step}.ckpt"):
         model, counts = Model(ROWWISE_ADAGRAD), _Counts()
         trainer = make_trainer(make_strategy(model, pipeline), callbacks=[SaveSteps(folder, (step,)), counts])

@@ -29,8 +29,6 @@ from .checkpoints import EPOCH, Trained, parts_of, save_to, train
 
 
 class SaveAt(Callback):
-    """Saves after one step, and notes what the tables were then."""
-
     def __init__(self, path: str, step: int) -> None:
         self.path, self.step = path, step
         self.parts: Any = None
@@ -44,7 +42,6 @@ class SaveAt(Callback):
 
 
 def save_while_training(case: Case, path: str) -> tuple[Trained, bool]:
-    """Save beside training, writing held back until the fit has gone on for some steps."""
     trained_on = threading.Event()
     write = sharded_folder._write
 
@@ -64,8 +61,6 @@ def save_while_training(case: Case, path: str) -> tuple[Trained, bool]:
 
 
 def save_in_an_evaluation(path: str, *, fails: bool) -> str:
-    """Save in `validate` with `async_checkpoint`; return what its caller finds."""
-
     class Saves(Callback):
         def on_validation_end(self, trainer: Trainer, module: Any) -> None:
             trainer.save_checkpoint(path)
@@ -84,25 +79,17 @@ def save_in_an_evaluation(path: str, *, fails: bool) -> str:
     return "whole" if sharded_folder.is_folder(Path(path)) else "nothing"
 
 
-class LoadsAtTheEnd(Callback):
-    """Puts the state of a checkpoint back, after training."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-
-    def on_fit_end(self, trainer: Trainer, module: Any) -> None:
-        trainer.strategy.load_model_state_dict(trainer.strategy.load_checkpoint(self.path))
-
-
 def load_at_the_end(case: Case, path: str, checkpoint_format: str) -> tuple[Trained, Trained]:
-    """Save in the middle of a fit and load that at its end; return what was saved and what was loaded."""
-    callbacks = (saver := SaveAt(path, 2), LoadsAtTheEnd(path))
+    class LoadsAtTheEnd(Callback):
+        def on_fit_end(self, trainer: Trainer, module: Any) -> None:
+            trainer.strategy.load_model_state_dict(trainer.strategy.load_checkpoint(path))
+
+    callbacks = (saver := SaveAt(path, 2), LoadsAtTheEnd())
     trained = train(case, f"{path}.others", callbacks=callbacks, checkpoint_format=checkpoint_format)
     return dataclasses.replace(trained, whole=saver.parts), trained
 
 
 def fail_while_training(path: str) -> list[str]:
-    """A background save that cannot write on one rank; return what every rank reads, and when."""
     save = sharded_folder.save
 
     def failing(*args: Any, **kwargs: Any) -> Any:
@@ -118,15 +105,6 @@ def fail_while_training(path: str) -> list[str]:
     return []
 
 
-class Broadcasts(Callback):
-    """Tells the other ranks something while an error is handled."""
-
-    heard: Any = None
-
-    def on_exception(self, trainer: Trainer, *args: Any) -> None:
-        self.heard = trainer.strategy.broadcast(trainer.global_rank)
-
-
 def fail_beside_a_save(path: str, *, disk_is_full: bool) -> tuple[str, list[str], Any, Any]:
     """All ranks fail alike while a slow save goes on beside training; return the error, its notes, what was heard."""
     failing = threading.Event()
@@ -140,23 +118,25 @@ def fail_beside_a_save(path: str, *, disk_is_full: bool) -> tuple[str, list[str]
         write(*args)
 
     class Fails(Callback):
+        heard: Any = None
+
         def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
             if trainer.global_step == 4:
                 raise ValueError("the same on all ranks")
 
-        def on_exception(self, *args: Any) -> None:
+        def on_exception(self, trainer: Trainer, *args: Any) -> None:
             failing.set()
+            self.heard = trainer.strategy.broadcast(trainer.global_rank)
 
-    told = Broadcasts()
-    model = Model(TABLE_WISE)
+    model, fails = Model(TABLE_WISE), Fails()
     strategy = OverlapEmbeddingStrategy(sharding="table_wise", async_checkpoint=True)
-    trainer = make_trainer(strategy, callbacks=[SaveAt(path, 2), Fails(), told])
+    trainer = make_trainer(strategy, callbacks=[SaveAt(path, 2), fails])
     with mock.patch.object(sharded_folder, "_write", late):
         try:
             trainer.fit(model, datamodule=Batches(TABLE_WISE, EPOCH))
         except ValueError as err:
-            return str(err), getattr(err, "__notes__", []), told.heard, trainer.state.stage
-    return "nothing", [], told.heard, trainer.state.stage
+            return str(err), getattr(err, "__notes__", []), fails.heard, trainer.state.stage
+    return "nothing", [], fails.heard, trainer.state.stage
 
 
 class _FullDisk(torch.distributed.checkpoint.FileSystemWriter):
@@ -191,14 +171,12 @@ def _memory_bytes(name: str) -> int:
 
 
 def save_and_fail(path: str, checkpoint_format: str) -> str:
-    """Save over a checkpoint; rank 0 fails when all but the name is done."""
     where = full_file if checkpoint_format == "full" else sharded_folder
     with mock.patch.object(where, "atomic_replace", side_effect=OSError("no space left")):
         return save_to(path, checkpoint_format=checkpoint_format)
 
 
 def kill_while_saving(path: str, checkpoint_format: str) -> None:
-    """Save over a checkpoint; rank 1 is killed in the middle."""
     where, name = (full_file, "gather") if checkpoint_format == "full" else (sharded_folder, "save")
     real = getattr(where, name)
 

@@ -30,7 +30,6 @@ def test_keys_of_checkpoints_that_were_saved_before() -> None:
 
 @given(names, names, kinds, columns)
 def test_state_of_fused_optimizers(one: str, other: str, kind: str, of: tuple[int, int]) -> None:
-    """Row-wise state of a table is that of its own columns, whatever another one's name has in it."""
     weights = {f"ebc.embedding_bags.{name}.weight" for name in (one, other)}
     keys = [StateKey(weight, kind, of) for weight in weights]
     saved = [*keys, *(StateKey(weight, "lr") for weight in weights)]

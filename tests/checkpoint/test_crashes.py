@@ -2,14 +2,272 @@
 
 from __future__ import annotations
 
+import functools
+import io
+import os
+import shutil
+import signal
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
 
+from lightning_overlap import OverlapEmbeddingStrategy
+from lightning_overlap.checkpoint import atomic, sharded_folder
+from lightning_overlap.checkpoint.safe_metadata import SafeReader
+
+from ..support.cases import NUM_ROWS, Batch, Batches, Case, TableSpec, make_collection
+from ..support.fits import make_trainer
 from ..support.ranks import RankError
-from . import crashes
-from .crashes import NUM_STEPS, Left
+
+ONE_TABLE = Case("one_table", (TableSpec("t0", ("f0",)),))
+NUM_STEPS = 2
+_CHANGES = {"os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.symlink", "os.link", "os.truncate"}
+_WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
+
+_before: list[Callable[[], None]] = []
+"""What is done before each call that changes a file system; an audit hook stays as long as the process."""
+
+
+def _hook(event: str, args: tuple[Any, ...]) -> None:
+    if _before and (event in _CHANGES or (event == "open" and isinstance(args[2], int) and args[2] & _WRITES)):
+        _before[-1]()
+
+
+class _Watched(io.BufferedWriter):
+    """A file whose first writes are seen too."""
+
+    num = 0
+
+    def write(self, data: Any) -> int:
+        self.num += 1
+        if self.num == 1 and _before:
+            self.flush()
+            _before[-1]()
+        return super().write(data)
+
+
+@contextmanager
+def before_each_change(action: Callable[[], None]) -> Iterator[None]:
+    """Do something before each call, of any thread, that makes, renames, writes, syncs or removes anything."""
+    busy = threading.RLock()
+    depth = 0
+
+    def once() -> None:
+        nonlocal depth
+        with busy:
+            depth += 1
+            try:
+                if depth == 1:  # its own calls are not seen
+                    action()
+            finally:
+                depth -= 1
+
+    def seen(own: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            once()
+            return own(*args)
+
+        return call
+
+    open_path = Path.open
+
+    def watched_open(path: Path, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        return _Watched(io.FileIO(path, "w")) if mode == "wb" else open_path(path, mode, *args, **kwargs)
+
+    _install()
+    _before.append(once)
+    try:
+        with (
+            mock.patch.object(atomic, "exchange", seen(atomic.exchange)),
+            mock.patch.object(os, "fsync", seen(os.fsync)),
+            mock.patch.object(Path, "open", watched_open),
+        ):
+            yield
+    finally:
+        _before.pop()
+
+
+@functools.cache
+def _install() -> None:
+    sys.addaudithook(_hook)
+
+
+@dataclass
+class Left:
+    """What a crash at an instant leaves, and what the next run would go on from."""
+
+    last: int  # the step that `ckpt_path="last"` gives; 0: it begins anew
+    newest: int  # the step of the newest `*.ckpt`
+    whole: int  # the step of the newest whole checkpoint
+    names: list[str]
+
+
+def fit_and_crash(
+    folder: str,
+    how: str,
+    options: dict[str, Any],
+    *,
+    exchanges: bool = True,
+    before: tuple[str, dict[str, Any]] | None = None,
+    num_resumed: int = 0,
+) -> tuple[list[Left], list[str], dict[str, bool]]:
+    """Fit, in a folder after a fit `before` perhaps, and look at what a crash at any instant of it would leave.
+
+    Returns what is left; the names at the end; whether the fits, after `num_resumed` crashes of different kinds, that
+    went on from "last" did so at its step.
+    """
+    place, copies = Path(folder) / "checkpoints", Path(folder) / "copies"
+    places: list[Path] = []
+
+    def copy() -> None:
+        if place.exists():
+            places.append(copies / str(len(places)))
+            shutil.copytree(place, places[-1], symlinks=True, copy_function=_copy)
+
+    no_exchange = mock.patch.object(atomic, "exchange", return_value=False)
+    with warnings.catch_warnings(), no_exchange if not exchanges else warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if before is not None:
+            _fit(place, *before)
+        with before_each_change(copy):
+            _fit(place, how, options, num_steps=NUM_STEPS * (1 + (before is not None)), resume=before is not None)
+        copy()
+        sums: dict[int, set[float]] = {}
+        known: dict[str, int] = {}
+        left: dict[Any, Left] = {}
+        began: dict[str, bool] = {}
+        for copied in places:
+            key = str(_looks(copied))
+            if key in left:
+                continue
+            every = [_step_of(path, sums, known) for path in copied.glob("*.ckpt")]
+            last, newest = _last(copied), max(copied.glob("*.ckpt"), key=os.path.getmtime, default=None)
+            steps = [0 if path is None else _step_of(path, sums, known) for path in (last, newest)]
+            left[key] = Left(*steps, max(every, default=0), sorted(path.name for path in copied.iterdir()))
+            kind = "" if last is None else f"{last.name} {last.is_symlink()} {len(every)}"
+            if last is not None and kind not in began and len(began) < num_resumed:
+                next_step = steps[0] + 1
+                began[kind] = _fit(copied, how, options, num_steps=next_step, resume=True) == (steps[0], next_step)
+    assert all(len(of_step) == 1 for of_step in sums.values()), "parts of two checkpoints in one"
+    return list(left.values()), sorted(path.name for path in place.iterdir()), began
+
+
+def _copy(path: str, to: str) -> None:
+    # What has its name already is not written to any more.
+    (shutil.copy2 if ".unfinished" in path or os.path.islink(path) else os.link)(path, to, follow_symlinks=False)
+
+
+def _looks(place: Path) -> list[tuple[Any, ...]]:
+    stats = [(path, path.lstat()) for path in sorted(place.rglob("*"))]
+    return [
+        (str(path.relative_to(place)), stat.st_mode, stat.st_mtime_ns, path.is_file() and stat.st_size)
+        for path, stat in stats
+    ]
+
+
+class Small(LightningModule):
+    """A table and as little as there can be beside it: each tensor is a file."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ebc = make_collection(ONE_TABLE.tables, NUM_ROWS)
+        self.top = nn.Linear(ONE_TABLE.tables[0].dim, 1, bias=False)
+        self.began = 0
+
+    def on_train_start(self) -> None:
+        self.began = self.trainer.global_step
+
+    def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+        self.log("loss", -float(self.trainer.global_step))
+        rows = self.ebc(batch.inputs["sparse"][0])
+        return nn.functional.binary_cross_entropy_with_logits(self.top(rows.values()).squeeze(1), batch.labels)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.top.parameters(), 0.1)
+
+
+def _fit(
+    place: Path, how: str, options: dict[str, Any], *, num_steps: int = NUM_STEPS, resume: bool = False
+) -> tuple[int, int]:
+    strategy = OverlapEmbeddingStrategy(
+        sharding="table_wise",
+        fused_optimizer=(torch.optim.SGD, {"lr": 0.5}),
+        checkpoint_format=None if how == "async" else how,
+        async_checkpoint=how == "async",
+    )
+    saver = ModelCheckpoint(place, filename="{step}", every_n_train_steps=1, enable_version_counter=False, **options)
+    more: dict[str, Any] = {"callbacks": [saver], "max_steps": num_steps, "max_epochs": -1}
+    trainer = make_trainer(strategy, enable_checkpointing=True, **more)
+    model = Small()
+    trainer.fit(model, datamodule=Batches(ONE_TABLE, NUM_STEPS), ckpt_path="last" if resume else None)
+    return model.began, trainer.global_step
+
+
+@functools.cache
+def _searcher() -> tuple[Trainer, ModelCheckpoint]:
+    callback = ModelCheckpoint("_")
+    return Trainer(accelerator="cpu", logger=False, callbacks=[callback]), callback
+
+
+def _last(place: Path) -> Path | None:
+    trainer, callback = _searcher()
+    callback.dirpath = str(place)
+    connector = trainer._checkpoint_connector
+    found = connector._parse_ckpt_path(TrainerFn.FITTING, "last", model_provided=True, model_connected=True)
+    return None if found is None else Path(found)
+
+
+def _step_of(path: Path, sums: dict[int, set[float]], known: dict[str, int]) -> int:
+    path = sharded_folder.resolve_path(path)
+    looks = str(_looks(path) if path.is_dir() else path.stat().st_mtime_ns)
+    if looks in known:
+        return known[looks]
+    rest = torch.load(path / "meta.pt" if path.is_dir() else path, weights_only=True)
+    tensors = rest.get("state_dict", {})
+    if path.is_dir():
+        reader = SafeReader(path)
+        entries = reader.read_metadata().state_dict_metadata
+        tensors = {
+            name: torch.empty(entry.size, dtype=entry.properties.dtype)
+            for name, entry in entries.items()
+            if isinstance(entry, TensorStorageMetadata) and name.startswith("model.")
+        }
+        load(tensors, storage_reader=reader, no_dist=True)
+    known[looks] = step = int(rest["global_step"])
+    sums.setdefault(step, set()).add(sum(float(tensor.double().sum()) for tensor in tensors.values()))
+    return step
+
+
+def fit_until_killed(folder: str, how: str, options: dict[str, Any], num: int) -> None:
+    left = num
+
+    def count() -> None:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with before_each_change(count if dist.get_rank() == 0 else lambda: None):
+        _fit(Path(folder), how, options, num_steps=50)
+
+
+# -- the tests --------------------------------------------------------------------------------------------------------
 
 LAST: dict[str, dict[str, Any]] = {"last": {"save_last": True}, "link": {"save_last": "link"}}
 MONITORED: dict[str, Any] = {"monitor": "loss", "save_top_k": 2}
@@ -17,12 +275,7 @@ NUM_INSTANTS = {"sharded": 50, "async": 50, "full": 15}
 
 
 def check(left: list[Left], first: int = 0) -> None:
-    """Every `*.ckpt` is whole, the newest one is the last saved, and "last" is that, or for an instant the one before.
-
-    Args:
-        left: What was left, in the order of the crashes.
-        first: The step of the newest one when that began.
-    """
+    """Every `*.ckpt` is whole, the newest is the last saved, and "last" is that, or for an instant the one before."""
     before = first, first
     for state in left:
         assert state.newest == state.whole, state
@@ -38,7 +291,7 @@ def check(left: list[Left], first: int = 0) -> None:
 @pytest.mark.parametrize("save_last", LAST)
 @pytest.mark.parametrize("how", ["sharded", "full", "async"])
 def test_a_crash_at_any_instant(get_ranks: Any, how: str, save_last: str, tmp_path: Path) -> None:
-    [(left, names, began)] = get_ranks(1).run(crashes.fit_and_crash, str(tmp_path), how, LAST[save_last], num_resumed=2)
+    [(left, names, began)] = get_ranks(1).run(fit_and_crash, str(tmp_path), how, LAST[save_last], num_resumed=2)
     check(left)
     assert len(left) > NUM_INSTANTS[how]
     assert names == ["last.ckpt", f"step={NUM_STEPS}.ckpt"]
@@ -50,7 +303,7 @@ def test_a_crash_at_any_instant(get_ranks: Any, how: str, save_last: str, tmp_pa
 @pytest.mark.parametrize("how", ["sharded", "async"])
 def test_a_file_system_that_cannot_swap_names(get_ranks: Any, how: str, save_last: str, tmp_path: Path) -> None:
     [(left, names, began)] = get_ranks(1).run(
-        crashes.fit_and_crash, str(tmp_path), how, LAST[save_last], exchanges=False, num_resumed=3
+        fit_and_crash, str(tmp_path), how, LAST[save_last], exchanges=False, num_resumed=3
     )
     check(left)
     assert names == ["last.ckpt", f"step={NUM_STEPS}.ckpt"]
@@ -72,9 +325,7 @@ def test_a_file_system_that_cannot_swap_names(get_ranks: Any, how: str, save_las
 def test_another_format_in_the_same_folder(
     get_ranks: Any, first: Any, second: Any, exchanges: bool, tmp_path: Path
 ) -> None:
-    [(left, names, _)] = get_ranks(1).run(
-        crashes.fit_and_crash, str(tmp_path), *second, before=first, exchanges=exchanges
-    )
+    [(left, names, _)] = get_ranks(1).run(fit_and_crash, str(tmp_path), *second, before=first, exchanges=exchanges)
     check(left, first=NUM_STEPS)
     assert {"last.ckpt", f"step={2 * NUM_STEPS}.ckpt"} <= set(names)
     assert not [name for name in names if not name.endswith(".ckpt") or name.count(".") > 1]
@@ -82,11 +333,10 @@ def test_another_format_in_the_same_folder(
 
 @pytest.mark.parametrize("how", ["sharded", "async"])
 def test_a_rank_that_is_killed(get_ranks: Any, how: str, tmp_path: Path) -> None:
-    """The others end with it; the next run goes on."""
     with pytest.raises(RankError):
-        get_ranks(2).run(crashes.fit_until_killed, str(tmp_path), how, LAST["link"], 100)
+        get_ranks(2).run(fit_until_killed, str(tmp_path), how, LAST["link"], 100)
     whole = max(int(path.stem.partition("=")[2]) for path in tmp_path.glob("step=*.ckpt"))
-    for first, last in get_ranks(2).run(crashes.go_on, str(tmp_path), how, LAST["link"], 50):
+    for first, last in get_ranks(2).run(_fit, tmp_path, how, LAST["link"], num_steps=50, resume=True):
         assert first in {whole, whole - 1}
         assert first > 0
         assert last == 50

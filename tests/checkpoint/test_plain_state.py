@@ -2,19 +2,130 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor
+from torch.optim import lr_scheduler
 from torchrec.optim import RowWiseAdagrad
+from torchrec.optim.optimizers import in_backward_optimizer_filter
 
+from lightning_overlap import OverlapEmbeddingStrategy, combined_optimizer
 from lightning_overlap.checkpoint.plain_state import _how_to_keep, _orders
 
-from ..support.cases import SEQUENCE
+from ..support.cases import ADAGRAD as CASE
+from ..support.cases import SEQUENCE, Batches, Case, Model, make_batch
+from ..support.fits import make_trainer
 from ..support.ranks import Ranks
-from . import plain_runs
-from .checkpoints import whole
+from .checkpoints import parts_of, whole, zeroed
+
+EPOCH = 6
+Optimizer = tuple[str, dict[str, Any]]
+SCHEDULES: dict[str, Callable[[Any], Any]] = {
+    "StepLR": lambda optimizer: lr_scheduler.StepLR(optimizer, 1, 0.5),
+    "LinearLR": lambda optimizer: lr_scheduler.LinearLR(optimizer, 0.1, total_iters=1),
+    "LambdaLR": lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda epoch: (epoch + 1) / 4),
+}
+
+
+@dataclass
+class GoneOn:
+    losses: list[Tensor]
+    whole: dict[str, Any]  # this rank's parts of tables and of their state: (window, values)
+    dense: dict[str, Tensor]
+    said: list[str]
+    rates: list[float]
+
+
+class Plain(Model):
+    """Trains its tables with the optimizer of the dense part, but for those that a strategy trains in backward."""
+
+    def __init__(
+        self, optimizer: Optimizer = ("SGD", {"lr": 0.1}), groups: str = "one", schedule: str = "", case: Case = CASE
+    ) -> None:
+        super().__init__(case, fused_optimizer=False)
+        self.optimizer, self.groups, self.schedule = optimizer, groups, schedule
+
+    def configure_optimizers(self) -> Any:
+        name, kwargs = self.optimizer
+        named = dict(in_backward_optimizer_filter(self.named_parameters()))
+        tables = [weight for key, weight in named.items() if key.startswith("ebc.")]
+        dense = [weight for key, weight in named.items() if not key.startswith("ebc.")]
+        groups: list[Any] = [*tables, *dense]
+        if self.groups == "tables last":
+            groups = [*dense, *tables]
+        elif self.groups == "two":
+            groups = [{"params": dense}, *([{"params": tables, "lr": 0.5}] if tables else [])]
+        elif self.groups == "other order":
+            groups = [*dense[::-1], *tables]
+        optimizer = combined_optimizer(self, getattr(torch.optim, name)(groups, **kwargs))
+        if not self.schedule:
+            return optimizer
+        return [optimizer], [SCHEDULES[self.schedule](optimizer)]
+
+
+def train_plain(path: str, optimizer: Optimizer, groups: str = "one", schedule: str = "", case: Case = CASE) -> Any:
+    """Train two epochs under DDPStrategy; save after the first. Return losses, weights and states of the second."""
+    model = Plain(optimizer, groups, schedule, case)
+    for epochs in (1, 2):
+        trainer = make_trainer(DDPStrategy(), max_epochs=epochs)
+        trainer.fit(model, datamodule=Batches(case, EPOCH), ckpt_path=path if epochs == 2 else None)
+        if epochs == 1:
+            trainer.save_checkpoint(path)
+    weights = {name: weight.detach() for name, weight in model.named_parameters()}
+    return model.losses[EPOCH:], weights
+
+
+def go_on(
+    path: str,
+    optimizer: Optimizer,
+    fused: tuple[Any, dict[str, Any]] | None,
+    groups: str = "one",
+    sharding: Any = "table_wise",
+    epochs: int = 2,
+    schedule: str = "",
+    replicated: Any = False,
+    case: Case = CASE,
+) -> Any:
+    model: Any = zeroed(Plain(optimizer, groups, schedule, case))
+    strategy = OverlapEmbeddingStrategy(sharding=sharding, fused_optimizer=fused, replicate_tables=replicated)
+    trainer = make_trainer(strategy, max_epochs=epochs)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        try:
+            trainer.fit(model, datamodule=Batches(case, EPOCH), ckpt_path=path)
+        except (RuntimeError, ValueError) as err:
+            return f"{type(err).__name__}: {err}"
+    rates = [group["lr"] for group in trainer.optimizers[0].param_groups]
+    dense = {n: w.detach().clone() for n, w in model.named_parameters() if not n.startswith("ebc.")}
+    parts = {} if replicated else parts_of(model, trainer)  # which looks for shards
+    return GoneOn(model.losses, parts, dense, [str(each.message) for each in said], rates)
+
+
+def evaluate(path: str) -> list[tuple[Tensor, Tensor]]:
+    plain = Plain()
+    plain.load_state_dict(torch.load(path, weights_only=True)["state_dict"])
+    expected = plain(make_batch(CASE, 0, dist.get_rank())).detach()
+    answers = []
+    for function in ("validate", "test"):
+        model = Plain()
+        model.test_step = model.validation_step  # type: ignore[attr-defined]
+        data = Batches(CASE, 1)
+        data.val_dataloader = data.test_dataloader = data.train_dataloader  # type: ignore[method-assign]
+        strategy = OverlapEmbeddingStrategy(sharding="table_wise", fused_optimizer=(torch.optim.SGD, {"lr": 1}))
+        getattr(make_trainer(strategy), function)(model, datamodule=data, ckpt_path=path, verbose=False)
+        answers.append((model.validated, expected))
+    return answers
+
+
+# -- the tests --------------------------------------------------------------------------------------------------------
 
 ADAGRAD = ("Adagrad", {"lr": 0.3, "eps": 1e-8})
 ADAM = ("Adam", {"lr": 0.05})
@@ -23,54 +134,41 @@ FUSED_ADAGRAD = (torch.optim.Adagrad, {"lr": 0.3, "eps": 1e-8})
 
 
 def close(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
-    """To the rounding of sums in another order."""
     return torch.allclose(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "fused", "groups"),
+    ("optimizer", "fused", "groups", "options"),
     [
-        (ADAGRAD, FUSED_ADAGRAD, "one"),
-        (ADAGRAD, FUSED_ADAGRAD, "tables last"),
-        (SGD, (torch.optim.SGD, {"lr": 0.3}), "one"),
-        (ADAGRAD, (torch.optim.Adagrad, {"lr": 0.5, "eps": 1e-8}), "two"),
-        (ADAM, None, "one"),
+        (ADAGRAD, FUSED_ADAGRAD, "one", {}),
+        (ADAGRAD, FUSED_ADAGRAD, "tables last", {}),
+        (SGD, (torch.optim.SGD, {"lr": 0.3}), "one", {}),
+        (ADAGRAD, (torch.optim.Adagrad, {"lr": 0.5, "eps": 1e-8}), "two", {}),
+        (ADAM, None, "one", {"sharding": "data_parallel"}),
+        (ADAGRAD, FUSED_ADAGRAD, "one", {"sharding": {"t1": "table_wise"}, "replicated": ["t0"]}),
     ],
-    ids=["adagrad", "tables last", "sgd", "two groups", "adam, data-parallel"],
+    ids=["adagrad", "tables last", "sgd", "two groups", "adam, data-parallel", "replicas"],
 )
-def test_it_goes_on_as_ddp_would(two_ranks: Ranks, optimizer: Any, fused: Any, groups: str, tmp_path: Path) -> None:
-    """Losses and tables of the next epoch, which the states have a say in."""
+def test_it_goes_on_as_ddp_would(
+    two_ranks: Ranks, optimizer: Any, fused: Any, groups: str, options: Any, tmp_path: Path
+) -> None:
     path = str(tmp_path / "ddp.ckpt")
-    expected = two_ranks.run(plain_runs.train_plain, path, optimizer, groups)
-    sharding = "table_wise" if fused else "data_parallel"
-    found = two_ranks.run(plain_runs.go_on, path, optimizer, fused, groups, sharding)
+    expected = two_ranks.run(train_plain, path, optimizer, groups)
+    found = two_ranks.run(go_on, path, optimizer, fused, groups, **options)
     tables = whole(found)
     for rank, (losses, weights) in zip(found, expected, strict=True):
-        assert len(rank.losses) == plain_runs.EPOCH
+        assert len(rank.losses) == EPOCH
         assert all(map(close, rank.losses, losses))
         assert all(close(value, weights[name]) for name, value in rank.dense.items())
         assert not any("is reset" in said for said in rank.said)
-    for name in ("t0", "t1"):
+    for name in () if "replicated" in options else ("t0", "t1"):
         assert close(tables[name], expected[0][1][f"ebc.embedding_bags.{name}.weight"])
 
 
-def test_replicas_go_on_as_ddp_would(two_ranks: Ranks, tmp_path: Path) -> None:
-    path = str(tmp_path / "ddp.ckpt")
-    expected = two_ranks.run(plain_runs.train_plain, path, ADAGRAD, "one")
-    options = {"sharding": {"t1": "table_wise"}, "replicated": ["t0"]}
-    for rank, (losses, _) in zip(
-        two_ranks.run(plain_runs.go_on, path, ADAGRAD, FUSED_ADAGRAD, **options), expected, strict=True
-    ):
-        assert len(rank.losses) == plain_runs.EPOCH
-        assert all(map(close, rank.losses, losses))
-        assert not any("is reset" in said for said in rank.said)
-
-
 def test_what_does_not_fit_is_said(two_ranks: Ranks, tmp_path: Path) -> None:
-    """Adam's state of the tables has no place in a fused Adagrad; that of the dense part is there."""
     path = str(tmp_path / "ddp.ckpt")
-    two_ranks.run(plain_runs.train_plain, path, ADAM)
-    first, second = two_ranks.run(plain_runs.go_on, path, ADAM, FUSED_ADAGRAD, epochs=1)
+    two_ranks.run(train_plain, path, ADAM)
+    first, second = two_ranks.run(go_on, path, ADAM, FUSED_ADAGRAD, epochs=1)
     [said] = [said for said in first.said if "is reset" in said]
     assert "ebc.embedding_bags.t0.weight, ebc.embedding_bags.t1.weight: saved with exp_avg, exp_avg_sq" in said
     assert "To keep exp_avg, exp_avg_sq: fused_optimizer=(torch.optim.Adam, {'lr': ...}), on CUDA only." in said
@@ -82,13 +180,13 @@ def test_what_does_not_fit_is_said(two_ranks: Ranks, tmp_path: Path) -> None:
     assert torch.equal(tables["t1"], saved["ebc.embedding_bags.t1.weight"])
     assert not tables["t1 momentum1"].any()
 
-    said = two_ranks.run(plain_runs.go_on, path, ADAM, FUSED_ADAGRAD, "other order")[0]
+    said = two_ranks.run(go_on, path, ADAM, FUSED_ADAGRAD, "other order")[0]
     assert "these numbers cannot be matched with this run's parameters" in said
     assert "torch.load(PATH, weights_only=True)['state_dict']" in said
     assert "\n  saved group 0: 0 (120, 8), 1 (120, 8), " in said
     assert "\n  this run's group 0: top.2.bias (1,), top.2.weight (1, " in said
     assert "\n  this run's fused tables: ebc.embedding_bags.t0.weight (120, 8), ebc.embedding_bags.t1" in said
-    for rank in two_ranks.run(plain_runs.evaluate, path):
+    for rank in two_ranks.run(evaluate, path):
         assert [close(*answer) for answer in rank] == [True, True]
 
 
@@ -127,8 +225,8 @@ def test_orders_that_are_alike_are_tried_once() -> None:
 
 def test_adams_state_of_sequences_is_reset_with_a_word(two_ranks: Ranks, tmp_path: Path) -> None:
     path = str(tmp_path / "ddp.ckpt")
-    two_ranks.run(plain_runs.train_plain, path, ADAM, case=SEQUENCE)
-    first, _ = two_ranks.run(plain_runs.go_on, path, ADAM, FUSED_ADAGRAD, epochs=1, case=SEQUENCE)
+    two_ranks.run(train_plain, path, ADAM, case=SEQUENCE)
+    first, _ = two_ranks.run(go_on, path, ADAM, FUSED_ADAGRAD, epochs=1, case=SEQUENCE)
     [said] = [said for said in first.said if "is reset" in said]
     assert "sharding=" not in said
     assert said.endswith("If Adam trained them, give RowWiseAdagrad about ten times its rate.")
@@ -138,10 +236,9 @@ def test_adams_state_of_sequences_is_reset_with_a_word(two_ranks: Ranks, tmp_pat
 def test_row_wise_adagrad_takes_the_mean_of_adagrad(
     two_ranks: Ranks, sharding: str, width: int, tmp_path: Path
 ) -> None:
-    """Over the columns that a shard has."""
     path = str(tmp_path / "ddp.ckpt")
-    two_ranks.run(plain_runs.train_plain, path, ADAGRAD)
-    tables = whole(two_ranks.run(plain_runs.go_on, path, ADAGRAD, (RowWiseAdagrad, {"lr": 0.3}), "one", sharding, 1))
+    two_ranks.run(train_plain, path, ADAGRAD)
+    tables = whole(two_ranks.run(go_on, path, ADAGRAD, (RowWiseAdagrad, {"lr": 0.3}), "one", sharding, 1))
     sums = torch.load(path, weights_only=True)["optimizer_states"][0]["state"]
     for position, name in enumerate(("t0", "t1")):
         shards = sums[position]["sum"].split(width, dim=1)
@@ -156,6 +253,6 @@ def test_a_schedule_moves_the_fused_rates_from_where_it_was(
 ) -> None:
     """After one epoch under DDPStrategy and one here; the warm-up of `LinearLR` was over after the first epoch."""
     path = str(tmp_path / "ddp.ckpt")
-    two_ranks.run(plain_runs.train_plain, path, ADAGRAD, schedule=schedule)
-    for rank in two_ranks.run(plain_runs.go_on, path, ADAGRAD, (torch.optim.SGD, {"lr": 0.8}), schedule=schedule):
+    two_ranks.run(train_plain, path, ADAGRAD, schedule=schedule)
+    for rank in two_ranks.run(go_on, path, ADAGRAD, (torch.optim.SGD, {"lr": 0.8}), schedule=schedule):
         assert rank.rates == pytest.approx([0.3 * factor, 0.8 * factor])

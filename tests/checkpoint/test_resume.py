@@ -22,7 +22,6 @@ EXACT = [name for name, mode in MODES.items() if mode.staleness == 0]
 def assert_same(
     ranks: Ranks, pipeline: str, kind: str, stops: tuple[int, ...], folder: str, epochs: int = EPOCHS, **kwargs: Any
 ) -> None:
-    """Train at once, then from every stop, and from the end of the first epoch."""
     all_at_once = ranks.run(train_from, pipeline, kind, folder, None, stops, epochs, **kwargs)
     names = {f"step={stop}": stop for stop in stops} | ({"epoch=0": EPOCH} if epochs > 1 else {})
     for name, stop in names.items():
@@ -38,8 +37,7 @@ def assert_same(
 
 
 @pytest.mark.parametrize(
-    ("pipeline", "kind"),
-    [("fused_sparse_dist", "own-sized"), *in_turn(EXACT, ["own-unsized", "own-sized"])],
+    ("pipeline", "kind"), [("fused_sparse_dist", "own-sized"), *in_turn(EXACT, ["own-unsized", "own-sized"])]
 )
 def test_every_exact_mode(two_ranks: Ranks, pipeline: str, kind: str, tmp_path: Path) -> None:
     assert_same(two_ranks, pipeline, kind, (1, EPOCH - 1, EPOCH, EPOCH + 1), str(tmp_path))

@@ -13,7 +13,6 @@ from lightning_overlap.distributed import FirstCause, failures, tell_last
 
 @pytest.fixture
 def causes(monkeypatch: pytest.MonkeyPatch) -> list[FirstCause]:
-    """Of two ranks, here in one process with one stderr."""
     monkeypatch.setattr(failures, "_num_runs", itertools.repeat(0))
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)

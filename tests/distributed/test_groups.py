@@ -19,7 +19,6 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def joined_by_turns() -> tuple[bool, bool, bool]:
-    """Whether runs of one timeout share groups, those of another have their own, and a failed run ends the sharing."""
     joined = []
     for seconds in (31, 32, 31, 32):
         dist.barrier()

@@ -9,33 +9,14 @@ from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
 import pytest
+import torch.distributed as dist
 
 from lightning_overlap.distributed import Mismatches, mismatches
 
 
-class Memory:
-    """A store of one process."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._counts: dict[str, int] = {}
-        self._values: dict[str, str] = {}
-
-    def add(self, key: str, amount: int) -> int:
-        with self._lock:
-            self._counts[key] = self._counts.get(key, 0) + amount
-            return self._counts[key]
-
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        with self._lock:
-            if self._values.get(key, "") == expected:
-                self._values[key] = desired
-            return self._values[key].encode()
-
-
 @pytest.fixture
 def ranks() -> Iterator[list[Mismatches]]:
-    store = Memory()
+    store = dist.HashStore()
     with mock.patch.object(mismatches, "LOOK_EVERY_S", 0.05):
         made = [Mismatches(store, "run", 2, timeout_s=5) for _ in range(2)]
         yield made
@@ -66,4 +47,4 @@ def test_a_rank_that_was_served_says_so_at_once(ranks: list[Mismatches]) -> None
 
 
 def test_a_rank_that_never_comes_is_waited_for_no_longer_than_told() -> None:
-    assert not Mismatches(Memory(), "run", 2, timeout_s=0.1).all_ranks("ebc", 0)
+    assert not Mismatches(dist.HashStore(), "run", 2, timeout_s=0.1).all_ranks("ebc", 0)

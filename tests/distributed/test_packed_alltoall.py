@@ -19,7 +19,7 @@ from lightning_overlap.distributed import PackedExchange, Part, packed_alltoall
 from lightning_overlap.runtime import Streams
 from lightning_overlap.schedules import StreamName
 from lightning_overlap.testing import CheckedStreams
-from lightning_overlap.testing.local_group import process_group
+from lightning_overlap.testing.watched_fit import process_group
 
 from ..support import mutants
 from ..support.cases import TWO_COLLECTIONS, WEIGHTED, Batches, Case, Model
@@ -36,7 +36,6 @@ shapes = st.lists(st.tuples(st.sampled_from(DTYPES), st.sampled_from([(), (3,), 
 
 
 def packed_and_apart(exchanges: list[list[Shape]]) -> list[tuple[list[Tensor], list[Tensor]]]:
-    """Send the parts of each exchange in one all-to-all, and each in one of its own."""
     rank, group = dist.get_rank(), dist.group.WORLD
     assert group is not None
     results = []
@@ -98,12 +97,10 @@ def travelled_and_kept() -> int:
 
 
 def test_ids_do_not_stay_in_memory_for_the_sizes_that_came_with_them(two_ranks: Ranks) -> None:
-    """These are read an iteration after the ids were received."""
     assert two_ranks.run(travelled_and_kept) == [0, 0]
 
 
 def all_to_alls_of_a_run(case: Case) -> Counter[str]:
-    """Train; return how many all-to-alls of sizes and of ids were begun."""
     model = Model(case)
     with of_input_dist() as calls:
         make_trainer(make_strategy(model)).fit(model, datamodule=Batches(case, 6))
@@ -117,7 +114,6 @@ def test_a_batch_has_one_all_to_all_of_ids(two_ranks: Ranks, case: Case) -> None
 
 
 def take_on_other_streams() -> None:
-    """Send on the input dist's stream; take one part on the lookup stream and the other one on the compute stream."""
     streams, group = CheckedStreams(), dist.group.WORLD
     assert group is not None
     with streams.watching({}):

@@ -17,9 +17,8 @@ from torchrec import EmbeddingBagCollection, EmbeddingCollection, KeyedJaggedTen
 from torchrec.distributed.sharding_plan import table_wise
 
 from lightning_overlap import MODES
-from lightning_overlap.testing.local_group import process_group
 from lightning_overlap.testing.unsharded import compare_with_unsharded, parts, waited
-from lightning_overlap.testing.watched_fit import Setting
+from lightning_overlap.testing.watched_fit import Setting, process_group
 
 from ..support import modules
 from ..support.cases import make_collection

@@ -1,7 +1,4 @@
-"""Models and data of the law tests: small tables and large table learning rates, so that one stale row shows.
-
-Nothing here comes from the package under test.
-"""
+"""Models and data of the law tests, without the package under test: one stale row shows by a large learning rate."""
 
 from __future__ import annotations
 
@@ -11,26 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torchrec
 from lightning.pytorch import LightningDataModule, LightningModule
 from torch import Tensor, nn
 from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.utils.data import DataLoader
-from torchrec import (
-    EmbeddingBagCollection,
-    EmbeddingBagConfig,
-    EmbeddingCollection,
-    EmbeddingConfig,
-    JaggedTensor,
-    KeyedJaggedTensor,
-    PoolingType,
-)
-from torchrec.distributed.sharding_plan import (
-    column_wise,
-    construct_module_sharding_plan,
-    data_parallel,
-    row_wise,
-    table_wise,
-)
+from torchrec import JaggedTensor, KeyedJaggedTensor
+from torchrec.distributed import sharding_plan
 from torchrec.distributed.types import ShardingPlan
 from torchrec.optim import RowWiseAdagrad
 from torchrec.optim.optimizers import in_backward_optimizer_filter
@@ -43,40 +27,24 @@ NUM_STEPS = 10
 
 @dataclass(frozen=True)
 class TableSpec:
-    """A table: which collection it is in, what it reads, how it is sharded."""
-
     name: str
     features: tuple[str, ...]
     sharding: str = "table_wise"
     collection: str = "ebc"
     dim: int = 8
-    lr: float | None = None
-    """Learning rate of its fused optimizer, where it is not the case's."""
+    lr: float | None = None  # of its fused optimizer, where it is not the case's
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model and its data.
-
-    Args:
-        name: Test id.
-        tables: Its tables.
-        sequence: `EmbeddingCollection`s in the place of `EmbeddingBagCollection`s.
-        weighted: Ids carry weights.
-        empty_feature: This feature has no ids in every third batch.
-        optimizer: Fused optimizer class and arguments.
-        comms: Precision that embeddings and gradients are sent in, by TorchRec's codecs; None: as they are.
-        unused: The model has dense weights that no loss depends on.
-    """
-
     name: str
     tables: tuple[TableSpec, ...]
-    sequence: bool = False
+    sequence: bool = False  # `EmbeddingCollection`s
     weighted: bool = False
-    empty_feature: str | None = None
+    empty_feature: str | None = None  # has no ids in every third batch
     optimizer: tuple[type[torch.optim.Optimizer], Mapping[str, Any]] = (torch.optim.SGD, {"lr": 2.0})
-    comms: tuple[str, str] | None = None
-    unused: bool = False
+    comms: tuple[str, str] | None = None  # precision that embeddings and gradients are sent in, by TorchRec's codecs
+    unused: bool = False  # the model has dense weights that no loss depends on
 
     @property
     def all_features(self) -> tuple[str, ...]:
@@ -92,15 +60,12 @@ class Case:
 
 @dataclass
 class Batch:
-    """A dataclass batch with what the model needs nested below it."""
-
     dense: Tensor
     inputs: dict[str, Any]
     labels: Tensor
 
 
 def make_batch(case: Case, index: int, rank: int, batch_size: int = BATCH_SIZE) -> Batch:
-    """Return batch `index` of a rank; the same for everybody who asks."""
     generator = torch.Generator().manual_seed(7919 * rank + index)
     lengths = torch.randint(0, 4, (len(case.all_features), batch_size), generator=generator)
     if case.empty_feature is not None and index % 3 == 1:
@@ -117,8 +82,6 @@ def make_batch(case: Case, index: int, rank: int, batch_size: int = BATCH_SIZE) 
 
 
 class Batches(LightningDataModule):
-    """Batches 0 to n - 1 of this rank."""
-
     def __init__(self, case: Case, num_batches: int = NUM_STEPS) -> None:
         super().__init__()
         self.case = case
@@ -130,8 +93,6 @@ class Batches(LightningDataModule):
 
 
 class Model(LightningModule):
-    """Pooled embeddings and a bottom MLP, merged into a top MLP."""
-
     def __init__(self, case: Case, *, fused_optimizer: bool = True, device: str = "cpu") -> None:
         super().__init__()
         self.case = case
@@ -159,11 +120,9 @@ class Model(LightningModule):
                         _apply_optimizer_in_backward(cls, [weights[table.name]], {**kwargs, **own})
 
     def embeddings(self, collection: str, batch: Batch) -> Any:
-        """Look up one collection."""
         return getattr(self, collection)(batch.inputs["sparse"][0])
 
     def dense(self, batch: Batch, embeddings: Mapping[str, Any]) -> Tensor:
-        """Merge looked-up embeddings with the dense features; return the loss."""
         merged = [self.bottom(batch.dense)]
         for table in self.case.tables:
             for feature in table.features:
@@ -196,20 +155,15 @@ class Model(LightningModule):
 
 
 def remade(kjt: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    """Another object of the same ids, without weights."""
     return KeyedJaggedTensor(kjt.keys(), kjt.values().clone(), lengths=kjt.lengths().clone())
 
 
 class MakesInput(Model):
-    """Gives its modules inputs that are no objects of the batch, so that they run their own forward."""
-
     def embeddings(self, collection: str, batch: Batch) -> Any:
         return getattr(self, collection)(remade(batch.inputs["sparse"][0]))
 
 
 class ReadsItsLoss(Model):
-    """Makes the host wait in every step."""
-
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
         loss.item()
@@ -230,19 +184,20 @@ def dense_optimizer(module: nn.Module) -> torch.optim.Optimizer:
 
 
 def make_plan(case: Case, module: Model, world_size: int, device_type: str = "cpu") -> ShardingPlan:
-    """Spread the tables over the ranks by hand, no planner."""
     whole = [table.name for table in case.tables if table.sharding == "table_wise"]
     kinds: dict[str, Callable[[str], Any]] = {
-        "data_parallel": lambda name: data_parallel(),
-        "column_wise": lambda name: column_wise(ranks=[rank % world_size for rank in range(2)]),
-        "row_wise": lambda name: row_wise(compute_kernel="fused"),
-        "table_wise": lambda name: table_wise(rank=whole.index(name) % world_size, compute_kernel="fused"),
+        "data_parallel": lambda name: sharding_plan.data_parallel(),
+        "column_wise": lambda name: sharding_plan.column_wise(ranks=[rank % world_size for rank in range(2)]),
+        "row_wise": lambda name: sharding_plan.row_wise(compute_kernel="fused"),
+        "table_wise": lambda name: sharding_plan.table_wise(
+            rank=whole.index(name) % world_size, compute_kernel="fused"
+        ),
     }
     sizes: Any = {"local_size": world_size, "world_size": world_size, "device_type": device_type}
     plans = {}
     for name, tables in case.collections.items():
         shardings = {table.name: kinds[table.sharding](table.name) for table in tables}
-        plans[name] = construct_module_sharding_plan(getattr(module, name), shardings, **sizes)
+        plans[name] = sharding_plan.construct_module_sharding_plan(getattr(module, name), shardings, **sizes)
     return ShardingPlan(plan=plans)
 
 
@@ -260,14 +215,14 @@ def make_collection(
         for table in tables
     ]
     if sequence:
-        return EmbeddingCollection(tables=[EmbeddingConfig(**kwargs) for kwargs in common], device=torch.device(device))
-    poolings = [PoolingType[getattr(table, "pooling", "sum").upper()] for table in tables]
-    configs = [EmbeddingBagConfig(**kwargs, pooling=one) for kwargs, one in zip(common, poolings, strict=True)]
-    return EmbeddingBagCollection(tables=configs, is_weighted=weighted, device=torch.device(device))
+        configs = [torchrec.EmbeddingConfig(**kwargs) for kwargs in common]
+        return torchrec.EmbeddingCollection(tables=configs, device=torch.device(device))
+    poolings = [torchrec.PoolingType[getattr(table, "pooling", "sum").upper()] for table in tables]
+    configs = [torchrec.EmbeddingBagConfig(**kwargs, pooling=one) for kwargs, one in zip(common, poolings, strict=True)]
+    return torchrec.EmbeddingBagCollection(tables=configs, is_weighted=weighted, device=torch.device(device))
 
 
 def summed(jagged: JaggedTensor) -> Tensor:
-    """Pool the rows of each sample by hand."""
     lengths, values = jagged.lengths(), jagged.values()
     places = torch.arange(len(lengths), device=lengths.device)
     owner = torch.repeat_interleave(places, lengths, output_size=len(values))  # without it the host would wait

@@ -27,7 +27,6 @@ QUIET: dict[str, Any] = {
 
 
 def make_trainer(strategy: OverlapEmbeddingStrategy, device_type: str = "cpu", **kwargs: Any) -> Trainer:
-    """A quiet trainer over all ranks."""
     for name in ("lightning.pytorch", "lightning.fabric", "torchrec"):
         logging.getLogger(name).setLevel(logging.ERROR)
     accelerator = {"cpu": "cpu", "cuda": "gpu"}[device_type]
@@ -40,14 +39,12 @@ def make_trainer(strategy: OverlapEmbeddingStrategy, device_type: str = "cpu", *
 def make_strategy(
     model: Model, pipeline: str | Schedule | Auto = "fused_sparse_dist", device_type: str = "cpu", **options: Any
 ) -> OverlapEmbeddingStrategy:
-    """The strategy under test, with the plan of the reference; `options` are its own and those of its mode."""
     plan = make_plan(model.case, model, dist.get_world_size(), device_type)
     pipeline, options = mode_and_options(pipeline, options)
     return OverlapEmbeddingStrategy(pipeline, sharding=plan, **options)
 
 
 def mode_and_options(pipeline: Any, options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Split options into a mode with its own, and those of the strategy."""
     of_mode = {field.name: options[field.name] for field in fields(Mode) if field.name in options}
     others = {name: value for name, value in options.items() if name not in of_mode}
     return Mode(pipeline, **of_mode) if any(of_mode.values()) else pipeline, others
@@ -63,7 +60,6 @@ def fit(
     options: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> Result:
-    """Train a case under the strategy, with the plan of the reference; `options` are the strategy's."""
     model = Model(case)
     own = {"stream": stream, "quantized_comms": case.comms, **(options or {})}
     trainer = make_trainer(make_strategy(model, pipeline, device_type, **own), device_type, **kwargs)

@@ -1,17 +1,12 @@
 """Python programs as processes that are forked from one which has imported torch, TorchRec and Lightning.
 
-An interpreter that imports them anew takes four seconds of a CPU. `Popen` and `run` here are those of `subprocess`, and
-what they start is a process of its own: with its own arguments, environment, folder, files and signals, it is the child
-of whoever started it, is waited for and killed as any child, runs as `__main__` and ends as an interpreter does. What
-such a program starts with `subprocess` (torchrun its ranks, Lightning the other ranks of a script) is forked likewise.
-
-It differs from an interpreter that is started in what it has imported already, in hash seeds, which all share, and in
-that what modules other than its own hold at the end is not taken apart. So of each kind of command one test at least
-takes `subprocess` itself.
+An interpreter that imports them anew takes four seconds of a CPU. `Popen` and `run` are those of `subprocess`: what
+they start is a child of its caller, with its own arguments, environment, folder, files and signals. What it starts with
+`subprocess` is forked likewise. It differs in what it has imported already, in hash seeds, and in that other modules'
+objects are not taken apart at the end. So of each kind of command one test at least takes `subprocess` itself.
 
 How: a server S forks M, M forks the program and ends. The kernel hands a process whose parent ends to its nearest
-ancestor that asked for orphans, which the client of S, an ancestor of S, does for so long. A program has a server of
-its own, forked before it does anything.
+ancestor that asked for orphans, which is the client of S. A program has a server of its own, forked before it begins.
 """
 
 from __future__ import annotations
@@ -52,31 +47,20 @@ PRELOADED = (
 )
 SERVER = "from tests.support.interpreters import main; main()"
 _PR_SET_CHILD_SUBREAPER = 36
-_HIGH = 200
-"""Received files are put from here on, out of the way of the numbers that they get."""
 
 
 @dataclass
 class _Program:
-    arguments: list[str]
-    """Those of an interpreter: `-m module ...`, `-c code ...`, `script ...`, after `-u`, `-B` and `-W` if any."""
+    arguments: list[str]  # `-m module ...`, `-c code ...` or `script ...`, after `-u`, `-B` and `-W` if any
     environment: dict[str, str]
     folder: str
-    numbers: list[int]
-    """Of the files that go along."""
-    group: int
-    """The process group to join; 0: a session of its own."""
-    ignored: list[int]
-    """Signals."""
-    launches: bool
-    """Whether it gets a server of its own."""
+    numbers: list[int]  # of the files that go along
+    group: int  # the process group to join; 0: a session of its own
+    ignored: list[int]  # signals
+    launches: bool  # whether it gets a server of its own
 
     def become(self, files: list[int]) -> socket.socket | None:
-        """Make this process the program's, short of running it.
-
-        Returns:
-            In the process that is to be the program's server, its link.
-        """
+        """Make this process the program's, short of running it; return the link in the program's server."""
         first = max([*self.numbers, *files]) + 1
         moved = [fcntl.fcntl(file, fcntl.F_DUPFD, first) for file in files]
         for number in {int(name) for name in os.listdir("/proc/self/fd")} - {0, 1, 2, *moved}:
@@ -105,7 +89,6 @@ class _Program:
         return None
 
     def run(self) -> None:
-        """Run it as an interpreter does."""
         import numpy as np
         import torch
 
@@ -144,13 +127,7 @@ class _Program:
 
 
 class Popen(subprocess.Popen):  # type: ignore[type-arg]
-    """`subprocess.Popen` of `[sys.executable, ...]`, forked from the server of this process.
-
-    Args:
-        arguments: The command.
-        launches: Whether what the program starts with `subprocess` is forked, too.
-        options: Those of `subprocess.Popen`.
-    """
+    """`subprocess.Popen` of `[sys.executable, ...]`, forked; with `launches` also what it starts with `subprocess`."""
 
     def __init__(self, arguments: Sequence[Any], *, launches: bool = True, **options: Any) -> None:
         assert arguments[0] == sys.executable, arguments
@@ -178,14 +155,11 @@ def run(arguments: Sequence[Any], *, timeout: float, **options: Any) -> subproce
 
 
 class _Server:
-    """A server that is a descendant of this process, seen from this process."""
-
     def __init__(self, link: socket.socket) -> None:
         self._link = link
         self._lock = threading.Lock()
 
     def start(self, popen: Any, args: Sequence[Any], rest: Sequence[Any], launches: bool = False) -> None:
-        """Do what `subprocess.Popen._execute_child` does, with its arguments."""
         _, preexec, _, pass_fds, cwd, env, _, _, shell, *pipes = rest[:15]
         p2cread, _, _, c2pwrite, _, errwrite = pipes
         *_, new_session, process_group = rest[15:]
@@ -224,10 +198,7 @@ def _fork_or_execute(popen: Any, args: Any, *rest: Any) -> None:
 
 
 def _parse(arguments: Sequence[Any]) -> tuple[list[str], list[str]]:
-    """Return an interpreter's options, `-W` as `-Wignore`, and the arguments from `-m`, `-c` or the script on.
-
-    The latter are empty where there are others, or where there is nothing to run.
-    """
+    """Return an interpreter's options, and the arguments from `-m`, `-c` or the script on; [] if there are others."""
     options, left = [], [os.fsdecode(os.fspath(arg) if not isinstance(arg, str) else arg) for arg in arguments]
     while left and left[0] in ("-u", "-B", "-W"):
         option = left.pop(0)
@@ -245,8 +216,7 @@ def _taking_orphans() -> Iterator[None]:
         prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
 
 
-_servers: dict[int, _Server] = {}
-"""Of this process, by its id: a process that was forked from it has none yet."""
+_servers: dict[int, _Server] = {}  # of this process, by its id: a process that was forked from it has none yet
 
 
 def _server_of_this_process() -> _Server:
@@ -293,12 +263,10 @@ def _receive(link: socket.socket) -> tuple[Any, list[int]] | None:
 
 # -- the server -----------------------------------------------------------------------------------------------------
 
-_INSTALLED: list[str] = []
-"""What `sys.path` has beside a program's own folder and PYTHONPATH."""
+_INSTALLED: list[str] = []  # what `sys.path` has beside a program's own folder and PYTHONPATH
 
 
 def main() -> None:
-    """Be a server; in each forked process, the program."""
     # Lightning asks for each Trainer what is installed.
     importlib.metadata.entry_points = functools.cache(importlib.metadata.entry_points)
     show, warnings.showwarning = warnings.showwarning, lambda *args, **kwargs: None
@@ -321,10 +289,7 @@ def main() -> None:
 
 
 def _end_after(run: Callable[[], None]) -> NoReturn:
-    """Run a program and end as an interpreter does, but let the kernel take apart what the program shares.
-
-    An interpreter would free each object of each module, and so copy it first: that is 0.4 s of a CPU.
-    """
+    """Run a program and end as an interpreter does, but for freeing what it shares, which takes 0.4 s of a CPU."""
     code, interrupted = 0, False
     try:
         run()
@@ -350,7 +315,6 @@ def _end_after(run: Callable[[], None]) -> NoReturn:
 
 
 def _serve(link: socket.socket) -> tuple[_Program, list[int]]:
-    """Fork processes while there is a client; return in each of them."""
     while (received := _receive(link)) is not None:
         program, files = received
         reader, writer = os.pipe()

@@ -1,7 +1,4 @@
-"""TorchRec modules of every kind, ids for them, and plans made of placements: set-up of several suites.
-
-Imports nothing of the package under test.
-"""
+"""TorchRec modules of every kind, ids for them, and plans made of placements, without the package under test."""
 
 from __future__ import annotations
 
@@ -10,23 +7,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torchrec
 from torch import Tensor, nn
-from torchrec import (
-    EmbeddingBagCollection,
-    EmbeddingBagConfig,
-    EmbeddingCollection,
-    EmbeddingConfig,
-    JaggedTensor,
-    KeyedJaggedTensor,
-)
-from torchrec.distributed.sharding_plan import (
-    column_wise,
-    construct_module_sharding_plan,
-    data_parallel,
-    get_module_to_default_sharders,
-    row_wise,
-    table_wise,
-)
+from torchrec import EmbeddingBagCollection, JaggedTensor, KeyedJaggedTensor
+from torchrec.distributed import sharding_plan
 from torchrec.distributed.types import ShardingPlan
 from torchrec.modules.embedding_tower import EmbeddingTower, EmbeddingTowerCollection
 from torchrec.modules.feature_processor_ import PositionWeightedModule, PositionWeightedModuleCollection
@@ -54,18 +38,17 @@ MAX_LENGTH = 3
 
 
 def _configs(kind: type, num: int, num_rows: int = NUM_ROWS) -> list[Any]:
-    """Table `t<i>` reads feature `f<i>`."""
     return [
         kind(name=f"t{i}", num_embeddings=num_rows, embedding_dim=DIM, feature_names=[FEATURES[i]]) for i in range(num)
     ]
 
 
 def bags(num: int = 3, *, weighted: bool = False) -> EmbeddingBagCollection:
-    return EmbeddingBagCollection(tables=_configs(EmbeddingBagConfig, num), is_weighted=weighted)
+    return EmbeddingBagCollection(tables=_configs(torchrec.EmbeddingBagConfig, num), is_weighted=weighted)
 
 
-def sequences(num: int = 3) -> EmbeddingCollection:
-    return EmbeddingCollection(tables=_configs(EmbeddingConfig, num))
+def sequences(num: int = 3) -> torchrec.EmbeddingCollection:
+    return torchrec.EmbeddingCollection(tables=_configs(torchrec.EmbeddingConfig, num))
 
 
 def position_weighted(num: int = 3) -> nn.Module:
@@ -79,8 +62,6 @@ def position_weighted_collection(num: int = 3) -> nn.Module:
 
 
 class _Counting(PositionWeightedModule):
-    """Counts the batches it has seen, and weighs by that."""
-
     def __init__(self, max_length: int) -> None:
         super().__init__(max_length)
         self.register_buffer("seen", torch.zeros(()))
@@ -122,8 +103,6 @@ def managed_sequences(num: int = 2) -> nn.Module:
 
 
 class _Sum(nn.Module):
-    """An interaction: pooled embeddings through a linear layer."""
-
     def __init__(self, num: int) -> None:
         super().__init__()
         self.linear = nn.Linear(num * DIM, DIM)
@@ -142,9 +121,7 @@ def towers() -> nn.Module:
 
 def fused_bags() -> nn.Module:
     return FusedEmbeddingBagCollection(
-        tables=_configs(EmbeddingBagConfig, 2),
-        optimizer_type=torch.optim.SGD,
-        optimizer_kwargs={"lr": 2.0},
+        tables=_configs(torchrec.EmbeddingBagConfig, 2), optimizer_type=torch.optim.SGD, optimizer_kwargs={"lr": 2.0}
     )
 
 
@@ -152,7 +129,6 @@ def fused_bags() -> nn.Module:
 
 
 def plain_ids(generator: torch.Generator, num_ids: int = NUM_ROWS) -> KeyedJaggedTensor:
-    """Up to `MAX_LENGTH` ids for each sample and feature."""
     lengths = torch.randint(0, MAX_LENGTH + 1, (NUM_FEATURES * BATCH_SIZE,), generator=generator)
     values = torch.randint(0, num_ids, (int(lengths.sum()),), generator=generator)
     return KeyedJaggedTensor(keys=list(FEATURES), values=values, lengths=lengths)
@@ -181,7 +157,6 @@ def variable_batch(generator: torch.Generator) -> KeyedJaggedTensor:
 
 
 def draw_weights(module: nn.Module, seed: int, scale: float) -> None:
-    """Set all parameters, by name and not by the order in which modules were made."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for _, parameter in sorted(module.named_parameters()):
@@ -189,50 +164,45 @@ def draw_weights(module: nn.Module, seed: int, scale: float) -> None:
 
 
 def own_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """Return the trained parameters that no backward updates: those of the dense optimizer."""
     return [p for _, p in in_backward_optimizer_filter(module.named_parameters()) if p.requires_grad]
 
 
 # -- placements and plans ---------------------------------------------------------------------------------------
 
-Placement = Callable[[int], Any]
-"""Number of a table -> how it is sharded."""
+Placement = Callable[[int], Any]  # number of a table -> how it is sharded
 
 
 def whole(table: int) -> Any:
-    """A table on one rank, fused."""
-    return table_wise(rank=table % dist.get_world_size(), compute_kernel="fused")
+    return sharding_plan.table_wise(rank=table % dist.get_world_size(), compute_kernel="fused")
 
 
 def whole_dense(table: int) -> Any:
-    return table_wise(rank=table % dist.get_world_size(), compute_kernel="dense")
+    return sharding_plan.table_wise(rank=table % dist.get_world_size(), compute_kernel="dense")
 
 
 def rows(table: int) -> Any:
-    return row_wise(compute_kernel="fused")
+    return sharding_plan.row_wise(compute_kernel="fused")
 
 
 def copies(table: int) -> Any:
-    return data_parallel()
+    return sharding_plan.data_parallel()
 
 
 def halves(first: int, second: int) -> Any:
-    """A table in two column shards, on two ranks or on one."""
     size = dist.get_world_size()
-    return column_wise(ranks=[first % size, second % size])
+    return sharding_plan.column_wise(ranks=[first % size, second % size])
 
 
 def plan_of(module: nn.Module, tables: Mapping[str, Any]) -> Any:
-    """Return the plan of one module: how each of its tables is sharded."""
     size = dist.get_world_size()
-    return construct_module_sharding_plan(
+    return sharding_plan.construct_module_sharding_plan(
         module, per_param_sharding=dict(tables), local_size=size, world_size=size, device_type="cpu"
     )
 
 
 def plan_by_place(module: nn.Module, place_of: Callable[[nn.Module], Placement | None]) -> ShardingPlan:
     """Shard every TorchRec module inside a module, the outermost ones; `t3` is table 3, None leaves a module out."""
-    sharders = get_module_to_default_sharders()
+    sharders = sharding_plan.get_module_to_default_sharders()
     plan: dict[str, Any] = {}
     for name, inner in module.named_modules():
         inside = any(name.startswith(f"{outer}.") for outer in plan)

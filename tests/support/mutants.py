@@ -30,10 +30,7 @@ def statements(module: ModuleType, function: str = "") -> Iterator[tuple[int, st
 
 @contextmanager
 def without(module: ModuleType, line: int) -> Iterator[None]:
-    """Let the functions of a file run without the statement of a line; 0 leaves nothing out.
-
-    What holds them already, instances and other files too, runs them so.
-    """
+    """Let the functions of a file run without the statement of a line, wherever they are held; 0 leaves nothing out."""
     tree = _LeaveOut(line).visit(ast.parse(inspect.getsource(module)))
     compiled = compile(tree, str(module.__file__), "exec")
     functions = {name: found for name in _codes(compiled) if (found := _function(module, name)) is not None}
@@ -49,7 +46,6 @@ def without(module: ModuleType, line: int) -> Iterator[None]:
 
 @contextmanager
 def unchanged(modules: Iterable[ModuleType]) -> Iterator[None]:
-    """Let the functions of files run as mutants do that leave nothing out."""
     with ExitStack() as stack:
         for module in modules:
             stack.enter_context(without(module, 0))
@@ -57,7 +53,6 @@ def unchanged(modules: Iterable[ModuleType]) -> Iterator[None]:
 
 
 def races(run: Callable[[], object]) -> bool:
-    """Whether a run ends with a race."""
     try:
         run()
     except RaceError:
@@ -66,7 +61,6 @@ def races(run: Callable[[], object]) -> bool:
 
 
 def _codes(code: CodeType) -> dict[str, CodeType]:
-    """Return the code of a file's functions and methods by their names."""
     found = {}
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
@@ -78,7 +72,6 @@ def _codes(code: CodeType) -> dict[str, CodeType]:
 
 
 def _function(module: ModuleType, name: str) -> FunctionType | None:
-    """Return the live function of a name, under whatever decorates it."""
     found: Any = module
     for part in name.split("."):
         found = vars(found).get(part)

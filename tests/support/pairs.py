@@ -13,8 +13,6 @@ HELD = ("fused_sparse_dist", "semi_sync")
 
 
 class Pairing(NamedTuple):
-    """One test of many."""
-
     name: Any
     pipeline: str
     num_ranks: int
@@ -23,8 +21,7 @@ class Pairing(NamedTuple):
 def rotated(names: Iterable[Any], modes: Iterable[str] = MODES) -> list[Pairing]:
     """Give each case the modes of `HELD` on two ranks, and others in rotation: by its place in the list, not by chance.
 
-    On two ranks a case meets one mode besides those held, on one rank one of all; more than one where there are fewer
-    cases than modes. So each case runs on both numbers of ranks, and each mode runs on both, with several cases.
+    So each case runs on both numbers of ranks, and each mode runs on both, with several cases.
     """
     names, modes = list(names), list(modes)
     held = [mode for mode in modes if mode in HELD]
@@ -38,21 +35,16 @@ def rotated(names: Iterable[Any], modes: Iterable[str] = MODES) -> list[Pairing]
 
 
 def _turn(modes: list[str], index: int, num_names: int) -> list[str]:
-    """The modes of one case out of so many, so that all together have each mode."""
     num = -(-len(modes) // num_names)
     return [modes[place % len(modes)] for place in range(index * num, (index + 1) * num)]
 
 
 def in_turn(names: Iterable[Any], modes: Iterable[Any]) -> list[tuple[Any, Any]]:
-    """Give each name one of the modes, one after the other."""
     return list(zip(names, itertools.cycle(modes), strict=False))
 
 
 def pairwise(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
-    """Return combinations, one value of each axis, in which any two values of two axes meet at least once.
-
-    They are taken out of the product one by one, each time the first that has most of the pairs still missing.
-    """
+    """Return combinations, one value of each axis, in which any two values of two axes meet at least once."""
     values = [list(axis) for axis in axes]
     product = list(itertools.product(*(range(len(axis)) for axis in values)))
     missing = {pair for places in product for pair in _pairs(places)}

@@ -25,8 +25,7 @@ from . import interpreters
 
 ROOT = Path(__file__).resolve().parents[2]
 PROCESS_GROUP_TIMEOUT_S = 60
-MOST_THREADS = 100
-"""Threads of a rank above which it is worn; a fresh one has about twenty."""
+MOST_THREADS = 100  # above them a rank is worn; a fresh rank has about twenty
 
 _ANSWERS: dict[tuple[int, str, int, bytes], list[Any]] = {}
 
@@ -36,13 +35,7 @@ class RankError(AssertionError):
 
 
 class Ranks:
-    """`world_size` processes with a process group, driven from the test's process.
-
-    Args:
-        world_size: Number of processes.
-        device_type: "cpu" (gloo) or "cuda" (NCCL; a host has a GPU for each of its ranks).
-        num_nodes: Hosts that the ranks believe to be on.
-    """
+    """Processes with a process group, driven from the test's process: on a "cpu" of gloo, on "cuda" of NCCL."""
 
     def __init__(self, world_size: int, device_type: str = "cpu", num_nodes: int = 1) -> None:
         self.world_size = world_size
@@ -57,9 +50,8 @@ class Ranks:
                 arguments = ((rank, world_size, num_nodes), port, device_type, *files)
                 program = f"from {__name__} import serve; serve(*{arguments!r})"
                 command = [sys.executable, "-c", program]
-                if (
-                    device_type == "cuda"
-                ):  # what a fork has of CUDA is of no use; FBGEMM asks for it when it is imported
+                if device_type == "cuda":
+                    # What a fork has of CUDA is of no use; FBGEMM asks for it when it is imported.
                     own = _variables_of_cuda(rank, num_nodes)
                     process = subprocess.Popen(command, cwd=ROOT, pass_fds=files, env={**os.environ, **own})
                 else:
@@ -70,7 +62,6 @@ class Ranks:
 
     @property
     def alive(self) -> bool:
-        """Whether every rank still takes work."""
         return all(process.poll() is None for process in self._processes)
 
     @property
@@ -82,8 +73,7 @@ class Ranks:
     def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = 90, **kwargs: Any) -> list[Any]:
         """Call a module-level function on every rank; return the results by rank.
 
-        Raises:
-            RankError: A rank raised, died, or gave no answer in time. The processes are then gone.
+        Raises a RankError if a rank raised, died, or gave no answer in time. The processes are then gone.
         """
         for pipe in self._pipes:
             _send(pipe, (function, args, kwargs))
@@ -109,11 +99,7 @@ class Ranks:
         return [answers[rank][1] for rank in range(self.world_size)]
 
     def run_once(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """`run`, but what the same call gave before in this session: a reference that many tests compare with.
-
-        Ranks that were started again count as the same, and so does a default that is given; what comes back is not to
-        be changed.
-        """
+        """`run`, but what the same call gave before in this session; what comes back is not to be changed."""
         call = inspect.signature(function).bind(*args, **kwargs)
         call.apply_defaults()
         key = (*self._place, pickle.dumps((function, list(call.arguments.items()))))
@@ -122,7 +108,6 @@ class Ranks:
         return _ANSWERS[key]
 
     def close(self) -> None:
-        """End all ranks."""
         for process in self._processes:
             process.kill()
         for process in self._processes:
@@ -161,10 +146,7 @@ def serve(place: tuple[int, int, int], port: int, device_type: str, file: int, t
 
 
 def _send(pipe: multiprocessing.connection.Connection, what: Any) -> None:
-    """Send an object; tensors of a host by their values.
-
-    By shared memory, as torch has it, each would take a connection of its own and half a millisecond of a CPU.
-    """
+    """Send an object; tensors of a host by their values: by shared memory each would take half a millisecond."""
     buffer = io.BytesIO()
     _Pickler(buffer, pickle.HIGHEST_PROTOCOL).dump(what)
     pipe.send_bytes(buffer.getbuffer())

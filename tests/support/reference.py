@@ -24,8 +24,6 @@ from .ranks import Ranks
 
 @dataclass
 class Result:
-    """All that training leaves behind on one rank, on the host."""
-
     losses: Tensor
     tables: dict[str, Tensor]
     dense: dict[str, Tensor]
@@ -33,7 +31,6 @@ class Result:
     dense_state: dict[str, Tensor]
 
     def differences(self, other: Result) -> list[str]:
-        """Name everything that is not equal bit for bit."""
         found = []
         if not torch.equal(self.losses, other.losses):
             found.append(f"losses from step {_first(self.losses, other.losses)}")
@@ -46,16 +43,14 @@ class Result:
         return found
 
 
-Factor = Callable[[int], float]
-"""Step -> what the learning rates are multiplied by."""
+Factor = Callable[[int], float]  # step -> what the learning rates are multiplied by
 
 
 def unchanged(step: int) -> float:
     return 1.0
 
 
-AfterStep = Callable[[int, Model], None]
-"""Called after each step with its index and the module."""
+AfterStep = Callable[[int, Model], None]  # called with the step's index and the module
 
 
 def train(
@@ -66,7 +61,6 @@ def train(
     after_step: AfterStep | None = None,
     factor: Factor = unchanged,
 ) -> Result:
-    """Lookup, forward, backward, step, one batch after the other."""
     rank, dmp, module, optimizer, device = set_up(case, device_type)
     losses = []
     for index in range(num_steps):
@@ -84,14 +78,12 @@ def train(
 
 
 def on_ranks(ranks: Ranks, case: Case, staleness: int = 0, **options: Any) -> list[Result]:
-    """What the loop by hand gives on each rank, with updates delayed by a staleness; trained once in a session."""
     if staleness:
         return ranks.run_once(train_delayed, case, Delayed(staleness), **options)
     return ranks.run_once(train, case, **options)
 
 
 def differences(actual: list[Result], expected: list[Result]) -> list[list[str]]:
-    """Name what is not equal bit for bit, rank by rank."""
     return [mine.differences(theirs) for mine, theirs in zip(actual, expected, strict=True)]
 
 
@@ -101,11 +93,8 @@ Seen = Callable[[int], int]
 
 @dataclass(frozen=True)
 class Delayed:
-    """What a lookup sees under a staleness, in training that begins anew with some batches."""
-
     staleness: int
-    fresh: tuple[int, ...] = (0,)
-    """Batches that nothing was looked up ahead for: the first of an epoch, or of a run that goes on."""
+    fresh: tuple[int, ...] = (0,)  # nothing was looked up ahead for these: the first of an epoch, or of a resumed run
 
     def __call__(self, batch: int) -> int:
         return max(batch - self.staleness, *(start for start in (0, *self.fresh) if start <= batch))
@@ -113,8 +102,6 @@ class Delayed:
 
 @dataclass(frozen=True)
 class Switching:
-    """What a lookup sees where a staleness begins with one batch and ends with another."""
-
     staleness: int
     start: int
     end: int
@@ -125,8 +112,7 @@ class Switching:
         return max(self.start, batch - self.staleness)
 
 
-Waiting = Callable[[int], int]
-"""Step -> how many steps' dense gradients are still to be applied once it is over."""
+Waiting = Callable[[int], int]  # step -> how many steps' dense gradients are still to be applied once it is over
 
 
 @dataclass(frozen=True)
@@ -154,11 +140,8 @@ def train_delayed(
 ) -> Result:
     """The same with delayed updates: tables of the fused backward are looked up `seen(N)` updates into training.
 
-    That is right before the next update. Data-parallel tables, which the dense optimizer writes, are looked up after
-    its step: they are split into collections of their own.
-
-    With `waiting`, dense gradients are applied later, oldest first, each in a step of its own (there
-    clipped to a norm of `clip`), the last ones at the end.
+    Data-parallel tables, in collections of their own, are looked up after the dense optimizer's step. With `waiting`,
+    dense gradients are applied later, oldest first, each in a step of its own, clipped to a norm of `clip`.
     """
     split = split_data_parallel(case)
     rank, dmp, module, optimizer, device = set_up(split, device_type)
@@ -226,7 +209,6 @@ def set_fused_rates(dmp: DistributedModelParallel, factor: float) -> None:
 
 
 def collect(module: Model, optimizer: torch.optim.Optimizer, losses: list[Tensor]) -> Result:
-    """Gather what a rank holds: shards of tables and of their optimizer state, dense weights and state."""
     tables, fused_state, dense = {}, {}, {}
     sharded = {name: child for name, child in module.named_modules() if isinstance(child, ShardedModule)}
     for child in sharded.values():

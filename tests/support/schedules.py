@@ -12,11 +12,7 @@ from .fakes import FakeTrainer, Run
 
 
 def issue_order(schedule: Schedule, num_batches: int) -> list[tuple[int, Step, int]]:
-    """List `(iteration, step, batch)` for a run over so many batches, fill and drain included.
-
-    The fill runs the table from iteration `-max_offset` and skips batches below 0 and steps of the trainer; the drain
-    skips batches past the end, and makes the updates that are left.
-    """
+    """List `(iteration, step, batch)` for a run over some batches, fill and drain included."""
     return [
         (iteration, step, iteration + step.offset)
         for iteration in range(-schedule.max_offset, num_batches + schedule.depth)
@@ -26,24 +22,11 @@ def issue_order(schedule: Schedule, num_batches: int) -> list[tuple[int, Step, i
 
 
 def run_schedule(schedule: Schedule, num_batches: int, *, ready: bool = True, **options: Any) -> Run:
-    """Train fake batches under a schedule.
-
-    Args:
-        schedule: The table to walk.
-        num_batches: Batches that the source has.
-        ready: Whether the modules' inputs are known from the start, not only after the first forward.
-        **options: Those of `FakeTrainer.run`.
-    """
     return FakeTrainer(schedule, ready=ready).run(num_batches, **options)
 
 
 def random_schedule(random: Random, max_offset: int = 3) -> Schedule:
-    """Return a schedule that can run: random order of steps, offsets and streams.
-
-    Args:
-        random: Where chance comes from; with Hypothesis, `st.randoms().map(random_schedule)`.
-        max_offset: Largest batch offset of a step.
-    """
+    """Return a schedule that can run: random order of steps, offsets and streams."""
     early = [Stage.COPY_BATCH_TO_DEVICE, *(SPARSE_STAGES if random.random() < 0.9 else ())]
     offsets = sorted((random.randint(0, max_offset) for _ in early), reverse=True)
     streams = [random.choice(list(StreamName)) for _ in early]

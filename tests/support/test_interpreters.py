@@ -103,7 +103,6 @@ with subprocess.Popen(again, stdout=subprocess.PIPE, text=True, start_new_sessio
 
 @pytest.mark.slow
 def test_what_it_starts_is_forked_and_is_its_child() -> None:
-    """As torchrun starts ranks; where it is killed, nothing of it stays."""
     with interpreters.Popen([sys.executable, "-c", STARTS], stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None

@@ -30,7 +30,6 @@ for start in (interpreters.Popen, start_anew):
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """The command of an interpreter that has no packages of its own."""
     folder = tmp_path_factory.mktemp("bare")
     venv.create(folder / "venv", symlinks=True)
     (folder / "packages").mkdir()

@@ -83,8 +83,6 @@ class Data(LightningDataModule):
 
 
 class Traced(Model):
-    """Writes (event, details) for every hook that counts batches."""
-
     def __init__(self, fused_optimizer: bool, stop: str | None = None) -> None:
         super().__init__(TABLE_WISE, fused_optimizer=fused_optimizer)
         self.trace: list[tuple[Any, ...]] = []
@@ -134,13 +132,11 @@ class Traced(Model):
 
 
 def trace(pipeline: str | None, loader: str, stop: str | None, kwargs: dict[str, Any]) -> tuple[list[Any], list[int]]:
-    """Fit under a mode (None: DDPStrategy); return the trace and the batches transferred, validation left out."""
     model = _fit(pipeline, loader, stop, None, **{"num_sanity_val_steps": 1, **kwargs})
     return model.trace, [index for index in model.transfers if index < 1000]
 
 
 def trace_resumed(pipeline: str | None, folder: str, val_check_interval: float) -> list[Any]:
-    """Fit until an error in a validation, then go on from the checkpoint that it leaves; return the second trace."""
     kwargs: dict[str, Any] = {
         "enable_checkpointing": True,
         "callbacks": [OnExceptionCheckpoint(folder)],

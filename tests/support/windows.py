@@ -27,11 +27,8 @@ from .reference import (
 
 
 class Window(NamedTuple):
-    """The batches of an optimizer step."""
-
     batches: tuple[int, ...]
-    k: int
-    """What their losses are divided by, where the window is cut short, too."""
+    k: int  # what their losses are divided by, where the window is cut short, too
 
 
 def windows_of(num_batches: int, k: int, first: int = 0) -> list[Window]:
@@ -42,19 +39,11 @@ def windows_of(num_batches: int, k: int, first: int = 0) -> list[Window]:
 
 
 def train_windows(
-    case: Case,
-    windows: Sequence[Window],
-    *,
-    factor: Factor = unchanged,
-    updates_in_backward: bool = False,
+    case: Case, windows: Sequence[Window], *, factor: Factor = unchanged, updates_in_backward: bool = False
 ) -> Result:
     """Look up all batches of a window; train each on a loss of 1/k; update the tables in order; step.
 
-    Args:
-        case: The model and its data.
-        windows: Of the training, in order.
-        factor: Optimizer step -> what the learning rates are multiplied by.
-        updates_in_backward: Update the tables as TorchRec does, in the backward of each batch, and look up after it.
+    With `updates_in_backward` update the tables as TorchRec does, in the backward of each batch, and look up after it.
     """
     split = split_data_parallel(case)
     # Its static graph, TorchRec's default, knows no `no_sync`.

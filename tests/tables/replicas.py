@@ -20,9 +20,8 @@ from lightning_overlap import MODES, OverlapEmbeddingStrategy, combined_optimize
 from lightning_overlap.sparse import lookup
 from lightning_overlap.sparse.module_context import ModuleContext
 from lightning_overlap.tables import sharded_modules, table_lines
-from lightning_overlap.testing.local_group import process_group
 from lightning_overlap.testing.unsharded import compare_with_unsharded
-from lightning_overlap.testing.watched_fit import Setting
+from lightning_overlap.testing.watched_fit import Setting, process_group
 
 from ..laws.unsharded import KINDS, OneModule, make_batches
 from ..laws.windows import Data

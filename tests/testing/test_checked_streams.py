@@ -19,28 +19,13 @@ from lightning_overlap.runtime import deferred_updates, executor, lookup_order, 
 from lightning_overlap.schedules.stages import StreamName
 from lightning_overlap.sparse import answers
 from lightning_overlap.testing import CheckedStreams, RaceError
-from lightning_overlap.testing.local_group import process_group
-from lightning_overlap.testing.watched_fit import Setting, Watched, fit
+from lightning_overlap.testing.watched_fit import Setting, Watched, fit, process_group
 
 from ..sparse.update_rates import Scheduled
-from ..support import mutants
-from ..support.cases import (
-    MIXED,
-    ROWWISE_ADAGRAD,
-    SEQUENCE,
-    TABLE_WISE,
-    TWO_COLLECTIONS,
-    WEIGHTED,
-    Batch,
-    ByHand,
-    Case,
-    Model,
-    make_batch,
-    make_plan,
-    remade,
-)
+from ..support import cases, mutants
+from ..support.cases import MIXED, TABLE_WISE, Model
 from ..support.pairs import pairwise
-from . import checked
+from .test_check_module import check
 
 OVERLAPPING = sorted(
     (name for name, mode in MODES.items() if mode.has_sparse_stages), key=lambda name: name not in mutants.NEED_MOST
@@ -48,7 +33,7 @@ OVERLAPPING = sorted(
 
 
 def train(
-    case: Case,
+    case: cases.Case,
     pipeline: str,
     stream: str = "dedicated",
     module: type[Model] = Model,
@@ -56,15 +41,17 @@ def train(
     frozen_window: bool = False,
     **trainer_options: Any,
 ) -> None:
-    batches = [make_batch(case, index, 0) for index in range(7)]
-    options = {"sharding": make_plan(case, Model(case), 1), "stream": stream}
+    batches = [cases.make_batch(case, index, 0) for index in range(7)]
+    options = {"sharding": cases.make_plan(case, Model(case), 1), "stream": stream}
     with process_group("cpu"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         setting = Setting(lambda: module(case), batches, trainer_options=trainer_options, strategy_options=options)
         fit(setting, Mode(pipeline, frozen_window=frozen_window), Watched(), races=True)  # type: ignore[arg-type]
 
 
-CASES = {case.name: case for case in (MIXED, SEQUENCE, TWO_COLLECTIONS, WEIGHTED, ROWWISE_ADAGRAD)}
+CASES = {
+    case.name: case for case in (MIXED, cases.SEQUENCE, cases.TWO_COLLECTIONS, cases.WEIGHTED, cases.ROWWISE_ADAGRAD)
+}
 
 
 @pytest.mark.parametrize(("name", "pipeline", "policy"), pairwise(CASES, MODES, STREAMS))
@@ -81,7 +68,6 @@ NOT_HERE = [
     *mutants.statements(lookup_order, "hand_to_lookup"),
     *mutants.statements(lookup_order, "hand_to_compute"),  # and every lookup is early
 ]
-"""What these fits have no use for."""
 
 STATEMENTS = [
     *(
@@ -106,15 +92,12 @@ def test_a_wait_or_hand_over_that_is_left_out_is_a_race(file: ModuleType, line: 
 
 
 def test_the_files_without_anything_left_out_have_no_race() -> None:
-    """Guards the test above."""
     with mutants.unchanged(FILES):
         train(MIXED, "semi_sync")
     assert len(STATEMENTS) >= 18
 
 
 class ReadsTables(Model):
-    """Reads its tables at the end of a batch."""
-
     def read(self) -> None:
         for value in self.ebc.state_dict().values():
             shards = value.local_shards() if hasattr(value, "local_shards") else [value]
@@ -125,8 +108,6 @@ class ReadsTables(Model):
 
 
 class ReadsTablesAfterBackward(ReadsTables):
-    """Reads them in the hooks between the backward and the step, too."""
-
     def on_after_backward(self) -> None:
         self.read()
 
@@ -135,8 +116,6 @@ class ReadsTablesAfterBackward(ReadsTables):
 
 
 class ReadsTablesLater(ReadsTables):
-    """Has such hooks from a batch on: one of the object's own, and one of a callback that is added."""
-
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if batch_idx == 2:
             late = Callback()
@@ -148,8 +127,6 @@ class ReadsTablesLater(ReadsTables):
 
 
 class SkipsSteps(ReadsTables):
-    """Leaves out every other step."""
-
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, closure: Any) -> None:
         if batch_idx % 2:
             optimizer.step(closure=closure)
@@ -157,9 +134,7 @@ class SkipsSteps(ReadsTables):
             closure()
 
 
-class StepsByHand(ByHand, ReadsTables):
-    """Reads its tables inside training_step, right after each of its parts."""
-
+class StepsByHand(cases.ByHand, ReadsTables):
     def training_step(self, batch: Any, batch_idx: int) -> None:
         optimizer = self.optimizers()
         loss = super().training_step(batch, batch_idx)
@@ -175,8 +150,6 @@ class MovesItsRates(ReadsTables, Scheduled):
 
 
 class RecomputesItsLookup(ReadsTables):
-    """Looks up again inside the backward."""
-
     def embeddings(self, collection: str, batch: Any) -> Any:
         kjt = batch.inputs["sparse"][0]
         keys = kjt.keys()
@@ -195,8 +168,8 @@ class RecomputesAnotherLookup(RecomputesItsLookup):
     def embeddings(self, collection: str, batch: Any) -> Any:
         kjt, index = batch.inputs["sparse"]
         if index >= 3:
-            kjt = remade(kjt)
-        return super().embeddings(collection, Batch(batch.dense, {"sparse": (kjt, index)}, batch.labels))
+            kjt = cases.remade(kjt)
+        return super().embeddings(collection, cases.Batch(batch.dense, {"sparse": (kjt, index)}, batch.labels))
 
 
 USERS: dict[str, tuple[type[Model], dict[str, Any]]] = {
@@ -214,7 +187,6 @@ USERS: dict[str, tuple[type[Model], dict[str, Any]]] = {
 
 @pytest.mark.parametrize(("name", "pipeline", "policy"), pairwise(USERS, MODES, ["dedicated", "data_dist"]))
 def test_the_users_code_finds_the_tables_written(name: str, pipeline: str, policy: str) -> None:
-    """Step or no step, in every hook that comes after a backward."""
     module, options = USERS[name]
     train(TABLE_WISE, pipeline, policy, module, **options)
 
@@ -224,14 +196,11 @@ def test_the_users_code_finds_the_tables_written(name: str, pipeline: str, polic
     pairwise([name for name in USERS if name != "steps_by_hand"], ["sparse_dist", "fused_sparse_dist"], STREAMS),
 )
 def test_no_race_in_a_frozen_window(name: str, pipeline: str, policy: str) -> None:
-    """Own forwards are looked up and updated on the lookup stream, too."""
     module, options = USERS[name]
     train(MIXED, pipeline, policy, module, frozen_window=True, **{"accumulate_grad_batches": 3, **options})
 
 
 class UsesAStreamOfItsOwn(Model):
-    """Uses its embeddings on another stream than the one that the step began on."""
-
     def dense(self, batch: Any, embeddings: Any) -> Tensor:
         streams: Any = self.trainer.strategy.streams
         streams.wait(StreamName.PREFETCH, streams.record(StreamName.COMPUTE))
@@ -251,14 +220,12 @@ def test_embeddings_are_there_on_whatever_stream_asks_for_them() -> None:
 
 
 class ScalesInItsHook(Model):
-    """Its transfer hook reads what its training_step writes."""
-
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: cases.Case) -> None:
         super().__init__(case)
         self.register_buffer("scale", torch.ones(6))
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        return Batch(batch.dense * self.scale, batch.inputs, batch.labels)
+        return cases.Batch(batch.dense * self.scale, batch.inputs, batch.labels)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.scale.mul_(0.5)
@@ -299,9 +266,9 @@ def test_a_race_of_the_users_own_hook_is_named() -> None:
         r"law 2: no row is read while it is written: no event orders aten\..* after fbgemm\.split_embedding_backward"
     )
     with pytest.raises(AssertionError, match=message) as caught:
-        checked.check(TABLE_WISE, "fused_sparse_dist", ReadsOnAStreamOfItsOwn, stream="dedicated")
+        check(TABLE_WISE, "fused_sparse_dist", ReadsOnAStreamOfItsOwn, stream="dedicated")
     assert "BROKEN  law 2: no row is read while it is written" in str(caught.value)
-    assert checked.check(TABLE_WISE, "fused_sparse_dist", ReadsThereWhenWritten, stream="dedicated").holds
+    assert check(TABLE_WISE, "fused_sparse_dist", ReadsThereWhenWritten, stream="dedicated").holds
 
 
 # -- the streams by themselves ----------------------------------------------------------------------------------
@@ -349,8 +316,6 @@ class WritesInBackward(torch.autograd.Function):
 
 
 class RepeatsInBackward(WritesInBackward):
-    """Makes a graph in its backward, and runs it there."""
-
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:
         with torch.enable_grad():

@@ -19,8 +19,6 @@ class InjectedError(RuntimeError):
 
 @dataclass(slots=True)
 class FakeModuleInFlight:
-    """One batch on its way through one fake module."""
-
     owners: frozenset[WeightOwner]
     name: str = ""
     batch: int = -1
@@ -32,34 +30,26 @@ class FakeModuleInFlight:
 
     @property
     def memory(self) -> tuple[str, ...]:
-        """The resource of the ids that it receives."""
         return (f"ids of batch {self.batch} ({self.name})",)
 
     @property
     def looked_up(self) -> bool:
-        """Whether the lookup of all its tables was issued."""
         return self.seen.keys() == self.owners
 
 
 class Served(NamedTuple):
-    """One answer of a fake module to `training_step`."""
-
     batch: int
     module: str
     owner: WeightOwner
-    early: bool
-    """From an early lookup, not from the module's own forward."""
-    saw: tuple[int, ...]
-    """The batches whose updates the lookup saw, oldest first."""
+    early: bool  # from an early lookup, not from the module's own forward
+    saw: tuple[int, ...]  # the batches whose updates the lookup saw, oldest first
 
 
 def table(module: str, owner: WeightOwner) -> str:
-    """Return the resource of a module's tables of one owner."""
     return f"the tables of {module} ({owner.value})"
 
 
 def cache(module: str) -> str:
-    """Return the resource of a module's cache: prefetches write it, and lookups that were not prefetched."""
     return f"the cache of {module}"
 
 
@@ -80,17 +70,11 @@ def _gradients(index: int) -> str:
 
 
 class FakeSparse:
-    """Sparse stages without TorchRec: the tables only count the updates they got, lookups note which they saw.
+    """Sparse stages whose tables count the updates they got, and whose lookups note which they saw.
 
-    Raises AssertionError where the stages of one batch come out of order or twice.
-
-    Args:
-        modules: Name of a module -> the owners that write its tables.
-        ready: Whether the inputs of the modules are known from the start, not only after the first forward.
-        streams: Recording streams, to note the order of device work too.
-        lookup_stream: The stream of early lookups.
-        observer: Told of every wait.
-        left_from: Stages that are left, with what is below them, until a backward waits for other ranks, as on a CPU.
+    Raises AssertionError where the stages of one batch come out of order or twice. With `ready` the inputs of the
+    modules are known from the start. The stages of `left_from` are left, with what is below them, until a backward
+    waits for other ranks, as on a CPU.
     """
 
     def __init__(
@@ -115,10 +99,8 @@ class FakeSparse:
         self.clear()
 
     def clear(self) -> None:
-        """Start over with tables that had no update."""
         self._num_runs += 1
-        self.loaded = f"the tables as loaded before run {self._num_runs}"
-        """The resource that the load writes, for prefetches, which may overlap with updates of the tables."""
+        self.loaded = f"the tables as loaded before run {self._num_runs}"  # read by prefetches
         self.updates: dict[WeightOwner, list[int]] = {owner: [] for owner in EARLY_OWNERS}
         self.stages: dict[int, list[Stage]] = {}
         self.served: list[Served] = []
@@ -128,7 +110,6 @@ class FakeSparse:
         self.called_in_backward: dict[int, Callable[[], None]] = {}
 
     def begin(self, stage: Stage, batch: int) -> None:
-        """Note that a stage of a batch was issued; fail, if `fail_at` names it."""
         if self.fail_at == (stage, batch):
             raise InjectedError(f"told to fail in {stage} of batch {batch}")
         self.stages.setdefault(batch, []).append(stage)
@@ -138,14 +119,12 @@ class FakeSparse:
     can_defer_updates = True
 
     def discover(self, inflight: InFlightBatch) -> None:
-        """Learn the modules' inputs from a forward that was just run."""
         assert not self.ready, "discovery after it is known which input feeds which module"
         assert inflight.index in self.forwarded, f"discovery from batch {inflight.index}, which had no forward"
         self.ready = True
 
     @contextmanager
     def forward(self, inflight: InFlightBatch, send_next: Callable[[], None]) -> Iterator[None]:
-        """Serve early results while a `training_step` runs."""
         assert self._current is None, "a forward inside a forward"
         self._current = inflight
         try:
@@ -153,11 +132,7 @@ class FakeSparse:
         finally:
             self._current = None
 
-    def make_inputs(self, inflight: InFlightBatch) -> None:
-        """Make nothing: there are no staged methods."""
-
     def input_splits_dist(self, inflight: InFlightBatch) -> None:
-        """Start the all-to-all of sizes."""
         self.begin(Stage.INPUT_SPLITS_DIST, inflight.index)
         assert not inflight.modules, f"{Stage.INPUT_SPLITS_DIST} of batch {inflight.index} a second time"
         for name in inflight.batch.modules:
@@ -167,7 +142,6 @@ class FakeSparse:
         self.streams.do(Mark(Stage.INPUT_SPLITS_DIST, inflight.index), reads=memory_of(inflight.batch), writes=sizes)
 
     def input_data_dist(self, inflight: InFlightBatch) -> None:
-        """Start the all-to-all of ids."""
         self.begin(Stage.INPUT_DATA_DIST, inflight.index)
         if not inflight.modules:
             return
@@ -184,7 +158,6 @@ class FakeSparse:
         )
 
     def receive_input(self, inflight: InFlightBatch) -> Any:
-        """Wait for the ids; return the batch's states."""
         for name, state in inflight.modules.items():
             if state.received:
                 continue
@@ -196,7 +169,6 @@ class FakeSparse:
         return list(inflight.modules.values())
 
     def prefetch(self, inflight: InFlightBatch) -> None:
-        """Check that the ids are there."""
         self.begin(Stage.PREFETCH, inflight.index)
         for name, state in inflight.modules.items():
             assert state.received, f"the prefetch of batch {inflight.index} comes before its input"
@@ -206,11 +178,9 @@ class FakeSparse:
             self.streams.do(Mark(Stage.PREFETCH, inflight.index, name), reads=reads, writes=writes)
 
     def has_lookup(self, inflight: InFlightBatch, owners: frozenset[WeightOwner]) -> bool:
-        """Whether a module has tables of these owners still to look up."""
         return any(state.owners & owners - state.seen.keys() for state in inflight.modules.values())
 
     def embedding_lookup(self, inflight: InFlightBatch, owners: frozenset[WeightOwner], only: Any = None) -> None:
-        """Note which updates the tables of these owners have."""
         self.begin(Stage.EMBEDDING_LOOKUP, inflight.index)
         for name, state in inflight.modules.items():
             assert state.received, f"the lookup of batch {inflight.index} comes before its input"
@@ -222,10 +192,7 @@ class FakeSparse:
                 self.pending.add((Stage.EMBEDDING_LOOKUP, inflight.index, name))
 
     def register_backward_hook(self, inflight: InFlightBatch, stage: Stage, call: Callable[[], None]) -> bool:
-        """Let `call`, which issues a stage, run in the backward of a batch whose fused tables are looked up early.
-
-        Return whether it is so, for stages in `left_from`; else the caller issues it now.
-        """
+        """Let `call`, which issues a stage of `left_from`, run in the backward; else the caller issues it now."""
         fused = any(WeightOwner.FUSED_BACKWARD in state.owners for state in inflight.modules.values())
         is_left = fused and stage in self.left_from
         if is_left:
@@ -233,33 +200,28 @@ class FakeSparse:
         return is_left
 
     def drop_lookups(self, inflight: InFlightBatch) -> None:
-        """Forget early results, once their collectives are over."""
         self.drain(inflight)
         inflight.modules.clear()
 
     def drain(self, inflight: InFlightBatch) -> None:
-        """Complete every collective that was started for a batch."""
         self.pending -= {(stage, inflight.index, name) for name in inflight.modules for stage in SPARSE_STAGES}
 
     def start_update(self, inflight: InFlightBatch) -> None:
-        """Send the gradients that a backward has left, on the current stream."""
         index = inflight.index
         self.streams.do(Mark("sent gradients", index), reads=[_gradients(index)], writes=[_sent_gradients(index)])
 
     def embedding_update(self, inflight: InFlightBatch, updated: Any = None) -> None:
-        """Update the fused tables with the gradients that a backward has left, on the current stream."""
         if inflight.index in self.to_update:  # it had a backward, and one that did not go all the way
             self._update(inflight.index)
 
     def drop_update(self, inflight: InFlightBatch) -> None:
-        """Forget an update whose gradients have been sent."""
         self.to_update.pop(inflight.index, None)
         self.pending -= {(Stage.BACKWARD, inflight.index, name) for name in self.modules}
 
     def _nothing(self, *args: Any) -> None:
-        """Fake tables have no cache, no replicas and no counts; lookups are over at once, and nothing is held."""
+        """No staged methods, no cache, no replicas and no counts; lookups are over at once, and nothing is held."""
 
-    forget_prefetched = count_lookups = _nothing
+    make_inputs = forget_prefetched = count_lookups = _nothing
     update_replicas = hold_replicas = forget_received = _nothing
 
     def _update(self, index: int) -> None:
@@ -275,22 +237,18 @@ class FakeSparse:
                 self.streams.do(Mark(owner, index, name), reads=reads, writes=[table(name, owner)])
 
     def is_overwritten(self, batches: Iterable[InFlightBatch]) -> bool:
-        """Whether somebody has written tables: nobody does here."""
         return False
 
     def leave_overwritten(self, batches: Iterable[InFlightBatch]) -> None:
-        """Leave the early results of these batches aside."""
         for inflight in batches:
             self.drop_lookups(inflight)
 
     def gradients_are_there(self, batches: Iterable[InFlightBatch], timeout_s: float) -> bool:
-        """Whether gradients arrive within a time: they do."""
         return True
 
     # -- what the fake trainer does with the modules ------------------------------------------------------------
 
     def call_modules(self, inflight: InFlightBatch) -> None:
-        """Do what `training_step` does: call every module once."""
         self.begin(Stage.DENSE_FORWARD, inflight.index)
         self.forwarded.add(inflight.index)
         self.streams.do(Mark(Stage.DENSE_FORWARD, inflight.index), reads=memory_of(inflight.batch))
@@ -321,7 +279,6 @@ class FakeSparse:
     def _read(
         self, index: int, name: str, owner: WeightOwner, uses: Iterable[str], *, early: bool = True
     ) -> tuple[int, ...]:
-        """Look up; return the updates that the tables have."""
         self.streams.do(
             Mark(Stage.EMBEDDING_LOOKUP, index, f"{name}/{owner.value}"),
             reads=[*uses, table(name, owner)],
@@ -338,7 +295,6 @@ class FakeSparse:
         self.streams.record_stream(embeddings, StreamName.COMPUTE)
 
     def backward(self, inflight: InFlightBatch) -> None:
-        """Update the fused tables, each on the stream where autograd runs it: that of its lookup."""
         self.begin(Stage.BACKWARD, inflight.index)
         self.streams.do(Mark(Stage.BACKWARD, inflight.index), writes=[_gradients(inflight.index)])
         if (call := self.called_in_backward.get(inflight.index)) is not None:
@@ -361,7 +317,6 @@ class FakeSparse:
                 )
 
     def step(self, inflight: InFlightBatch) -> None:
-        """Update the tables of the dense optimizer."""
         self.begin(Stage.OPTIMIZER_STEP, inflight.index)
         self.updates[WeightOwner.DENSE_OPTIMIZER].append(inflight.index)
         owner = WeightOwner.DENSE_OPTIMIZER

@@ -15,28 +15,19 @@ from .recording import FAKE_MODULES, LOADED_WEIGHTS, FakeBatch, Mark, RecordingS
 
 @dataclass(slots=True)
 class Run:
-    """What a run of a fake trainer did."""
-
     schedule: Schedule
     timeline: Timeline
     stages: dict[int, list[Stage]]
-    """Stages of each batch in the order they were done."""
     served: list[Served]
-    """Every answer of a module to a `training_step`."""
-    updates: dict[WeightOwner, list[int]]
-    """Batches whose update the tables have, oldest first."""
+    updates: dict[WeightOwner, list[int]]  # batches whose update the tables have, oldest first
     streams: RecordingStreams
     trained: list[int] = field(default_factory=list)
-    """Batches in the order they were trained."""
-    max_in_flight: int = 0
-    """Batches alive at once, the one being trained included."""
+    max_in_flight: int = 0  # batches alive at once, the trained one included
 
     def saw(self, batch: int, owner: WeightOwner) -> set[tuple[int, ...]]:
-        """Return the updates that lookups of a batch saw: one entry where all modules saw the same."""
         return {served.saw for served in self.served if (served.batch, served.owner) == (batch, owner)}
 
     def served_early(self, batch: int) -> set[bool]:
-        """Return whether the modules got the embeddings of a batch from early lookups."""
         return {served.early for served in self.served if served.batch == batch}
 
     def __str__(self) -> str:
@@ -47,16 +38,7 @@ class Run:
 class FakeTrainer:
     """Drives an executor as the strategy does, over fake batches and a `FakeSparse`.
 
-    Args:
-        schedule: The table to walk.
-        modules: Who writes the tables of each module.
-        ready: Whether the sparse stages know the modules' inputs from the start.
-        streams: Takes the place of the device's streams.
-        executor_type: A subclass to try.
-        sparse_type: Likewise, of the stages.
-        rank: Named in errors.
-        left_from: Stages that are left, with what is below them, until a backward waits for other ranks, as on a CPU.
-        automatic: Whether the trainer reports each stage; with manual optimization it only knows when all are over.
+    With `automatic` it reports each stage; with manual optimization it only knows when all are over.
     """
 
     def __init__(
@@ -95,7 +77,6 @@ class FakeTrainer:
 
     @property
     def exhausted(self) -> bool:
-        """Whether the data has ended."""
         return self._num_fetched >= self._num_batches
 
     num_batches, num_certain = float("inf"), 0
@@ -103,7 +84,6 @@ class FakeTrainer:
     stop_requested = False  # nobody sends it a signal
 
     def fetch(self, index: int, timer: StageTimer | None) -> FetchedBatch | None:
-        """Give the executor the next batch: the trainer is its `BatchSource`."""
         if index >= self._num_batches or self._hold.get(index, 0) >= self._num_begun:
             return None
         self.sparse.begin(Stage.COPY_BATCH_TO_DEVICE, index)
@@ -114,20 +94,12 @@ class FakeTrainer:
         self._max_in_flight = max(self._max_in_flight, len(self._alive))
         return FetchedBatch(batch, index, 0)
 
-    def begin_step(self, *, splits: bool) -> None:
-        """Begin a forward: the trainer is the executor's `WeightGradients`."""
+    def _nothing(self, *args: object, **kwargs: object) -> None:
+        """The trainer is the executor's `WeightGradients` too, whose other methods have nothing to do."""
 
-    def end_forward(self) -> None:
-        """End a forward."""
-
-    def begin_backward(self, loss: object) -> None:
-        """Begin a backward."""
-
-    def finish(self) -> None:
-        """Wait for an all-reduce."""
+    begin_step = end_forward = begin_backward = finish = _nothing
 
     def compute(self) -> None:
-        """Compute the weight gradients of the batch being trained."""
         assert self.executor.current is not None
         batch = self.executor.current.index
         if Stage.BACKWARD in self.sparse.stages[batch]:
@@ -144,18 +116,11 @@ class FakeTrainer:
         stop_after: int | None = None,
         fail_at: tuple[Stage, int] | None = None,
     ) -> Run:
-        """Train fake batches, then drain.
+        """Train fake batches, then drain; raise an AssertionError if a collective is still in flight after it.
 
-        Args:
-            num_batches: How many there are.
-            skip: Batches whose `training_step` returns None: no backward and no step.
-            repeat: Batches whose optimizer runs its closure twice, as LBFGS does.
-            hold: Batches that the source holds back, each until the iteration given has begun.
-            stop_after: Stop after that many batches.
-            fail_at: Raise InjectedError in this stage of this batch.
-
-        Raises:
-            AssertionError: A batch had its stages out of order, or a collective was still in flight after the drain.
+        The `training_step` of batches in `skip` returns None. Optimizers of those in `repeat` run their closure twice,
+        as LBFGS does. The source holds back those in `hold`, each until the iteration given has begun. In the stage
+        and batch of `fail_at` it raises InjectedError.
         """
         self.sparse.clear()
         self.sparse.fail_at = fail_at
@@ -207,7 +172,6 @@ class FakeTrainer:
 
     @property
     def tables(self) -> list[str]:
-        """The resources of all tables."""
         return [table(name, owner) for name, owners in self.sparse.modules.items() for owner in owners]
 
     def _observe(self, kind: str, stage: Stage, batch: int) -> None:

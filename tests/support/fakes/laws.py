@@ -14,24 +14,14 @@ from .recording import FAKE_MODULES, RecordingStreams
 def check_laws(schedule: Schedule, *, executor_type: type[Executor] = Executor) -> None:
     """Check that a schedule does what it says, over 0 to 2 x depth fake batches.
 
-    It runs them a second time as on a CPU, where a lookup right above the backward runs while that waits for gradients.
-
     1. Each stage of each batch runs once, in order.
     2. No more batches are in flight than the schedule's depth.
     3. The lookup of batch N sees the updates of batches 0 to N - 1 - staleness and no others; tables of the dense
        optimizer are always seen fresh.
-    4. Streams and events order every lookup against every update of what it reads, and every stage after the one
-       before it, under every stream that the lookup may stand for. No two streams use the same memory, one of them
-       writing, without an event that orders them, nor memory of another stream that was not handed to them. Every fake
-       run checks that as it goes.
+    4. Under every stream that the lookup may stand for, streams use no memory unordered or not handed to them, which
+       every fake run checks as it goes.
 
-    Args:
-        schedule: A schedule of yours.
-        executor_type: A subclass of the executor to try.
-
-    Raises:
-        AssertionError: A law is broken; the message, or a note, has the schedule and a drawing of the run. A race of
-            streams is a `RaceError`.
+    Raises an AssertionError that has the schedule and a drawing of the run; for a race of streams a `RaceError`.
     """
     for num_batches in range(2 * schedule.depth + 1):
         for ready in (True, False):
@@ -53,10 +43,7 @@ def check_laws(schedule: Schedule, *, executor_type: type[Executor] = Executor) 
 
 
 def check_stages(run: Run, num_batches: int, *, ready: bool = True) -> None:
-    """Check law 1: each stage of each batch ran once, in order.
-
-    Where the modules' inputs were not known from the start (`ready`), the first batch runs unpipelined.
-    """
+    """Check law 1; where inputs were not known from the start (`ready`), the first batch runs unpipelined."""
     assert run.trained == list(range(num_batches)), f"trained {run.trained} of {num_batches} batches\n{run}"
     steps = [step.stage for step in run.schedule]
     for batch in range(num_batches):
@@ -75,14 +62,12 @@ def check_stages(run: Run, num_batches: int, *, ready: bool = True) -> None:
 
 
 def check_in_flight(run: Run) -> None:
-    """Check law 2: no more batches in flight than the schedule's depth."""
     assert run.max_in_flight <= run.schedule.depth, (
         f"{run.max_in_flight} batches in flight, the depth is {run.schedule.depth}\n{run}"
     )
 
 
 def check_staleness(run: Run) -> None:
-    """Check law 3, for a run in which every batch was looked up early or came before discovery."""
     for served in run.served:
         staleness = run.schedule.staleness if served.owner is WeightOwner.FUSED_BACKWARD else 0
         expected = tuple(batch for batch in run.updates[served.owner] if batch < served.batch - staleness)

@@ -19,19 +19,10 @@ FAKE_MODULES: Mapping[str, frozenset[WeightOwner]] = MappingProxyType(
 )
 """Modules of a `FakeSparse`: who writes the tables of each."""
 
-TimelineEvent = tuple[str, Stage, int]
-"""("issue" | "wait", stage, batch), as an observer gets it."""
+TimelineEvent = tuple[str, Stage, int]  # ("issue" | "wait", stage, batch), as an observer gets it
 
 
 class Timeline:
-    """Collects what an observer is told, and draws it.
-
-    Pass `timeline.record` as the `observer` of an executor or of the strategy.
-
-    Args:
-        schedule: Says which stream each stage is on.
-    """
-
     LETTERS: Mapping[Stage, str] = MappingProxyType(dict(zip(Stage, "CSDPLFBWOU", strict=True)))
 
     def __init__(self, schedule: Schedule) -> None:
@@ -39,7 +30,6 @@ class Timeline:
         self.events: list[TimelineEvent] = []
 
     def record(self, kind: str, stage: Stage, batch: int) -> None:
-        """Add an event, an "issue" or a "wait" of a stage of a batch: an `Observer`."""
         self.events.append((kind, stage, batch))
 
     def issued(self) -> list[str]:
@@ -47,11 +37,6 @@ class Timeline:
         return [f"{self.LETTERS[stage]}{batch}" for kind, stage, batch in self.events if kind == "issue"]
 
     def draw(self, width: int = 118) -> str:
-        """Draw the events from left to right in the order the host made them, one lane per stream.
-
-        Args:
-            width: Characters per line; longer runs continue in another block of lanes.
-        """
         lanes = [str(name) for name in StreamName if any(step.stream is name for step in self.schedule)]
         lanes += ["host waits"] if any(kind == "wait" for kind, _, _ in self.events) else []
         title = max(map(len, lanes))
@@ -86,20 +71,14 @@ class Mark(NamedTuple):
 
 
 LOADED_WEIGHTS = Mark(None, -1)
-"""What the compute stream did to the tables before a run: a checkpoint was loaded, weights were initialized."""
 
 
 class RecordingStreams(CheckedStreams):
-    """Stands in for a device's streams where the work is fake: raises at a race.
-
-    Args:
-        lookup: The stream that `StreamName.LOOKUP` stands for, as a stream policy says.
-    """
+    """Stands in for a device's streams where the work is fake: raises at a race."""
 
     def do(
         self, mark: Mark, *, reads: Iterable[str] = (), writes: Iterable[str] = (), makes: Iterable[str] = ()
     ) -> None:
-        """Issue a piece of work on the current stream, with all that it uses, as `Races.do` takes it."""
         self._races.do(str(mark), self._current, reads=reads, writes=writes, makes=makes)
 
     def memory_of(self, value: Any) -> list[str]:
@@ -108,14 +87,11 @@ class RecordingStreams(CheckedStreams):
 
 @dataclass(eq=False)
 class FakeBatch:
-    """A batch: its number, and the modules that it has input for."""
-
     index: int
     modules: tuple[str, ...] = tuple(FAKE_MODULES)
 
     @property
     def memory(self) -> tuple[str, ...]:
-        """The resource that it stands for."""
         return (f"batch {self.index}",)
 
 
