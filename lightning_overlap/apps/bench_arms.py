@@ -1,7 +1,4 @@
-"""The arms of the benchmark: our modes, DistributedModelParallel in a Trainer, TorchRec's pipelines in a loop.
-
-Every arm trains the same LightningModule on the same batches, sharding plan and ranks, from the same seed.
-"""
+"""The arms of the benchmark; each trains the same module, batches, sharding plan and ranks, from the same seed."""
 
 from __future__ import annotations
 
@@ -99,7 +96,7 @@ def train(name: str, job: Job) -> None:
 
 
 def _replicating(job: Job) -> Config:
-    """Return changes to the config that replicate tables with fewer rows than a batch."""
+    """Return changes to the config: tables with fewer rows than a batch are replicated."""
     tables, sharding = find_tables(job.make_model()), job.config["sharding"]
     small = [table.name for table in tables if table.parameter.shape[0] < getattr(job.data, "batch_size", 0)]
     kinds = {table.name: sharding.get("type") for table in tables if sharding.get("type")}
@@ -135,10 +132,9 @@ def _fit(job: Job, model: LightningModule, strategy: Any) -> None:
 
 
 class Network(nn.Module):
-    """Wraps a LightningModule for TorchRec's pipelines: `forward(batch)` returns the loss and an output.
+    """A module for TorchRec's pipelines. They trace `forward`, so the sharded collection is called there.
 
-    The pipelines trace the code that calls the sharded collection, so that call is here; the rest of `training_step` is
-    not traced. `training_step` must call the module's only collection once, with `batch.sparse`.
+    `training_step` is not traced; it must call the module's only collection once, with `batch.sparse`.
     """
 
     def __init__(self, module: LightningModule) -> None:
@@ -211,8 +207,6 @@ def late_all_to_alls(latency: Mapping[str, float] | None) -> AbstractContextMana
 
 
 class _Late(WrappedWork):
-    """Work of a collective that ends no earlier than `latency_s` after its issue."""
-
     def __init__(self, work: dist.Work, latency_s: float) -> None:
         super().__init__(work)
         self._over_s = time.perf_counter() + latency_s
@@ -244,12 +238,9 @@ class _Late(WrappedWork):
 
 
 def slowed_down(model: LightningModule, latency: Mapping[str, float]) -> LightningModule:
-    """Add sleeps of `forward_ms`, `backward_ms` and `step_ms` to a module's dense forward, backward and step.
-
-    Half of the backward's time goes to gradients of inputs, half to the weight gradients of the last linear layers.
-    """
+    """Add sleeps of `forward_ms`, `backward_ms` and `step_ms` to a module's dense forward, backward and step."""
     forward_s, backward_s, step_s = (latency.get(f"{part}_ms", 0.0) / 1e3 for part in ("forward", "backward", "step"))
-
+    # Half of the backward's time goes to gradients of inputs, half to the weight gradients of the last linear layers.
     linear = {name: part for name, part in model.named_modules() if type(part) is nn.Linear}
     last = list(linear)[-1].rpartition(".")[0] if linear else ""
     weights = [part.weight for name, part in linear.items() if name.rpartition(".")[0] == last]

@@ -20,17 +20,14 @@ MAX_SPREAD = 0.2  # if rounds of an arm differ by more than this share of their 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """The measurements of one arm on one rank in one round.
-
-    Times of collectives have an entry per measured step; they are empty if they cannot be measured. The dense lane is
-    the host on a CPU, the compute stream on CUDA.
-    """
+    """One arm on one rank in one round. Times of collectives are by measured step, empty if there is none."""
 
     step_ms: list[float]  # by timed step
     losses: bytes  # of every step, float32
     final_loss: float
     peak_memory: dict[str, int]  # in the timed steps; name -> bytes
     cpu_ms: list[float] = field(default_factory=list)  # of all threads of the process, by timed step
+    # The dense lane is the host on a CPU, the compute stream on CUDA.
     busy_ms: list[float] = field(default_factory=list)  # time in which the dense lane did not wait for collectives
     wire_ms: list[float] = field(default_factory=list)  # time in which a collective was in progress
     exposed_ms: list[float] = field(default_factory=list)  # time in which the dense lane waited for collectives
@@ -58,13 +55,10 @@ Result = Mapping[str, Any]
 
 
 def bound_ms(base: ArmTurns, all_reduce_ms: float = 0.0) -> float | None:
-    """Return a lower bound in ms for a step with perfect overlap, or None if nothing was measured.
-
-    It is the reference's slowest rank without waits, or the busy time of the wire, whichever is larger. The rank that
-    issues a collective last measures its duration; the others also wait for that rank. The all-reduce of dense
-    gradients is not measured in a step; its duration is added to the wire's.
-    """
+    """Return the larger of the slowest rank's time without waits and the wire's time; None without measurements."""
     busy, wire = _by_rank(base, "busy_ms"), _by_rank(base, "wire_ms")
+    # The rank that issues a collective last measures its duration; the others also wait for that rank.
+    # A step's measurements lack the all-reduce of dense gradients.
     return max(*busy, min(wire) + all_reduce_ms) if busy and wire else None
 
 
@@ -123,7 +117,7 @@ def _worst(arm: ArmTurns, name: str) -> tuple[float, float]:
     return busy_ms, waited_ms
 
 
-_FORMS = {
+_FORMS = {  # field of a result -> title and form in the table
     "step_ms_median": ("median", "{:.2f} ms"),
     "step_ms_p90": ("P90", "{:.2f} ms"),
     "cpu_ms": ("CPU", "{:.2f} ms"),
@@ -132,7 +126,6 @@ _FORMS = {
     "samples_per_s": ("samples/s", "{:,.0f}"),
     "exposed_ms": ("exposed", "{:.2f} ms"),
 }
-"""Field of a result -> title and form in the table."""
 
 
 def table(results: Sequence[Result]) -> str:
@@ -155,10 +148,7 @@ def table(results: Sequence[Result]) -> str:
 
 
 def collectives_table(results: Sequence[Result]) -> str | None:
-    """Return a table of the exposed time of each collective by arm; None if there is none.
-
-    It has all all-to-alls, and other collectives that at least one arm waits for.
-    """
+    """Return a table by arm of the waits for all-to-alls, and for what else an arm waits for; None if it is empty."""
     names = dict.fromkeys([*ALL_TO_ALLS, *(name for result in results for name in result["collectives"])])
     columns = [["waited for", *(result["name"] for result in results)]]
     for name in names:

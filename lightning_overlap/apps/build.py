@@ -27,12 +27,11 @@ from .config_checks import AUTO, Config, check_arguments, check_known, modes, sp
 
 _T = TypeVar("_T")
 
-TRAINER_DEFAULTS: Mapping[str, Any] = {
+TRAINER_DEFAULTS: Mapping[str, Any] = {  # where the command differs from `Trainer`
     "enable_model_summary": False,
     "num_sanity_val_steps": 0,
     "use_distributed_sampler": False,  # the data modules deal out rows to ranks themselves
 }
-"""Where the command differs from `Trainer`."""
 
 
 def num_ranks(config: Config) -> int:
@@ -110,13 +109,12 @@ def build_trainer(
     )
 
 
-_NEEDS: Mapping[str, tuple[str, ...]] = {
+_NEEDS: Mapping[str, tuple[str, ...]] = {  # Lightning's logger -> packages; it needs one of them
     "TensorBoardLogger": ("tensorboard", "tensorboardX"),
     "WandbLogger": ("wandb",),
     "MLFlowLogger": ("mlflow",),
     "CometLogger": ("comet_ml",),
 }
-"""Lightning's logger -> packages; it needs one of them."""
 
 
 def complete(config: Config) -> dict[str, Any]:
@@ -169,16 +167,13 @@ def _refuse_untrained(tables: Any, kinds: Mapping[str, Any], device: torch.devic
 
 
 def _check_optimizers(model: LightningModule, tables: Any, kinds: Mapping[str, Any], device: torch.device) -> None:
-    """Raise if the dense optimizer takes fused tables; changes the model, which the caller throws away.
-
-    Skips tables whose sharding the planner chooses, and a configure_optimizers that needs a trainer.
-    """
-    fused = [table for table in tables if kinds.get(table.name) not in (None, "data_parallel")]
+    """Raise if the dense optimizer takes fused tables; changes the model, which the caller throws away."""
+    fused = [table for table in tables if kinds.get(table.name) not in (None, "data_parallel")]  # None: the planner's
     for table in fused:
         table.apply_fused_optimizer(torch.optim.SGD, {"lr": 0.0})
     try:
         made = model.configure_optimizers()
-    except Exception:
+    except Exception:  # it needs a trainer
         return
     fused_only = {table.path for table in fused if table.is_pooled_if_whole(device)}
     refuse_dense_owner({table.path: table.parameter for table in fused}, optimizers_in(made), fused_only)

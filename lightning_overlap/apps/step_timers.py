@@ -27,11 +27,7 @@ from .config_checks import Config, per_step
 
 
 class StepTimer(Callback):
-    """Times every training step and keeps its loss, without host-device syncs.
-
-    A step lasts from the end of the previous step to its own end, without validation in between. Losses stay tensors
-    until `losses` reads them.
-    """
+    """Times every training step, from the end of the step before, and keeps its loss, without host-device syncs."""
 
     def __init__(self) -> None:
         self.step_ms: list[float] = []
@@ -80,9 +76,8 @@ def loss_of(trainer: Trainer, outputs: Any) -> Tensor:
 class Meter:
     """Times the steps of one turn; the host waits for the device only before the first and after the last timed step.
 
-    Steps `warm_up` to `warm_up + steps` are timed, on CUDA by events that are read at the end. In the following
-    `measured_steps` collectives are recorded; on CUDA only if our strategy trains, as the streams must be known. A
-    step's time is the mean over the batches of an optimizer step.
+    In the `measured_steps` that follow the timed steps, collectives are recorded. A step's time is the mean over the
+    batches of an optimizer step.
     """
 
     def __init__(self, device: torch.device, config: Config) -> None:
@@ -122,7 +117,7 @@ class Meter:
 
     def _start_recording(self, strategy: OverlapEmbeddingStrategy | None) -> None:
         streams = Streams() if self._device.type == "cpu" else None if strategy is None else strategy.streams
-        if streams is None:
+        if streams is None:  # on CUDA, unless our strategy trains
             return
         self._recorder = SpanRecorder(streams)
         self._recorder.start()
@@ -153,10 +148,7 @@ class Meter:
 
 
 def by_name(spans: Sequence[Span], steps: Sequence[Interval], lane: str) -> dict[str, tuple[float, float]]:
-    """Return collective -> milliseconds per step in which it was in progress, and in which `lane` waited for it.
-
-    The numbers are medians over steps. A collective or wait counts in the step in which it began.
-    """
+    """Return collective -> median ms by step in which it was in progress, and in which `lane` waited for it."""
     under_way = [span for span in spans if span.kind is Category.COMMUNICATION]
     waits = [span for span in spans if span.kind is Category.WAIT and span.lane == lane]
 

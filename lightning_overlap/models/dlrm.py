@@ -1,7 +1,4 @@
-"""DLRM (Naumov et al., arXiv 1906.00091) with TorchRec tables, and its metrics.
-
-Shape suffixes: B batch size per rank, D dense features, E embedding dim, F sparse features, P pairs of vectors.
-"""
+"""DLRM (Naumov et al., arXiv 1906.00091). Shapes: B batch size, E embedding dim, F features, P pairs of vectors."""
 
 from __future__ import annotations
 
@@ -22,24 +19,21 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from ..data import RecBatch
 
-FUSED_OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
+FUSED_OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {  # that FBGEMM can fuse on both CPU and CUDA
     "rowwise_adagrad": RowWiseAdagrad,
     "adagrad": torch.optim.Adagrad,
     "sgd": torch.optim.SGD,
 }
-"""Optimizers that FBGEMM can fuse on both CPU and CUDA."""
 
 
 class BinnedAUC(Metric):
     """Area under the ROC curve from a histogram of logits, without a host-device sync per update.
 
-    The bins are uniform in the logit, which resolves rare clicks; a pair within a bin counts half. The update of
-    torchmetrics' binned `BinaryAUROC` reads `torch.all(...)` on the host.
+    The bins are uniform in the logit, which resolves rare clicks; a pair within a bin counts half. (torchmetrics'
+    binned `BinaryAUROC` reads `torch.all(...)` on the host.)
     """
 
-    num_bins = 8192
-    """Bins between the logits -16 and 16; the outermost bins also hold the logits outside."""
-
+    num_bins = 8192  # between the logits -16 and 16; the outermost bins also hold the logits outside
     full_state_update = False
     is_differentiable = False
     higher_is_better = True
@@ -70,8 +64,7 @@ class BinnedAUC(Metric):
 class NormalizedEntropy(Metric):
     """Log loss divided by the entropy of the overall click rate: below 1 is better than predicting the rate.
 
-    Accumulates on the device in float64. Source: He et al., Practical Lessons from Predicting Clicks on Ads at Facebook
-    (ADKDD 2014), section 3.
+    Source: He et al., Practical Lessons from Predicting Clicks on Ads at Facebook (ADKDD 2014), section 3.
     """
 
     full_state_update = False
@@ -175,7 +168,6 @@ class DLRM(LightningModule):
         self.test_auc, self.test_ne = BinnedAUC(), NormalizedEntropy()
 
     def _add_tables(self, embedding_dims: Mapping[str, int], table_device: str | torch.device) -> None:
-        """Set `ebc` to tables of these columns, with the fused optimizer of `hparams` applied if it has a rate."""
         sizes, rate = self.hparams["table_sizes"], self.hparams["table_learning_rate"]
         tables = [_table(name, sizes[name], embedding_dim) for name, embedding_dim in embedding_dims.items()]
         self.ebc = EmbeddingBagCollection(tables, device=torch.device(table_device))
@@ -200,7 +192,7 @@ class DLRM(LightningModule):
         return logits_B1.squeeze(1).float()
 
     def _pair_index(self, dots_BFF: Tensor) -> Tensor:
-        """Return the indices of the strict lower triangle in a flattened `(F + 1, F + 1)`, on `dots_BFF`'s device."""
+        """Return the indices of the strict lower triangle in a flattened `(F + 1, F + 1)`."""
         if self._pairs is None or self._pairs.device != dots_BFF.device:
             num_vectors = dots_BFF.shape[1]
             row, column = torch.tril_indices(num_vectors, num_vectors, offset=-1)
