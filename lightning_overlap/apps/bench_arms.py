@@ -79,8 +79,13 @@ def train(name: str, job: Job) -> None:
     config = dict(job.config)
     if precision is not None:
         config["comms"] = {"forward": precision, "backward": precision}
-    if replicated:
-        config |= _replicating(job)
+    if replicated:  # the tables with fewer rows than a batch
+        tables, sharding = find_tables(job.make_model()), job.config["sharding"]
+        small = [table.name for table in tables if table.parameter.shape[0] < getattr(job.data, "batch_size", 0)]
+        kinds = {table.name: sharding.get("type") for table in tables if sharding.get("type")}
+        others = {name: kind for name, kind in (kinds | (sharding.get("tables") or {})).items() if name not in small}
+        config["sharding"] = {"type": None, "tables": others}
+        config["strategy"] = {**config["strategy"], "replicate_tables": small}
     schedule, stream = config_checks.our_arms(config).get(plain, (None, config["stream"]["name"]))
     config["stream"] = {"name": stream}
     job = replace(job, config=config)
@@ -93,16 +98,6 @@ def train(name: str, job: Job) -> None:
         else:
             job = replace(job, receives_first=plain.endswith("/receives_first"))
             _train_by_hand(job, *config_checks.BY_HAND[plain])
-
-
-def _replicating(job: Job) -> Config:
-    """Return changes to the config: tables with fewer rows than a batch are replicated."""
-    tables, sharding = find_tables(job.make_model()), job.config["sharding"]
-    small = [table.name for table in tables if table.parameter.shape[0] < getattr(job.data, "batch_size", 0)]
-    kinds = {table.name: sharding.get("type") for table in tables if sharding.get("type")}
-    others = {name: kind for name, kind in (kinds | (sharding.get("tables") or {})).items() if name not in small}
-    strategy = {**job.config["strategy"], "replicate_tables": small}
-    return {"sharding": {"type": None, "tables": others}, "strategy": strategy}
 
 
 class _DMPStrategy(DDPStrategy):

@@ -72,7 +72,8 @@ def _evaluate(arm: ArmTurns, base: ArmTurns, ran: Mapping[str, ArmTurns], batch_
     by_rank, memories = arm.by_rank, arm.rounds[0][0].peak_memory
     slowest_ms = max(float(np.mean([turn.step_ms for turn in turns])) for turns in by_rank)
     # This arm's median step / the reference's median step in the same round.
-    ratios = [_round_ms(mine) / _round_ms(of_base) for mine, of_base in zip(arm.rounds, base.rounds, strict=True)]
+    rounds = ([max(median(turn.step_ms) for turn in turns) for turns in one.rounds] for one in (arm, base))
+    ratios = [mine / of_base for mine, of_base in zip(*rounds, strict=True)]
     # The reference of the losses: for an arm `mode+fp16` it is `base+fp16`, if that ran.
     alike = ran.get(f"{base.name}+{arm.name.partition('+')[2]}", base)
     return {
@@ -104,10 +105,6 @@ def _by_rank(arm: ArmTurns, what: str, percent: float = 50) -> list[float]:
     """Return a percentile over all rounds by rank; an empty list if a rank has no values."""
     ranks = [[ms for turn in turns for ms in getattr(turn, what)] for turns in arm.by_rank]
     return [float(np.percentile(ms, percent)) for ms in ranks] if all(ranks) else []
-
-
-def _round_ms(turns: Sequence[Turn]) -> float:
-    return max(median(turn.step_ms) for turn in turns)
 
 
 def _worst(arm: ArmTurns, name: str) -> tuple[float, float]:

@@ -146,17 +146,9 @@ def check(config: Config) -> None:
     check_sharding(sharding, tables, device)
     check_quantized_comms(strategy.quantized_comms, tables, device)
     kinds = sharding if isinstance(sharding, Mapping) else {table.name: sharding for table in tables}
-    if strategy.fused_optimizer is None:
-        _refuse_untrained(tables, kinds, device)
-    for arm in config.get("arms", ()):  # of overlap-bench
-        check_quantized_comms(resolve_quantized_comms(split_arm(arm)[1]), tables, device)
-    _check_optimizers(model, tables, kinds, device)
-
-
-def _refuse_untrained(tables: Any, kinds: Mapping[str, Any], device: torch.device) -> None:
     trained = (table for table in tables if table.parameter.requires_grad and kinds.get(table.name) != "data_parallel")
     missing = [table for table in trained if table.fused_optimizer is None]
-    if missing:
+    if missing and strategy.fused_optimizer is None:
         way = " Or use sharding=data_parallel, which leaves the tables to the optimizer of configure_optimizers."
         of_sequences = any(table.sharder.module_type is EmbeddingCollection for table in missing)
         raise ValueError(
@@ -164,11 +156,10 @@ def _refuse_untrained(tables: Any, kinds: Mapping[str, Any], device: torch.devic
             "'strategy.fused_optimizer=[torch.optim.SGD,{lr: 0.1}]'."
             f"{'' if of_sequences and device.type == 'cpu' else way}"
         )
-
-
-def _check_optimizers(model: LightningModule, tables: Any, kinds: Mapping[str, Any], device: torch.device) -> None:
-    """Raise if the dense optimizer takes fused tables; changes the model, which the caller throws away."""
-    fused = [table for table in tables if kinds.get(table.name) not in (None, "data_parallel")]  # None: the planner's
+    for arm in config.get("arms", ()):  # of overlap-bench
+        check_quantized_comms(resolve_quantized_comms(split_arm(arm)[1]), tables, device)
+    # The dense optimizer must not take fused tables. The model is not used again; None is the planner's choice.
+    fused = [table for table in tables if kinds.get(table.name) not in (None, "data_parallel")]
     for table in fused:
         table.apply_fused_optimizer(torch.optim.SGD, {"lr": 0.0})
     try:

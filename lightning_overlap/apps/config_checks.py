@@ -81,11 +81,8 @@ def check(config: Config) -> None:
     modes(config)
     if str(config["trainer"].get("precision")) in ("16-mixed", "16"):
         raise ValueError(f"trainer.precision=16-mixed {SCALES_LOSS.format(instead='trainer.precision=bf16-mixed')}.")
-    if "arms" in config:
-        _check_bench(config)
-
-
-def _check_bench(config: Config) -> None:
+    if "arms" not in config:
+        return
     arms(config)
     _check_integers(config, rounds=1, steps=2, warm_up=1, measured_steps=0, num_batches=1)
     for name, value in (config["latency"] or {}).items():

@@ -47,9 +47,7 @@ class StepTimer(Callback):
     def on_train_epoch_start(self, *_: Any) -> None:
         self._last = time.perf_counter()
 
-    @override
-    def on_validation_end(self, *_: Any) -> None:
-        self._last = time.perf_counter()
+    on_validation_end = on_train_epoch_start
 
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_: Any) -> None:
@@ -108,23 +106,18 @@ class Meter:
         if step == self._last:
             self._clock.wait()
             self._memory = peak_memory(self._device)
-            if self._measured:
-                self._start_recording(strategy)
+            streams = Streams() if self._device.type == "cpu" else None if strategy is None else strategy.streams
+            if self._measured and streams is not None:  # on CUDA, only if our strategy trains
+                self._recorder = SpanRecorder(streams)
+                self._recorder.start()
+                self._recording.callback(self._recorder.stop)
+                if strategy is not None:
+                    strategy.watch(self._recorder)
+                    self._recording.callback(strategy.watch, None)
         if self._recorder is not None and step in self._measured:
             self._recorder.step()
             if step == self._measured[-1]:
                 self.close()
-
-    def _start_recording(self, strategy: OverlapEmbeddingStrategy | None) -> None:
-        streams = Streams() if self._device.type == "cpu" else None if strategy is None else strategy.streams
-        if streams is None:  # on CUDA, unless our strategy trains
-            return
-        self._recorder = SpanRecorder(streams)
-        self._recorder.start()
-        self._recording.callback(self._recorder.stop)
-        if strategy is not None:
-            strategy.watch(self._recorder)
-            self._recording.callback(strategy.watch, None)
 
     def turn(self) -> tuple[Turn, list[Span]]:
         """Return the measurements, and the spans to draw: none if no stages were recorded."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -81,15 +81,6 @@ def collate_batch(
     values, lengths = tensor(values_V, np.int64), tensor(lengths_FB, np.int64).reshape(-1)
     sparse = KeyedJaggedTensor(keys=list(features), values=values, lengths=lengths, stride=batch_size)
     return RecBatch(tensor(dense_BD, np.float32), sparse.sync(), tensor(labels_B, np.float32))
-
-
-def stable_hash(values: NDArray[np.uint64], salt: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Return a 64-bit hash of each value, the same on every machine; hashes with different salts are unrelated."""
-    # Source: the SplitMix64 generator and its finalizer (Steele, Lea, Flood, OOPSLA 2014).
-    mixed = np.asarray(values + (salt + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15))
-    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return cast("NDArray[np.uint64]", mixed ^ (mixed >> np.uint64(31)))
 
 
 class Batches(Dataset[RecBatch]):

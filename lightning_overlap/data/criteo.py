@@ -10,13 +10,14 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.utils.data import IterableDataset, get_worker_info
 
-from .batch import RecBatch, RecDataModule, check_at_least, collate_batch, stable_hash, table_rows
+from .batch import RecBatch, RecDataModule, check_at_least, collate_batch, table_rows
 
 DENSE_NAMES = tuple(f"I{index}" for index in range(1, 14))
 CATEGORY_NAMES = tuple(f"C{index}" for index in range(1, 27))
@@ -32,6 +33,15 @@ _SALTS_F = np.arange(len(CATEGORY_NAMES), dtype=np.uint64)
 _T = TypeVar("_T")
 
 Line = tuple[Path, int, bytes]  # file, line number from 1 on, and the line without its end
+
+
+def stable_hash(values: NDArray[np.uint64], salt: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Return a 64-bit hash of each value, the same on every machine; hashes with different salts are unrelated."""
+    # Source: the SplitMix64 generator and its finalizer (Steele, Lea, Flood, OOPSLA 2014).
+    mixed = np.asarray(values + (salt + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15))
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return cast("NDArray[np.uint64]", mixed ^ (mixed >> np.uint64(31)))
 
 
 def check_row(line: bytes) -> bytes:

@@ -12,16 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .batch import (
-    Batches,
-    RecBatch,
-    RecDataModule,
-    check_at_least,
-    check_tables,
-    collate_batch,
-    stable_hash,
-    table_rows,
-)
+from .batch import Batches, RecBatch, RecDataModule, check_at_least, check_tables, collate_batch, table_rows
+from .criteo import stable_hash
 
 EMPTY_BAG_RATE = 0.05  # share of bags that are empty on purpose; a Poisson draw of 0 adds more
 _SPLITS = ("train", "val", "test")

@@ -169,7 +169,14 @@ class DLRM(LightningModule):
 
     def _add_tables(self, embedding_dims: Mapping[str, int], table_device: str | torch.device) -> None:
         sizes, rate = self.hparams["table_sizes"], self.hparams["table_learning_rate"]
-        tables = [_table(name, sizes[name], embedding_dim) for name, embedding_dim in embedding_dims.items()]
+        tables = []
+        for name, dim in embedding_dims.items():
+            num_rows, bound = sizes[name], 1 / math.sqrt(sizes[name])  # the default would depend on a shard's rows
+            init_fn = partial(nn.init.uniform_, a=-bound, b=bound)
+            table = EmbeddingBagConfig(
+                name=name, feature_names=[name], num_embeddings=num_rows, embedding_dim=dim, init_fn=init_fn
+            )
+            tables.append(table)
         self.ebc = EmbeddingBagCollection(tables, device=torch.device(table_device))
         if rate is not None:
             fused = FUSED_OPTIMIZERS[self.hparams["fused_optimizer"] or "rowwise_adagrad"]
@@ -187,17 +194,13 @@ class DLRM(LightningModule):
         by_feature = pooled.to_dict()
         vectors_BFE = torch.stack([dense_BE, *(by_feature[name].to(dense_BE.dtype) for name in self.features)], dim=1)
         dots_BFF = torch.bmm(vectors_BFE, vectors_BFE.transpose(1, 2))
-        dots_BP = dots_BFF.flatten(1).index_select(1, self._pair_index(dots_BFF))
-        logits_B1: Tensor = self.top(torch.cat([dense_BE, dots_BP], dim=1))
-        return logits_B1.squeeze(1).float()
-
-    def _pair_index(self, dots_BFF: Tensor) -> Tensor:
-        """Return the indices of the strict lower triangle in a flattened `(F + 1, F + 1)`."""
-        if self._pairs is None or self._pairs.device != dots_BFF.device:
+        if self._pairs is None or self._pairs.device != dots_BFF.device:  # of the strict lower triangle, flattened
             num_vectors = dots_BFF.shape[1]
             row, column = torch.tril_indices(num_vectors, num_vectors, offset=-1)
             self._pairs = (row * num_vectors + column).to(dots_BFF.device)
-        return self._pairs
+        dots_BP = dots_BFF.flatten(1).index_select(1, self._pairs)
+        logits_B1: Tensor = self.top(torch.cat([dense_BE, dots_BP], dim=1))
+        return logits_B1.squeeze(1).float()
 
     def training_step(self, batch: RecBatch, batch_idx: int) -> Tensor:
         """Return the mean binary cross entropy of a batch, `()` float32."""
@@ -230,18 +233,6 @@ class DLRM(LightningModule):
             self.log(name, metric, on_step=False, on_epoch=True, batch_size=len(batch))
         loss = binary_cross_entropy_with_logits(logits_B, batch.labels)
         self.log(f"{split}_loss", loss, on_step=False, on_epoch=True, sync_dist=True, batch_size=len(batch))
-
-
-def _table(name: str, num_rows: int, embedding_dim: int) -> EmbeddingBagConfig:
-    bound = 1 / math.sqrt(num_rows)
-    return EmbeddingBagConfig(
-        name=name,
-        feature_names=[name],
-        num_embeddings=num_rows,
-        embedding_dim=embedding_dim,
-        # A fixed bound: the default would depend on the number of rows in a shard.
-        init_fn=partial(nn.init.uniform_, a=-bound, b=bound),
-    )
 
 
 def mlp(num_inputs: int, widths: Sequence[int]) -> nn.Sequential:
