@@ -72,16 +72,12 @@ def loss_of(trainer: Trainer, outputs: Any) -> Tensor:
 
 
 class Meter:
-    """Times the steps of one turn; the host waits for the device only before the first and after the last timed step.
-
-    In the `measured_steps` that follow the timed steps, collectives are recorded. A step's time is the mean over the
-    batches of an optimizer step.
-    """
+    """Times one turn's steps; the host waits for the device only before the first and after the last timed step."""
 
     def __init__(self, device: torch.device, config: Config) -> None:
         self._device, self._per_optimizer_step, measured = device, per_step(config), config["measured_steps"]
         self._first, self._last = config["warm_up"], config["warm_up"] + config["steps"]
-        # One extra step first: it issues collectives that the first measured step waits for.
+        # Then collectives are recorded. One extra step first: it issues what the first measured step waits for.
         self._measured = range(self._last + 1, self._last + 2 + measured) if measured else range(0)
         self._recorder: SpanRecorder | None = None
         self._recording = ExitStack()
@@ -126,6 +122,7 @@ class Meter:
         num, lane = self._per_optimizer_step, HOST_LANE if self._device.type == "cpu" else str(StreamName.COMPUTE)
         spans, steps = ([], []) if self._recorder is None else (self._recorder.spans(), self._recorder.windows())
         breakdowns = [break_down(spans, step, host_lane=lane) for step in steps]
+        # A step's time is the mean over the batches of an optimizer step.
         turn = Turn(
             step_ms=[(late - early) / num for early, late in pairwise(map(self._clock.ms, self._marks[::num]))],
             cpu_ms=[(late - early) / num for early, late in pairwise(self._cpu_marks[::num])],

@@ -107,8 +107,7 @@ class AdultDataModule(RecDataModule):
         path: `adult.data`, plain or `.gz`.
         batch_size: Rows per batch and rank.
         seed: Seed of the shuffle, which differs in each epoch; non-negative.
-        num_workers: Loader processes per rank.
-        persistent_workers: Keep the loader processes between epochs.
+        num_workers, persistent_workers: As for `RecDataModule`.
     """
 
     def __init__(

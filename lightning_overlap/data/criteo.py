@@ -198,8 +198,7 @@ class CriteoDataModule(RecDataModule):
         path: Training data: a file, plain or `.gz`, a glob, a folder, or a list of those. Read in sorted order.
         batch_size: Rows per batch and rank.
         rows_per_table: Rows of every table, or 26 numbers.
-        val_path: Separate validation data.
-        test_path: Separate test data.
+        val_path, test_path: Separate validation and test data.
         holdout_every: See above; with 0 a split without a path has no batches.
         num_workers: Loader processes per rank. Each reads the whole data and parses its share.
         persistent_workers: Keep the loader processes between epochs.

@@ -95,13 +95,11 @@ class SyntheticDataModule(RecDataModule):
         num_dense: Dense features per sample.
         batch_size: Samples per batch and rank.
         num_batches: Training batches per epoch and rank.
-        num_val_batches: Validation batches per rank.
-        num_test_batches: Test batches per rank.
+        num_val_batches, num_test_batches: Validation and test batches per rank.
         pooling: Mean number of ids per bag.
         zipf_skew: Exponent of the id frequencies; 0 is uniform.
         seed: Non-negative.
-        num_workers: Loader processes per rank.
-        persistent_workers: Keep the loader processes between epochs.
+        num_workers, persistent_workers: As for `RecDataModule`.
         rows_of: Rows of single tables, by name, that differ from `rows_per_table`.
     """
 

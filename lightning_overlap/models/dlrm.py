@@ -26,11 +26,10 @@ FUSED_OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {  # that FBGEMM can 
 }
 
 
-class BinnedAUC(Metric):
+class BinnedAUC(Metric):  # torchmetrics' binned `BinaryAUROC` reads `torch.all(...)` on the host
     """Area under the ROC curve from a histogram of logits, without a host-device sync per update.
 
-    The bins are uniform in the logit, which resolves rare clicks; a pair within a bin counts half. (torchmetrics'
-    binned `BinaryAUROC` reads `torch.all(...)` on the host.)
+    The bins are uniform in the logit, which resolves rare clicks; a pair within a bin counts half.
     """
 
     num_bins = 8192  # between the logits -16 and 16; the outermost bins also hold the logits outside
