@@ -59,15 +59,12 @@ def mode(request: pytest.FixtureRequest) -> Schedule:
 
 @pytest.fixture(scope="session")
 def data_path() -> Path:
-    """The folder of real data beside the repository."""
     if not DATA.is_dir():
         pytest.skip("no real data: ../shared/data, beside the repository, is not there")
     return DATA
 
 
-# -- rank processes, kept for the session: starting them is most of such a test's time ---------------------------------
-
-
+# Rank processes are kept for the session: starting them is most of such a test's time.
 @pytest.fixture(scope="session")
 def _pools() -> Iterator[dict[tuple[int, str, int], Ranks]]:
     pools: dict[tuple[int, str, int], Ranks] = {}
@@ -93,13 +90,11 @@ def get_ranks(_pools: dict[tuple[int, str, int], Ranks]) -> Callable[..., Ranks]
 
 @pytest.fixture(params=[1, 2], ids=["1rank", "2ranks"])
 def ranks(request: pytest.FixtureRequest, get_ranks: Callable[..., Ranks]) -> Ranks:
-    """One rank, then two, on the CPU."""
     return get_ranks(request.param)
 
 
 @pytest.fixture
 def two_ranks(get_ranks: Callable[..., Ranks]) -> Ranks:
-    """Two ranks on the CPU."""
     return get_ranks(2)
 
 

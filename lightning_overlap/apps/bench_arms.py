@@ -187,9 +187,6 @@ def _train_by_hand(job: Job, pipeline_class: str, options: Mapping[str, Any]) ->
         job.after_step(output, None)
 
 
-# -- simulated latency, on a CPU ----------------------------------------------------------------------------------
-
-
 def late_all_to_alls(latency: Mapping[str, float] | None) -> AbstractContextManager[None]:
     """Make every all-to-all of this process take at least `all_to_all_ms`; the host sleeps in `wait`."""
     latency_s = (latency or {}).get("all_to_all_ms", 0.0) / 1e3

@@ -23,29 +23,18 @@ from ..support.fits import QUIET
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-NOT_RUN = re.compile(r"<!-- not run: (?P<why>\S.*) -->\n\Z")
-"""Before a block that cannot run here; the reader of the page is told so in the text."""
+NOT_RUN = re.compile(r"<!-- not run: (?P<why>\S.*) -->\n\Z")  # before a block that cannot run here
 
 
 @dataclass(frozen=True)
 class Block:
-    """A block of code.
-
-    Args:
-        page: Its page, from the repository's root.
-        language: Its first word; empty where it has none.
-        text: What stands between the fences.
-        why_not_run: The reason that the page gives, if any.
-    """
-
-    page: str
-    language: str
+    page: str  # from the repository's root
+    language: str  # empty if the block has none
     text: str
-    why_not_run: str | None
+    why_not_run: str | None  # the reason that the page gives
 
 
 def blocks(path: Path) -> list[Block]:
-    """Return the blocks of a page."""
     text = path.read_text(encoding="utf-8")
     found = []
     for match in re.finditer(r"^```(?P<language>\w*)\n(?P<text>.*?)^```$", text, flags=re.DOTALL | re.MULTILINE):
@@ -66,17 +55,13 @@ def commands(text: str) -> Iterator[list[str]]:
             yield words
 
 
-# -- Python -------------------------------------------------------------------------------------------------------
+class NoMoreRequests(Exception):  # ends a page's endless loop
+    pass
 
 
-class NoMoreRequests(Exception):
-    """Ends a page's endless loop."""
-
-
-REPLACED = {
+REPLACED = {  # places and times of a page that are not here
     "docs/deltas.md": {"s3://bucket/deltas": "deltas", "step=1000": "step=3"},
 }
-"""What a page says of a place or a time that is not here."""
 
 
 def run_python(page: str, folder: Path) -> list[str]:

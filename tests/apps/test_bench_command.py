@@ -14,18 +14,14 @@ from .test_train_command import assert_refused, train
 
 pytestmark = pytest.mark.slow
 
-SMALL = (
+SMALL = (  # a large rate on few rows: a lookup that is stale by a step has another loss
     *("rounds=2", "steps=3", "warm_up=1", "measured_steps=2"),
     *("data.num_tables=3", "data.rows_per_table=100", "data.batch_size=16"),
 )
-"""A large rate on few rows: a lookup that is stale by a step has another loss."""
-
-
 bench = partial(train, module="lightning_overlap.benchmark")
 
 
 def results(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The record of a run, and its arms by name."""
     [path] = folder.glob("outputs/*/*/bench.json")
     assert (path.parent / "timeline.png").exists()
     content = json.loads(path.read_text(encoding="utf-8"))

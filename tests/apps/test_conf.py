@@ -195,8 +195,6 @@ def test_a_fused_optimizer_in_yaml_reaches_the_strategy() -> None:
 
 
 class WithoutFusedOptimizer(LightningModule):
-    """A user's own, as it trains under DDPStrategy."""
-
     def __init__(self, **options: Any) -> None:
         super().__init__()
         config = EmbeddingBagConfig(name="t0", feature_names=["t0"], num_embeddings=1000, embedding_dim=16)
@@ -213,8 +211,6 @@ def test_a_table_that_nothing_trains_is_answered_in_the_commands_words() -> None
 
 
 class OwnsEverything(DLRM):
-    """Gives its dense optimizer the tables too."""
-
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.Adam(self.parameters())
 

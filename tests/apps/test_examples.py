@@ -1,7 +1,4 @@
-"""The examples run as their READMEs say, on two CPU processes.
-
-test_pages.py runs that of torchrun, in interpreters that import everything; these here are forked.
-"""
+"""The examples run as their READMEs say, on two CPU processes; test_pages.py runs the example of torchrun."""
 
 from __future__ import annotations
 
@@ -19,9 +16,7 @@ from ..support import interpreters
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-NUMBERS = {
+NUMBERS = {  # what an example prints at the end, and the least and the most that the number in it may be
     "existing_module": (r"loss after 200 steps: (0\.\d+)", 0, 0.6),
     "serve_beside_training": (
         r"step 150: validation AUC trained (0\.\d+), served \1: equal\nage of the served tables",
@@ -29,7 +24,6 @@ NUMBERS = {
     ),
     "sequence_model": (r"next items found after 400 steps: (0\.\d+)", 0.35, 0.5),
 }
-"""What an example prints in the end, and the least and the most that the number in it may be."""
 
 
 @pytest.mark.parametrize("story", NUMBERS)
@@ -42,7 +36,6 @@ def test_an_example_learns(story: str, tmp_path: Path) -> None:
 
 
 def _run(story: str, name: str, folder: Path, *arguments: str) -> str:
-    """Run a script of an example in a folder; return what it prints."""
     script = ROOT / "examples" / story / name
     assert f"examples/{story}/{name}" in (script.parent / "README.md").read_text(encoding="utf-8")
     done: subprocess.CompletedProcess[str] = interpreters.run(

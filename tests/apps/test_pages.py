@@ -57,9 +57,6 @@ def test_python_runs(page: str, get_ranks: Any, tmp_path: Path) -> None:
         assert {"rank0.png", "spans.json.gz"} <= {path.name for path in tmp_path.iterdir()}
 
 
-# -- shell --------------------------------------------------------------------------------------------------------
-
-
 def _make(words: list[str], folder: Path) -> None:
     subprocess.run(["make", "--dry-run", *words], cwd=ROOT, check=True, capture_output=True)
 
@@ -127,7 +124,7 @@ def _curl(words: list[str], folder: Path) -> None:
     assert json.loads(words[1]).keys() == {"table", "ids"}  # what tests/deltas sends to the server
 
 
-PROGRAMS: dict[str, Callable[[list[str], Path], Any]] = {
+PROGRAMS: dict[str, Callable[[list[str], Path], Any]] = {  # the readers of a line, in less than its minutes
     "make": _make,
     "pip": _pip,
     "overlap-train": _command("config"),
@@ -138,7 +135,6 @@ PROGRAMS: dict[str, Callable[[list[str], Path], Any]] = {
     "torchrun": _torchrun,
     "curl": _curl,
 }
-"""Who reads a line, without the minutes that it would take."""
 
 
 def _name(block: Block) -> str:

@@ -1,7 +1,4 @@
-"""`overlap-train` as a user meets it: a process, started in another folder, that leaves no rank behind.
-
-Those marked as started anew are interpreters that import everything, as are their ranks; all others are forked.
-"""
+"""`overlap-train` as a user meets it: a process in another folder; forked, if not marked as started anew."""
 
 from __future__ import annotations
 

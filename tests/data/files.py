@@ -7,8 +7,6 @@ from pathlib import Path
 
 
 class FakeTrainer:
-    """Says a rank, a number of ranks and an epoch."""
-
     def __init__(self, rank: int, world_size: int, epoch: int = 0) -> None:
         self.global_rank, self.world_size, self.current_epoch = rank, world_size, epoch
 

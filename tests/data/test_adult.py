@@ -56,9 +56,6 @@ def train_rows(num_rows: int) -> list[int]:
     return [n for n in range(num_rows) if n % 5 != 4 and n % 20 != 3]
 
 
-# --- what a row becomes ---
-
-
 def test_the_first_row_of_the_original_file():
     label, *numbers = parse_row(FIRST_ROW)
     assert label == 0
@@ -108,9 +105,6 @@ def test_noise_is_refused_and_not_a_crash(noise):
         parse_row(noise)
 
 
-# --- who gets which row ---
-
-
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(num_rows=st.integers(60, 140), batch_size=st.integers(1, 7), world_size=st.integers(1, 3))
 def test_training_deals_every_row_out_once_and_evaluation_covers_every_row(tmp_path, num_rows, batch_size, world_size):
@@ -152,9 +146,6 @@ def test_a_loader_resumes_in_the_middle_of_an_epoch(tmp_path):
     assert [numbers_of(batch, train_rows(100)) for batch in loader] == whole[6:]
 
 
-# --- bad rows and files ---
-
-
 def test_a_bad_row_is_an_error_with_its_place(tmp_path):
     lines = [numbered(n) for n in range(100)]
     lines[7] = b"what?"
@@ -189,9 +180,6 @@ def test_too_few_rows_for_the_ranks_say_what_batch_size_would_do(tmp_path):
 def test_a_loader_before_setup_reads_the_file(tmp_path):
     data = AdultDataModule(write(tmp_path / "adult.data", [numbered(n) for n in range(100)]), batch_size=5)
     assert [n for batch in data.test_dataloader() for n in numbers_of(batch, train_rows(100))] == list(range(4, 100, 5))
-
-
-# --- the real file ---
 
 
 @needs_adult

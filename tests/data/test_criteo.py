@@ -46,9 +46,6 @@ def batches(loader) -> list[list[int]]:
     return [numbers_of(batch) for batch in loader]
 
 
-# --- what a row becomes ---
-
-
 @settings(max_examples=60, deadline=None)
 @given(st.lists(rows, min_size=1, max_size=5))
 def test_rows_survive_the_way_through_text(given_rows):
@@ -117,9 +114,6 @@ def test_what_is_not_called_bad_parses(row, field, noise):
     except ValueError:
         return
     assert len(parse_rows([line], BIG)) == 1
-
-
-# --- who gets which row ---
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -223,8 +217,6 @@ def test_streaming_reads_no_further_than_it_must(tmp_path):
     assert reads[-1] == 8
 
 
-# --- bad rows ---
-
 BAD = b"\t".join([b"7", *GOOD[1:]])
 
 
@@ -237,9 +229,6 @@ def test_a_bad_row_is_an_error_with_its_place(tmp_path, num_workers):
     with pytest.raises(ValueError, match=r"rows\.tsv:4: the label must be 0 or 1, got '7'") as caught:
         next(loader)
     traceback.clear_frames(caught.tb)  # ends a loader process now; the garbage collector would wait for it
-
-
-# --- files ---
 
 
 def test_a_folder_a_glob_and_a_list_stand_for_their_files(tmp_path):
@@ -305,9 +294,6 @@ def test_a_file_smaller_than_one_group_says_how_many_rows_it_has(tmp_path):
     path = write(tmp_path / "rows.tsv", [numbered(n) for n in range(5)])
     with pytest.raises(ValueError, match=r"2 ranks x 3 rows = 6 rows.\n  got: 5 rows"):
         list(CriteoStream([path], BIG, 3, 0, 2))
-
-
-# --- arguments ---
 
 
 @pytest.mark.parametrize(

@@ -41,9 +41,6 @@ def epoch_of(data: SyntheticDataModule, epoch: int) -> list[RecBatch]:
     return list(loader)
 
 
-# --- the batch ---
-
-
 def test_a_batch_has_the_promised_shapes_and_dtypes_and_is_synced_on_the_host():
     batch = collate_batch(["a", "b"], np.zeros((2, 3)), np.array([7, 8, 9]), np.array([[1, 0], [0, 2]]), np.ones(2))
     assert (batch.dense.dtype, batch.dense.shape) == (torch.float32, (2, 3))
@@ -72,9 +69,6 @@ def test_a_moved_batch_is_a_batch_and_keeps_the_lengths_per_key():
 def test_arrays_that_do_not_belong_together_are_refused(lengths, message):
     with pytest.raises(ValueError, match=message):
         collate_batch(["a", "b"], np.zeros((2, 3)), np.array([7, 8, 9]), lengths, np.ones(2))
-
-
-# --- what is drawn ---
 
 
 @settings(max_examples=30, deadline=None)
@@ -149,9 +143,6 @@ def test_the_label_can_be_learned_from_dense_features_and_ids_together():
     assert 0.2 < batch.labels.mean().item() < 0.45
 
 
-# --- on what it depends ---
-
-
 def test_same_seed_rank_and_epoch_give_the_same_batches():
     assert all_same(epoch_of(SyntheticDataModule(**SMALL), 3), epoch_of(SyntheticDataModule(**SMALL), 3))
 
@@ -196,9 +187,6 @@ def test_lengths_are_known_and_an_empty_split_has_no_loader():
     assert (len(data.train_dataloader()), len(data.val_dataloader()), data.test_dataloader()) == (6, 2, [])
 
 
-# --- resume ---
-
-
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")  # where there are fewer cores
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_resumed_loader_goes_on_behind_the_batches_that_were_handed_out(num_workers):
@@ -228,12 +216,7 @@ def test_the_state_counts_the_batches_handed_out():
     assert loader.state_dict()["num_batches"] == 0
 
 
-# --- with Lightning ---
-
-
 class Recorder(LightningModule):
-    """Trains nothing; keeps what it was given, and saves a checkpoint in the middle."""
-
     def __init__(self, save_after: int | None = None, save_to: Path | None = None) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.zeros(()))
@@ -278,9 +261,6 @@ def test_a_fit_resumed_in_the_middle_of_an_epoch_sees_what_was_left(tmp_path):
     trainer(tmp_path).fit(resumed, datamodule=SyntheticDataModule(**SMALL), ckpt_path=tmp_path / "middle.ckpt")
     assert len(resumed.seen) == 4
     assert all_same(resumed.seen, straight.seen[8:])
-
-
-# --- arguments ---
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,6 @@ FILE = re.compile(r"(?<![\w/.])(?:[a-z_]+/)+(?:[a-z_]+\.py)?")
 
 
 def cells_of(path: Path, head: str) -> list[list[str]]:
-    """Return the rows of the one table that has this head."""
     lines = path.read_text(encoding="utf-8").splitlines()
     rows = lines[lines.index(head) + 2 :]
     table = rows[: next((number for number, line in enumerate(rows) if not line.startswith("|")), len(rows))]
@@ -62,8 +61,6 @@ def test_the_picture_was_drawn_after_the_last_change_of_its_script() -> None:
     assert digest.encode() in (PAGE.parent / "architecture.png").read_bytes()
 
 
-# -- the walk of a step ----------------------------------------------------------------------------------------
-
 ENDS = (
     (Answers, "begin"),  # the step begins,
     (Answers, "_serve"),  # the module is called,
@@ -96,7 +93,6 @@ class Walk(Callback):
 
 
 def methods_on_the_stack() -> list[str]:
-    """Return the package's methods that run now, the outermost first."""
     found, frame = [], sys._getframe(1)
     while frame.f_back is not None:
         frame = frame.f_back

@@ -38,7 +38,6 @@ class Module:
 
 
 def rows_of(text: str, head: list[str] = HEAD, kind: type[Any] = Row) -> list[Any]:
-    """Return the rows of all tables with these columns."""
     rows, inside = [], False
     for line in text.splitlines():
         cells = [cell.strip() for cell in line.strip().strip("|").split("|")] if line.startswith("|") else []
@@ -131,9 +130,6 @@ def test_a_test_that_is_gone_is_seen(reference: str, problem: str | None) -> Non
     found = problem_of(reference)
     assert (found is None) == (problem is None)
     assert problem is None or problem in str(found)
-
-
-# -- what is broken on purpose ---------------------------------------------------------------------------------
 
 
 def test_laws_md_lists_all_mutants() -> None:

@@ -18,7 +18,7 @@ import lightning_overlap
 
 PACKAGE = Path(lightning_overlap.__file__).resolve().parent
 ROOT = PACKAGE.parent
-FLOORS = (
+FLOORS = (  # from the ground up; each file or folder imports from those on the floors below it
     ("text", "versions"),
     ("schedules", "distributed", "data"),
     ("models", "runtime", "dense"),
@@ -30,8 +30,6 @@ FLOORS = (
     ("testing", "apps"),
     ("train", "benchmark", "conf"),
 )
-"""From the ground up: the files and folders of the package; each imports from those on the floors below it."""
-
 FLOOR = {name: floor for floor, names in enumerate(FLOORS) for name in names}
 FOLDERS = {name for name in FLOOR if (PACKAGE / name).is_dir()} - {"conf"}
 MOST_FILES = 15
@@ -44,25 +42,20 @@ LEAVES_ALONE = {
     **dict.fromkeys(("tables", "sparse", "checkpoint"), _NO_LIGHTNING),
     **dict.fromkeys(("plugin", "testing", "deltas"), _NO_CONFIGS),
 }
-WINGS: dict[str, set[str]] = {
+WINGS: dict[str, set[str]] = {  # folders, and the only others that import them
     "deltas": set(),
     "data": {"models", "apps"},
     "models": {"apps"},
     "apps": {"train", "benchmark"},
 }
-"""Folders that no others import than these: commands and their parts, and deltas, which a user asks the package for."""
-ROOMS: dict[str, set[str]] = {
+ROOMS: dict[str, set[str]] = {  # of `deltas/`, and the rooms that each may import
     "parts": set(),
     "sinks": {"parts"},
     "serving": {"parts", "sinks"},
     "recording": {"parts", "sinks"},
 }
-"""The rooms of `deltas/`, and the rooms that each may import. Only `recording` imports Lightning or the package."""
-TORCHREC_FOLDERS = ("tables", "sparse")
-"""Those that may use TorchRec's private names, listed in `tables/sharded_module.py`."""
-LIGHTNING_FOLDER = "plugin"
-"""The one that may use Lightning's, listed in `plugin/private_names.py`."""
-
+TORCHREC_FOLDERS = ("tables", "sparse")  # may use TorchRec's private names, listed in `tables/sharded_module.py`
+LIGHTNING_FOLDER = "plugin"  # may use Lightning's private names, listed in `plugin/private_names.py`
 SOURCES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
 
 
@@ -102,7 +95,6 @@ def face_of(folder: str) -> set[str]:
 
 
 def complaints(source: str, path: Path) -> Iterator[str]:
-    """Yield what the imports of a file do that its folder must not."""
     folder = folder_of(path)
     for module, name in imports(ast.parse(source), path):
         top, *rest = module.split(".")
@@ -163,7 +155,6 @@ def test_an_arrow_that_points_up_is_seen(file: str, source: str, complaint: str)
 
 
 def complaints_of_room(source: str, path: Path) -> Iterator[str]:
-    """Yield what the imports of a file in `deltas/` do that its room must not."""
     room = path.relative_to(PACKAGE / "deltas").parts[0]
     for module, name in imports(ast.parse(source), path):
         top, *rest = module.split(".")
@@ -240,8 +231,7 @@ def test_a_face_gives_public_names_only(folder: str) -> None:
                 assert not alias.name.startswith("_")
 
 
-# -- source paths spelled in code: they break without an error when a file moves ---------------------------------------
-
+# Source paths spelled in code: they break without an error when a file moves.
 SPELLED = re.compile(r"/?lightning_overlap/([a-z_]+/)*[a-z_]+\.py|lightning_overlap(\.[a-z_]+)+")
 PLACES = [
     path

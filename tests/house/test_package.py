@@ -15,7 +15,6 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def read_pins(lock: str) -> dict[str, str]:
-    """Return the version of each package that a lock file names."""
     text = (ROOT / "requirements" / lock).read_text(encoding="utf-8")
     return dict(re.findall(r"^([a-z0-9-]+)==(\S+)$", text, flags=re.MULTILINE))
 

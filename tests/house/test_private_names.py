@@ -28,10 +28,8 @@ from .test_folders import LIGHTNING_FOLDER, SOURCES, TORCHREC_FOLDERS, folder_of
 
 TORCHREC_PRIVATE = {name for names in sharded_module.PRIVATE_NAMES.values() for name in names}
 LIGHTNING_PRIVATE = {name for names in private_names.PRIVATE_NAMES.values() for name in names}
-STANDARD_LIBRARY = {"_asdict", "_fields", "_replace", "_exit"}
-"""Documented, though they start with an underscore."""
-
-TORCH_PRIVATE = {
+STANDARD_LIBRARY = {"_asdict", "_fields", "_replace", "_exit"}  # documented, though they start with an underscore
+TORCH_PRIVATE = {  # PyTorch's own; TorchRec and Lightning use them too
     "_C",
     "_Options",
     "_apply",
@@ -64,7 +62,6 @@ TORCH_PRIVATE = {
     "_timeout",
     "_to_copy",
 }
-"""PyTorch's own; TorchRec and Lightning use them too."""
 
 
 def defined_names(tree: ast.AST) -> set[str]:

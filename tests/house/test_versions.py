@@ -173,9 +173,7 @@ def test_a_sharded_module_without_a_name_is_told(monkeypatch: pytest.MonkeyPatch
         sharded_module.check_torchrec(SimpleNamespace())  # type: ignore[arg-type]
 
 
-# -- pytorch_lightning has classes of its own, with the same names ------------------------------------------------
-
-
+# pytorch_lightning has classes of its own, with the same names.
 BOTH = """
 import json, traceback
 import lightning.pytorch as new, pytorch_lightning as old
