@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
@@ -15,11 +16,15 @@ from typing import Any
 from unittest import mock
 
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+
+from lightning_overlap import OverlapEmbeddingStrategy
 
 from ..profiling.test_command import steps, write
+from ..support import interpreters
 from ..support.cases import TABLE_WISE, Batches, Model, make_batch
-from ..support.fits import QUIET
+from ..support.fits import QUIET, make_trainer
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -44,6 +49,10 @@ def blocks(path: Path) -> list[Block]:
     return found
 
 
+def python_of(page: str) -> list[str]:
+    return [block.text for block in blocks(ROOT / page) if block.language == "python"]
+
+
 def commands(text: str) -> Iterator[list[str]]:
     """Yield the words of each command of a shell block, without comments."""
     for line in text.replace("\\\n", " ").splitlines():
@@ -53,6 +62,16 @@ def commands(text: str) -> Iterator[list[str]]:
             words = words[words.index("&&") + 1 :]
         if words:
             yield words
+
+
+def run_program(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *arguments]
+    done: subprocess.CompletedProcess[str] = interpreters.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    return done
 
 
 class NoMoreRequests(Exception):  # ends a page's endless loop
@@ -132,3 +151,47 @@ def _anything(name: str) -> ModuleType:
     module = ModuleType(name)
     module.__getattr__ = lambda attribute: mock.MagicMock()  # type: ignore[method-assign]
     return module
+
+
+QUIET_ARGUMENTS = "logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False"
+
+
+def run_optimizers() -> tuple[int, bool]:
+    """Run the page on optimizers with a module that has tables; return the number of steps, and whether rates moved."""
+    names: dict[str, Any] = {"torch": torch, "datamodule": Batches(TABLE_WISE, 3)}
+    first, *others = python_of("docs/optimizers.md")[:-1]
+    exec(first, names)
+    module = names["module"] = _with_optimizers_of(names, fused_optimizer=False)
+    for block in others:
+        exec(block.replace("devices=2", f"devices=2, max_epochs=1, {QUIET_ARGUMENTS}"), names)
+    trainer = make_trainer(OverlapEmbeddingStrategy(sharding="table_wise"))
+    trainer.fit(_with_optimizers_of(names), datamodule=Batches(TABLE_WISE, 3))
+    rates = [group["lr"] for group in trainer.optimizers[0].param_groups]
+    return len(module.losses), rates == [1e-3 * 4 / 1000, 2.0 * 4 / 1000]
+
+
+def run_later() -> list[bool]:
+    """Run the example of tables that train later; return after each step whether the tables have changed."""
+    names: dict[str, Any] = {"torch": torch, "in_backward_optimizer_filter": in_backward_optimizer_filter}
+    exec(python_of("docs/optimizers.md")[-1].replace("500", "3"), names)
+    model = _with_optimizers_of(names)
+    before = {name: bag.weight.detach().clone() for name, bag in model.ebc.embedding_bags.items()}
+    changed: list[bool] = []
+
+    class Looks(Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+            weights = module.ebc.state_dict()
+            shards = {name: weights[f"embedding_bags.{name}.weight"].local_shards() for name in before}
+            changed.append(
+                any(not torch.equal(part.tensor, before[name]) for name, own in shards.items() for part in own)
+            )
+
+    make_trainer(OverlapEmbeddingStrategy(sharding="table_wise"), callbacks=[Looks()]).fit(
+        model, datamodule=Batches(TABLE_WISE, 5)
+    )
+    return changed
+
+
+def _with_optimizers_of(names: dict[str, Any], **options: Any) -> Model:
+    kind = type("OfTheReadme", (Model,), {"configure_optimizers": names["configure_optimizers"]})
+    return kind(TABLE_WISE, **options)

@@ -7,6 +7,7 @@ import math
 import re
 import traceback
 from itertools import islice, zip_longest
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,8 +17,6 @@ from hypothesis import strategies as st
 from lightning_overlap.data import CriteoDataModule, RecBatch
 from lightning_overlap.data.criteo import CATEGORY_NAMES, CriteoStream, check_row, parse_rows, read_lines, resolve_paths
 
-from .files import FakeTrainer, write
-
 BIG = dict.fromkeys(CATEGORY_NAMES, 2**40)  # so big that hashes do not collide in a test
 integers = st.one_of(st.none(), st.integers(-3, 5), st.integers(-(10**17), 10**17))
 categories = st.one_of(st.none(), st.integers(0, 2**32 - 1))
@@ -26,6 +25,18 @@ rows = st.tuples(
     st.lists(integers, min_size=13, max_size=13),
     st.lists(categories, min_size=26, max_size=26),
 )
+
+
+class FakeTrainer:
+    def __init__(self, rank: int, world_size: int, epoch: int = 0) -> None:
+        self.global_rank, self.world_size, self.current_epoch = rank, world_size, epoch
+
+
+def write(path: Path, lines: list[bytes]) -> Path:
+    """Write lines, compressed if the name says so; return the path."""
+    content = b"".join(line + b"\n" for line in lines)
+    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
+    return path
 
 
 def line_of(label, numbers, ids) -> bytes:
@@ -264,18 +275,17 @@ CUT = gzip.compress(numbered(0), mtime=0)[:-20]
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "error", "message"),
+    ("which", "name", "content", "error", "message"),
     [
-        ("absent.tsv", None, FileNotFoundError, "absent.tsv' does not exist"),
-        ("absent*.tsv", None, FileNotFoundError, r"absent\*.tsv' matches no file"),
-        ("empty.tsv", b"", ValueError, "empty.tsv:1: the file has no rows"),
-        ("comma.csv", b"1,2,3\n", ValueError, "comma.csv:1: expected 40 tab-separated fields, got 1: '1,2,3'"),
-        ("plain.gz", numbered(0), ValueError, "plain.gz:1: the compressed file is damaged"),
-        ("cut.gz", CUT, ValueError, "cut.gz:1: the compressed file is damaged"),
+        ("path", "absent.tsv", None, FileNotFoundError, "absent.tsv' does not exist"),
+        ("val_path", "absent*.tsv", None, FileNotFoundError, r"absent\*.tsv' matches no file"),
+        ("test_path", "empty.tsv", b"", ValueError, "empty.tsv:1: the file has no rows"),
+        ("path", "comma.csv", b"1,2,3\n", ValueError, "comma.csv:1: expected 40 tab-separated fields, got 1: '1,2,3'"),
+        ("val_path", "plain.gz", numbered(0), ValueError, "plain.gz:1: the compressed file is damaged"),
+        ("test_path", "cut.gz", CUT, ValueError, "cut.gz:1: the compressed file is damaged"),
     ],
 )
-@pytest.mark.parametrize("which", ["path", "val_path", "test_path"])
-def test_check_names_what_cannot_be_read(tmp_path, name, content, error, message, which):
+def test_check_names_what_cannot_be_read(tmp_path, which, name, content, error, message):
     good = write(tmp_path / "good.tsv", [numbered(0)])
     if content is not None:
         (tmp_path / name).write_bytes(content)

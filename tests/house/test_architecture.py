@@ -45,14 +45,15 @@ def test_the_files_it_names_exist(path: Path) -> None:
     assert not sorted(name for name in named if not ((PACKAGE / name).exists() or (ROOT / name).exists()))
 
 
-def test_its_floors_are_those_of_the_imports() -> None:
-    rows = cells_of(PAGE, "| floor | folder or file | what it is |")
-    assert {name: int(floor) for floor, names, _ in rows for name in names_in(names)} == FLOOR
-
-
-def test_contributing_has_the_same_floors() -> None:
-    rows = cells_of(ROOT / "CONTRIBUTING.md", "| floor | folders and files |")
-    assert {name: int(floor) for floor, names in rows for name in names_in(names)} == FLOOR
+@pytest.mark.parametrize(
+    ("path", "head"),
+    [
+        (PAGE, "| floor | folder or file | what it is |"),
+        (ROOT / "CONTRIBUTING.md", "| floor | folders and files |"),
+    ],
+)
+def test_its_floors_are_those_of_the_imports(path: Path, head: str) -> None:
+    assert {name: int(floor) for floor, names, *_ in cells_of(path, head) for name in names_in(names)} == FLOOR
 
 
 def test_the_picture_was_drawn_after_the_last_change_of_its_script() -> None:
