@@ -1,7 +1,5 @@
 """`overlap-train`: compose and check a config, start the ranks, and return a metric to a sweep."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

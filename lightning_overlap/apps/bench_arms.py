@@ -1,7 +1,5 @@
 """The arms of the benchmark; each trains the same module, batches, sharding plan and ranks, from the same seed."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time

@@ -1,7 +1,5 @@
 """Report a benchmark: statistics over rounds and ranks, the tables, and the files in the run folder."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -50,8 +48,7 @@ class ArmTurns:
         return list(zip(*self.rounds, strict=True))
 
 
-Result = Mapping[str, Any]
-"""The statistics of an arm over the steps of all rounds, of the rank with the largest value; as in `bench.json`."""
+Result = Mapping[str, Any]  # an arm's statistics over all steps, of the rank with the largest value; as in `bench.json`
 
 
 def bound_ms(base: ArmTurns, all_reduce_ms: float = 0.0) -> float | None:

@@ -1,7 +1,5 @@
 """The work of one rank of `overlap-bench`: train the arms in turns, time each step, and report."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import time

@@ -1,7 +1,5 @@
 """Build data, model, strategy and trainer from a config, and check the config before a rank starts."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Mapping
 from dataclasses import fields, replace

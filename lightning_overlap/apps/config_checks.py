@@ -1,7 +1,5 @@
 """Check the names in a config (modes, stream, arms), and its arguments against the signatures that take them."""
 
-from __future__ import annotations
-
 import fnmatch
 import inspect
 import types

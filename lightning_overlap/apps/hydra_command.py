@@ -1,7 +1,5 @@
 """Shared parts of the Hydra commands: options that no config file names, running on all ranks, one-line errors."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

@@ -1,7 +1,5 @@
 """Timers of training steps, for a run and for a benchmark, and peak memory."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import resource

@@ -1,7 +1,5 @@
 """Report a run at its end: the closing table, whether losses are equal, and the files in the run folder."""
 
-from __future__ import annotations
-
 import csv
 import json
 import re

@@ -1,7 +1,5 @@
 """UCI Adult (census income). Shapes: N rows of a split, B rows of a batch, D dense features (6), F sparse (10)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial

@@ -1,7 +1,5 @@
 """Criteo's click logs, streamed. Shapes: B rows of a batch, D dense features (13), F sparse (26), V ids in a batch."""
 
-from __future__ import annotations
-
 import glob
 import gzip
 import itertools

@@ -1,7 +1,5 @@
 """Synthetic clicks. Shapes: B batch size per rank, D dense features, F sparse features, V ids in a batch."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Mapping, Sequence

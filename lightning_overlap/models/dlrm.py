@@ -1,7 +1,5 @@
 """DLRM (Naumov et al., arXiv 1906.00091). Shapes: B batch size, E embedding dim, F features, P pairs of vectors."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """SparseNN. Shapes: B batch size per rank, D dense features, E sum of the tables' embedding dims."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 

@@ -1,7 +1,5 @@
 """The code on the pages: its blocks, shell lines, and a run of a page's Python. Functions that ranks run."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -1,7 +1,5 @@
 """Every config file composes and names what exists, and what a config may not say is answered before a rank starts."""
 
-from __future__ import annotations
-
 import gzip
 import inspect
 import re
@@ -177,9 +175,7 @@ def test_bad_words_are_answered_before_a_rank_starts(overrides: list[str], messa
     [
         ("data.batch_size=abc", "data.batch_size must be an integer, got 'abc'"),
         ("data.batch_size=1.5", "data.batch_size must be an integer, got 1.5"),
-        ("model.embedding_dim=wide", "model.embedding_dim must be an integer, got 'wide'"),
         ("trainer.max_epochs=many", "trainer.max_epochs must be an integer or null, got 'many'"),
-        ("trainer.log_every_n_steps=often", "trainer.log_every_n_steps must be an integer or null, got 'often'"),
     ],
 )
 def test_values_of_a_wrong_type_too(override: str, message: str) -> None:

@@ -1,7 +1,5 @@
 """The examples run as their READMEs say, on two CPU processes; test_pages.py runs the example of torchrun."""
 
-from __future__ import annotations
-
 import difflib
 import re
 from pathlib import Path

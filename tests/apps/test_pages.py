@@ -1,7 +1,5 @@
 """The code on every page runs as it stands there: Python in a rank, shell lines read by the program that they call."""
 
-from __future__ import annotations
-
 import importlib.util
 import itertools
 import json

@@ -1,7 +1,5 @@
 """The README and the first pages: their programs run as they stand, the table of modes is the code's."""
 
-from __future__ import annotations
-
 import re
 import runpy
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A caching allocator's pools, counted on a CPU."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

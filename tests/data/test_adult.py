@@ -1,7 +1,5 @@
 """UCI Adult: what a row becomes, which rank gets it in which epoch, and that a DLRM learns it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

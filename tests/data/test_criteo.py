@@ -1,7 +1,5 @@
 """Criteo's raw rows: what a row becomes, which rank and process gets it, and what bad rows and files lead to."""
 
-from __future__ import annotations
-
 import gzip
 import math
 import re

@@ -1,7 +1,5 @@
 """The synthetic stream: what is drawn, from what it depends, and how the loader resumes. Also the batch itself."""
 
-from __future__ import annotations
-
 from itertools import islice
 from pathlib import Path
 

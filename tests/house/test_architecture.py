@@ -1,7 +1,5 @@
 """docs/architecture.md, its picture and CONTRIBUTING's table of folders: they name what is there."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 import sys

@@ -1,7 +1,5 @@
 """The tables of docs/: each row has a status, says why where it has to, and names a test that exists."""
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path

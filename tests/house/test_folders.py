@@ -1,7 +1,5 @@
 """The folders of the package: imports point down and go by faces, files stay short, paths lead somewhere."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import importlib.util

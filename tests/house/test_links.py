@@ -1,7 +1,5 @@
 """Links of the pages that are tracked: each leads to a file that is there, and to a heading of it."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from pathlib import Path

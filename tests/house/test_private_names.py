@@ -1,7 +1,5 @@
 """Private names of TorchRec, Lightning and PyTorch: each is listed where it is used, and is still there."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import inspect
@@ -31,7 +29,6 @@ LIGHTNING_PRIVATE = {name for names in private_names.PRIVATE_NAMES.values() for 
 STANDARD_LIBRARY = {"_asdict", "_fields", "_replace", "_exit"}  # documented, though they start with an underscore
 TORCH_PRIVATE = {  # PyTorch's own; TorchRec and Lightning use them too
     "_C",
-    "_Options",
     "_apply",
     "_apply_optimizer_in_backward",
     "_autograd",
@@ -43,12 +40,10 @@ TORCH_PRIVATE = {  # PyTorch's own; TorchRec and Lightning use them too
     "_comm_hooks",
     "_current_graph_task_id",
     "_current_level",
-    "_devices",
     "_dynamo",
     "_execution_engine",
     "_forward_hooks",
     "_forward_pre_hooks",
-    "_get_backend",
     "_get_default_store",
     "_get_sequence_nr",
     "_init_from_local_shards_and_global_metadata",
@@ -59,7 +54,6 @@ TORCH_PRIVATE = {  # PyTorch's own; TorchRec and Lightning use them too
     "_schema",
     "_sequence_nr",
     "_set_params_and_buffers_to_ignore_for_model",
-    "_timeout",
     "_to_copy",
 }
 

@@ -1,7 +1,5 @@
 """What the user reads where a version is not supported; the strategy in the hands of the other Trainer class."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess
