@@ -42,7 +42,7 @@ class StepTimer(Callback):
         timestamps_of(pl_module.device).wait()
 
     @override
-    def on_train_epoch_start(self, *_: Any) -> None:
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._last = time.perf_counter()
 
     on_validation_end = on_train_epoch_start
