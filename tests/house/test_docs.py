@@ -2,6 +2,7 @@
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ FEATURES = ["feature", "status", "remark or reason", "test"]
 MODULES = ["module or feature", "looked up", "after which writer", "remark or reason", "test"]
 PAGES = {"lightning.md": FEATURES, "processes.md": FEATURES, "modules.md": MODULES}
 TEST = re.compile(r"`(?P<file>test_\w+\.py)::(?P<test>test_\w+)(?:\[(?P<id>[^\]`]+)\])?`")
+TESTS = list((ROOT / "tests").rglob("test_*.py"))
 
 
 def rows_of(page: str) -> list[dict[str, str]]:
@@ -28,15 +30,20 @@ def rows_of(page: str) -> list[dict[str, str]]:
     return rows
 
 
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
 def problem_of(reference: str) -> str | None:
     """Return why there is no such test, by reading its file; None if there is one."""
     match = TEST.fullmatch(reference.strip())
     if match is None:
         return f"{reference!r} is not `file.py::test` or `file.py::test[id]`"
-    paths = list((ROOT / "tests").rglob(match["file"]))
+    paths = [path for path in TESTS if path.name == match["file"]]
     if len(paths) != 1:
         return f"{len(paths)} files are named {match['file']}"
-    tree = ast.parse(paths[0].read_text(encoding="utf-8"))
+    tree = tree_of(paths[0])
     functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
     if match["test"] not in functions:
         return f"{match['file']} has no {match['test']}"
@@ -58,7 +65,7 @@ def _imported(tree: ast.Module, path: Path) -> list[ast.Module]:
         for name in ("", *(alias.name for alias in node.names))
         if name or node.module
     ]
-    return [ast.parse(file.read_text(encoding="utf-8")) for file in files if file.is_file()]
+    return [tree_of(file) for file in files if file.is_file()]
 
 
 ROWS = {page: rows_of(page) for page in PAGES}
