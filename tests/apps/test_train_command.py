@@ -126,9 +126,15 @@ def test_a_sweep_trains_each_and_takes_data_parallel_tables(tmp_path: Path) -> N
         assert {f"pipeline={pipeline}", "test_auc"} <= set(row.split())
 
 
-def test_a_checkpoint_is_saved_tested_and_gone_on_from(tmp_path: Path) -> None:
+def test_a_checkpoint_is_saved_tested_and_gone_on_from_and_tensorboard_gets_what_is_logged(tmp_path: Path) -> None:
     arguments = ("experiment=smoke", "logger=none")
-    train(tmp_path, *arguments, "callbacks=model_checkpoint", "hydra.run.dir=first")
+    train(tmp_path, "experiment=smoke", "logger=tensorboard", "callbacks=model_checkpoint", "hydra.run.dir=first")
+    events = list((tmp_path / "first" / "logs").rglob("events.out.tfevents.*"))
+    assert len(events) == 2  # of the fit and of the test, of rank 0 alone
+    content = b"".join(path.read_bytes() for path in events)
+    for tag in (b"overlap/step_ms", b"overlap/communication/hidden_ms", b"val_auc", b"test_auc"):
+        assert tag in content, tag
+    assert not list(tmp_path.rglob("metrics.csv"))
     [last] = (tmp_path / "first").rglob("last.ckpt")
     checkpoint = f"ckpt_path={last.relative_to(tmp_path)}"
 
@@ -163,17 +169,6 @@ def test_a_mode_with_a_staleness_tells_which_rows_were_stale(tmp_path: Path) -> 
     lines = [line.split() for line in done.stdout.splitlines()]
     assert ["rows", "in", "the", "steps", "counted", "read", "stale", "stale", "%"] in lines
     assert {"cat_0", "cat_2", "cat_3"} <= {line[0] for line in lines if len(line) == 4}
-
-
-def test_what_is_logged_reaches_tensorboard(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboardX")
-    train(tmp_path, "experiment=smoke", "callbacks=default", "logger=tensorboard")
-    events = list((run_folder(tmp_path) / "logs").rglob("events.out.tfevents.*"))
-    assert len(events) == 2  # of the fit and of the test, of rank 0 alone
-    content = b"".join(path.read_bytes() for path in events)
-    for tag in (b"overlap/step_ms", b"overlap/communication/hidden_ms", b"val_auc", b"test_auc"):
-        assert tag in content, tag
-    assert not list(tmp_path.rglob("metrics.csv"))
 
 
 def assert_refused(done: subprocess.CompletedProcess[str], *said: str) -> None:
