@@ -1,7 +1,5 @@
 """`overlap-bench`: our modes, plain Lightning and TorchRec's pipelines on one model, in interleaved rounds."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`overlap-train`: compose and check a config, start the ranks, and return a metric to a sweep."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +18,7 @@ def main() -> None:
         print(f"\n{train_report.compare_runs(_runs)}", flush=True)
 
 
-_runs: list[tuple[str, Path]] = []
-"""Overrides and run folder of every run in this process."""
+_runs: list[tuple[str, Path]] = []  # overrides and run folder of every run in this process
 
 
 @hydra.main(version_base="1.3", config_path="pkg://lightning_overlap.conf", config_name="config")

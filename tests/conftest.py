@@ -1,7 +1,5 @@
 """What every test gets: seeds and environment put back, no process group left behind, the modes one by one."""
 
-from __future__ import annotations
-
 import os
 import random
 from collections.abc import Callable, Iterator
@@ -25,26 +23,16 @@ DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 
 @pytest.fixture(autouse=True)
-def _restore_seeds() -> Iterator[None]:
+def _leave_nothing_behind() -> Iterator[None]:
     python_state, numpy_state, torch_state = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    before = dict(os.environ)
     yield
     random.setstate(python_state)
     np.random.set_state(numpy_state)
     torch.set_rng_state(torch_state)
-
-
-@pytest.fixture(autouse=True)
-def _restore_environment() -> Iterator[None]:
-    before = dict(os.environ)
-    yield
     for name in os.environ.keys() - before.keys():
         del os.environ[name]
     os.environ.update(before)
-
-
-@pytest.fixture(autouse=True)
-def _no_process_group_left() -> Iterator[None]:
-    yield
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()  # so that this test fails alone, and not all that follow
         pytest.fail("the test left a process group behind")
@@ -59,15 +47,12 @@ def mode(request: pytest.FixtureRequest) -> Schedule:
 
 @pytest.fixture(scope="session")
 def data_path() -> Path:
-    """The folder of real data beside the repository."""
     if not DATA.is_dir():
         pytest.skip("no real data: ../shared/data, beside the repository, is not there")
     return DATA
 
 
-# -- rank processes, kept for the session: starting them is most of such a test's time ---------------------------------
-
-
+# Rank processes are kept for the session: starting them is most of such a test's time.
 @pytest.fixture(scope="session")
 def _pools() -> Iterator[dict[tuple[int, str, int], Ranks]]:
     pools: dict[tuple[int, str, int], Ranks] = {}
@@ -93,13 +78,11 @@ def get_ranks(_pools: dict[tuple[int, str, int], Ranks]) -> Callable[..., Ranks]
 
 @pytest.fixture(params=[1, 2], ids=["1rank", "2ranks"])
 def ranks(request: pytest.FixtureRequest, get_ranks: Callable[..., Ranks]) -> Ranks:
-    """One rank, then two, on the CPU."""
     return get_ranks(request.param)
 
 
 @pytest.fixture
 def two_ranks(get_ranks: Callable[..., Ranks]) -> Ranks:
-    """Two ranks on the CPU."""
     return get_ranks(2)
 
 

@@ -1,9 +1,4 @@
-"""The arms of the benchmark: our modes, DistributedModelParallel in a Trainer, TorchRec's pipelines in a loop.
-
-Every arm trains the same LightningModule on the same batches, sharding plan and ranks, from the same seed.
-"""
-
-from __future__ import annotations
+"""The arms of the benchmark; each trains the same module, batches, sharding plan and ranks, from the same seed."""
 
 import os
 import threading
@@ -82,8 +77,13 @@ def train(name: str, job: Job) -> None:
     config = dict(job.config)
     if precision is not None:
         config["comms"] = {"forward": precision, "backward": precision}
-    if replicated:
-        config |= _replicating(job)
+    if replicated:  # the tables with fewer rows than a batch
+        tables, sharding = find_tables(job.make_model()), job.config["sharding"]
+        small = [table.name for table in tables if table.parameter.shape[0] < getattr(job.data, "batch_size", 0)]
+        kinds = {table.name: sharding.get("type") for table in tables if sharding.get("type")}
+        others = {name: kind for name, kind in (kinds | (sharding.get("tables") or {})).items() if name not in small}
+        config["sharding"] = {"type": None, "tables": others}
+        config["strategy"] = {**config["strategy"], "replicate_tables": small}
     schedule, stream = config_checks.our_arms(config).get(plain, (None, config["stream"]["name"]))
     config["stream"] = {"name": stream}
     job = replace(job, config=config)
@@ -96,16 +96,6 @@ def train(name: str, job: Job) -> None:
         else:
             job = replace(job, receives_first=plain.endswith("/receives_first"))
             _train_by_hand(job, *config_checks.BY_HAND[plain])
-
-
-def _replicating(job: Job) -> Config:
-    """Return changes to the config that replicate tables with fewer rows than a batch."""
-    tables, sharding = find_tables(job.make_model()), job.config["sharding"]
-    small = [table.name for table in tables if table.parameter.shape[0] < getattr(job.data, "batch_size", 0)]
-    kinds = {table.name: sharding.get("type") for table in tables if sharding.get("type")}
-    others = {name: kind for name, kind in (kinds | (sharding.get("tables") or {})).items() if name not in small}
-    strategy = {**job.config["strategy"], "replicate_tables": small}
-    return {"sharding": {"type": None, "tables": others}, "strategy": strategy}
 
 
 class _DMPStrategy(DDPStrategy):
@@ -135,10 +125,9 @@ def _fit(job: Job, model: LightningModule, strategy: Any) -> None:
 
 
 class Network(nn.Module):
-    """Wraps a LightningModule for TorchRec's pipelines: `forward(batch)` returns the loss and an output.
+    """A module for TorchRec's pipelines. They trace `forward`, so the sharded collection is called there.
 
-    The pipelines trace the code that calls the sharded collection, so that call is here; the rest of `training_step` is
-    not traced. `training_step` must call the module's only collection once, with `batch.sparse`.
+    `training_step` is not traced; it must call the module's only collection once, with `batch.sparse`.
     """
 
     def __init__(self, module: LightningModule) -> None:
@@ -196,9 +185,6 @@ def _train_by_hand(job: Job, pipeline_class: str, options: Mapping[str, Any]) ->
         job.after_step(output, None)
 
 
-# -- simulated latency, on a CPU ----------------------------------------------------------------------------------
-
-
 def late_all_to_alls(latency: Mapping[str, float] | None) -> AbstractContextManager[None]:
     """Make every all-to-all of this process take at least `all_to_all_ms`; the host sleeps in `wait`."""
     latency_s = (latency or {}).get("all_to_all_ms", 0.0) / 1e3
@@ -211,8 +197,6 @@ def late_all_to_alls(latency: Mapping[str, float] | None) -> AbstractContextMana
 
 
 class _Late(WrappedWork):
-    """Work of a collective that ends no earlier than `latency_s` after its issue."""
-
     def __init__(self, work: dist.Work, latency_s: float) -> None:
         super().__init__(work)
         self._over_s = time.perf_counter() + latency_s
@@ -244,12 +228,9 @@ class _Late(WrappedWork):
 
 
 def slowed_down(model: LightningModule, latency: Mapping[str, float]) -> LightningModule:
-    """Add sleeps of `forward_ms`, `backward_ms` and `step_ms` to a module's dense forward, backward and step.
-
-    Half of the backward's time goes to gradients of inputs, half to the weight gradients of the last linear layers.
-    """
+    """Add sleeps of `forward_ms`, `backward_ms` and `step_ms` to a module's dense forward, backward and step."""
     forward_s, backward_s, step_s = (latency.get(f"{part}_ms", 0.0) / 1e3 for part in ("forward", "backward", "step"))
-
+    # Half of the backward's time goes to gradients of inputs, half to the weight gradients of the last linear layers.
     linear = {name: part for name, part in model.named_modules() if type(part) is nn.Linear}
     last = list(linear)[-1].rpartition(".")[0] if linear else ""
     weights = [part.weight for name, part in linear.items() if name.rpartition(".")[0] == last]

@@ -1,7 +1,5 @@
 """Report a benchmark: statistics over rounds and ranks, the tables, and the files in the run folder."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,17 +18,14 @@ MAX_SPREAD = 0.2  # if rounds of an arm differ by more than this share of their 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """The measurements of one arm on one rank in one round.
-
-    Times of collectives have an entry per measured step; they are empty if they cannot be measured. The dense lane is
-    the host on a CPU, the compute stream on CUDA.
-    """
+    """One arm on one rank in one round. Times of collectives are by measured step, empty if there is none."""
 
     step_ms: list[float]  # by timed step
     losses: bytes  # of every step, float32
     final_loss: float
     peak_memory: dict[str, int]  # in the timed steps; name -> bytes
     cpu_ms: list[float] = field(default_factory=list)  # of all threads of the process, by timed step
+    # The dense lane is the host on a CPU, the compute stream on CUDA.
     busy_ms: list[float] = field(default_factory=list)  # time in which the dense lane did not wait for collectives
     wire_ms: list[float] = field(default_factory=list)  # time in which a collective was in progress
     exposed_ms: list[float] = field(default_factory=list)  # time in which the dense lane waited for collectives
@@ -53,18 +48,14 @@ class ArmTurns:
         return list(zip(*self.rounds, strict=True))
 
 
-Result = Mapping[str, Any]
-"""The statistics of an arm over the steps of all rounds, of the rank with the largest value; as in `bench.json`."""
+Result = Mapping[str, Any]  # an arm's statistics over all steps, of the rank with the largest value; as in `bench.json`
 
 
 def bound_ms(base: ArmTurns, all_reduce_ms: float = 0.0) -> float | None:
-    """Return a lower bound in ms for a step with perfect overlap, or None if nothing was measured.
-
-    It is the reference's slowest rank without waits, or the busy time of the wire, whichever is larger. The rank that
-    issues a collective last measures its duration; the others also wait for that rank. The all-reduce of dense
-    gradients is not measured in a step; its duration is added to the wire's.
-    """
+    """Return the larger of the slowest rank's time without waits and the wire's time; None without measurements."""
     busy, wire = _by_rank(base, "busy_ms"), _by_rank(base, "wire_ms")
+    # The rank that issues a collective last measures its duration; the others also wait for that rank.
+    # A step's measurements lack the all-reduce of dense gradients.
     return max(*busy, min(wire) + all_reduce_ms) if busy and wire else None
 
 
@@ -78,7 +69,8 @@ def _evaluate(arm: ArmTurns, base: ArmTurns, ran: Mapping[str, ArmTurns], batch_
     by_rank, memories = arm.by_rank, arm.rounds[0][0].peak_memory
     slowest_ms = max(float(np.mean([turn.step_ms for turn in turns])) for turns in by_rank)
     # This arm's median step / the reference's median step in the same round.
-    ratios = [_round_ms(mine) / _round_ms(of_base) for mine, of_base in zip(arm.rounds, base.rounds, strict=True)]
+    rounds = ([max(median(turn.step_ms) for turn in turns) for turns in one.rounds] for one in (arm, base))
+    ratios = [mine / of_base for mine, of_base in zip(*rounds, strict=True)]
     # The reference of the losses: for an arm `mode+fp16` it is `base+fp16`, if that ran.
     alike = ran.get(f"{base.name}+{arm.name.partition('+')[2]}", base)
     return {
@@ -112,10 +104,6 @@ def _by_rank(arm: ArmTurns, what: str, percent: float = 50) -> list[float]:
     return [float(np.percentile(ms, percent)) for ms in ranks] if all(ranks) else []
 
 
-def _round_ms(turns: Sequence[Turn]) -> float:
-    return max(median(turn.step_ms) for turn in turns)
-
-
 def _worst(arm: ArmTurns, name: str) -> tuple[float, float]:
     """Return the times of a collective: medians over rounds on the rank that waits longest for it."""
     pairs = [[turn.collectives[name] for turn in turns if name in turn.collectives] for turns in arm.by_rank]
@@ -123,7 +111,7 @@ def _worst(arm: ArmTurns, name: str) -> tuple[float, float]:
     return busy_ms, waited_ms
 
 
-_FORMS = {
+_FORMS = {  # field of a result -> title and form in the table
     "step_ms_median": ("median", "{:.2f} ms"),
     "step_ms_p90": ("P90", "{:.2f} ms"),
     "cpu_ms": ("CPU", "{:.2f} ms"),
@@ -132,7 +120,6 @@ _FORMS = {
     "samples_per_s": ("samples/s", "{:,.0f}"),
     "exposed_ms": ("exposed", "{:.2f} ms"),
 }
-"""Field of a result -> title and form in the table."""
 
 
 def table(results: Sequence[Result]) -> str:
@@ -155,10 +142,7 @@ def table(results: Sequence[Result]) -> str:
 
 
 def collectives_table(results: Sequence[Result]) -> str | None:
-    """Return a table of the exposed time of each collective by arm; None if there is none.
-
-    It has all all-to-alls, and other collectives that at least one arm waits for.
-    """
+    """Return a table by arm of the waits for all-to-alls, and for what else an arm waits for; None if it is empty."""
     names = dict.fromkeys([*ALL_TO_ALLS, *(name for result in results for name in result["collectives"])])
     columns = [["waited for", *(result["name"] for result in results)]]
     for name in names:

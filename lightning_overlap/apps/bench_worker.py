@@ -1,7 +1,5 @@
 """The work of one rank of `overlap-bench`: train the arms in turns, time each step, and report."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import time
@@ -87,7 +85,6 @@ class _Bench:
         return median(times_ms)
 
     def _schedule_of(self, arm: str) -> Schedule | None:
-        """Return the schedule of an arm; None for arms that are not our modes."""
         return self.ours.get(config_checks.split_arm(arm)[0], (None, ""))[0]
 
     def all_rounds(self) -> list[ArmTurns]:
@@ -134,7 +131,6 @@ class _Bench:
             free_memory(self.device)
 
     def report(self, turns: list[ArmTurns]) -> None:
-        """Print the results, and write them into the run folder."""
         bound = bench_report.bound_ms(turns[0], self.all_reduce_ms)
         results = bench_report.evaluate(turns, getattr(self.data, "batch_size", None))
         print(f"\n{bench_report.table(results)}")
@@ -154,7 +150,6 @@ class _Bench:
         bench_report.write(self.folder, turns, results, bound, about)
 
     def draw(self) -> None:
-        """Draw some steps of every mode into one picture."""
         shown: dict[int | str, list[Span]] = {}
         overlapped: dict[int | str, Any] = {}
         for name, spans in self.spans.items():

@@ -1,7 +1,5 @@
 """Build data, model, strategy and trainer from a config, and check the config before a rank starts."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Mapping
 from dataclasses import fields, replace
@@ -27,12 +25,11 @@ from .config_checks import AUTO, Config, check_arguments, check_known, modes, sp
 
 _T = TypeVar("_T")
 
-TRAINER_DEFAULTS: Mapping[str, Any] = {
+TRAINER_DEFAULTS: Mapping[str, Any] = {  # where the command differs from `Trainer`
     "enable_model_summary": False,
     "num_sanity_val_steps": 0,
     "use_distributed_sampler": False,  # the data modules deal out rows to ranks themselves
 }
-"""Where the command differs from `Trainer`."""
 
 
 def num_ranks(config: Config) -> int:
@@ -110,13 +107,12 @@ def build_trainer(
     )
 
 
-_NEEDS: Mapping[str, tuple[str, ...]] = {
+_NEEDS: Mapping[str, tuple[str, ...]] = {  # Lightning's logger -> packages; it needs one of them
     "TensorBoardLogger": ("tensorboard", "tensorboardX"),
     "WandbLogger": ("wandb",),
     "MLFlowLogger": ("mlflow",),
     "CometLogger": ("comet_ml",),
 }
-"""Lightning's logger -> packages; it needs one of them."""
 
 
 def complete(config: Config) -> dict[str, Any]:
@@ -148,17 +144,9 @@ def check(config: Config) -> None:
     check_sharding(sharding, tables, device)
     check_quantized_comms(strategy.quantized_comms, tables, device)
     kinds = sharding if isinstance(sharding, Mapping) else {table.name: sharding for table in tables}
-    if strategy.fused_optimizer is None:
-        _refuse_untrained(tables, kinds, device)
-    for arm in config.get("arms", ()):  # of overlap-bench
-        check_quantized_comms(resolve_quantized_comms(split_arm(arm)[1]), tables, device)
-    _check_optimizers(model, tables, kinds, device)
-
-
-def _refuse_untrained(tables: Any, kinds: Mapping[str, Any], device: torch.device) -> None:
     trained = (table for table in tables if table.parameter.requires_grad and kinds.get(table.name) != "data_parallel")
     missing = [table for table in trained if table.fused_optimizer is None]
-    if missing:
+    if missing and strategy.fused_optimizer is None:
         way = " Or use sharding=data_parallel, which leaves the tables to the optimizer of configure_optimizers."
         of_sequences = any(table.sharder.module_type is EmbeddingCollection for table in missing)
         raise ValueError(
@@ -166,19 +154,15 @@ def _refuse_untrained(tables: Any, kinds: Mapping[str, Any], device: torch.devic
             "'strategy.fused_optimizer=[torch.optim.SGD,{lr: 0.1}]'."
             f"{'' if of_sequences and device.type == 'cpu' else way}"
         )
-
-
-def _check_optimizers(model: LightningModule, tables: Any, kinds: Mapping[str, Any], device: torch.device) -> None:
-    """Raise if the dense optimizer takes fused tables; changes the model, which the caller throws away.
-
-    Skips tables whose sharding the planner chooses, and a configure_optimizers that needs a trainer.
-    """
+    for arm in config.get("arms", ()):  # of overlap-bench
+        check_quantized_comms(resolve_quantized_comms(split_arm(arm)[1]), tables, device)
+    # The dense optimizer must not take fused tables. The model is not used again; None is the planner's choice.
     fused = [table for table in tables if kinds.get(table.name) not in (None, "data_parallel")]
     for table in fused:
         table.apply_fused_optimizer(torch.optim.SGD, {"lr": 0.0})
     try:
         made = model.configure_optimizers()
-    except Exception:
+    except Exception:  # it needs a trainer
         return
     fused_only = {table.path for table in fused if table.is_pooled_if_whole(device)}
     refuse_dense_owner({table.path: table.parameter for table in fused}, optimizers_in(made), fused_only)

@@ -1,7 +1,5 @@
 """Check the names in a config (modes, stream, arms), and its arguments against the signatures that take them."""
 
-from __future__ import annotations
-
 import fnmatch
 import inspect
 import types
@@ -14,8 +12,7 @@ from typing import Any, Literal, Union
 from ..schedules import MODES, STREAMS, Mode, Schedule, Stage
 from ..text import SCALES_LOSS, unknown_name_message
 
-Config = Mapping[str, Any]
-"""The composed config as plain dicts and lists, without OmegaConf's containers."""
+Config = Mapping[str, Any]  # the composed config as plain dicts and lists, without OmegaConf's containers
 
 AUTO = "auto"  # as a mode's name: the strategy starts with `fused_sparse_dist` and chooses a mode during training
 SWITCHES = ("start_batch", "end_batch", "stash_gradients")  # options of a `Mode` that keep its schedule
@@ -82,11 +79,8 @@ def check(config: Config) -> None:
     modes(config)
     if str(config["trainer"].get("precision")) in ("16-mixed", "16"):
         raise ValueError(f"trainer.precision=16-mixed {SCALES_LOSS.format(instead='trainer.precision=bf16-mixed')}.")
-    if "arms" in config:
-        _check_bench(config)
-
-
-def _check_bench(config: Config) -> None:
+    if "arms" not in config:
+        return
     arms(config)
     _check_integers(config, rounds=1, steps=2, warm_up=1, measured_steps=0, num_batches=1)
     for name, value in (config["latency"] or {}).items():
@@ -110,6 +104,7 @@ def looks_up_early(schedule: Schedule) -> bool:
     return lookup is not None and lookup.offset > 0
 
 
+# Arm in a hand-written loop -> class and options of TorchRec's pipeline; "" is plain DistributedModelParallel.
 BY_HAND: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "loop_dmp": ("", {}),
     "torchrec/base": ("TrainPipelineBase", {}),
@@ -122,10 +117,7 @@ BY_HAND: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "torchrec/semi_sync": ("TrainPipelineSemiSync", {"start_batch": 0}),
     "torchrec/prefetch": ("PrefetchTrainPipelineSparseDist", {}),
 }
-"""Arm in a hand-written loop -> class and options of TorchRec's pipeline; "" is plain DistributedModelParallel."""
-
-PEER_ARMS = ("lightning_dmp", *BY_HAND)
-"""Arms of the benchmark that are not our modes; `lightning_dmp` is DistributedModelParallel in a Trainer."""
+PEER_ARMS = ("lightning_dmp", *BY_HAND)  # not our modes; `lightning_dmp` is DistributedModelParallel in a Trainer
 
 
 def per_step(config: Config) -> int:
@@ -134,10 +126,7 @@ def per_step(config: Config) -> int:
 
 
 def our_arms(config: Config) -> dict[str, tuple[Schedule, str]]:
-    """Return every mode: `mode` uses the config's stream, `mode/stream` another stream.
-
-    With accumulated gradients, `fused_sparse_dist_frozen_window` is added.
-    """
+    """Return every mode: `mode` uses the config's stream, `mode/stream` another stream."""
     own: dict[str, tuple[Schedule, str]] = {}
     windows = [Mode("fused_sparse_dist", frozen_window=True).schedule] if per_step(config) > 1 else []
     for schedule in (*MODES.values(), *windows):
@@ -149,22 +138,18 @@ def our_arms(config: Config) -> dict[str, tuple[Schedule, str]]:
 
 
 def split_arm(arm: str) -> tuple[str, str | None, bool]:
-    """Return an arm without options, its precision of communication (None: the config's), and whether it replicates."""
+    """Split `mode+fp16+replicated`: the arm, its precision (None: the config's), and whether it replicates tables."""
     plain, *options = arm.split("+")
     return plain, "+".join(option for option in options if option != "replicated") or None, "replicated" in options
 
 
 def arms(config: Config) -> list[str]:
-    """Return the arms to benchmark: those that match the config's `arms` (`*` matches anything), and `base`.
-
-    Options follow a `+`: `mode+fp16`, `mode+replicated`, `mode+fp16+replicated`. `build.check` checks precisions.
-    TorchRec's arms cannot replicate tables.
-    """
+    """Return the arms to benchmark: those that match the config's `arms` (`*` matches anything), and `base`."""
     known = [*our_arms(config), *PEER_ARMS]
     chosen = {"base": None}  # the reference
     for pattern in config["arms"]:
         plain, _, replicated = split_arm(pattern)
-        names = our_arms(config) if replicated else known
+        names = our_arms(config) if replicated else known  # TorchRec's arms cannot replicate tables
         fits = [name + pattern.removeprefix(plain) for name in fnmatch.filter(names, plain)]
         if not fits:
             raise ValueError(unknown_name_message("arm", pattern, known))

@@ -1,7 +1,5 @@
 """Shared parts of the Hydra commands: options that no config file names, running on all ranks, one-line errors."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys
@@ -52,10 +50,7 @@ def add_or_override(argument: str) -> str:
 
 
 def run_job(job: Callable[[dict[str, Any], Path], float | None], composed: DictConfig) -> float | None:
-    """Check the config and call `job(config, run folder)`; errors that a user can fix end the process with one line.
-
-    Under a launcher all ranks report a failed run's first cause, after everything else that they print.
-    """
+    """Check the config and call `job(config, run folder)`; errors that a user can fix end the process with one line."""
     try:
         config = cast("dict[str, Any]", OmegaConf.to_container(composed, resolve=True, throw_on_missing=True))
         config_checks.check(config)
@@ -65,7 +60,7 @@ def run_job(job: Callable[[dict[str, Any], Path], float | None], composed: DictC
     except launch.RunEndedError as err:
         _fail(str(err), err.exit_code)
     except Exception as err:
-        if launch.under_launcher() and is_told_last(err):
+        if launch.under_launcher() and is_told_last(err):  # all ranks report the first cause, after all else
             sys.excepthook(type(err), err, err.__traceback__)
             raise SystemExit(1) from None
         if _WANTS_TRACEBACK or not isinstance(err, ValueError | TypeError | OSError | ImportError):
@@ -74,10 +69,7 @@ def run_job(job: Callable[[dict[str, Any], Path], float | None], composed: DictC
 
 
 def run_on_ranks(config: dict[str, Any], folder: Path, worker: str, about: str) -> None:
-    """Call `run(config, folder)` of a worker, a file in `apps`, on every rank, and print `about`.
-
-    Under a launcher this process is a rank, else it starts the ranks.
-    """
+    """Call `run(config, folder)` of a worker, a file in `apps`, on every rank; without a launcher, start the ranks."""
     build.check(config)
     config = build.complete(config)
     if launch.rank() == 0:

@@ -1,7 +1,5 @@
 """Start the ranks of a run on this host, and end all of them."""
 
-from __future__ import annotations
-
 import atexit
 import ctypes
 import json

@@ -1,7 +1,5 @@
 """Timers of training steps, for a run and for a benchmark, and peak memory."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import resource
@@ -27,11 +25,7 @@ from .config_checks import Config, per_step
 
 
 class StepTimer(Callback):
-    """Times every training step and keeps its loss, without host-device syncs.
-
-    A step lasts from the end of the previous step to its own end, without validation in between. Losses stay tensors
-    until `losses` reads them.
-    """
+    """Times every training step, from the end of the step before, and keeps its loss, without host-device syncs."""
 
     def __init__(self) -> None:
         self.step_ms: list[float] = []
@@ -48,12 +42,10 @@ class StepTimer(Callback):
         timestamps_of(pl_module.device).wait()
 
     @override
-    def on_train_epoch_start(self, *_: Any) -> None:
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._last = time.perf_counter()
 
-    @override
-    def on_validation_end(self, *_: Any) -> None:
-        self._last = time.perf_counter()
+    on_validation_end = on_train_epoch_start
 
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_: Any) -> None:
@@ -78,17 +70,12 @@ def loss_of(trainer: Trainer, outputs: Any) -> Tensor:
 
 
 class Meter:
-    """Times the steps of one turn; the host waits for the device only before the first and after the last timed step.
-
-    Steps `warm_up` to `warm_up + steps` are timed, on CUDA by events that are read at the end. In the following
-    `measured_steps` collectives are recorded; on CUDA only if our strategy trains, as the streams must be known. A
-    step's time is the mean over the batches of an optimizer step.
-    """
+    """Times one turn's steps; the host waits for the device only before the first and after the last timed step."""
 
     def __init__(self, device: torch.device, config: Config) -> None:
         self._device, self._per_optimizer_step, measured = device, per_step(config), config["measured_steps"]
         self._first, self._last = config["warm_up"], config["warm_up"] + config["steps"]
-        # One extra step first: it issues collectives that the first measured step waits for.
+        # Then collectives are recorded. One extra step first: it issues what the first measured step waits for.
         self._measured = range(self._last + 1, self._last + 2 + measured) if measured else range(0)
         self._recorder: SpanRecorder | None = None
         self._recording = ExitStack()
@@ -113,23 +100,18 @@ class Meter:
         if step == self._last:
             self._clock.wait()
             self._memory = peak_memory(self._device)
-            if self._measured:
-                self._start_recording(strategy)
+            streams = Streams() if self._device.type == "cpu" else None if strategy is None else strategy.streams
+            if self._measured and streams is not None:  # on CUDA, only if our strategy trains
+                self._recorder = SpanRecorder(streams)
+                self._recorder.start()
+                self._recording.callback(self._recorder.stop)
+                if strategy is not None:
+                    strategy.watch(self._recorder)
+                    self._recording.callback(strategy.watch, None)
         if self._recorder is not None and step in self._measured:
             self._recorder.step()
             if step == self._measured[-1]:
                 self.close()
-
-    def _start_recording(self, strategy: OverlapEmbeddingStrategy | None) -> None:
-        streams = Streams() if self._device.type == "cpu" else None if strategy is None else strategy.streams
-        if streams is None:
-            return
-        self._recorder = SpanRecorder(streams)
-        self._recorder.start()
-        self._recording.callback(self._recorder.stop)
-        if strategy is not None:
-            strategy.watch(self._recorder)
-            self._recording.callback(strategy.watch, None)
 
     def turn(self) -> tuple[Turn, list[Span]]:
         """Return the measurements, and the spans to draw: none if no stages were recorded."""
@@ -138,6 +120,7 @@ class Meter:
         num, lane = self._per_optimizer_step, HOST_LANE if self._device.type == "cpu" else str(StreamName.COMPUTE)
         spans, steps = ([], []) if self._recorder is None else (self._recorder.spans(), self._recorder.windows())
         breakdowns = [break_down(spans, step, host_lane=lane) for step in steps]
+        # A step's time is the mean over the batches of an optimizer step.
         turn = Turn(
             step_ms=[(late - early) / num for early, late in pairwise(map(self._clock.ms, self._marks[::num]))],
             cpu_ms=[(late - early) / num for early, late in pairwise(self._cpu_marks[::num])],
@@ -153,10 +136,7 @@ class Meter:
 
 
 def by_name(spans: Sequence[Span], steps: Sequence[Interval], lane: str) -> dict[str, tuple[float, float]]:
-    """Return collective -> milliseconds per step in which it was in progress, and in which `lane` waited for it.
-
-    The numbers are medians over steps. A collective or wait counts in the step in which it began.
-    """
+    """Return collective -> median ms by step in which it was in progress, and in which `lane` waited for it."""
     under_way = [span for span in spans if span.kind is Category.COMMUNICATION]
     waits = [span for span in spans if span.kind is Category.WAIT and span.lane == lane]
 

@@ -1,7 +1,5 @@
 """Report a run at its end: the closing table, whether losses are equal, and the files in the run folder."""
 
-from __future__ import annotations
-
 import csv
 import json
 import re
@@ -16,7 +14,7 @@ from numpy.typing import NDArray
 
 from ..text import aligned, or_dash, unknown_name_message
 
-_FORMS = {
+_FORMS = {  # name in a summary -> title and form in a table
     "mode": ("mode", "{}"),
     "stream": ("stream", "{}"),
     "staleness": ("staleness", "{}"),
@@ -28,7 +26,6 @@ _FORMS = {
     "final_loss": ("final loss", "{:.9g}"),
     "losses_sha256": ("losses sha256", "{:.12}"),
 }
-"""Name in a summary -> title and form in a table."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +75,9 @@ def _first_difference(one_RS: NDArray[np.float32], other_RS: NDArray[np.float32]
 
 
 def write(folder: Path, results: Sequence[ModeResult], metric: str) -> None:
-    """Write `steps.csv` (a line per mode and step) and `summary.json`, which names the metric returned to a sweep.
-
-    Without a test (`task=validate`), `test_...` becomes `val_...`.
-    """
+    """Write `steps.csv` (a line per mode and step) and `summary.json`, which names the metric returned to a sweep."""
     if not any(name.startswith("test") for name in results[-1].summary["metrics"]):
-        metric = re.sub("^test", "val", metric)
+        metric = re.sub("^test", "val", metric)  # task=validate
     with open(folder / "steps.csv", "w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(["mode", "step", "loss", "step_ms"])

@@ -1,7 +1,5 @@
 """The work of one rank of `overlap-train`: train, validate and test each mode in turn, and report."""
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import time

@@ -1,9 +1,4 @@
-"""UCI Adult (census income): a small real data set that a DLRM learns in seconds.
-
-Shape suffixes: N rows of a split, B rows of a batch, D dense features (6), F sparse features (10).
-"""
-
-from __future__ import annotations
+"""UCI Adult (census income). Shapes: N rows of a split, B rows of a batch, D dense features (6), F sparse (10)."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,9 +16,8 @@ COLUMNS = (
     *("race", "sex", "capital-gain", "capital-loss", "hours-per-week", "native-country", "income"),
 )
 NUMERICAL = ("age", "fnlwgt", "education-num", "capital-gain", "capital-loss", "hours-per-week")
+# Extra sparse features: (column, width of a bucket, number of buckets).
 BUCKETS = {"age-bucket": ("age", 5, 20), "hours-bucket": ("hours-per-week", 5, 20)}
-"""Extra sparse features: (column, width of a bucket, number of buckets)."""
-
 # The values from the data set's description (adult.names), comma separated.
 _VALUES = {
     "workclass": "Private,Self-emp-not-inc,Self-emp-inc,Federal-gov,Local-gov,State-gov,Without-pay,Never-worked",
@@ -41,8 +35,7 @@ _VALUES = {
     "France,Dominican-Republic,Laos,Ecuador,Taiwan,Haiti,Columbia,Hungary,Guatemala,Nicaragua,Scotland,Thailand,"
     "Yugoslavia,El-Salvador,Trinadad&Tobago,Peru,Hong,Holand-Netherlands",
 }
-MISSING_ID = 0
-"""The id of '?' in every categorical table; the values of `adult.names` have ids from 1 on."""
+MISSING_ID = 0  # of '?' in every categorical table; the values of `adult.names` have ids from 1 on
 CATEGORY_IDS = {
     name: {"?": MISSING_ID} | {value: place for place, value in enumerate(values.split(","), start=1)}
     for name, values in _VALUES.items()
@@ -51,11 +44,7 @@ TABLE_SIZES = {name: len(ids) for name, ids in CATEGORY_IDS.items()} | {name: b[
 
 
 def parse_row(line: bytes) -> list[int]:
-    """Return a raw line's label (1 above 50K), six numbers in the order of `NUMERICAL`, ten ids as in `TABLE_SIZES`.
-
-    Raises:
-        ValueError: A field is wrong; the message names it.
-    """
+    """Return a line's label (1 above 50K), `NUMERICAL`, and ids as in `TABLE_SIZES`; a ValueError names a bad field."""
     fields = [field.strip() for field in line.decode("utf-8", "backslashreplace").split(",")]
     if len(fields) != len(COLUMNS):
         raise ValueError(f"expected {len(COLUMNS)} comma-separated fields, got {len(fields)}: {line[:60]!r}")
@@ -96,13 +85,8 @@ class AdultRows:
 def dealt_out(
     num_rows: int, batch_size: int, rank: int, world_size: int, seed: int | None, epoch: int
 ) -> Sequence[NDArray[np.int64]]:
-    """Return the row numbers of each of a rank's batches; every rank has equally many batches.
-
-    With a seed the rows are shuffled in each epoch and dealt out in full batches; the remaining rows are dropped.
-    Without a seed each row comes exactly once, in batches whose sizes differ by at most one row. They are at most
-    `batch_size`, or larger if a batch would otherwise be empty.
-    """
-    if seed is None:
+    """Return the row numbers of each of a rank's batches, equally many on every rank; a seed shuffles each epoch."""
+    if seed is None:  # each row once, in sizes that differ by at most one row; no batch is empty
         num_batches = max(1, min(-(-num_rows // (world_size * batch_size)), num_rows // world_size))
         return np.array_split(np.arange(num_rows), num_batches * world_size)[rank::world_size]
     num_batches = num_rows // (world_size * batch_size)
@@ -113,17 +97,15 @@ def dealt_out(
 class AdultDataModule(RecDataModule):
     """UCI Adult in memory: eight categorical columns and two buckets as bags of one id, six standardised numbers.
 
-    Rows are numbered from 0 over all non-empty lines: `row % 5 == 4` is the test set, `row % 20 == 3` the validation
-    set, the rest the training set, whose mean and deviation standardise the numerical columns. The id of '?' is
-    `MISSING_ID`. Training drops rows that do not fill a batch on every rank; evaluation covers each row exactly once.
-    A row that does not parse is an error with its file and line.
+    Non-empty lines are numbered from 0: `row % 5 == 4` is the test set, `row % 20 == 3` the validation set, the rest
+    the training set, whose mean and deviation standardise the numbers. Training drops rows that do not fill a batch
+    on every rank; evaluation covers each row exactly once. A row that does not parse is an error with file and line.
 
     Args:
         path: `adult.data`, plain or `.gz`.
         batch_size: Rows per batch and rank.
         seed: Seed of the shuffle, which differs in each epoch; non-negative.
-        num_workers: Loader processes per rank.
-        persistent_workers: Keep the loader processes between epochs.
+        num_workers, persistent_workers: As for `RecDataModule`.
     """
 
     def __init__(
@@ -145,11 +127,7 @@ class AdultDataModule(RecDataModule):
         check_files(self.path, parse_row, "the original adult.data")
 
     def setup(self, stage: str) -> None:
-        """Read the file once on every rank.
-
-        Raises:
-            ValueError: A row does not parse, or there are too few rows for one batch on each rank.
-        """
+        """Read the file; raise a ValueError if a row does not parse, or there is no batch for each rank."""
         if not self._splits:
             self.check()
             self._splits = self._read()

@@ -1,14 +1,11 @@
-"""The data modules' batch, loader and base class.
-
-Shape suffixes: B batch size per rank, D dense features, F sparse features, V ids in a batch.
-"""
+"""Batch, loader, base class. Shapes: B batch size per rank, D dense features, F sparse features, V ids in a batch."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -86,17 +83,6 @@ def collate_batch(
     return RecBatch(tensor(dense_BD, np.float32), sparse.sync(), tensor(labels_B, np.float32))
 
 
-def stable_hash(values: NDArray[np.uint64], salt: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Return a 64-bit hash of each value, the same on every machine; hashes with different salts are unrelated.
-
-    Source: the SplitMix64 generator and its finalizer (Steele, Lea, Flood, OOPSLA 2014).
-    """
-    mixed = np.asarray(values + (salt + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15))
-    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return cast("NDArray[np.uint64]", mixed ^ (mixed >> np.uint64(31)))
-
-
 class Batches(Dataset[RecBatch]):
     """One rank's batches of a split: `make(epoch, index)`, or `make(0, index)` if not `anew`."""
 
@@ -107,16 +93,12 @@ class Batches(Dataset[RecBatch]):
         return self._num_batches
 
     def __getitem__(self, key: int | tuple[int, int]) -> RecBatch:
-        """Return the batch of `(epoch, index)`, or of a bare index, for other samplers, in epoch 0."""
-        epoch, index = key if isinstance(key, tuple) else (0, key)
+        epoch, index = key if isinstance(key, tuple) else (0, key)  # other samplers give an index alone
         return self._make(epoch if self._anew else 0, index)
 
 
-class EpochSampler(DistributedSampler[Any]):
-    """Yields the keys `(epoch, index)` of one rank's batches: persistent worker processes get the epoch with the key.
-
-    A `DistributedSampler`, because Lightning then does not shard the loader again.
-    """
+class EpochSampler(DistributedSampler[Any]):  # this base class keeps Lightning from sharding the loader again
+    """Yields the keys `(epoch, index)` of one rank's batches, as persistent worker processes do not know the epoch."""
 
     def __init__(self, dataset: Dataset[RecBatch], rank: int, world_size: int) -> None:
         super().__init__(dataset, num_replicas=world_size, rank=rank, shuffle=False)
@@ -130,8 +112,8 @@ class EpochSampler(DistributedSampler[Any]):
 class BatchLoader(DataLoader[RecBatch]):
     """A DataLoader over whole batches that can resume in the middle of an epoch.
 
-    Its state counts the batches yielded in the current epoch. After `load_state_dict`, the first iteration in that
-    epoch skips them without making them. `epoch_of` returns the current epoch; other arguments are as for `DataLoader`.
+    Its state counts the batches yielded in the current epoch, which `epoch_of` returns. After `load_state_dict`, the
+    first iteration in that epoch skips them without making them. Other arguments are as for `DataLoader`.
     """
 
     def __init__(self, *args: Any, epoch_of: Callable[[], int] = lambda: 0, **kwargs: Any) -> None:
@@ -163,9 +145,7 @@ class BatchLoader(DataLoader[RecBatch]):
 
 
 class RecDataModule(LightningDataModule):
-    """Base class of the data modules: batches per rank, and the sizes that a model needs, known before `setup`.
-
-    The loaders are already sharded by rank, so Lightning adds no sampler whatever `use_distributed_sampler` is.
+    """Base class of the data modules: the sizes that a model needs before `setup`, and loaders sharded by rank.
 
     Args:
         batch_size: Samples per batch and rank.
@@ -173,10 +153,8 @@ class RecDataModule(LightningDataModule):
         persistent_workers: Keep the loader processes between epochs.
     """
 
-    table_sizes: dict[str, int]
-    """Feature name -> rows of its table, in the order of the KJT's keys: one table per feature."""
-    num_dense: int
-    """Dense features per sample, `D`."""
+    table_sizes: dict[str, int]  # feature name -> rows of its table, in the order of the KJT's keys
+    num_dense: int  # dense features per sample, `D`
 
     def __init__(self, batch_size: int, num_workers: int = 0, persistent_workers: bool = True) -> None:
         super().__init__()

@@ -1,9 +1,4 @@
-"""Criteo's click logs, streamed from the raw tab-separated files.
-
-Shape suffixes: B rows of a batch, D dense features (13), F sparse features (26), V ids in a batch.
-"""
-
-from __future__ import annotations
+"""Criteo's click logs, streamed. Shapes: B rows of a batch, D dense features (13), F sparse (26), V ids in a batch."""
 
 import glob
 import gzip
@@ -13,30 +8,38 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.utils.data import IterableDataset, get_worker_info
 
-from .batch import RecBatch, RecDataModule, check_at_least, collate_batch, stable_hash, table_rows
+from .batch import RecBatch, RecDataModule, check_at_least, collate_batch, table_rows
 
 DENSE_NAMES = tuple(f"I{index}" for index in range(1, 14))
 CATEGORY_NAMES = tuple(f"C{index}" for index in range(1, 27))
 NUM_FIELDS = 1 + len(DENSE_NAMES) + len(CATEGORY_NAMES)
-_FORMS = (
+_FORMS = (  # pattern and description of each field
     (r"[01]", "0 or 1"),
     *[(r"(-?[0-9]{1,18})?", "an integer of at most 18 digits or empty")] * len(DENSE_NAMES),
     *[(r"[0-9a-fA-F]{0,16}", "a hexadecimal number of at most 16 digits or empty")] * len(CATEGORY_NAMES),
 )
-"""Pattern and description of each field."""
 _ROW = re.compile(rb"[01](?:\t-?[0-9]{1,18}+|\t){13}+(?:\t[0-9a-fA-F]{0,16}+){26}+")  # possessive: twice as fast
 _SALTS_F = np.arange(len(CATEGORY_NAMES), dtype=np.uint64)
 
 _T = TypeVar("_T")
 
-Line = tuple[Path, int, bytes]
-"""File, line number from 1 on, and the line without its end."""
+Line = tuple[Path, int, bytes]  # file, line number from 1 on, and the line without its end
+
+
+def stable_hash(values: NDArray[np.uint64], salt: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Return a 64-bit hash of each value, the same on every machine; hashes with different salts are unrelated."""
+    # Source: the SplitMix64 generator and its finalizer (Steele, Lea, Flood, OOPSLA 2014).
+    mixed = np.asarray(values + (salt + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15))
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return cast("NDArray[np.uint64]", mixed ^ (mixed >> np.uint64(31)))
 
 
 def check_row(line: bytes) -> bytes:
@@ -54,10 +57,9 @@ def check_row(line: bytes) -> bytes:
 
 
 def parse_rows(lines: Sequence[bytes], table_sizes: dict[str, int]) -> RecBatch:
-    """Return a batch from valid rows.
+    """Return a batch of valid rows: a missing integer counts as 0, a missing category becomes an empty bag.
 
-    Dense features are `log1p(max(x, 0))`, with x = 0 for a missing integer. A category becomes one id,
-    `stable_hash(value, column) mod rows`; a missing category becomes an empty bag.
+    An integer x becomes `log1p(max(x, 0))`, a category the id `stable_hash(value, column) mod rows`.
     """
     flat = b"\t".join(lines).split(b"\t")
     labels_B = np.array([field == b"1" for field in flat[::NUM_FIELDS]], dtype=np.float32)
@@ -135,11 +137,10 @@ def check_files(paths: str | Path | Sequence[str | Path], parse: Callable[[bytes
 
 @dataclass(eq=False)
 class CriteoStream(IterableDataset[RecBatch]):
-    """Streams the batches of one split on one rank; only one batch's lines are in memory.
+    """Streams the batches of one split on one rank; all read the same lines, and hold those of one batch.
 
-    All readers read the same lines. In each batch-group of `world_size * batch_size` rows, rank r takes the r-th
-    `batch_size` rows. The loader processes take the groups of a split in turn, in the DataLoader's order, so the number
-    of processes does not change the batches. The last incomplete group is dropped: all ranks have equally many batches.
+    Rank r takes the r-th `batch_size` rows of each batch-group of `world_size * batch_size` rows. Loader processes take
+    a split's groups in turn, in the DataLoader's order, so the number of processes does not change the batches.
     """
 
     paths: Sequence[Path]  # read one after the other
@@ -185,19 +186,17 @@ class CriteoStream(IterableDataset[RecBatch]):
 class CriteoDataModule(RecDataModule):
     """Criteo's raw rows, streamed: label, integers I1 to I13, hexadecimal categories C1 to C26, tab separated.
 
-    Each row goes to one rank and one loader process, in file order, without shuffling (see `CriteoStream`). The rows
-    after the last complete batch-group (`world_size * batch_size` rows) are dropped. `parse_rows` turns values into
-    features; a row that does not parse is an error with its file and line. The loaders have no length.
-
-    Without `val_path`, every `holdout_every`-th batch-group is held out for validation; without `test_path`, the group
-    before it for test. Reading them reads the whole file again. They depend on the batch size and the number of ranks.
+    Each row goes to one rank and one loader process, in file order (see `CriteoStream`). The rows after the last
+    complete batch-group (`world_size * batch_size` rows) are dropped. `parse_rows` turns values into features. A row
+    that does not parse is an error with its file and line. The loaders have no length. Without `val_path`, every
+    `holdout_every`-th batch-group is held out for validation; without `test_path`, the group before it for test. They
+    depend on the batch size and the number of ranks; reading them reads the whole file again.
 
     Args:
         path: Training data: a file, plain or `.gz`, a glob, a folder, or a list of those. Read in sorted order.
         batch_size: Rows per batch and rank.
         rows_per_table: Rows of every table, or 26 numbers.
-        val_path: Separate validation data.
-        test_path: Separate test data.
+        val_path, test_path: Separate validation and test data.
         holdout_every: See above; with 0 a split without a path has no batches.
         num_workers: Loader processes per rank. Each reads the whole data and parses its share.
         persistent_workers: Keep the loader processes between epochs.

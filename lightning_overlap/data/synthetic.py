@@ -1,9 +1,4 @@
-"""Synthetic clicks that resemble Criteo's and can be learned.
-
-Shape suffixes: B batch size per rank, D dense features, F sparse features, V ids in a batch.
-"""
-
-from __future__ import annotations
+"""Synthetic clicks. Shapes: B batch size per rank, D dense features, F sparse features, V ids in a batch."""
 
 import itertools
 import math
@@ -15,20 +10,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .batch import (
-    Batches,
-    RecBatch,
-    RecDataModule,
-    check_at_least,
-    check_tables,
-    collate_batch,
-    stable_hash,
-    table_rows,
-)
+from .batch import Batches, RecBatch, RecDataModule, check_at_least, check_tables, collate_batch, table_rows
+from .criteo import stable_hash
 
-EMPTY_BAG_RATE = 0.05
-"""Share of bags that are empty on purpose; a Poisson draw of 0 adds more."""
-
+EMPTY_BAG_RATE = 0.05  # share of bags that are empty on purpose; a Poisson draw of 0 adds more
 _SPLITS = ("train", "val", "test")
 _HIDDEN_MODEL = len(_SPLITS)  # its seed stream, after the splits' streams
 _DENSE_STD, _SPARSE_STD, _BASE_LOGIT = 1.0, 1.5, -1.0
@@ -36,11 +21,7 @@ _DENSE_STD, _SPARSE_STD, _BASE_LOGIT = 1.0, 1.5, -1.0
 
 @dataclass
 class ClickModel:
-    """Draws ids, and draws labels from a hidden logistic model over dense features and ids.
-
-    An id's hidden weight is a hash of table and id, which needs no memory. The k-th most frequent id has a probability
-    near `k ** -zipf_skew`. `SyntheticDataModule` explains the fields.
-    """
+    """Draws ids, and labels from a hidden logistic model; an id's hidden weight is a hash, which needs no memory."""
 
     table_sizes: dict[str, int]
     num_dense: int
@@ -71,10 +52,7 @@ class ClickModel:
     def logits(
         self, dense_BD: NDArray[Any], feature_V: NDArray[Any], values_V: NDArray[Any], lengths_FB: NDArray[Any]
     ) -> NDArray[np.float64]:
-        """Return the true log odds of a click, the best possible predictions.
-
-        The ids are ordered by feature, then by sample; `feature_V` is each id's feature number.
-        """
+        """Return the true log odds of a click; ids come by feature (its number is in `feature_V`), then by sample."""
         num_features, batch_size = lengths_FB.shape
         bits_V = stable_hash(values_V.astype(np.uint64), feature_V.astype(np.uint64) + np.uint64(self.seed << 16))
         unit_V = ((bits_V >> np.uint64(11)).astype(np.float64) / 2**53 - 0.5) * math.sqrt(12)  # variance 1
@@ -84,10 +62,7 @@ class ClickModel:
         return np.asarray(dense_BD @ self._dense_weights_D + scale * sparse_B + _BASE_LOGIT, dtype=np.float64)
 
     def _draw_ids(self, feature_V: NDArray[np.int64], rng: np.random.Generator) -> NDArray[np.int64]:
-        """Return Zipf ids, `(V,)`, by inverting the distribution function of a bounded Pareto law.
-
-        A stride coprime to the table's rows, a bijection, then spreads the frequency ranks over the table.
-        """
+        """Return Zipf ids, `(V,)`, by inverting the distribution function of a bounded Pareto law."""
         rows_V = self._rows_F[feature_V]
         uniform_V = rng.random(len(feature_V))
         power = 1 - self.zipf_skew
@@ -96,6 +71,7 @@ class ClickModel:
         else:
             place_V = (uniform_V * ((rows_V + 1.0) ** power - 1) + 1) ** (1 / power)
         rank_V = np.clip(place_V.astype(np.int64) - 1, 0, rows_V - 1)
+        # A stride coprime to the table's rows, a bijection, spreads the frequency ranks over the table.
         return np.asarray(rank_V * self._strides_F[feature_V] % rows_V, dtype=np.int64)
 
 
@@ -108,8 +84,8 @@ def _coprime_stride(num_rows: int) -> int:
 class SyntheticDataModule(RecDataModule):
     """Clicks with Zipf ids, bags of several ids (some empty) and a label that a DLRM can learn.
 
-    The labels come from a hidden logistic model, the same for all splits. The batches depend only on `seed`, split,
-    rank, epoch (in training) and index, not on the number of loader processes or a resume.
+    The labels come from a hidden logistic model, the same for all splits. A batch depends on `seed`, split, rank, epoch
+    (in training) and index, not on the number of loader processes or a resume.
 
     Args:
         num_tables: Number of sparse features `cat_0`, `cat_1`, ..., each with its own table.
@@ -117,13 +93,11 @@ class SyntheticDataModule(RecDataModule):
         num_dense: Dense features per sample.
         batch_size: Samples per batch and rank.
         num_batches: Training batches per epoch and rank.
-        num_val_batches: Validation batches per rank.
-        num_test_batches: Test batches per rank.
+        num_val_batches, num_test_batches: Validation and test batches per rank.
         pooling: Mean number of ids per bag.
         zipf_skew: Exponent of the id frequencies; 0 is uniform.
         seed: Non-negative.
-        num_workers: Loader processes per rank.
-        persistent_workers: Keep the loader processes between epochs.
+        num_workers, persistent_workers: As for `RecDataModule`.
         rows_of: Rows of single tables, by name, that differ from `rows_per_table`.
     """
 

@@ -1,9 +1,4 @@
-"""DLRM (Naumov et al., arXiv 1906.00091) with TorchRec tables, and its metrics.
-
-Shape suffixes: B batch size per rank, D dense features, E embedding dim, F sparse features, P pairs of vectors.
-"""
-
-from __future__ import annotations
+"""DLRM (Naumov et al., arXiv 1906.00091). Shapes: B batch size, E embedding dim, F features, P pairs of vectors."""
 
 import math
 import warnings
@@ -22,24 +17,20 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from ..data import RecBatch
 
-FUSED_OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
+FUSED_OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {  # that FBGEMM can fuse on both CPU and CUDA
     "rowwise_adagrad": RowWiseAdagrad,
     "adagrad": torch.optim.Adagrad,
     "sgd": torch.optim.SGD,
 }
-"""Optimizers that FBGEMM can fuse on both CPU and CUDA."""
 
 
-class BinnedAUC(Metric):
+class BinnedAUC(Metric):  # torchmetrics' binned `BinaryAUROC` reads `torch.all(...)` on the host
     """Area under the ROC curve from a histogram of logits, without a host-device sync per update.
 
-    The bins are uniform in the logit, which resolves rare clicks; a pair within a bin counts half. The update of
-    torchmetrics' binned `BinaryAUROC` reads `torch.all(...)` on the host.
+    The bins are uniform in the logit, which resolves rare clicks; a pair within a bin counts half.
     """
 
-    num_bins = 8192
-    """Bins between the logits -16 and 16; the outermost bins also hold the logits outside."""
-
+    num_bins = 8192  # between the logits -16 and 16; the outermost bins also hold the logits outside
     full_state_update = False
     is_differentiable = False
     higher_is_better = True
@@ -70,8 +61,7 @@ class BinnedAUC(Metric):
 class NormalizedEntropy(Metric):
     """Log loss divided by the entropy of the overall click rate: below 1 is better than predicting the rate.
 
-    Accumulates on the device in float64. Source: He et al., Practical Lessons from Predicting Clicks on Ads at Facebook
-    (ADKDD 2014), section 3.
+    Source: He et al., Practical Lessons from Predicting Clicks on Ads at Facebook (ADKDD 2014), section 3.
     """
 
     full_state_update = False
@@ -175,9 +165,15 @@ class DLRM(LightningModule):
         self.test_auc, self.test_ne = BinnedAUC(), NormalizedEntropy()
 
     def _add_tables(self, embedding_dims: Mapping[str, int], table_device: str | torch.device) -> None:
-        """Set `ebc` to tables of these columns, with the fused optimizer of `hparams` applied if it has a rate."""
         sizes, rate = self.hparams["table_sizes"], self.hparams["table_learning_rate"]
-        tables = [_table(name, sizes[name], embedding_dim) for name, embedding_dim in embedding_dims.items()]
+        tables = []
+        for name, dim in embedding_dims.items():
+            num_rows, bound = sizes[name], 1 / math.sqrt(sizes[name])  # the default would depend on a shard's rows
+            init_fn = partial(nn.init.uniform_, a=-bound, b=bound)
+            table = EmbeddingBagConfig(
+                name=name, feature_names=[name], num_embeddings=num_rows, embedding_dim=dim, init_fn=init_fn
+            )
+            tables.append(table)
         self.ebc = EmbeddingBagCollection(tables, device=torch.device(table_device))
         if rate is not None:
             fused = FUSED_OPTIMIZERS[self.hparams["fused_optimizer"] or "rowwise_adagrad"]
@@ -195,17 +191,13 @@ class DLRM(LightningModule):
         by_feature = pooled.to_dict()
         vectors_BFE = torch.stack([dense_BE, *(by_feature[name].to(dense_BE.dtype) for name in self.features)], dim=1)
         dots_BFF = torch.bmm(vectors_BFE, vectors_BFE.transpose(1, 2))
-        dots_BP = dots_BFF.flatten(1).index_select(1, self._pair_index(dots_BFF))
-        logits_B1: Tensor = self.top(torch.cat([dense_BE, dots_BP], dim=1))
-        return logits_B1.squeeze(1).float()
-
-    def _pair_index(self, dots_BFF: Tensor) -> Tensor:
-        """Return the indices of the strict lower triangle in a flattened `(F + 1, F + 1)`, on `dots_BFF`'s device."""
-        if self._pairs is None or self._pairs.device != dots_BFF.device:
+        if self._pairs is None or self._pairs.device != dots_BFF.device:  # of the strict lower triangle, flattened
             num_vectors = dots_BFF.shape[1]
             row, column = torch.tril_indices(num_vectors, num_vectors, offset=-1)
             self._pairs = (row * num_vectors + column).to(dots_BFF.device)
-        return self._pairs
+        dots_BP = dots_BFF.flatten(1).index_select(1, self._pairs)
+        logits_B1: Tensor = self.top(torch.cat([dense_BE, dots_BP], dim=1))
+        return logits_B1.squeeze(1).float()
 
     def training_step(self, batch: RecBatch, batch_idx: int) -> Tensor:
         """Return the mean binary cross entropy of a batch, `()` float32."""
@@ -238,18 +230,6 @@ class DLRM(LightningModule):
             self.log(name, metric, on_step=False, on_epoch=True, batch_size=len(batch))
         loss = binary_cross_entropy_with_logits(logits_B, batch.labels)
         self.log(f"{split}_loss", loss, on_step=False, on_epoch=True, sync_dist=True, batch_size=len(batch))
-
-
-def _table(name: str, num_rows: int, embedding_dim: int) -> EmbeddingBagConfig:
-    bound = 1 / math.sqrt(num_rows)
-    return EmbeddingBagConfig(
-        name=name,
-        feature_names=[name],
-        num_embeddings=num_rows,
-        embedding_dim=embedding_dim,
-        # A fixed bound: the default would depend on the number of rows in a shard.
-        init_fn=partial(nn.init.uniform_, a=-bound, b=bound),
-    )
 
 
 def mlp(num_inputs: int, widths: Sequence[int]) -> nn.Sequential:

@@ -1,9 +1,4 @@
-"""SparseNN: one MLP, the over arch, over pooled embeddings and dense features.
-
-Shape suffixes: B batch size per rank, D dense features, E sum of the tables' embedding dims.
-"""
-
-from __future__ import annotations
+"""SparseNN. Shapes: B batch size per rank, D dense features, E sum of the tables' embedding dims."""
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -19,8 +14,8 @@ from .dlrm import DLRM, mlp
 class SparseNN(DLRM):
     """The model of TorchRec's benchmark of train pipelines (`TestSparseNN` with a large over arch).
 
-    Like `DLRM`, but one MLP takes the concatenated embeddings and dense features, without products: the all-to-alls and
-    the over arch's first layer grow with the number of tables.
+    Like `DLRM`, but one MLP, the over arch, takes the concatenated embeddings and dense features, without products.
+    Source: TorchRec 1.8, `torchrec.distributed.test_utils.test_model`.
 
     Args:
         table_sizes: As for `DLRM`.
@@ -35,8 +30,6 @@ class SparseNN(DLRM):
 
     Raises:
         ValueError: As for `DLRM`; or `embedding_dim_of` names an unknown table, or gives it no column.
-
-    Source: TorchRec 1.8, `torchrec.distributed.test_utils.test_model`.
     """
 
     dense_optimizer = torch.optim.SGD

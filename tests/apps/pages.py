@@ -1,10 +1,9 @@
 """The code on the pages: its blocks, shell lines, and a run of a page's Python. Functions that ranks run."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex
+import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
@@ -15,37 +14,30 @@ from typing import Any
 from unittest import mock
 
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+
+from lightning_overlap import OverlapEmbeddingStrategy
 
 from ..profiling.test_command import steps, write
+from ..support import interpreters
 from ..support.cases import TABLE_WISE, Batches, Model, make_batch
-from ..support.fits import QUIET
+from ..support.fits import QUIET, make_trainer
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-NOT_RUN = re.compile(r"<!-- not run: (?P<why>\S.*) -->\n\Z")
-"""Before a block that cannot run here; the reader of the page is told so in the text."""
+NOT_RUN = re.compile(r"<!-- not run: (?P<why>\S.*) -->\n\Z")  # before a block that cannot run here
 
 
 @dataclass(frozen=True)
 class Block:
-    """A block of code.
-
-    Args:
-        page: Its page, from the repository's root.
-        language: Its first word; empty where it has none.
-        text: What stands between the fences.
-        why_not_run: The reason that the page gives, if any.
-    """
-
-    page: str
-    language: str
+    page: str  # from the repository's root
+    language: str  # empty if the block has none
     text: str
-    why_not_run: str | None
+    why_not_run: str | None  # the reason that the page gives
 
 
 def blocks(path: Path) -> list[Block]:
-    """Return the blocks of a page."""
     text = path.read_text(encoding="utf-8")
     found = []
     for match in re.finditer(r"^```(?P<language>\w*)\n(?P<text>.*?)^```$", text, flags=re.DOTALL | re.MULTILINE):
@@ -53,6 +45,10 @@ def blocks(path: Path) -> list[Block]:
         page = path.relative_to(ROOT).as_posix()
         found.append(Block(page, match["language"], match["text"], marked and marked["why"]))
     return found
+
+
+def python_of(page: str) -> list[str]:
+    return [block.text for block in blocks(ROOT / page) if block.language == "python"]
 
 
 def commands(text: str) -> Iterator[list[str]]:
@@ -66,17 +62,23 @@ def commands(text: str) -> Iterator[list[str]]:
             yield words
 
 
-# -- Python -------------------------------------------------------------------------------------------------------
+def run_program(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *arguments]
+    done: subprocess.CompletedProcess[str] = interpreters.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    return done
 
 
-class NoMoreRequests(Exception):
-    """Ends a page's endless loop."""
+class NoMoreRequests(Exception):  # ends a page's endless loop
+    pass
 
 
-REPLACED = {
+REPLACED = {  # places and times of a page that are not here
     "docs/deltas.md": {"s3://bucket/deltas": "deltas", "step=1000": "step=3"},
 }
-"""What a page says of a place or a time that is not here."""
 
 
 def run_python(page: str, folder: Path) -> list[str]:
@@ -147,3 +149,47 @@ def _anything(name: str) -> ModuleType:
     module = ModuleType(name)
     module.__getattr__ = lambda attribute: mock.MagicMock()  # type: ignore[method-assign]
     return module
+
+
+QUIET_ARGUMENTS = "logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False"
+
+
+def run_optimizers() -> tuple[int, bool]:
+    """Run the page on optimizers with a module that has tables; return the number of steps, and whether rates moved."""
+    names: dict[str, Any] = {"torch": torch, "datamodule": Batches(TABLE_WISE, 3)}
+    first, *others = python_of("docs/optimizers.md")[:-1]
+    exec(first, names)
+    module = names["module"] = _with_optimizers_of(names, fused_optimizer=False)
+    for block in others:
+        exec(block.replace("devices=2", f"devices=2, max_epochs=1, {QUIET_ARGUMENTS}"), names)
+    trainer = make_trainer(OverlapEmbeddingStrategy(sharding="table_wise"))
+    trainer.fit(_with_optimizers_of(names), datamodule=Batches(TABLE_WISE, 3))
+    rates = [group["lr"] for group in trainer.optimizers[0].param_groups]
+    return len(module.losses), rates == [1e-3 * 4 / 1000, 2.0 * 4 / 1000]
+
+
+def run_later() -> list[bool]:
+    """Run the example of tables that train later; return after each step whether the tables have changed."""
+    names: dict[str, Any] = {"torch": torch, "in_backward_optimizer_filter": in_backward_optimizer_filter}
+    exec(python_of("docs/optimizers.md")[-1].replace("500", "3"), names)
+    model = _with_optimizers_of(names)
+    before = {name: bag.weight.detach().clone() for name, bag in model.ebc.embedding_bags.items()}
+    changed: list[bool] = []
+
+    class Looks(Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+            weights = module.ebc.state_dict()
+            shards = {name: weights[f"embedding_bags.{name}.weight"].local_shards() for name in before}
+            changed.append(
+                any(not torch.equal(part.tensor, before[name]) for name, own in shards.items() for part in own)
+            )
+
+    make_trainer(OverlapEmbeddingStrategy(sharding="table_wise"), callbacks=[Looks()]).fit(
+        model, datamodule=Batches(TABLE_WISE, 5)
+    )
+    return changed
+
+
+def _with_optimizers_of(names: dict[str, Any], **options: Any) -> Model:
+    kind = type("OfTheReadme", (Model,), {"configure_optimizers": names["configure_optimizers"]})
+    return kind(TABLE_WISE, **options)

@@ -1,7 +1,5 @@
 """What `overlap-bench` may be asked for, and what is answered before a rank starts."""
 
-from __future__ import annotations
-
 import inspect
 import re
 import subprocess

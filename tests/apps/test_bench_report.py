@@ -1,7 +1,5 @@
 """The statistics of a benchmark on numbers made by hand: the slowest rank, ratios by round, the bound."""
 
-from __future__ import annotations
-
 import json
 import math
 import sys

@@ -1,7 +1,5 @@
 """Every config file composes and names what exists, and what a config may not say is answered before a rank starts."""
 
-from __future__ import annotations
-
 import gzip
 import inspect
 import re
@@ -60,14 +58,14 @@ def test_each_file_composes_and_its_options_exist(choice: str) -> None:
     for node in nodes:
         parameters = inspect.signature(get_object(node["_target_"])).parameters
         assert node.keys() - {"_target_"} <= parameters.keys()
+    group, _, name = choice.partition("=")
+    if group in ("pipeline", "stream"):
+        assert config[group] == {"name": name}
 
 
 def test_each_mode_and_stream_policy_has_a_file_and_a_line_of_help() -> None:
     assert names("pipeline") == sorted([*MODES, "auto"])
     assert names("stream") == sorted(STREAMS)
-    for group in ("pipeline", "stream"):
-        for name in names(group):
-            assert composed(f"{group}={name}")[group] == {"name": name}
     words = (CONF / "config.yaml").read_text(encoding="utf-8").split("template:")[1].split()
     assert {*MODES, *STREAMS} <= set(words)
 
@@ -177,9 +175,7 @@ def test_bad_words_are_answered_before_a_rank_starts(overrides: list[str], messa
     [
         ("data.batch_size=abc", "data.batch_size must be an integer, got 'abc'"),
         ("data.batch_size=1.5", "data.batch_size must be an integer, got 1.5"),
-        ("model.embedding_dim=wide", "model.embedding_dim must be an integer, got 'wide'"),
         ("trainer.max_epochs=many", "trainer.max_epochs must be an integer or null, got 'many'"),
-        ("trainer.log_every_n_steps=often", "trainer.log_every_n_steps must be an integer or null, got 'often'"),
     ],
 )
 def test_values_of_a_wrong_type_too(override: str, message: str) -> None:
@@ -195,8 +191,6 @@ def test_a_fused_optimizer_in_yaml_reaches_the_strategy() -> None:
 
 
 class WithoutFusedOptimizer(LightningModule):
-    """A user's own, as it trains under DDPStrategy."""
-
     def __init__(self, **options: Any) -> None:
         super().__init__()
         config = EmbeddingBagConfig(name="t0", feature_names=["t0"], num_embeddings=1000, embedding_dim=16)
@@ -213,8 +207,6 @@ def test_a_table_that_nothing_trains_is_answered_in_the_commands_words() -> None
 
 
 class OwnsEverything(DLRM):
-    """Gives its dense optimizer the tables too."""
-
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.Adam(self.parameters())
 

@@ -1,27 +1,16 @@
-"""The examples run as their READMEs say, on two CPU processes.
-
-test_pages.py runs that of torchrun, in interpreters that import everything; these here are forked.
-"""
-
-from __future__ import annotations
+"""The examples run as their READMEs say, on two CPU processes; test_pages.py runs the example of torchrun."""
 
 import difflib
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from ..support import interpreters
+from .pages import ROOT, run_program
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).resolve().parents[2]
-
-
-NUMBERS = {
+NUMBERS = {  # what an example prints at the end, and the least and the most that the number in it may be
     "existing_module": (r"loss after 200 steps: (0\.\d+)", 0, 0.6),
     "serve_beside_training": (
         r"step 150: validation AUC trained (0\.\d+), served \1: equal\nage of the served tables",
@@ -29,7 +18,6 @@ NUMBERS = {
     ),
     "sequence_model": (r"next items found after 400 steps: (0\.\d+)", 0.35, 0.5),
 }
-"""What an example prints in the end, and the least and the most that the number in it may be."""
 
 
 @pytest.mark.parametrize("story", NUMBERS)
@@ -42,19 +30,9 @@ def test_an_example_learns(story: str, tmp_path: Path) -> None:
 
 
 def _run(story: str, name: str, folder: Path, *arguments: str) -> str:
-    """Run a script of an example in a folder; return what it prints."""
     script = ROOT / "examples" / story / name
     assert f"examples/{story}/{name}" in (script.parent / "README.md").read_text(encoding="utf-8")
-    done: subprocess.CompletedProcess[str] = interpreters.run(
-        [sys.executable, str(script), *arguments],
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=90,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return run_program(folder, str(script), *arguments).stdout
 
 
 def test_a_project_moves_over(tmp_path: Path) -> None:

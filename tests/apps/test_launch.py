@@ -1,7 +1,5 @@
 """Which failure of several is told: the first cause, not what followed from it."""
 
-from __future__ import annotations
-
 import signal
 from pathlib import Path
 from types import SimpleNamespace

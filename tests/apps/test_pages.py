@@ -1,7 +1,5 @@
 """The code on every page runs as it stands there: Python in a rank, shell lines read by the program that they call."""
 
-from __future__ import annotations
-
 import importlib.util
 import itertools
 import json
@@ -55,9 +53,6 @@ def test_python_runs(page: str, get_ranks: Any, tmp_path: Path) -> None:
         assert list((tmp_path / "deltas").glob("g000001-s000000000003-*"))
     if page == "docs/timeline.md":
         assert {"rank0.png", "spans.json.gz"} <= {path.name for path in tmp_path.iterdir()}
-
-
-# -- shell --------------------------------------------------------------------------------------------------------
 
 
 def _make(words: list[str], folder: Path) -> None:
@@ -127,7 +122,7 @@ def _curl(words: list[str], folder: Path) -> None:
     assert json.loads(words[1]).keys() == {"table", "ids"}  # what tests/deltas sends to the server
 
 
-PROGRAMS: dict[str, Callable[[list[str], Path], Any]] = {
+PROGRAMS: dict[str, Callable[[list[str], Path], Any]] = {  # the readers of a line, in less than its minutes
     "make": _make,
     "pip": _pip,
     "overlap-train": _command("config"),
@@ -138,7 +133,6 @@ PROGRAMS: dict[str, Callable[[list[str], Path], Any]] = {
     "torchrun": _torchrun,
     "curl": _curl,
 }
-"""Who reads a line, without the minutes that it would take."""
 
 
 def _name(block: Block) -> str:

@@ -1,9 +1,4 @@
-"""`overlap-train` as a user meets it: a process, started in another folder, that leaves no rank behind.
-
-Those marked as started anew are interpreters that import everything, as are their ranks; all others are forked.
-"""
-
-from __future__ import annotations
+"""`overlap-train` as a user meets it: a process in another folder; forked, if not marked as started anew."""
 
 import contextlib
 import csv
@@ -50,9 +45,10 @@ def train(
     *arguments: str,
     run: Callable[..., Any] = interpreters.run,
     module: str = "lightning_overlap.train",
+    code: int = 0,
     **variables: str,
 ) -> subprocess.CompletedProcess[str]:
-    """Run the command in `folder` and check that no rank outlives it."""
+    """Run the command in `folder`; check its exit code, and that no rank outlives it."""
     done: subprocess.CompletedProcess[str] = run(
         [sys.executable, "-m", module, *arguments],
         cwd=folder,
@@ -61,6 +57,7 @@ def train(
         text=True,
         timeout=100,
     )
+    assert done.returncode == code, done.stderr
     assert not ranks_of(folder)
     return done
 
@@ -90,7 +87,6 @@ def run_folder(folder: Path) -> Path:
 def test_two_modes_side_by_side(tmp_path: Path) -> None:
     arguments = ("experiment=smoke", "compare=[base]", "data.batch_size=32", "sharding.tables.cat_1=column_wise")
     done = train(tmp_path, *arguments, run=subprocess.run)  # started anew
-    assert done.returncode == 0, done.stderr
     assert "Epoch 0: 100%" in done.stdout + done.stderr  # the progress bar
     lines = [line.split() for line in done.stdout.splitlines()]
     assert ["mode", "base", "fused_sparse_dist"] in lines
@@ -114,7 +110,6 @@ def test_two_modes_side_by_side(tmp_path: Path) -> None:
 def test_a_frozen_window_may_differ_from_modes_that_update_in_each_batch(tmp_path: Path) -> None:
     window = ("pipeline.frozen_window=true", "trainer.accumulate_grad_batches=4", "compare=[base]")
     done = train(tmp_path, *SMALL, *window)
-    assert done.returncode == 0, done.stderr
     assert "fused_sparse_dist_frozen_window (frozen window) differs from base from step 1 on" in done.stdout
     [summary] = tmp_path.glob("outputs/*/*/summary.json")
     for mode in json.loads(summary.read_text(encoding="utf-8"))["modes"]:
@@ -123,7 +118,6 @@ def test_a_frozen_window_may_differ_from_modes_that_update_in_each_batch(tmp_pat
 
 def test_a_sweep_trains_each_and_takes_data_parallel_tables(tmp_path: Path) -> None:
     done = train(tmp_path, "-m", *SMALL, "pipeline=base,semi_sync", "sharding=data_parallel", "trainer.max_steps=6")
-    assert done.returncode == 0, done.stderr
     folders = [path.parent for path in sorted(tmp_path.glob("multirun/*/*/*/summary.json"))]
     assert [summary_of(folder)["mode"] for folder in folders] == ["base", "semi_sync"]
     head, _, *rows = done.stdout[done.stdout.rindex("\nrun  ") :].splitlines()[1:5]
@@ -132,23 +126,26 @@ def test_a_sweep_trains_each_and_takes_data_parallel_tables(tmp_path: Path) -> N
         assert {f"pipeline={pipeline}", "test_auc"} <= set(row.split())
 
 
-def test_a_checkpoint_is_saved_tested_and_gone_on_from(tmp_path: Path) -> None:
+def test_a_checkpoint_is_saved_tested_and_gone_on_from_and_tensorboard_gets_what_is_logged(tmp_path: Path) -> None:
     arguments = ("experiment=smoke", "logger=none")
-    saved = train(tmp_path, *arguments, "callbacks=model_checkpoint", "hydra.run.dir=first")
-    assert saved.returncode == 0, saved.stderr
+    train(tmp_path, "experiment=smoke", "logger=tensorboard", "callbacks=model_checkpoint", "hydra.run.dir=first")
+    events = list((tmp_path / "first" / "logs").rglob("events.out.tfevents.*"))
+    assert len(events) == 2  # of the fit and of the test, of rank 0 alone
+    content = b"".join(path.read_bytes() for path in events)
+    for tag in (b"overlap/step_ms", b"overlap/communication/hidden_ms", b"val_auc", b"test_auc"):
+        assert tag in content, tag
+    assert not list(tmp_path.rglob("metrics.csv"))
     [last] = (tmp_path / "first").rglob("last.ckpt")
     checkpoint = f"ckpt_path={last.relative_to(tmp_path)}"
 
     tested = train(tmp_path, *arguments, "callbacks=none", "hydra.run.dir=second", "task=test", checkpoint)
-    assert tested.returncode == 0, tested.stderr
     aucs = [summary_of(tmp_path / run)["metrics"]["test_auc"] for run in ("first", "second")]
     assert aucs[0] == aucs[1]
     assert summary_of(tmp_path / "second")["num_steps"] == 0
     assert "\nsteps " in tested.stdout
     assert "step time" not in tested.stdout
 
-    resumed = train(tmp_path, *arguments, "callbacks=none", "hydra.run.dir=third", "trainer.max_epochs=2", checkpoint)
-    assert resumed.returncode == 0, resumed.stderr
+    train(tmp_path, *arguments, "callbacks=none", "hydra.run.dir=third", "trainer.max_epochs=2", checkpoint)
     assert summary_of(tmp_path / "third")["num_steps"] == 20  # of 40: the first epoch's are done
 
 
@@ -160,7 +157,6 @@ def summary_of(folder: Path) -> dict[str, Any]:
 def test_a_mode_with_a_staleness_tells_which_rows_were_stale(tmp_path: Path) -> None:
     """With the callbacks and the logger that the command has by itself; a data-parallel table has no stale rows."""
     done = train(tmp_path, "experiment=smoke", "pipeline=semi_sync", "sharding.tables.cat_1=data_parallel")
-    assert done.returncode == 0, done.stderr
     with open(run_folder(tmp_path) / "logs" / "semi_sync" / "metrics.csv", encoding="utf-8") as file:
         shares = {
             name.removeprefix("overlap/stale_rows/"): float(value)
@@ -175,40 +171,26 @@ def test_a_mode_with_a_staleness_tells_which_rows_were_stale(tmp_path: Path) -> 
     assert {"cat_0", "cat_2", "cat_3"} <= {line[0] for line in lines if len(line) == 4}
 
 
-def test_what_is_logged_reaches_tensorboard(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboardX")
-    done = train(tmp_path, "experiment=smoke", "callbacks=default", "logger=tensorboard")
-    assert done.returncode == 0, done.stderr
-    events = list((run_folder(tmp_path) / "logs").rglob("events.out.tfevents.*"))
-    assert len(events) == 2  # of the fit and of the test, of rank 0 alone
-    content = b"".join(path.read_bytes() for path in events)
-    for tag in (b"overlap/step_ms", b"overlap/communication/hidden_ms", b"val_auc", b"test_auc"):
-        assert tag in content, tag
-    assert not list(tmp_path.rglob("metrics.csv"))
-
-
-def assert_refused(done: subprocess.CompletedProcess[str], *said: str, code: int = 1) -> None:
-    """It has ended with an error that begins and goes on so, and without a traceback."""
-    assert done.returncode == code
+def assert_refused(done: subprocess.CompletedProcess[str], *said: str) -> None:
     assert done.stderr.startswith(f"error: {said[0]}")
     assert all(text in done.stderr for text in said)
     assert "Traceback" not in done.stderr
 
 
 def test_names_that_do_not_exist(tmp_path: Path) -> None:
-    done = train(tmp_path, "pipeline=fused_sparse_dst")
-    assert_refused(done, "unknown pipeline 'fused_sparse_dst'. Did you mean 'fused_sparse_dist'", code=2)
-    assert_refused(train(tmp_path, "sed=3"), "Could not override 'sed'.")
+    done = train(tmp_path, "pipeline=fused_sparse_dst", code=2)
+    assert_refused(done, "unknown pipeline 'fused_sparse_dst'. Did you mean 'fused_sparse_dist'")
+    assert_refused(train(tmp_path, "sed=3", code=1), "Could not override 'sed'.")
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "outputs").write_text("a file, as root may write any folder", encoding="utf-8")
-    done = train(tmp_path, *SMALL)
+    done = train(tmp_path, *SMALL, code=1)
     assert_refused(done, "", "the run folder cannot be written. Start the command in a writable folder")
 
 
 def test_a_data_file_that_is_missing(tmp_path: Path) -> None:
-    done = train(tmp_path, "experiment=adult_income", "data.path=../nowhere/adult.data.gz")
+    done = train(tmp_path, "experiment=adult_income", "data.path=../nowhere/adult.data.gz", code=1)
     assert_refused(done, "FileNotFoundError: '../nowhere/adult.data.gz' does not exist", f"looked up in {tmp_path}")
 
 
@@ -220,8 +202,8 @@ def test_a_rank_that_fails_ends_all_with_its_own_message(tmp_path: Path) -> None
         tmp_path,
         *("--config-dir", "conf", "data=broken", "callbacks=none", "logger=none"),
         PYTHONPATH=os.pathsep.join([str(ROOT), str(tmp_path)]),
+        code=1,
     )
-    assert done.returncode == 1
     told, traceback = done.stderr.splitlines()[-2:]  # the first cause comes last
     assert told == "error: rank 1: OSError: the disk of rank 1 is gone"
     assert traceback.endswith("/errors/rank_1.txt")

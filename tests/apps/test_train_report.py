@@ -1,7 +1,5 @@
 """The verdict on losses, and what a sweep is told."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The runner of Lightning's own tests tells what passes with DDPStrategy only from all else."""
 
-from __future__ import annotations
-
 import json
 import sys
 import textwrap

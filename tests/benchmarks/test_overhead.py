@@ -1,7 +1,5 @@
 """`benchmarks/overhead.py`: the executor alone runs with sparse stages that do nothing."""
 
-from __future__ import annotations
-
 import runpy
 from pathlib import Path
 

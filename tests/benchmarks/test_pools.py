@@ -1,7 +1,5 @@
 """A caching allocator's pools, counted on a CPU."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest
@@ -24,16 +22,14 @@ COMPUTE, LOOKUP, MEMCPY = StreamName.COMPUTE, StreamName.LOOKUP, StreamName.MEMC
         (MIB + 1, MIB + 512, 20 * MIB),
         (9 * MIB, 9 * MIB, 20 * MIB),
         (10 * MIB, 10 * MIB, 10 * MIB),
-        (21 * MIB, 21 * MIB, 22 * MIB),
+        (21 * MIB, 22 * MIB, 22 * MIB),  # the megabyte that is left is too little to be split off
     ],
 )
 def test_sizes_of_blocks_and_segments(num_bytes: int, size: int, segment: int) -> None:
     allocator = CachingAllocator()
     block = allocator.allocate(num_bytes, COMPUTE)
-    # The megabyte that is left of 22 is too little to be split off.
-    assert block.size == (22 * MIB if num_bytes == 21 * MIB else size)
     assert allocator.reserved == {COMPUTE: segment}
-    assert allocator.allocated == block.size
+    assert allocator.allocated == block.size == size
 
 
 def test_what_one_stream_freed_another_does_not_get() -> None:
@@ -134,23 +130,15 @@ def test_a_batch_is_memory_of_the_stream_that_copies_it(streams: PooledStreams) 
     assert streams.reserved == {MEMCPY: 24 * MIB}
 
 
-def test_what_another_stream_reads_comes_back_as_the_step_after_next_begins(streams: PooledStreams) -> None:
+@pytest.mark.parametrize(("reader", "num_segments"), [(COMPUTE, [1, 2, 2, 2, 2]), (LOOKUP, [1, 1, 1])])
+def test_what_another_stream_reads_comes_back_as_the_step_after_next_begins_and_all_else_at_once(
+    reader: StreamName, num_segments: list[int], streams: PooledStreams
+) -> None:
     with streams.following():
-        for num_segments in (1, 2, 2, 2, 2):
+        for num in num_segments:
             streams.begin_step()
             with streams.on(LOOKUP):
                 rows = torch.ones(5 * MIB)
-            streams.record_stream([rows], COMPUTE)
+            streams.record_stream([rows], reader)
             del rows
-            assert streams.reserved == {LOOKUP: num_segments * 20 * MIB}
-
-
-def test_what_no_other_stream_reads_comes_back_at_once(streams: PooledStreams) -> None:
-    with streams.following():
-        for _ in range(3):
-            streams.begin_step()
-            with streams.on(LOOKUP):
-                rows = torch.ones(5 * MIB)
-            streams.record_stream([rows], LOOKUP)
-            del rows
-    assert streams.reserved == {LOOKUP: 20 * MIB}
+            assert streams.reserved == {LOOKUP: num * 20 * MIB}

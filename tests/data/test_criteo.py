@@ -1,12 +1,11 @@
 """Criteo's raw rows: what a row becomes, which rank and process gets it, and what bad rows and files lead to."""
 
-from __future__ import annotations
-
 import gzip
 import math
 import re
 import traceback
 from itertools import islice, zip_longest
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,8 +15,6 @@ from hypothesis import strategies as st
 from lightning_overlap.data import CriteoDataModule, RecBatch
 from lightning_overlap.data.criteo import CATEGORY_NAMES, CriteoStream, check_row, parse_rows, read_lines, resolve_paths
 
-from .files import FakeTrainer, write
-
 BIG = dict.fromkeys(CATEGORY_NAMES, 2**40)  # so big that hashes do not collide in a test
 integers = st.one_of(st.none(), st.integers(-3, 5), st.integers(-(10**17), 10**17))
 categories = st.one_of(st.none(), st.integers(0, 2**32 - 1))
@@ -26,6 +23,18 @@ rows = st.tuples(
     st.lists(integers, min_size=13, max_size=13),
     st.lists(categories, min_size=26, max_size=26),
 )
+
+
+class FakeTrainer:
+    def __init__(self, rank: int, world_size: int, epoch: int = 0) -> None:
+        self.global_rank, self.world_size, self.current_epoch = rank, world_size, epoch
+
+
+def write(path: Path, lines: list[bytes]) -> Path:
+    """Write lines, compressed if the name says so; return the path."""
+    content = b"".join(line + b"\n" for line in lines)
+    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
+    return path
 
 
 def line_of(label, numbers, ids) -> bytes:
@@ -44,9 +53,6 @@ def numbers_of(batch: RecBatch) -> list[int]:
 
 def batches(loader) -> list[list[int]]:
     return [numbers_of(batch) for batch in loader]
-
-
-# --- what a row becomes ---
 
 
 @settings(max_examples=60, deadline=None)
@@ -117,9 +123,6 @@ def test_what_is_not_called_bad_parses(row, field, noise):
     except ValueError:
         return
     assert len(parse_rows([line], BIG)) == 1
-
-
-# --- who gets which row ---
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -223,8 +226,6 @@ def test_streaming_reads_no_further_than_it_must(tmp_path):
     assert reads[-1] == 8
 
 
-# --- bad rows ---
-
 BAD = b"\t".join([b"7", *GOOD[1:]])
 
 
@@ -237,9 +238,6 @@ def test_a_bad_row_is_an_error_with_its_place(tmp_path, num_workers):
     with pytest.raises(ValueError, match=r"rows\.tsv:4: the label must be 0 or 1, got '7'") as caught:
         next(loader)
     traceback.clear_frames(caught.tb)  # ends a loader process now; the garbage collector would wait for it
-
-
-# --- files ---
 
 
 def test_a_folder_a_glob_and_a_list_stand_for_their_files(tmp_path):
@@ -275,18 +273,17 @@ CUT = gzip.compress(numbered(0), mtime=0)[:-20]
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "error", "message"),
+    ("which", "name", "content", "error", "message"),
     [
-        ("absent.tsv", None, FileNotFoundError, "absent.tsv' does not exist"),
-        ("absent*.tsv", None, FileNotFoundError, r"absent\*.tsv' matches no file"),
-        ("empty.tsv", b"", ValueError, "empty.tsv:1: the file has no rows"),
-        ("comma.csv", b"1,2,3\n", ValueError, "comma.csv:1: expected 40 tab-separated fields, got 1: '1,2,3'"),
-        ("plain.gz", numbered(0), ValueError, "plain.gz:1: the compressed file is damaged"),
-        ("cut.gz", CUT, ValueError, "cut.gz:1: the compressed file is damaged"),
+        ("path", "absent.tsv", None, FileNotFoundError, "absent.tsv' does not exist"),
+        ("val_path", "absent*.tsv", None, FileNotFoundError, r"absent\*.tsv' matches no file"),
+        ("test_path", "empty.tsv", b"", ValueError, "empty.tsv:1: the file has no rows"),
+        ("path", "comma.csv", b"1,2,3\n", ValueError, "comma.csv:1: expected 40 tab-separated fields, got 1: '1,2,3'"),
+        ("val_path", "plain.gz", numbered(0), ValueError, "plain.gz:1: the compressed file is damaged"),
+        ("test_path", "cut.gz", CUT, ValueError, "cut.gz:1: the compressed file is damaged"),
     ],
 )
-@pytest.mark.parametrize("which", ["path", "val_path", "test_path"])
-def test_check_names_what_cannot_be_read(tmp_path, name, content, error, message, which):
+def test_check_names_what_cannot_be_read(tmp_path, which, name, content, error, message):
     good = write(tmp_path / "good.tsv", [numbered(0)])
     if content is not None:
         (tmp_path / name).write_bytes(content)
@@ -305,9 +302,6 @@ def test_a_file_smaller_than_one_group_says_how_many_rows_it_has(tmp_path):
     path = write(tmp_path / "rows.tsv", [numbered(n) for n in range(5)])
     with pytest.raises(ValueError, match=r"2 ranks x 3 rows = 6 rows.\n  got: 5 rows"):
         list(CriteoStream([path], BIG, 3, 0, 2))
-
-
-# --- arguments ---
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """The synthetic stream: what is drawn, from what it depends, and how the loader resumes. Also the batch itself."""
 
-from __future__ import annotations
-
 from itertools import islice
 from pathlib import Path
 
@@ -16,7 +14,7 @@ from lightning_overlap.data import BatchLoader, RecBatch, SyntheticDataModule, c
 from lightning_overlap.models.dlrm import BinnedAUC
 
 from ..support.fits import QUIET
-from .files import FakeTrainer
+from .test_criteo import FakeTrainer
 
 SMALL = {"num_tables": 3, "rows_per_table": 50, "num_dense": 4, "batch_size": 8, "num_batches": 6}
 
@@ -39,9 +37,6 @@ def epoch_of(data: SyntheticDataModule, epoch: int) -> list[RecBatch]:
     loader = data.train_dataloader()
     loader.sampler.set_epoch(epoch)
     return list(loader)
-
-
-# --- the batch ---
 
 
 def test_a_batch_has_the_promised_shapes_and_dtypes_and_is_synced_on_the_host():
@@ -72,9 +67,6 @@ def test_a_moved_batch_is_a_batch_and_keeps_the_lengths_per_key():
 def test_arrays_that_do_not_belong_together_are_refused(lengths, message):
     with pytest.raises(ValueError, match=message):
         collate_batch(["a", "b"], np.zeros((2, 3)), np.array([7, 8, 9]), lengths, np.ones(2))
-
-
-# --- what is drawn ---
 
 
 @settings(max_examples=30, deadline=None)
@@ -149,13 +141,6 @@ def test_the_label_can_be_learned_from_dense_features_and_ids_together():
     assert 0.2 < batch.labels.mean().item() < 0.45
 
 
-# --- on what it depends ---
-
-
-def test_same_seed_rank_and_epoch_give_the_same_batches():
-    assert all_same(epoch_of(SyntheticDataModule(**SMALL), 3), epoch_of(SyntheticDataModule(**SMALL), 3))
-
-
 def test_seeds_epochs_ranks_and_splits_differ():
     data = SyntheticDataModule(**SMALL)
     other_rank = SyntheticDataModule(**SMALL)
@@ -196,9 +181,6 @@ def test_lengths_are_known_and_an_empty_split_has_no_loader():
     assert (len(data.train_dataloader()), len(data.val_dataloader()), data.test_dataloader()) == (6, 2, [])
 
 
-# --- resume ---
-
-
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")  # where there are fewer cores
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_resumed_loader_goes_on_behind_the_batches_that_were_handed_out(num_workers):
@@ -228,12 +210,7 @@ def test_the_state_counts_the_batches_handed_out():
     assert loader.state_dict()["num_batches"] == 0
 
 
-# --- with Lightning ---
-
-
 class Recorder(LightningModule):
-    """Trains nothing; keeps what it was given, and saves a checkpoint in the middle."""
-
     def __init__(self, save_after: int | None = None, save_to: Path | None = None) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.zeros(()))
@@ -260,27 +237,17 @@ def trainer(tmp_path) -> Trainer:
     return Trainer(default_root_dir=tmp_path, limit_val_batches=0, accelerator="cpu", max_epochs=2, **quiet)
 
 
-def test_lightning_neither_wraps_the_loader_nor_changes_its_batches(tmp_path):
-    data = SyntheticDataModule(**SMALL)
-    module, run = Recorder(), trainer(tmp_path)
-    run.fit(module, datamodule=data)
+def test_lightning_keeps_the_loader_and_its_batches_and_resumes_in_the_middle_of_an_epoch(tmp_path):
+    data, run = SyntheticDataModule(**SMALL), trainer(tmp_path)
+    straight = Recorder(save_after=8, save_to=tmp_path / "middle.ckpt")
+    run.fit(straight, datamodule=data)
     assert type(run.train_dataloader) is BatchLoader
     plain = SyntheticDataModule(**SMALL)
-    assert all_same(module.seen, epoch_of(plain, 0) + epoch_of(plain, 1))
-
-
-def test_a_fit_resumed_in_the_middle_of_an_epoch_sees_what_was_left(tmp_path):
-    data = SyntheticDataModule(**SMALL)
-    straight = Recorder(save_after=8, save_to=tmp_path / "middle.ckpt")
-    trainer(tmp_path).fit(straight, datamodule=data)
+    assert all_same(straight.seen, epoch_of(plain, 0) + epoch_of(plain, 1))
 
     resumed = Recorder()
     trainer(tmp_path).fit(resumed, datamodule=SyntheticDataModule(**SMALL), ckpt_path=tmp_path / "middle.ckpt")
-    assert len(resumed.seen) == 4
     assert all_same(resumed.seen, straight.seen[8:])
-
-
-# --- arguments ---
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """docs/architecture.md, its picture and CONTRIBUTING's table of folders: they name what is there."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 import sys
@@ -28,7 +26,6 @@ FILE = re.compile(r"(?<![\w/.])(?:[a-z_]+/)+(?:[a-z_]+\.py)?")
 
 
 def cells_of(path: Path, head: str) -> list[list[str]]:
-    """Return the rows of the one table that has this head."""
     lines = path.read_text(encoding="utf-8").splitlines()
     rows = lines[lines.index(head) + 2 :]
     table = rows[: next((number for number, line in enumerate(rows) if not line.startswith("|")), len(rows))]
@@ -46,14 +43,15 @@ def test_the_files_it_names_exist(path: Path) -> None:
     assert not sorted(name for name in named if not ((PACKAGE / name).exists() or (ROOT / name).exists()))
 
 
-def test_its_floors_are_those_of_the_imports() -> None:
-    rows = cells_of(PAGE, "| floor | folder or file | what it is |")
-    assert {name: int(floor) for floor, names, _ in rows for name in names_in(names)} == FLOOR
-
-
-def test_contributing_has_the_same_floors() -> None:
-    rows = cells_of(ROOT / "CONTRIBUTING.md", "| floor | folders and files |")
-    assert {name: int(floor) for floor, names in rows for name in names_in(names)} == FLOOR
+@pytest.mark.parametrize(
+    ("path", "head"),
+    [
+        (PAGE, "| floor | folder or file | what it is |"),
+        (ROOT / "CONTRIBUTING.md", "| floor | folders and files |"),
+    ],
+)
+def test_its_floors_are_those_of_the_imports(path: Path, head: str) -> None:
+    assert {name: int(floor) for floor, names, *_ in cells_of(path, head) for name in names_in(names)} == FLOOR
 
 
 def test_the_picture_was_drawn_after_the_last_change_of_its_script() -> None:
@@ -61,8 +59,6 @@ def test_the_picture_was_drawn_after_the_last_change_of_its_script() -> None:
     digest = hashlib.sha256(PICTURE.read_bytes()).hexdigest()
     assert digest.encode() in (PAGE.parent / "architecture.png").read_bytes()
 
-
-# -- the walk of a step ----------------------------------------------------------------------------------------
 
 ENDS = (
     (Answers, "begin"),  # the step begins,
@@ -96,7 +92,6 @@ class Walk(Callback):
 
 
 def methods_on_the_stack() -> list[str]:
-    """Return the package's methods that run now, the outermost first."""
     found, frame = [], sys._getframe(1)
     while frame.f_back is not None:
         frame = frame.f_back

@@ -1,7 +1,5 @@
 """Links of the pages that are tracked: each leads to a file that is there, and to a heading of it."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from pathlib import Path
@@ -16,13 +14,11 @@ HEADING = re.compile(r"^#+ (?P<words>.+)$", flags=re.MULTILINE)
 
 
 def anchors(text: str) -> set[str]:
-    """Return what the headings of a page are called in a link."""
     words = [match["words"].strip().lower() for match in HEADING.finditer(FENCED.sub("", text))]
     return {re.sub(r"[^\w\- ]", "", one).replace(" ", "-") for one in words}
 
 
 def broken(page: Path, text: str) -> list[str]:
-    """Return the links of a page that lead nowhere."""
     found = []
     for match in LINK.finditer(CODE.sub("", FENCED.sub("", text))):
         to, _, anchor = match["to"].partition("#")

@@ -12,10 +12,10 @@ import pytest
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 
 def read_pins(lock: str) -> dict[str, str]:
-    """Return the version of each package that a lock file names."""
     text = (ROOT / "requirements" / lock).read_text(encoding="utf-8")
     return dict(re.findall(r"^([a-z0-9-]+)==(\S+)$", text, flags=re.MULTILINE))
 
@@ -32,22 +32,6 @@ def test_version_is_that_of_the_installed_package() -> None:
 
 def test_type_marker_is_beside_the_package() -> None:
     assert (files("lightning_overlap") / "py.typed").is_file()
-
-
-def test_conf_is_beside_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)  # from any folder
-    conf = files("lightning_overlap") / "conf"
-    assert (conf / "config.yaml").is_file()
-    # Hydra takes a folder for pkg://lightning_overlap.conf only when this file is there.
-    assert (conf / "__init__.py").is_file()
-
-
-def test_hydra_finds_the_primary_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from hydra import compose, initialize_config_module
-
-    monkeypatch.chdir(tmp_path)
-    with initialize_config_module("lightning_overlap.conf", version_base="1.3"):
-        assert compose(config_name="config")
 
 
 IMPORTS = """
@@ -82,41 +66,27 @@ print(sorted(name for name in set(sys.modules) - modules if name.split(".")[0] i
 """
 
 
-@pytest.fixture(scope="module")
-def of_import() -> list[str]:
-    """What an import of the package changes in Lightning, and the modules of commands and extras that it imports."""
+@pytest.mark.slow
+def test_an_import_changes_one_thing_in_lightning_and_imports_nothing_of_commands_and_extras() -> None:
     done = subprocess.run([sys.executable, "-c", IMPORTS], cwd=ROOT, capture_output=True, text=True, check=True)
-    return done.stdout.splitlines()[-2:]
-
-
-@pytest.mark.slow
-def test_importing_it_leaves_lightning_as_it_was_but_for_one_error(of_import: list[str]) -> None:
-    assert of_import[0] == "['lightning.pytorch.core.module._load_from_checkpoint']"
-
-
-@pytest.mark.slow
-def test_importing_it_imports_nothing_of_commands_and_extras(of_import: list[str]) -> None:
-    assert of_import[1] == "[]"
+    changed, imported = done.stdout.splitlines()[-2:]
+    assert changed == "['lightning.pytorch.core.module._load_from_checkpoint']"
+    assert imported == "[]"
 
 
 def test_the_locks_have_what_the_commands_and_all_extras_need() -> None:
-    with open(ROOT / "pyproject.toml", "rb") as file:
-        project = tomllib.load(file)["project"]
-    pins = read_pins("cpu.lock")
-    extras = project["optional-dependencies"]
-    for text in (*project["dependencies"], *extras["plot"], *extras["deltas"], *extras["cpu"]):
+    pins, extras = read_pins("cpu.lock"), PROJECT["optional-dependencies"]
+    for text in (*PROJECT["dependencies"], *extras["plot"], *extras["deltas"], *extras["cpu"]):
         needed = Requirement(text)
         assert needed.specifier.contains(pins[needed.name]), text
 
 
 def test_classifiers_come_once_and_say_what_the_package_says() -> None:
-    with open(ROOT / "pyproject.toml", "rb") as file:
-        project = tomllib.load(file)["project"]
-    classifiers = project["classifiers"]
+    classifiers = PROJECT["classifiers"]
     assert classifiers == sorted(set(classifiers))
     for kind in ("Development Status", "Intended Audience", "Operating System", "Programming Language", "Topic"):
         assert any(one.startswith(f"{kind} :: ") for one in classifiers)
-    oldest = project["requires-python"].removeprefix(">=")
+    oldest = PROJECT["requires-python"].removeprefix(">=")
     assert f"Programming Language :: Python :: {oldest}" in classifiers
     assert not any(one.startswith("License ::") for one in classifiers), "license = says it, and both are refused"
 

@@ -1,7 +1,5 @@
 """What `make docs` does with the pages: links, and what a page may load."""
 
-from __future__ import annotations
-
 import runpy
 from pathlib import Path
 from typing import Any
