@@ -1,7 +1,5 @@
 """Formatting shared by several folders: unknown names, long lists of names, aligned columns."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Collection, Iterable, Sequence
 

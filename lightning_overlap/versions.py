@@ -1,7 +1,5 @@
 """The supported versions of torch, FBGEMM, TorchRec and Lightning, and checks of the installed ones."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Iterable, Mapping

@@ -1,7 +1,5 @@
 """`OverlapMonitor`: logs how much of the lookup and of the communication was hidden."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping

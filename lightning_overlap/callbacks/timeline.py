@@ -1,7 +1,5 @@
 """`OverlapTimeline`: draws a few steps of every rank as a picture and a Perfetto trace."""
 
-from __future__ import annotations
-
 import tempfile
 import warnings
 from pathlib import Path

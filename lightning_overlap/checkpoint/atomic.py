@@ -1,7 +1,5 @@
 """Replace checkpoints atomically: NAME is always a complete checkpoint, the old or the new one."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import shutil

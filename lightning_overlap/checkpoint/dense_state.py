@@ -1,7 +1,5 @@
 """State of the optimizers of `configure_optimizers`, by parameter name: positions depend on the plan and the rank."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Checkpoints of sharded tables as one file of plain tensors, which also loads into the unsharded module."""
 
-from __future__ import annotations
-
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path

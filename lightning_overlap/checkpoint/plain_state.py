@@ -1,7 +1,5 @@
 """Convert optimizer state of a run without this strategy, which numbered its parameters in the weights' order."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Collection, Mapping, Sequence

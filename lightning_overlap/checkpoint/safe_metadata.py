@@ -3,8 +3,6 @@
 A folder's list of tensors is a pickle. Here it may name only classes of such a list, read as records without behaviour.
 """
 
-from __future__ import annotations
-
 import io
 import pickle
 from collections.abc import Mapping

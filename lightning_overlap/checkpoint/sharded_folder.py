@@ -1,7 +1,5 @@
 """Checkpoints of sharded tables as a folder: every rank writes its shards with torch.distributed.checkpoint."""
 
-from __future__ import annotations
-
 import io
 import pickle
 import warnings

@@ -1,7 +1,5 @@
 """Find out from the graph of a loss whether only the module itself uses a module's weights."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

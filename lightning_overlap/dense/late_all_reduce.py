@@ -1,7 +1,5 @@
 """Wait for the all-reduce of dense gradients later than in the backward that issues it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

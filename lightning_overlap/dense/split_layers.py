@@ -1,7 +1,5 @@
 """Split the backward of layers into halves: gradients of inputs at once, gradients of weights later."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Let all ranks agree at every step on the end of the data and on stops; they read the answer a step later."""
 
-from __future__ import annotations
-
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """A gloo backend whose all-to-alls use both directions of a link at once, whichever rank arrives first."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """The process groups of a run besides the default group, made once per process."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import os

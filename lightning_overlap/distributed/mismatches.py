@@ -4,8 +4,6 @@ A rank that cannot serve a call from early embeddings reports it in the store an
 that served the call goes on, perhaps into a collective; so a thread of each rank answers waiting ranks.
 """
 
-from __future__ import annotations
-
 import contextlib
 import threading
 import time

@@ -1,7 +1,5 @@
 """Send several tensors in one all-to-all, since each costs the host and the network a fixed time besides its bytes."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from math import prod
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Wrap collectives of `torch.distributed`, to time or delay them."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager

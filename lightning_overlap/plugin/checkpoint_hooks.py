@@ -1,7 +1,5 @@
 """The hooks of a strategy around checkpoints: which format is written and read, on every rank."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial

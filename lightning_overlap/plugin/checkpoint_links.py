@@ -1,7 +1,5 @@
 """`ModelCheckpoint(save_last=...)`: `ckpt_path="last"` finds the newest complete checkpoint at any time."""
 
-from __future__ import annotations
-
 import functools
 import os
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """The hooks of a strategy when a rank fails: each rank reports the first error, and no rank waits for a lost one."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """Log a short block at the start of a fit; filter out records and warnings of TorchRec and FBGEMM about themselves."""
 
-from __future__ import annotations
-
 import logging
 import warnings
 from collections.abc import Mapping

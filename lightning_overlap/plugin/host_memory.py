@@ -1,7 +1,5 @@
 """Keep freed memory in the process: on a CPU the next step asks for the same blocks again."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 from typing import Any

@@ -1,7 +1,5 @@
 """Lightning's private names that this folder uses: an upgrade that lacks a name fails with a clear error."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from lightning.pytorch import Trainer

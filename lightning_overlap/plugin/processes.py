@@ -1,7 +1,5 @@
 """A strategy that is copied, pickled, or starts processes by `spawn` or `fork`, whose parent gets whole tables back."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """State that the base classes of the strategy share: the current run, and the objects that outlive it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta

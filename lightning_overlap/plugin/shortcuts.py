@@ -1,7 +1,5 @@
 """Skip work of Lightning that has no effect on a step: moves of logged values, and hooks that do nothing."""
 
-from __future__ import annotations
-
 import logging
 from contextlib import ExitStack
 from types import FunctionType

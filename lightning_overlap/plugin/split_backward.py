@@ -1,7 +1,5 @@
 """The mode that splits the backward of the dense part: whether a fit can, and which layers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

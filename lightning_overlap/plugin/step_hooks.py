@@ -1,7 +1,5 @@
 """The hooks of a strategy inside a step: each tells the executor how far the trainer is."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """`OverlapEmbeddingStrategy`: takes the user's options, and makes a run's shards, streams, pipelines and executors."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Refuse setups that would silently train wrongly with sharded tables, before training starts, with a way out."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack

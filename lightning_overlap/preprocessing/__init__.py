@@ -1,4 +1,3 @@
 """Call methods that make a module's inputs when their batch is staged, before its step, if that changes no result."""
 
-from .staged_calls import StagedCalls as StagedCalls
-from .staged_calls import staged as staged
+from .staged_calls import StagedCalls, staged

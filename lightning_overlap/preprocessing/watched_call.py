@@ -1,7 +1,5 @@
 """Watch one call of a staged method: which module state it reads, and whether it may be called early."""
 
-from __future__ import annotations
-
 import random
 import sys
 from collections.abc import Callable, Iterator

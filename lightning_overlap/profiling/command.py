@@ -1,7 +1,5 @@
 """`overlap-timeline`: draw traces and print how much of them was hidden."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

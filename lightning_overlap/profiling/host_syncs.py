@@ -1,7 +1,5 @@
 """Predict, also on a CPU, host-device syncs: operators whose result the host reads, for which it waits on CUDA."""
 
-from __future__ import annotations
-
 import os
 import sysconfig
 import time

@@ -1,7 +1,5 @@
 """The layout of a picture of timelines: panels, lanes and bars."""
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence

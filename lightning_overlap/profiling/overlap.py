@@ -1,7 +1,5 @@
 """Compute how much communication, lookup and copy time in a window of a timeline was hidden."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, fields

@@ -1,7 +1,5 @@
 """Record stages, collectives and waits of a step as spans, on CUDA by timing events, without host-device syncs."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress

@@ -1,7 +1,5 @@
 """Breakdowns as text: the table at the end of a monitored run, and the report of a trace."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from operator import itemgetter

@@ -1,7 +1,5 @@
 """Spans of work on a lane (a stream or the host), and the sweep over them."""
 
-from __future__ import annotations
-
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace

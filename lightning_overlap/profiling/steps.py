@@ -1,7 +1,5 @@
 """Find the steps of a timeline, and the windows to measure and to draw."""
 
-from __future__ import annotations
-
 import re
 import statistics
 from collections.abc import Iterable, Sequence

@@ -1,7 +1,5 @@
 """Read and write files of timelines in Chrome's trace format, of torch.profiler and of this package."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import math

@@ -1,7 +1,5 @@
 """The stages and categories of names in a torch.profiler trace: annotations, operators and kernels."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """Copy a batch on one stream into device memory from another stream's pool."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

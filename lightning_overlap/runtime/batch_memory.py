@@ -1,7 +1,5 @@
 """Copy batches of a data loader that may reuse the memory of batches in flight."""
 
-from __future__ import annotations
-
 import warnings
 import weakref
 from collections import deque

@@ -1,7 +1,5 @@
 """The batches in flight: fetched ahead of their step, as far as all ranks have data."""
 
-from __future__ import annotations
-
 import atexit
 import ctypes
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Walk a batch: dataclasses, NamedTuples, tuples, lists, mappings, plain objects, nested in any way."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import pickle

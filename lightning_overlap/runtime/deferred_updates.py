@@ -1,7 +1,5 @@
 """Deferred updates of the tables: when each update is issued, and which streams and events it waits for."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any

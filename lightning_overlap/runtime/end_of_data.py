@@ -1,7 +1,5 @@
 """Find the end of an epoch: after the same batch on all ranks, though their data differ."""
 
-from __future__ import annotations
-
 import warnings
 
 from ..distributed import ASK_FOR_LAST, MAX_INTERVAL, Answer, Consensus, PollInterval, StepFlags

@@ -1,7 +1,5 @@
 """Walk a schedule: run its steps around the trainer's own forward, backward and optimizer step."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from typing import Any

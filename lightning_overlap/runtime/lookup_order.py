@@ -1,7 +1,5 @@
 """Order two streams: the lookup stream, which reads and updates tables, and the compute stream."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """Name the stage and the batch to a profiler and in errors, at next to no cost while no profiler runs."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager

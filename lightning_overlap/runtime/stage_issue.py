@@ -1,7 +1,5 @@
 """Issue one sparse stage of one batch on its stream, after everything it reads, once module inputs are known."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any

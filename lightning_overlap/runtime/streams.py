@@ -1,7 +1,5 @@
 """Streams and events: CUDA's, and their stand-ins on a CPU."""
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Find tables that user code wrote between two steps, after early lookups for later batches."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from .batch_queue import BatchQueue

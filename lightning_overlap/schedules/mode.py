@@ -1,7 +1,5 @@
 """A mode with its options: one value, checked on construction. Modes and stream policies are found by name."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, fields

@@ -1,7 +1,5 @@
 """The pipeline modes: one table each, and the stream policies. `MODES` and `STREAMS` map names to them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType

@@ -1,7 +1,5 @@
 """The vocabulary of a training step: its stages and their streams."""
 
-from __future__ import annotations
-
 from enum import Enum
 
 

@@ -3,12 +3,9 @@
 A *part* of a module is one sharding of its tables: one entry of TorchRec's `_input_dists`, `_lookups`, `_output_dists`.
 """
 
-from .delayed_gradients import GradientStash as GradientStash
-from .inputs import count_anew as count_anew
-from .inputs import keyed_jagged_tensors as keyed_jagged_tensors
-from .inputs import note_lengths as note_lengths
-from .options import SparseOptions as SparseOptions
-from .pipeline import SparsePipeline as SparsePipeline
-from .pipelined_forward import EarlyEmbeddings as EarlyEmbeddings
-from .stale_embeddings import StaleCounts as StaleCounts
-from .stale_embeddings import StaleRows as StaleRows
+from .delayed_gradients import GradientStash
+from .inputs import count_anew, keyed_jagged_tensors, note_lengths
+from .options import SparseOptions
+from .pipeline import SparsePipeline
+from .pipelined_forward import EarlyEmbeddings
+from .stale_embeddings import StaleCounts, StaleRows

@@ -1,7 +1,5 @@
 """Decide whether a call of a sharded module gets early embeddings or runs its own forward, on all ranks alike."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial

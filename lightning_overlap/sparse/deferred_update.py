@@ -1,7 +1,5 @@
 """Deferred updates: autograd stops at the received embeddings; `send` and `apply` run the rest of it later."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field

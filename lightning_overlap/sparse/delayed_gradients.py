@@ -1,7 +1,5 @@
 """Apply dense gradients k steps late, so that they are as old as the embeddings of a lookup with staleness k."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterator
 from weakref import WeakKeyDictionary

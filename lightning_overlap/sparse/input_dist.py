@@ -1,7 +1,5 @@
 """The input dist of all sharded modules: one exchange of sizes, then lengths, ids and weights in one all-to-all."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache, partial

@@ -1,7 +1,5 @@
 """The inputs of sharded modules: find them in the batch, send their ids to the tables' ranks, perhaps free them."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterable
 from typing import Any, NoReturn

@@ -1,7 +1,5 @@
 """One batch in one sharded module: what is under way, and what has to stay unchanged for its early lookup to hold."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field

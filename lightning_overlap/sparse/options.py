@@ -1,7 +1,5 @@
 """Options of a `SparsePipeline`, checked when they are built."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """The sparse stages of a model's sharded modules, put together: inputs, lookups, updates, and the modules' forwards."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

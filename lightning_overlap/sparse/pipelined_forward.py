@@ -1,7 +1,5 @@
 """Replace the forward of sharded modules by a pipelined one; find which input of the batch feeds which module."""
 
-from __future__ import annotations
-
 import itertools
 import warnings
 from collections.abc import Callable, Container, Iterator, Mapping

@@ -1,7 +1,5 @@
 """Count the stale rows of a lookup: rows that it reads before the update of an earlier batch has written them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Steps of the schedule that run inside a backward, and updates of tables that come after it."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable
 

@@ -1,7 +1,5 @@
 """Learning rates of the fused kernels: a backward updates at the present rate, not at the rate of its lookup."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext

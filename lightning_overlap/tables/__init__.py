@@ -1,79 +1,68 @@
 """Find and shard a model's embedding tables, check their optimizers, and inspect the sharded modules."""
 
-from .combined_optimizer import combined_optimizer as combined_optimizer
-from .combined_optimizer import optimizer_name as optimizer_name
-from .combined_optimizer import rate_setter as rate_setter
-from .id_ranges import IdRanges as IdRanges
-from .id_ranges import OutOfRangeIds as OutOfRangeIds
-from .id_ranges import check_out_of_range_ids as check_out_of_range_ids
-from .names import takes_weights as takes_weights
-from .names import without_graph as without_graph
-from .optimizer_checks import FusedOptimizer as FusedOptimizer
-from .optimizer_checks import check_dense_optimizers as check_dense_optimizers
-from .optimizer_checks import check_fused_optimizer as check_fused_optimizer
-from .optimizer_checks import fused_only_tables as fused_only_tables
-from .optimizer_checks import keep_dense as keep_dense
-from .optimizer_checks import refuse_dense_owner as refuse_dense_owner
-from .plans import KeptPlan as KeptPlan
-from .plans import plan_of as plan_of
-from .quantized_comms import OverflowWatch as OverflowWatch
-from .quantized_comms import QuantizedComms as QuantizedComms
-from .quantized_comms import check_quantized_comms as check_quantized_comms
-from .quantized_comms import codecs_of as codecs_of
-from .quantized_comms import compression as compression
-from .quantized_comms import resolve_quantized_comms as resolve_quantized_comms
-from .replicas import ReplicateTables as ReplicateTables
-from .replicas import check_replicate_tables as check_replicate_tables
-from .replicas import follow_rates as follow_rates
-from .replicas import replica_kernels as replica_kernels
-from .sharded_module import SetRates as SetRates
-from .sharded_module import caching_tbes as caching_tbes
-from .sharded_module import check_torchrec as check_torchrec
-from .sharded_module import clips_in_backward as clips_in_backward
-from .sharded_module import forget_prefetched as forget_prefetched
-from .sharded_module import kernel_of as kernel_of
-from .sharded_module import keys_in_backward as keys_in_backward
-from .sharded_module import owners_of_parts as owners_of_parts
-from .sharded_module import rates_of as rates_of
-from .sharded_module import tbes as tbes
-from .sharded_module import tbes_within as tbes_within
-from .sharded_module import without_backward as without_backward
-from .sharding import ShardedStateNames as ShardedStateNames
-from .sharding import Sharding as Sharding
-from .sharding import check_sharding as check_sharding
-from .sharding import check_sharding_types as check_sharding_types
-from .sharding import make_plan as make_plan
-from .sharding import shard_tables as shard_tables
-from .shards import KernelShards as KernelShards
-from .shards import TableShard as TableShard
-from .shards import kernel_shards as kernel_shards
-from .shards import table_lines as table_lines
-from .supported_modules import TABLE_TYPES as TABLE_TYPES
-from .supported_modules import hands_out_rows as hands_out_rows
-from .supported_modules import has_model_parallel_tables as has_model_parallel_tables
-from .supported_modules import holds_sequences as holds_sequences
-from .supported_modules import ids_fit_32_bits as ids_fit_32_bits
-from .supported_modules import input_dists_of as input_dists_of
-from .supported_modules import owners_of as owners_of
-from .supported_modules import sharded_modules as sharded_modules
-from .supported_modules import spec_of as spec_of
-from .supported_modules import table_modules as table_modules
-from .supported_modules import tables_in_backward as tables_in_backward
-from .supported_modules import tables_in_dense_shards as tables_in_dense_shards
-from .supported_modules import tables_of as tables_of
-from .supported_modules import why_never_early as why_never_early
-from .supported_modules import why_never_held as why_never_held
-from .table import apply_table_optimizers as apply_table_optimizers
-from .table import find_tables as find_tables
-from .table import has_tables as has_tables
-from .table import table_optimizers as table_optimizers
-from .table import training_sharders as training_sharders
-from .write_counts import SentInput as SentInput
-from .write_counts import count_backwards as count_backwards
-from .write_counts import count_writes as count_writes
-from .write_counts import fused_writes as fused_writes
-from .write_counts import has_dense_weights as has_dense_weights
-from .write_counts import num_fused_writes as num_fused_writes
-from .write_counts import num_writes as num_writes
-from .write_counts import renew_counts as renew_counts
-from .write_counts import watch_lengths as watch_lengths
+from .combined_optimizer import combined_optimizer, optimizer_name, rate_setter
+from .id_ranges import IdRanges, OutOfRangeIds, check_out_of_range_ids
+from .names import takes_weights, without_graph
+from .optimizer_checks import (
+    FusedOptimizer,
+    check_dense_optimizers,
+    check_fused_optimizer,
+    fused_only_tables,
+    keep_dense,
+    refuse_dense_owner,
+)
+from .plans import KeptPlan, plan_of
+from .quantized_comms import (
+    OverflowWatch,
+    QuantizedComms,
+    check_quantized_comms,
+    codecs_of,
+    compression,
+    resolve_quantized_comms,
+)
+from .replicas import ReplicateTables, check_replicate_tables, follow_rates, replica_kernels
+from .sharded_module import (
+    SetRates,
+    caching_tbes,
+    check_torchrec,
+    clips_in_backward,
+    forget_prefetched,
+    kernel_of,
+    keys_in_backward,
+    owners_of_parts,
+    rates_of,
+    tbes,
+    tbes_within,
+    without_backward,
+)
+from .sharding import ShardedStateNames, Sharding, check_sharding, check_sharding_types, make_plan, shard_tables
+from .shards import KernelShards, TableShard, kernel_shards, table_lines
+from .supported_modules import (
+    TABLE_TYPES,
+    hands_out_rows,
+    has_model_parallel_tables,
+    holds_sequences,
+    ids_fit_32_bits,
+    input_dists_of,
+    owners_of,
+    sharded_modules,
+    spec_of,
+    table_modules,
+    tables_in_backward,
+    tables_in_dense_shards,
+    tables_of,
+    why_never_early,
+    why_never_held,
+)
+from .table import apply_table_optimizers, find_tables, has_tables, table_optimizers, training_sharders
+from .write_counts import (
+    SentInput,
+    count_backwards,
+    count_writes,
+    fused_writes,
+    has_dense_weights,
+    num_fused_writes,
+    num_writes,
+    renew_counts,
+    watch_lengths,
+)

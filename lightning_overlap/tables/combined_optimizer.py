@@ -1,7 +1,5 @@
 """An optimizer for the dense part and the fused tables' learning rates, so that a scheduler changes both."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 

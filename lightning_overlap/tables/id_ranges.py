@@ -1,7 +1,5 @@
 """Find ids outside of their table, on the host in one pass over the ids."""
 
-from __future__ import annotations
-
 from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np

@@ -3,8 +3,6 @@
 TorchRec orders columns by the sharding plan, and finds features of every input at their places in the first input.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Check which optimizer trains each table: the fused optimizer in the backward, or one of `configure_optimizers`."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import inspect

@@ -1,7 +1,5 @@
 """Deterministic use of TorchRec's planner, and the plan of a sharded model."""
 
-from __future__ import annotations
-
 import gc
 from dataclasses import dataclass
 from typing import Any

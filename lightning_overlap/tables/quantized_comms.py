@@ -1,7 +1,5 @@
 """Quantized communication: resolve and check precisions, and warn if gradients do not fit FP16."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import warnings

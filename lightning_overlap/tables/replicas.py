@@ -1,7 +1,5 @@
 """Replicas: data-parallel tables that every rank updates in the backward, with the summed gradient."""
 
-from __future__ import annotations
-
 import itertools
 import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Inspect a sharded module: its kernels, fused optimizers and tables; TorchRec's private names."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager

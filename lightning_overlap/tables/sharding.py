@@ -1,7 +1,5 @@
 """Shard the tables of a model in place: the user's argument, the plan, and checks before training starts."""
 
-from __future__ import annotations
-
 import copyreg
 import itertools
 import os

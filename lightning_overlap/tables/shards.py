@@ -1,7 +1,5 @@
 """This rank's shards of tables, by kernel."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any

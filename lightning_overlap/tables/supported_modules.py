@@ -1,7 +1,5 @@
 """The kinds of sharded modules: where each keeps its tables, and the last writer of the tables."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """The tables of a model before it is sharded."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Detect writes to inputs and tables of an early lookup by `Tensor._version`, which FBGEMM's updates do not change."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Iterable
 from functools import partial

@@ -1,7 +1,5 @@
 """`check_module`: checks the laws of the package on a user's module and data."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from collections.abc import Mapping

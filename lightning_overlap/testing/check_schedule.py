@@ -1,7 +1,5 @@
 """`check_laws`: checks the laws of a schedule with a small model."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

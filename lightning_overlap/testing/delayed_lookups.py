@@ -1,7 +1,5 @@
 """The reference of a stale mode: plain training whose lookups read old tables."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

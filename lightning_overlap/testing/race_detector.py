@@ -4,8 +4,6 @@ Source: the happens-before order of Lamport (1978) in vector clocks, and the las
 (Flanagan and Freund, PLDI 2009), without its compressed clocks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Run and watch one fit of a user's module under the strategy."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import hashlib

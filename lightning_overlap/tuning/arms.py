@@ -1,7 +1,5 @@
 """The options of `pipeline="auto"`, and the arms that it tries: exact modes, each with a stream for its lookups."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields, replace
 from typing import Any
 

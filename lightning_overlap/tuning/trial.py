@@ -1,7 +1,5 @@
 """Compare arms by their blocks of batches; all ranks choose alike, from the measurements of all ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """`Tuner`: tries arms during training, makes the same choice on all ranks, and keeps it."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any

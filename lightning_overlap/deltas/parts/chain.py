@@ -1,7 +1,5 @@
 """Find the next cut of a replica, also after lost parts, crashes, resumes and bases."""
 
-from __future__ import annotations
-
 import logging
 import time
 from bisect import bisect_right

@@ -1,7 +1,5 @@
 """The cuts in a sink: which are whole, which parts are missing, and their headers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property

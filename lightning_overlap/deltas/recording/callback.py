@@ -1,7 +1,5 @@
 """`EmbeddingDeltas`: streams updated rows to serving during training."""
 
-from __future__ import annotations
-
 import os
 import time
 import uuid

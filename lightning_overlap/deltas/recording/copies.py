@@ -1,7 +1,5 @@
 """Copy marked rows, on a CPU in a thread, on CUDA on the lookup stream."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future

@@ -1,7 +1,5 @@
 """Make the chunks of a part from copied rows."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace

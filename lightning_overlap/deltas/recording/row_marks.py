@@ -1,7 +1,5 @@
 """Marks on the rows of a kernel's tables: ids on a host, flags on a device (N ids, F features, T tables, R rows)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import Any, TypeAlias

@@ -1,7 +1,5 @@
 """The rows that updates have written since the last copy."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any

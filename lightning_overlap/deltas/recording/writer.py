@@ -1,7 +1,5 @@
 """A thread that writes cuts to a sink, so that a slow sink does not delay steps."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections import deque

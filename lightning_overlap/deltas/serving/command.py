@@ -1,7 +1,5 @@
 """`overlap-replica`: follow a sink, print its progress, and write the tables into a file or serve them."""
 
-from __future__ import annotations
-
 import argparse
 import signal
 import sys

@@ -1,7 +1,5 @@
 """A small HTTP server for a replica: `GET /step`, `POST /lookup`."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The tables of a replica: check parts against them, and write rows."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Store parts as files in a folder on a local disk, a shared file system or an object store."""
 
-from __future__ import annotations
-
 import os
 import uuid
 from collections.abc import Callable, Iterable, Sequence

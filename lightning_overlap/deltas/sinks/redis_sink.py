@@ -1,7 +1,5 @@
 """Store parts in Redis: their names in a stream, each part under a separate key."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from functools import cached_property

@@ -1,7 +1,5 @@
 """Make the sink for an address; remove parts that no replica needs."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

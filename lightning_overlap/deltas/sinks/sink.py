@@ -1,7 +1,5 @@
 """The protocol of sinks, and their errors."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager

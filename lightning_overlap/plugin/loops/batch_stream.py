@@ -1,7 +1,5 @@
 """The stream of batches: it takes them from Lightning's fetcher and stages each for the executor."""
 
-from __future__ import annotations
-
 from collections import deque
 from contextlib import nullcontext, suppress
 from typing import Any

@@ -1,7 +1,5 @@
 """Lightning's evaluation loops with a lookahead: `validate`, `test`, `predict`, and validation inside a fit."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Lightning's fit loop with a lookahead: during a fit the loop objects have a subclass of their class with a mixin."""
 
-from __future__ import annotations
-
 import warnings
 from collections import OrderedDict
 from contextlib import ExitStack

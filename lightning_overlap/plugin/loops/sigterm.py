@@ -1,7 +1,5 @@
 """SIGTERM on any rank ends all ranks after the same step: they learn of it from the consensus about batches."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
