@@ -1,23 +1,30 @@
 """Communication between ranks besides the tables' collectives: process groups, consensus, the cause of a failure."""
 
-from . import groups
-from .consensus import (
-    ASK_FOR_LAST,
-    MAX_INTERVAL,
-    SKIP_ALIKE,
-    Answer,
-    Consensus,
-    Group,
-    Lowest,
-    PollInterval,
-    StepFlags,
-    check_none_batches,
-    gather_objects,
-    together,
-    warn_on_rank_zero,
-)
-from .failures import FirstCause, Store, default_store, is_told_last, remember_sockets, tell_last, timed_out
-from .groups import CONSENSUS
-from .mismatches import Mismatches
-from .packed_alltoall import PackedExchange, Part
-from .wrapped_work import Issue, WrappedWork, wrap_collectives
+from . import groups as groups
+from .consensus import ASK_FOR_LAST as ASK_FOR_LAST
+from .consensus import MAX_INTERVAL as MAX_INTERVAL
+from .consensus import SKIP_ALIKE as SKIP_ALIKE
+from .consensus import Answer as Answer
+from .consensus import Consensus as Consensus
+from .consensus import Group as Group
+from .consensus import Lowest as Lowest
+from .consensus import PollInterval as PollInterval
+from .consensus import StepFlags as StepFlags
+from .consensus import check_none_batches as check_none_batches
+from .consensus import gather_objects as gather_objects
+from .consensus import together as together
+from .consensus import warn_on_rank_zero as warn_on_rank_zero
+from .failures import FirstCause as FirstCause
+from .failures import Store as Store
+from .failures import default_store as default_store
+from .failures import is_told_last as is_told_last
+from .failures import remember_sockets as remember_sockets
+from .failures import tell_last as tell_last
+from .failures import timed_out as timed_out
+from .groups import CONSENSUS as CONSENSUS
+from .mismatches import Mismatches as Mismatches
+from .packed_alltoall import PackedExchange as PackedExchange
+from .packed_alltoall import Part as Part
+from .wrapped_work import Issue as Issue
+from .wrapped_work import WrappedWork as WrappedWork
+from .wrapped_work import wrap_collectives as wrap_collectives
