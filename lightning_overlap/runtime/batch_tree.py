@@ -61,8 +61,8 @@ def path_text(path: Path) -> str:
 def with_leaves(batch: Any, change: Callable[[Any], Any]) -> Any:
     """Return a copy of a batch with replaced leaves, or the batch itself if `change` replaces none.
 
-    NumPy arrays are leaves here, and all attributes of an object are searched. `change` is called once for each leaf,
-    but not for numbers and strings. An object that cannot be pickled raises an error.
+    NumPy arrays are leaves here, all attributes of an object are searched, and `change` is called once for each leaf
+    but numbers and strings. An object that cannot be pickled raises an error.
     """
     written = io.BytesIO()
     pickler = _LeavesOut(written, change)

@@ -9,9 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 from ..schedules import Stage, StreamName, WeightOwner
 
-ModulePart = tuple[str, int]
-"""Name of a sharded module, and number of one of its parts: TorchRec has a lookup and an output dist for each."""
-
+ModulePart = tuple[str, int]  # name of a sharded module, number of one of its parts: each has a lookup of its own
 Observer = Callable[[str, Stage, int], None]
 """Called with ("issue" | "wait", stage, batch number) for every issued stage and every wait for a result."""
 

@@ -7,8 +7,7 @@ from .deferred_updates import DeferredUpdates
 from .interfaces import Lookups
 from .lookup_order import LookupOrder
 
-NUM_ASKS = 2
-"""Batches at the start of a fit, when callbacks begin to write tables, before which the ranks ask each other."""
+NUM_ASKS = 2  # batches at the start of a fit, when callbacks begin to write tables, before which the ranks are asked
 
 
 class TableWrites:

@@ -28,9 +28,8 @@ class Schedules(Protocol):
 class SequentialSchedule:
     """Two or more schedules, each starting at a batch number that counts over the whole training.
 
-    At a switch the executor keeps the batches in flight, and issues at once what the next table would have issued by
-    then. In a part that starts at batch n with staleness k, a lookup of batch N in a fused table sees the updates of
-    all batches before max(n, N - k). A part that follows a staler part uses the lookups made under it.
+    In a part that starts at batch n with staleness k, a lookup of batch N in a fused table sees the updates of all
+    batches before max(n, N - k). A part that follows a staler part uses the lookups made under it.
     """
 
     parts: tuple[tuple[int, Schedule], ...]  # `(first batch, schedule)` in order, starting with batch 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 
 from lightning_overlap import MODES
 
-from ..support.pairs import pairwise, rotated
+from ..support.pairs import in_turn, rotated
 from ..support.ranks import Ranks
 from ..support.reference import differences, on_ranks
 from ..support.windows import train_windows, windows_of
@@ -37,15 +38,16 @@ def test_batches_that_a_hook_copies(two_ranks: Ranks, pipeline: str, num_buffers
     assert differences(actual, on_ranks(two_ranks, CASE, num_steps=NUM)) == [[], []]
 
 
-@pytest.mark.parametrize(("kind", "sized", "frozen"), pairwise(KINDS, [True, False], [True, False]), ids=str)
-def test_accumulated_gradients(two_ranks: Ranks, kind: Kind, sized: bool, frozen: bool) -> None:
+@pytest.mark.parametrize(("kind", "case"), in_turn(KINDS, itertools.product([True, False], repeat=2)), ids=str)
+def test_accumulated_gradients(two_ranks: Ranks, kind: Kind, case: tuple[bool, bool]) -> None:
+    sized, frozen = case
     options: dict[str, Any] = {"frozen_window": frozen}
     actual = two_ranks.run(refills.train, kind, "fused_sparse_dist", sized, options, accumulate_grad_batches=3)
     expected = two_ranks.run_once(train_windows, CASE, windows_of(NUM, 3), updates_in_backward=not frozen)
     assert differences(actual, expected) == [[], []]
 
 
-@pytest.mark.parametrize(("kind", "sized"), pairwise(KINDS, [True, False]), ids=str)
+@pytest.mark.parametrize(("kind", "sized"), in_turn(KINDS, [True, False]), ids=str)
 def test_validation(two_ranks: Ranks, kind: Kind, sized: bool) -> None:
     for found, expected in two_ranks.run(refills.validate, kind, "fused_sparse_dist", sized):
         assert len(found) == len(expected) == 10

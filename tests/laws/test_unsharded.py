@@ -18,7 +18,7 @@ from .unsharded import KINDS, LEFT_OUT
 
 _MODES = itertools.cycle(MODES)
 CASES = {
-    (num_ranks, name): [(name, place, next(_MODES)) for place in dict.fromkeys(kind.places)]
+    (num_ranks, name): [(name, place, next(_MODES)) for place in dict.fromkeys(kind.places[:num_ranks])]
     for name, kind in KINDS.items()
     for num_ranks in (1, 2, 3)
 }
