@@ -182,7 +182,6 @@ def _fit(
     plan: ShardingPlan,
     batches: list[Any],
     validated: list[Any] | None = None,
-    options: dict[str, Any] | None = None,
     **trainer_options: Any,
 ) -> Outcome:
     early = 0
@@ -192,7 +191,7 @@ def _fit(
         early += kind == "wait" and str(stage) == "embedding_lookup"
 
     own = {"find_unused_parameters": True} if isinstance(module, WithPreproc) else {}
-    strategy = OverlapEmbeddingStrategy(pipeline, sharding=plan, observer=observe, **own, **(options or {}))
+    strategy = OverlapEmbeddingStrategy(pipeline, sharding=plan, observer=observe, **own)
     watches = _Watches()
     trainer = make_trainer(strategy, callbacks=[watches], num_sanity_val_steps=1, **trainer_options)
     before = {name: set(vars(inside)) for name, inside in module.named_modules()}

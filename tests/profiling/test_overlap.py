@@ -191,14 +191,6 @@ def test_beside_a_gpu_the_hosts_share_of_a_stage_is_no_busy_time() -> None:
     assert summarize(on_cpu).stages == {Stage.INPUT_DATA_DIST: BusyTime(7, 0)}  # there the host does it
 
 
-def test_where_the_host_computes_communication_is_exposed_while_it_waits() -> None:
-    # Beside the loop's own work (h) too: that has to be done in any case. On a GPU it hides nothing.
-    on_cpu = break_down(drawn(host="DDhhww  DD", s9="cccccccc  "), (0, 10))
-    assert on_cpu.categories[Category.COMMUNICATION] == BusyTime(8, 6)
-    on_gpu = break_down(drawn(host="  hhww    ", s7="DD      DD", s9="cccccccc  "), (0, 10))
-    assert on_gpu.categories[Category.COMMUNICATION] == BusyTime(8, 2)
-
-
 def test_bytes_count_in_the_step_that_sent_them() -> None:
     spans = [
         Span(start, 30, kind, "gloo", "ids", Stage.INPUT_DATA_DIST, sent_bytes=sent, saved_bytes=3 * sent)
@@ -250,17 +242,6 @@ def test_the_sweep_equals_a_count_of_every_millisecond(spans: list[Span], start:
         counted = (*KINDS, Category.HOST)
         per_kind = [sum(any(k is kind and s is stage for k, _, s in now) for now in at) for kind in counted]
         assert times.busy_ms == sum(per_kind)
-
-
-@given(spans_of_any_kind, st.integers(0, END), st.integers(1, 8))
-def test_every_lane_is_covered_exactly_once(spans: list[Span], start: int, long: int) -> None:
-    alone = [span for span in spans if span.kind is not Category.COMMUNICATION]
-    cut = exclusive(alone, (start, start + long))
-    for lane in {span.lane for span in alone}:
-        for moment in range(-1, END + 8):
-            inside = start <= moment < start + long
-            there = [s for s in alone if s.lane == lane and inside and s.start_ms <= moment < s.end_ms]
-            assert sum(s.lane == lane and s.start_ms <= moment < s.end_ms for s in cut) == bool(there)
 
 
 @given(spans_of_any_kind, st.integers(0, END), st.integers(1, 8))

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from lightning_overlap.profiling.overlap import break_down
 from lightning_overlap.profiling.recorder import SpanRecorder, all_to_all_name
@@ -18,6 +17,8 @@ from lightning_overlap.runtime.lookup_order import LookupOrder
 from lightning_overlap.runtime.streams import Streams
 from lightning_overlap.schedules.stages import Stage, StreamName
 
+from .virtual import VirtualClock
+
 
 def timed(recorder: SpanRecorder | None, stage: Stage, batch: int, stream: StreamName) -> Any:
     order = LookupOrder(Streams())
@@ -25,32 +26,18 @@ def timed(recorder: SpanRecorder | None, stage: Stage, batch: int, stream: Strea
     return order.timed(stage, batch, stream)
 
 
-class Now:
-    def __init__(self) -> None:
-        self.ms = 0.0
-
-    def __call__(self) -> float:
-        return self.ms / 1e3
-
-
-@pytest.fixture
-def now(monkeypatch: pytest.MonkeyPatch) -> Now:
-    time = Now()
-    monkeypatch.setattr("time.perf_counter", time)
-    return time
-
-
-def test_an_inner_stage_takes_its_time_from_the_outer_one(now: Now) -> None:
-    recorder = SpanRecorder(Streams())
+def test_an_inner_stage_takes_its_time_from_the_outer_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, recorder = VirtualClock(), SpanRecorder(Streams())
+    monkeypatch.setattr("time.perf_counter", clock.now_s)
     recorder.step()
     with timed(recorder, Stage.DENSE_FORWARD, 3, StreamName.COMPUTE):
-        now.ms += 10
+        clock.now_ms += 10
         assert recorder.stage == (Stage.DENSE_FORWARD, 3)
         with timed(recorder, Stage.EMBEDDING_LOOKUP, 4, StreamName.LOOKUP):
-            now.ms += 5
+            clock.now_ms += 5
             assert recorder.stage == (Stage.EMBEDDING_LOOKUP, 4)
-        now.ms += 1
-    now.ms += 4
+        clock.now_ms += 1
+    clock.now_ms += 4
     recorder.step()
     assert recorder.stage is None
     assert [(span.kind, span.duration_ms) for span in exclusive(recorder.spans())] == [
@@ -64,7 +51,7 @@ def test_an_inner_stage_takes_its_time_from_the_outer_one(now: Now) -> None:
     assert result.categories[Category.LOOKUP].exposed_ms == 5
 
 
-def test_a_stage_that_raises_is_closed(now: Now) -> None:
+def test_a_stage_that_raises_is_closed() -> None:
     recorder = SpanRecorder(Streams())
     with pytest.raises(RuntimeError), timed(recorder, Stage.EMBEDDING_LOOKUP, 0, StreamName.LOOKUP):
         raise RuntimeError
@@ -114,16 +101,6 @@ def test_spans_are_there_to_read_when_every_stream_is_done(monkeypatch: pytest.M
     device.busy.clear()
     assert recorder.over
     assert [span.lane for span in recorder.spans() if span.kind is Category.LOOKUP] == [str(StreamName.LOOKUP)]
-
-
-def test_functions_of_torch_distributed_come_back() -> None:
-    before = dist.all_to_all_single, dist.all_reduce
-    recorder = SpanRecorder(Streams())
-    recorder.start()
-    assert dist.all_to_all_single is not before[0]
-    recorder.stop()
-    recorder.stop()
-    assert (dist.all_to_all_single, dist.all_reduce) == before
 
 
 def test_no_clock_costs_nothing() -> None:

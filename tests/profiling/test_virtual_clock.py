@@ -134,15 +134,16 @@ def test_a_lookup_is_made_while_the_backward_waits_for_gradients(two_ranks: Rank
 
 
 @pytest.mark.parametrize(
-    ("pipeline", "stages"),
+    ("pipeline", "case", "stages"),
     [
-        ("fused_sparse_dist", set()),
-        ("semi_sync", {"embedding_lookup", "input_splits_dist"}),
-        ("async_lookup", {"embedding_lookup", "input_splits_dist"}),
-        ("semi_sync_deferred", {"input_splits_dist"}),
+        ("fused_sparse_dist", MIXED, set()),
+        ("semi_sync", TWO_COLLECTIONS, {"embedding_lookup", "input_splits_dist"}),
+        ("semi_sync", MIXED, {"embedding_lookup", "input_splits_dist"}),
+        ("async_lookup", TABLE_WISE, {"embedding_lookup", "input_splits_dist"}),
+        ("semi_sync_deferred", TWO_COLLECTIONS, {"input_splits_dist"}),
+        ("semi_sync_deferred", MIXED, {"input_splits_dist"}),
     ],
 )
-@pytest.mark.parametrize("case", [TABLE_WISE, TWO_COLLECTIONS, MIXED], ids=lambda case: case.name)
 def test_what_is_left_for_the_backward_is_done_before_it_ends(
     get_ranks: Callable[..., Ranks], case: Case, pipeline: str, stages: set[str]
 ) -> None:
