@@ -107,8 +107,8 @@ def told_by_a_run(case: Case, pipeline: str) -> dict[str, Any]:
     }
 
 
-def slow_loader(case: Case, wait_ms: float) -> tuple[float, float, float, str]:
-    """Return what a step waited for data, copied, and took, and what was printed, with a loader that takes its time."""
+def slow_loader_and_log(case: Case, wait_ms: float, log_ms: float) -> tuple[Breakdown, float, str, bool]:
+    """Return the first account, what `self.log` took, what was printed, and whether anything is left on the module."""
 
     class Slow(Batches):
         def train_dataloader(self) -> Any:
@@ -116,20 +116,9 @@ def slow_loader(case: Case, wait_ms: float) -> tuple[float, float, float, str]:
                 time.sleep(wait_ms / 1e3)
                 yield batch
 
-    monitor, printed = OverlapMonitor(every_n_steps=4), io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        _fit(Model(case), "fused_sparse_dist", monitor, data=Slow(case, NUM_STEPS))
-    found = monitor.accounts[0]  # the last ones may have fetched all
-    data, copy = (found.categories[kind].busy_ms for kind in (Category.DATA, Category.COPY))
-    return data, copy, found.step_ms, printed.getvalue()
-
-
-def logs_slowly(case: Case, takes_ms: float) -> tuple[float, bool]:
-    """Return what `self.log` took in a measured step, and whether anything is left on the module."""
-
     class Logs(Model):
         def log(self, *args: Any, **kwargs: Any) -> None:
-            time.sleep(takes_ms / 1e3)
+            time.sleep(log_ms / 1e3)
             super().log(*args, **kwargs)
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -137,9 +126,11 @@ def logs_slowly(case: Case, takes_ms: float) -> tuple[float, bool]:
             self.log("loss", loss)
             return loss
 
-    model, monitor = Logs(case), OverlapMonitor(every_n_steps=4, table=False)
-    _fit(model, "fused_sparse_dist", monitor)
-    return mean(monitor.accounts).log_ms, "log" in vars(model)
+    model, monitor, printed = Logs(case), OverlapMonitor(every_n_steps=4), io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        _fit(model, "fused_sparse_dist", monitor, data=Slow(case, NUM_STEPS))
+    # The last accounts may have fetched all data.
+    return monitor.accounts[0], mean(monitor.accounts).log_ms, printed.getvalue(), "log" in vars(model)
 
 
 def audited(case: Case, pipeline: str) -> dict[str, Any]:

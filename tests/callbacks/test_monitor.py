@@ -95,21 +95,17 @@ def test_a_run_tells_what_was_hidden(pipeline: str, num_ranks: int, get_ranks: A
     assert all(rank["printed"] == "" for rank in told[1:])
 
 
-def test_a_slow_loader_is_waited_for_and_no_copy(two_ranks: Any) -> None:
-    for data_ms, copy_ms, step_ms, printed in two_ranks.run(monitors.slow_loader, TABLE_WISE, 30.0):
-        assert 30 <= data_ms <= step_ms
-        assert copy_ms < 15
+def test_a_slow_loader_is_waited_for_and_no_copy_and_self_log_is_timed(two_ranks: Any) -> None:
+    for found, log_ms, printed, left_behind in two_ranks.run(monitors.slow_loader_and_log, TABLE_WISE, 30.0, 5.0):
+        assert 30 <= found.categories[Category.DATA].busy_ms <= found.step_ms
+        assert found.categories[Category.COPY].busy_ms < 15
+        assert log_ms >= 5
+        assert not left_behind
         if printed:
             assert "waited for data" in printed
             advice = printed.splitlines()[-1]
             assert advice.startswith("Advice: waiting for data ")
             assert "raise num_workers of the DataLoader" in advice
-
-
-def test_self_log_is_timed_in_measured_steps_alone(two_ranks: Any) -> None:
-    for log_ms, left_behind in two_ranks.run(monitors.logs_slowly, TABLE_WISE, 5.0):
-        assert log_ms >= 5
-        assert not left_behind
 
 
 def test_the_wait_for_the_dense_all_reduce_is_no_work_of_the_host(two_ranks: Any) -> None:

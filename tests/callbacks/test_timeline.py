@@ -50,29 +50,30 @@ def test_the_steps_of_all_ranks_are_drawn(two_ranks: Ranks, mode: Schedule, tmp_
         assert max(ahead) - 7 == (0 if lookup is None else lookup.offset)
 
 
-@pytest.mark.parametrize("mode_name", ["base", "fused_sparse_dist", "semi_sync_deferred"])
-def test_timeline_and_monitor_agree_on_the_steps_drawn(mode_name: str, two_ranks: Ranks, tmp_path: Path) -> None:
-    for monitor_first in (True, False):
-        ranks = two_ranks.run(
-            monitors.measured_and_drawn, TABLE_WISE, mode_name, str(tmp_path / str(monitor_first)), monitor_first
-        )
-        for measured, drawn, steps, said in ranks:
-            assert {6, 7, 8} <= set(steps), "the monitor measures what the timeline draws"
-            assert len(steps) > 3, "and more, as it was asked to"
-            for name in ("step_ms", "blocked_ms", "merge_wait_ms", "log_ms"):
-                assert getattr(measured, name) == pytest.approx(getattr(drawn, name)), name
-            for one, other in ((measured.categories, drawn.categories), (measured.stages, drawn.stages)):
-                assert set(one) == set(other)
-                for what, times in one.items():
-                    for name in ("busy_ms", "hidden_ms", "exposed_ms"):
-                        assert getattr(times, name) == pytest.approx(getattr(other[what], name)), (what, name)
-            if mode_name == "base":
-                assert "hidden" not in said
-                written = read_trace(tmp_path / str(monitor_first) / "timeline.json.gz")
-                assert all("hidden" not in headline(summarize(spans)) for spans in written.values())
-        said = ranks[0][-1]
-        for words in ("embedding_lookup", "all communication", "host working", "host blocked", "-bound", "exposed"):
-            assert said.count(words) >= 2, f"both say {words}"
+@pytest.mark.parametrize(
+    ("pipeline", "monitor_first"), [("base", False), ("fused_sparse_dist", True), ("semi_sync_deferred", False)]
+)
+def test_timeline_and_monitor_agree_on_the_steps_drawn(
+    pipeline: str, monitor_first: bool, two_ranks: Ranks, tmp_path: Path
+) -> None:
+    ranks = two_ranks.run(monitors.measured_and_drawn, TABLE_WISE, pipeline, str(tmp_path), monitor_first)
+    for measured, drawn, steps, said in ranks:
+        assert {6, 7, 8} <= set(steps), "the monitor measures what the timeline draws"
+        assert len(steps) > 3, "and more, as it was asked to"
+        for name in ("step_ms", "blocked_ms", "merge_wait_ms", "log_ms"):
+            assert getattr(measured, name) == pytest.approx(getattr(drawn, name)), name
+        for one, other in ((measured.categories, drawn.categories), (measured.stages, drawn.stages)):
+            assert set(one) == set(other)
+            for what, times in one.items():
+                for name in ("busy_ms", "hidden_ms", "exposed_ms"):
+                    assert getattr(times, name) == pytest.approx(getattr(other[what], name)), (what, name)
+        if pipeline == "base":
+            assert "hidden" not in said
+            written = read_trace(tmp_path / "timeline.json.gz")
+            assert all("hidden" not in headline(summarize(spans)) for spans in written.values())
+    said = ranks[0][-1]
+    for words in ("embedding_lookup", "all communication", "host working", "host blocked", "-bound", "exposed"):
+        assert said.count(words) >= 2, f"both say {words}"
 
 
 def test_too_short_a_fit_is_told(two_ranks: Ranks, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -140,6 +141,8 @@ class OneRankChanges(ReplacesInTheBatch):
 class Refused(Hashes):
     """Makes its input in a way that its place in the order matters for."""
 
+    differ: Callable[[Any, Batch, KeyedJaggedTensor], Any]
+
     def __init__(self, case: Case) -> None:
         super().__init__(case)
         self.weigh, self.generator = nn.Linear(1, 1), torch.Generator()
@@ -147,80 +150,27 @@ class Refused(Hashes):
     @staged
     def make_input(self, batch: Batch) -> KeyedJaggedTensor:
         kjt = batch.inputs["sparse"][0]
-        self.differ(batch, kjt)
+        with torch.no_grad():
+            self.differ(batch, kjt)
         return hashed(kjt, 0)
 
-    def differ(self, batch: Batch, kjt: KeyedJaggedTensor) -> None:
-        raise NotImplementedError
 
-
-class DrawsNumbers(Refused):
-    def differ(self, batch: Batch, kjt: KeyedJaggedTensor) -> None:
-        torch.randperm(3)
-
-
-class DrawsFromPython(Refused):
-    def differ(self, batch: Batch, kjt: KeyedJaggedTensor) -> None:
-        random.random()
-
-
-class DrawsFromItsGenerator(Refused):
-    def differ(self, batch: Batch, kjt: KeyedJaggedTensor) -> None:
-        torch.randperm(3, generator=self.generator)
-
-
-class ReadsTrainedWeights(Refused):
-    def differ(self, batch: Batch, kjt: KeyedJaggedTensor) -> None:
-        with torch.no_grad():
-            self.weigh(torch.ones(1, 1))
-
-
-class ReadsAllWeights(Refused):
-    def differ(self, batch: Batch, kjt: KeyedJaggedTensor) -> None:
-        sum(weight.detach().sum() for weight in self.weigh.parameters())
-
-
-class WritesABuffer(Refused):
-    def differ(self, batch: Batch, kjt: KeyedJaggedTensor) -> None:
-        self.salt += 1
-
-
-class Counts(Refused):
-    def differ(self, batch: Batch, kjt: KeyedJaggedTensor) -> None:
-        self.num_ids.append(len(kjt.values()))
-
-
-class RemembersForTheStep(Refused):
-    def differ(self, batch: Batch, kjt: KeyedJaggedTensor) -> None:
-        self.remembered = kjt
-
-
-class WritesTheBatch(Refused):
-    def differ(self, batch: Batch, kjt: KeyedJaggedTensor) -> None:
-        batch.inputs["hashed"] = kjt
-
-
-class WritesIds(Refused):
-    def differ(self, batch: Batch, kjt: KeyedJaggedTensor) -> None:
-        kjt.values().clamp_(min=1)
-
-
-class LooksUp(Refused):
-    def differ(self, batch: Batch, kjt: KeyedJaggedTensor) -> None:
-        with torch.no_grad():
-            self.ebc(kjt).to_dict()
-
-
-class Logs(Refused):
-    def differ(self, batch: Batch, kjt: KeyedJaggedTensor) -> None:
-        self.log("num_ids", float(len(kjt.values())))
-
-
-class AsksTheTrainer(Refused):
-    """The epoch alone, which Lightning also reads from the trainer, may be asked for."""
-
-    def differ(self, batch: Batch, kjt: KeyedJaggedTensor) -> None:
-        self.current_epoch + self.trainer.global_step
+DIFFERENCES: dict[str, Callable[[Any, Batch, KeyedJaggedTensor], Any]] = {
+    "DrawsNumbers": lambda self, batch, kjt: torch.randperm(3),
+    "DrawsFromPython": lambda self, batch, kjt: random.random(),
+    "DrawsFromItsGenerator": lambda self, batch, kjt: torch.randperm(3, generator=self.generator),
+    "ReadsTrainedWeights": lambda self, batch, kjt: self.weigh(torch.ones(1, 1)),
+    "ReadsAllWeights": lambda self, batch, kjt: sum(weight.detach().sum() for weight in self.weigh.parameters()),
+    "WritesABuffer": lambda self, batch, kjt: self.salt.add_(1),
+    "Counts": lambda self, batch, kjt: self.num_ids.append(len(kjt.values())),
+    "RemembersForTheStep": lambda self, batch, kjt: self.__setattr__("remembered", kjt),
+    "WritesTheBatch": lambda self, batch, kjt: batch.inputs.update(hashed=kjt),
+    "WritesIds": lambda self, batch, kjt: kjt.values().clamp_(min=1),
+    "LooksUp": lambda self, batch, kjt: self.ebc(kjt).to_dict(),
+    "Logs": lambda self, batch, kjt: self.log("num_ids", float(len(kjt.values()))),
+    # The epoch, which Lightning also reads from the trainer, may be asked for.
+    "AsksTheTrainer": lambda self, batch, kjt: self.current_epoch + self.trainer.global_step,
+}
 
 
 class ReturnsAGraph(Hashes):
@@ -249,24 +199,24 @@ class NotDecorated(Hashes):
         return hashed(batch.inputs["sparse"][0], self.salt)
 
 
-REFUSED: dict[type[Model], str] = {
-    DrawsNumbers: "draws random numbers",
-    DrawsFromPython: "draws random numbers",
-    DrawsFromItsGenerator: "changes its module (DrawsFromItsGenerator.generator)",
-    ReadsTrainedWeights: "reads 'weight' of Linear, which is trained",
-    ReadsAllWeights: "reads '_parameters' of Linear, which is trained",
-    WritesABuffer: "changes its module (WritesABuffer._buffers.salt)",
-    Counts: "changes its module (Counts.num_ids.",
-    RemembersForTheStep: "changes its module (RemembersForTheStep.remembered.",
-    WritesTheBatch: "changes its arguments (at ",
-    WritesIds: "changes its arguments (at 0.0.inputs.sparse.0.values)",
-    LooksUp: "calls the sharded module 'ebc'",
-    Logs: "uses self.log",
-    AsksTheTrainer: "uses self.trainer",
-    ReturnsAGraph: "returns a tensor that requires grad",
+REFUSED: dict[str, str] = {
+    "DrawsNumbers": "draws random numbers",
+    "DrawsFromPython": "draws random numbers",
+    "DrawsFromItsGenerator": "changes its module (DrawsFromItsGenerator.generator)",
+    "ReadsTrainedWeights": "reads 'weight' of Linear, which is trained",
+    "ReadsAllWeights": "reads '_parameters' of Linear, which is trained",
+    "WritesABuffer": "changes its module (WritesABuffer._buffers.salt)",
+    "Counts": "changes its module (Counts.num_ids.",
+    "RemembersForTheStep": "changes its module (RemembersForTheStep.remembered.",
+    "WritesTheBatch": "changes its arguments (at ",
+    "WritesIds": "changes its arguments (at 0.0.inputs.sparse.0.values)",
+    "LooksUp": "calls the sharded module 'ebc'",
+    "Logs": "uses self.log",
+    "AsksTheTrainer": "uses self.trainer",
+    "ReturnsAGraph": "returns a tensor that requires grad",
 }
 
-_TRAINED = {
+STAGED: dict[str, type[Model]] = {
     "staged": Hashes,
     "staged_static": IsStatic,
     "staged_modules": InModules,
@@ -279,5 +229,6 @@ _TRAINED = {
     "staged_replaces_in_the_batch": ReplacesInTheBatch,
     "staged_fails": Fails,
     "staged_one_rank_changes": OneRankChanges,
+    "ReturnsAGraph": ReturnsAGraph,
+    **{name: type(name, (Refused,), {"differ": differ}) for name, differ in DIFFERENCES.items()},
 }
-STAGED: dict[str, type[Model]] = _TRAINED | {cls.__name__: cls for cls in REFUSED}

@@ -141,22 +141,6 @@ def test_what_a_mode_does_not_overlap_is_not_called_hidden() -> None:
     assert "60.0 % hidden" in headline(unknown)
 
 
-def test_nested_spans_take_their_time_from_the_outer_one() -> None:
-    #  forward    DDDDDDDDDD
-    #  lookup       LLL
-    #  wait            ww       ->  DDLLLwwDDD
-    outer = Span(0, 10, Category.DENSE, HOST_LANE, "forward", Stage.DENSE_FORWARD, 3)
-    lookup = Span(2, 5, Category.LOOKUP, HOST_LANE, "lookup", Stage.EMBEDDING_LOOKUP, 3)
-    wait = Span(5, 7, Category.WAIT, HOST_LANE, "embeddings: wait()", Stage.EMBEDDING_LOOKUP, 3)
-    cut = exclusive([wait, outer, lookup])
-    assert [(s.start_ms, s.end_ms) for s in cut] == [(0, 2), (2, 5), (5, 7), (7, 10)]
-    assert [s.kind for s in cut] == [Category.DENSE, Category.LOOKUP, Category.WAIT, Category.DENSE]
-    kept = break_down([outer, lookup, wait], (0, 10))
-    assert kept.categories[Category.DENSE].busy_ms == 5
-    assert kept.merge_wait_ms == kept.blocked_ms == 2
-    assert kept.stages == {Stage.EMBEDDING_LOOKUP: BusyTime(3, 0), Stage.DENSE_FORWARD: BusyTime(5, 0)}
-
-
 @pytest.mark.parametrize(
     ("name", "lane", "counts"),
     [
@@ -242,6 +226,8 @@ def test_the_sweep_equals_a_count_of_every_millisecond(spans: list[Span], start:
         counted = (*KINDS, Category.HOST)
         per_kind = [sum(any(k is kind and s is stage for k, _, s in now) for now in at) for kind in counted]
         assert times.busy_ms == sum(per_kind)
+        assert 0 <= times.hidden_ms <= times.busy_ms == times.hidden_ms + times.exposed_ms
+    assert all(start <= s.start_ms < s.end_ms <= end for s in exclusive(spans, (start, end)))
 
 
 @given(spans_of_any_kind, st.integers(0, END), st.integers(1, 8))
@@ -253,15 +239,6 @@ def test_moments_say_what_was_under_way(spans: list[Span], start: int, long: int
             expected = [span for span in spans if span.start_ms <= moment < span.end_ms]
             assert sorted(map(id, under_way)) == sorted(map(id, expected))
         assert under_way == sorted(under_way, key=lambda span: (span.start_ms, -span.end_ms))
-
-
-@given(spans_of_any_kind, st.integers(0, END), st.integers(1, 8))
-def test_hidden_and_exposed_are_the_busy_time(spans: list[Span], start: int, long: int) -> None:
-    kept = break_down(spans, (start, start + long))
-    for times in (*kept.categories.values(), *kept.stages.values()):
-        assert 0 <= times.hidden_ms <= times.busy_ms
-        assert times.hidden_ms + times.exposed_ms == times.busy_ms
-    assert all(start <= s.start_ms < s.end_ms <= start + long for s in exclusive(spans, (start, start + long)))
 
 
 @given(spans_of_any_kind, st.booleans())
