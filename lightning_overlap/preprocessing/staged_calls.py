@@ -270,7 +270,7 @@ class StagedCalls:
         """Make the calls of a batch, in the order of its step; return the results."""
         for key, (method, source) in self._sources.items():
             try:
-                args, kwargs = _found(source, self.searched(inflight))
+                args, kwargs = source(self.searched(inflight))
             except LookupError:
                 continue  # this batch lacks an argument: its step may skip the call
             with self._outside_the_step(), self._modes.entered():
@@ -306,23 +306,19 @@ class _Modes(NamedTuple):
 
 
 def _source_of(given: Any, searched: Any) -> Any:
-    """Return the source of an argument, a function that finds it in `searched`, or a container of sources."""
+    """Return a function that finds an argument in `searched`, of other batches too; or raise a LookupError."""
     if isinstance(given, CONSTANTS):
         return lambda _: given
     for path, leaf in leaves(searched, lambda node: node is given):
         if leaf is given:
             return partial(_resolve, path=path, kind=type(given))
     if type(given) in (list, tuple, dict):
-        return _map(lambda one: _source_of(one, searched), given)
+        sources = _map(lambda one: _source_of(one, searched), given)
+        return lambda searched: _map(lambda source: source(searched), sources)
     raise LookupError(
         f"an argument ({type(given).__name__}) is made in the step: it is not an object of the batch, a result of "
         "another staged method, or a constant"
     )
-
-
-def _found(source: Any, searched: Any) -> Any:
-    """Return the argument of another batch; raise a LookupError if it is missing or has another type."""
-    return source(searched) if callable(source) else _map(lambda one: _found(one, searched), source)
 
 
 def _resolve(searched: Any, path: Path, kind: type) -> Any:

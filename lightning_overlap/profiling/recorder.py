@@ -59,10 +59,7 @@ class CudaTimestamps:
         torch.cuda.synchronize(self._device)
 
 
-Timestamps = HostTimestamps | CudaTimestamps
-
-
-def timestamps_of(device: torch.device) -> Timestamps:
+def timestamps_of(device: torch.device) -> HostTimestamps | CudaTimestamps:
     """Return timing events for CUDA, the host's clock for a CPU."""
     return CudaTimestamps(device) if device.type == "cuda" else HostTimestamps()
 
@@ -83,7 +80,7 @@ class _Record:
     name: str
     stage: Stage | None
     batch: int | None
-    clock: Timestamps
+    clock: HostTimestamps | CudaTimestamps
     start: Any
     end: Any = None
     sent: tuple[int, int] = (0, 0)  # `sent_bytes` and `saved_bytes` of the span

@@ -160,14 +160,10 @@ def validates_every_other_step(case: Case) -> tuple[int, int, bool]:
     monitor = OverlapMonitor(every_n_steps=3, table=False)
 
     class Validates(Batches):
-        def val_dataloader(self) -> Any:
-            return self.train_dataloader()
+        val_dataloader = Batches.train_dataloader
 
     class Counts(Model):
         num_validations = 0
-
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            pass
 
         def on_validation_start(self) -> None:
             self.num_validations += 1
@@ -175,8 +171,7 @@ def validates_every_other_step(case: Case) -> tuple[int, int, bool]:
     model = Counts(case)
     options = {"val_check_interval": 2, "limit_val_batches": 1, "num_sanity_val_steps": 0}
     trainer = _fit(model, "fused_sparse_dist", monitor, data=Validates(case, NUM_STEPS), **options)
-    left = trainer.strategy._run is not None  # with a timer
-    return model.num_validations, len(monitor.accounts), left
+    return model.num_validations, len(monitor.accounts), trainer.strategy._run is not None  # with a timer
 
 
 def measured_and_drawn(

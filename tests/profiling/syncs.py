@@ -11,7 +11,7 @@ from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_overlap.profiling.host_syncs import HostSync, record_host_syncs
 
-from ..support.cases import TABLE_WISE, Batches, Case, Model, ReadsItsLoss
+from ..support.cases import TABLE_WISE, Batches, Case, Model
 from ..support.fits import make_strategy, make_trainer
 
 FIRST, NUM = 7, 3  # steps that are watched: steady state
@@ -28,13 +28,12 @@ class _Watch(Callback):
             self.watched.__exit__(None, None, None)
 
 
-def of_steps(case: Case, pipeline: str | None, reads_its_loss: bool = False, **kwargs: Any) -> list[str]:
+def of_steps(case: Case, pipeline: str | None) -> list[str]:
     """Return `operator: innermost call` of every sync, without reads of what is kept on the host in any case."""
-    model = (ReadsItsLoss if reads_its_loss else Model)(case, fused_optimizer=pipeline is not None)
+    model = Model(case, fused_optimizer=pipeline is not None)
     strategy: Any = DDPStrategy() if pipeline is None else make_strategy(model, pipeline)
     watch = _Watch()
-    trainer = make_trainer(strategy, callbacks=[watch], **kwargs)
-    trainer.fit(model, datamodule=Batches(case, FIRST + NUM + 4))
+    make_trainer(strategy, callbacks=[watch]).fit(model, datamodule=Batches(case, FIRST + NUM + 4))
     read = [sync for sync in watch.found if not sync.reads_host]
     return [f"{sync.operator}: {_innermost(sync)}" for sync in read]
 

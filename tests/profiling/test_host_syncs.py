@@ -68,12 +68,6 @@ def test_max_time_does_not_ask_by_the_group_of_the_gradients(two_ranks: Ranks) -
     assert two_ranks.run(syncs.broadcasts_on_the_default_group, max_time="00:01:00:00") == [0, 0]
 
 
-def test_a_read_in_training_step_is_seen(two_ranks: Ranks) -> None:
-    """Guards the tests above: the user's own `.item()` shows, with its place."""
-    for found in two_ranks.run(syncs.of_steps, TABLE_WISE, "fused_sparse_dist", reads_its_loss=True):
-        assert sum(text.endswith("training_step") for text in found) == syncs.NUM
-
-
 @pytest.mark.parametrize(
     ("read", "operator"),
     [
