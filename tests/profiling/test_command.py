@@ -135,20 +135,18 @@ def test_command_draws_beside_the_trace_and_prints(tmp_path: Path, capsys: pytes
     assert "rank 1: " in said.out
 
 
-def test_command_draws_beside_a_trace_in_a_folder_called_like_a_picture(tmp_path: Path) -> None:
-    (tmp_path / "a.png").mkdir()
-    assert main([write(tmp_path, "a.png/run.json", {0: steps()})]) == 0
-    assert (tmp_path / "a.png" / "run.png").is_file()
-
-
-def test_command_writes_where_it_is_told(tmp_path: Path) -> None:
-    trace = write(tmp_path, "run.json", {0: steps()})
+def test_command_writes_where_it_is_told_or_beside_the_trace(tmp_path: Path) -> None:
+    (tmp_path / "a.png").mkdir()  # a folder called like a picture
+    trace = write(tmp_path, "a.png/run.json", {0: steps()})
+    assert main([trace]) == 0
     assert main([trace, "--out", str(tmp_path / "new" / "folder")]) == 0
     assert main([trace, "--out", str(tmp_path / "pictures" / "mine.png"), "--steps", "1", "--title", "Mine"]) == 0
     assert sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.*")) == [
+        "a.png",
+        "a.png/run.json",
+        "a.png/run.png",
         "new/folder/run.png",
         "pictures/mine.png",
-        "run.json",
     ]
 
 

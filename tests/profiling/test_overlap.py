@@ -156,17 +156,6 @@ def test_a_wait_for_embeddings_counts_where_the_dense_part_runs(name: str, lane:
     assert summarize(spans).merge_wait_ms == (2 if counts else 0)
 
 
-def test_collectives_stay_whole_and_count_once() -> None:
-    #  gloo    cccc
-    #            cccc      six ms busy; the host waits from the fourth on
-    #  host    DDDwwwww
-    one, two = (Span(start, start + 4, Category.COMMUNICATION, "gloo", "all_to_all") for start in (0, 2))
-    host = [Span(0, 3, Category.DENSE, HOST_LANE, "forward"), Span(3, 8, Category.WAIT, HOST_LANE, "all_to_all")]
-    kept = break_down([one, two, *host], (0, 8))
-    assert kept.categories[Category.COMMUNICATION] == BusyTime(6, 3)
-    assert {one, two} <= set(exclusive([one, two]))
-
-
 def test_beside_a_gpu_the_hosts_share_of_a_stage_is_no_busy_time() -> None:
     host = Span(0, 5, Category.HOST, HOST_LANE, "launches", Stage.INPUT_DATA_DIST)
     sent = Span(1, 3, Category.COMMUNICATION, "stream 9", "all_to_all", Stage.INPUT_DATA_DIST)
@@ -228,6 +217,7 @@ def test_the_sweep_equals_a_count_of_every_millisecond(spans: list[Span], start:
         assert times.busy_ms == sum(per_kind)
         assert 0 <= times.hidden_ms <= times.busy_ms == times.hidden_ms + times.exposed_ms
     assert all(start <= s.start_ms < s.end_ms <= end for s in exclusive(spans, (start, end)))
+    assert {span for span in spans if span.kind is Category.COMMUNICATION} <= set(exclusive(spans))  # they stay whole
 
 
 @given(spans_of_any_kind, st.integers(0, END), st.integers(1, 8))
