@@ -13,21 +13,7 @@ from lightning_overlap.profiling import Category
 from ..support.cases import TABLE_WISE
 from . import monitors
 
-# Forward, backward and step take 50 ms each, an all-to-all takes 40. What a mode has under way when, and what it hides:
-#
-#   base                sizes ids embs FFFFF BBBBB grads SSSSS
-#   sparse_dist         embs FFFFF BBBBB grads SSSSS            embs has the next sizes beside it, BBBBB the next ids
-#                       sizes      ids
-#   fused_sparse_dist   FFFFF BBBBB grads SSSSS                 the next sizes travel with ids
-#                             ids         embs
-#   after_optimizer     as sparse_dist, but that embs begins before the step's end, and the next sizes travel with ids
-#   semi_sync           FFFFF BBBBB grads SSSSS                 the next sizes travel with ids
-#                             embs        ids
-#   semi_sync_deferred  FFFFF BBBBB SSSSS
-#                       sizes embs  grads, ids
-#   async_lookup        as semi_sync, for batches that are further ahead
-#   prefetch            FFFFF BBBBB grads SSSSS
-#                       ids               embs, sizes
+# Forward, backward and step take 50 ms each, an all-to-all takes 40: drawn in profiling/test_virtual_clock.py.
 BUSY_AND_HIDDEN_MS = {
     "base": (160, 0),
     "sparse_dist": (120, 40),
