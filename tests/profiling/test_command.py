@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import runpy
 import struct
-import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -183,16 +184,19 @@ def test_other_bad_arguments(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         assert left.value.code == 2
 
 
-@pytest.mark.slow
-def test_command_runs_as_a_module_and_writes_into_a_closed_pipe(tmp_path: Path) -> None:
-    trace = write(tmp_path, "t.json", {0: steps()})
-    command = [sys.executable, "-m", "lightning_overlap.profiling.command", trace]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stderr is not None
-        process.stdout.close()
-        assert process.stderr.read() == ""
-    assert process.returncode == 0
+def test_command_runs_as_a_module_and_writes_into_a_closed_pipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["", write(tmp_path, "t.json", {0: steps()})])
+    monkeypatch.delitem(sys.modules, main.__module__)
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as closed:  # its end flushes what is left, as Python does at exit
+        monkeypatch.setattr(sys, "stdout", closed)
+        with pytest.raises(SystemExit) as left:
+            runpy.run_module("lightning_overlap.profiling.command", run_name="__main__")
+    assert left.value.code == 0
+    assert capsys.readouterr().err == ""
     assert (tmp_path / "t.png").stat().st_size > 10_000
 
 

@@ -262,10 +262,12 @@ any_span = st.builds(
 )
 
 
-@given(st.dictionaries(st.integers(0, 99), st.lists(any_span, min_size=1, max_size=6), min_size=1, max_size=3))
-@pytest.mark.parametrize("suffix", ["json", "json.gz"])
+@given(
+    st.dictionaries(st.integers(0, 99), st.lists(any_span, min_size=1, max_size=6), min_size=1, max_size=3),
+    st.sampled_from(["json", "json.gz"]),
+)
 def test_what_is_written_is_read_back(
-    tmp_path_factory: pytest.TempPathFactory, suffix: str, ranks: dict[int, list[Span]]
+    tmp_path_factory: pytest.TempPathFactory, ranks: dict[int, list[Span]], suffix: str
 ) -> None:
     path = tmp_path_factory.mktemp("trace") / f"trace.{suffix}"
     write_trace(path, ranks)
