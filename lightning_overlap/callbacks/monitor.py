@@ -106,8 +106,7 @@ class OverlapMonitor(Callback):
             self._recording.step(number)
             # `pipeline="auto"` changes the mode; skip a step that began in another mode.
             if number in self._wanted and self._strategy.schedule is self._recording.schedule:
-                in_flight = self._strategy.num_in_flight
-                self._pending.append((self._recording, number, logged_step(trainer), in_flight))
+                self._pending.append((self._recording, number, logged_step(trainer), self._strategy.num_in_flight))
         if self._recording is None and number >= self._next and not self._audit_is_due:
             self._want(pl_module, [number + NUM_WATCHED])
         for timeline in self._timelines:
@@ -141,8 +140,7 @@ class OverlapMonitor(Callback):
         while self._pending and self._pending[0][0].recorder.over:
             recording, number, step, num_in_flight = self._pending.pop(0)
             spans, mode = recording.recorder.spans(), recording.schedule
-            overlapped = profiling.overlapped_by(mode)
-            result = profiling.break_down(spans, recording.window(number), overlapped=overlapped)
+            result = profiling.break_down(spans, recording.window(number), overlapped=profiling.overlapped_by(mode))
             self._measured[mode] = [*self._measured.pop(mode, ()), result]
             values = {f"overlap/{name}": value for name, value in report.metrics(result).items()}
             values["overlap/batches_in_flight"] = float(num_in_flight)

@@ -160,8 +160,7 @@ def _panel(
     cut = exclusive((span for span in spans if not is_step_mark(span.name)), window)
     least_ms, lanes = resolution * (window[1] - window[0]), {}
     for name in sorted({span.lane for span in cut}, key=_lane_order):
-        rows = rows_of(span for span in cut if span.lane == name)
-        lanes[name] = [list(_bars(row, least_ms)) for row in rows]
+        lanes[name] = [list(_bars(row, least_ms)) for row in rows_of(span for span in cut if span.lane == name)]
     exposed: list[Interval] = []
     for piece, under_way, hidden in sweep(cut, window):
         sends = any(span.kind is Category.COMMUNICATION for span in under_way)
@@ -187,8 +186,7 @@ def _bars(row: Sequence[Span], least_ms: float) -> Iterator[Span]:
         else:
             runs.append([span])
     for run in runs:
-        longest = max(run, key=lambda span: span.duration_ms)
-        yield replace(longest, start_ms=run[0].start_ms, end_ms=run[-1].end_ms)
+        yield replace(max(run, key=lambda span: span.duration_ms), start_ms=run[0].start_ms, end_ms=run[-1].end_ms)
 
 
 def _lane_order(name: str) -> tuple[int, str]:

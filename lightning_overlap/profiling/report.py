@@ -48,8 +48,7 @@ def metrics(breakdown: Breakdown) -> dict[str, float]:
     values = {name: getattr(breakdown, name) for name in of_step}
     values |= {"bound_ms": breakdown.bound[1], "data_ms": breakdown.categories[Category.DATA].busy_ms}
     if breakdown.overlaps:
-        parts = sum((breakdown.categories[kind] for kind in COVERED_BY), BusyTime())
-        values["hidden_fraction"] = parts.hidden_fraction
+        values["hidden_fraction"] = sum((breakdown.categories[kind] for kind in COVERED_BY), BusyTime()).hidden_fraction
     for what, times in (*breakdown.categories.items(), *breakdown.stages.items()):
         is_hidden = breakdown.overlaps and what not in _NEVER_HIDDEN
         names = ("hidden_ms", "exposed_ms", "hidden_fraction") if is_hidden else ("busy_ms",)
@@ -172,8 +171,7 @@ def summarize(spans: Sequence[Span], overlapped: Collection[Stage] | None = None
     overlapped = noted_stages(spans) if overlapped is None else overlapped
     if any(is_on_stream(span) for span in spans):  # the stage runs on the stream; the host only launches it
         spans = [replace(span, stage=None) if span.kind is Category.HOST and span.stage else span for span in spans]
-    found = break_down(spans, window, overlapped=overlapped, num_steps=num_steps)
-    return replace(found, blocks=blocks(spans, window))
+    return replace(break_down(spans, window, overlapped=overlapped, num_steps=num_steps), blocks=blocks(spans, window))
 
 
 def blocks(spans: Iterable[Span], window: Interval) -> list[Block]:

@@ -113,8 +113,7 @@ class _Reader:
             if event.end_us - event.start_us < BLOCKED_US or not names.BLOCKING_CALL.match(event.name):
                 return
             if around.annotation or around.operator or "DeviceSynchronize" not in event.name:  # the profiler's own
-                where = _where(around, event.name)
-                self._add(event, Category.WAIT, lane, around.operator or event.name, around, where)
+                self._add(event, Category.WAIT, lane, around.operator or event.name, around, _where(around, event.name))
         elif event.category == "cpu_op":
             if lane != HOST_LANE and inside.stage is not around.stage:  # autograd issues kernels
                 name = event.name.removeprefix("autograd::engine::evaluate_function: ")

@@ -58,9 +58,8 @@ def account_of_a_steady_step(case: Case, pipeline: str) -> dict[str, Any]:
         if span.kind not in (Category.COMMUNICATION, Category.WAIT) or span.name in ALL_TO_ALLS
     ]
     result = break_down(spans, recorded.recorder.windows()[-1], overlapped=overlapped_by(MODES[pipeline]))
-    kinds = {kind: (round(one.busy_ms, 6), round(one.hidden_ms, 6)) for kind, one in result.categories.items()}
     return {
-        **kinds,
+        **{kind: (round(one.busy_ms, 6), round(one.hidden_ms, 6)) for kind, one in result.categories.items()},
         "step": round(result.step_ms, 6),
         "blocked": round(result.blocked_ms, 6),
         "merge": round(result.merge_wait_ms, 6),

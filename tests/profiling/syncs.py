@@ -34,19 +34,18 @@ def of_steps(case: Case, pipeline: str | None) -> list[str]:
     strategy: Any = DDPStrategy() if pipeline is None else make_strategy(model, pipeline)
     watch = _Watch()
     make_trainer(strategy, callbacks=[watch]).fit(model, datamodule=Batches(case, FIRST + NUM + 4))
-    read = [sync for sync in watch.found if not sync.reads_host]
-    return [f"{sync.operator}: {_innermost(sync)}" for sync in read]
+    return [f"{sync.operator}: {_innermost(sync)}" for sync in watch.found if not sync.reads_host]
 
 
 def _innermost(sync: HostSync) -> str:
     frame = next(frame for frame in reversed(sync.stack) if _is_python_of_somebody(frame.filename))
-    return f"{frame.filename.rsplit('/', 1)[-1]}:{frame.lineno} {frame.name}"
+    return f"{frame.filename.rsplit('/', 1)[-1]} {frame.name}"
 
 
 def broadcasts_on_the_default_group(**kwargs: Any) -> int:
     """Return how many objects were broadcast among all ranks by the group of the gradients, in a fit."""
     model = Model(TABLE_WISE)
-    trainer = make_trainer(make_strategy(model), callbacks=[_Watch()], **kwargs)
+    trainer = make_trainer(make_strategy(model), **kwargs)
     original, groups = dist.broadcast_object_list, []
 
     def broadcast(objects: Any, src: int = 0, group: Any = None, **options: Any) -> None:

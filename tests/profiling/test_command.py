@@ -70,8 +70,7 @@ def test_png_shows_waits_in_red(tmp_path: Path) -> None:
         return int(((image[..., 0] > 0.75) & (image[..., 1] < 0.3) & (image[..., 2] < 0.3)).sum())
 
     draw_png.write_png(tmp_path / "all.png", {0: steps()})
-    hidden = [span for span in steps() if span.kind is Category.DENSE]
-    draw_png.write_png(tmp_path / "hidden.png", {0: hidden})
+    draw_png.write_png(tmp_path / "hidden.png", {0: [span for span in steps() if span.kind is Category.DENSE]})
     assert red("all.png") > 20 * red("hidden.png") > 0  # there, the lane's name and the legend alone
 
 

@@ -152,8 +152,7 @@ def test_what_a_mode_does_not_overlap_is_not_called_hidden() -> None:
 )
 def test_a_wait_for_embeddings_counts_where_the_dense_part_runs(name: str, lane: str, counts: bool) -> None:
     gemms = [Span(start, end, Category.DENSE, "stream 7", "gemm") for start, end in ((0, 1), (3, 9))]
-    spans = [*gemms, Span(1, 3, Category.WAIT, lane, name)]
-    assert summarize(spans).merge_wait_ms == (2 if counts else 0)
+    assert summarize([*gemms, Span(1, 3, Category.WAIT, lane, name)]).merge_wait_ms == (2 if counts else 0)
 
 
 def test_beside_a_gpu_the_hosts_share_of_a_stage_is_no_busy_time() -> None:
@@ -252,8 +251,7 @@ def forwards(*starts: float, batch: bool = True) -> list[Span]:
 @pytest.mark.parametrize("batch", [True, False])
 def test_steps_go_from_forward_to_forward(batch: bool) -> None:
     inner = Span(0.5, 1, Category.DENSE, HOST_LANE, "over arch", Stage.DENSE_FORWARD, 0 if batch else None)
-    found = find_steps([*forwards(0, 10, 25, 35, batch=batch), inner])
-    assert found == [(0, 10), (10, 25), (25, 35)]
+    assert find_steps([*forwards(0, 10, 25, 35, batch=batch), inner]) == [(0, 10), (10, 25), (25, 35)]
 
 
 def test_the_profilers_marks_come_first() -> None:

@@ -50,8 +50,7 @@ def test_metrics_are_by_stage_and_kind() -> None:
 
 
 def test_what_limits_the_step_in_a_sentence() -> None:
-    dense_bound = one(dense=97, host=40)
-    assert report.limit_sentence(dense_bound) == (
+    assert report.limit_sentence(one(dense=97, host=40)) == (
         "dense-bound: busy for 97.00 of a step's 100.00 ms, so more overlap gains at most 3 %."
     )
     by_host = report.limit_sentence(one(host=80, dense=60))
@@ -60,8 +59,7 @@ def test_what_limits_the_step_in_a_sentence() -> None:
 
 
 def test_the_slowest_rank_is_the_one_that_waits_least() -> None:
-    ranks = [one(blocked=20), one(blocked=3), one(blocked=15)]
-    assert report.slowest_sentence(ranks) == (
+    assert report.slowest_sentence([one(blocked=20), one(blocked=3), one(blocked=15)]) == (
         "The ranks wait for rank 1: it waits 3.00 ms per step, rank 0 waits 20.00 ms."
     )
     even = report.slowest_sentence([one(blocked=20), one(blocked=19.5)])

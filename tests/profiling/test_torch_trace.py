@@ -97,16 +97,14 @@ def test_a_kernel_belongs_to_the_annotation_of_its_launch(tmp_path: Path) -> Non
 
 
 def test_the_host_waits_where_a_call_blocks(tmp_path: Path) -> None:
-    spans = read(tmp_path, *GPU)
-    (blocked,) = [span for span in spans if span.kind is Category.WAIT and span.lane == HOST_LANE]
+    (blocked,) = [span for span in read(tmp_path, *GPU) if span.kind is Category.WAIT and span.lane == HOST_LANE]
     assert (blocked.name, blocked.stage, blocked.batch) == ("aten::copy_", Stage.INPUT_SPLITS_DIST, 4)
     assert blocked.detail == "cudaMemcpyAsync under ## start_sparse_data_dist ##"
     assert blocked.duration_ms == pytest.approx(0.18)
 
 
 def test_a_queued_kernel_waits_for_what_ended_last(tmp_path: Path) -> None:
-    spans = read(tmp_path, *GPU)
-    (wait,) = [span for span in spans if span.kind is Category.WAIT and span.lane == "stream 7"]
+    (wait,) = [span for span in read(tmp_path, *GPU) if span.kind is Category.WAIT and span.lane == "stream 7"]
     assert (wait.name, wait.stage) == ("waits for ncclKernel_SendRecv", Stage.INPUT_SPLITS_DIST)
     assert wait.duration_ms == pytest.approx((262 - 95) / 1e3)  # from the end of its launch
 
