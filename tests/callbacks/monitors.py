@@ -83,14 +83,12 @@ def _fit(model: Model, pipeline: str, *callbacks: Callback, data: Any = None, **
 
 
 def losses_without(case: Case, pipeline: str) -> list[float]:
-    """Return the losses of a fit that nothing watches."""
     model = Model(case)
     _fit(model, pipeline)
     return torch.stack(model.losses).tolist()
 
 
 def told_by_a_run(case: Case, pipeline: str) -> dict[str, Any]:
-    """Train with a monitor; return all that it told."""
     originals = dist.all_to_all_single, dist.all_reduce
     model, monitor, logger, printed = Model(case), OverlapMonitor(every_n_steps=4), Kept(), io.StringIO()
     with contextlib.redirect_stdout(printed):
@@ -197,7 +195,6 @@ def measured_and_drawn(
 
 
 def drawn(case: Case, pipeline: str, folder: str, num_steps: int = NUM_STEPS) -> dict[str, Any]:
-    """Train under `OverlapTimeline`; return what it wrote, printed and warned of."""
     model, timeline, printed = Model(case), OverlapTimeline(folder, first_step=6, num_steps=2), io.StringIO()
     with warnings.catch_warnings(record=True) as caught, contextlib.redirect_stdout(printed):
         warnings.simplefilter("always")

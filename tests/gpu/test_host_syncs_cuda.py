@@ -32,7 +32,6 @@ class _Watch(Callback):
 
 
 def syncs_of_steps(pipeline: str, stream: str) -> list[str]:
-    """Return the file of every Python line that made the host wait."""
     model = Model(TABLE_WISE)
     plan = make_plan(TABLE_WISE, model, dist.get_world_size(), "cuda")
     strategy = OverlapEmbeddingStrategy(pipeline=pipeline, stream=stream, sharding=plan)

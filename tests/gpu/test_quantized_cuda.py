@@ -35,8 +35,6 @@ def test_numbers_come_back(precision: str) -> None:
 
 
 class _Asks:
-    """One rank alone."""
-
     def start(self, values: torch.Tensor, op: Any) -> _Asks:
         return self
 

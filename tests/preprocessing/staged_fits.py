@@ -85,8 +85,6 @@ class WithPreproc(LightningModule):
 
 
 class PreprocessesInHook(WithPreproc):
-    """The same preprocessing, in the hook after the batch's transfer."""
-
     def __init__(self) -> None:
         super().__init__(is_staged=False)
 
@@ -104,7 +102,6 @@ class PreprocessesInHook(WithPreproc):
 
 
 def make_input(index: int, rank: int) -> ModelInput:
-    """Return a batch of TorchRec's test models; the same for everybody who asks."""
     with torch.random.fork_rng():
         torch.manual_seed(1009 * rank + index)
         return ModelInput.generate(4, TABLES, WEIGHTED_TABLES, num_float_features=4, pooling_avg=3)
@@ -120,7 +117,6 @@ class _Whole(nn.Module):
 
 
 def with_preproc_by_hand() -> Result:
-    """Train TorchRec's model by plain DistributedModelParallel."""
     module = WithPreproc(is_staged=False)
     weights = {name: value.clone() for name, value in module.model.state_dict().items() if "ebc" in name}
     plan = ShardingPlan({f"module.{name}": of_module for name, of_module in module.plan().plan.items()})
@@ -139,8 +135,6 @@ def with_preproc_by_hand() -> Result:
 
 @dataclass
 class Outcome:
-    """What a fit left behind on one rank."""
-
     result: Result
     messages: list[str]
     early: int

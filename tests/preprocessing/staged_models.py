@@ -53,8 +53,6 @@ class IsStatic(Model):
 
 
 class Preprocess(nn.Module):
-    """A module of its own, as TorchRec's test models have them."""
-
     def forward(self, kjt: KeyedJaggedTensor, salt: int = 0) -> list[KeyedJaggedTensor]:
         return [hashed(kjt, salt)]
 
@@ -88,8 +86,6 @@ class Checkpointed(Hashes):
 
 
 class SaltMoves(Hashes):
-    """The step changes what the method reads."""
-
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx >= 3:
             self.salt += 1
@@ -104,8 +100,6 @@ class SaltIsReplaced(Hashes):
 
 
 class OtherArguments(Model):
-    """Passes a number that differs by batch."""
-
     @staged
     def make_input(self, batch: Batch, salt: int) -> KeyedJaggedTensor:
         return hashed(batch.inputs["sparse"][0], salt)
@@ -115,8 +109,6 @@ class OtherArguments(Model):
 
 
 class ChangesTheBatch(Hashes):
-    """Changes the batch before it calls the method."""
-
     def embeddings(self, collection: str, batch: Batch) -> Any:
         kjt, index = batch.inputs["sparse"]
         if index >= 4:
@@ -193,8 +185,6 @@ class Fails(Hashes):
 
 
 class NotDecorated(Hashes):
-    """The same as `Hashes`, without the decorator."""
-
     def make_input(self, batch: Batch) -> KeyedJaggedTensor:
         return hashed(batch.inputs["sparse"][0], self.salt)
 

@@ -37,8 +37,6 @@ class _Batch(Pipelineable):
 
 
 class _Traceable(torch.nn.Module):
-    """The model of the law tests with a forward that FX can trace."""
-
     def __init__(self) -> None:
         super().__init__()
         self.model = Model(TABLE_WISE)

@@ -37,8 +37,6 @@ _IN_STAGE = {
 
 
 class VirtualClock:
-    """The time, and a log of what happened at which time."""
-
     def __init__(self) -> None:
         self.now_ms = 0
         self.log: list[str] = []
@@ -62,7 +60,6 @@ class VirtualClock:
         self.now_ms += duration_ms
 
     def issue(self) -> str:
-        """Name the collective that is being issued."""
         if self._stage is Stage.BACKWARD or (_in_backward() and not self._began_in_backward):
             name = "gradients"
         else:
@@ -107,7 +104,6 @@ class _VirtualWork(WrappedWork):
 
 
 def virtual_latency(clock: VirtualClock) -> AbstractContextManager[None]:
-    """Give every all-to-all of this process a latency under `clock`."""
     return wrap_collectives(lambda name, call, issue: _VirtualWork(issue(), clock), ["all_to_all_single"])
 
 
