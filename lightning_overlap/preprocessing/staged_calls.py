@@ -52,7 +52,7 @@ def staged(target: _T) -> _T:
     return target
 
 
-def staged_methods(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
+def _staged_methods(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
     """Return the staged methods of a model and its submodules: name in the model -> (module, method)."""
     found: dict[str, tuple[nn.Module, str]] = {}
     for name, module in model.named_modules():
@@ -69,7 +69,7 @@ def _is_staged(member: Any) -> bool:
     return inspect.isfunction(function) and hasattr(function, _MARK)
 
 
-class StagedMethod:
+class _StagedMethod:
     """Replaces a staged method of a module while a pipeline is attached."""
 
     def __init__(self, name: str, owner: nn.Module, attribute: str, calls: StagedCalls) -> None:
@@ -78,14 +78,12 @@ class StagedMethod:
         self.num_calls = 0  # calls in the current step
 
     def attach(self) -> None:
-        """Replace the method."""
         present, own = getattr(self.owner, self._attribute), vars(self.owner)
-        self.call: Any = present.call if isinstance(present, StagedMethod) else present
+        self.call: Any = present.call if isinstance(present, _StagedMethod) else present
         self._before = own.get(self._attribute)
         own[self._attribute] = self
 
     def detach(self) -> None:
-        """Restore the method."""
         own = vars(self.owner)
         if own.get(self._attribute) is self:
             del own[self._attribute]
@@ -93,14 +91,13 @@ class StagedMethod:
                 own[self._attribute] = self._before
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the method's result."""
         return self._calls.answer(self, args, kwargs)
 
 
-class Made:
+class _Made:
     """The result of a staged method for a batch, the state on which it depends, and whether the step has got it."""
 
-    def __init__(self, method: StagedMethod, given: Any, result: Any, *, served: bool = False) -> None:
+    def __init__(self, method: _StagedMethod, given: Any, result: Any, *, served: bool = False) -> None:
         self.method, self.given, self.result, self.served = method, given, result, served
         self.modes = _Modes.now()
         self._parts = parts_of_batch(given), state_read(method.reads), parts_of_batch(result)
@@ -129,13 +126,13 @@ class StagedCalls:
     def __init__(
         self, model: nn.Module | None, *, step: str, trains: bool, rank: int, warned: set[tuple[str, str | None]]
     ) -> None:
-        found = {} if model is None else staged_methods(model)
-        self.methods = [StagedMethod(name, owner, method, self) for name, (owner, method) in found.items()]
+        found = {} if model is None else _staged_methods(model)
+        self.methods = [_StagedMethod(name, owner, method, self) for name, (owner, method) in found.items()]
         self._step, self._trains, self._rank, self._warned = step, trains, rank, warned
         self._inflight: InFlightBatch | None = None  # the batch of the current step, until its backward is over
         self._watched: set[Key] = set()
         self._known = False
-        self._sources: dict[Key, tuple[StagedMethod, Any]] = {}  # the sources of each call's arguments
+        self._sources: dict[Key, tuple[_StagedMethod, Any]] = {}  # the sources of each call's arguments
         self._modes = _Modes.now()
         self._last_read: Parts = {}
 
@@ -173,7 +170,7 @@ class StagedCalls:
         if self._known:
             inflight.made.clear()
 
-    def answer(self, method: StagedMethod, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def answer(self, method: _StagedMethod, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the early result of a call if it is still valid; else call the method."""
         inflight, given = self._inflight, (args, kwargs)
         if inflight is None:
@@ -185,11 +182,11 @@ class StagedCalls:
             return method.call(*args, **kwargs)
         key = (method.name, method.num_calls)
         method.num_calls += 1
-        first: Made | None = inflight.made.get(key)
+        first: _Made | None = inflight.made.get(key)
         if first is None and not self._known:
             with self._outside_the_step():  # nested staged methods are part of this call
                 result = self._call_watched(key, method, args, kwargs)
-                inflight.made[key] = Made(method, given, result, served=True)
+                inflight.made[key] = _Made(method, given, result, served=True)
             return result
         if first is not None and not first.served:
             reason = first.why_not(given)
@@ -208,7 +205,7 @@ class StagedCalls:
         finally:
             self._inflight = inflight
 
-    def _call_watched(self, key: Key, method: StagedMethod, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call_watched(self, key: Key, method: _StagedMethod, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a method in the first step; watch the first call of each key."""
         if key in self._watched:
             return method.call(*args, **kwargs)
@@ -252,7 +249,7 @@ class StagedCalls:
                 self._modes = made.modes
                 results[key] = made.result
 
-    def _warn(self, method: StagedMethod, reason: str) -> None:
+    def _warn(self, method: _StagedMethod, reason: str) -> None:
         if self._rank == 0 and (method.name, reason) not in self._warned:
             self._warned.add((method.name, reason))
             text = f"{method.name!r} is @staged, but from now on it is only called in {self._step}: {reason}."
@@ -279,7 +276,7 @@ class StagedCalls:
                 except Exception as err:
                     err.add_note(f"raised in the staged method {method.name!r}")
                     raise
-                inflight.made[key] = Made(method, (args, kwargs), result)
+                inflight.made[key] = _Made(method, (args, kwargs), result)
         return [made.result for made in inflight.made.values()]
 
 

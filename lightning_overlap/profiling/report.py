@@ -74,10 +74,10 @@ def closing_table(
         f"Overlap: {mode.name}, stream {stream}; {_steps(num)} measured, {len(ranks)} ranks, ms per step",
         f"Not in this table: {', '.join(others)}" if others else "",
         stage_table(over_ranks),
-        rank_table(ranks) if many else "",
+        _rank_table(ranks) if many else "",
         limit_sentence(over_ranks),
         slowest_sentence(ranks) if many else "",
-        traffic_table(over_ranks.traffic) if over_ranks.traffic else "",
+        _traffic_table(over_ranks.traffic) if over_ranks.traffic else "",
         stale_table(stale_rows) if stale_rows else "",
         *syncs,
         advice(ranks, mode)
@@ -108,8 +108,7 @@ def stage_table(breakdown: Breakdown) -> str:
     return table(("", "busy"), [(row[0], row[1] or row[3]) for row in rows])
 
 
-def rank_table(ranks: Sequence[Breakdown]) -> str:
-    """Return the table of step, busy times and waits by rank."""
+def _rank_table(ranks: Sequence[Breakdown]) -> str:
     kinds = (Category.DENSE, Category.LOOKUP, Category.COPY, Category.COMMUNICATION, Category.HOST)
     times = [[one.step_ms, *(one.categories[kind].busy_ms for kind in kinds), one.blocked_ms] for one in ranks]
     return table(
@@ -118,8 +117,7 @@ def rank_table(ranks: Sequence[Breakdown]) -> str:
     )
 
 
-def traffic_table(traffic: Mapping[Stage, BusyTime]) -> str:
-    """Return the table of sent and saved bytes per step by stage."""
+def _traffic_table(traffic: Mapping[Stage, BusyTime]) -> str:
     of_all = sum(traffic.values(), BusyTime())
     cells = [
         (str(name), f"{one.sent / 1024:.1f}", f"{one.saved / 1024:.1f}", f"{one.saved / (one.sent + one.saved):.0%}")
