@@ -76,9 +76,8 @@ class NoMoreRequests(Exception):  # ends a page's endless loop
     pass
 
 
-REPLACED = {  # places and times of a page that are not here
-    "docs/deltas.md": {"s3://bucket/deltas": "deltas", "step=1000": "step=3"},
-}
+# Places and times of a page that are not here.
+REPLACED = {"docs/deltas.md": {"s3://bucket/deltas": "deltas", "step=1000": "step=3"}}
 
 
 def run_python(page: str, folder: Path) -> list[str]:

@@ -8,16 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_overlap.apps.bench_report import (
-    ArmTurns,
-    Turn,
-    bound_ms,
-    collectives_table,
-    evaluate,
-    notes,
-    table,
-    write,
-)
+from lightning_overlap.apps import bench_report
+from lightning_overlap.apps.bench_report import ArmTurns, Turn, bound_ms, evaluate, table
 from lightning_overlap.apps.bench_worker import _Bench
 from lightning_overlap.apps.step_timers import by_name
 from lightning_overlap.profiling.spans import Category, Span
@@ -94,18 +86,18 @@ def test_the_table_has_a_row_for_each_arm_that_ran() -> None:
     head, _, row = table(results).splitlines()
     assert head.startswith("arm ")
     assert " ".join(row.split()) == ("base 100.00 ms 110.00 ms 9.00 ms 1.000 1.000-1.000 194 50.00 ms 100 MiB 0.5 yes")
-    assert notes(arms, results) == ["peer: does not run here: RuntimeError: no such stream"]
+    assert bench_report.notes(arms, results) == ["peer: does not run here: RuntimeError: no such stream"]
 
 
 def test_each_collective_is_hidden_or_exposed() -> None:
     seen = {"embeddings": (40.0, 39.5), "sizes": (40.0, 3.0), "all_reduce": (1.0, 0.0)}
     arm = ArmTurns("base", 0, [[turn(100, collectives=seen), turn(100, collectives={"embeddings": (40.0, 41.0)})]])
-    told = collectives_table(evaluate([arm], None))
+    told = bench_report.collectives_table(evaluate([arm], None))
     assert told is not None
     head, _, row = told.splitlines()
     assert head.split() == ["waited", "for", "sizes", "embeddings"]  # an all-reduce only where it is exposed
     assert row.split() == ["base", "hidden", "exposed", "41.0", "ms"]  # of the rank that waits longest
-    assert collectives_table(evaluate([ArmTurns("base", 0, [[turn(100)]])], None)) is None
+    assert bench_report.collectives_table(evaluate([ArmTurns("base", 0, [[turn(100)]])], None)) is None
 
 
 def test_collectives_count_in_the_step_of_their_issue_and_waits_on_their_lane() -> None:
@@ -121,7 +113,7 @@ def test_collectives_count_in_the_step_of_their_issue_and_waits_on_their_lane() 
 
 def test_files(tmp_path: Path) -> None:
     arms = [base(), ArmTurns("peer", 0, failure="TypeError: why")]
-    write(tmp_path, arms, evaluate(arms, 10), 60.0, {"ranks": 2})
+    bench_report.write(tmp_path, arms, evaluate(arms, 10), 60.0, {"ranks": 2})
     content = json.loads((tmp_path / "bench.json").read_text(encoding="utf-8"))
     assert (content["ranks"], content["bound_ms"]) == (2, 60.0)
     assert [(arm["name"], arm["failure"]) for arm in content["arms"]] == [("base", None), ("peer", "TypeError: why")]
@@ -132,7 +124,7 @@ def test_rounds_that_disagree_give_no_verdict() -> None:
     [result] = evaluate([base()], None)
     calm = {**result, "name": "calm", "of_base": 0.8, "of_base_range": (0.75, 0.85)}
     wild = {**result, "name": "wild", "of_base": 0.8, "of_base_range": (0.7, 1.1)}
-    [line] = notes([], [calm, wild])
+    [line] = bench_report.notes([], [calm, wild])
     assert line.startswith("wild: the rounds disagree, from 0.70 to 1.10 of base: no verdict.")
 
 

@@ -136,10 +136,7 @@ def test_the_record_of_a_run_holds_the_defaults_that_python_wrote() -> None:
         (["compare=[auto]"], "unknown mode of compare 'auto'"),
         (["pipeline.schedule='mine: copy_batch_to_device+0/compute'"], "'mine': dense_forward is missing"),
         (["pipeline=auto", "pipeline.staleness=3"], "pipeline=auto takes no options of modes, got pipeline.staleness"),
-        (
-            ["pipeline=semi_sync", "pipeline.stalness=2"],
-            "unknown option of pipeline 'stalness'. Did you mean 'staleness'",
-        ),
+        (["pipeline.stalness=2"], "unknown option of pipeline 'stalness'. Did you mean 'staleness'"),
         (["trainer.precision=16-mixed"], "Use trainer.precision=bf16-mixed"),
         (["trainer.max_stepz=3"], "unknown option of trainer 'max_stepz'. Did you mean 'max_steps'"),
         (["trainer.devices=none"], "-1 for all), got 'none'"),

@@ -19,9 +19,7 @@ BIG = dict.fromkeys(CATEGORY_NAMES, 2**40)  # so big that hashes do not collide 
 integers = st.one_of(st.none(), st.integers(-3, 5), st.integers(-(10**17), 10**17))
 categories = st.one_of(st.none(), st.integers(0, 2**32 - 1))
 rows = st.tuples(
-    st.integers(0, 1),
-    st.lists(integers, min_size=13, max_size=13),
-    st.lists(categories, min_size=26, max_size=26),
+    st.integers(0, 1), st.lists(integers, min_size=13, max_size=13), st.lists(categories, min_size=26, max_size=26)
 )
 
 

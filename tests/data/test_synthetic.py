@@ -20,13 +20,8 @@ SMALL = {"num_tables": 3, "rows_per_table": 50, "num_dense": 4, "batch_size": 8,
 
 
 def same(left: RecBatch, right: RecBatch) -> bool:
-    pairs = [
-        (left.dense, right.dense),
-        (left.labels, right.labels),
-        (left.sparse.values(), right.sparse.values()),
-        (left.sparse.lengths(), right.sparse.lengths()),
-    ]
-    return left.sparse.keys() == right.sparse.keys() and all(torch.equal(a, b) for a, b in pairs)
+    parts = [(batch.dense, batch.labels, batch.sparse.values(), batch.sparse.lengths()) for batch in (left, right)]
+    return left.sparse.keys() == right.sparse.keys() and all(map(torch.equal, *parts))
 
 
 def all_same(left: list[RecBatch], right: list[RecBatch]) -> bool:

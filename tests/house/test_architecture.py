@@ -45,10 +45,7 @@ def test_the_files_it_names_exist(path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("path", "head"),
-    [
-        (PAGE, "| floor | folder or file | what it is |"),
-        (ROOT / "CONTRIBUTING.md", "| floor | folders and files |"),
-    ],
+    [(PAGE, "| floor | folder or file | what it is |"), (ROOT / "CONTRIBUTING.md", "| floor | folders and files |")],
 )
 def test_its_floors_are_those_of_the_imports(path: Path, head: str) -> None:
     assert {name: int(floor) for floor, names, *_ in cells_of(path, head) for name in names_in(names)} == FLOOR
