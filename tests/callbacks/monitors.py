@@ -1,7 +1,5 @@
 """Runs under `OverlapMonitor`. Functions that ranks run."""
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import io

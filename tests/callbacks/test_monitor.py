@@ -1,7 +1,5 @@
 """`OverlapMonitor` on a real run, and the clocks under a virtual time in which every number is known."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """`OverlapTimeline` on real runs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Save, load, go on. Functions that ranks run."""
 
-from __future__ import annotations
-
 import dataclasses
 import warnings
 from pathlib import Path

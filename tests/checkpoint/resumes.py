@@ -1,7 +1,5 @@
 """Stop at any step and go on, with loaders that know where they are. Functions that ranks run."""
 
-from __future__ import annotations
-
 import dataclasses
 import warnings
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Saves beside training, saves that fail, and the memory that a save takes. Functions that ranks run."""
 
-from __future__ import annotations
-
 import dataclasses
 import gc
 import os

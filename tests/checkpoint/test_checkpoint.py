@@ -1,7 +1,5 @@
 """Checkpoints keep every shard and the fused optimizers' state; going on from one equals not stopping."""
 
-from __future__ import annotations
-
 import re
 import sys
 from functools import partial

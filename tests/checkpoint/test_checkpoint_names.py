@@ -1,7 +1,5 @@
 """Names in checkpoints: a table may be called anything, and each piece of its state is found again."""
 
-from __future__ import annotations
-
 import string
 
 from hypothesis import given

@@ -1,7 +1,5 @@
 """Law 12: a crash at any instant of any save leaves the newest whole checkpoint where the next run looks for it."""
 
-from __future__ import annotations
-
 import functools
 import io
 import os

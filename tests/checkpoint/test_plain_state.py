@@ -1,7 +1,5 @@
 """Runs that go on from a checkpoint of DDPStrategy, whose optimizers number whole tables among their parameters."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass

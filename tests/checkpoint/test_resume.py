@@ -1,7 +1,5 @@
 """Going on in the middle of an epoch equals not stopping: no batch is lost, none comes twice."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A checkpoint from anywhere executes nothing, unless it is trusted."""
 
-from __future__ import annotations
-
 import os
 import pickle
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """What tests of replicas begin with."""
 
-from __future__ import annotations
-
 import pytest
 
 from .histories import MemorySink, Training, begun

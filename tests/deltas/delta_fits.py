@@ -1,7 +1,5 @@
 """Functions that ranks run: fits whose updated rows are sent, with what the tables were after every step."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """A training that writes deltas, crashes and resumes, independent of the package; it keeps its tables at every cut."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterable
 from copy import deepcopy

@@ -5,8 +5,6 @@ step, and the next one resumes from any checkpoint. A replica follows now and th
 is held where both are the tables, bit for bit.
 """
 
-from __future__ import annotations
-
 import random
 import sys
 import tempfile

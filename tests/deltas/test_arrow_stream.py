@@ -1,7 +1,5 @@
 """Chunks are Arrow's own streams, and the values in them are nobody's copies."""
 
-from __future__ import annotations
-
 import importlib
 import io
 import sys

@@ -1,7 +1,5 @@
 """Which cut comes next: crashes, resumed trainings, lost parts and bases, one by one."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager

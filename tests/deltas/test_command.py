@@ -1,7 +1,5 @@
 """`overlap-replica`: what it prints, writes and serves, and how it says what is wrong."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

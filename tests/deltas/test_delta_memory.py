@@ -1,7 +1,5 @@
 """Copies of rows take turns in memory that is kept: nobody writes it while a sink reads, and it does not grow."""
 
-from __future__ import annotations
-
 import time
 from contextlib import suppress
 from pathlib import Path

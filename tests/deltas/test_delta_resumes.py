@@ -1,7 +1,5 @@
 """Law 13 through resumes: wherever a replica stopped, it ends as the tables, whatever the checkpoint was taken in."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import itertools

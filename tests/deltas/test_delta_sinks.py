@@ -1,7 +1,5 @@
 """Sinks that hang, disks that are full, several sinks at once: an error with its cause on all ranks, or whole cuts."""
 
-from __future__ import annotations
-
 import os
 import resource
 import signal

@@ -1,7 +1,5 @@
 """The order of streams on a device: what gathers rows comes after their update, and before the next one."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Law 13: what a replica has applied is what the tables were at that step, bit for bit, in every mode."""
 
-from __future__ import annotations
-
 from asyncio import CancelledError
 from collections.abc import Callable
 from pathlib import Path

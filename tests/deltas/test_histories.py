@@ -1,7 +1,5 @@
 """Random histories of a training and its sink: a replica is the training at its step, or says what is wrong."""
 
-from __future__ import annotations
-
 import random
 from contextlib import suppress
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Sinks that lose parts which a replica has applied, and a training that goes on from before them."""
 
-from __future__ import annotations
-
 import pytest
 
 from lightning_overlap.deltas import CutError, PartName, Replica, prune

@@ -1,7 +1,5 @@
 """A replica: what it writes into, who may read when, how it follows, and what it refuses."""
 
-from __future__ import annotations
-
 import re
 import threading
 import time

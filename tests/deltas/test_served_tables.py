@@ -1,7 +1,5 @@
 """What a replica refuses: other tables, rows that do not fit, bases that are not whole. Nothing is written then."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from typing import Any

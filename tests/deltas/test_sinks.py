@@ -1,7 +1,5 @@
 """Sinks: what is written is there, whole, under its name; what cannot be is told in one sentence."""
 
-from __future__ import annotations
-
 import pickle
 import re
 import runpy

@@ -1,7 +1,5 @@
 """When ranks that know how many batches they have ask each other."""
 
-from __future__ import annotations
-
 from lightning_overlap.distributed import MAX_INTERVAL, PollInterval
 
 

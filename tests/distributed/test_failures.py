@@ -1,7 +1,5 @@
 """What ranks of one terminal print that end with an error."""
 
-from __future__ import annotations
-
 import itertools
 import sys
 

@@ -1,7 +1,5 @@
 """The backend whose all-to-alls post receives first: it gives what gloo gives."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The groups that the runs of a process share."""
 
-from __future__ import annotations
-
 import os
 import sys
 from datetime import timedelta

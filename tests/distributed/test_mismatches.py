@@ -1,7 +1,5 @@
 """`Mismatches` on threads in the place of ranks, and a store in memory."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Iterator

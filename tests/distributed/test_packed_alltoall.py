@@ -1,7 +1,5 @@
 """Lengths, ids and weights of all modules travel in one all-to-all, and arrive as if each had one of its own."""
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from typing import Any

@@ -1,7 +1,5 @@
 """Ranks on GPUs, and the tests that a short time on a GPU is for."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re

@@ -1,7 +1,5 @@
 """Law 13 on CUDA: what was gathered on the lookup stream and taken to pinned memory is what the tables were."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Law 9 on CUDA: what makes the host wait for the device in steady steps, as PyTorch's sync debug mode sees it."""
 
-from __future__ import annotations
-
 import re
 import warnings
 from typing import Any

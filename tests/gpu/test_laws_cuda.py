@@ -1,7 +1,5 @@
 """Laws 1 to 5 on CUDA with NCCL, one rank per GPU: the tests of `laws/test_laws.py`, for each stream policy."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -1,7 +1,5 @@
 """What holds less memory on CUDA: ids that are given back early, copies in the compute stream's pool. Losses stay."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """`OverlapMonitor` on CUDA: timing events on the stages' streams, and no sync of its own."""
 
-from __future__ import annotations
-
 import re
 import warnings
 from typing import Any

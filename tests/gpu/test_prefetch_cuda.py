@@ -1,7 +1,5 @@
 """Tables in UVM with a small cache on the device: prefetched, they train as in the plain loop, bit for bit."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 from unittest import mock

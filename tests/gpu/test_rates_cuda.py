@@ -1,7 +1,5 @@
 """Learning rates that move, on CUDA: the first test of `sparse/test_update_rates.py` for each stream policy."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

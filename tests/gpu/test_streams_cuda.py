@@ -1,7 +1,5 @@
 """The CUDA streams themselves: who waits for whom, what the allocator is told."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Runs of two rank processes that meet a fault and end as processes of a user's do: exit codes, logs, checkpoints."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Random fits without end: `python -m tests.laws.fuzz --num 200`, `--seed 17` to replay one that fails."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import os

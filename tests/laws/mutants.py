@@ -1,7 +1,5 @@
 """Break a copy of the package in the ways of docs/laws.md: the test of each has to fail. `make mutants`."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import shutil

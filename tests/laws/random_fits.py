@@ -1,7 +1,5 @@
 """Random fits: what is drawn, by Hypothesis or a seeded generator. Imports nothing of the package under test."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from random import Random

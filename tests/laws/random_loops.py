@@ -1,7 +1,5 @@
 """Random fits trained: by plain DistributedModelParallel in a loop by hand, and under the strategy. Ranks run this."""
 
-from __future__ import annotations
-
 import dataclasses
 import datetime
 import logging

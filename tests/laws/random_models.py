@@ -1,7 +1,5 @@
 """The data and the model of a random fit, and its sharding plan. Imports nothing of the package under test."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext

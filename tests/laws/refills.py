@@ -1,7 +1,5 @@
 """Loaders that fill the memory of a batch anew for a later one, and fits with them. Functions that ranks run."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections.abc import Iterator

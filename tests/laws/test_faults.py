@@ -1,7 +1,5 @@
 """Law 6: whatever fails, in whatever stage, batch and rank, all ranks end, the first cause is read, nothing is left."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

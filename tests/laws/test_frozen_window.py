@@ -1,7 +1,5 @@
 """`frozen_window` equals the plain loop that looks up k batches, updates in order, and steps: bit for bit."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Laws 1 to 5 against plain DistributedModelParallel: equal bit for bit, or delayed by exactly what the mode says."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from unittest import mock
 

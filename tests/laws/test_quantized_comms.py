@@ -1,7 +1,5 @@
 """Law 1 where embeddings and gradients are sent in fewer bits: equal to plain loops with TorchRec's codecs."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 

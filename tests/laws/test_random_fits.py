@@ -1,7 +1,5 @@
 """Random fits against a loop by hand: whatever a user combines, the strategy trains what plain training does."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 from collections.abc import Callable

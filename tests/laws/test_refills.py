@@ -1,7 +1,5 @@
 """Law 11: a loader that fills the memory of a batch anew for a later one trains as one that gives each its own."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from typing import Any

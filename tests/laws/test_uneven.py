@@ -1,7 +1,5 @@
 """Law 8: when one rank's data ends first, or one rank is told to stop, all end after the same step and say so."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Law 10: a sharded module computes what the unsharded one does, whatever the plan, the ranks and the mode."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 

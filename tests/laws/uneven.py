@@ -1,7 +1,5 @@
 """Ranks with unequal data, ranks that are told to stop. Functions that ranks run."""
 
-from __future__ import annotations
-
 import os
 import signal
 import warnings

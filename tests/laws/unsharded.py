@@ -1,7 +1,5 @@
 """Sharded modules against the unsharded ones, under plans that are not in the order of the configs. Ranks run this."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial

@@ -1,7 +1,5 @@
 """Fits with `frozen_window=True`. Functions that ranks run."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """DLRM as a TorchRec user's module: its forward, who owns which parameter, and its metrics against plain references."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

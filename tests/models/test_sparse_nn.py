@@ -1,7 +1,5 @@
 """SparseNN: pooled rows of every table side by side under one over arch, without a strategy around it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Evaluation under the strategy, beside a hand-written one. Functions that ranks run."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import signal

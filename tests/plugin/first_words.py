@@ -1,7 +1,5 @@
 """What a fit says before its first step. Functions that ranks run."""
 
-from __future__ import annotations
-
 import logging
 import warnings
 from collections.abc import Iterator

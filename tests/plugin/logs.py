@@ -1,7 +1,5 @@
 """A module that logs in every manner, and hooks that come in the middle of a run. Functions that ranks run."""
 
-from __future__ import annotations
-
 import warnings
 from contextlib import suppress
 from types import MethodType

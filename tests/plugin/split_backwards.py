@@ -1,7 +1,5 @@
 """Fits in `split_backward`, beside the same fits in `base`. Functions that ranks run."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 from unittest import mock

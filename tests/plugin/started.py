@@ -3,8 +3,6 @@
 As a script: fits by `fork` and `spawn`; what this process then has goes to the file that is the argument.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import os

@@ -1,7 +1,5 @@
 """Fits that show what the strategy sets up, and what it refuses. Functions that ranks run."""
 
-from __future__ import annotations
-
 import functools
 import time
 import warnings

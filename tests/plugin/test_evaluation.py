@@ -1,7 +1,5 @@
 """Evaluation is pipelined too, answers from current weights, and training does not notice it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

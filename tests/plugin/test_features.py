@@ -1,7 +1,5 @@
 """Lightning's features under the strategy: hooks, logs and counts of DDPStrategy, losses of `base`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The error that came first is printed once, and last, whichever way the ranks were started."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

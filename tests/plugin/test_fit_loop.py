@@ -1,7 +1,5 @@
 """The loop override keeps Lightning's meaning of everything: hook by hook the same as with DDPStrategy."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """malloc keeps freed memory, unless the user has set it or it is not glibc's."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

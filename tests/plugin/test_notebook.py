@@ -1,7 +1,5 @@
 """Fits, evaluations and `check_module` in the cells of a Jupyter kernel."""
 
-from __future__ import annotations
-
 import os
 import queue
 import time

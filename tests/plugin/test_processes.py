@@ -1,7 +1,5 @@
 """Processes started by `spawn` and `fork` give whole tables back, and trainers can be copied and pickled."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

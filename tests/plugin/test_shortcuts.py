@@ -1,7 +1,5 @@
 """What a step leaves out of Lightning's has no effect: logged values, hooks and signatures are as under DDPStrategy."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import inspect

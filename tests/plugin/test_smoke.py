@@ -1,7 +1,5 @@
 """Laws and checkpoints, for every supported version of Lightning and TorchRec; `make smoke` runs other files' too."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """`split_backward` under Lightning: every fit equals `base` bit for bit, split or whole, and says which."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Profilers, loggers' files, progress bars, writers and summaries show what they show under DDPStrategy."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 from importlib import metadata

@@ -1,7 +1,5 @@
 """Lightning's callbacks and Trainer arguments: what works equals `base`, what does not is refused by name."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

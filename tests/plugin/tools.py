@@ -1,7 +1,5 @@
 """What stands around a fit: profilers, loggers' files, progress bars, writers, summaries. Run by ranks."""
 
-from __future__ import annotations
-
 import csv
 import io
 import re

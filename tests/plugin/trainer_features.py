@@ -1,7 +1,5 @@
 """What Lightning's callbacks and Trainer arguments do to a module with sharded tables. Functions that ranks run."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Fits of modules with staged methods, of TorchRec's own test model too. Functions that ranks run."""
 
-from __future__ import annotations
-
 import warnings
 from dataclasses import dataclass, field
 from typing import Any

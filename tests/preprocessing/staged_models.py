@@ -1,7 +1,5 @@
 """Modules that make their inputs from the batch inside `training_step`, in staged methods."""
 
-from __future__ import annotations
-
 import random
 import weakref
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Staged methods: called before their batch's step, served only where the step's own call would give the same."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """The host-device syncs of steps in the middle of a fit. Functions that ranks run."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest import mock
 

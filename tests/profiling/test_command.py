@@ -1,7 +1,5 @@
 """`overlap-timeline` and what it draws: a PNG, the table, and errors."""
 
-from __future__ import annotations
-
 import os
 import re
 import runpy

@@ -1,7 +1,5 @@
 """Law 9: a step makes the host wait for the device once, for the sizes of what is on its way."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from typing import Any

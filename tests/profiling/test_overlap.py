@@ -1,7 +1,5 @@
 """The accounting of timelines: by hand beside a drawing, and against a count of every millisecond."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

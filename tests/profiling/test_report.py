@@ -1,7 +1,5 @@
 """What accounts say, in words, from numbers made up."""
 
-from __future__ import annotations
-
 import traceback
 from collections.abc import Sequence
 from dataclasses import replace

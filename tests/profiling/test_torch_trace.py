@@ -1,7 +1,5 @@
 """Traces of torch.profiler, made by hand and published ones, and the files that this package writes itself."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from pathlib import Path

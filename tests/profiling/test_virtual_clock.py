@@ -1,7 +1,5 @@
 """What each mode hides, as the order of issues (>) and waits (<) of one steady step on two ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

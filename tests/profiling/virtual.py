@@ -1,7 +1,5 @@
 """All-to-alls of a virtual latency under a virtual clock, which work and waits move: what a schedule hides."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import weakref

@@ -1,7 +1,5 @@
 """What the tests of the executor have in common: modules, and the modes that overlap."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

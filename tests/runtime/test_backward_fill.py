@@ -1,7 +1,5 @@
 """Steps that are left to a backward, which runs them while it waits for other ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """`BatchCopies` on a device without memory: which stream gives the memory, which one copies, who waits."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

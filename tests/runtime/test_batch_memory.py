@@ -1,7 +1,5 @@
 """`BatchMemory` on loaders with and without memory of their own; what a copy of a batch keeps."""
 
-from __future__ import annotations
-
 import weakref
 from collections import OrderedDict, UserDict, UserList
 from collections.abc import Callable, Iterable, Iterator

@@ -1,7 +1,5 @@
 """Every leaf of a batch is found, whatever the batch is made of, and its path leads back to it."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Deferred updates: each is made once, the oldest first; after an error those of finished steps are completed."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

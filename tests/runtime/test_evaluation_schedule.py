@@ -1,7 +1,5 @@
 """What an evaluation runs is derived from a mode's table, and the executor walks it like any other."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings
 

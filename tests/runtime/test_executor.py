@@ -1,7 +1,5 @@
 """The executor over fake tables: laws, discovery, steps that are skipped or repeated, failures."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

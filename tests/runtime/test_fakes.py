@@ -1,7 +1,5 @@
 """The checkers of fake runs can fail: executors, schedules and streams that are broken on purpose."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

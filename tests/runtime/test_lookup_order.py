@@ -1,7 +1,5 @@
 """What the streams are told: waits, hand-overs, under each policy."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

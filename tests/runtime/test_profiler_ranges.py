@@ -1,7 +1,5 @@
 """TorchRec's ranges are left out of a run that no profiler sees, and are there in one that it does."""
 
-from __future__ import annotations
-
 from types import ModuleType
 
 import pytest

@@ -1,7 +1,5 @@
 """Tables written between two steps: early lookups are left aside on all ranks, or one rank says that it cannot."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any

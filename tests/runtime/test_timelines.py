@@ -1,7 +1,5 @@
 """When each stage of a batch is issued, as whole timelines beside a drawing."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import pytest

@@ -1,7 +1,5 @@
 """What is derived from each mode's table, as whole lists; and the words for an unknown name."""
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
 

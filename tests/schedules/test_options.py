@@ -1,7 +1,5 @@
 """The staleness that a user chooses, the switches around a stale mode, and the words for what cannot be."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A table is accepted exactly when a run of it succeeds; what is wrong with it is said in words."""
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
 from typing import Any

@@ -1,7 +1,5 @@
 """The tables of a frozen window: what `frozen_window` makes of a mode, and what comes of it before the step."""
 
-from __future__ import annotations
-
 import pytest
 
 from lightning_overlap.schedules.mode import Mode

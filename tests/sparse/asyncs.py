@@ -1,7 +1,5 @@
 """Fits in the mode `async_lookup`, with a staleness and switches. Functions that ranks run."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

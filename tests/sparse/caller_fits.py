@@ -1,7 +1,5 @@
 """Fits of the modules of `callers`, and plain loops over them. Functions that ranks run."""
 
-from __future__ import annotations
-
 import datetime
 import functools
 import threading

@@ -1,7 +1,5 @@
 """Modules whose steps change, take or make their inputs, and batches whose layout differs. Functions that ranks run."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Modules that call their tables in ways that users do, and batches whose layout differs. Functions that ranks run."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Row-wise tables as on a device, which alone knows how many ids go to each rank. Functions that ranks run."""
 
-from __future__ import annotations
-
 from unittest import mock
 
 from lightning_overlap.sparse import input_sizes

@@ -1,7 +1,5 @@
 """Fits that give ids back early. Functions that ranks run."""
 
-from __future__ import annotations
-
 import warnings
 import weakref
 from typing import Any

@@ -1,7 +1,5 @@
 """Runs whose embeddings and gradients are sent in fewer bits. Functions that ranks run."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import warnings

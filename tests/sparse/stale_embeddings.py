@@ -1,7 +1,5 @@
 """Stale rows as `OverlapMonitor` tells them, and as a count of its own finds them. Functions that ranks run."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 from typing import Any

@@ -1,7 +1,5 @@
 """`async_lookup` equals a plain loop whose lookups see the updates up to k batches before, and no others."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a module does with its tables: the mode of the call, its input, its order, its writes (laws 10 and 11)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

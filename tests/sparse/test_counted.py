@@ -1,7 +1,5 @@
 """How many ids of row-wise tables go to each rank: a device counts them, and the host reads that with the sizes."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`stash_gradients` equals a plain loop that applies the dense gradients of k steps before, and loses none."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`release_features` gives ids back once they are sent; nothing else changes, and who reads them is told."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

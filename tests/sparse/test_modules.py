@@ -1,7 +1,5 @@
 """Which input feeds which module: found by identity, checked at every call (law 4), else the plain forward."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """Between hosts ids travel in half their bytes, where all of a module's ids fit: losses are those of the plain loop."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 

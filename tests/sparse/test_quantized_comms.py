@@ -1,7 +1,5 @@
 """What may be sent in which precision, the loss scale, what is said of gradients that FP16 does not fit, and bytes."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

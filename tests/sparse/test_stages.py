@@ -1,7 +1,5 @@
 """The sparse stages without ranks: what waits for what, which states of a batch can follow, options."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace

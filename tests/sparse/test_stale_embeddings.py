@@ -1,7 +1,5 @@
 """The share of rows read stale, against a count with Python sets made from the raw batches of all ranks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

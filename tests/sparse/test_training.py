@@ -1,7 +1,5 @@
 """Ways to train that touch the order of lookup, backward and step: each equals `base`, bit for bit."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Learning rates that move: the fused update of a batch takes the rate of that batch's step, in every mode."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

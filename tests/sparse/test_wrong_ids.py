@@ -1,7 +1,5 @@
 """Ids that an unsharded module refuses: named on the rank that has them, and no other rank waits for it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 

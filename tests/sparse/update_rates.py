@@ -1,7 +1,5 @@
 """Learning rates that move: fits under a schedule, and the plain loops they have to equal. Functions that ranks run."""
 
-from __future__ import annotations
-
 import warnings
 from contextlib import nullcontext
 from dataclasses import dataclass

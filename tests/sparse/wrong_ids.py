@@ -1,7 +1,5 @@
 """Batches with ids that an unsharded module refuses, on the last rank. Functions that ranks run."""
 
-from __future__ import annotations
-
 import dataclasses
 import warnings
 from typing import Any

@@ -1,7 +1,5 @@
 """Models and data of the law tests, without the package under test: one stale row shows by a large learning rate."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

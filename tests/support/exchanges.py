@@ -1,7 +1,5 @@
 """The all-to-alls of the input dist in a run. Functions that ranks run."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """Functions that ranks run: a fit with the strategy under test."""
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Mapping

@@ -9,8 +9,6 @@ How: a server S forks M, M forks the program and ends. The kernel hands a proces
 ancestor that asked for orphans, which is the client of S. A program has a server of its own, forked before it begins.
 """
 
-from __future__ import annotations
-
 import atexit
 import builtins
 import contextlib

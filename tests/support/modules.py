@@ -1,7 +1,5 @@
 """TorchRec modules of every kind, ids for them, and plans made of placements, without the package under test."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

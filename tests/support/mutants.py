@@ -1,7 +1,5 @@
 """Files of the package, each statement that orders streams or hands memory over left out in turn."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 from collections.abc import Callable, Iterable, Iterator

@@ -1,7 +1,5 @@
 """Pairs in the place of products: which of many cases meets which mode on how many ranks."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Processes that stay up for a test session and run functions on every rank: gloo on a CPU, NCCL on GPUs."""
 
-from __future__ import annotations
-
 import datetime
 import inspect
 import io

@@ -1,7 +1,5 @@
 """Random schedules, and fake runs of a schedule in one call."""
 
-from __future__ import annotations
-
 from random import Random
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A forked interpreter is, to its program and to who started it, as one that is started anew."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

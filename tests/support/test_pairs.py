@@ -1,7 +1,5 @@
 """Pairings leave out products, and no pair that a test of a mode or of a number of ranks rests on."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """A machine with a GPU, stood in for on a CPU: packages are reached through PYTHONPATH alone, and some are missing."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sysconfig

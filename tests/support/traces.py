@@ -1,7 +1,5 @@
 """A module that writes down what Lightning tells it, to compare strategies hook by hook. Run by ranks."""
 
-from __future__ import annotations
-
 import contextlib
 import warnings
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The reference of frozen windows: plain DistributedModelParallel that looks up k batches before it updates a table."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Modules that somebody else sharded before the strategy came, or that nobody shards. Functions that ranks run."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

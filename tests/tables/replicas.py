@@ -1,7 +1,5 @@
 """Fits with replicated tables, and what they are compared with. Functions that ranks run."""
 
-from __future__ import annotations
-
 import dataclasses
 import sys
 import warnings

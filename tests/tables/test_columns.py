@@ -1,7 +1,5 @@
 """`ConfigOrderKeyedTensor`: the columns of another KeyedTensor in another order, moved only where that is asked for."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.utils import _pytree

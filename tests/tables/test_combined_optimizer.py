@@ -1,7 +1,5 @@
 """`combined_optimizer`: one optimizer whose groups are the dense ones and the fused tables, for any scheduler."""
 
-from __future__ import annotations
-
 import io
 import pickle
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Features are found by their names in every batch, wherever they stand in it and beside others (law 10)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a user reads of a dense optimizer that owns fused tables, and of a fused optimizer's keywords."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The plan that TorchRec's planner makes: the same in every process, by names of types, kept and given back."""
 
-from __future__ import annotations
-
 import copy
 import io
 import random

@@ -1,7 +1,5 @@
 """Replicated tables: trained as the sharded ones are, and alike on all ranks."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections.abc import Callable, Sequence

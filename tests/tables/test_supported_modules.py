@@ -1,7 +1,5 @@
 """Every kind of TorchRec module against plain DistributedModelParallel: looked up early or not, equal bit for bit."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Once tables are sharded, nothing in the process holds the whole weights that they were made with."""
 
-from __future__ import annotations
-
 import gc
 import warnings
 import weakref

@@ -1,7 +1,5 @@
 """Whether what an early lookup was made from is still what it was: inputs, and tables that somebody writes."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """TorchRec's own test models, under the strategy and in a loop by hand. Functions that ranks run."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

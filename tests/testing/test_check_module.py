@@ -1,7 +1,5 @@
 """`check_module`: holds for what keeps the laws, and names the law that a module or a mode breaks."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import re

@@ -1,7 +1,5 @@
 """`check_laws`: holds for schedules that keep the laws, and names the law that one breaks."""
 
-from __future__ import annotations
-
 from typing import NoReturn
 
 import pytest

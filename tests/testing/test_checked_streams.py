@@ -1,7 +1,5 @@
 """Real fits on one rank whose streams follow every operator's memory: no race, and each wait left out is one."""
 
-from __future__ import annotations
-
 import warnings
 from functools import partial
 from types import ModuleType

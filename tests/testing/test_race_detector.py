@@ -1,7 +1,5 @@
 """The race checker: vector clocks by themselves, and every wait and hand-over of the executor left out in turn."""
 
-from __future__ import annotations
-
 from functools import partial
 from types import ModuleType
 from typing import Any

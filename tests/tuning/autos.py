@@ -1,7 +1,5 @@
 """Fits with `pipeline="auto"`, on a clock that says what each mode takes. Functions that ranks run."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import logging

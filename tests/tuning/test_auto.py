@@ -1,7 +1,5 @@
 """`pipeline="auto"` trains as the plain loop does, bit for bit, across its switches; all ranks choose alike."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 from pathlib import Path

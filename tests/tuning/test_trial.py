@@ -1,7 +1,5 @@
 """Which arm is chosen, from the blocks of all ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest

@@ -1,7 +1,5 @@
 """A trainer that drives an executor over fake batches."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from weakref import WeakSet

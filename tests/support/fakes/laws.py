@@ -1,7 +1,5 @@
 """The laws of a schedule: `check_laws(my_schedule)` runs it over fake batches."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from lightning_overlap.runtime import Executor

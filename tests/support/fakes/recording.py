@@ -1,7 +1,5 @@
 """Record a fake run: the timeline of its stages, and streams that are told what each piece of work uses."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
