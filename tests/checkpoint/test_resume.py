@@ -90,8 +90,10 @@ def test_a_resumed_epoch_has_its_own_order(
         assert actual == expected[stop:]
 
 
-@pytest.mark.parametrize("pipeline", MODES)
-def test_a_checkpoint_does_not_count_lookups_of_batches_to_come(ranks: Ranks, pipeline: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("pipeline", "num_ranks"), in_turn(MODES, [2, 1]))
+def test_a_checkpoint_does_not_count_lookups_of_batches_to_come(
+    get_ranks: Any, pipeline: str, num_ranks: int, tmp_path: Path
+) -> None:
     """FBGEMM counts in the forward, and Adam corrects its bias by that: the batch ahead is looked up again."""
-    for counts in ranks.run(resumes.counts_after_resuming, pipeline, str(tmp_path), 5):
+    for counts in get_ranks(num_ranks).run(resumes.counts_after_resuming, pipeline, str(tmp_path), 5):
         assert counts == [(5, 5)] * len(counts)

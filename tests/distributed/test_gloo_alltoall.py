@@ -125,17 +125,16 @@ def waits_in_vain() -> str:
     return f"{texts} {exchange.is_completed()}"
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
-    ("shape", "splits"),
+    ("shape", "splits", "dtype"),
     [
-        ((6,), None),
-        ((4, 3), None),
-        ((0,), None),
-        ((5,), [[2, 3], [4, 1]]),
-        ((5, 2), [[0, 5], [5, 0]]),
-        ((3,), [[3, 0], [0, 3]]),
-        ((2,), [[0, 2], [0, 2]]),
+        ((6,), None, torch.int64),
+        ((4, 3), None, torch.bfloat16),
+        ((0,), None, torch.int32),
+        ((5,), [[2, 3], [4, 1]], torch.float32),
+        ((5, 2), [[0, 5], [5, 0]], torch.int64),
+        ((3,), [[3, 0], [0, 3]], torch.bfloat16),
+        ((2,), [[0, 2], [0, 2]], torch.int32),
     ],
     ids=str,
 )
