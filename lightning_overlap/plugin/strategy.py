@@ -195,7 +195,9 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
             unsupported.warn_of_ignored_options(run.trainer, module, holds_updates=schedule.holds_updates)
         if schedule.holds_updates:
             unsupported.refuse_held_updates(module)
-        tables.follow_rates(module, tables.rate_setter(self.optimizers))
+        set_rates = tables.rate_setter(self.optimizers)
+        for kernel in tables.replica_kernels(module):
+            kernel.set_rates = set_rates
         run.sparse = self._make_pipeline(schedule, "training_step")
         run.undo.callback(run.sparse.detach)
         run.sparse.attach()

@@ -13,8 +13,8 @@ from ..runtime import InFlightBatch, ModulePart
 from ..schedules import StreamName, WeightOwner
 from ..tables import (
     caching_tbes,
+    dense_weights,
     forget_prefetched,
-    has_dense_weights,
     num_writes,
     owners_of_parts,
     rates_of,
@@ -148,7 +148,7 @@ class SparseLookups:
     @cached_property
     def _has_dense_tables(self) -> bool:
         known = [module for module in self._modules if spec_of(module) is not None]
-        return any(WeightOwner.DENSE_OPTIMIZER in owners_of_parts(one) and has_dense_weights(one) for one in known)
+        return any(WeightOwner.DENSE_OPTIMIZER in owners_of_parts(one) and dense_weights(one) for one in known)
 
     def is_overwritten(self, batches: Iterable[InFlightBatch]) -> bool:
         """Whether tables of this rank, or their rates, were written since one of these batches was looked up."""

@@ -116,13 +116,13 @@ class TableUpdates:
     def hold_replicas(self) -> None:
         """With `frozen_window`, let updates of replicated tables wait from now on; drop those that wait already."""
         for kernel in self._holding_replicas:
-            kernel.hold()
+            kernel.held = []
 
     def forget(self) -> None:
         """Forget the updates that are to come; let each backward update replicated tables itself again."""
         self._to_come.clear()
         for kernel in self._holding_replicas:
-            kernel.release()
+            kernel.held = None
 
     def make_before_forward(self, name: str) -> None:
         """Make the deferred updates of the module `name`, except those that wait for an optimizer step."""

@@ -20,7 +20,7 @@ from .quantized_comms import (
     compression,
     resolve_quantized_comms,
 )
-from .replicas import ReplicateTables, check_replicate_tables, follow_rates, replica_kernels
+from .replicas import ReplicateTables, check_replicate_tables, replica_kernels
 from .sharded_module import (
     SetRates,
     caching_tbes,
@@ -59,8 +59,7 @@ from .write_counts import (
     SentInput,
     count_backwards,
     count_writes,
-    fused_writes,
-    has_dense_weights,
+    dense_weights,
     num_fused_writes,
     num_writes,
     renew_counts,

@@ -8,8 +8,8 @@ from torch.optim import Optimizer
 from torchrec.optim.keyed import KeyedOptimizer
 from typing_extensions import override
 
-from .sharded_module import SetRates, fused_optimizers
-from .supported_modules import sharded_modules
+from .sharded_module import SetRates
+from .supported_modules import sharded_modules, tables_of
 from .table import Rule
 
 _EXPECTED = ("momentum", "betas", "weight_decay")  # schedulers (cycled momentum) and monitors expect them in each group
@@ -136,7 +136,7 @@ def combined_optimizer(module: nn.Module, dense: Optimizer) -> DenseAndFused:
             )
         for rule in trained.values():
             by_rate.setdefault(rule.rate, [])
-        for optimizer in fused_optimizers(sharded):
+        for _, optimizer in tables_of(sharded).fused_optimizer.optimizers:  # of the kernels on this rank
             # All tables of a kernel have the same rate; frozen tables are not in `trained`.
             table = next(iter(optimizer.params)).split(".")[-2]
             if table in trained:

@@ -196,8 +196,8 @@ class ReplicaKernel(DenseTableBatchedEmbeddingBagsCodegen):  # type: ignore[misc
 
     optimizers: list[ReplicaOptimizer]  # in the order of their tables
     group: dist.ProcessGroup  # the ranks to sum gradients over
-    set_rates: Callable[[], None] | None  # passes the scheduler's rates to the optimizers
-    held: list[tuple[Tensor, Any]] | None  # (gradient, all-reduce) of updates that wait for an optimizer step
+    set_rates: Callable[[], None] | None  # passes the scheduler's rates to the optimizers before an update
+    held: list[tuple[Tensor, Any]] | None  # (gradient, all-reduce) of updates for `update_held`; None: none waits
 
     @override
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -227,20 +227,12 @@ class ReplicaKernel(DenseTableBatchedEmbeddingBagsCodegen):  # type: ignore[misc
             return
         torch.autograd.Variable._execution_engine.queue_callback(partial(self._update, gradient, work))
 
-    def hold(self) -> None:
-        """Let updates wait for `update_held`; drop waiting updates."""
-        self.held = []
-
     def update_held(self) -> None:
         """Make the waiting updates, in order, on the current stream."""
         if self.held:
             held, self.held = self.held, []
             for gradient, work in held:
                 self._update(gradient, work)
-
-    def release(self) -> None:
-        """Let each backward make its update; drop waiting updates."""
-        self.held = None
 
     @torch.no_grad()
     def _update(self, gradient: Tensor, work: Any) -> None:
@@ -290,9 +282,3 @@ def replica_kernels(module: Any) -> list[ReplicaKernel]:
     """Return the kernels of the replicas within a module."""
     lookups = [lookup for own in table_modules(module).values() for lookup in own._lookups]
     return [part for lookup in lookups for part in lookup.modules() if isinstance(part, ReplicaKernel)]
-
-
-def follow_rates(model: nn.Module, set_rates: Callable[[], None] | None) -> None:
-    """Make replicas call `set_rates` before each update; None: no scheduler changes their rates."""
-    for kernel in replica_kernels(model):
-        kernel.set_rates = set_rates

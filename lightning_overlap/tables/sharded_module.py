@@ -9,8 +9,6 @@ from weakref import WeakKeyDictionary
 import torch
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 from torch import nn
-from torchrec.distributed.types import ShardedModule
-from torchrec.optim.keyed import KeyedOptimizer
 
 from ..schedules import WeightOwner
 from ..versions import check_names
@@ -87,11 +85,6 @@ def keys_in_backward(module: Any) -> list[tuple[int, int, str]]:
             if table.local_metadata is None or table.local_metadata.shard_offsets[1] == 0:
                 found.append((part, key, table.name))
     return found
-
-
-def fused_optimizers(module: ShardedModule[Any, Any, Any, Any]) -> list[KeyedOptimizer]:
-    """Return the fused optimizers of a module's kernels on this rank."""
-    return [optimizer for _, optimizer in tables_of(module).fused_optimizer.optimizers]
 
 
 @read_once

@@ -11,6 +11,7 @@ from typing import Any, Literal, NoReturn, TypeAlias
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.optim.apply_optimizer_in_backward import param_to_acc_grad_map, param_to_optim_hook_handle_map
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.fbgemm_qcomm_codec import QCommsConfig
 from torchrec.distributed.model_parallel import DistributedModelParallel
@@ -27,7 +28,7 @@ from .plans import KeptPlan, divide_in_two, make_planner, plan_on_rank_zero, sha
 from .quantized_comms import check_plan, check_quantized_comms, codecs_of, sends_groups
 from .replicas import ReplicateTables, make_replicas, replicas_in, tables_to_replicate
 from .supported_modules import DATA_PARALLEL, DENSE, sharded_modules, table_modules
-from .table import Rule, Table, find_tables, mark_replaced, training_sharders
+from .table import NAME_BEFORE, Rule, Table, find_tables, training_sharders
 from .write_counts import watch_tables
 
 _ROW_WISE = ShardingType.ROW_WISE.value
@@ -69,8 +70,9 @@ def shard_tables(
         _watch(model)  # of modules that the user has sharded
         return
     _refuse_pruning_and_shared_weights(model, tables)
-    for table in tables:
-        table.own_arguments()
+    for table in tables:  # TorchRec writes its kind of optimizer into the arguments, which tables may share
+        if table.fused_optimizer is not None:
+            vars(table.parameter)["_optimizer_kwargs"] = list(map(dict, vars(table.parameter)["_optimizer_kwargs"]))
     named, num_ranks = _named_types(sharding, tables), group.size()
     if replicate_tables is None and isinstance(sharding, KeptPlan):
         replicate_tables = sharding.replicated
@@ -122,7 +124,10 @@ def shard_tables(
         sharded.second_part = second.get(name, [])
         replicated = sorted(table.name for table in replicas if table.module == name)
         sharded.kept_plan = plan.get_plan_for_module(name), replicated
-    mark_replaced(before, model)
+    kept = set(map(id, model.parameters()))
+    for name, parameter in before.items():  # an earlier optimizer may still have those that were replaced
+        if id(parameter) not in kept:
+            vars(parameter)[NAME_BEFORE] = name
     _watch(model)
 
 
@@ -143,8 +148,11 @@ def _let_go(model: nn.Module, tables: list[Table]) -> None:
         infos = getattr(module, "sharding_type_to_sharding_infos", {}).values()
         for info in itertools.chain.from_iterable(infos):
             info.param = info.param.detach().to("meta")  # TorchRec asks for shapes and strides, if it shards anew
-    for table in tables:
-        table.let_go()
+    for table in tables:  # torch's maps of in-backward optimizers never forget a weight
+        for hook in param_to_optim_hook_handle_map.pop(table.parameter, ()):
+            hook.remove()
+        param_to_acc_grad_map.pop(table.parameter, None)
+        vars(table.parameter).pop("_in_backward_optimizers", None)
 
 
 def _check_sharded_modules(

@@ -93,18 +93,6 @@ class Table:
         if self.fused_optimizer is None:
             in_backward._apply_optimizer_in_backward(optimizer_class, [self.parameter], dict(kwargs))
 
-    def let_go(self) -> None:
-        """Remove the unsharded weight from torch's maps of in-backward optimizers, which never forget it."""
-        for hook in in_backward.param_to_optim_hook_handle_map.pop(self.parameter, ()):
-            hook.remove()
-        in_backward.param_to_acc_grad_map.pop(self.parameter, None)
-        vars(self.parameter).pop("_in_backward_optimizers", None)
-
-    def own_arguments(self) -> None:
-        """Copy the optimizer's arguments: TorchRec writes its kind of optimizer into them, and tables may share one."""
-        if self.fused_optimizer is not None:
-            vars(self.parameter)["_optimizer_kwargs"] = list(map(dict, vars(self.parameter)["_optimizer_kwargs"]))
-
 
 def training_sharders(codecs: Mapping[str, QuantizedCommCodecs] | None = None) -> list[ModuleSharder[nn.Module]]:
     """Return TorchRec's default sharders, without sharders of quantized modules, which are not trained."""
@@ -121,14 +109,6 @@ def find_tables(model: nn.Module) -> list[Table]:
         for name, module in collections.items()
         for table, parameter in sharders[type(module)].shardable_parameters(module).items()
     ]
-
-
-def mark_replaced(before: Mapping[str, nn.Parameter], model: nn.Module) -> None:
-    """Note the name of each parameter (`before`) that sharding has replaced: an earlier optimizer may still have it."""
-    kept = set(map(id, model.parameters()))
-    for name, parameter in before.items():
-        if id(parameter) not in kept:
-            vars(parameter)[NAME_BEFORE] = name
 
 
 def has_tables(model: nn.Module) -> bool:

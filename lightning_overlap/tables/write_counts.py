@@ -126,7 +126,8 @@ def _fused_weights(module: Any) -> list[Tensor]:
 
 
 @read_once
-def _dense_weights(module: Any) -> list[Tensor]:
+def dense_weights(module: Any) -> list[Tensor]:
+    """Return a module's weights of the dense optimizer, which `num_fused_writes` excludes; not those of replicas."""
     return [weight for _, weight in in_backward_optimizer_filter(module.named_parameters())]
 
 
@@ -175,11 +176,6 @@ def num_fused_writes(module: Any) -> tuple[int, ...]:
     return tuple(weight._version for weight in _fused_weights(module))
 
 
-def has_dense_weights(module: Any) -> bool:
-    """Return whether a module has weights of the dense optimizer, which `num_fused_writes` excludes; not replicas."""
-    return bool(_dense_weights(module))
-
-
 def count_backwards(module: Any, answer: Any) -> None:
     """Count each backward of a module's answer outside of a training step: FBGEMM's kernels do not count its writes."""
 
@@ -197,14 +193,9 @@ def count_backwards(module: Any, answer: Any) -> None:
 _num_backwards: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # by sharded module
 
 
-def fused_writes(model: nn.Module) -> int:
-    """Return the sum of the write counts of all fused tables of a sharded model."""
-    return sum(write for module in sharded_modules(model).values() for write in num_fused_writes(module))
-
-
 def num_writes(module: Any, owner: WeightOwner) -> tuple[int, ...]:
     """Return the counted backwards, then the write count of each weight that a lookup of this owner reads."""
     if owner is WeightOwner.LOOKUP:
         return ()
-    dense = _dense_weights(module) if owner is WeightOwner.DENSE_OPTIMIZER else []
+    dense = dense_weights(module) if owner is WeightOwner.DENSE_OPTIMIZER else []
     return (_num_backwards.get(module, 0), *num_fused_writes(module), *(weight._version for weight in dense))

@@ -21,7 +21,6 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from lightning_overlap import OverlapEmbeddingStrategy, combined_optimizer
 from lightning_overlap.tables import sharded_module
 from lightning_overlap.tables.combined_optimizer import DenseAndFused
-from lightning_overlap.tables.sharded_module import fused_optimizers
 
 from ..checkpoint.resumes import StatefulBatches
 from ..plugin.strategies import Dense
@@ -70,7 +69,7 @@ def notes_rates(cls: type[Scheduled], rates: list[float]) -> type[Scheduled]:
 
     class Notes(cls):  # type: ignore[valid-type,misc]
         def on_after_backward(self) -> None:
-            rates.append(fused_optimizers(self.ebc)[0].param_groups[0]["lr"])
+            rates.append(self.ebc.fused_optimizer.optimizers[0][1].param_groups[0]["lr"])
 
     return Notes
 

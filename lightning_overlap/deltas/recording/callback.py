@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from ...distributed import Lowest
 from ...plugin import OverlapEmbeddingStrategy, logged_step
-from ...tables import ShardedStateNames, fused_writes
+from ...tables import ShardedStateNames, num_fused_writes, sharded_modules
 from ..parts import WEIGHT, Header, PartError, PartName, decode, encode_pieces, parse_names, read_header
 from ..sinks import DeltaSink, check_sink, resolve_sink
 from .cuts import Cut, DenseSource, base_chunks, columns_of_states, merged_rows
@@ -420,4 +420,5 @@ class EmbeddingDeltas(Callback):
         self.run, self.generation = state_dict["run"], max(self.generation, int(state_dict["generation"]))
         self._run_sends_dense |= state_dict.get("dense", False)
         # the count of writes to this rank's fused tables, right after they were loaded
-        self._restored = state_dict | {"writes": fused_writes(self._trainer.lightning_module)}
+        modules = sharded_modules(self._trainer.lightning_module).values()
+        self._restored = state_dict | {"writes": sum(sum(num_fused_writes(module)) for module in modules)}
