@@ -117,7 +117,8 @@ class Spent:
 @contextmanager
 def _timed_parts(spent: Spent) -> Iterator[None]:
     from lightning_overlap import EmbeddingDeltas
-    from lightning_overlap.deltas.recording import CutWriter, TouchedRows
+    from lightning_overlap.deltas.recording.touched_rows import TouchedRows
+    from lightning_overlap.deltas.recording.writer import CutWriter
 
     watch: Any = TouchedRows._watch
     calls = {
@@ -311,8 +312,8 @@ def _Missed(every: int) -> Any:
     import torch
     from lightning.pytorch import Callback
 
-    from lightning_overlap.deltas.recording import TouchedRows
     from lightning_overlap.deltas.recording.cuts import merged_rows
+    from lightning_overlap.deltas.recording.touched_rows import TouchedRows
 
     class Missed(Callback):
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:

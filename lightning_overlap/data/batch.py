@@ -1,7 +1,5 @@
 """Batch, loader, base class. Shapes: B batch size per rank, D dense features, F sparse features, V ids in a batch."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,11 +30,11 @@ class RecBatch(Pipelineable):  # type: ignore[misc]  # untyped in TorchRec
     def _parts(self) -> tuple[Any, Any, Any]:
         return self.dense, self.sparse, self.labels
 
-    def to(self, device: torch.device, non_blocking: bool = False) -> RecBatch:
+    def to(self, device: torch.device, non_blocking: bool = False) -> "RecBatch":
         """Return the batch on `device`; keeps the KJT's lengths per key on the host, without a sync."""
         return RecBatch(*(part.to(torch.device(device), non_blocking=non_blocking) for part in self._parts()))
 
-    def pin_memory(self) -> RecBatch:
+    def pin_memory(self) -> "RecBatch":
         """Return the batch in page-locked host memory, for non-blocking copies."""
         return RecBatch(*(part.pin_memory() for part in self._parts()))
 
@@ -185,11 +183,10 @@ class RecDataModule(LightningDataModule):
         dataset = self._batches(split)
         if dataset is None:
             return []
-        streams = isinstance(dataset, IterableDataset)
         return BatchLoader(
             dataset,
             batch_size=None,
-            sampler=None if streams else EpochSampler(dataset, self.rank, self.world_size),
+            sampler=None if isinstance(dataset, IterableDataset) else EpochSampler(dataset, self.rank, self.world_size),
             num_workers=self.num_workers,
             pin_memory=torch.cuda.is_available(),
             persistent_workers=self.persistent_workers and self.num_workers > 0,

@@ -78,8 +78,7 @@ class NormalizedEntropy(Metric):
 
     def update(self, logits: Tensor, labels: Tensor) -> None:
         """Add a batch; arguments as for `BinnedAUC.update`."""
-        loss = binary_cross_entropy_with_logits(logits.float(), labels.float(), reduction="sum")
-        self.log_loss += loss.double()
+        self.log_loss += binary_cross_entropy_with_logits(logits.float(), labels.float(), reduction="sum").double()
         self.num_clicks += labels.sum().double()
         self.num_samples += labels.numel()
 

@@ -22,8 +22,9 @@ from torchrec.distributed.types import ShardedTensor
 
 from lightning_overlap import EmbeddingDeltas, OverlapEmbeddingStrategy
 from lightning_overlap.deltas import PartName, Replica, decode, parse_names
-from lightning_overlap.deltas.recording import TouchedRows, cuts, touched_rows
+from lightning_overlap.deltas.recording import cuts, touched_rows
 from lightning_overlap.deltas.recording.copies import copy_on_host
+from lightning_overlap.deltas.recording.touched_rows import TouchedRows
 
 from ..support.cases import Batches, Case, Model, make_batch
 from ..support.fits import make_strategy, make_trainer

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from lightning_overlap.deltas import Dense, FolderSink, Rows, encode, encode_pieces, parts
 from lightning_overlap.deltas.parts import form
-from lightning_overlap.deltas.recording import CutWriter
+from lightning_overlap.deltas.recording.writer import CutWriter
 
 from .histories import MemorySink, Training
 

@@ -83,7 +83,7 @@ class Chain:
                     return self.start(newer_than=at)  # None: wait for the base
                 if head.after is None or head.after == at or (head.after < at and not is_own):
                     chunks = [(head, name) for name in cut.names]
-                    return Move(chunks, is_base=len(head.bases) == cut.num_ranks)
+                    return Move(chunks, is_base=len(head.bases) == cut.names[0].world_size)
                 follows, applied = as_words(head.after), as_words(at)
                 problems.append(f"{as_words(cut.at)} follows {follows}, which is missing; applied so far: {applied}.")
             elif self._is_broken(cut):
@@ -150,7 +150,7 @@ class Chain:
                     return None
                 for rank in head.bases:
                     base_of.setdefault(rank, index)
-                if len(base_of) == cut.num_ranks:
+                if len(base_of) == cut.names[0].world_size:
                     last = max(base_of.values())
                     chunks = [
                         (self._head(taken), name)

@@ -37,11 +37,6 @@ class Cut:
     at: CutId
     names: tuple[PartName, ...]
 
-    @property
-    def num_ranks(self) -> int:
-        """Number of ranks that write a part."""
-        return self.names[0].world_size
-
     @cached_property
     def conflict(self) -> str | None:
         """Why the parts cannot belong together, or None."""
@@ -61,7 +56,7 @@ class Cut:
         """Rank -> names of missing chunks; `*` stands for all chunks of a part."""
         found: dict[int, list[str]] = {}
         there = {name.rank: name for name in self.names}
-        for rank in range(self.num_ranks):
+        for rank in range(self.names[0].world_size):
             if rank not in there:
                 found[rank] = [f"{str(self.names[0]._replace(rank=rank)).partition('-c')[0]}-c*"]
                 continue

@@ -1,7 +1,5 @@
 """The format of parts (docs/deltas_format.md). A part has a rank's rows of a cut, in chunks; a base has all rows."""
 
-from __future__ import annotations
-
 import io
 import json
 import re
@@ -9,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Self, TypeAlias
 
 import numpy as np
 import torch
@@ -72,7 +70,7 @@ class PartName(NamedTuple):
         )
 
     @classmethod
-    def parse(cls, name: str) -> PartName | None:
+    def parse(cls, name: str) -> Self | None:
         """Return the fields of a name; None if it is not the name of a chunk."""
         found = _NAME.fullmatch(name)
         return None if found is None else cls(*map(int, found.groups()))
@@ -230,21 +228,17 @@ def _read(data: bytes, name: str, *, rows: bool) -> tuple[Header, list[Any]]:
         with pa.ipc.open_stream(pa.py_buffer(content)) as reader:
             written = json.loads((reader.schema.metadata or {})[_HEADER])
             if written.get("schema") == SCHEMA:
-                return _header(written), list(reader) if rows else []
+                kept = {key: value for key, value in written.items() if key in Header.__dataclass_fields__}
+                for cut in ("after", "found"):
+                    kept[cut] = None if kept.get(cut) is None else tuple(kept[cut])
+                kept["tables"] = {table: (int(shape[0]), int(shape[1])) for table, shape in kept["tables"].items()}
+                return Header(**kept), list(reader) if rows else []
     except (pa.ArrowException, OSError, KeyError, TypeError, ValueError) as err:
         raise PartError(f"{name} is not a part of embedding deltas: {type(err).__name__}: {err}") from err
     raise PartError(
         f"{name} is of schema {written.get('schema')!r}, this version reads schema {SCHEMA}: read it with the version "
         "of lightning_overlap that wrote it."
     )
-
-
-def _header(written: dict[str, Any]) -> Header:
-    kept = {key: value for key, value in written.items() if key in Header.__dataclass_fields__}
-    for cut in ("after", "found"):
-        kept[cut] = None if kept.get(cut) is None else tuple(kept[cut])
-    kept["tables"] = {table: (int(shape[0]), int(shape[1])) for table, shape in kept["tables"].items()}
-    return Header(**kept)
 
 
 def _entry(rows: Tensor, values: Tensor, kind: str, name: str, field: str, shape: Any, *columns: int) -> pa.RecordBatch:

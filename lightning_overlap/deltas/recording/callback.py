@@ -51,10 +51,6 @@ class EmbeddingDeltas(Callback):
     """
 
     reads_tables = False  # between the backward and the step, so the order of a step need not change
-    _trainer: Trainer
-    _strategy: OverlapEmbeddingStrategy
-    _touched: TouchedRows
-    _writer: CutWriter
 
     def __init__(
         self,
@@ -358,20 +354,15 @@ class EmbeddingDeltas(Callback):
         left = self._step != self._last or bool(self._touched.most) or changed or steps
         is_void = self._strategy.any_rank(self._is_void)
         if self._strategy.any_rank(left) or is_void:
-            self._together(lambda: self._write_last(is_base=is_void or changed, after_all=is_void))
+            after = (self.generation, self._last)
+            if self._step == self._last:
+                self.generation += 1  # the cuts of a generation have different steps
+                self._found = after
+            is_base = is_void or changed
+            self._together(lambda: self._write_base(after_all=is_void) if is_base else self._write_cut(after))
         self._together(lambda: self._writer.ask("close", self._sink.close))
         self._end()
         self._acknowledged = (self.generation, self._step)
-
-    def _write_last(self, *, is_base: bool, after_all: bool) -> None:
-        after = (self.generation, self._last)
-        if self._step == self._last:
-            self.generation += 1  # the cuts of a generation have different steps
-            self._found = after
-        if is_base:
-            self._write_base(after_all=after_all)
-        else:
-            self._write_cut(after)
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:

@@ -56,8 +56,7 @@ def to_host(tensor: Tensor) -> Tensor:
     """Return a copy on the host; of a device tensor in pinned memory, once the caller has waited for the stream."""
     if not tensor.is_cuda:
         return tensor.clone()
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return host.copy_(tensor, non_blocking=True)
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
 
 class KeptMemory:

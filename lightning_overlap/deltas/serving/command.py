@@ -12,7 +12,6 @@ from .http_server import ReplicaServer
 from .replica import Replica, ReplicaError, save_whole
 
 BAD_INPUT = 2  # exit code for a sink or a file that cannot be used
-_WAIT_S = 0.1
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -44,7 +43,7 @@ def _follow(replica: Replica, options: argparse.Namespace, stopped: threading.Ev
         told = None
         print(f"following {replica.sink!r}", flush=True)
         replica.follow(options.every)
-        while not stopped.wait(_WAIT_S):
+        while not stopped.wait(0.1):
             position = replica.position
             if position is None:
                 replica.check()

@@ -1,7 +1,5 @@
 """Tables that follow a training: apply whole cuts while other threads read."""
 
-from __future__ import annotations
-
 import logging
 import os
 import threading
@@ -10,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -230,7 +228,7 @@ class Replica:
             self._thread = None
         self.sink.close()
 
-    def __enter__(self) -> Replica:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -72,8 +72,7 @@ class ServedTables:
             self._check_rows(entry, part.header, name, begins=begins)
         for tensor in () if self._makes else part.dense:
             if (have := self.tensors.get(tensor.name)) is not None:
-                value = tensor.value
-                _check_alike(tensor.name, value.shape, value.dtype, name, have, "use the trained module")
+                _check_alike(tensor.name, tensor.value.shape, tensor.value.dtype, name, have, "use the trained module")
             elif self._module is not None:
                 raise TablesError(
                     f"{name} has a dense tensor {tensor.name} that the module lacks: use the trained LightningModule, "

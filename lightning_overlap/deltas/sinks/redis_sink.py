@@ -10,7 +10,6 @@ from ..parts import PartName
 from .sink import told, without_password
 
 _NAME = b"name"
-_KEY = "embedding_deltas"
 _PAGE = 1000
 _WAIT_S = 10.0
 
@@ -34,7 +33,7 @@ class RedisSink:
     def __init__(self, url: str, key: str | None = None, **options: Any) -> None:
         self.url, _, asked = url.partition("?")
         query = dict(parse_qsl(asked))
-        self.key = key or query.pop("key", None) or _KEY
+        self.key = key or query.pop("key", None) or "embedding_deltas"
         if query:
             self.url += f"?{urlencode(query)}"
         self._options = {"socket_timeout": _WAIT_S, "socket_connect_timeout": _WAIT_S} | options
