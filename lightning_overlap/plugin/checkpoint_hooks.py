@@ -136,7 +136,8 @@ class SavesShards(HasRun):
         if not _is_plain_file(filepath, None, self.checkpoint_io):
             self._folder_saver.on_commit(partial(super().remove_checkpoint, filepath))
         elif self.is_global_zero:
-            stems = checkpoint_links.stems(self._running_trainer)
+            last = checkpoint_links.keeping_last(self._running_trainer)
+            stems = {callback.CHECKPOINT_NAME_LAST for callback in last}
             self._folder_saver.on_commit(partial(_remove, Path(filepath), self._newest, stems))
 
     @override

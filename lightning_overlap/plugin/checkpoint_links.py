@@ -21,15 +21,10 @@ OnCommit = Callable[[Callable[[], None]], None]  # calls a function when the sav
 def install(trainer: Trainer, undo: ExitStack, on_commit: OnCommit) -> None:
     """Let callbacks link to complete checkpoints only; a subclass keeps a link method of its own."""
     # With save_last="link" Lightning links at once, though the new checkpoint may not be written yet.
-    for callback in _keeping_last(trainer):
+    for callback in keeping_last(trainer):
         if callback.save_last == "link" and type(callback)._link_checkpoint is ModelCheckpoint._link_checkpoint:
             callback._link_checkpoint = partial(_link, on_commit)  # type: ignore[method-assign]
             undo.callback(vars(callback).pop, "_link_checkpoint", None)
-
-
-def stems(trainer: Trainer | None) -> set[str]:
-    """Return how the names of last checkpoints begin."""
-    return {callback.CHECKPOINT_NAME_LAST for callback in _keeping_last(trainer)}
 
 
 def bridges(trainer: Trainer | None, path: Path) -> list[tuple[Path, bool]]:
@@ -37,14 +32,15 @@ def bridges(trainer: Trainer | None, path: Path) -> list[tuple[Path, bool]]:
     # With save_last=True Lightning saves a checkpoint under its own name, then again as the last one. Until that is
     # complete, a bridge (the link `last.new.ckpt`) leads to the first; Lightning's search for "last" finds it.
     found = {}
-    for callback in _keeping_last(trainer):
+    for callback in keeping_last(trainer):
         stem = callback.CHECKPOINT_NAME_LAST
         if callback.dirpath is not None and Path(callback.dirpath).absolute() == path.absolute().parent:
             found[path.with_name(f"{stem}.new{callback.FILE_EXTENSION}")] = path.name.startswith(stem)
     return list(found.items())
 
 
-def _keeping_last(trainer: Trainer | None) -> Iterator[ModelCheckpoint]:
+def keeping_last(trainer: Trainer | None) -> Iterator[ModelCheckpoint]:
+    """Return the trainer's callbacks that keep a last checkpoint."""
     for callback in [] if trainer is None else trainer.checkpoint_callbacks:
         if isinstance(callback, ModelCheckpoint) and callback.save_last:
             yield callback

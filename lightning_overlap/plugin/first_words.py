@@ -1,16 +1,11 @@
-"""Log a short block at the start of a fit; filter out records and warnings of TorchRec and FBGEMM about themselves."""
+"""Log to users, as at the start of a fit; filter out records and warnings of TorchRec and FBGEMM about themselves."""
 
 import logging
 import warnings
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
-
-from torch import nn
-from torch.optim import Optimizer
 
 from ..schedules import Mode
-from ..tables import table_lines
 
 LOGGER = "lightning.pytorch.lightning_overlap"  # a child of Lightning's logger, with its handler and level
 
@@ -53,16 +48,6 @@ def of_mode(mode: Mode) -> str:
     exact = [f"before batch {mode.start_batch}"] if mode.start_batch else []
     exact += [] if mode.end_batch is None else [f"from batch {mode.end_batch} on"]
     return words + f" (fused_sparse_dist {' and '.join(exact)})" * bool(exact)
-
-
-def tell_set_up(
-    model: nn.Module, mode: str, optimizers: list[Optimizer], schedulers: list[Any], unpipelined: Mapping[str, str]
-) -> None:
-    """Log the mode, what trains the sharded model's tables, and why modules run in their own forward."""
-    moved = any(getattr(one.optimizer, "fused_groups", None) for one in schedulers)  # of combined_optimizer
-    lines = [f"lightning_overlap: {mode}", *table_lines(model, optimizers, scheduled=bool(schedulers), moved=moved)]
-    lines += [f"{name} runs unpipelined: {reason}" for name, reason in unpipelined.items()]
-    tell("\n  ".join(lines))
 
 
 def tell(text: str) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.utilities.parsing import lightning_getattr, lightning_hasattr
 from torch.distributed.constants import default_pg_timeout
 
 from ..dense import SplitLayers
@@ -18,14 +17,6 @@ from ..runtime import Executor, LookupOrder, StageTimer, Streams
 from ..sparse import GradientStash, SparsePipeline
 from ..tables import KeptPlan, OverflowWatch, plan_of, sharded_modules
 from ..tuning import Tuner
-
-
-def batch_size_of(module: LightningModule | None) -> int | None:
-    """Return `batch_size` from where `BatchSizeFinder` looks for it: data module, module, their hyperparameters."""
-    if module is None or not lightning_hasattr(module, "batch_size"):
-        return None
-    found = lightning_getattr(module, "batch_size")
-    return found if isinstance(found, int) and found > 0 else None
 
 
 class Run:

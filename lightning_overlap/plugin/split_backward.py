@@ -54,21 +54,17 @@ def check_all_ranks(mode: str, whole: str | None, gather: Callable[[Any], list[A
         )
 
 
-def late_all_reduce(model: Any, comm_hook: object | None) -> LateAllReduce | None:
-    """Return a wait for the all-reduce after the backward; None if DistributedDataParallel has to wait."""
-    # On CUDA a stream waits, not the host.
-    if not isinstance(model, DistributedDataParallel) or comm_hook is not None or model.device_type != "cpu":
-        return None
-    # Gradients that are views of buckets may be divided, others are multiplied: for 2^n ranks the same to the bit.
-    num_ranks = model.process_group.size()
-    divides_alike = not model.gradient_as_bucket_view or num_ranks & (num_ranks - 1) == 0
-    return LateAllReduce(model) if divides_alike else None
-
-
 def split_layers(
-    module: LightningModule, model: Any, gather: Callable[[Any], list[Any]], late: LateAllReduce | None
+    module: LightningModule, model: Any, comm_hook: object | None, gather: Callable[[Any], list[Any]]
 ) -> SplitLayers:
     """Return the layers whose backward is split, as all ranks agree; `model` is DistributedDataParallel, if used."""
+    late = None  # waits for the all-reduce after the backward, unless DistributedDataParallel has to wait itself
+    # On CUDA a stream waits, not the host.
+    if isinstance(model, DistributedDataParallel) and comm_hook is None and model.device_type == "cpu":
+        # Gradients that are views of buckets may be divided, others are multiplied: for 2^n ranks the same to the bit.
+        num_ranks = model.process_group.size()
+        if not model.gradient_as_bucket_view or num_ranks & (num_ranks - 1) == 0:
+            late = LateAllReduce(model)
 
     def agree(whole: dict[str, str]) -> dict[str, str]:
         known = gather((whole, [layer.name for layer in layers.layers]))

@@ -8,6 +8,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loops.fetchers import _DataFetcher
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.parsing import lightning_getattr, lightning_hasattr
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
@@ -26,8 +27,8 @@ from .host_memory import keep_freed_memory
 from .loops import BatchStream, LookaheadFetcher, StepArguments, evaluation_loops, fit_loop, sigterm
 from .private_names import check_lightning
 from .processes import StartsProcesses
-from .run import Run, batch_size_of
-from .split_backward import check_all_ranks, late_all_reduce, split_layers, why_whole
+from .run import Run
+from .split_backward import check_all_ranks, split_layers, why_whole
 from .step_hooks import WalksSteps, runs_between_backward_and_step
 
 STRATEGY_NAMES = {
@@ -204,8 +205,7 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
         whole = why_whole(module, self.optimizers, self._ddp_kwargs, run.sparse.updates)
         check_all_ranks(schedule.name, whole, self.gather)
         if whole is None and (schedule.splits_backward or self._tuner is not None):
-            late = late_all_reduce(self.model, self._ddp_comm_hook)
-            run.split = split_layers(module, self.model, self.gather, late)
+            run.split = split_layers(module, self.model, self._ddp_comm_hook, self.gather)
             run.undo.callback(run.split.detach)
         if self._tuner is not None:
             run.tuner = self._tuner
@@ -221,7 +221,10 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
             mode += f" (the backward runs whole: {whole})" if schedule.splits_backward and whole else ""
             mode += f", stream {self.stream}, {self.world_size} rank{'s' * (self.world_size != 1)}"
             schedulers = [config.scheduler for config in self.lr_scheduler_configs]
-            first_words.tell_set_up(module, mode, self.optimizers, schedulers, run.sparse.unpipelined)
+            moved = any(getattr(one.optimizer, "fused_groups", None) for one in schedulers)  # of combined_optimizer
+            trained = tables.table_lines(module, self.optimizers, scheduled=bool(schedulers), moved=moved)
+            unpipelined = [f"{name} runs unpipelined: {reason}" for name, reason in run.sparse.unpipelined.items()]
+            first_words.tell("\n  ".join([f"lightning_overlap: {mode}", *trained, *unpipelined]))
 
     @override
     def model_to_device(self) -> None:
@@ -229,6 +232,9 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
         # Tables first, each shard straight to its rank: whole tables may not fit on any one device.
         on_cpu = self.root_device.type == "cpu"
         if self._groups is not None:
+            # From where `BatchSizeFinder` looks for it: data module, module, their hyperparameters.
+            module, has_size = self._module, lightning_hasattr(self._module, "batch_size")
+            batch_size = lightning_getattr(module, "batch_size") if has_size else None
             tables.shard_tables(
                 self.model,
                 sharding=self.sharding,
@@ -238,7 +244,7 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
                 local_world_size=self.num_processes,
                 quantized_comms=self.quantized_comms,
                 replicate_tables=self.replicate_tables,
-                batch_size=batch_size_of(self.lightning_module),
+                batch_size=batch_size if isinstance(batch_size, int) and batch_size > 0 else None,
                 # Between hosts on a CPU a part is updated and looked up while the other part's gradients arrive.
                 in_two_parts=self._schedule.updates_before_step and on_cpu and self.world_size > self.num_processes,
             )

@@ -13,17 +13,7 @@ import torch
 from torch import nn
 
 from ..runtime import InFlightBatch, Path, leaves, resolve
-from .watched_call import (
-    CONSTANTS,
-    NotStagedError,
-    Parts,
-    Reads,
-    differences,
-    is_same,
-    parts_of_batch,
-    state_read,
-    watch,
-)
+from .watched_call import CONSTANTS, NotStagedError, Reads, differences, is_same, parts_of_batch, state_read, watch
 
 Key: TypeAlias = "tuple[str, int]"  # a call in a step: name of the method, and number of earlier calls of it
 _T = TypeVar("_T")
@@ -134,7 +124,7 @@ class StagedCalls:
         self._known = False
         self._sources: dict[Key, tuple[_StagedMethod, Any]] = {}  # the sources of each call's arguments
         self._modes = _Modes.now()
-        self._last_read: Parts = {}
+        self._last_read = state_read({})
 
     @property
     def is_used(self) -> bool:
@@ -257,9 +247,7 @@ class StagedCalls:
 
     def state_has_changed(self) -> bool:
         """Return whether module state that the methods read has changed since the last call."""
-        reads: Reads = {}
-        for method in self.methods:
-            reads |= method.reads
+        reads: Reads = {attribute: None for method in self.methods for attribute in method.reads}
         before, self._last_read = self._last_read, state_read(reads)
         return bool(differences(before, self._last_read))
 
