@@ -65,6 +65,10 @@ class CheckedStreams(Streams):
     def current(self) -> StreamName:
         return self._current
 
+    def memory_of(self, value: Any) -> Iterable[str]:
+        """Return the names of the storages of all tensors in a nested value."""
+        return map(self._name, _all_tensors(value))
+
     @override
     def record(self, name: StreamName) -> RecordedEvent:
         return RecordedEvent(self[name], self._races.event(self[name]))
@@ -76,7 +80,7 @@ class CheckedStreams(Streams):
 
     @override
     def record_stream(self, value: Any, name: StreamName) -> None:
-        self._races.record_stream(map(self._name, _all_tensors(value)), self[name])
+        self._races.record_stream(self.memory_of(value), self[name])
 
     @override
     def hand_to_caller(self, value: Any, event: RecordedEvent) -> None:
