@@ -30,7 +30,17 @@ def write_synced(path: Path, write: Callable[[Any], object]) -> None:
 def atomic_replace(unfinished: Path, path: Path, also: Path | None = None) -> None:
     """Rename a complete checkpoint to `path` and remove what had that name; first give it a second name, `also`."""
     if also is not None:
-        _twin(unfinished, also)
+        twin = sibling(also, "unfinished")
+        remove(twin)
+        try:
+            if unfinished.is_dir():
+                shutil.copytree(unfinished, twin, copy_function=os.link)
+            else:
+                os.link(unfinished, twin)
+        except OSError:  # no hard links there
+            remove(twin)
+        else:
+            atomic_replace(twin, also)
     if _is_real_folder(unfinished):
         _sync(unfinished)
     if not os.path.lexists(path) or not (_is_real_folder(path) or _is_real_folder(unfinished)):
@@ -42,20 +52,6 @@ def atomic_replace(unfinished: Path, path: Path, also: Path | None = None) -> No
     _sync(path.parent)
     remove(unfinished)  # after a swap, the old one
     discard(being_replaced(path))
-
-
-def _twin(path: Path, name: Path) -> None:
-    new = sibling(name, "unfinished")
-    remove(new)
-    try:
-        if path.is_dir():
-            shutil.copytree(path, new, copy_function=os.link)
-        else:
-            os.link(path, new)
-    except OSError:  # no hard links there
-        remove(new)
-    else:
-        atomic_replace(new, name)
 
 
 def lead(link: Path, to: Path) -> None:

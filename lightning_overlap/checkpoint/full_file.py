@@ -51,7 +51,12 @@ def gather(pieces: Mapping[str, Any], group: Group) -> Iterator[tuple[str, Tenso
     everyone = gather_objects(mine, group)
     for key in sorted(set().union(*everyone)):
         size, dtype, _ = next(theirs[key] for theirs in everyone if key in theirs)
-        chunks = _distinct([theirs[key][2] if key in theirs else [] for theirs in everyone])
+        chunks: list[tuple[int, tuple[slice, ...]]] = []  # each part of the tensor, with the first rank that has it
+        for owner, theirs in enumerate(everyone):
+            for window in theirs[key][2] if key in theirs else ():
+                is_empty = any(part.start == part.stop for part in window)
+                if not is_empty and all(window != known for _, known in chunks):
+                    chunks.append((owner, window))
         parts = local_parts(tensors[key]) if key in tensors else []
         if rank != 0:
             for window, part in parts:
@@ -70,17 +75,6 @@ def gather(pieces: Mapping[str, Any], group: Group) -> Iterator[tuple[str, Tenso
                     dist.recv(part, group_src=owner, group=group)
                 into.copy_(part)
             yield key, whole
-
-
-def _distinct(windows: list[list[tuple[slice, ...]]]) -> list[tuple[int, tuple[slice, ...]]]:
-    """Return (rank, window) for each part of a tensor, of the first rank that has it; `windows` is by rank."""
-    chunks: list[tuple[int, tuple[slice, ...]]] = []
-    for rank, theirs in enumerate(windows):
-        for window in theirs:
-            is_empty = any(part.start == part.stop for part in window)
-            if not is_empty and all(window != known for _, known in chunks):
-                chunks.append((rank, window))
-    return chunks
 
 
 def write_file(content: dict[str, Any] | None, path: Path, group: Group, *, also: Path | None) -> None:

@@ -59,7 +59,10 @@ def take_plain_state(
         for new_group in new_groups:
             new_group.pop("param_names", None)
         factor = _schedule_factor([saved_groups[at] for at in kept])
-        new_groups += [_fused_group(fused, factor) for fused in fused_groups]
+        for fused in fused_groups:
+            # `LinearLR` and others multiply the last rate: from this run's first rate they never reach the right rate.
+            is_scheduled = factor is not None and "initial_lr" in fused
+            new_groups.append({**fused, "params": []} | ({"lr": fused["initial_lr"] * factor} if is_scheduled else {}))
         of_run = {name: values for name, values in found.items() if name in owned and values}
         named.append({**state, "state": of_run, "param_groups": new_groups})
         of_fused |= {name: values for name, values in found.items() if name in free}
@@ -92,12 +95,6 @@ def _schedule_factor(groups: Sequence[Mapping[str, Any]]) -> float | None:
         return None
     factors = [float(rate) / float(initial) for rate, initial in rates]
     return factors[0] if all(math.isclose(factor, factors[0], rel_tol=1e-6) for factor in factors) else None
-
-
-def _fused_group(group: Mapping[str, Any], factor: float | None) -> dict[str, Any]:
-    # `LinearLR` and others multiply the last rate: from this run's first rate they would never reach the right rate.
-    is_scheduled = factor is not None and "initial_lr" in group
-    return {**group, "params": []} | ({"lr": group["initial_lr"] * factor} if is_scheduled else {})
 
 
 def _how_to_keep(unused: Mapping[_Unused, Collection[str]], fused_only: Collection[str]) -> str:

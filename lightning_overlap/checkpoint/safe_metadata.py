@@ -45,7 +45,13 @@ class SafeReader(FileSystemReader):
         path = PurePath(self.path) / ".metadata"
         with open(path, "rb") as file:
             try:
-                metadata = _metadata(_Unpickler(file).load())
+                state = _Unpickler(file).load().state
+                entries = {str(name): _real(entry) for name, entry in state["state_dict_metadata"].items()}
+                places = {_real(index): _real(place) for index, place in state["storage_data"].items()}
+                for place in places.values():
+                    if PurePath(place.relative_path).name != place.relative_path or place.transform_descriptors:
+                        raise pickle.UnpicklingError(f"it has a tensor in {place.relative_path!r}")
+                metadata = dcp.Metadata(state_dict_metadata=entries, storage_data=places, version=state.get("version"))
             except Exception as err:  # the file may contain anything
                 raise RuntimeError(
                     f"{path} is not a list of tensors as this strategy writes it; none of it was executed: "
@@ -92,16 +98,6 @@ class _Unpickler(pickle.Unpickler):
         if (module, name) not in self._known:
             raise pickle.UnpicklingError(f"it names {module}.{name}")
         return self._known[module, name]
-
-
-def _metadata(record: _Record) -> dcp.Metadata:
-    state = record.state
-    entries = {str(name): _real(entry) for name, entry in state["state_dict_metadata"].items()}
-    places = {_real(index): _real(place) for index, place in state["storage_data"].items()}
-    for place in places.values():
-        if PurePath(place.relative_path).name != place.relative_path or place.transform_descriptors:
-            raise pickle.UnpicklingError(f"it has a tensor in {place.relative_path!r}")
-    return dcp.Metadata(state_dict_metadata=entries, storage_data=places, version=state.get("version"))
 
 
 def _real(value: Any) -> Any:

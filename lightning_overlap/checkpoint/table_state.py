@@ -116,8 +116,15 @@ class Loading:
         mine = fused_state(model)
         for weight, wanted in kinds_by_weight(mine).items():
             if kinds.get(weight, wanted) != wanted:
-                now = fused_classes(model).get(weight)
-                raise _other_optimizer(weight, kinds[weight], wanted, classes.get(weight), now)
+                there, here = (some(sorted(of_weight)) or "no state" for of_weight in (kinds[weight], wanted))
+                was, now = classes.get(weight), fused_classes(model).get(weight)
+                known = f" (saved with {was}, this run has {now})" if was and now else ""
+                raise RuntimeError(
+                    f"the fused optimizer of {weight} was saved with {there}, this run's has {here}{known}: load with "
+                    "the fused optimizer that the checkpoint was saved with"
+                    f"{f', fused_optimizer=({was}, ...)' if was else ''}. Or keep only the weights: load them with "
+                    "trainer.validate(ckpt_path=...), then fit without ckpt_path."
+                )
         averaged = set()
         for key, piece in mine.items():
             if key in keys:
@@ -148,16 +155,6 @@ class Loading:
                 kernel.set_learning_rate(applied_lr)
                 for group in fused.param_groups:
                     group["lr"] = lr
-
-
-def _other_optimizer(weight: str, saved: set[str], wanted: set[str], was: str | None, now: str | None) -> RuntimeError:
-    there, here = (some(sorted(kinds)) or "no state" for kinds in (saved, wanted))
-    known = f" (saved with {was}, this run has {now})" if was and now else ""
-    return RuntimeError(
-        f"the fused optimizer of {weight} was saved with {there}, this run's has {here}{known}: load with the "
-        f"fused optimizer that the checkpoint was saved with{f', fused_optimizer=({was}, ...)' if was else ''}. "
-        "Or keep only the weights: load them with trainer.validate(ckpt_path=...), then fit without ckpt_path."
-    )
 
 
 def check_tables(model: nn.Module, weights: Mapping[str, Any]) -> None:

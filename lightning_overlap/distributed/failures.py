@@ -61,54 +61,46 @@ class FirstCause:
     """Finds the rank that failed first. No method raises: the store ends with the rank that keeps it."""
 
     def __init__(self, store: Store, rank: int) -> None:
-        self._store = store
+        self.store = store
         self.rank = rank
         # Every rank makes equally many of these objects, in the same order.
         self._key = f"lightning_overlap/first_cause/{next(_num_runs)}"
         self.first: Word | None = None  # of the first failing rank, set when this rank has failed
 
-    @property
-    def store_port(self) -> int | None:
-        """The TCP port of the store; None for stores without a port, such as files."""
-        store = self._store
-        while isinstance(store, PrefixStore):
-            store = store.underlying_store
-        return store.port if isinstance(store, TCPStore) else None
-
     def note(self, error: BaseException, place: str) -> None:
         """Report an error; if another rank reported one earlier, add its word as a note."""
         mine = Word(self.rank, f"{type(error).__name__}: {error}", place, _stderr())
         with contextlib.suppress(Exception):
-            self.first = Word(*json.loads(self._store.compare_set(self._key, "", json.dumps(mine))))
+            self.first = Word(*json.loads(self.store.compare_set(self._key, "", json.dumps(mine))))
             if self.first.rank != self.rank and self.first.error != mine.error:
                 error.add_note(f"rank {self.first.rank} had failed {self.first.place}: {self.first.error}")
 
     def told(self) -> None:
         """Report that the first cause was printed."""
         with contextlib.suppress(Exception):
-            self._store.set(f"{self._key}/told", "")
+            self.store.set(f"{self._key}/told", "")
 
     def wait_until_told(self, timeout_s: float) -> None:
         """Wait until the first failing rank has printed."""
         with contextlib.suppress(Exception):
-            self._store.wait([f"{self._key}/told"], timedelta(seconds=timeout_s))
+            self.store.wait([f"{self._key}/told"], timedelta(seconds=timeout_s))
 
     def all_failed(self, num_ranks: int, place: str, timeout_s: float) -> bool:
         """Return whether all ranks call this from the same place within `timeout_s`, so that they may save together."""
         mine = "together" if self.all_come(f"here {place}", num_ranks, timeout_s) else "alone"
         with contextlib.suppress(Exception):
             # The first rank to know decides for all: another rank may time out at this moment.
-            return self._store.compare_set(f"{self._key}/verdict", "", mine) == b"together"
+            return self.store.compare_set(f"{self._key}/verdict", "", mine) == b"together"
         return False
 
     def all_come(self, what: str, num_ranks: int, timeout_s: float) -> bool:
         """Count this rank as there, or gone; return whether `num_ranks` are counted within `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         with contextlib.suppress(Exception):
-            num_here = self._store.add(f"{self._key}/{what}", 1)
+            num_here = self.store.add(f"{self._key}/{what}", 1)
             while num_here < num_ranks and time.monotonic() < deadline:
                 time.sleep(0.01)
-                num_here = self._store.add(f"{self._key}/{what}", 0)
+                num_here = self.store.add(f"{self._key}/{what}", 0)
             return num_here >= num_ranks
         return False
 
@@ -146,7 +138,7 @@ def _print_in_turn(
         print_whole(kind, error, trace)
     elif first.rank == cause.rank:
         # Ranks that wait for this rank fail and print now, not only after its end.
-        others_notice = end_connections(cause.store_port)
+        others_notice = end_connections(cause.store)
         num_ranks = dist.get_world_size() if others_notice and dist.is_initialized() else 1
         cause.all_come("gone", num_ranks, LEAVE_S)
         if not _torchrun_prints(error):
@@ -190,8 +182,11 @@ def remember_sockets() -> Iterator[None]:
     _sockets.update({number: name for number, name in _open_sockets().items() if before.get(number) != name})
 
 
-def end_connections(except_port: int | None) -> bool:
-    """End the remembered connections, except those of a port, and return whether any was; no group can be used then."""
+def end_connections(except_store: Store) -> bool:
+    """End the remembered connections except a store's, and return whether any was; no group can be used then."""
+    while isinstance(except_store, PrefixStore):
+        except_store = except_store.underlying_store
+    except_port = except_store.port if isinstance(except_store, TCPStore) else None  # a file has none
     ended = False
     for number in [number for number, name in _open_sockets().items() if _sockets.get(number) == name]:
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as one:

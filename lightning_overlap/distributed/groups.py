@@ -83,8 +83,6 @@ def destroyed_at_exit() -> Iterator[None]:
 
 
 _owner = 0  # the process that made the default group: a process forked from it has the group without its threads
-_FREED_WITHIN_S = 0.05
-"""Modules and trainers keep groups, and so their threads. Each thread then has at most a few tensors left to free."""
 
 
 def _destroy() -> None:
@@ -93,4 +91,5 @@ def _destroy() -> None:
     if os.getpid() == _owner and dist.is_initialized() and not hasattr(sys, "last_value"):
         _made.clear()
         dist.destroy_process_group()
-        time.sleep(_FREED_WITHIN_S)
+        # Modules and trainers keep groups, and so their threads. Each then has at most a few tensors left to free.
+        time.sleep(0.05)

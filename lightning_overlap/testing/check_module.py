@@ -20,7 +20,6 @@ from .race_detector import RaceError
 from .unsharded import compare_with_unsharded
 from .watched_fit import NUM_WATCHED_STEPS, Data, ModuleFactory, Setting, Watched, fit, make_trainer, process_group
 
-_WITHOUT_REFERENCE = ("frozen_window", "stash_gradients")  # options of a mode that plain training lacks
 _SIZES = "/lightning_overlap/sparse/input_sizes.py"  # has a step's only host sync, the read of the split sizes
 
 
@@ -117,7 +116,7 @@ def check_module(
             "`lambda: MyModule(...)`."
         )
     mode = resolve_mode(pipeline)
-    for name in _WITHOUT_REFERENCE:
+    for name in ("frozen_window", "stash_gradients"):
         if getattr(mode, name):
             raise ValueError(
                 f"check_module compares with plain training, which has no {name}, got {name}={getattr(mode, name)}. "

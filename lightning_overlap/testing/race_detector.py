@@ -72,30 +72,25 @@ class Races:
         """Issue work named `by`, or raise a RaceError; what it `makes` replaces resources of the same name."""
         self._clocks[stream][stream] += 1
         read, write = (Access(by, is_write, stream, self._clocks[stream][stream]) for is_write in (False, True))
-        for names, access in ((reads, read), (writes, write)):
-            for name in names:
-                self._use(name, access)
+        for name, access in (*((name, read) for name in reads), *((name, write) for name in writes)):
+            resource = self._resources.setdefault(name, _Resource())
+            made = resource.made
+            if made is not None and stream not in (made.stream, *resource.handed_to):
+                raise RaceError(
+                    f"{access} uses the memory of {name}, which {made.by} allocated on {made.stream}: the allocator "
+                    f"may reuse it for other work on {made.stream}. Missing: streams.record_stream(..., {stream})"
+                )
+            for first in resource.latest.values():
+                if (first.writes or access.writes) and self._clocks[stream][first.stream] < first.time:
+                    raise RaceError(
+                        f"no event orders {access} after {first}: a race for {name}. Missing: streams.wait({stream},"
+                        f" event) with an event recorded on {first.stream} after {first.by}"
+                    )
+            if access.writes:
+                resource.latest.clear()
+            resource.latest[stream, access.writes] = access
         for name in makes:
             self._resources[name] = _Resource(write, latest={(stream, True): write})
-
-    def _use(self, name: str, access: Access) -> None:
-        resource = self._resources.setdefault(name, _Resource())
-        made = resource.made
-        if made is not None and access.stream not in (made.stream, *resource.handed_to):
-            raise RaceError(
-                f"{access} uses the memory of {name}, which {made.by} allocated on {made.stream}: the allocator may "
-                f"reuse it for other work on {made.stream}. Missing: streams.record_stream(..., {access.stream})"
-            )
-        known = self._clocks[access.stream]
-        for first in resource.latest.values():
-            if (first.writes or access.writes) and known[first.stream] < first.time:
-                raise RaceError(
-                    f"no event orders {access} after {first}: a race for {name}. Missing: streams.wait({access.stream},"
-                    f" event) with an event recorded on {first.stream} after {first.by}"
-                )
-        if access.writes:
-            resource.latest.clear()
-        resource.latest[access.stream, access.writes] = access
 
 
 class RecordedEvent(NamedTuple):

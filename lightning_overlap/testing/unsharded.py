@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torchrec.distributed.types import Awaitable, LazyAwaitable
@@ -185,7 +184,9 @@ class Answers(Watched):
         if trains and isinstance(embeddings, EarlyEmbeddings) and self.batch in self.seen:
             # Only fused tables are stale.
             then = self._states[len(self.seen[self.batch])][name]
-            state = {key: then[key] if _is_fused(key, sharded) else value for key, value in state.items()}
+            is_fused = WeightOwner.FUSED_BACKWARD in tables.owners_of(sharded)
+            fused = tables.tables_in_backward(tables.tables_of(sharded)) if is_fused else ()
+            state = state | {key: then[key] for key in state if any(f".{table}." in f".{key}." for table in fused)}
         unsharded = self._unsharded.get_submodule(name).train(sharded.training)
         unsharded.load_state_dict(state, strict=False)
         self._given[name] = given
@@ -238,8 +239,11 @@ class Answers(Watched):
         oldest = min([num, *(len(seen) for batch, seen in self.seen.items() if batch > self.batch)])
         self._states = {at: state for at, state in self._states.items() if at >= oldest}
         with strategy.saving():  # after deferred updates and running lookups
-            group = strategy.checkpoint_group
-            self._states[num] = {name: _whole_state(module, group) for name, module in self.modules.items()}
+            self._states[num] = {}
+            for name, module in self.modules.items():
+                tensors = {key: value for key, value in module.state_dict().items() if isinstance(value, Tensor)}
+                whole = {key: value.detach().clone() for key, value in gather(tensors, strategy.checkpoint_group)}
+                self._states[num][name] = gather_objects(whole, strategy.checkpoint_group)[0]
 
     def _weights_of(self, module: LightningModule) -> dict[str, Tensor]:
         found = {
@@ -336,13 +340,6 @@ def first_difference(mine: Any, theirs: Any) -> str | None:
     return None
 
 
-def _whole_state(module: nn.Module, group: dist.ProcessGroup | None) -> dict[str, Tensor]:
-    tensors = {key: value for key, value in module.state_dict().items() if isinstance(value, Tensor)}
-    whole = {key: value.detach().clone() for key, value in gather(tensors, group)}
-    on_rank_zero: dict[str, Tensor] = gather_objects(whole, group)[0]
-    return on_rank_zero
-
-
 def materialize(child: nn.Module) -> None:
     """Move a module from `meta` to the CPU with random values, and apply its in-backward optimizers again."""
     if any(weight.is_meta for weight in child.parameters()):
@@ -366,8 +363,3 @@ def _why_not_comparable(module: Any, unsharded: nn.Module | None) -> str | None:
     if kind.feature_processors and list(getattr(module, kind.feature_processors).buffers()):
         return "its feature processors have buffers, which differ by rank"
     return None
-
-
-def _is_fused(key: str, module: Any) -> bool:
-    fused = WeightOwner.FUSED_BACKWARD in tables.owners_of(module)
-    return fused and any(f".{table}." in f".{key}." for table in tables.tables_in_backward(tables.tables_of(module)))

@@ -36,12 +36,6 @@ Data = LightningDataModule | Sequence[Any]
 
 NUM_WATCHED_STEPS = 3  # steps, in the middle of a fit, that are watched for host syncs
 
-_NOT_FOR_USERS = (
-    "The lookup of .* is not overlapped",  # in the report
-    "You defined a `validation_step` but have no",
-    "Please use DTensor instead",  # torch's warning about TorchRec
-)
-
 
 @dataclass(frozen=True, slots=True)
 class Setting:
@@ -65,7 +59,7 @@ class Watched(Callback):
 
     def __init__(self, *, every_state: bool = True, syncs: bool = False) -> None:
         self._every_state, self._records_syncs = every_state, syncs
-        self._noted = False  # the update of the present batch, before `on_after_backward`
+        self.noted = False  # the update of the present batch, before `on_after_backward`
         self.open = contextlib.ExitStack()  # contexts that end with the training
         self.batch = -1  # the present one
         self.batches: list[int] = []  # the trained ones, in order
@@ -119,15 +113,9 @@ class Watched(Callback):
 
     @override
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not self._noted:
+        if not self.noted:
             self.updates.append(self.batch)
-        self._noted = False
-
-    def note_backward(self) -> None:
-        """Note the update of a backward whose end comes before `on_after_backward`."""
-        if self.updates[-1:] != [self.batch]:
-            self.updates.append(self.batch)
-            self._noted = True
+        self.noted = False
 
     @override
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -153,7 +141,11 @@ def fit(setting: Setting, pipeline: Any, watched: Watched, *, races: bool = Fals
     trainer = make_trainer(setting, strategy, [*first, *users, watched, *watched.also])
     before = _patchable(trainer, module)
     with warnings.catch_warnings(), Operators(watched.ran), watched.open:
-        for text in _NOT_FOR_USERS:
+        for text in (
+            "The lookup of .* is not overlapped",  # in the report
+            "You defined a `validation_step` but have no",
+            "Please use DTensor instead",  # torch's warning about TorchRec
+        ):
             warnings.filterwarnings("ignore", message=text)
         has_validation = type(module).validation_step is not LightningModule.validation_step
         _fit_on(trainer, module, setting, validates=watched.validates and has_validation)
@@ -250,8 +242,9 @@ class _WatchedStrategy(OverlapEmbeddingStrategy):
     def _observed(self, kind: str, stage: Stage, batch: int) -> None:
         watched = self._watched
         watched.most_in_flight = max(watched.most_in_flight, self.num_in_flight)
-        if (kind, stage) == ("issue", Stage.BACKWARD):
-            watched.note_backward()
+        if (kind, stage) == ("issue", Stage.BACKWARD) and watched.updates[-1:] != [watched.batch]:
+            watched.updates.append(watched.batch)  # the end of this backward comes before `on_after_backward`
+            watched.noted = True
         if (kind, stage) == ("issue", Stage.EMBEDDING_LOOKUP):
             watched.seen.setdefault(batch, tuple(watched.updates))
         if self.checked is not None:
