@@ -4,7 +4,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -87,7 +87,13 @@ def train(name: str, job: Job) -> None:
     schedule, stream = config_checks.our_arms(config).get(plain, (None, config["stream"]["name"]))
     config["stream"] = {"name": stream}
     job = replace(job, config=config)
-    with late_all_to_alls(config["latency"]):
+    latency_s = (config["latency"] or {}).get("all_to_all_ms", 0.0) / 1e3  # the least that an all-to-all takes
+
+    def late(name: str, call: dict[str, Any], issue: Issue) -> dist.Work | None:
+        work = issue()
+        return None if work is None else _Late(work, latency_s)
+
+    with wrap_collectives(late, ["all_to_all_single"]) if latency_s else nullcontext():
         if schedule is not None:
             model = job.make_model()
             _fit(job, model, build.build_strategy(config, config_checks.with_switches(config, schedule), model))
@@ -183,17 +189,6 @@ def _train_by_hand(job: Job, pipeline_class: str, options: Mapping[str, Any]) ->
         loss.backward()
         optimizer.step()
         job.after_step(output, None)
-
-
-def late_all_to_alls(latency: Mapping[str, float] | None) -> AbstractContextManager[None]:
-    """Make every all-to-all of this process take at least `all_to_all_ms`; the host sleeps in `wait`."""
-    latency_s = (latency or {}).get("all_to_all_ms", 0.0) / 1e3
-
-    def late(name: str, call: dict[str, Any], issue: Issue) -> dist.Work | None:
-        work = issue()
-        return None if work is None else _Late(work, latency_s)
-
-    return wrap_collectives(late, ["all_to_all_single"]) if latency_s else nullcontext()
 
 
 class _Late(WrappedWork):

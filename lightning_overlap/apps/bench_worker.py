@@ -99,31 +99,27 @@ class _Bench:
         bar = tqdm(in_turn, disable=dist.get_rank() != 0, desc="overlap-bench", unit="turn")
         for arm in bar:
             bar.set_postfix_str(arm.name)
-            if arm.failure is None:
-                self._take_turn(arm)
+            if arm.failure is not None:
+                continue
+            mine: Turn | str
+            try:
+                mine = self._train(arm.name)
+            except Exception as err:
+                if self._schedule_of(arm.name) is not None:  # our modes must run
+                    raise
+                mine = _why(err)
+            everyone = gather_objects(mine, self.group)  # so that all ranks agree on whether it runs
+            arm.failure = next((turn for turn in everyone if isinstance(turn, str)), None)
+            arm.rounds = [] if arm.failure else [*arm.rounds, everyone]
         return arms
-
-    def _take_turn(self, arm: ArmTurns) -> None:
-        """Train one arm once; all ranks agree on whether it runs. Our modes must run."""
-        mine: Turn | str
-        try:
-            mine = self._train(arm.name)
-        except Exception as err:
-            if self._schedule_of(arm.name) is not None:
-                raise
-            mine = _why(err)
-        everyone = gather_objects(mine, self.group)
-        arm.failure = next((turn for turn in everyone if isinstance(turn, str)), None)
-        arm.rounds = [] if arm.failure else [*arm.rounds, everyone]
 
     def _train(self, name: str) -> Turn:
         meter = Meter(self.device, self.config)
         num_batches = sum(self.config[name] for name in ("warm_up", "steps", "measured_steps")) + 1 + DRAIN
         batches: Any = list(itertools.islice(itertools.cycle(self.batches), num_batches))
         loader: DataLoader[Any] = DataLoader(batches, batch_size=None)
-        job = Job(self.config, self.data, loader, self.device, meter.after_step, self.folder)
         try:
-            train(name, job)
+            train(name, Job(self.config, self.data, loader, self.device, meter.after_step, self.folder))
             turn, self.spans[name] = meter.turn()
             return turn
         finally:

@@ -83,8 +83,7 @@ class OverlapMonitor(Callback):
         strategy = self._strategy = watched_strategy(trainer, self)
         if strategy is None:
             return
-        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        self._timelines = [one for one in callbacks if isinstance(one, OverlapTimeline)]
+        self._timelines = [one for one in trainer.callbacks if isinstance(one, OverlapTimeline)]  # type: ignore[attr-defined]
         log_every = getattr(trainer, "log_every_n_steps", 0)
         self._every = self._every_n_steps or max(log_every, NUM_WATCHED + 1)
         rows = strategy.stale_rows()
@@ -111,7 +110,12 @@ class OverlapMonitor(Callback):
             if number == timeline.recorded.start:
                 self._want(pl_module, timeline.drawn)
         if self._recording is not None and number >= max(self._wanted):
-            self._stop()
+            self._leave()
+            enough = 0
+            if self._every_n_steps is None and self.accounts:  # by `MAX_COST`
+                cost_ms = self.own_ms / sum(map(len, self._measured.values()))
+                enough = math.ceil(cost_ms / (MAX_COST * fmean(one.step_ms for one in self.accounts)))
+            self._next = number + max(self._every, enough) - NUM_WATCHED
         if self._stale is not None:
             self._stale.step(number, not self._audit_is_due, logged_step(trainer))
         self._harvest(trainer, pl_module)
@@ -123,15 +127,6 @@ class OverlapMonitor(Callback):
         if self._recording is None:
             self._recording = join(self._strategy, pl_module, self)
             self._recording.step(self._num_steps)
-
-    def _stop(self) -> None:
-        """End a recording, and choose the next step to measure by `every_n_steps` or `MAX_COST`."""
-        self._leave()
-        enough = 0
-        if self._every_n_steps is None and self.accounts:
-            cost_ms = self.own_ms / sum(map(len, self._measured.values()))
-            enough = math.ceil(cost_ms / (MAX_COST * fmean(one.step_ms for one in self.accounts)))
-        self._next = self._num_steps + max(self._every, enough) - NUM_WATCHED
 
     def _harvest(self, trainer: Trainer, pl_module: LightningModule | None) -> None:
         """Log the measurements and counts of stale rows that can be read without waiting."""
@@ -163,14 +158,11 @@ class OverlapMonitor(Callback):
         # Before the first measurement: on a CPU its value in the progress bar would look like a sync.
         if self._audit_is_due and self._num_steps >= WARM_UP and self._recording is None:
             recording = join(self._strategy, pl_module, self)
-
-            def stage_now() -> str:
-                stage = recording.recorder.stage
-                return "" if stage is None else str(stage[0])
-
             self._audit = ExitStack()
             self._audit.callback(recording.leave, self)
-            self._audited = self._audit.enter_context(profiling.record_host_syncs(stage_now))
+            self._audited = self._audit.enter_context(
+                profiling.record_host_syncs(lambda: str(stage[0]) if (stage := recording.recorder.stage) else "")
+            )
 
     @property
     def _audit_is_due(self) -> bool:

@@ -1,7 +1,5 @@
 """A recorder shared by all callbacks that watch a fit, so that they see the same spans and step ends."""
 
-from __future__ import annotations
-
 import warnings
 from contextlib import ExitStack
 from typing import Any
@@ -16,7 +14,7 @@ from ..plugin import OverlapEmbeddingStrategy
 from ..profiling import Interval, SpanRecorder
 from ..tables import compression
 
-_UNDER_WAY: WeakKeyDictionary[OverlapEmbeddingStrategy, Recording] = WeakKeyDictionary()  # a strategy has one timer
+_UNDER_WAY: WeakKeyDictionary[OverlapEmbeddingStrategy, "Recording"] = WeakKeyDictionary()  # a strategy has one timer
 
 
 class Recording:

@@ -91,7 +91,15 @@ class OverlapTimeline(Callback):
         log_dir = trainer.logger.log_dir if trainer.logger is not None else None
         folder = Path(strategy.broadcast(str(self.dirpath or log_dir or trainer.default_root_dir)))
         if self._profiler is not None:
-            spans = self._spans_of_profile(strategy, folder)
+            torch.cuda.synchronize(strategy.root_device)  # running kernels belong to the steps
+            self._profiler.stop()
+            folder.mkdir(parents=True, exist_ok=True)
+            path = folder / f"timeline_rank{strategy.global_rank}.json.gz"
+            with tempfile.TemporaryDirectory() as scratch:  # if the profiler fails, it leaves a file behind
+                written = Path(scratch) / path.name
+                self._profiler.export_chrome_trace(str(written))
+                path.write_bytes(written.read_bytes())
+            spans = next(iter(profiling.read_trace(path).values()))
         else:
             assert self._recording is not None
             window = self._recording.window
@@ -109,18 +117,6 @@ class OverlapTimeline(Callback):
                 self._write(folder, strategy, ranks)
             except OSError as err:  # a missing picture must not end the training
                 warnings.warn(f"OverlapTimeline could not write into {folder}: {err}", UserWarning, stacklevel=2)
-
-    def _spans_of_profile(self, strategy: OverlapEmbeddingStrategy, folder: Path) -> list[Span]:
-        assert self._profiler is not None
-        torch.cuda.synchronize(strategy.root_device)  # running kernels belong to the steps
-        self._profiler.stop()
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"timeline_rank{strategy.global_rank}.json.gz"
-        with tempfile.TemporaryDirectory() as scratch:  # if the profiler fails, it leaves a file behind
-            written = Path(scratch) / path.name
-            self._profiler.export_chrome_trace(str(written))
-            path.write_bytes(written.read_bytes())
-        return next(iter(profiling.read_trace(path).values()))
 
     def _write(self, folder: Path, strategy: OverlapEmbeddingStrategy, ranks: dict[Any, list[Span]]) -> None:
         folder.mkdir(parents=True, exist_ok=True)

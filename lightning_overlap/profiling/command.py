@@ -20,10 +20,24 @@ BAD_INPUT = 2  # exit code for a file that cannot be read or written
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `overlap-timeline`; return the exit code: 0, or `BAD_INPUT` with a message on stderr."""
-    options = _parser().parse_args(arguments)
+    parser = argparse.ArgumentParser(
+        prog="overlap-timeline",
+        description="Draw traces as a PNG. Print how much communication and lookup time was hidden, and what blocked "
+        "the host.",
+    )
+    parser.add_argument(
+        "files", nargs="+", type=Path, metavar="FILE", help="a trace (.json, .json.gz) of torch.profiler; one per rank"
+    )
+    parser.add_argument("--out", type=Path, help="folder or .png file to write (default: next to FILE)")
+    parser.add_argument("--steps", type=_at_least_one, default=NUM_STEPS, help="steps to draw (default: %(default)s)")
+    parser.add_argument("--title", help="title of the picture (default: the names of the files)")
+    options = parser.parse_args(arguments)
     try:
         ranks = read_all(options.files)
-        png = _target(options.files[0], options.out)
+        first, out = options.files[0], options.out
+        stem = first.name.removesuffix(".gz").removesuffix(".json") or first.name
+        png = out if out is not None and out.suffix == ".png" else (out or first.parent) / f"{stem}.png"
+        png.parent.mkdir(parents=True, exist_ok=True)
         title = options.title or ", ".join(path.name for path in options.files)
         write_png(png, ranks, num_steps=options.steps, title=title)
     except (TraceError, ImportError) as err:
@@ -50,32 +64,10 @@ def read_all(paths: Sequence[Path]) -> dict[int | str, list[Span]]:
     return {rank if times[rank] == 1 else f"{path} rank {rank}": spans for rank, path, spans in read}
 
 
-def _target(first: Path, out: Path | None) -> Path:
-    stem = first.name.removesuffix(".gz").removesuffix(".json") or first.name
-    path = out if out is not None and out.suffix == ".png" else (out or first.parent) / f"{stem}.png"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return path
-
-
 def _at_least_one(text: str) -> int:
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"the number of steps must be 1 or more, got {text!r}")
     return int(text)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="overlap-timeline",
-        description="Draw traces as a PNG. Print how much communication and lookup time was hidden, and what blocked "
-        "the host.",
-    )
-    parser.add_argument(
-        "files", nargs="+", type=Path, metavar="FILE", help="a trace (.json, .json.gz) of torch.profiler; one per rank"
-    )
-    parser.add_argument("--out", type=Path, help="folder or .png file to write (default: next to FILE)")
-    parser.add_argument("--steps", type=_at_least_one, default=NUM_STEPS, help="steps to draw (default: %(default)s)")
-    parser.add_argument("--title", help="title of the picture (default: the names of the files)")
-    return parser
 
 
 if __name__ == "__main__":

@@ -1,7 +1,5 @@
 """Draw timelines as a PNG, with matplotlib."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -84,8 +82,15 @@ def write_png(
     note = f"; {left_out} more ranks are not drawn" if left_out else ""
     about = "figures: mean of all steps of the trace" if panels[0].num_steps > 1 else ""
     canvas.text(_RIGHT, 1 - 0.24 / height, about + note, fontsize=8.5, color="#666666", ha="right", va="center")
+    colors, kinds = picture.legend()
+    handles = [Patch(facecolor=color, label=words) for color, words in colors]
+    for kind in kinds:
+        patch = Patch(**_style(kind, LOOKS[kind].color), label=LOOKS[kind].words)
+        patch.set_gid(str(LOOKS[kind].height))
+        handles.append(patch)
+    handles.append(Patch(facecolor=EXPOSED_COLOR, label="exposed collective"))
     canvas.legend(
-        handles=_legend(picture),
+        handles=handles,
         loc="lower center",
         bbox_to_anchor=(0.5, 0.06 / height),
         ncols=8,
@@ -97,7 +102,7 @@ def write_png(
     canvas.savefig(path, format="png")
 
 
-def _draw(axes: Axes, picture: Picture, panel: Panel) -> None:
+def _draw(axes: "Axes", picture: Picture, panel: Panel) -> None:
     start, _ = panel.window
     axes.set_xlim(0, panel.length_ms)
     axes.set_ylim(panel.num_rows + 0.8, 0)
@@ -123,7 +128,7 @@ def _draw(axes: Axes, picture: Picture, panel: Panel) -> None:
     axes.get_yticklabels()[-1].set_color(EXPOSED_COLOR)
 
 
-def _draw_bars(axes: Axes, picture: Picture, panel: Panel, row: Sequence[Span], middle: float) -> None:
+def _draw_bars(axes: "Axes", picture: Picture, panel: Panel, row: Sequence[Span], middle: float) -> None:
     inches_per_ms = _WIDTH_IN * (_RIGHT - _LEFT) / panel.length_ms
     alike: defaultdict[tuple[Category, str], list[tuple[float, float]]] = defaultdict(list)
     for span in row:
@@ -145,16 +150,3 @@ def _style(kind: Category, color: str) -> dict[str, Any]:
     elif kind is Category.WAIT:
         style |= {"hatch": "/////", "facecolor": LOOKS[kind].color, "edgecolor": EXPOSED_COLOR}
     return style
-
-
-def _legend(picture: Picture) -> list[Any]:
-    from matplotlib.patches import Patch
-
-    colors, kinds = picture.legend()
-    handles = [Patch(facecolor=color, label=words) for color, words in colors]
-    for kind in kinds:
-        patch = Patch(**_style(kind, LOOKS[kind].color), label=LOOKS[kind].words)
-        patch.set_gid(str(LOOKS[kind].height))
-        handles.append(patch)
-    handles.append(Patch(facecolor=EXPOSED_COLOR, label="exposed collective"))
-    return handles

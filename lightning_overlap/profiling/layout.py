@@ -161,8 +161,7 @@ def _panel(
         lanes[name] = [list(_bars(row, least_ms)) for row in rows_of(span for span in cut if span.lane == name)]
     exposed: list[Interval] = []
     for piece, under_way, hidden in sweep(cut, window):
-        sends = any(span.kind is Category.COMMUNICATION for span in under_way)
-        if sends and Category.COMMUNICATION not in hidden:
+        if any(span.kind is Category.COMMUNICATION for span in under_way) and Category.COMMUNICATION not in hidden:
             begin = exposed.pop()[0] if exposed and exposed[-1][1] == piece[0] else piece[0]
             exposed.append((begin, piece[1]))
     steps = [start for start, _ in find_steps(spans) if window[0] <= start < window[1]]

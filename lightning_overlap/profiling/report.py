@@ -116,10 +116,9 @@ def _rank_table(ranks: Sequence[Breakdown]) -> str:
 
 
 def _traffic_table(traffic: Mapping[Stage, BusyTime]) -> str:
-    of_all = sum(traffic.values(), BusyTime())
     cells = [
         (str(name), f"{one.sent / 1024:.1f}", f"{one.saved / 1024:.1f}", f"{one.saved / (one.sent + one.saved):.0%}")
-        for name, one in (*traffic.items(), ("all stages", of_all))
+        for name, one in (*traffic.items(), ("all stages", sum(traffic.values(), BusyTime())))
     ]
     return table(("KiB to other ranks in a step", "sent", "saved", "saved %"), cells)
 
@@ -220,10 +219,6 @@ def tables(found: Breakdown) -> list[str]:
         f"{found.total_ms:.1f} ms, {_steps(found.num_steps)} of {found.step_ms:.2f} ms. "
         f"It waited for embeddings for {found.merge_wait_ms:.2f} ms per step; {limit_sentence(found)}"
     )
-    return [f"{kinds}\n{about}", *([of("stage", found.stages)] if found.stages else []), _block_table(found)]
-
-
-def _block_table(found: Breakdown) -> str:
     shown, rest = list(found.blocks[:TOP_BLOCKS]), found.blocks[TOP_BLOCKS:]
     if rest:
         total_ms, count = sum(one.total_ms for one in rest), sum(one.count for one in rest)
@@ -234,8 +229,9 @@ def _block_table(found: Breakdown) -> str:
         rows.append((one.name, f"{one.total_ms:.1f}", _percent(one.total_ms / found.total_ms), str(one.count), where))
     blocked_ms = found.blocked_ms * found.num_steps
     share = _percent(blocked_ms / found.total_ms)
-    text = table(("host blocked by", "ms", "of window", "times", "where"), rows, ruled=False)
-    return f"{text}\nHost blocked {blocked_ms:.1f} of {found.total_ms:.1f} ms ({share})."
+    blocked = table(("host blocked by", "ms", "of window", "times", "where"), rows, ruled=False)
+    blocked += f"\nHost blocked {blocked_ms:.1f} of {found.total_ms:.1f} ms ({share})."
+    return [f"{kinds}\n{about}", *([of("stage", found.stages)] if found.stages else []), blocked]
 
 
 def _percent(fraction: float) -> str:
@@ -247,7 +243,6 @@ def advice(ranks: Sequence[Breakdown], schedule: Schedule) -> str:
     """Return the most useful change, for the mean step of the rank that waits least."""
     found = min(ranks, key=lambda one: one.blocked_ms)
     where = f" on rank {ranks.index(found)}" if len(ranks) > 1 else ""
-    exposed_ms = found.categories[Category.COMMUNICATION].exposed_ms
     of_loop = (
         "this time does not depend on the batch, so raise the batch size; with a logger log_every_n_steps, with a "
         "progress bar its refresh_rate"
@@ -255,7 +250,7 @@ def advice(ranks: Sequence[Breakdown], schedule: Schedule) -> str:
     workers = "raise num_workers of the DataLoader, while the ranks and their workers leave a CPU core free"
     gain_ms, what, change = max(
         (found.categories[Category.DATA].busy_ms, "waiting for data takes", workers),
-        (exposed_ms, "exposed communication takes", _another_mode(schedule)),
+        (found.categories[Category.COMMUNICATION].exposed_ms, "exposed communication takes", _another_mode(schedule)),
         (found.log_ms, "self.log takes", "log fewer values, or with on_step=False"),
         (found.loop_ms, "Lightning's loop, callbacks and loggers take", of_loop),
         key=itemgetter(0),

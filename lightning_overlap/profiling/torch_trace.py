@@ -1,14 +1,12 @@
 """Read a GPU trace of torch.profiler (Kineto): a kernel belongs to the innermost annotation around its launch."""
 
-from __future__ import annotations
-
 import bisect
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from ..schedules import Stage
 from . import trace_names as names
@@ -65,7 +63,7 @@ class _Context(NamedTuple):
     source: str = ""
     caller: str = ""
 
-    def inside(self, event: Event) -> _Context:
+    def inside(self, event: Event) -> Self:
         if event.category == "cpu_op":
             return self._replace(operator=event.name, stage=names.of_operator(event.name) or self.stage)
         stage, (batch, name) = names.of_annotation(event.name), names.split_batch(event.name)
