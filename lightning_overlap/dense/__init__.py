@@ -1,5 +1,4 @@
 """The dense part's backward in two halves: gradients of inputs in the backward, gradients of weights after it."""
 
 from .graph import saving_is_hooked
-from .late_all_reduce import LateAllReduce
-from .split_layers import SplitLayers
+from .split_layers import LateAllReduce, SplitLayers

@@ -1,4 +1,4 @@
-"""Split the backward of layers into halves: gradients of inputs at once, gradients of weights later."""
+"""Split the backward of layers into halves: gradients of inputs at once, gradients of weights, all-reduced, later."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -7,12 +7,14 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from .graph import Uses, depend_on
-from .late_all_reduce import LateAllReduce
 
 SPLIT_TYPES = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)  # exactly these: a subclass's forward may do anything
 
@@ -41,6 +43,48 @@ class SplitLayer:
     def num_hooks(self) -> int:
         """Return how many hooks parts of a chain have: hooks may bring in tensors outside of its backward."""
         return sum(len(part._forward_hooks) + len(part._forward_pre_hooks) for part in self._parts)
+
+
+class LateAllReduce:
+    """A communication hook of DistributedDataParallel on a CPU: `wait` waits for all buckets, the backward does not."""
+
+    def __init__(self, model: DistributedDataParallel) -> None:
+        self._group: Any = model.process_group
+        self._factor = 1.0 / self._group.size()
+        self._under_way: list[tuple[dist.Work, Any]] = []
+        self.is_late = False  # whether `wait` waits for the gradients of the present step; else the backward does
+        self._model: DistributedDataParallel | None = model  # until the hook is registered
+
+    def register(self) -> None:
+        """Register the hook before the first forward, unless the user has registered one, in `on_train_start` say."""
+        model, self._model = self._model, None
+        if model is not None and not model._comm_hooks:
+            model.register_comm_hook(self, lambda late, bucket: late.start(bucket))
+
+    def start(self, bucket: Any) -> Future[Tensor]:
+        """Start the all-reduce of a bucket; return the future for which DistributedDataParallel waits."""
+        buffer = bucket.buffer()
+        buffer.mul_(self._factor)
+        work: Any = dist.all_reduce(buffer, group=self._group, async_op=True)
+        if not self.is_late:
+            return work.get_future().then(lambda done: done.value()[0])  # type: ignore[no-any-return]
+        self._under_way.append((work, bucket))
+        over: Future[Tensor] = Future()
+        over.set_result(buffer)
+        return over
+
+    def wait(self) -> None:
+        """Wait for the gradients of all ranks, and give them to the weights."""
+        for work, bucket in self._under_way:
+            work.wait()
+            for weight, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+                if weight.grad is not None:
+                    weight.grad.copy_(gradient)
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget the all-reduces under way."""
+        self._under_way.clear()
 
 
 @dataclass(slots=True)
@@ -128,7 +172,8 @@ class SplitLayers:
         self._before.clear()
         self._from_outside.clear()
         for layer, weight in [(one, weight) for one in self._split for weight in one.weights]:
-            if not _is_in_bucket(weight.grad):
+            # With `gradient_as_bucket_view` a gradient has its memory, and so its version, in common with others.
+            if (gradient := weight.grad) is None or gradient.untyped_storage().nbytes() <= gradient.nbytes:
                 self._before.append((layer, weight, _state(weight)))
             elif weight.requires_grad:
                 self._watches.append(weight.register_hook(lambda _, layer=layer: self._from_outside.add(layer)))
@@ -244,11 +289,6 @@ class _Halves(torch.autograd.Function):
 def _state(weight: Tensor) -> object:
     """Return a value that changes when a gradient is added to a weight's gradient."""
     return None if weight.grad is None else (id(weight.grad), weight.grad._version)
-
-
-def _is_in_bucket(gradient: Tensor | None) -> bool:
-    """Whether a gradient has its memory, and so its version, in common with others (`gradient_as_bucket_view`)."""
-    return gradient is not None and gradient.untyped_storage().nbytes() > gradient.nbytes
 
 
 def _candidates(model: nn.Module, without: set[int]) -> Iterator[SplitLayer]:

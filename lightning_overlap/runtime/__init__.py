@@ -1,6 +1,5 @@
 """Walk a schedule: batches in flight, streams and events, and when each stage is issued."""
 
-from .batch_copies import BatchCopies
 from .batch_memory import BatchMemory, keeps_its_data
 from .batch_tree import Path, leaves, resolve
 from .executor import Executor
@@ -17,4 +16,4 @@ from .interfaces import (
 )
 from .lookup_order import LookupOrder
 from .profiler_ranges import RangesLeftOut, is_profiled
-from .streams import CudaStreams, Streams, make_streams
+from .streams import BatchCopies, CudaStreams, Streams, make_streams

@@ -1,11 +1,10 @@
 """Deferred updates of the tables: when each update is issued, and which streams and events it waits for."""
 
-from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
 from ..schedules import Stage, Step, StreamName
-from .interfaces import InFlightBatch, ModulePart, Updates
+from .interfaces import InFlightBatch, OnUpdated, Updates
 from .lookup_order import LookupOrder
 from .profiler_ranges import InStage
 
@@ -106,12 +105,7 @@ class DeferredUpdates:
             self._make(step, inflight)
 
     def make_up_to(
-        self,
-        index: int,
-        step: Step,
-        overlaps_forward: bool,
-        overlaps_dense: bool,
-        updated: Callable[[ModulePart], None] | None = None,
+        self, index: int, step: Step, overlaps_forward: bool, overlaps_dense: bool, updated: OnUpdated | None
     ) -> None:
         """Issue the updates of all batches up to `index`; call `updated` after each part of a module by that batch."""
         for inflight in [inflight for inflight in self.to_update.values() if inflight.index <= index]:
@@ -124,7 +118,7 @@ class DeferredUpdates:
         inflight: InFlightBatch,
         overlaps_forward: bool = False,
         overlaps_dense: bool = False,
-        updated: Callable[[ModulePart], None] | None = None,
+        updated: OnUpdated | None = None,
     ) -> None:
         index = inflight.index
         self._order.observe("issue", step.stage, index)

@@ -86,11 +86,6 @@ class Executor:
     # -- where it is ------------------------------------------------------------------------------------------------
 
     @property
-    def current(self) -> InFlightBatch | None:
-        """The batch being trained."""
-        return self.queue.current
-
-    @property
     def num_trained(self) -> int:
         """Batches handed to the trainer so far."""
         return self._iteration + 1

@@ -20,7 +20,6 @@ _BEFORE = {
 
 
 _SENDS = (Stage.INPUT_SPLITS_DIST, Stage.INPUT_DATA_DIST)
-_ON_TABLES = (Stage.PREFETCH, Stage.EMBEDDING_LOOKUP, Stage.EMBEDDING_UPDATE)
 
 
 class ScheduleError(ValueError):
@@ -176,7 +175,7 @@ class Schedule:
         # Before gradients arrive, only an update among these steps writes tables.
         end = self.position(Stage.BACKWARD)
         start = end
-        while self.steps[start - 1].stage in (*_SENDS, *_ON_TABLES):
+        while self.steps[start - 1].stage in (*_SENDS, Stage.PREFETCH, Stage.EMBEDDING_LOOKUP, Stage.EMBEDDING_UPDATE):
             start -= 1
         while start < end and self.steps[start].stage in _SENDS:
             start += 1

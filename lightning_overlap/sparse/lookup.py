@@ -23,7 +23,7 @@ from ..tables import (
 )
 from .answers import Answers
 from .inputs import SparseInputs
-from .module_context import ModuleContext, Progress, replaced
+from .module_context import ModuleContext, Progress, autocast_of, replaced
 from .pipelined_forward import WRITTEN, PipelinedForwards
 from .update_rates import counting, take_back, updates_at_present_rate
 
@@ -94,7 +94,8 @@ class SparseLookups:
         if state.embeddings is not None:
             state.dist_input = None
             state.advance(Progress.LOOKED_UP)
-        state.note_lookup(owner)
+        state.num_writes[owner] = num_writes(state.module, owner)
+        state.autocast = autocast_of(state.module, state.kjt)
         if not self._options.trains:
             self._take_back(state)
 

@@ -1,4 +1,4 @@
-"""`pipeline="auto"`: `tuner.py` tries arms in blocks of batches, which `trial.py` compares."""
+"""`pipeline="auto"`: `tuner.py` tries arms in blocks of batches, which `arms.py` compares."""
 
 from .arms import TRIED as TRIED
 from .arms import Arm as Arm

@@ -9,8 +9,7 @@ import torch
 from ..profiling import timestamps_of
 from ..runtime import BatchSource, CudaStreams, FetchedBatch, StageTimer, Streams
 from ..schedules import STREAMS, Schedule
-from .arms import BRIDGE, TRIED, Arm, Auto, modes_on, streams_of
-from .trial import FEWEST, Block, as_fast, choose, table, times_of
+from .arms import BRIDGE, FEWEST, TRIED, Arm, Auto, Block, as_fast, choose, modes_on, streams_of, table, times_of
 
 
 class TimedSource:

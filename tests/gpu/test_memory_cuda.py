@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from lightning_overlap import MODES, StreamName
-from lightning_overlap.runtime.batch_copies import BatchCopies
-from lightning_overlap.runtime.streams import CudaStreams
+from lightning_overlap.runtime.streams import BatchCopies, CudaStreams
 
 from ..support import reference
 from ..support.cases import MIXED, WEIGHTED, Case

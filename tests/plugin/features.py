@@ -1,5 +1,7 @@
 """A module, a callback and a logger that write down all they are told, to compare strategies. Run by ranks."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path

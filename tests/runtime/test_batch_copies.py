@@ -8,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchrec import KeyedJaggedTensor
 
-from lightning_overlap.runtime.batch_copies import BatchCopies
+from lightning_overlap.runtime.streams import BatchCopies
 from lightning_overlap.schedules.stages import StreamName
 
 

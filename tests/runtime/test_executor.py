@@ -141,7 +141,7 @@ def test_a_failure_in_any_stage_of_any_batch_reaches_the_caller(mode: Schedule, 
                 assert f"raised in stage {stage} of batch {batch} on rank 3" in caught.value.__notes__
             trainer.executor.abandon()
             assert trainer.executor.num_ahead == 0
-            assert trainer.executor.current is None
+            assert trainer.executor.queue.current is None
             run = trainer.run(num_batches)
             check_stages(run, num_batches, ready=trainer.sparse.served[0].early)
             check_staleness(run)

@@ -82,7 +82,7 @@ class FetchesTwiceAsMany(Executor):
 class KeepsTrained(Executor):
     def next_batch(self) -> InFlightBatch | None:
         kept = getattr(self, "kept", [])
-        self.kept = [*kept, self.current]
+        self.kept = [*kept, self.queue.current]
         return super().next_batch()
 
 

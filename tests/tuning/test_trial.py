@@ -5,8 +5,7 @@ from collections.abc import Sequence
 import pytest
 
 from lightning_overlap.tuning import Arm
-from lightning_overlap.tuning.arms import modes_on, streams_of
-from lightning_overlap.tuning.trial import Block, choose, table, times_of
+from lightning_overlap.tuning.arms import Block, choose, modes_on, streams_of, table, times_of
 
 FUSED, AFTER, SPARSE, BASE = ARMS = modes_on("data_dist", splits=False)
 

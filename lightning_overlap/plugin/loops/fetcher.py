@@ -77,7 +77,7 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
         self.peek()
         assert self.executor is not None
         self._peeked = False
-        current = self.executor.current
+        current = self.executor.queue.current
         if self._batch is not None and current is not None:
             self.trained_states = current.loader_states
         is_last = self._waiting is None and (self._has_ended or self.executor.is_last)

@@ -98,8 +98,8 @@ class FakeTrainer:
     begin_step = end_forward = begin_backward = finish = _nothing
 
     def compute(self) -> None:
-        assert self.executor.current is not None
-        batch = self.executor.current.index
+        assert self.executor.queue.current is not None
+        batch = self.executor.queue.current.index
         if Stage.BACKWARD in self.sparse.stages[batch]:
             self.sparse.begin(Stage.WEIGHT_GRADIENTS, batch)
         self.streams.do(Mark(Stage.WEIGHT_GRADIENTS, batch))
