@@ -7,9 +7,10 @@ from typing import Any
 from lightning.pytorch import Trainer
 from lightning.pytorch.loops.fetchers import _DataFetcher
 
-from ...distributed import ASK_FOR_LAST, SKIP_ALIKE
+from ...distributed import ASK_FOR_LAST
 from ...runtime import BatchMemory, FetchedBatch, StageTimer, keeps_its_data
 from . import sigterm
+from .epoch import Epoch
 
 NUM_AT_HAND = 2  # batches taken early from a loader of unknown length, so that ranks ask only every other batch
 
@@ -19,12 +20,8 @@ class BatchStream:
 
     # With `sends_sizes` the ranks compare their None batches with each batch's sizes; otherwise they ask each other.
     def __init__(self, inner: _DataFetcher, trainer: Trainer, *, trains: bool, sends_sizes: bool) -> None:
-        self.inner, self.trains = inner, trains
+        self.inner, self.trains, self.epoch = inner, trains, Epoch(trainer, trains=trains)
         self._trainer, self._sends_sizes = trainer, sends_sizes
-        # Length of the shortest rank's epoch, None batches included; `inf` if it is not known.
-        self.num_batches: float = float("inf")
-        self.lengths_known = False  # whether the lengths of all ranks are known
-        self.num_allowed: float = 0  # batches that may be fetched in this epoch: a later `fit` would miss any others
         # None batches (from the collate function) that the loop has not seen yet, each with the number of the epoch's
         # other batches before it. Lightning skips them, and all ranks have to skip the same.
         self.skipped: deque[tuple[int, FetchedBatch]] = deque()
@@ -57,9 +54,14 @@ class BatchStream:
         return self._index + 1
 
     @property
+    def num_batches(self) -> float:
+        """Length of the shortest rank's epoch, None batches included; `inf` if it is not known."""
+        return self.epoch.num_batches
+
+    @property
     def length_known(self) -> bool:
         """Whether all ranks are known to have equally many batches left; not in an epoch resumed in the middle."""
-        return self.lengths_known and self._is_whole and self._sends_sizes
+        return self.epoch.lengths_known and self._is_whole and self._sends_sizes
 
     @property
     def exhausted(self) -> bool:
@@ -73,25 +75,16 @@ class BatchStream:
             return 0
         in_inner: list[Any] = getattr(self.inner, "batches", [])[:1]
         num = len(self._buffered) + sum(not self.trains or batch is not None for batch, _, _ in in_inner)
-        return int(min(num, self.num_allowed - self.num_fetched))
+        return int(min(num, self.epoch.num_allowed - self.num_fetched))
 
     @property
     def stop_requested(self) -> bool:
         """Whether this process received SIGTERM."""
         return sigterm.heard(self._trainer)
 
-    def allow(self, num_trained: int) -> None:
-        """Let batches be fetched as far as `max_steps` allows after `num_trained` batches."""
-        loop, trainer = self._trainer.fit_loop.epoch_loop, self._trainer
-        self.num_allowed = float("inf")
-        if self.trains and loop.max_steps != -1 and trainer.lightning_module.automatic_optimization:
-            every = trainer.accumulate_grad_batches
-            done_of_step = loop.batch_progress.current.ready % every
-            self.num_allowed = num_trained + (loop.max_steps - loop.global_step) * every - done_of_step
-
     def fetch(self, index: int, timer: StageTimer | None) -> FetchedBatch | None:
         """Fetch batch `index` and stage it: Lightning's batch-transfer hooks run here, once per batch."""
-        if index >= self.num_allowed:
+        if index >= self.epoch.num_allowed:
             return None
         if index == 0:
             self._is_whole = self.inner.fetched == 0
@@ -101,7 +94,7 @@ class BatchStream:
         self._index = index
         staged = self._stage(fetched)  # before the loader makes the next batch, which may overwrite this one
         for ahead in range(index + 1 + len(self._buffered), index + 1 + self._num_to_buffer):
-            if ahead < self.num_allowed:
+            if ahead < self.epoch.num_allowed:
                 self._buffer(ahead, timer)
         return fetched._replace(batch=staged)
 
@@ -125,14 +118,7 @@ class BatchStream:
         if self.num_fetched <= num_before and not self.exhausted:
             self._buffer(num_before, None)
         goes_on = self.num_fetched > num_before or bool(self._buffered)
-        # Of each rank: the numbers of its None batches, and whether another batch follows them.
-        told: list[tuple[list[int], bool]] = self._trainer.strategy.gather((self.nones_after(num_before), goes_on))  # type: ignore[attr-defined]
-        for other, (fewer, follows) in enumerate(told):
-            for rank, (numbers, _) in enumerate(told):
-                if follows and len(numbers) > len(fewer):
-                    number = numbers[len(fewer)]
-                    raise RuntimeError(f"batch {number} is None on rank {rank}, not on rank {other}. {SKIP_ALIKE}")
-        return min(len(numbers) for numbers, _ in told)
+        return self.epoch.num_none_at_end(self.nones_after(num_before), goes_on=goes_on)
 
     @property
     def _inner_is_exhausted(self) -> bool:
@@ -174,7 +160,7 @@ class BatchStream:
             # Resumed after an epoch's last batch: the loader's iterator continues at its end. Lightning begins the next
             # epoch with this iterator, as it makes a new one only if it has not resumed.
             self._iterate_inner()
-        if self.lengths_known and self._is_whole and self.inner.fetched < self.num_batches:
+        if self.epoch.lengths_known and self._is_whole and self.inner.fetched < self.num_batches:
             raise RuntimeError(
                 f"rank {self._trainer.global_rank}: the data loader ended after {self.inner.fetched} batches, its "
                 f"length says {self.num_batches:g}. Does the dataset's __getitem__ raise StopIteration?"

@@ -91,7 +91,7 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
         assert self.executor is not None, "the loop sets it"
         # A None batch comes after the executor has begun the batch that follows: by then all ranks have compared them.
         if self._waiting is None and not self._has_ended:
-            self.stream.allow(self.executor.num_trained)
+            self.stream.epoch.allow(self.executor.num_trained)
             self._waiting = self.executor.next_batch()
             self._has_ended = self._waiting is None
         if self._waiting is None and not self._count_none_at_end():

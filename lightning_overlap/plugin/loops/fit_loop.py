@@ -54,9 +54,7 @@ class _FitLoopMixin(_FitLoop):
             and type(loader.batch_sampler) in (data.BatchSampler, type(None))
             for loader in stream.inner.combined_loader.flattened
         )
-        of_ranks = self.trainer.strategy.gather((own, is_certain))  # type: ignore[attr-defined]
-        lengths, known = zip(*of_ranks, strict=True)
-        stream.num_batches, stream.lengths_known = min(lengths), all(known)
+        stream.epoch.agree(own, is_certain=is_certain)
         if stream.num_batches == own:
             return
         warnings.warn(
