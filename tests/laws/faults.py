@@ -1,5 +1,7 @@
 """Faults by (place, batch, rank) and fits that meet them. Functions that ranks run."""
 
+from __future__ import annotations
+
 import copy
 import os
 import signal
