@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
 from lightning_overlap import OverlapEmbeddingStrategy, combined_optimizer
-from lightning_overlap.dense.late_all_reduce import LateAllReduce
+from lightning_overlap.dense.split_layers import LateAllReduce
 from lightning_overlap.sparse import deferred_update, lookup
 from lightning_overlap.sparse.deferred_update import DeferredUpdate
 
