@@ -325,8 +325,7 @@ class Executor:
 
     def _receive_next(self) -> None:
         """Assemble the ids of the lookup that comes after the backward, if they were sent."""
-        lookup = self.schedule.received_in_backward
-        if lookup is None:
+        if (lookup := self.schedule.received_in_backward) is None:
             return
         inflight = self.queue.in_flight.get(self._iteration + lookup.offset)
         if inflight is not None and Stage.INPUT_DATA_DIST in inflight.done:

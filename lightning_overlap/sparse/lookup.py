@@ -23,7 +23,7 @@ from ..tables import (
 )
 from .answers import Answers
 from .inputs import SparseInputs
-from .module_context import ModuleContext, Progress, autocast_of, replaced
+from .module_context import ModuleContext, Progress, replaced
 from .pipelined_forward import WRITTEN, PipelinedForwards
 from .update_rates import counting, take_back, updates_at_present_rate
 
@@ -79,8 +79,7 @@ class SparseLookups:
             state.ids = state.dist_input
         if self._options.holds_rates and state.rates is None:
             state.rates = rates_of(state.module)
-        set_rates = self._options.set_rates
-        if set_rates is not None:
+        if (set_rates := self._options.set_rates) is not None:
             set_rates = state.deferred.with_rates(set_rates, tbes(state.module))
         with (
             counting(tbes(state.module), state.num_lookups),
@@ -94,8 +93,7 @@ class SparseLookups:
         if state.embeddings is not None:
             state.dist_input = None
             state.advance(Progress.LOOKED_UP)
-        state.num_writes[owner] = num_writes(state.module, owner)
-        state.autocast = autocast_of(state.module, state.kjt)
+        state.note_lookup(owner)
         if not self._options.trains:
             self._take_back(state)
 
@@ -173,8 +171,7 @@ class SparseLookups:
         self._written |= {name for name, state in states if _is_overwritten(state)}
         self._num_drops += 1
         if self._num_drops == MAX_OVERWRITTEN:
-            any_rank = self._options.any_rank
-            written = [name for name in self._forwards if any_rank(name in self._written)]  # all ranks ask for each
+            written = [name for name in self._forwards if self._options.any_rank(name in self._written)]  # all ranks ask
             for name in written or self._forwards:  # all if no rank knows of a write (`tables_changed` was called)
                 if self._forwards[name].early:
                     self._forwards.run_unpipelined(self._forwards[name], WRITTEN)

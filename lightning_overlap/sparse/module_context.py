@@ -105,6 +105,11 @@ class ModuleContext:
         ]
         return replaced(self.module, "_output_dists", dists)
 
+    def note_lookup(self, owner: WeightOwner) -> None:
+        """Note what has to stay unchanged until the call, after an early lookup of this owner's tables."""
+        self.num_writes[owner] = num_writes(self.module, owner)
+        self.autocast = autocast_of(self.module, self.kjt)
+
     def is_overwritten(self) -> bool:
         """Whether tables of this rank, or their learning rates, were written since the lookup."""
         if self.rates is not None and rates_of(self.module) != self.rates:

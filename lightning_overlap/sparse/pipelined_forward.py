@@ -203,8 +203,7 @@ class PipelinedForwards(dict[str, PipelinedForward]):
         options = self.options
         if options.out_of_range_ids == "fbgemm" or not isinstance(given, KeyedJaggedTensor):
             return None
-        found = pipelined.ranges.first_outside(given)
-        if found is None:
+        if (found := pipelined.ranges.first_outside(given)) is None:
             return None
         feature, problem = found
         where = "" if inflight is None else f" for batch {inflight.index} of {options.step}"
