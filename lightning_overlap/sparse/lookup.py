@@ -171,7 +171,8 @@ class SparseLookups:
         self._written |= {name for name, state in states if _is_overwritten(state)}
         self._num_drops += 1
         if self._num_drops == MAX_OVERWRITTEN:
-            written = [name for name in self._forwards if self._options.any_rank(name in self._written)]  # all ranks ask
+            any_rank = self._options.any_rank
+            written = [name for name in self._forwards if any_rank(name in self._written)]  # all ranks ask for each
             for name in written or self._forwards:  # all if no rank knows of a write (`tables_changed` was called)
                 if self._forwards[name].early:
                     self._forwards.run_unpipelined(self._forwards[name], WRITTEN)
