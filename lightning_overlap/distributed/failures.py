@@ -184,6 +184,7 @@ def remember_sockets() -> Iterator[None]:
 
 def end_connections(except_store: Store) -> bool:
     """End the remembered connections except a store's, and return whether any was; no group can be used then."""
+    # torch ends them only with the process: in 2.13 `abort` and `shutdown` of gloo groups leave them open.
     while isinstance(except_store, PrefixStore):
         except_store = except_store.underlying_store
     except_port = except_store.port if isinstance(except_store, TCPStore) else None  # a file has none

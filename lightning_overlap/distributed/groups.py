@@ -33,7 +33,11 @@ _made: dict[tuple[dist.ProcessGroup, str, timedelta, bool, int], Groups] = {}
 
 
 def join(timeout: timedelta, *, multi_node: bool = False) -> Groups:
-    """Return the groups of this process, which its runs share; every rank calls this after a barrier."""
+    """Return the groups of this process, which its runs share; every rank calls this after a barrier.
+
+    After a run that failed on any rank, all ranks make new groups. Between hosts gloo uses both directions of a link at
+    once. Within a host its own all-to-all is faster: its threads make the system calls, not the training thread.
+    """
     world, store = dist.group.WORLD, default_store()
     assert world is not None
     assert store is not None

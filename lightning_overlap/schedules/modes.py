@@ -96,8 +96,9 @@ DEFAULT_STALENESS = 2  # of `async_lookup`; 1 is `semi_sync`, larger values cost
 
 
 def async_lookup(staleness: int) -> Schedule:
-    """Return the mode that looks up batch N + staleness before the backward of batch N.
+    """Return the mode that looks up batch N + staleness before the backward of batch N; `staleness` is 1 or more.
 
+    Raises a ValueError for a smaller staleness, and a TypeError if it is not an integer.
     Source: DeepRec's asynchronous embedding lookup, where the staleness is bounded and not exact.
     """
     instead = f" For lookups that see every update, use pipeline={FUSED_SPARSE_DIST.name!r}."
@@ -106,7 +107,10 @@ def async_lookup(staleness: int) -> Schedule:
 
 
 def defer_update(schedule: Schedule) -> Schedule:
-    """Return a mode that applies the updates of batch N after the forward of N+1; the staleness does not change."""
+    """Return a mode that applies the updates of batch N after the forward of N+1; the staleness does not change.
+
+    Raises a ValueError for a mode that looks up after the backward: it needs the update by then.
+    """
     lookup = schedule.step_of(_LOOKUP)
     if lookup is None or schedule.position(_LOOKUP) > schedule.position(_BACKWARD):
         raise ValueError(
@@ -126,6 +130,7 @@ def frozen_window(schedule: Schedule) -> Schedule:
 
     The lookups of these batches see none of each other's updates. So within the window an early lookup need not wait
     for a backward (`Schedule.accumulating`), and its ids are sent a batch earlier.
+    Raises a ValueError for a mode with a staleness, with a cache, with a split backward or without early lookups.
     """
     obstacles = {
         f"has a staleness of {schedule.staleness}, but a window sees all earlier updates": schedule.staleness,
