@@ -14,7 +14,7 @@ from hypothesis import settings
 from lightning_overlap.schedules.modes import MODES
 from lightning_overlap.schedules.schedule import Schedule
 
-from .support.ranks import Ranks
+from .support.ranks import Ranks, free_port
 
 settings.register_profile("no_deadline", deadline=None)  # no test asserts a time: a busy machine has none to promise
 settings.load_profile("no_deadline")
@@ -26,6 +26,7 @@ DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 def _leave_nothing_behind() -> Iterator[None]:
     python_state, numpy_state, torch_state = random.getstate(), np.random.get_state(), torch.get_rng_state()
     before = dict(os.environ)
+    os.environ["MASTER_PORT"] = str(free_port())  # that Lightning takes might be gone before its rank 0 listens
     yield
     random.setstate(python_state)
     np.random.set_state(numpy_state)

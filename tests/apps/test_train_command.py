@@ -35,7 +35,7 @@ class BrokenOnRankOne(SyntheticDataModule):
 
 
 def environment(**more: str) -> dict[str, str]:
-    launchers = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    launchers = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR")
     inherited = {name: value for name, value in os.environ.items() if name not in launchers}
     return inherited | {"PYTHONPATH": str(ROOT)} | more
 

@@ -75,7 +75,7 @@ def test_so_does_the_command_under_torchrun(tmp_path: Path) -> None:
 
 
 def _run(run: Callable[..., Any], arguments: list[str], cause: str) -> str:
-    launchers = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_ERROR_FILE")
+    launchers = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_ERROR_FILE")
     variables = {name: value for name, value in os.environ.items() if name not in launchers}
     done: subprocess.CompletedProcess[str] = run(
         [sys.executable, *arguments],

@@ -1,5 +1,6 @@
 """Processes that stay up for a test session and run functions on every rank: gloo on a CPU, NCCL on GPUs."""
 
+import contextlib
 import datetime
 import inspect
 import io
@@ -7,6 +8,7 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import pickle
+import random
 import socket
 import subprocess
 import sys
@@ -87,7 +89,7 @@ class Ranks:
             for rank in [rank for rank, pipe in waiting.items() if pipe in ready]:
                 try:
                     answers[rank] = waiting.pop(rank).recv()
-                except EOFError:
+                except (EOFError, ConnectionResetError):
                     self.close()
                     raise RankError(f"rank {rank} died") from None
         failures = [f"rank {rank}:\n{answer}" for rank, (ok, answer) in answers.items() if not ok]
@@ -178,6 +180,9 @@ def _variables_of_cuda(rank: int, num_nodes: int) -> dict[str, str]:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Return a port that nothing listens on, below those (32768 on) that the kernel gives out until it is used."""
+    while True:
+        port = random.SystemRandom().randrange(15_000, 32_000)  # seeded, two processes of tests would take the same
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
