@@ -158,11 +158,9 @@ class HasRun(DDPStrategy):
     def tables_changed(self) -> None:
         """Announce that a callback or a hook has written tables between two steps; all ranks call this alike.
 
-        The early lookups of coming batches are dropped and repeated in the batches' own steps.
-
-        Raises:
-            RuntimeError: An update of tables is still to come (`defer_update`, `frozen_window`), or the ids of the
-                next batches were released (`release_features`).
+        The early lookups of coming batches are dropped and repeated in the batches' own steps. Raises a RuntimeError if
+        an update of tables is still to come (`defer_update`, `frozen_window`), or if the ids of the next batches were
+        released (`release_features`).
         """
         if self._executor is not None:
             self._executor.writes.tables_changed()

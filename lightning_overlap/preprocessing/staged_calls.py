@@ -46,7 +46,8 @@ def _staged_methods(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
     """Return the staged methods of a model and its submodules: name in the model -> (module, method)."""
     found: dict[str, tuple[nn.Module, str]] = {}
     for name, module in model.named_modules():
-        members = {key: member for cls in reversed(type(module).__mro__) for key, member in vars(cls).items()}
+        owners = [cls for cls in reversed(type(module).__mro__) if cls is not nn.Module]  # it has 150 members
+        members = {key: member for cls in owners for key, member in vars(cls).items()}
         methods = [key for key, member in members.items() if _is_staged(member)]
         if _MARK in vars(module):
             methods.append("forward")
@@ -55,8 +56,8 @@ def _staged_methods(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
 
 
 def _is_staged(member: Any) -> bool:
-    function = member.__func__ if isinstance(member, (staticmethod, classmethod)) else member
-    return inspect.isfunction(function) and hasattr(function, _MARK)
+    function = getattr(member, "__func__", member)  # of static and class methods
+    return hasattr(function, _MARK) and inspect.isfunction(function)
 
 
 class _StagedMethod:

@@ -31,11 +31,8 @@ def read_trace(path: Path | str) -> dict[int, list[Span]]:
     Lanes are "host" (the training thread), "autograd", "thread N" and "stream N" (of a GPU). Times are in ms since
     midnight, so that traces of one host share a clock. The rank is 0 if the file does not name it.
 
-    Args:
-        path: A trace of torch.profiler on a GPU, or a file of `write_trace`; JSON or gzipped JSON.
-
-    Raises:
-        TraceError: The file is not such a trace.
+    `path` is a trace of torch.profiler on a GPU, or a file of `write_trace`; JSON or gzipped JSON. Raises a TraceError
+    for any other file.
     """
     events, about = load(Path(path))
     other = about.get("otherData")

@@ -46,9 +46,8 @@ _STEP_TEXT = re.compile(r"(?P<stage>[a-z_]+)(?P<offset>[+-]\d+)/(?P<stream>[a-z_
 class Schedule:
     """A named, validated table of steps in issue order; depth, staleness and the rest of a mode are derived from it.
 
-    Raises:
-        ScheduleError: The table cannot run: a training stage is missing, repeated or not at offset 0; a stage
-            runs before another stage that it needs; or only some of the sparse stages are present.
+    Raises a ScheduleError if the table cannot run: a training stage is missing, repeated or not at offset 0; a stage
+    runs before another stage that it needs; or only some of the sparse stages are present.
     """
 
     name: str
@@ -69,11 +68,7 @@ class Schedule:
 
     @classmethod
     def parse(cls, text: str) -> Schedule:
-        """Parse the text that `str(schedule)` printed.
-
-        Raises:
-            ScheduleError: The text is not `name: stage+offset/stream ...`, or the table cannot run.
-        """
+        """Parse the text that `str(schedule)` printed; raise a ScheduleError if it is no table that can run."""
         name, _, rest = map(str.strip, text.partition(":"))
         if not name or ":" not in text:
             raise ScheduleError(f"expected 'name: stage+offset/stream ...', got {text!r}.")

@@ -119,8 +119,7 @@ class _AtPresentRate(torch.autograd.Function):
 
     On CUDA a backward runs on the stream of its forward, here the lookup stream, and so do the repeated forward and the
     inner backward: after the last update and before the next lookup. The only leaves of the inner graph are the
-    kernels' weights, which accumulate nothing (autograd joins no other stream), and which DistributedDataParallel
-    ignores.
+    kernels' weights, which accumulate nothing (autograd joins no other stream) and are no part of DDP.
     """
 
     @staticmethod

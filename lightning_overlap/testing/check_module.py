@@ -88,8 +88,7 @@ def check_module(
     `pipeline="base"`, whose lookups read equally old tables; and for law 10 two short fits, in the mode and unsharded.
 
     Without a process group this makes a temporary group of one rank. With a process group (for example under torchrun)
-    call this on every rank; all ranks raise together. Ranks make the module with the same seed and train with different
-    seeds.
+    call this on every rank; all ranks raise together. Ranks make the module with one seed and train with several.
 
     Use few rows (about 100) and a table learning rate of 1 or more: only a row that is looked up again can be stale.
 

@@ -44,8 +44,7 @@ def _make_batch(seed: int) -> dict[str, Any]:
 def check_laws(schedule: Schedule) -> None:
     """Check the laws of your schedule on one CPU rank: `check_module` with a small model and each `stream` option.
 
-    Raises:
-        AssertionError: A law is broken; the message names it. For a race it names the missing call.
+    Raises an AssertionError that names the broken law; for a race it names the missing call.
     """
     batches = [_make_batch(index) for index in range(2 * schedule.depth + 1)]
     options: dict[str, Any] = {"sharding": _SHARDING, "fused_optimizer": (torch.optim.SGD, {"lr": 1.0})}

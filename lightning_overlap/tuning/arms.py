@@ -81,8 +81,7 @@ class Auto:
         rounds: Number of rounds before the arms are compared. A block does not count if it contains an evaluation, a
             save, the end of an epoch or a stall of a data loader. If fewer than two blocks of an arm count, more
             rounds follow, at most twice as many in all.
-        tie: Arms within this share of the fastest arm's time count as equal; the arm that holds the fewest batches
-            wins.
+        tie: Arms within this share of the fastest arm's time are equal; the arm that holds the fewest batches wins.
 
     Raises:
         ValueError: A number is too small.

@@ -100,7 +100,7 @@ def fit_with_full_disk(folder: str) -> tuple[dict[int, Windows], str]:
     callbacks = (At("on_train_batch_end", 5, fill_disk, rank=1), seen := TablesByStep())
     try:
         with pytest.raises(RuntimeError) as caught:
-            fit(sinks={None: FolderSink(folder)}, num_steps=20, callbacks=callbacks)
+            fit(sinks={None: FolderSink(folder)}, num_steps=200, callbacks=callbacks)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     return seen.tables, str(caught.value)
@@ -109,7 +109,7 @@ def fit_with_full_disk(folder: str) -> tuple[dict[int, Windows], str]:
 def test_a_full_disk_is_an_error_on_all_ranks_and_half_a_part_is_none(two_ranks: Ranks, tmp_path: Path) -> None:
     found = two_ranks.run(fit_with_full_disk, str(tmp_path))
     for tables, said in found:
-        assert len(tables) < 20
+        assert len(tables) < 200
         assert f"cannot write to the folder of embedding deltas {str(tmp_path)!r}: File too large" in said
     assert all(PartName.parse(path.name) for path in tmp_path.iterdir())  # what is half written is gone
     assert_equal(tmp_path, [(tables, {}) for tables, _ in found])

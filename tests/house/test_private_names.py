@@ -29,6 +29,7 @@ LIGHTNING_PRIVATE = {name for names in private_names.PRIVATE_NAMES.values() for 
 STANDARD_LIBRARY = {"_asdict", "_fields", "_replace", "_exit"}  # documented, though they start with an underscore
 TORCH_PRIVATE = {  # PyTorch's own; TorchRec and Lightning use them too
     "_C",
+    "_Options",
     "_apply",
     "_apply_optimizer_in_backward",
     "_autograd",
@@ -40,10 +41,12 @@ TORCH_PRIVATE = {  # PyTorch's own; TorchRec and Lightning use them too
     "_comm_hooks",
     "_current_graph_task_id",
     "_current_level",
+    "_devices",
     "_dynamo",
     "_execution_engine",
     "_forward_hooks",
     "_forward_pre_hooks",
+    "_get_backend",
     "_get_default_store",
     "_get_sequence_nr",
     "_init_from_local_shards_and_global_metadata",
@@ -53,7 +56,9 @@ TORCH_PRIVATE = {  # PyTorch's own; TorchRec and Lightning use them too
     "_register_backend",
     "_schema",
     "_sequence_nr",
+    "_set_default_backend",
     "_set_params_and_buffers_to_ignore_for_model",
+    "_timeout",
     "_to_copy",
 }
 

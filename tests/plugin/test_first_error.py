@@ -3,9 +3,7 @@
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -64,20 +62,20 @@ REFUSED = "ValueError: StochasticWeightAveraging cannot be used with sharded tab
 def test_the_cause_comes_once_and_last(tmp_path: Path, launcher: tuple[str, ...], way: str, cause: str) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT, encoding="utf-8")
-    _run(interpreters.run, [*launcher, str(script), way], cause)
+    _run([*launcher, str(script), way], cause)
 
 
 def test_so_does_the_command_under_torchrun(tmp_path: Path) -> None:
     command = ["-m", "lightning_overlap.train", "experiment=smoke", "trainer.precision=16-true", "callbacks=none"]
     cause = "ValueError: precision='16-true' converts the module's weights"
-    told = _run(subprocess.run, [*TORCHRUN, *command, "logger=none", f"hydra.run.dir={tmp_path}"], cause)
+    told = _run([*TORCHRUN, *command, "logger=none", f"hydra.run.dir={tmp_path}"], cause)
     assert "meta tensor" not in told
 
 
-def _run(run: Callable[..., Any], arguments: list[str], cause: str) -> str:
+def _run(arguments: list[str], cause: str) -> str:
     launchers = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_ERROR_FILE")
     variables = {name: value for name, value in os.environ.items() if name not in launchers}
-    done: subprocess.CompletedProcess[str] = run(
+    done: subprocess.CompletedProcess[str] = interpreters.run(
         [sys.executable, *arguments],
         env=variables | {"PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,

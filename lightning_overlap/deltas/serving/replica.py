@@ -102,10 +102,8 @@ class Replica:
         """Keep the tables unchanged inside this context, in any number of threads; yields the last applied cut.
 
         A thread that reads on another CUDA stream than the default stream synchronizes its stream before it leaves: the
-        next cut is written on the default stream, without waiting.
-
-        Raises:
-            ReplicaError: No cut has been applied, or (without `after_error`) following has stopped with an error.
+        next cut is written on the default stream, without waiting. Raises a ReplicaError if no cut has been applied, or
+        (without `after_error`) if following has stopped with an error.
         """
         with self._lock.reading():
             if not after_error:
@@ -148,8 +146,7 @@ class Replica:
     def optimizer_state(self) -> dict[str, dict[str, Tensor]]:
         """Table -> kind of state -> tensor; empty without `optimizer_state=True`.
 
-        Row-wise state is `(rows, 1)`; of a column-wise sharded table it is `(rows, columns)`, constant within the
-        columns of a shard.
+        Row-wise state is `(rows, 1)`; of a column-wise sharded table `(rows, columns)`, constant in a shard's columns.
         """
         return self._tables.optimizer_state
 
