@@ -61,8 +61,7 @@ _EMPTY_HOOKS = frozenset(
 )
 """The hooks of a step in Lightning's base classes: they do nothing and return None."""
 
-_PROFILING = (PassThroughProfiler.start, PassThroughProfiler.stop, PassThroughProfiler.profile)
-_NAMES_OF_PROFILING = frozenset(method.__name__ for method in _PROFILING)
+_NAMES_OF_PROFILING = frozenset(("start", "stop", "profile"))
 
 
 def _is_silent(trainer: Trainer) -> bool:
@@ -70,10 +69,7 @@ def _is_silent(trainer: Trainer) -> bool:
     if id(trainer) not in _running or call.log.isEnabledFor(logging.DEBUG):
         return False
     profiler = trainer.profiler  # type: ignore[attr-defined]
-    cls = type(profiler)
-    if cls is not PassThroughProfiler or (cls.start, cls.stop, cls.profile) != _PROFILING:
-        return False
-    return _NAMES_OF_PROFILING.isdisjoint(vars(profiler))
+    return type(profiler) is PassThroughProfiler and _NAMES_OF_PROFILING.isdisjoint(vars(profiler))
 
 
 def _call_callback_hooks(

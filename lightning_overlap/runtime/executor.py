@@ -374,8 +374,6 @@ class Executor:
             return
         if is_only and self._weights is not None:
             self._weights.begin_backward(loss)
-        if not (loss.requires_grad and self._hooks_read_tables()):
-            return
         # The user's on_after_backward comes before the trainer says that the backward is over.
         if is_only and self.schedule.updates_before_step:
             end = self._finish_backward
@@ -383,8 +381,9 @@ class Executor:
             end = self.wait_for_lookups
         else:
             return
-        engine = torch.autograd.Variable._execution_engine
-        loss.register_hook(lambda _: engine.queue_callback(end))
+        if loss.requires_grad and self._hooks_read_tables():
+            engine = torch.autograd.Variable._execution_engine
+            loss.register_hook(lambda _: engine.queue_callback(end))
 
     def _finish_backward(self) -> None:
         with torch.enable_grad():  # a backward turns it off

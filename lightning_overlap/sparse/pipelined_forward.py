@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torchrec.distributed import comm_ops, types, utils
+from torchrec.distributed import comm_ops, dist_data, types, utils
 from torchrec.distributed.types import LazyAwaitable, LazyGetItemMixin, ShardedModule
 from torchrec.sparse import jagged_tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -26,7 +26,7 @@ from ..tables import (
 from .options import SparseOptions
 
 _num_made = itertools.count()
-_RANGES = RangesLeftOut([comm_ops, types, utils, jagged_tensor])
+_RANGES = RangesLeftOut([comm_ops, dist_data, types, utils, jagged_tensor])
 
 # Why a module runs in its own forward, and how to avoid it.
 WRITTEN = (
