@@ -130,6 +130,7 @@ class PipelinedForward:
     def __str__(self) -> str:
         return f"{self.name!r} ({type(self.module).__name__})"
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiled step would trace the whole pipeline
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the embeddings."""
         return self.answer(self, args, kwargs)
