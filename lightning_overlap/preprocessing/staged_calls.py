@@ -56,8 +56,8 @@ def _staged_methods(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
 
 
 def _is_staged(member: Any) -> bool:
-    function = getattr(member, "__func__", member)  # of static and class methods
-    return hasattr(function, _MARK) and inspect.isfunction(function)
+    function = member.__func__ if isinstance(member, (staticmethod, classmethod)) else member
+    return inspect.isfunction(function) and hasattr(function, _MARK)
 
 
 class _StagedMethod:
