@@ -34,7 +34,7 @@ def pytest_collection_finish() -> None:
 def _leave_nothing_behind() -> Iterator[None]:
     python_state, numpy_state, torch_state = random.getstate(), np.random.get_state(), torch.get_rng_state()
     before = dict(os.environ)
-    os.environ["MASTER_PORT"] = str(free_port())  # that Lightning takes might be gone before its rank 0 listens
+    os.environ["MASTER_PORT"] = str(free_port())  # a port that Lightning chooses may be taken before it is used
     yield
     random.setstate(python_state)
     np.random.set_state(numpy_state)

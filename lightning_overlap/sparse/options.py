@@ -11,7 +11,7 @@ from ..tables import OutOfRangeIds, SetRates
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SparseOptions:
-    """Options of the sparse stages; the defaults suit training on one rank. ValueError: `timeout_s` is not positive."""
+    """Options of the sparse stages, by default for one training rank. A ValueError if `timeout_s` is not positive."""
 
     step: str = "training_step"  # the LightningModule's method in which sharded modules get early embeddings
     trains: bool = True  # whether a backward follows; other lookups must not count for the fused optimizers

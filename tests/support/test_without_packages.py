@@ -39,7 +39,7 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 COLLECT = """
-import pytest, sys
+import pytest
 for marker in ("gpu", "gpu_first"):
     print(marker, pytest.main(["-m", marker, "-W", "default", "--collect-only", "-q"]) or "found")
 """
