@@ -119,7 +119,10 @@ WAYS_OUT = [f"OverlapEmbeddingStrategy({option}=True)" for option in ("static_gr
         ("sequences_as_bags", ["ec.s0", "makes bags on a CPU", f"sharding={{'s0': 'table_wise', {WHOLE}}}."]),
         ("owns_fused_tables", ["ValueError", "ebc.embedding_bags.t0.weight", "in_backward_optimizer_filter"]),
         ("owns_sequences", ["On a CPU tables of an EmbeddingCollection need a fused optimizer: ebc.embeddings.t0"]),
-        ("nobody_trains_a_table", ["no optimizer has the weights of ebc.embedding_bags.t0.weight", "add them there"]),
+        (
+            "nobody_trains_a_table",
+            ["the weights of ebc.embedding_bags.t0.weight", "add them there", "sharding={'t0': 'table_wise', "],
+        ),
         ("made_before", ["AdamW was made before the tables were sharded", "AdamW(dense, lr=0.001)"]),
         ("made_on_meta", ["no optimizer has the weights of bottom.0.weight", "AdamW was made before"]),
         ("16-mixed", ["ValueError", "16-mixed", "bf16-mixed"]),
