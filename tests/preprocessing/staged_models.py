@@ -50,33 +50,6 @@ class IsStatic(Model):
         return getattr(self, collection)(self.make_input(batch.inputs["sparse"][0]))
 
 
-class Preprocess(nn.Module):
-    def forward(self, kjt: KeyedJaggedTensor, salt: int = 0) -> list[KeyedJaggedTensor]:
-        return [hashed(kjt, salt)]
-
-
-class InModules(Model):
-    """One staged module takes what another one has made of a part of the batch; both come twice."""
-
-    def __init__(self, case: Case) -> None:
-        super().__init__(case)
-        self.first, self.second = staged(Preprocess()), staged(Preprocess())
-
-    def embeddings(self, collection: str, batch: Batch) -> Any:
-        kjt = batch.inputs["sparse"][0]
-        [one], [other] = self.first(kjt), self.first(kjt, salt=5)
-        [made] = self.second(other, 1)
-        assert one is not made
-        return getattr(self, collection)(made)
-
-
-class UnderNoGrad(Hashes):
-    def embeddings(self, collection: str, batch: Batch) -> Any:
-        with torch.no_grad():
-            kjt = self.make_input(batch)
-        return getattr(self, collection)(kjt)
-
-
 class Checkpointed(Hashes):
     def embeddings(self, collection: str, batch: Batch) -> Any:
         look_up = super().embeddings
@@ -87,14 +60,6 @@ class SaltMoves(Hashes):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx >= 3:
             self.salt += 1
-
-
-class SaltIsReplaced(Hashes):
-    """By a number; nobody counts writes of those."""
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx >= 3:
-            self.salt = torch.tensor(batch_idx)
 
 
 class OtherArguments(Model):
@@ -182,11 +147,6 @@ class Fails(Hashes):
         return super().make_input(batch)
 
 
-class NotDecorated(Hashes):
-    def make_input(self, batch: Batch) -> KeyedJaggedTensor:
-        return hashed(batch.inputs["sparse"][0], self.salt)
-
-
 REFUSED: dict[str, str] = {
     "DrawsNumbers": "draws random numbers",
     "DrawsFromPython": "draws random numbers",
@@ -207,11 +167,8 @@ REFUSED: dict[str, str] = {
 STAGED: dict[str, type[Model]] = {
     "staged": Hashes,
     "staged_static": IsStatic,
-    "staged_modules": InModules,
-    "staged_no_grad": UnderNoGrad,
     "staged_checkpointed": Checkpointed,
     "staged_salt_moves": SaltMoves,
-    "staged_salt_is_replaced": SaltIsReplaced,
     "staged_other_arguments": OtherArguments,
     "staged_changes_the_batch": ChangesTheBatch,
     "staged_replaces_in_the_batch": ReplacesInTheBatch,

@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_overlap import Mode
+
+from ..laws import uneven
 from ..support import reference
-from ..support.cases import CASES, MIXED, ROWWISE_ADAGRAD, SEQUENCE, TABLE_WISE, Case
+from ..support.cases import MIXED, ROWWISE_ADAGRAD, SEQUENCE, TABLE_WISE, Case
 from ..support.pairs import pairwise
 from ..support.ranks import Ranks
 from ..support.reference import Delayed, Seen, Switching, differences
@@ -37,14 +40,6 @@ def test_equals_the_plain_loop_with_updates_delayed_by_as_much(
     for other in (staleness - 1, staleness + 1):  # and one update more or less is seen
         for found in differences(actual, _expected(ranks, case, Delayed(other))):
             assert any(text.startswith("losses from step") for text in found)
-
-
-def test_the_delayed_loop_without_a_delay_is_the_plain_loop(ranks: Ranks) -> None:
-    """Guards the reference itself."""
-    for case in CASES:
-        plain = ranks.run_once(reference.train, case)
-        delayed = _expected(ranks, case, Delayed(0), len(plain[0].losses))
-        assert differences(delayed, plain) == [[]] * ranks.world_size
 
 
 @pytest.mark.parametrize(("num_steps", "defer_update", "num_ranks"), pairwise([1, 2, 4, 5, 6], [False, True], [1, 2]))
@@ -86,19 +81,6 @@ def test_switches_close_to_each_other_and_to_the_ends(
     assert differences(actual, _expected(ranks, MIXED, Switching(4, start, end))) == [[]] * ranks.world_size
 
 
-def test_a_start_that_is_one_batch_off_is_seen(ranks: Ranks) -> None:
-    actual = ranks.run(asyncs.fit, TABLE_WISE, staleness=2, start_batch=6, end_batch=10)
-    for seen in (Switching(2, 5, 10), Switching(2, 7, 10), Switching(2, 6, 9), Switching(2, 6, 11)):
-        for found in differences(actual, _expected(ranks, TABLE_WISE, seen)):
-            assert any(text.startswith("losses from step") for text in found)
-
-
-def test_each_batch_is_looked_up_once_and_in_flight_is_bounded(two_ranks: Ranks) -> None:
-    for lookups, most in two_ranks.run(asyncs.watched, TABLE_WISE, staleness=4, start_batch=5, end_batch=10):
-        assert lookups == list(range(1, NUM_STEPS)), "the first batch shows what feeds which module"
-        assert most == 4 + 3
-
-
 @deferred
 def test_an_epoch_begins_anew_and_a_warm_up_does_not(ranks: Ranks, defer_update: bool) -> None:
     """Batches are counted over the epochs: the switch comes in the middle of the second of three."""
@@ -126,28 +108,29 @@ def test_going_on_from_a_checkpoint_begins_anew_there(ranks: Ranks, switches: An
     assert differences(resumed, rest) == [[]] * ranks.world_size
 
 
+_SWITCHES = {"staleness": 4, "start_batch": 5, "end_batch": 10}
+
+
 @deferred
-def test_validation_in_the_middle_leaves_training_alone(ranks: Ranks, defer_update: bool) -> None:
-    options = {"staleness": 4, "start_batch": 5, "end_batch": 10, "defer_update": defer_update}
-    actual = ranks.run(asyncs.fit, MIXED, val_check_interval=3, limit_val_batches=2, **options)
-    assert differences(actual, _expected(ranks, MIXED, Switching(4, 5, 10))) == [[]] * ranks.world_size
+@pytest.mark.parametrize(
+    ("options", "seen", "num_steps"),
+    [
+        ({**_SWITCHES, "val_check_interval": 3, "limit_val_batches": 2}, Switching(4, 5, 10), NUM_STEPS),
+        ({"staleness": 5, "start_batch": 2, "max_steps": 9, "max_epochs": -1}, Delayed(5, fresh=(0, 1, 2)), 9),
+    ],
+    ids=["validation", "max_steps"],
+)
+def test_what_comes_between_leaves_training_alone(
+    two_ranks: Ranks, options: dict[str, Any], seen: Seen, num_steps: int, defer_update: bool
+) -> None:
+    actual = two_ranks.run(asyncs.fit, MIXED, defer_update=defer_update, **options)
+    assert differences(actual, _expected(two_ranks, MIXED, seen, num_steps)) == [[]] * 2
 
 
 @pytest.mark.parametrize("lengths", [(7, 5), (3, 9), (1, 9)], ids=str)
 def test_ranks_with_unequal_data_end_together(two_ranks: Ranks, lengths: tuple[int, int]) -> None:
-    for options in (
-        {"staleness": 6},
-        {"staleness": 6, "defer_update": True},
-        {"staleness": 6, "start_batch": 2},
-        {"staleness": 6, "start_batch": min(lengths)},
-    ):
-        num = min(lengths)
-        for seen in two_ranks.run(asyncs.fit_uneven, lengths, **options):
-            assert seen == [(epoch, index) for epoch in range(2) for index in range(num)]
-
-
-@deferred
-def test_max_steps_takes_no_batch_too_many(two_ranks: Ranks, defer_update: bool) -> None:
-    fit_options = {"max_steps": 9, "max_epochs": -1, "defer_update": defer_update}
-    actual = two_ranks.run(asyncs.fit, MIXED, staleness=5, start_batch=2, **fit_options)
-    assert differences(actual, _expected(two_ranks, MIXED, Delayed(5, fresh=(0, 1, 2)), 9)) == [[]] * 2
+    num = min(lengths)
+    for options in ({}, {"defer_update": True}, {"start_batch": 2}, {"start_batch": num}):
+        for seen, _ in two_ranks.run(uneven.train, Mode("async_lookup", staleness=6, **options), lengths, True):
+            steps = [entry[:2] for entry in seen if entry != "validation"]
+            assert steps == [(epoch, index) for epoch in range(2) for index in range(num)]

@@ -63,12 +63,6 @@ def test_an_id_of_no_row_stays_one() -> None:
     assert (lengths.dtype, narrow.dtype, weights.dtype) == (torch.int32, torch.int32, torch.float32)
 
 
-def test_ids_that_are_narrow_already_or_none_stay_as_they_are() -> None:
-    values, lengths = torch.tensor([1.5, 2.5]), torch.tensor([1, 1], dtype=torch.int32)
-    sent = input_dist._narrowed(KeyedJaggedTensor(["f"], values, lengths=lengths))
-    assert [one.data_ptr() for one in sent] == [lengths.data_ptr(), values.data_ptr()]
-
-
 @pytest.mark.parametrize(
     ("rows_of_shards", "kind", "fit"),
     [
