@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.utils.data import DataLoader
 from torchrec import EmbeddingBagConfig
-from torchrec.distributed.sharding_plan import construct_module_sharding_plan, table_wise
+from torchrec.distributed.sharding_plan import table_wise
 from torchrec.distributed.test_utils.model_input import ModelInput
 from torchrec.distributed.test_utils.test_model import TestModelWithPreproc, TestNegSamplingModule
 from torchrec.distributed.types import ShardingPlan
@@ -20,14 +20,15 @@ from ..sparse import caller_fits
 from ..sparse.caller_fits import Outcome
 from ..sparse.variants import Variant
 from ..support.cases import TABLE_WISE, Batches, make_plan
+from ..support.modules import plan_by_place
 from ..support.reference import Result
 from .staged_models import MADE, Hashes
 
 NUM_STEPS = 12
 
 _SIZES = {"num_embeddings": 40, "embedding_dim": 8}
-TABLES = [EmbeddingBagConfig(name=f"table_{i}", feature_names=[f"feature_{i}"], **_SIZES) for i in range(3)]
-WEIGHTED_TABLES = [EmbeddingBagConfig(name="weighted_table_0", feature_names=["weighted_feature_0"], **_SIZES)]
+TABLES = [EmbeddingBagConfig(name=f"t{i}", feature_names=[f"feature_{i}"], **_SIZES) for i in range(3)]
+WEIGHTED_TABLES = [EmbeddingBagConfig(name="t0", feature_names=["weighted_feature_0"], **_SIZES)]
 
 
 class WithPreproc(LightningModule):
@@ -63,18 +64,8 @@ class WithPreproc(LightningModule):
 
     def plan(self) -> ShardingPlan:
         """Tables in the order of the ranks, so that TorchRec's columns come in the order of the configs, too."""
-        world_size = dist.get_world_size()
-        last = world_size - 1
-        sizes: Any = {"local_size": world_size, "world_size": world_size, "device_type": "cpu"}
-        plan = {}
-        for name, ranks in {"ebc": (0, 0, last), "weighted_ebc": (last,)}.items():
-            module = getattr(self.model, name)
-            names = [config.name for config in module.embedding_bag_configs()]
-            places = [table_wise(rank=rank, compute_kernel="fused") for rank in ranks]
-            plan[f"model.{name}"] = construct_module_sharding_plan(
-                module, dict(zip(names, places, strict=True)), **sizes
-            )
-        return ShardingPlan(plan)
+        last = dist.get_world_size() - 1
+        return plan_by_place(self, lambda _: lambda table: table_wise(rank=last * (table == 2), compute_kernel="fused"))
 
 
 class PreprocessesInHook(WithPreproc):
@@ -113,30 +104,21 @@ def with_preproc_by_hand() -> Result:
     return caller_fits.loop(module, module.plan(), lambda index: make_input(index, dist.get_rank()), NUM_STEPS)
 
 
-class _Watches(Callback):
-    """Counts inputs that staged methods made and that are in memory after a step, at most; keeps what is validated."""
+class _Keeps(Callback):
+    """Keeps what is validated."""
 
     def __init__(self) -> None:
-        self.most_alive = 0
         self.seen: list[Tensor] = []
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        self.most_alive = max(self.most_alive, num_alive())
 
     def on_validation_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
         self.seen.append(module.validated.detach().clone())
 
 
-def num_alive() -> int:
-    return sum(made() is not None for made in MADE)
-
-
-def evaluating(pipeline: str | Schedule) -> tuple[Outcome, list[Tensor], dict[str, int]]:
-    """Train with a validation in the middle of the epoch; return what it saw and numbers of inputs made, too."""
-    module, watches, data = Hashes(TABLE_WISE), _Watches(), Variant(TABLE_WISE, "dataclass", NUM_STEPS)
+def evaluating(pipeline: str | Schedule) -> tuple[Outcome, list[Tensor], int, int]:
+    """Train and validate; return what that saw, how many inputs staged methods made, and how many of them stay."""
+    module, keeps, data = Hashes(TABLE_WISE), _Keeps(), Variant(TABLE_WISE, "dataclass", NUM_STEPS)
     plan = make_plan(TABLE_WISE, module, dist.get_world_size())
     MADE.clear()
-    kwargs: Any = {"callbacks": [watches], "num_sanity_val_steps": 1, "val_check_interval": 5}
+    kwargs: Any = {"callbacks": [keeps], "num_sanity_val_steps": 1, "val_check_interval": 5}
     outcome = caller_fits.fit(module, plan, data, pipeline, **kwargs)
-    counts = {"made": len(MADE), "most_alive": watches.most_alive, "left": num_alive()}
-    return outcome, watches.seen, counts
+    return outcome, keeps.seen, len(MADE), sum(made() is not None for made in MADE)

@@ -18,13 +18,12 @@ from torchrec.distributed.types import ShardingEnv, ShardingPlan
 
 from lightning_overlap import OverlapEmbeddingStrategy, Schedule
 
-from ..checkpoint.checkpoints import build_plan
 from ..support.cases import dense_optimizer, make_batch, make_plan
 from ..support.fits import make_trainer, mode_and_options
 from ..support.ranks import Ranks
 from ..support.reference import Result, collect
 from . import caller_inputs
-from .callers import DENSE, MODELS, NUM_STEPS
+from .callers import MODELS, NUM_STEPS
 from .variants import Variant
 
 WORDS = ("not overlapped", "@staged", "release_features", "has id")  # in messages that tests ask for
@@ -44,8 +43,6 @@ def train(model: str, pipeline: str | Schedule, options: Any = None, **trainer_k
     data = Variant(case, model, NUM_STEPS)
     raises = pytest.raises(ValueError, match="the user's own error") if "raises" in model else None
     plan = make_plan(case, module, dist.get_world_size())
-    if model == "beside_a_dense_kernel":
-        plan = build_plan(case, module, DENSE)
     return fit(module, plan, data, pipeline, options, raises, **{"limit_val_batches": 0, **trainer_kwargs})
 
 

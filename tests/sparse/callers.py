@@ -8,23 +8,16 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from torchrec import KeyedJaggedTensor
 
-from ..checkpoint.checkpoints import planned
 from ..preprocessing.staged_models import STAGED
 from ..support import cases
-from ..support.cases import ROWWISE_ADAGRAD, TABLE_WISE, TWO_COLLECTIONS, Batch, ByHand, Case, Model, TableSpec
+from ..support.cases import ROWWISE_ADAGRAD, TABLE_WISE, TWO_COLLECTIONS, Batch, Case, Model, TableSpec
 from . import caller_inputs, update_rates, variants
 from .caller_inputs import kjt_of
-from .variants import MadeInHook, Manual, TwoClosures, by_name, no_embeddings
+from .variants import MadeInHook, Manual, by_name
 
 NUM_STEPS = 8
 SERVED = NUM_STEPS - 1  # all but the first batch, which shows what feeds what
 ONE_TABLE = Case("one_table", (TableSpec("t0", ("f0",)),))  # on one of two ranks: the other cannot see who writes it
-REPLICATED = Case("replicated", (TableSpec("t0", ("f0",), sharding="data_parallel"),))
-REPLICATED_SECOND = Case(
-    "replicated_second",
-    (TableSpec("t0", ("f0",)), TableSpec("u0", ("f1",), sharding="data_parallel", collection="second")),
-)
-DENSE = "dense 0 0"  # kinds of three tables, for `checkpoints.build_plan`
 BY_ROWS = Case("by_rows", tuple(TableSpec(f"t{at}", (f"f{at}",), "row_wise") for at in range(3)))
 
 
@@ -88,30 +81,6 @@ class ReentrantLookup(Model):
         return dict(zip(keys, found, strict=True))
 
 
-class OneRankLooksFirst(Model):
-    """Rank 0 uses embeddings before the bottom MLP, the others after it: their backwards send in different orders."""
-
-    def forward(self, batch: Batch, embeddings: Any = None) -> Tensor:
-        embeddings = {name: self.embeddings(name, batch) for name in sorted(self.case.collections)}
-        if dist.get_rank() == 0:
-            self.statistic = embeddings["ebc"]["f0"].norm()
-        return self.dense(batch, embeddings)
-
-
-class CalledMoreOnOneRank(Model):
-    """Rank 0 looks up its data-parallel collection twice in batch 4, which has no collective for others to miss."""
-
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        if batch_idx == 4 and dist.get_rank() == 0:
-            loss = loss + 0.1 * self.second(kjt_of(batch))["f1"].sum()
-        return loss
-
-
-class RecomputesInEveryClosure(ReentrantLookup, TwoClosures):
-    """Each backward of an optimizer's closures looks up again."""
-
-
 class PenalizesAll(Model):
     def forward(self, batch: Batch, embeddings: Any = None) -> Tensor:
         penalty = torch.stack([parameter.square().sum() for parameter in self.parameters()]).sum()
@@ -135,23 +104,6 @@ class TwoBackwards(Manual):
     def go_backward(self, loss: Tensor) -> None:
         self.manual_backward(loss, retain_graph=True)
         self.manual_backward(0.5 * loss)
-
-
-class SecondPhase(ByHand, Model):
-    def training_step(self, batch: Batch, batch_idx: int) -> None:
-        optimizer = self.optimizers()
-        losses = []
-        for phase in ("ebc", "second"):
-            embeddings = {
-                name: self.embeddings(name, batch) if name == phase else no_embeddings(self.case, name, batch)
-                for name in self.case.collections
-            }
-            loss = self.dense(batch, embeddings)
-            optimizer.zero_grad()
-            self.manual_backward(loss)
-            optimizer.step()
-            losses.append(loss.detach())
-        self.losses.append(torch.stack(losses).sum())
 
 
 class RaisesAfterTheStep(Model):
@@ -234,18 +186,16 @@ CASES = {  # where it is not `TABLE_WISE`
     **dict.fromkeys(("scales_in_place", "checkpointed_step", "checkpointed_lookup"), ROWWISE_ADAGRAD),
     **dict.fromkeys(("reentrant_lookup", "two_backwards"), ROWWISE_ADAGRAD),
     **dict.fromkeys(("weighs_in_place", "trains_weights", "no_weights"), cases.WEIGHTED),
-    **dict.fromkeys(("second_phase", "clamps_one_of_two", "not_always_called"), TWO_COLLECTIONS),
+    **dict.fromkeys(("clamps_one_of_two", "not_always_called"), TWO_COLLECTIONS),
     **dict.fromkeys(("takes_parts", "makes_an_empty_part"), TWO_COLLECTIONS),
-    **dict.fromkeys(("mixed", "manual", "scheduled", "unscheduled", "plateau"), cases.MIXED),
+    **dict.fromkeys(("mixed", "manual", "scheduled", "unscheduled"), cases.MIXED),
     "keyword": cases.SEQUENCE,
-    "types_differ_later_replicated": REPLICATED,
-    "called_more_on_one_rank": REPLICATED_SECOND,
     "clamps_before_the_step": ONE_TABLE,
     "too_large_by_rows": BY_ROWS,
-    "beside_a_dense_kernel": planned(TABLE_WISE, DENSE),
 }
 _CLASSES = {
-    **dict.fromkeys(("plain", "mixed", *vars(caller_inputs)), Model),  # for the batches of its functions
+    **dict.fromkeys(("plain", "mixed", "types_change", "types_differ", "types_differ_later"), Model),
+    **dict.fromkeys(("too_large", "too_large_by_rows", "negative", "row_0", "floating", "no_weights"), Model),
     **by_name(vars(caller_inputs)),
     **by_name(vars(variants)),
     **by_name(vars(update_rates)),
@@ -253,7 +203,6 @@ _CLASSES = {
     **STAGED,
     "made_in_step": cases.MakesInput,
     "hashes_raw_ids": caller_inputs.HashesInPlace,
-    "beside_a_dense_kernel": update_rates.Scheduled,
     "two_tasks_at_once": caller_inputs.OneOfTwoTasks,
     "clamps_one_of_two": Clamps,
 }

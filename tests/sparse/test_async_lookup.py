@@ -27,6 +27,13 @@ def _expected(ranks: Ranks, case: Case, seen: Seen, num_steps: int = NUM_STEPS) 
     return ranks.run_once(reference.train_delayed, case, seen, num_steps=num_steps)
 
 
+def _fit(ranks: Ranks, case: Case, seen: Seen, num_steps: int = NUM_STEPS, **options: Any) -> list[reference.Result]:
+    """Train; equal to the plain loop whose lookups see these updates."""
+    actual = ranks.run(asyncs.fit, case, num_steps=num_steps, **options)
+    assert differences(actual, _expected(ranks, case, seen, num_steps)) == [[]] * ranks.world_size
+    return actual
+
+
 @pytest.mark.parametrize(
     ("name", "staleness", "defer_update", "num_ranks"), pairwise(BY_NAME, [1, 2, 4], [False, True], [1, 2])
 )
@@ -34,9 +41,7 @@ def test_equals_the_plain_loop_with_updates_delayed_by_as_much(
     get_ranks: Callable[..., Ranks], name: str, staleness: int, defer_update: bool, num_ranks: int
 ) -> None:
     case, ranks = BY_NAME[name], get_ranks(num_ranks)
-    actual = ranks.run(asyncs.fit, case, staleness=staleness, defer_update=defer_update)
-    assert all(len(result.losses) == NUM_STEPS for result in actual)
-    assert differences(actual, _expected(ranks, case, Delayed(staleness))) == [[]] * ranks.world_size
+    actual = _fit(ranks, case, Delayed(staleness), staleness=staleness, defer_update=defer_update)
     for other in (staleness - 1, staleness + 1):  # and one update more or less is seen
         for found in differences(actual, _expected(ranks, case, Delayed(other))):
             assert any(text.startswith("losses from step") for text in found)
@@ -46,9 +51,7 @@ def test_equals_the_plain_loop_with_updates_delayed_by_as_much(
 def test_no_more_batches_than_are_looked_up_ahead(
     get_ranks: Callable[..., Ranks], num_steps: int, defer_update: bool, num_ranks: int
 ) -> None:
-    ranks = get_ranks(num_ranks)
-    actual = ranks.run(asyncs.fit, MIXED, staleness=5, num_steps=num_steps, defer_update=defer_update)
-    assert differences(actual, _expected(ranks, MIXED, Delayed(5), num_steps)) == [[]] * ranks.world_size
+    _fit(get_ranks(num_ranks), MIXED, Delayed(5), num_steps, staleness=5, defer_update=defer_update)
 
 
 @pytest.mark.parametrize(
@@ -59,8 +62,7 @@ def test_exact_until_the_start_and_after_the_end(
 ) -> None:
     case, ranks = BY_NAME[name], get_ranks(num_ranks)
     switches = {"start_batch": 5, "end_batch": 10, "defer_update": defer_update}
-    actual = ranks.run(asyncs.fit, case, staleness=staleness, **switches)
-    assert differences(actual, _expected(ranks, case, Switching(staleness, 5, 10))) == [[]] * ranks.world_size
+    actual = _fit(ranks, case, Switching(staleness, 5, 10), staleness=staleness, **switches)
     for mine, exact in zip(actual, _expected(ranks, case, Delayed(0)), strict=True):
         # The rows of the first batch of the stale part are fresh too.
         assert torch.equal(mine.losses[: 5 + 1], exact.losses[: 5 + 1])
@@ -76,21 +78,17 @@ def test_switches_close_to_each_other_and_to_the_ends(
     get_ranks: Callable[..., Ranks], switches: tuple[int, int], defer_update: bool, num_ranks: int
 ) -> None:
     """Shorter than the staleness, at the first batches (which show what feeds which module), at the last one."""
-    (start, end), ranks = switches, get_ranks(num_ranks)
-    actual = ranks.run(asyncs.fit, MIXED, staleness=4, start_batch=start, end_batch=end, defer_update=defer_update)
-    assert differences(actual, _expected(ranks, MIXED, Switching(4, start, end))) == [[]] * ranks.world_size
+    start, end = switches
+    options = {"staleness": 4, "start_batch": start, "end_batch": end, "defer_update": defer_update}
+    _fit(get_ranks(num_ranks), MIXED, Switching(4, start, end), **options)
 
 
 @deferred
 def test_an_epoch_begins_anew_and_a_warm_up_does_not(ranks: Ranks, defer_update: bool) -> None:
     """Batches are counted over the epochs: the switch comes in the middle of the second of three."""
-    anew = Delayed(3, fresh=(6, 12))
-    options = {"staleness": 3, "defer_update": defer_update}
-    actual = ranks.run(asyncs.fit_epochs, MIXED, 6, 3, **options)
-    assert differences(actual, _expected(ranks, MIXED, anew, 18)) == [[]] * ranks.world_size
-    warm = Delayed(3, fresh=(*range(9), 12))
-    actual = ranks.run(asyncs.fit_epochs, MIXED, 6, 3, start_batch=8, **options)
-    assert differences(actual, _expected(ranks, MIXED, warm, 18)) == [[]] * ranks.world_size
+    for fresh, switches in (((6, 12), {}), ((*range(9), 12), {"start_batch": 8})):
+        actual = ranks.run(asyncs.fit_epochs, MIXED, 6, 3, staleness=3, defer_update=defer_update, **switches)
+        assert differences(actual, _expected(ranks, MIXED, Delayed(3, fresh), 18)) == [[]] * ranks.world_size
 
 
 @pytest.mark.parametrize(
@@ -99,9 +97,8 @@ def test_an_epoch_begins_anew_and_a_warm_up_does_not(ranks: Ranks, defer_update:
 def test_going_on_from_a_checkpoint_begins_anew_there(ranks: Ranks, switches: Any, tmp_path: Path) -> None:
     """The lookups ahead are not in a checkpoint; where a warm-up stands is."""
     stop = 6
-    expected = _expected(
-        ranks, ROWWISE_ADAGRAD, Delayed(3, fresh=(*range(switches.get("start_batch", 0) + 1), stop)), 16
-    )
+    seen = Delayed(3, fresh=(*range(switches.get("start_batch", 0) + 1), stop))
+    expected = _expected(ranks, ROWWISE_ADAGRAD, seen, 16)
     ranks.run(asyncs.fit_and_save, ROWWISE_ADAGRAD, 16, stop, str(tmp_path), staleness=3, **switches)
     resumed = ranks.run(asyncs.go_on, ROWWISE_ADAGRAD, 16, stop, str(tmp_path), staleness=3, **switches)
     rest = [dataclasses.replace(whole, losses=whole.losses[stop:]) for whole in expected]
@@ -123,8 +120,7 @@ _SWITCHES = {"staleness": 4, "start_batch": 5, "end_batch": 10}
 def test_what_comes_between_leaves_training_alone(
     two_ranks: Ranks, options: dict[str, Any], seen: Seen, num_steps: int, defer_update: bool
 ) -> None:
-    actual = two_ranks.run(asyncs.fit, MIXED, defer_update=defer_update, **options)
-    assert differences(actual, _expected(two_ranks, MIXED, seen, num_steps)) == [[]] * 2
+    assert len(_fit(two_ranks, MIXED, seen, num_steps, defer_update=defer_update, **options)) == 2
 
 
 @pytest.mark.parametrize("lengths", [(7, 5), (3, 9), (1, 9)], ids=str)

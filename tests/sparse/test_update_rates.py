@@ -31,18 +31,14 @@ def test_the_update_of_a_batch_takes_the_rate_of_its_step(
 
 WAYS: list[tuple[str, dict[str, Any]]] = [
     ("scheduled", {"accumulate_grad_batches": 3}),
-    ("scheduled", {"gradient_clip_val": 0.01}),
     ("scheduled", {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
-    ("scheduled", {"precision": "bf16-mixed"}),
     ("scheduled", {"detect_anomaly": True}),
     ("scheduled", {"limit_val_batches": 2, "val_check_interval": 3, "max_epochs": 2}),
     ("scheduled", {"max_steps": 7}),
-    ("beside_a_dense_kernel", {}),  # a part with such a table belongs to the dense optimizer altogether
     ("schedules_by_hand", {}),
     ("two_dense", {}),
     ("several_groups", {}),
     ("unscheduled", {}),
-    ("plateau", {"max_epochs": 3}),
 ]
 
 

@@ -101,18 +101,6 @@ class Unscheduled(Scheduled):
         return combined_optimizer(self, cases.dense_optimizer(self))
 
 
-class Plateau(Scheduled):
-    def configure_optimizers(self) -> Any:
-        optimizer = combined_optimizer(self, cases.dense_optimizer(self))
-        scheduler = lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.3, patience=0, threshold=10.0)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "loss"}}
-
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        self.log("loss", loss, on_epoch=True, sync_dist=True)
-        return loss
-
-
 def collect_tables(module: Model) -> dict[str, Tensor]:
     unused = torch.optim.SGD([torch.zeros(1)])
     return collect(module, unused, module.losses).tables
