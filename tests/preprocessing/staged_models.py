@@ -1,6 +1,5 @@
 """Modules that make their inputs from the batch inside `training_step`, in staged methods."""
 
-import random
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -40,43 +39,6 @@ class Hashes(Model):
         return getattr(self, collection)(self.make_input(batch))
 
 
-class IsStatic(Model):
-    @staticmethod
-    @staged
-    def make_input(kjt: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        return hashed(kjt, 3)
-
-    def embeddings(self, collection: str, batch: Batch) -> Any:
-        return getattr(self, collection)(self.make_input(batch.inputs["sparse"][0]))
-
-
-class Preprocess(nn.Module):
-    def forward(self, kjt: KeyedJaggedTensor, salt: int = 0) -> list[KeyedJaggedTensor]:
-        return [hashed(kjt, salt)]
-
-
-class InModules(Model):
-    """One staged module takes what another one has made of a part of the batch; both come twice."""
-
-    def __init__(self, case: Case) -> None:
-        super().__init__(case)
-        self.first, self.second = staged(Preprocess()), staged(Preprocess())
-
-    def embeddings(self, collection: str, batch: Batch) -> Any:
-        kjt = batch.inputs["sparse"][0]
-        [one], [other] = self.first(kjt), self.first(kjt, salt=5)
-        [made] = self.second(other, 1)
-        assert one is not made
-        return getattr(self, collection)(made)
-
-
-class UnderNoGrad(Hashes):
-    def embeddings(self, collection: str, batch: Batch) -> Any:
-        with torch.no_grad():
-            kjt = self.make_input(batch)
-        return getattr(self, collection)(kjt)
-
-
 class Checkpointed(Hashes):
     def embeddings(self, collection: str, batch: Batch) -> Any:
         look_up = super().embeddings
@@ -87,14 +49,6 @@ class SaltMoves(Hashes):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx >= 3:
             self.salt += 1
-
-
-class SaltIsReplaced(Hashes):
-    """By a number; nobody counts writes of those."""
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx >= 3:
-            self.salt = torch.tensor(batch_idx)
 
 
 class OtherArguments(Model):
@@ -114,18 +68,10 @@ class ChangesTheBatch(Hashes):
         return super().embeddings(collection, batch)
 
 
-class ReplacesInTheBatch(Hashes):
-    def embeddings(self, collection: str, batch: Batch) -> Any:
-        kjt, index = batch.inputs["sparse"]
-        if index >= 4:
-            batch.inputs["sparse"] = (hashed(kjt, 1), index)
-        return super().embeddings(collection, batch)
-
-
-class OneRankChanges(ReplacesInTheBatch):
+class OneRankChanges(ChangesTheBatch):
     def embeddings(self, collection: str, batch: Batch) -> Any:
         changes = self.global_rank == 1
-        return (super() if changes else super(ReplacesInTheBatch, self)).embeddings(collection, batch)
+        return (super() if changes else super(ChangesTheBatch, self)).embeddings(collection, batch)
 
 
 class Refused(Hashes):
@@ -147,14 +93,12 @@ class Refused(Hashes):
 
 DIFFERENCES: dict[str, Callable[[Any, Batch, KeyedJaggedTensor], Any]] = {
     "DrawsNumbers": lambda self, batch, kjt: torch.randperm(3),
-    "DrawsFromPython": lambda self, batch, kjt: random.random(),
     "DrawsFromItsGenerator": lambda self, batch, kjt: torch.randperm(3, generator=self.generator),
     "ReadsTrainedWeights": lambda self, batch, kjt: self.weigh(torch.ones(1, 1)),
     "ReadsAllWeights": lambda self, batch, kjt: sum(weight.detach().sum() for weight in self.weigh.parameters()),
     "WritesABuffer": lambda self, batch, kjt: self.salt.add_(1),
     "Counts": lambda self, batch, kjt: self.num_ids.append(len(kjt.values())),
     "RemembersForTheStep": lambda self, batch, kjt: self.__setattr__("remembered", kjt),
-    "WritesTheBatch": lambda self, batch, kjt: batch.inputs.update(hashed=kjt),
     "WritesIds": lambda self, batch, kjt: kjt.values().clamp_(min=1),
     "LooksUp": lambda self, batch, kjt: self.ebc(kjt).to_dict(),
     "Logs": lambda self, batch, kjt: self.log("num_ids", float(len(kjt.values()))),
@@ -182,21 +126,14 @@ class Fails(Hashes):
         return super().make_input(batch)
 
 
-class NotDecorated(Hashes):
-    def make_input(self, batch: Batch) -> KeyedJaggedTensor:
-        return hashed(batch.inputs["sparse"][0], self.salt)
-
-
 REFUSED: dict[str, str] = {
     "DrawsNumbers": "draws random numbers",
-    "DrawsFromPython": "draws random numbers",
     "DrawsFromItsGenerator": "changes its module (DrawsFromItsGenerator.generator)",
     "ReadsTrainedWeights": "reads 'weight' of Linear, which is trained",
     "ReadsAllWeights": "reads '_parameters' of Linear, which is trained",
     "WritesABuffer": "changes its module (WritesABuffer._buffers.salt)",
     "Counts": "changes its module (Counts.num_ids.",
     "RemembersForTheStep": "changes its module (RemembersForTheStep.remembered.",
-    "WritesTheBatch": "changes its arguments (at ",
     "WritesIds": "changes its arguments (at 0.0.inputs.sparse.0.values)",
     "LooksUp": "calls the sharded module 'ebc'",
     "Logs": "uses self.log",
@@ -206,15 +143,10 @@ REFUSED: dict[str, str] = {
 
 STAGED: dict[str, type[Model]] = {
     "staged": Hashes,
-    "staged_static": IsStatic,
-    "staged_modules": InModules,
-    "staged_no_grad": UnderNoGrad,
     "staged_checkpointed": Checkpointed,
     "staged_salt_moves": SaltMoves,
-    "staged_salt_is_replaced": SaltIsReplaced,
     "staged_other_arguments": OtherArguments,
     "staged_changes_the_batch": ChangesTheBatch,
-    "staged_replaces_in_the_batch": ReplacesInTheBatch,
     "staged_fails": Fails,
     "staged_one_rank_changes": OneRankChanges,
     "ReturnsAGraph": ReturnsAGraph,

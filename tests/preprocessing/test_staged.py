@@ -9,12 +9,11 @@ from lightning_overlap import Schedule, staged
 from lightning_overlap.testing import check_module
 
 from ..sparse import caller_fits
-from ..sparse.callers import NUM_STEPS
+from ..sparse.callers import SERVED
 from ..support.ranks import RankError, Ranks
 from . import staged_fits
-from .staged_models import REFUSED, Hashes, NotDecorated
+from .staged_models import REFUSED
 
-SERVED = NUM_STEPS - 1  # all but the first batch, which shows what is made of what
 NUM_MODULES = 2  # sharded ones of TorchRec's model
 
 
@@ -22,15 +21,10 @@ NUM_MODULES = 2  # sharded ones of TorchRec's model
     ("model", "early", "said"),
     [
         ("staged", SERVED, ""),
-        ("staged_static", SERVED, ""),
-        ("staged_modules", SERVED, ""),
-        ("staged_no_grad", SERVED, ""),
         ("staged_checkpointed", SERVED, ""),
         ("staged_salt_moves", 3, "module state that it reads was changed after the early call"),
-        ("staged_salt_is_replaced", 3, "module state that it reads was changed after the early call"),
         ("staged_other_arguments", 0, "it was called with other arguments"),
         ("staged_changes_the_batch", 3, "its arguments were changed after the early call"),
-        ("staged_replaces_in_the_batch", 3, "its arguments were changed after the early call"),
     ],
 )
 def test_trains_as_the_plain_loop_does(two_ranks: Ranks, model: str, early: int, said: str) -> None:
@@ -39,7 +33,8 @@ def test_trains_as_the_plain_loop_does(two_ranks: Ranks, model: str, early: int,
     for mine, theirs in zip(actual, expected, strict=True):
         assert mine.result.differences(theirs) == []
     assert actual[0].early == early
-    assert (said == "") == (actual[0].messages == [])
+    messages = actual[0].messages  # the first is that of the staged method
+    assert [said in text for text in messages[:1]] == [True] * bool(said)
 
 
 def test_torchrecs_model_with_preprocessing_equals_the_plain_loop(two_ranks: Ranks, mode: Schedule) -> None:
@@ -52,7 +47,6 @@ def test_torchrecs_model_with_preprocessing_equals_the_plain_loop(two_ranks: Ran
     for rank, outcome in enumerate(two_ranks.run(staged_fits.with_preproc, mode)):
         assert outcome.result.differences(expected[rank]) == []
         assert outcome.messages == []
-        assert outcome.patched == []
         assert outcome.early == (NUM_MODULES * (staged_fits.NUM_STEPS - 1) if mode.has_sparse_stages else 0)
 
 
@@ -86,16 +80,16 @@ def test_an_error_names_the_method_the_stage_and_the_batch(get_ranks: Callable[.
 
 @pytest.mark.parametrize("pipeline", ["sparse_dist", "fused_sparse_dist"])
 def test_evaluations_are_staged_apart_and_nothing_stays_in_memory(two_ranks: Ranks, pipeline: str) -> None:
-    expected = two_ranks.run_once(staged_fits.evaluating, NotDecorated, "base")
-    for mine, theirs in zip(two_ranks.run(staged_fits.evaluating, Hashes, pipeline), expected, strict=True):
+    expected = two_ranks.run_once(staged_fits.evaluating, "base")
+    actual = two_ranks.run(staged_fits.evaluating, pipeline)
+    for (mine, seen, num_made, num_left), (theirs, seen_in_base, *_) in zip(actual, expected, strict=True):
         assert mine.result.differences(theirs.result) == []
-        assert len(mine.seen) == 1 + 2 * 4 + 4  # before the fit, within it, after it
-        assert all(map(torch.equal, mine.seen, theirs.seen))
+        assert len(seen) == 1 + 2 * 2  # before the fit, within it
+        assert all(map(torch.equal, seen, seen_in_base))
         assert mine.early == staged_fits.NUM_STEPS - 1
-        assert mine.messages == mine.patched == []
-        assert mine.num_made == staged_fits.NUM_STEPS + len(mine.seen)  # each input once
-        assert mine.most_alive <= 3
-        assert mine.num_left == 0
+        assert mine.messages == []
+        assert num_made == staged_fits.NUM_STEPS + len(seen)  # each input once
+        assert num_left == 0
 
 
 def test_what_can_be_decorated() -> None:

@@ -1,6 +1,5 @@
 """Modules that call their tables in ways that users do, and batches whose layout differs. Functions that ranks run."""
 
-from collections import defaultdict
 from typing import Any
 
 import torch
@@ -9,32 +8,17 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from torchrec import KeyedJaggedTensor
 
-from lightning_overlap import combined_optimizer
-
 from ..preprocessing.staged_models import STAGED
-from ..support.cases import (
-    ROWWISE_ADAGRAD,
-    TABLE_WISE,
-    TWO_COLLECTIONS,
-    WEIGHTED,
-    Batch,
-    ByHand,
-    Case,
-    Model,
-    TableSpec,
-)
-from ..support.cases import dense_optimizer as dense_optimizer_of
-from . import caller_inputs
-from .caller_inputs import fresh, kjt_of
-from .variants import by_name
+from ..support import cases
+from ..support.cases import ROWWISE_ADAGRAD, TABLE_WISE, TWO_COLLECTIONS, Batch, Case, Model, TableSpec
+from . import caller_inputs, update_rates, variants
+from .caller_inputs import kjt_of
+from .variants import MadeInHook, Manual, by_name
 
 NUM_STEPS = 8
+SERVED = NUM_STEPS - 1  # all but the first batch, which shows what feeds what
 ONE_TABLE = Case("one_table", (TableSpec("t0", ("f0",)),))  # on one of two ranks: the other cannot see who writes it
-REPLICATED = Case("replicated", (TableSpec("t0", ("f0",), sharding="data_parallel"),))
-REPLICATED_SECOND = Case(
-    "replicated_second",
-    (TableSpec("t0", ("f0",)), TableSpec("u0", ("f1",), sharding="data_parallel", collection="second")),
-)
+BY_ROWS = Case("by_rows", tuple(TableSpec(f"t{at}", (f"f{at}",), "row_wise") for at in range(3)))
 
 
 class NoGrad(Model):
@@ -97,58 +81,10 @@ class ReentrantLookup(Model):
         return dict(zip(keys, found, strict=True))
 
 
-class OneRankLooksFirst(Model):
-    """Rank 0 uses embeddings before the bottom MLP, the others after it: their backwards send in different orders."""
-
-    def forward(self, batch: Batch, embeddings: Any = None) -> Tensor:
-        embeddings = (
-            {name: self.embeddings(name, batch) for name in sorted(self.case.collections)}
-            if embeddings is None
-            else embeddings
-        )
-        if dist.get_rank() == 0:
-            self.statistic = embeddings["ebc"]["f0"].norm()
-        return self.dense(batch, embeddings)
-
-
-class CalledMoreOnOneRank(Model):
-    """Rank 0 looks up its data-parallel collection twice in batch 4, which has no collective for others to miss."""
-
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        if batch_idx == 4 and dist.get_rank() == 0:
-            loss = loss + 0.1 * self.second(kjt_of(batch))["f1"].sum()
-        return loss
-
-
-class RecomputesInEveryClosure(ReentrantLookup):
-    """Its optimizer evaluates the closure twice in every other step, and each backward looks up again."""
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        class Twice(torch.optim.SGD):
-            num = 0
-
-            def step(self, closure: Any = None) -> Any:
-                self.num += 1
-                if self.num % 2:
-                    closure()
-                return super().step(closure)
-
-        return Twice([*self.bottom.parameters(), *self.top.parameters()], 0.1)
-
-
 class PenalizesAll(Model):
-    weight = 0.1
-
     def forward(self, batch: Batch, embeddings: Any = None) -> Tensor:
         penalty = torch.stack([parameter.square().sum() for parameter in self.parameters()]).sum()
-        return super().forward(batch, embeddings) + self.weight * penalty
-
-
-class NamesAll(PenalizesAll):
-    """Lets DistributedDataParallel see that all parameters are used."""
-
-    weight = 0.0
+        return super().forward(batch, embeddings) + 0.1 * penalty
 
 
 class TrainsWeights(Model):
@@ -164,50 +100,10 @@ class TrainsWeights(Model):
         )
 
 
-class TwoBackwards(ByHand, Model):
-    def training_step(self, batch: Batch, batch_idx: int) -> None:
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        loss = super().training_step(batch, batch_idx)
+class TwoBackwards(Manual):
+    def go_backward(self, loss: Tensor) -> None:
         self.manual_backward(loss, retain_graph=True)
         self.manual_backward(0.5 * loss)
-        optimizer.step()
-
-
-class SchedulesByHand(ByHand, Model):
-    """Steps its schedule inside training_step: a deferred update comes after that."""
-
-    def training_step(self, batch: Batch, batch_idx: int) -> None:
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(super().training_step(batch, batch_idx))
-        optimizer.step()
-        self.lr_schedulers().step()
-
-    def configure_optimizers(self) -> Any:
-        optimizer = combined_optimizer(self, dense_optimizer_of(self))
-        factors = (1.0, 0.5, 0.25)
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: factors[step % 3])
-        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
-
-
-class SecondPhase(ByHand, Model):
-    def training_step(self, batch: Batch, batch_idx: int) -> None:
-        optimizer = self.optimizers()
-        losses = []
-        for phase in ("ebc", "second"):
-            embeddings = {
-                name: self.embeddings(name, batch)
-                if name == phase
-                else defaultdict(lambda dim=tables[0].dim: torch.zeros(len(batch.labels), dim))
-                for name, tables in self.case.collections.items()
-            }
-            loss = self.dense(batch, embeddings)
-            optimizer.zero_grad()
-            self.manual_backward(loss)
-            optimizer.step()
-            losses.append(loss.detach())
-        self.losses.append(torch.stack(losses).sum())
 
 
 class RaisesAfterTheStep(Model):
@@ -261,7 +157,7 @@ class TrainsBetween(Clamps):
     """Makes a backward of its own at the end of every batch, which writes its tables."""
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        found = self.ebc(kjt_of(fresh(self.case, 50 + batch_idx, dist.get_rank())))
+        found = self.ebc(kjt_of(cases.make_batch(self.case, 50 + batch_idx, dist.get_rank())))
         torch.stack([found[key].square().mean() for key in ("f0", "f2")]).sum().backward()
 
 
@@ -272,13 +168,8 @@ class RatesByHand(Model):
         self.ebc.fused_optimizer.zero_grad()  # hands it to the kernels
 
 
-class ClampsReleased(Clamps):
+class ClampsReleased(MadeInHook, Clamps):
     """Of a batch of its own copies, whose ids may be released."""
-
-    def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
-        kjt, number = batch.inputs["sparse"]
-        own = KeyedJaggedTensor(kjt.keys(), kjt.values().clone(), lengths=kjt.lengths().clone())
-        return Batch(batch.dense, {"sparse": (own, number)}, batch.labels)
 
 
 class ClampsLater(Clamps):
@@ -294,18 +185,24 @@ class ClampsLaterAndSaysSo(ClampsLater):
 CASES = {  # where it is not `TABLE_WISE`
     **dict.fromkeys(("scales_in_place", "checkpointed_step", "checkpointed_lookup"), ROWWISE_ADAGRAD),
     **dict.fromkeys(("reentrant_lookup", "two_backwards"), ROWWISE_ADAGRAD),
-    **dict.fromkeys(("weighs_in_place", "trains_weights"), WEIGHTED),
-    **dict.fromkeys(("second_phase", "clamps_one_of_two"), TWO_COLLECTIONS),
-    "types_differ_later_replicated": REPLICATED,
-    "called_more_on_one_rank": REPLICATED_SECOND,
+    **dict.fromkeys(("weighs_in_place", "trains_weights", "no_weights"), cases.WEIGHTED),
+    **dict.fromkeys(("clamps_one_of_two", "not_always_called"), TWO_COLLECTIONS),
+    **dict.fromkeys(("takes_parts", "makes_an_empty_part"), TWO_COLLECTIONS),
+    **dict.fromkeys(("mixed", "manual", "scheduled", "unscheduled"), cases.MIXED),
+    "keyword": cases.SEQUENCE,
     "clamps_before_the_step": ONE_TABLE,
+    "too_large_by_rows": BY_ROWS,
 }
 _CLASSES = {
+    **dict.fromkeys(("plain", "mixed", "types_change", "types_differ", "types_differ_later"), Model),
+    **dict.fromkeys(("too_large", "too_large_by_rows", "negative", "row_0", "floating", "no_weights"), Model),
     **by_name(vars(caller_inputs)),
+    **by_name(vars(variants)),
+    **by_name(vars(update_rates)),
     **by_name(globals()),
     **STAGED,
-    **dict.fromkeys(("plain", "weights_on_one_rank", "types_change", "types_differ"), Model),
-    **dict.fromkeys(("types_differ_later", "types_differ_later_replicated"), Model),
+    "made_in_step": cases.MakesInput,
+    "hashes_raw_ids": caller_inputs.HashesInPlace,
     "two_tasks_at_once": caller_inputs.OneOfTwoTasks,
     "clamps_one_of_two": Clamps,
 }

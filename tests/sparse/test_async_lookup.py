@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_overlap import Mode
+
+from ..laws import uneven
 from ..support import reference
-from ..support.cases import CASES, MIXED, ROWWISE_ADAGRAD, SEQUENCE, TABLE_WISE, Case
+from ..support.cases import MIXED, ROWWISE_ADAGRAD, SEQUENCE, TABLE_WISE, Case
 from ..support.pairs import pairwise
 from ..support.ranks import Ranks
 from ..support.reference import Delayed, Seen, Switching, differences
@@ -24,6 +27,13 @@ def _expected(ranks: Ranks, case: Case, seen: Seen, num_steps: int = NUM_STEPS) 
     return ranks.run_once(reference.train_delayed, case, seen, num_steps=num_steps)
 
 
+def _fit(ranks: Ranks, case: Case, seen: Seen, num_steps: int = NUM_STEPS, **options: Any) -> list[reference.Result]:
+    """Train; equal to the plain loop whose lookups see these updates."""
+    actual = ranks.run(asyncs.fit, case, num_steps=num_steps, **options)
+    assert differences(actual, _expected(ranks, case, seen, num_steps)) == [[]] * ranks.world_size
+    return actual
+
+
 @pytest.mark.parametrize(
     ("name", "staleness", "defer_update", "num_ranks"), pairwise(BY_NAME, [1, 2, 4], [False, True], [1, 2])
 )
@@ -31,29 +41,17 @@ def test_equals_the_plain_loop_with_updates_delayed_by_as_much(
     get_ranks: Callable[..., Ranks], name: str, staleness: int, defer_update: bool, num_ranks: int
 ) -> None:
     case, ranks = BY_NAME[name], get_ranks(num_ranks)
-    actual = ranks.run(asyncs.fit, case, staleness=staleness, defer_update=defer_update)
-    assert all(len(result.losses) == NUM_STEPS for result in actual)
-    assert differences(actual, _expected(ranks, case, Delayed(staleness))) == [[]] * ranks.world_size
+    actual = _fit(ranks, case, Delayed(staleness), staleness=staleness, defer_update=defer_update)
     for other in (staleness - 1, staleness + 1):  # and one update more or less is seen
         for found in differences(actual, _expected(ranks, case, Delayed(other))):
             assert any(text.startswith("losses from step") for text in found)
-
-
-def test_the_delayed_loop_without_a_delay_is_the_plain_loop(ranks: Ranks) -> None:
-    """Guards the reference itself."""
-    for case in CASES:
-        plain = ranks.run_once(reference.train, case)
-        delayed = _expected(ranks, case, Delayed(0), len(plain[0].losses))
-        assert differences(delayed, plain) == [[]] * ranks.world_size
 
 
 @pytest.mark.parametrize(("num_steps", "defer_update", "num_ranks"), pairwise([1, 2, 4, 5, 6], [False, True], [1, 2]))
 def test_no_more_batches_than_are_looked_up_ahead(
     get_ranks: Callable[..., Ranks], num_steps: int, defer_update: bool, num_ranks: int
 ) -> None:
-    ranks = get_ranks(num_ranks)
-    actual = ranks.run(asyncs.fit, MIXED, staleness=5, num_steps=num_steps, defer_update=defer_update)
-    assert differences(actual, _expected(ranks, MIXED, Delayed(5), num_steps)) == [[]] * ranks.world_size
+    _fit(get_ranks(num_ranks), MIXED, Delayed(5), num_steps, staleness=5, defer_update=defer_update)
 
 
 @pytest.mark.parametrize(
@@ -64,8 +62,7 @@ def test_exact_until_the_start_and_after_the_end(
 ) -> None:
     case, ranks = BY_NAME[name], get_ranks(num_ranks)
     switches = {"start_batch": 5, "end_batch": 10, "defer_update": defer_update}
-    actual = ranks.run(asyncs.fit, case, staleness=staleness, **switches)
-    assert differences(actual, _expected(ranks, case, Switching(staleness, 5, 10))) == [[]] * ranks.world_size
+    actual = _fit(ranks, case, Switching(staleness, 5, 10), staleness=staleness, **switches)
     for mine, exact in zip(actual, _expected(ranks, case, Delayed(0)), strict=True):
         # The rows of the first batch of the stale part are fresh too.
         assert torch.equal(mine.losses[: 5 + 1], exact.losses[: 5 + 1])
@@ -81,34 +78,17 @@ def test_switches_close_to_each_other_and_to_the_ends(
     get_ranks: Callable[..., Ranks], switches: tuple[int, int], defer_update: bool, num_ranks: int
 ) -> None:
     """Shorter than the staleness, at the first batches (which show what feeds which module), at the last one."""
-    (start, end), ranks = switches, get_ranks(num_ranks)
-    actual = ranks.run(asyncs.fit, MIXED, staleness=4, start_batch=start, end_batch=end, defer_update=defer_update)
-    assert differences(actual, _expected(ranks, MIXED, Switching(4, start, end))) == [[]] * ranks.world_size
-
-
-def test_a_start_that_is_one_batch_off_is_seen(ranks: Ranks) -> None:
-    actual = ranks.run(asyncs.fit, TABLE_WISE, staleness=2, start_batch=6, end_batch=10)
-    for seen in (Switching(2, 5, 10), Switching(2, 7, 10), Switching(2, 6, 9), Switching(2, 6, 11)):
-        for found in differences(actual, _expected(ranks, TABLE_WISE, seen)):
-            assert any(text.startswith("losses from step") for text in found)
-
-
-def test_each_batch_is_looked_up_once_and_in_flight_is_bounded(two_ranks: Ranks) -> None:
-    for lookups, most in two_ranks.run(asyncs.watched, TABLE_WISE, staleness=4, start_batch=5, end_batch=10):
-        assert lookups == list(range(1, NUM_STEPS)), "the first batch shows what feeds which module"
-        assert most == 4 + 3
+    start, end = switches
+    options = {"staleness": 4, "start_batch": start, "end_batch": end, "defer_update": defer_update}
+    _fit(get_ranks(num_ranks), MIXED, Switching(4, start, end), **options)
 
 
 @deferred
 def test_an_epoch_begins_anew_and_a_warm_up_does_not(ranks: Ranks, defer_update: bool) -> None:
     """Batches are counted over the epochs: the switch comes in the middle of the second of three."""
-    anew = Delayed(3, fresh=(6, 12))
-    options = {"staleness": 3, "defer_update": defer_update}
-    actual = ranks.run(asyncs.fit_epochs, MIXED, 6, 3, **options)
-    assert differences(actual, _expected(ranks, MIXED, anew, 18)) == [[]] * ranks.world_size
-    warm = Delayed(3, fresh=(*range(9), 12))
-    actual = ranks.run(asyncs.fit_epochs, MIXED, 6, 3, start_batch=8, **options)
-    assert differences(actual, _expected(ranks, MIXED, warm, 18)) == [[]] * ranks.world_size
+    for fresh, switches in (((6, 12), {}), ((*range(9), 12), {"start_batch": 8})):
+        actual = ranks.run(asyncs.fit_epochs, MIXED, 6, 3, staleness=3, defer_update=defer_update, **switches)
+        assert differences(actual, _expected(ranks, MIXED, Delayed(3, fresh), 18)) == [[]] * ranks.world_size
 
 
 @pytest.mark.parametrize(
@@ -117,37 +97,36 @@ def test_an_epoch_begins_anew_and_a_warm_up_does_not(ranks: Ranks, defer_update:
 def test_going_on_from_a_checkpoint_begins_anew_there(ranks: Ranks, switches: Any, tmp_path: Path) -> None:
     """The lookups ahead are not in a checkpoint; where a warm-up stands is."""
     stop = 6
-    expected = _expected(
-        ranks, ROWWISE_ADAGRAD, Delayed(3, fresh=(*range(switches.get("start_batch", 0) + 1), stop)), 16
-    )
+    seen = Delayed(3, fresh=(*range(switches.get("start_batch", 0) + 1), stop))
+    expected = _expected(ranks, ROWWISE_ADAGRAD, seen, 16)
     ranks.run(asyncs.fit_and_save, ROWWISE_ADAGRAD, 16, stop, str(tmp_path), staleness=3, **switches)
     resumed = ranks.run(asyncs.go_on, ROWWISE_ADAGRAD, 16, stop, str(tmp_path), staleness=3, **switches)
     rest = [dataclasses.replace(whole, losses=whole.losses[stop:]) for whole in expected]
     assert differences(resumed, rest) == [[]] * ranks.world_size
 
 
+_SWITCHES = {"staleness": 4, "start_batch": 5, "end_batch": 10}
+
+
 @deferred
-def test_validation_in_the_middle_leaves_training_alone(ranks: Ranks, defer_update: bool) -> None:
-    options = {"staleness": 4, "start_batch": 5, "end_batch": 10, "defer_update": defer_update}
-    actual = ranks.run(asyncs.fit, MIXED, val_check_interval=3, limit_val_batches=2, **options)
-    assert differences(actual, _expected(ranks, MIXED, Switching(4, 5, 10))) == [[]] * ranks.world_size
+@pytest.mark.parametrize(
+    ("options", "seen", "num_steps"),
+    [
+        ({**_SWITCHES, "val_check_interval": 3, "limit_val_batches": 2}, Switching(4, 5, 10), NUM_STEPS),
+        ({"staleness": 5, "start_batch": 2, "max_steps": 9, "max_epochs": -1}, Delayed(5, fresh=(0, 1, 2)), 9),
+    ],
+    ids=["validation", "max_steps"],
+)
+def test_what_comes_between_leaves_training_alone(
+    two_ranks: Ranks, options: dict[str, Any], seen: Seen, num_steps: int, defer_update: bool
+) -> None:
+    assert len(_fit(two_ranks, MIXED, seen, num_steps, defer_update=defer_update, **options)) == 2
 
 
 @pytest.mark.parametrize("lengths", [(7, 5), (3, 9), (1, 9)], ids=str)
 def test_ranks_with_unequal_data_end_together(two_ranks: Ranks, lengths: tuple[int, int]) -> None:
-    for options in (
-        {"staleness": 6},
-        {"staleness": 6, "defer_update": True},
-        {"staleness": 6, "start_batch": 2},
-        {"staleness": 6, "start_batch": min(lengths)},
-    ):
-        num = min(lengths)
-        for seen in two_ranks.run(asyncs.fit_uneven, lengths, **options):
-            assert seen == [(epoch, index) for epoch in range(2) for index in range(num)]
-
-
-@deferred
-def test_max_steps_takes_no_batch_too_many(two_ranks: Ranks, defer_update: bool) -> None:
-    fit_options = {"max_steps": 9, "max_epochs": -1, "defer_update": defer_update}
-    actual = two_ranks.run(asyncs.fit, MIXED, staleness=5, start_batch=2, **fit_options)
-    assert differences(actual, _expected(two_ranks, MIXED, Delayed(5, fresh=(0, 1, 2)), 9)) == [[]] * 2
+    num = min(lengths)
+    for options in ({}, {"defer_update": True}, {"start_batch": 2}, {"start_batch": num}):
+        for seen, _ in two_ranks.run(uneven.train, Mode("async_lookup", staleness=6, **options), lengths, True):
+            steps = [entry[:2] for entry in seen if entry != "validation"]
+            assert steps == [(epoch, index) for epoch in range(2) for index in range(num)]

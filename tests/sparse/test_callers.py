@@ -12,7 +12,8 @@ from lightning_overlap.sparse import note_lengths
 
 from ..support.ranks import RankError, Ranks
 from . import caller_fits
-from .callers import NUM_STEPS
+from .caller_fits import same_as_in
+from .callers import NUM_STEPS, SERVED
 
 
 def _same_as_by_hand(ranks: Ranks, model: str, pipeline: str, reference: str = "") -> caller_fits.Outcome:
@@ -22,18 +23,9 @@ def _same_as_by_hand(ranks: Ranks, model: str, pipeline: str, reference: str = "
     for mine, theirs in zip(actual, expected, strict=True):
         assert mine.result.differences(theirs) == []
         assert len(mine.result.losses) == NUM_STEPS
-        assert mine.num_threads == 0
     return actual[0]
 
 
-def _same_as_in(ranks: Ranks, model: str, pipeline: str, other: str, **kwargs: Any) -> caller_fits.Outcome:
-    expected, actual = (ranks.run(caller_fits.train, model, name, **kwargs) for name in (other, pipeline))
-    for mine, theirs in zip(actual, expected, strict=True):
-        assert mine.result.differences(theirs.result) == []
-    return actual[0]
-
-
-SERVED = NUM_STEPS - 1  # all but the first batch, which shows what feeds what
 _CALLS = [
     ("no_grad", "", SERVED),
     ("inference_mode", "no_grad", SERVED),  # which FBGEMM lacks on a CPU
@@ -43,15 +35,11 @@ _CALLS = [
     ("checkpointed_step", "", SERVED),
     ("checkpointed_lookup", "", SERVED),
     ("reentrant_lookup", "", SERVED),
-    ("names_all", "", SERVED),
     ("hashes_in_place", "", 0),
+    ("hashes_raw_ids", "", 0),
     ("weighs_in_place", "", 0),
-    ("takes_out", "plain", SERVED),
-    ("weights_on_one_rank", "plain", SERVED),
     ("shifts_lengths", "", 0),
-    ("shifts_lengths_in_hook", "shifts_lengths", SERVED),
     ("hashes_sometimes", "", 3),
-    ("one_rank_looks_first", "plain", SERVED),
     ("one_of_two_tasks", "", 2),
     ("two_tasks_at_once", "", 5),  # batch 6 had been sent when batch 5 was called with the other one
 ]
@@ -72,28 +60,12 @@ def test_trains_as_the_plain_loop_does(two_ranks: Ranks, model: str, reference: 
         assert _REASONS[model] in message
 
 
-@pytest.mark.parametrize(
-    "model", ["one_rank_looks_first", "one_of_two_tasks", "no_grad", "reentrant_lookup", "shifts_lengths"]
-)
-def test_the_reference_mode_does_too(two_ranks: Ranks, model: str) -> None:
-    reference = "plain" if model == "one_rank_looks_first" else ""
-    assert _same_as_by_hand(two_ranks, model, "base", reference).early == 0
+_DEFERRED = ["no_grad", "detached_sometimes", "checkpointed_lookup", "reentrant_lookup", "one_of_two_tasks"]
 
 
-@pytest.mark.parametrize("model", ["no_grad", "reentrant_lookup", "hashes_in_place", "clamps_data"])
-def test_one_rank_does_too(get_ranks: Callable[..., Ranks], model: str) -> None:
-    _same_as_by_hand(get_ranks(1), model, "fused_sparse_dist")
-
-
-@pytest.mark.parametrize(
-    "model",
-    [
-        *("no_grad", "detached_sometimes", "checkpointed_lookup", "reentrant_lookup", "one_of_two_tasks"),
-        *("two_backwards", "schedules_by_hand"),
-    ],
-)
+@pytest.mark.parametrize("model", [*_DEFERRED, "two_backwards", "schedules_by_hand"])
 def test_deferred_updates_are_those_of_the_same_staleness(two_ranks: Ranks, model: str) -> None:
-    _same_as_in(two_ranks, model, "semi_sync_deferred", "semi_sync")
+    same_as_in(two_ranks, model, "semi_sync_deferred", "semi_sync")
 
 
 def test_a_frozen_teacher_is_not_trained_in_any_mode(two_ranks: Ranks, mode: Schedule) -> None:
@@ -105,23 +77,10 @@ def test_a_frozen_teacher_is_not_trained_in_any_mode(two_ranks: Ranks, mode: Sch
 
 def test_deferred_updates_let_embeddings_be_changed_in_place(get_ranks: Callable[..., Ranks]) -> None:
     """Though the graph is cut there; on one rank only a frozen window cuts it."""
+    same_as_in(get_ranks(2), "scales_in_place", "semi_sync_deferred", "semi_sync")
     frozen = {"options": {"frozen_window": True}, "accumulate_grad_batches": 2}
     for num_ranks in (1, 2):
-        ranks = get_ranks(num_ranks)
-        _same_as_in(ranks, "scales_in_place", "semi_sync_deferred", "semi_sync")
-        _same_as_in(ranks, "scales_in_place", "fused_sparse_dist", "sparse_dist", **frozen)
-
-
-@pytest.mark.parametrize("model", ["called_more_on_one_rank", "recomputes_in_every_closure"])
-def test_what_calls_more_often_trains_as_in_base(two_ranks: Ranks, model: str) -> None:
-    for pipeline in ("sparse_dist", "fused_sparse_dist"):
-        _same_as_in(two_ranks, model, pipeline, "base")
-
-
-def test_a_collection_called_after_the_first_backward_is_looked_up_early(two_ranks: Ranks) -> None:
-    outcome = _same_as_in(two_ranks, "second_phase", "fused_sparse_dist", "base")
-    assert outcome.messages == []
-    assert outcome.early == 2 * SERVED
+        same_as_in(get_ranks(num_ranks), "scales_in_place", "fused_sparse_dist", "sparse_dist", **frozen)
 
 
 @pytest.mark.parametrize(("model", "num_steps"), [("raises_after_the_step", 6), ("raises_before_the_step", 5)])
@@ -180,12 +139,9 @@ def test_writes_under_an_update_that_is_still_to_come_are_refused(two_ranks: Ran
 @pytest.mark.parametrize(
     ("model", "pipeline", "what"),
     [
-        ("types_differ", "base", "features f0, f1, f2"),
-        ("types_differ", "semi_sync", "features f0, f1, f2"),
-        ("makes_other_types", "base", "'ebc'"),
-        ("makes_other_types", "fused_sparse_dist", "'ebc'"),
-        ("types_differ_later", "sparse_dist", "'ebc'"),
-        ("types_differ_later", "fused_sparse_dist", "'ebc'"),
+        *(("types_differ", pipeline, "features f0, f1, f2") for pipeline in ("base", "semi_sync")),
+        *(("makes_other_types", pipeline, "'ebc'") for pipeline in ("base", "fused_sparse_dist")),
+        *(("types_differ_later", pipeline, "'ebc'") for pipeline in ("sparse_dist", "fused_sparse_dist")),
     ],
 )
 def test_ids_of_another_type_on_another_rank_are_an_error(
@@ -204,18 +160,10 @@ def test_another_type_in_an_own_forward_is_an_error_before_anything_is_sent(get_
         get_ranks(2).run(caller_fits.train, "types_differ_later", "base", timeout_s=60)
 
 
-@pytest.mark.parametrize(
-    ("model", "pipeline"),
-    [
-        ("types_change", "base"),
-        ("types_change", "fused_sparse_dist"),
-        ("types_differ_later_replicated", "base"),
-        ("types_differ_later_replicated", "fused_sparse_dist"),
-        ("two_types_in_a_step", "base"),
-    ],
-)
-def test_other_types_of_all_ranks_or_of_what_is_not_sent_train_on(two_ranks: Ranks, model: str, pipeline: str) -> None:
-    """Nothing is sent for replicated tables. A rank that comes late to its second call is not taken for another."""
+@pytest.mark.parametrize("pipeline", ["base", "fused_sparse_dist"])
+@pytest.mark.parametrize("model", ["types_change", "two_types_in_a_step"])
+def test_other_types_of_all_ranks_train_on(two_ranks: Ranks, model: str, pipeline: str) -> None:
+    """A rank that comes late to its second call is not taken for another."""
     _same_as_by_hand(two_ranks, model, pipeline)
 
 

@@ -13,7 +13,7 @@ from ..support import reference
 from ..support.cases import MIXED, ROWWISE_ADAGRAD, SEQUENCE, TABLE_WISE, Case
 from ..support.ranks import Ranks
 from ..support.reference import Delayed, Result, Seen, Switching, Waiting, Waits, differences
-from . import asyncs
+from . import asyncs, caller_fits
 
 
 def _expected(ranks: Ranks, case: Case, seen: Seen, waiting: Waiting, **options: Any) -> list[Result]:
@@ -41,16 +41,15 @@ def test_the_last_gradients_are_not_lost(ranks: Ranks) -> None:
     assert any(not torch.equal(actual[0].dense[name], untrained[0].dense[name]) for name in actual[0].dense)
 
 
-@pytest.mark.parametrize("options", [{"defer_update": True}, {"gradient_as_bucket_view": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"defer_update": True}, {"gradient_as_bucket_view": True}, {"gradient_clip_val": 0.01}], ids=str
+)
 def test_with_other_options(ranks: Ranks, options: dict[str, Any]) -> None:
+    """Gradients are clipped where they are applied."""
+    clip = options.get("gradient_clip_val")
     actual = ranks.run(asyncs.fit, MIXED, staleness=2, stash_gradients=True, **options)
-    assert differences(actual, _expected(ranks, MIXED, Delayed(2), Waits(2))) == [[]] * ranks.world_size
-
-
-def test_gradients_are_clipped_where_they_are_applied(ranks: Ranks) -> None:
-    actual = ranks.run(asyncs.fit, MIXED, staleness=2, stash_gradients=True, gradient_clip_val=0.01)
-    assert differences(actual, _expected(ranks, MIXED, Delayed(2), Waits(2), clip=0.01)) == [[]] * ranks.world_size
-    assert all(differences(actual, _expected(ranks, MIXED, Delayed(2), Waits(2))))
+    assert differences(actual, _expected(ranks, MIXED, Delayed(2), Waits(2), clip=clip)) == [[]] * ranks.world_size
+    assert clip is None or all(differences(actual, _expected(ranks, MIXED, Delayed(2), Waits(2))))
 
 
 @pytest.mark.parametrize(("start", "end"), [(5, 10), (0, 2), (13, 14)])
@@ -80,8 +79,8 @@ def test_a_checkpoint_holds_what_waits(ranks: Ranks, case: Case, goes_on: bool, 
 
 
 def test_an_optimizer_that_asks_twice_is_refused(get_ranks: Any) -> None:
-    [text] = get_ranks(1).run(asyncs.with_lbfgs, TABLE_WISE)
-    assert "LBFGS asks for its gradients several times" in text
+    [text] = get_ranks(1).run(caller_fits.fails, "two_closures", "async_lookup", stash_gradients=True)
+    assert "Twice asks for its gradients several times" in text
 
 
 @pytest.mark.parametrize("pipeline", ["base", "fused_sparse_dist", "prefetch"])

@@ -63,12 +63,6 @@ def test_an_id_of_no_row_stays_one() -> None:
     assert (lengths.dtype, narrow.dtype, weights.dtype) == (torch.int32, torch.int32, torch.float32)
 
 
-def test_ids_that_are_narrow_already_or_none_stay_as_they_are() -> None:
-    values, lengths = torch.tensor([1.5, 2.5]), torch.tensor([1, 1], dtype=torch.int32)
-    sent = input_dist._narrowed(KeyedJaggedTensor(["f"], values, lengths=lengths))
-    assert [one.data_ptr() for one in sent] == [lengths.data_ptr(), values.data_ptr()]
-
-
 @pytest.mark.parametrize(
     ("rows_of_shards", "kind", "fit"),
     [
@@ -86,17 +80,3 @@ def test_which_modules_ids_fit(rows_of_shards: list[tuple[int, int]], kind: type
     plan["t1"] = ParameterSharding("data_parallel", "dense")  # does not travel
     module.module_sharding_plan = plan
     assert ids_fit_32_bits(module) is fit
-
-
-@pytest.mark.parametrize(("told", "taken"), [([3, 4], True), ([3, 5], False), ([7], False), (None, False)])
-def test_lengths_that_travelled_with_the_sizes_are_not_read_again(told: list[int] | None, taken: bool) -> None:
-    """Read on the device, they would have the host wait for the ids. Those of other ids are not taken."""
-
-    def received() -> KeyedJaggedTensor:
-        return KeyedJaggedTensor(["a", "b"], torch.arange(7), lengths=torch.tensor([1, 2, 4, 0]), stride=2)
-
-    with input_dist._lengths_known(told):
-        kjt = received()
-        assert kjt.sync().length_per_key() == [3, 4]
-        assert (kjt.length_per_key() is told) == taken
-    assert received().length_per_key() is not told

@@ -1,4 +1,4 @@
-"""The sparse stages without ranks: what waits for what, which states of a batch can follow, options."""
+"""The sparse stages without ranks: what waits for what, options."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +12,6 @@ from torch import nn
 from lightning_overlap.sparse import SparseOptions
 from lightning_overlap.sparse.deferred_update import DeferredUpdate, _Backward, _Cut
 from lightning_overlap.sparse.inputs import SparseInputs
-from lightning_overlap.sparse.module_context import ModuleContext, Progress
 from lightning_overlap.sparse.table_updates import TableUpdates
 from lightning_overlap.tables import sharded_module
 
@@ -58,24 +57,6 @@ def test_the_stream_of_prefetches_is_forgotten_with_them(monkeypatch: pytest.Mon
         monkeypatch.setattr(sharded_module, name, lambda module: [kernel])
     sharded_module.forget_prefetched(nn.Module())
     assert kernel.prefetch_stream is None
-
-
-SENT, RECEIVED, LOOKED_UP, SERVED, DROPPED, UPDATED = Progress
-FOLLOW = {(SENT, RECEIVED), (RECEIVED, LOOKED_UP), (LOOKED_UP, SERVED), (SERVED, UPDATED), (UPDATED, UPDATED)}
-FOLLOW |= {(SENT, DROPPED), (RECEIVED, DROPPED), (LOOKED_UP, DROPPED), (DROPPED, UPDATED)}
-
-
-@pytest.mark.parametrize("present", Progress, ids=str)
-@pytest.mark.parametrize("to", Progress, ids=str)
-def test_a_state_follows_its_own_one_only(present: Progress, to: Progress) -> None:
-    state = ModuleContext("ebc", 7, module=None, kjt=Any, progress=present)
-    if (present, to) in FOLLOW:
-        state.advance(to)
-        assert state.progress is to
-    else:
-        with pytest.raises(RuntimeError, match=f"batch 7 in module 'ebc' cannot become {to}: it is {present}, and"):
-            state.advance(to)
-        assert state.progress is present
 
 
 def test_all_parts_are_told_in_order_also_where_a_rank_has_nothing_to_update_in_one() -> None:

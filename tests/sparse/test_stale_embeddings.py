@@ -1,125 +1,144 @@
 """The share of rows read stale, against a count with Python sets made from the raw batches of all ranks."""
 
+import contextlib
+import io
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
+import torch
 from lightning.pytorch import Callback, Trainer
+from torch import Tensor
 
-from lightning_overlap import MODES
+from lightning_overlap import MODES, OverlapMonitor
 from lightning_overlap.sparse import stale_embeddings as counting
 
-from ..support import mutants
-from ..support.cases import (
-    COLUMN_WISE,
-    EMPTY_FEATURE,
-    MIXED,
-    SEQUENCE,
-    SHARED_FEATURE,
-    TABLE_WISE,
-    TWO_COLLECTIONS,
-    WEIGHTED,
-    Case,
-    TableSpec,
-)
+from ..callbacks.monitors import Kept
+from ..support import cases, mutants
+from ..support.cases import TABLE_WISE, Batches, Case, Model, TableSpec, make_batch
+from ..support.fits import make_strategy, make_trainer
 from ..support.ranks import Ranks
+from ..support.reference import on_ranks
 from ..testing.test_checked_streams import train
-from . import stale_embeddings
 
 NUM_STEPS = 14
+PREFIX = "overlap/stale_rows/"
 ROW_WISE = Case("row_wise", (TableSpec("t0", ("f0",)), TableSpec("r0", ("f1",), "row_wise")))
-OTHERS = (ROW_WISE, MIXED, SEQUENCE, WEIGHTED, EMPTY_FEATURE, SHARED_FEATURE, TWO_COLLECTIONS)
+
+
+@dataclass
+class Told:
+    losses: Tensor
+    shares: dict[int, dict[str, float]]  # by logged step
+    totals: dict[str, tuple[int, int]]
+    printed: str
+
+
+def _told(case: Case, num_steps: int, *, epochs: int = 1, **options: Any) -> Told:
+    model, logger, printed = Model(case), Kept(), io.StringIO()
+    monitor = OverlapMonitor(every_n_steps=3, audit=False)
+    trainer = make_trainer(make_strategy(model, **options), callbacks=[monitor], logger=logger, max_epochs=epochs)
+    with contextlib.redirect_stdout(printed):
+        trainer.fit(model, datamodule=Batches(case, num_steps))
+    shares: dict[int, dict[str, float]] = {}
+    for values, step in logger.logged:
+        found = {name.removeprefix(PREFIX): share for name, share in values.items() if name.startswith(PREFIX)}
+        shares |= {step: found} if found else {}
+    return Told(torch.stack(model.losses), shares, monitor.stale_rows, printed.getvalue())
+
+
+def _count_raw_batches(case: Case, num_ranks: int, batch: int, unseen: range) -> dict[str, tuple[int, int]]:
+    """Count rows read stale and rows read, with sets."""
+
+    def rows(table: Any, index: int) -> set[int]:
+        found: set[int] = set()
+        for rank in range(num_ranks):
+            kjt = make_batch(case, index, rank).inputs["sparse"][0]
+            for feature in table.features:
+                found |= set(kjt[feature].values().tolist())
+        return found
+
+    counts = {}
+    for table in case.tables:
+        read = rows(table, batch)
+        written = set().union(*(rows(table, index) for index in unseen))
+        if table.sharding != "data_parallel" and read:
+            counts[table.name] = len(read & written), len(read)
+    return counts
 
 
 def _counts(ranks: Ranks, case: Case, staleness: int, step: int) -> dict[str, tuple[int, int]]:
     """Of the batch that was looked up in the step of a number; the step has that of the batch that it trained."""
     batch = step + staleness
-    return stale_embeddings.count_raw_batches(case, ranks.world_size, batch, range(step, batch))
+    return _count_raw_batches(case, ranks.world_size, batch, range(step, batch))
 
 
 def _expected(ranks: Ranks, case: Case, staleness: int, step: int) -> dict[str, float]:
     return {table: num / read for table, (num, read) in _counts(ranks, case, staleness, step).items()}
 
 
-def _check(ranks: Ranks, case: Case, staleness: int, told: list[dict[str, Any]]) -> None:
-    for rank in told:
-        assert rank["same_losses"], "counting must not change a bit"
-        assert len(rank["shares"]) >= 3
-        for step, shares in rank["shares"].items():
-            assert shares == _expected(ranks, case, staleness, step)
-            assert step + staleness < NUM_STEPS, "the last steps look nothing up"
-    assert all(rank["shares"] == told[0]["shares"] for rank in told)
-    steps = [_counts(ranks, case, staleness, step) for step in told[0]["shares"]]
-    for table, totals in told[0]["totals"].items():
+def _check(ranks: Ranks, case: Case, staleness: int, told: list[Told]) -> None:
+    for rank, expected in zip(told, on_ranks(ranks, case, staleness, num_steps=NUM_STEPS), strict=True):
+        assert torch.equal(rank.losses, expected.losses), "counting must not change a bit"
+        assert rank.shares == told[0].shares
+    assert len(told[0].shares) >= 3
+    for step, shares in told[0].shares.items():
+        assert shares == _expected(ranks, case, staleness, step)
+        assert step + staleness < NUM_STEPS, "the last steps look nothing up"
+    steps = [_counts(ranks, case, staleness, step) for step in told[0].shares]
+    for table, totals in told[0].totals.items():
         counts = [step[table] for step in steps if table in step]
         assert totals == tuple(map(sum, zip(*counts, strict=True))), "each row once, however its table is cut"
+    assert set(told[0].totals) == {table.name for table in case.tables if table.sharding != "data_parallel"}
 
 
-@pytest.mark.parametrize("case", [TABLE_WISE, COLUMN_WISE], ids=lambda case: case.name)
-@pytest.mark.parametrize("staleness", [1, 3])
-def test_equals_a_count_with_sets(ranks: Ranks, case: Case, staleness: int) -> None:
-    told = ranks.run(stale_embeddings.told, case, NUM_STEPS, pipeline="async_lookup", staleness=staleness)
+@pytest.mark.parametrize(
+    ("case", "staleness", "num_ranks"),
+    [
+        *((case, staleness, num) for case in (TABLE_WISE, cases.COLUMN_WISE) for staleness in (1, 3) for num in (1, 2)),
+        *((case, 2, 2) for case in (ROW_WISE, cases.MIXED, cases.SEQUENCE, cases.WEIGHTED, cases.EMPTY_FEATURE)),
+        *((case, 2, 2) for case in (cases.SHARED_FEATURE, cases.TWO_COLLECTIONS)),
+    ],
+    ids=lambda value: getattr(value, "name", str(value)),
+)
+def test_equals_a_count_with_sets(get_ranks: Callable[..., Ranks], case: Case, staleness: int, num_ranks: int) -> None:
+    """Cut by rows; of the dense optimizer, which are never stale and not listed; sequences; without any ids."""
+    ranks = get_ranks(num_ranks)
+    told = ranks.run(_told, case, NUM_STEPS, pipeline="async_lookup", staleness=staleness)
     _check(ranks, case, staleness, told)
-    shares = [share for one in told[0]["shares"].values() for share in one.values()]
+    shares = [share for one in told[0].shares.values() for share in one.values()]
     assert 0 < min(shares) < max(shares) < 1, "neither all rows nor none, or a wrong count could look right"
 
 
-@pytest.mark.parametrize("case", OTHERS, ids=lambda case: case.name)
-def test_other_tables_and_shardings(two_ranks: Ranks, case: Case) -> None:
-    """Cut by rows; of the dense optimizer, which are never stale and not listed; sequences; without any ids."""
-    told = two_ranks.run(stale_embeddings.told, case, NUM_STEPS, pipeline="async_lookup", staleness=2)
-    _check(two_ranks, case, 2, told)
-    assert set(told[0]["totals"]) == {table.name for table in case.tables if table.sharding != "data_parallel"}
-
-
-@pytest.mark.parametrize("pipeline", [name for name, mode in MODES.items() if mode.staleness])
-def test_every_mode_with_a_staleness_and_the_closing_table(two_ranks: Ranks, pipeline: str) -> None:
-    told = two_ranks.run(stale_embeddings.told, TABLE_WISE, NUM_STEPS, pipeline=pipeline)
+@pytest.mark.parametrize("pipeline", MODES)
+def test_every_mode_and_the_closing_table(two_ranks: Ranks, pipeline: str) -> None:
+    """In an exact mode there is nothing to say."""
+    told = two_ranks.run(_told, TABLE_WISE, NUM_STEPS, pipeline=pipeline)
+    if MODES[pipeline].staleness == 0:
+        assert [(rank.shares, rank.totals) for rank in told] == [({}, {})] * 2
+        assert "read stale" not in told[0].printed
+        return
     _check(two_ranks, TABLE_WISE, MODES[pipeline].staleness, told)
-    assert told[1]["printed"] == ""
-    [head] = [line for line in told[0]["printed"].splitlines() if line.startswith("rows in the steps counted")]
-    assert head.split()[-4:] == ["read", "stale", "stale", "%"]
-    for table, (num_stale, num_read) in told[0]["totals"].items():
-        line = f"{table} {num_read} {num_stale} {num_stale / num_read:.1%}"
-        assert line in {" ".join(line.split()) for line in told[0]["printed"].splitlines()}
+    printed = {" ".join(line.split()) for line in told[0].printed.splitlines()}
+    for table, (num_stale, num_read) in told[0].totals.items():
+        assert f"{table} {num_read} {num_stale} {num_stale / num_read:.1%}" in printed
 
 
-@pytest.mark.parametrize("pipeline", ["base", "fused_sparse_dist", "split_backward"])
-def test_an_exact_mode_has_none(two_ranks: Ranks, pipeline: str) -> None:
-    for rank in two_ranks.run(stale_embeddings.told, TABLE_WISE, NUM_STEPS, pipeline=pipeline):
-        assert rank["same_losses"]
-        assert rank["totals"] == {}
-        assert "overlap/step_ms" in rank["names"]
-        assert not any("stale" in name for name in rank["names"])
-        assert "read stale" not in rank["printed"]
-
-
-def test_only_the_stale_part_of_a_run_is_counted(two_ranks: Ranks) -> None:
-    options = {"pipeline": "async_lookup", "staleness": 2, "start_batch": 5, "end_batch": 11}
-    for rank in two_ranks.run(stale_embeddings.told, TABLE_WISE, 20, **options):
-        assert rank["same_losses"]
-        assert rank["shares"]
-        for step, shares in rank["shares"].items():
-            assert 5 <= step < 11
-            assert shares == _expected(two_ranks, TABLE_WISE, 2, step)
-
-
-def test_every_epoch_is_counted(two_ranks: Ranks) -> None:
-    told = two_ranks.run(stale_embeddings.told, TABLE_WISE, 9, pipeline="async_lookup", staleness=3, epochs=3)
-    for rank in told:
-        assert rank["same_losses"]
-        assert {step // 9 for step in rank["shares"]} == {0, 1, 2}
-        for step, shares in rank["shares"].items():
-            assert shares == _expected(two_ranks, TABLE_WISE, 3, step % 9)
-
-
-def test_ids_are_kept_for_the_lookups_that_are_counted(two_ranks: Ranks) -> None:
-    staleness, every = 2, 10
-    for held, counted in two_ranks.run(stale_embeddings.held_ids, TABLE_WISE, 30, staleness, every):
-        assert len(counted) == 3
-        assert max(held) == staleness + 1
-        for step in counted[1:]:
-            assert held[step - staleness : step + 1] == [1, 2, 3]
-            assert held[step - staleness - 3 : step - staleness] == [0, 0, 0]
+@pytest.mark.parametrize(
+    ("num_steps", "epochs", "staleness", "switches", "begun"),
+    [(20, 1, 2, {"start_batch": 5, "end_batch": 11}, {0}), (9, 3, 3, {}, {0, 1, 2})],
+    ids=["stale_part", "epochs"],
+)
+def test_only_the_stale_part_of_every_epoch_is_counted(
+    two_ranks: Ranks, num_steps: int, epochs: int, staleness: int, switches: dict[str, int], begun: set[int]
+) -> None:
+    options = {"pipeline": "async_lookup", "staleness": staleness, "epochs": epochs, **switches}
+    for rank in two_ranks.run(_told, TABLE_WISE, num_steps, **options):
+        assert {step // num_steps for step in rank.shares} == begun
+        for step, shares in rank.shares.items():
+            assert switches.get("start_batch", 0) <= step < switches.get("end_batch", num_steps * epochs)
+            assert shares == _expected(two_ranks, TABLE_WISE, staleness, step % num_steps)
 
 
 class CountsEveryStep(Callback):

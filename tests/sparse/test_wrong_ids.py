@@ -11,8 +11,7 @@ from lightning_overlap import OverlapEmbeddingStrategy
 from lightning_overlap.tables import IdRanges
 
 from ..support.ranks import RankError, Ranks
-from . import wrong_ids
-from .wrong_ids import NUM_STEPS
+from . import caller_fits
 
 OUTSIDE = r"ValueError: rank {rank}, the input of 'ebc' for batch 3 of training_step: feature 'f1' has id {id}, but "
 TEXTS = {
@@ -41,54 +40,53 @@ def test_the_rank_that_has_them_says_so(
 ) -> None:
     """It is the last one. As any error on one rank it ends the others."""
     with pytest.raises(RankError, match=TEXTS[what].format(rank=num_ranks - 1)):
-        get_ranks(num_ranks).run(wrong_ids.fit, what, pipeline)
+        get_ranks(num_ranks).run(caller_fits.train, what, pipeline)
 
 
 @pytest.mark.parametrize("pipeline", ["base", "fused_sparse_dist"])
 def test_with_a_warning_it_goes_on_with_row_0(ranks: Ranks, pipeline: str) -> None:
-    expected = ranks.run(wrong_ids.fit, "row_0", pipeline)
-    actual = ranks.run(wrong_ids.fit, "too_large", pipeline, out_of_range_ids="warning")
-    for (losses, _), (wanted, nothing) in zip(actual, expected, strict=True):
-        assert len(losses) == NUM_STEPS
-        assert losses == wanted
-        assert nothing == []
-    [message] = actual[-1][1]
+    expected = ranks.run(caller_fits.train, "row_0", pipeline)
+    warned, silent = (
+        ranks.run(caller_fits.train, "too_large", pipeline, {"out_of_range_ids": choice})
+        for choice in ("warning", "fbgemm")
+    )
+    for mine, theirs in zip(warned, expected, strict=True):
+        assert mine.result.differences(theirs.result) == []
+    [message] = warned[-1].messages
     assert "batch 3 of training_step: feature 'f1' has id 1000, but table" in message
-    assert all(not said for _, said in actual[:-1])
-    assert all(not said for _, said in ranks.run(wrong_ids.fit, "too_large", pipeline, out_of_range_ids="fbgemm"))
-
-
-def test_ids_that_the_step_maps_to_rows_are_no_error(two_ranks: Ranks) -> None:
-    expected = two_ranks.run(wrong_ids.fit_raw_ids, "base")
-    assert len(expected[0]) == NUM_STEPS
-    assert two_ranks.run(wrong_ids.fit_raw_ids, "fused_sparse_dist") == expected
+    assert all(outcome.messages == [] for outcome in (*expected, *warned[:-1], *silent))
 
 
 def test_the_first_feature_with_an_id_outside_is_found() -> None:
     """Against a search id by id: empty features, features of no table, 32 and 64 bits, ids beyond the lengths."""
-    found = []
+    found, keys = [], [f"f{index}" for index in range(4)]
     for seed in range(200):
-        kjt, rows = wrong_ids.kjt_of_kinds(seed)
-        ranges = IdRanges(torch.nn.Module())
-        ranges._tables = {key: SimpleNamespace(num_embeddings=num, name=f"t_{key}") for key, num in rows.items()}
+        generator = torch.Generator().manual_seed(seed)
+        rows = {key: int(torch.randint(3, 9, (), generator=generator)) for key in keys[:3]}
+        lengths = torch.randint(0, 3, (8,), generator=generator)
+        values = torch.randint(-1 if seed % 3 == 0 else 0, 8, (int(lengths.sum()) + seed % 2,), generator=generator)
+        kjt = KeyedJaggedTensor(keys, values.int() if seed % 4 < 2 else values, lengths=lengths)
         outside = {key: [one for one in kjt[key].values().tolist() if not 0 <= one < num] for key, num in rows.items()}
-        expected = next((key for key, ids in outside.items() if ids), None)
-        found.append(expected)
-        feature, said = ranges.first_outside(kjt) or (None, "")
-        assert feature == expected
-        if expected is not None:
-            first, last = outside[expected][0], rows[expected] - 1
-            assert f"has id {first}, but table 't_{expected}' has rows 0 to {last} " in said
-            assert f"({len(outside[expected])} of " in said
+        found.append(next((key for key, ids in outside.items() if ids), None))
+        feature, said = _ranges(rows).first_outside(kjt) or (None, "")
+        assert feature == found[-1]
+        if feature is not None:
+            first, last = outside[feature][0], rows[feature] - 1
+            assert f"has id {first}, but table 't_{feature}' has rows 0 to {last} " in said
+            assert f"({len(outside[feature])} of " in said
     assert set(found) == {None, "f0", "f1", "f2"}
+
+
+def _ranges(rows: dict[str, int]) -> IdRanges:
+    ranges = IdRanges(torch.nn.Module())
+    ranges._tables = {key: SimpleNamespace(num_embeddings=num, name=f"t_{key}") for key, num in rows.items()}
+    return ranges
 
 
 def test_ids_on_a_device_are_not_read() -> None:
     """The host would wait; a read of `meta` raises."""
     ids = torch.zeros(2, dtype=torch.int64, device="meta")
-    ranges = IdRanges(torch.nn.Module())
-    ranges._tables = {"f0": SimpleNamespace(num_embeddings=1, name="t0")}
-    assert ranges.first_outside(KeyedJaggedTensor(["f0"], ids, lengths=ids)) is None
+    assert _ranges({"f0": 1}).first_outside(KeyedJaggedTensor(["f0"], ids, lengths=ids)) is None
 
 
 def test_an_unknown_choice_is_refused() -> None:
