@@ -6,6 +6,7 @@ import re
 import traceback
 from itertools import islice, zip_longest
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lightning_overlap.data import CriteoDataModule, RecBatch
-from lightning_overlap.data.criteo import CATEGORY_NAMES, CriteoStream, check_row, parse_rows, read_lines, resolve_paths
+from lightning_overlap.data.criteo import CATEGORY_NAMES, CriteoStream, check_row, parse_rows, resolve_paths
 
 BIG = dict.fromkeys(CATEGORY_NAMES, 2**40)  # so big that hashes do not collide in a test
 integers = st.one_of(st.none(), st.integers(-3, 5), st.integers(-(10**17), 10**17))
@@ -70,6 +71,9 @@ def test_rows_survive_the_way_through_text(given_rows):
         for bag, (_, _, ids) in zip(bags, given_rows, strict=True):
             assert by_value.setdefault(ids[column], bag) == bag  # one value, one id
         assert len({tuple(bag) for bag in by_value.values()}) == len(by_value)  # other values, other ids
+    small = {name: 1 + place for place, name in enumerate(CATEGORY_NAMES)}
+    sparse = parse_rows(lines, small).sparse
+    assert all(0 <= value < size for name, size in small.items() for value in sparse[name].values().tolist())
 
 
 def test_the_hash_is_the_same_for_ever_and_differs_between_columns():
@@ -79,48 +83,23 @@ def test_the_hash_is_the_same_for_ever_and_differs_between_columns():
     assert ids[:3] == [49113, 240, 21753]  # by a scalar SplitMix64, seeds 0x68fd1e64 + column * its increment
 
 
-@given(st.lists(rows, min_size=1, max_size=3), st.integers(1, 50))
-@settings(max_examples=20, deadline=None)
-def test_ids_are_rows_of_their_table(given_rows, num_rows):
-    sizes = {name: num_rows + place for place, name in enumerate(CATEGORY_NAMES)}
-    batch = parse_rows([line_of(*row) for row in given_rows], sizes)
-    for name, size in sizes.items():
-        assert all(0 <= value < size for value in batch.sparse[name].values().tolist())
-
-
-GOOD = numbered(7).split(b"\t")
-
-
 @pytest.mark.parametrize(
     ("field", "got", "message"),
     [
         (0, b"2", "the label must be 0 or 1, got '2'"),
-        (0, b"", "the label must be 0 or 1, got ''"),
         (1, b"1.5", "I1 must be an integer of at most 18 digits or empty, got '1.5'"),
         (13, b"1_0", "I13 must be an integer"),
-        (3, b" 1", "I3 must be an integer"),
         (5, b"9" * 19, "I5 must be an integer of at most 18 digits"),
         (14, b"0xff", "C1 must be a hexadecimal number of at most 16 digits or empty, got '0xff'"),
-        (39, b"-ab", "C26 must be a hexadecimal number"),
         (39, b"\xff\x00", "C26 must be a hexadecimal number"),
         (4, b"1\t2", "expected 40 tab-separated fields, got 41"),
     ],
 )
 def test_a_bad_field_is_named_with_what_was_got(field, got, message):
+    fields = numbered(7).split(b"\t")
+    fields[field] = got
     with pytest.raises(ValueError, match=re.escape(message)):
-        check_row(b"\t".join([*GOOD[:field], got, *GOOD[field + 1 :]]))
-
-
-@settings(max_examples=150, deadline=None)
-@given(rows, st.integers(0, 39), st.binary(max_size=4).filter(lambda b: not set(b) & set(b"\r\n")))
-def test_what_is_not_called_bad_parses(row, field, noise):
-    fields = line_of(*row).split(b"\t")
-    line = b"\t".join([*fields[:field], fields[field] + noise, *fields[field + 1 :]])
-    try:
-        check_row(line)
-    except ValueError:
-        return
-    assert len(parse_rows([line], BIG)) == 1
+        check_row(b"\t".join(fields))
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -153,7 +132,8 @@ def test_every_row_goes_to_one_rank_one_process_and_one_split(
         for rank in range(world_size):
             stream = CriteoStream(paths, BIG, batch_size, rank, world_size, kept)
             if num_split == 0:
-                with pytest.raises(ValueError, match="no complete batch-group"):
+                said = rf"no complete batch-group .* {group_size} rows\.\n  got: {num_rows} rows"
+                with pytest.raises(ValueError, match=said):
                     list(stream._batches(0, 0, 1))
                 continue
             parts = [batches(stream._batches(0, worker, num_workers)) for worker in range(num_workers)]
@@ -179,57 +159,24 @@ def test_loaders_read_in_file_order_and_resume(tmp_path, num_workers):
     assert batches(loader) == whole  # and the processes that persist forget it
 
 
-def test_a_module_takes_rank_and_world_size_from_its_trainer(tmp_path):
-    path = write(tmp_path / "rows.tsv", [numbered(n) for n in range(13)])
-    got = []
-    for rank in range(2):
-        data = CriteoDataModule(path, batch_size=3, holdout_every=0)
-        data.trainer = FakeTrainer(rank, 2)
-        got.append(batches(data.train_dataloader()))
-    assert got == [[[0, 1, 2], [6, 7, 8]], [[3, 4, 5], [9, 10, 11]]]
-
-
-def test_without_paths_of_their_own_validation_and_test_are_held_out_groups(tmp_path):
+def test_validation_and_test_are_held_out_groups_where_they_have_no_paths(tmp_path):
     path = write(tmp_path / "rows.tsv", [numbered(n) for n in range(20)])
     data = CriteoDataModule(path, batch_size=2, holdout_every=4)
     assert batches(data.val_dataloader()) == [[6, 7], [14, 15]]
     assert batches(data.test_dataloader()) == [[4, 5], [12, 13]]
     assert batches(data.train_dataloader()) == [[0, 1], [2, 3], [8, 9], [10, 11], [16, 17], [18, 19]]
-
-
-def test_a_path_of_its_own_replaces_the_held_out_groups(tmp_path):
-    path = write(tmp_path / "rows.tsv", [numbered(n) for n in range(8)])
     own = write(tmp_path / "val.tsv", [numbered(n) for n in range(100, 104)])
     data = CriteoDataModule(path, batch_size=2, val_path=own, holdout_every=2)
-    assert batches(data.val_dataloader()) == [[100, 101], [102, 103]]
-    assert batches(data.test_dataloader()) == [[0, 1], [4, 5]]
-    assert batches(data.train_dataloader()) == [[2, 3], [6, 7]]
-    nothing_held = CriteoDataModule(path, batch_size=2, holdout_every=0)
-    assert nothing_held.val_dataloader() == []
-
-
-def test_streaming_reads_no_further_than_it_must(tmp_path):
-    path = write(tmp_path / "rows.tsv", [numbered(n) for n in range(100)])
-    lines = read_lines([path])
-    reads = []
-
-    def counted(paths):
-        for line in lines:
-            reads.append(line[1])
-            yield line
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lightning_overlap.data.criteo.read_lines", counted)
-        next(iter(CriteoStream([path], BIG, batch_size=4, rank=0, world_size=2)))
-    assert reads[-1] == 8
-
-
-BAD = b"\t".join([b"7", *GOOD[1:]])
+    data.trainer = FakeTrainer(1, 2)  # the second of two ranks
+    assert batches(data.val_dataloader()) == [[102, 103]]
+    assert batches(data.test_dataloader()) == [[2, 3], [10, 11], [18, 19]]
+    assert batches(data.train_dataloader()) == [[6, 7], [14, 15]]
+    assert CriteoDataModule(path, batch_size=2, holdout_every=0).val_dataloader() == []
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_bad_row_is_an_error_with_its_place(tmp_path, num_workers):
-    path = write(tmp_path / "rows.tsv", [numbered(0), numbered(1), numbered(2), BAD])
+    path = write(tmp_path / "rows.tsv", [numbered(0), numbered(1), numbered(2), b"7" + numbered(3)[1:]])
     data = CriteoDataModule(path, 2, num_workers=num_workers, holdout_every=0, persistent_workers=False)
     loader = iter(data.train_dataloader())
     assert numbers_of(next(loader)) == [0, 1]
@@ -244,30 +191,21 @@ def test_a_folder_a_glob_and_a_list_stand_for_their_files(tmp_path):
     assert resolve_paths(tmp_path) == files
     assert resolve_paths(str(tmp_path / "day_*")) == files[:2]
     assert resolve_paths([files[2], str(tmp_path / "*.gz")]) == [files[2], *files[:2]]
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(FileNotFoundError, match="is an empty folder"):
+        resolve_paths(tmp_path / "empty")
 
 
-def test_a_folder_that_may_not_be_read_is_not_called_empty(tmp_path, monkeypatch):
-    def refuse(*_):
-        raise PermissionError(13, "Permission denied", str(tmp_path))
-
-    with monkeypatch.context() as patched:
-        patched.setattr("os.listdir", refuse)
-        patched.setattr("os.scandir", refuse)
-        with pytest.raises(PermissionError):
-            resolve_paths(tmp_path)
-
-
-def test_check_passes_a_good_file(tmp_path):
-    CriteoDataModule(write(tmp_path / "rows.gz", [numbered(0)]), val_path=tmp_path).check()
+def test_a_folder_that_may_not_be_read_is_not_called_empty(tmp_path):
+    refuses = {"side_effect": PermissionError}
+    with mock.patch("os.listdir", **refuses), mock.patch("os.scandir", **refuses), pytest.raises(PermissionError):
+        resolve_paths(tmp_path)
 
 
 def test_empty_lines_and_windows_line_ends_are_no_trouble(tmp_path):
     path = tmp_path / "rows.tsv"
     path.write_bytes(numbered(0) + b"\r\n\n" + numbered(1) + b"\r\n\n")
     assert batches(CriteoStream([path], BIG, batch_size=2)) == [[0, 1]]
-
-
-CUT = gzip.compress(numbered(0), mtime=0)[:-20]
 
 
 @pytest.mark.parametrize(
@@ -278,11 +216,12 @@ CUT = gzip.compress(numbered(0), mtime=0)[:-20]
         ("test_path", "empty.tsv", b"", ValueError, "empty.tsv:1: the file has no rows"),
         ("path", "comma.csv", b"1,2,3\n", ValueError, "comma.csv:1: expected 40 tab-separated fields, got 1: '1,2,3'"),
         ("val_path", "plain.gz", numbered(0), ValueError, "plain.gz:1: the compressed file is damaged"),
-        ("test_path", "cut.gz", CUT, ValueError, "cut.gz:1: the compressed file is damaged"),
+        ("test_path", "c.gz", gzip.compress(numbered(0))[:-20], ValueError, "c.gz:1: the compressed file is damaged"),
     ],
 )
 def test_check_names_what_cannot_be_read(tmp_path, which, name, content, error, message):
     good = write(tmp_path / "good.tsv", [numbered(0)])
+    CriteoDataModule(good, val_path=tmp_path).check()
     if content is not None:
         (tmp_path / name).write_bytes(content)
     data = CriteoDataModule(**{"path": good, which: str(tmp_path / name)})
@@ -291,22 +230,10 @@ def test_check_names_what_cannot_be_read(tmp_path, which, name, content, error, 
             check()
 
 
-def test_a_folder_without_files_is_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match="is an empty folder"):
-        CriteoDataModule(tmp_path).check()
-
-
-def test_a_file_smaller_than_one_group_says_how_many_rows_it_has(tmp_path):
-    path = write(tmp_path / "rows.tsv", [numbered(n) for n in range(5)])
-    with pytest.raises(ValueError, match=r"2 ranks x 3 rows = 6 rows.\n  got: 5 rows"):
-        list(CriteoStream([path], BIG, 3, 0, 2))
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"rows_per_table": [10] * 25}, "each of the 26 tables"),
-        ({"rows_per_table": 0}, r"rows_per_table\[C1\] must be at least 1"),
         ({"holdout_every": 2}, "holdout_every must be at least 3"),
         ({"holdout_every": -1, "val_path": "a", "test_path": "b"}, "holdout_every must be at least 0"),
     ],
@@ -314,10 +241,3 @@ def test_a_file_smaller_than_one_group_says_how_many_rows_it_has(tmp_path):
 def test_wrong_arguments_are_named(arguments, message):
     with pytest.raises(ValueError, match=message):
         CriteoDataModule("rows.tsv", **arguments)
-
-
-def test_a_model_can_be_described_before_the_data_is_read():
-    data = CriteoDataModule("absent.tsv", rows_per_table=list(range(1, 27)))
-    assert list(data.table_sizes) == list(CATEGORY_NAMES)
-    assert data.table_sizes["C26"] == 26
-    assert data.num_dense == 13

@@ -1,5 +1,6 @@
 """A training that writes deltas, crashes and resumes, independent of the package; it keeps its tables at every cut."""
 
+import itertools
 import random
 from collections.abc import Iterable
 from copy import deepcopy
@@ -84,18 +85,16 @@ class Training:
     def __init__(self, sink: MemorySink, seed: int = 0, run: str = "run") -> None:
         self.sink, self.run = sink, run
         self.random = random.Random(seed)
-        self.number = 0.0
+        self.numbers = itertools.count(16.0, 16.0)  # no value is written twice
         self.tables = {name: torch.zeros(shape) for name, shape in SHAPES.items()} | {TOP: torch.zeros(3)}
         self.marks: Marks = set()
-        self.generation, self.step = 1, 0
-        self.fit = 1
+        self.generation, self.step, self.fit = 1, 0, 1
         self.found: CutId | None = None
         self.whole: CutId | None = None
         self.at_cut: dict[CutId, dict[str, Tensor]] = {}
         self.wholes: list[CutId] = []
         self.checkpoints: list[Checkpoint] = []
         self.start(1, 0)
-        self.train(0)
 
     def start(self, world_size: int, kind: int) -> None:
         self.world_size, self.shards = world_size, deal(world_size, kind)
@@ -105,16 +104,17 @@ class Training:
             self.step += 1
             for table, (num_rows, num_columns) in SHAPES.items():
                 for row in self.random.sample(range(num_rows), self.random.randint(0, 2)):
-                    self.tables[table][row] = torch.arange(num_columns) + self._new()
+                    self.tables[table][row] = torch.arange(num_columns) + next(self.numbers)
                     self.marks.add((table, row))
-            self.tables[TOP].fill_(self._new())
+            self.tables[TOP].fill_(next(self.numbers))
 
     def checkpoint(self) -> None:
         state = Checkpoint(deepcopy(self.tables), self.generation, self.step, set(self.marks), self.whole)
         self.checkpoints.append(state)
 
-    def cut(self, bases: Iterable[int] = (), crash_after: int | None = None) -> None:
-        """Write a cut; the ranks in `bases` write all they have. What is not whole stays marked."""
+    def cut(self, bases: Iterable[int] = (), crash_after: int | None = None, *, steps: int = 0) -> None:
+        """Train, and write a cut; the ranks in `bases` write all they have. What is not whole stays marked."""
+        self.train(steps)
         at = (self.generation, self.step)
         self.at_cut[at] = deepcopy(self.tables)
         chunks = [
@@ -170,10 +170,8 @@ class Training:
                 )
         num_chunks = self.random.randint(1, 3)
         dense = [Dense(TOP, self.tables[TOP])] if rank == 0 else []
-        return [
-            encoded(self.header(rank, chunk, num_chunks, base), entries[chunk::num_chunks], dense if not chunk else [])
-            for chunk in range(num_chunks)
-        ]
+        headers = [self.header(rank, chunk, num_chunks, base) for chunk in range(num_chunks)]
+        return [(str(one.name), encode(one, entries[one.chunk :: num_chunks], dense[one.chunk :])) for one in headers]
 
     def header(self, rank: int = 0, chunk: int = 0, num_chunks: int = 1, base: bool = False) -> Header:
         return Header(
@@ -193,21 +191,12 @@ class Training:
             found=self.found,
         )
 
-    def _new(self) -> float:
-        self.number += 16
-        return self.number
-
 
 def begun(sink: MemorySink) -> Training:
     made = Training(sink, seed=2)
     made.start(2, 1)
-    made.train(2)
-    made.cut()
+    made.cut(steps=2)
     return made
-
-
-def encoded(header: Header, rows: Iterable[Rows] = (), dense: Iterable[Dense] = ()) -> tuple[str, bytes]:
-    return str(header.name), encode(header, rows, dense)
 
 
 def empty_tables() -> dict[str, Tensor]:

@@ -1,14 +1,14 @@
 """Which cut comes next: crashes, resumed trainings, lost parts and bases, one by one."""
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
 from lightning_overlap.deltas import CutError, PartName, Replica, prune
+from lightning_overlap.deltas.parts import chain
 
-from .histories import Crash, MemorySink, Training, assert_equal, empty_tables
+from .histories import Crash, MemorySink, Training, assert_equal
 
 
 class Setup:
@@ -23,8 +23,7 @@ class Setup:
     def cut(self, *bases: tuple[int, ...], crash_after: int | None = None) -> None:
         """Write a cut, or several, with the bases of these ranks."""
         for each in bases or ((),):
-            self.training.train(1)
-            self.training.cut(each, crash_after)
+            self.training.cut(each, crash_after, steps=1)
 
     def follow(self) -> None:
         self.cut()
@@ -34,55 +33,30 @@ class Setup:
         with pytest.raises(Crash):
             self.cut(crash_after=1)
 
+    def resume(self, world_size: int, kind: int) -> None:
+        self.training.resume(self.training.checkpoints[0], world_size, kind)
+
     def lose(self, pattern: str) -> dict[str, bytes]:
         lost = {name: self.sink.parts.pop(name) for name in sorted(self.sink.parts) if re.search(pattern, name)}
         assert lost
         return lost
 
-    @contextmanager
-    def hidden(self) -> Iterator[None]:
-        name = max(self.sink.parts)
-        data = self.sink.parts.pop(name)
-        yield
-        self.sink.parts[name] = data
-
-    def assert_at(self, generation: int, step: int) -> None:
+    def assert_at(self, *cut: int) -> None:
         self.replica.update()
         position = self.replica.position
         assert position is not None
-        assert position.cut == (generation, step)
+        assert position.cut == cut
         assert_equal(self.replica.state_dict(), self.training.at_cut[position.cut])
 
-    def error(self, replica: Replica | None = None) -> str:
+    def error(self) -> str:
         with pytest.raises(CutError) as err:
-            (replica or self.replica).update()
+            self.replica.update()
         return str(err.value)
 
 
 @pytest.fixture
 def setup() -> Setup:
     return Setup()
-
-
-def test_a_cut_that_is_being_written_is_waited_for(setup: Setup) -> None:
-    setup.cut()
-    with setup.hidden():
-        assert setup.replica.update() == 0
-        assert setup.replica.step is None
-    setup.assert_at(1, 1)
-    setup.crash()
-    setup.assert_at(1, 1)
-
-
-def test_a_rank_may_be_ahead_of_another(setup: Setup) -> None:
-    setup.follow()
-    setup.cut((), ())
-    late = setup.lose("s0*[23]-r00001")
-    assert setup.replica.update() == 0
-    setup.sink.parts |= {name: data for name, data in late.items() if "s000000000002" in name}
-    setup.assert_at(1, 2)
-    setup.sink.parts |= late
-    setup.assert_at(1, 3)
 
 
 def test_a_base_that_is_being_written_is_waited_for_where_a_part_never_came(setup: Setup) -> None:
@@ -101,52 +75,14 @@ def test_a_base_that_is_being_written_is_waited_for_where_a_part_never_came(setu
     assert "step 4 lacks g000001-s000000000004-r00001of00002-c*, but has later parts" in setup.error()
 
 
-def test_a_crash_in_the_first_cut_of_all_is_made_good_by_the_next_generation(setup: Setup) -> None:
-    setup.training.checkpoint()
-    setup.crash()
-    setup.training.resume(setup.training.checkpoints[0], 2, 1)
-    setup.cut()
-    with setup.hidden():
-        assert setup.replica.update() == 0
-    setup.assert_at(2, 1)
-
-
-@pytest.mark.parametrize("seen", [1, 2, 3], ids=["at_what_it_follows", "later", "at_the_newest"])
-def test_a_resumed_training_corrects_what_was_written_past_its_checkpoint(setup: Setup, seen: int) -> None:
-    for step in range(1, 4):
-        setup.cut()
-        if step == 1:
-            setup.training.checkpoint()
-        if step == seen:
-            setup.assert_at(1, step)
-    setup.crash()
-    setup.training.resume(setup.training.checkpoints[0], 3, 2)
-    setup.training.cut()
-    assert setup.replica.update() == 1  # straight to the new generation
-    setup.assert_at(2, 1)
-
-
 def test_a_replica_first_comes_to_what_a_new_generation_follows(setup: Setup) -> None:
     setup.follow()
     setup.cut((), ())
     setup.training.checkpoint()
-    setup.training.resume(setup.training.checkpoints[0], 1, 0)
+    setup.resume(1, 0)
     setup.cut()
     assert setup.replica.update() == 3
     setup.assert_at(2, 4)
-
-
-def test_a_new_generation_that_is_being_written_is_waited_for(setup: Setup) -> None:
-    setup.follow()
-    setup.cut()
-    setup.training.checkpoint()
-    setup.lose("s0*2-r00001")  # the replica cannot come to what generation 2 follows
-    setup.training.resume(setup.training.checkpoints[0], 2, 0)
-    setup.cut()
-    with setup.hidden():
-        assert setup.replica.update() == 0
-    said = setup.error()
-    assert "the cut of generation 2, step 3 follows the cut of generation 1, step 2, which is missing" in said
 
 
 def test_a_crash_in_a_first_cut_hides_no_loss(setup: Setup) -> None:
@@ -155,7 +91,7 @@ def test_a_crash_in_a_first_cut_hides_no_loss(setup: Setup) -> None:
     setup.training.checkpoint()
     setup.lose("s0*2-r00001")
     for _ in range(2):
-        setup.training.resume(setup.training.checkpoints[0], 2, 0)
+        setup.resume(2, 0)
         if setup.training.generation == 2:
             setup.crash()
     setup.training.cut()
@@ -174,10 +110,9 @@ def test_a_crash_in_a_first_cut_hides_no_loss(setup: Setup) -> None:
 def test_what_is_lost_is_named_until_a_base_comes(
     setup: Setup, pattern: str, expected: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for _ in range(5):
-        setup.cut()
-        if setup.training.step == 2:
-            setup.assert_at(1, 2)
+    setup.cut((), ())
+    setup.assert_at(1, 2)
+    setup.cut((), (), ())
     expected = expected.format("the cut of generation 1, step", min(setup.lose(pattern)))
     assert expected in setup.error()
     assert setup.replica.step == 2
@@ -189,15 +124,6 @@ def test_what_is_lost_is_named_until_a_base_comes(
     assert "starting again from the base of the cut of generation 1, step 7" in caplog.text
 
 
-def test_a_late_replica_begins_with_the_newest_base(setup: Setup) -> None:
-    setup.cut()
-    setup.training.checkpoint()
-    setup.training.resume(setup.training.checkpoints[0], 2, 0)
-    setup.cut((), (0, 1), (1,), (), (0,), ())
-    assert setup.replica.update() == 2  # the cuts from the base of rank 1 to that of rank 0 at once, and the next
-    setup.assert_at(2, 7)
-
-
 def test_no_base_is_told(setup: Setup) -> None:
     setup.cut((), (), ())
     setup.lose("s0*1-")
@@ -206,28 +132,6 @@ def test_no_base_is_told(setup: Setup) -> None:
         "1, step 2 to the cut of generation 1, step 3. Start from a state that a replica saved, or let the training "
         "write a base."
     )
-    setup.cut((1,))
-    assert "the sink lacks a base of every rank" in setup.error()
-
-
-@pytest.mark.parametrize(("pattern", "leaves_names"), [("s0*3-r00000", True), ("s0*3-", False)])
-def test_bases_on_both_sides_of_a_lost_cut_make_no_start(setup: Setup, pattern: str, leaves_names: bool) -> None:
-    setup.cut((), (0,), (), (1,), ())
-    setup.lose("s0*1-")
-    lost = setup.lose(pattern)
-    said = setup.error()
-    assert said.startswith("the sink lacks a base of every rank")
-    assert all(name.partition("-c")[0] in said for name in lost) == leaves_names
-
-
-def test_bases_of_two_generations_make_no_start(setup: Setup) -> None:
-    setup.cut((), (0,))
-    setup.training.checkpoint()
-    setup.training.resume(setup.training.checkpoints[0], 2, 2)
-    setup.cut((1,))
-    setup.assert_at(2, 3)  # from the start of generation 1 on
-    setup.lose("s0*1-")
-    assert "the sink lacks a base of every rank" in setup.error(Replica(None, setup.sink))
 
 
 def test_two_trainings_in_one_sink_are_told(setup: Setup) -> None:
@@ -237,16 +141,10 @@ def test_two_trainings_in_one_sink_are_told(setup: Setup) -> None:
     other.train(2)
     setup.cut()
     other.cut()
-    assert setup.error() == (
-        "the cut of generation 1, step 2 has parts of 2 ranks and of 3 ranks: two trainings wrote into this "
-        "sink. Use a separate sink for each run."
-    )
-
-
-def test_a_part_twice_is_told(setup: Setup) -> None:
-    setup.cut()
-    name = PartName(1, 1, 0, 2, 0, 7)
-    setup.sink.parts[str(name)] = b""
+    expected = "the cut of generation 1, step 2 has parts of 2 ranks and of 3 ranks: two trainings wrote into this sink"
+    assert expected in setup.error()
+    setup.lose("of00003")
+    setup.sink.parts[str(PartName(1, 2, 0, 2, 0, 7))] = b""
     assert "has two parts of rank 0, of " in setup.error()
 
 
@@ -261,17 +159,6 @@ def test_another_run_is_told(setup: Setup) -> None:
         assert f"the cut of generation {generation}, step {step} is of the run 'another', this replica is of" in said
 
 
-def test_parts_of_two_runs_in_one_cut_are_told(setup: Setup) -> None:
-    setup.cut()
-    other = Training(MemorySink(), seed=6, run="another")
-    other.start(2, 1)
-    other.train(1)
-    other.cut()
-    setup.lose("r00001")
-    setup.sink.parts |= {name: part for name, part in other.sink.parts.items() if "r00001" in name}
-    assert "is of the run 'another', g000001-s000000000001-r00000of00002" in setup.error()
-
-
 def test_a_listing_that_missed_a_part_is_made_again(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
     setup.follow()
     setup.cut((), ())
@@ -280,27 +167,6 @@ def test_a_listing_that_missed_a_part_is_made_again(setup: Setup, monkeypatch: p
     monkeypatch.setattr(setup.sink, "names", lambda: listings.pop() if listings else everything())
     setup.assert_at(1, 3)
     assert not listings
-
-
-def test_a_replica_that_catches_up_lists_its_sink_twice(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At first, and where that listing has no more; what has come meanwhile is applied too."""
-    setup.cut((), (), (), (), (), ())
-    names, listings = setup.sink.names, []
-    monkeypatch.setattr(setup.sink, "names", lambda: listings.append(setup.training.step) or names())
-    setup.assert_at(1, 6)
-    assert len(listings) == 2
-    setup.cut((), (), (), ())
-    read = setup.sink.read
-
-    def cuts_first(name: str) -> bytes:
-        monkeypatch.setattr(setup.sink, "read", read)
-        setup.cut()
-        return read(name)
-
-    monkeypatch.setattr(setup.sink, "read", cuts_first)
-    listings.clear()
-    setup.assert_at(1, 11)
-    assert listings == [10, 11, 11]
 
 
 @pytest.mark.parametrize("step", [2, 4], ids=["after_a_listing", "later"])
@@ -320,24 +186,54 @@ def test_parts_that_are_pruned_while_they_are_read(setup: Setup, monkeypatch: py
     setup.assert_at(1, 5)
 
 
-def test_pruning_leaves_what_replicas_and_a_resumed_training_need(setup: Setup) -> None:
+@pytest.fixture
+def live(setup: Setup) -> Setup:
+    """At the cut of generation 2, step 4; the checkpoint is of generation 1, step 1."""
     setup.cut()
     setup.training.checkpoint()
-    setup.assert_at(1, 1)
-    setup.cut((), (1,), (0,), ())
-    removed = prune(setup.sink)
-    assert {name[:21] for name in removed} == {"g000001-s000000000001", "g000001-s000000000002"}
-    assert prune(setup.sink) == []
-    setup.assert_at(1, 5)
-    setup.training.resume(setup.training.checkpoints[0], 1, 0)
-    setup.training.cut()
-    setup.assert_at(2, 1)
-    late = Replica(empty_tables(), setup.sink)
-    late.update()
-    assert_equal(late.state_dict(), setup.training.tables)
+    setup.cut()
+    setup.assert_at(1, 2)
+    setup.resume(2, 1)
+    setup.cut((), (), ())
+    setup.assert_at(2, 4)
+    return setup
 
 
-def test_nothing_is_pruned_without_a_base(setup: Setup) -> None:
-    assert prune(setup.sink) == []
-    setup.crash()
-    assert prune(setup.sink) == []
+def test_a_replica_begins_anew_where_its_last_cuts_were_lost(live: Setup) -> None:
+    live.lose("g0*2-s0*[34]-")
+    live.resume(1, 0)
+    for step in (2, 3):
+        live.cut()
+        live.assert_at(3, step)
+
+
+@pytest.mark.parametrize("saves", [True, False])
+@pytest.mark.parametrize("num_steps", [1, 3, 4])
+def test_a_generation_that_is_written_twice_is_no_timeline(
+    live: Setup, num_steps: int, saves: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Behind, at and past the cut that was applied; a replica has not looked for longer than it took."""
+    monkeypatch.setattr(chain, "QUICK_S", 0)
+    if saves:
+        live.replica.save(tmp_path / "state")
+    live.lose("g0*2-")
+    live.resume(2, 1)
+    live.cut(*[()] * num_steps)
+    if saves:
+        live.replica = Replica(None, live.sink, start=tmp_path / "state")
+    live.assert_at(2, 1 + num_steps)
+
+
+@pytest.mark.parametrize("lost", ["g0*1-s0*1-|g0*2-s0*4-", "g0*1-s0*1-|g0*2-"], ids=["the_last_cut", "all_cuts"])
+def test_where_no_base_is_left_the_lost_cut_is_named(live: Setup, lost: str) -> None:
+    live.lose(lost)
+    live.resume(2, 1)
+    live.cut((), (), (), ())
+    position = live.replica.position
+    assert "generation 2, step 4, which" in live.error()
+    assert live.replica.position == position
+
+
+def test_a_sink_that_leads_to_one_cut_again_and_again_is_told(live: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live.replica._chain, "next", lambda at: live.replica._chain.start())
+    assert "the cut of generation 1, step 1 repeatedly" in live.error()

@@ -1,6 +1,5 @@
 """Sinks that hang, disks that are full, several sinks at once: an error with its cause on all ranks, or whole cuts."""
 
-import os
 import resource
 import signal
 import threading
@@ -8,20 +7,16 @@ import time
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
 
-from lightning_overlap import EmbeddingDeltas
 from lightning_overlap.deltas import FolderSink, PartName, Replica
 
-from ..support.cases import Case, Model, TableSpec
-from ..support.fits import QUIET
+from ..support.cases import Case, TableSpec
 from ..support.ranks import Ranks
-from .delta_fits import At, Files, TablesByStep, Windows, apply_in_order, differences, fit_with_deltas
-from .test_deltas import Fit, wrong
+from .delta_fits import At, Files, Fit, Windows, apply_in_order, differences, fit_expecting, fit_with_deltas
+from .test_deltas import wrong
 
 CASE = Case("sinks", (TableSpec("t0", ("f0",)), TableSpec("t1", ("f1",), "row_wise")))
 
@@ -51,16 +46,15 @@ class Hangs(Files):
         self._hang("close")
 
 
-fit = partial(fit_with_deltas, CASE, "fused_sparse_dist", every_n_steps=2, num_steps=6)
+HOW = {"every_n_steps": 2, "num_steps": 6}
+fit = partial(fit_with_deltas, CASE, "fused_sparse_dist", **HOW)
+fit_raising = partial(fit_expecting, RuntimeError, CASE, "fused_sparse_dist", **HOW)
 
 
-def fit_expecting_error(sink: Any) -> tuple[str, float, list[str]]:
-    """Train; return the error, its time, and the threads that would keep the process."""
-    begun = time.monotonic()
-    with pytest.raises(RuntimeError) as caught:
-        fit(sinks={None: sink}, deltas={"sink_timeout_s": 1.0})
-    threads = [one.name for one in threading.enumerate() if not one.daemon]
-    return str(caught.value), time.monotonic() - begun, [name for name in threads if "deltas" in name or "rows" in name]
+def threads() -> list[str]:
+    """Return the threads that would keep the process."""
+    names = [one.name for one in threading.enumerate() if not one.daemon]
+    return [name for name in names if "deltas" in name or "rows" in name]
 
 
 def assert_equal(folder: Path, of_ranks: list[Fit]) -> None:
@@ -81,13 +75,12 @@ def assert_equal(folder: Path, of_ranks: list[Fit]) -> None:
 def test_a_sink_that_hangs_is_an_error_on_all_ranks(
     two_ranks: Ranks, tmp_path: Path, call: str, step: int, said: str
 ) -> None:
-    sink = Hangs(str(tmp_path / "hangs"), call, step)
-    for message, took_s, threads in two_ranks.run(fit_expecting_error, sink):
-        assert "hangs: " + said in message
-        assert took_s < 30  # of the process group's 60
-        assert threads == []
-    of_ranks = two_ranks.run(fit, folder=str(tmp_path / "works"))
-    assert_equal(tmp_path / "works", of_ranks)
+    begun, sinks = time.monotonic(), {None: Hangs(str(tmp_path / "hangs"), call, step)}
+    found = two_ranks.run(fit_raising, sinks=sinks, deltas={"sink_timeout_s": 1.0})
+    assert time.monotonic() - begun < 30  # of the process group's 60
+    assert all("hangs: " + said in message for message, _ in found)
+    assert two_ranks.run(threads) == [[], []]
+    assert_equal(tmp_path / "works", two_ranks.run(fit, folder=str(tmp_path / "works")))
 
 
 def fill_disk(*_: object) -> None:
@@ -95,47 +88,34 @@ def fill_disk(*_: object) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (900, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 
 
-def fit_with_full_disk(folder: str) -> tuple[dict[int, Windows], str]:
-    """Train until a rank's disk is full; return the tables by step, and what was raised."""
-    callbacks = (At("on_train_batch_end", 5, fill_disk, rank=1), seen := TablesByStep())
+def fit_with_full_disk(folder: str) -> tuple[str, dict[int, Windows]]:
+    fills = At("on_train_batch_end", 5, fill_disk, rank=1)
     try:
-        with pytest.raises(RuntimeError) as caught:
-            fit(sinks={None: FolderSink(folder)}, num_steps=200, callbacks=callbacks)
+        return fit_raising(sinks={None: FolderSink(folder)}, num_steps=200, callbacks=(fills,))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    return seen.tables, str(caught.value)
 
 
 def test_a_full_disk_is_an_error_on_all_ranks_and_half_a_part_is_none(two_ranks: Ranks, tmp_path: Path) -> None:
     found = two_ranks.run(fit_with_full_disk, str(tmp_path))
-    for tables, said in found:
+    for said, tables in found:
         assert len(tables) < 200
         assert f"cannot write to the folder of embedding deltas {str(tmp_path)!r}: File too large" in said
     assert all(PartName.parse(path.name) for path in tmp_path.iterdir())  # what is half written is gone
-    assert_equal(tmp_path, [(tables, {}) for tables, _ in found])
+    assert_equal(tmp_path, [(tables, {}) for _, tables in found])
 
 
 def test_two_sinks(two_ranks: Ranks, tmp_path: Path) -> None:
     sinks = {name: Files(str(tmp_path / name)) for name in ("near", "far")}
-    of_ranks = two_ranks.run(fit, sinks=sinks, num_steps=7, saves_in=str(tmp_path))
-    for name in sinks:
-        assert_equal(tmp_path / name, of_ranks)
-    of_ranks = two_ranks.run(fit, sinks=sinks, num_steps=9, ckpt_path=str(tmp_path / "step=4.ckpt"))
-    for name in sinks:
-        assert max(apply_in_order(tmp_path / name)) == (2, 9)
-        assert_equal(tmp_path / name, of_ranks)
-
-
-def test_two_sinks_without_names_are_refused(tmp_path: Path) -> None:
-    senders = [EmbeddingDeltas(Files(str(tmp_path))), EmbeddingDeltas(Files(str(tmp_path)), name="b")]
-    Trainer(accelerator="cpu", callbacks=senders, **QUIET)
-    senders[1] = EmbeddingDeltas(Files(str(tmp_path)))
-    with pytest.raises(RuntimeError, match=r"(?s)more than one stateful callback of type `EmbeddingDeltas`.*state_key"):
-        Trainer(accelerator="cpu", callbacks=senders, **QUIET)
+    for last, kwargs in (((1, 7), {"saves_in": str(tmp_path)}), ((2, 9), {"ckpt_path": str(tmp_path / "step=4.ckpt")})):
+        of_ranks = two_ranks.run(fit, sinks=sinks, **{"num_steps": last[1], **kwargs})
+        for name in sinks:
+            assert max(apply_in_order(tmp_path / name)) == last
+            assert_equal(tmp_path / name, of_ranks)
 
 
 def terminate(*_: object) -> None:
-    os.kill(os.getpid(), signal.SIGTERM)
+    signal.raise_signal(signal.SIGTERM)
 
 
 def test_a_training_that_is_terminated_leaves_whole_cuts_and_resumes(two_ranks: Ranks, tmp_path: Path) -> None:
@@ -150,17 +130,3 @@ def test_a_training_that_is_terminated_leaves_whole_cuts_and_resumes(two_ranks: 
     assert_equal(tmp_path / "sent", of_ranks)
     live.update()
     assert differences(live.state_dict(), [last for _, last in of_ranks]) == []
-
-
-class WithLBFGS(Model):
-    """Its optimizer runs the closure several times a step, which updates the tables as often."""
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        [group] = super().configure_optimizers().param_groups
-        return torch.optim.LBFGS(group["params"], max_iter=3)
-
-
-def test_an_optimizer_that_asks_for_its_gradients_several_times(two_ranks: Ranks, tmp_path: Path) -> None:
-    of_ranks = two_ranks.run(fit, folder=str(tmp_path), num_steps=8, every_n_steps=1, model=WithLBFGS)
-    assert_equal(tmp_path, of_ranks)
-    assert len(apply_in_order(tmp_path)) > 2

@@ -16,13 +16,13 @@ from lightning_overlap.deltas.recording.row_marks import DeviceMarks, HostMarks
 from lightning_overlap.runtime import LookupOrder
 from lightning_overlap.testing import CheckedStreams, RaceError
 
-from ..support.cases import ROWWISE_ADAGRAD, SEQUENCE, TWO_COLLECTIONS, Batch, Model, remade
+from ..support.cases import ROWWISE_ADAGRAD, SEQUENCE, TWO_COLLECTIONS, Batch, MakesInput, Model
 from ..support.pairs import pairwise
 from ..testing.test_checked_streams import train
 from .delta_fits import Files, apply_in_order
+from .histories import assert_equal
 
 CASES = {case.name: case for case in (ROWWISE_ADAGRAD, SEQUENCE, TWO_COLLECTIONS)}
-POLICIES = ("current", "data_dist", "dedicated")
 
 
 def _train(name: str, pipeline: str, policy: str, folder: Path, module: type[Model] = Model) -> None:
@@ -30,26 +30,17 @@ def _train(name: str, pipeline: str, policy: str, folder: Path, module: type[Mod
     train(CASES[name], pipeline, policy, module, callbacks=[deltas])
 
 
-@pytest.mark.parametrize(("name", "pipeline", "policy"), pairwise(CASES, MODES, POLICIES))
+@pytest.mark.parametrize(("name", "pipeline", "policy"), pairwise(CASES, MODES, ("current", "data_dist", "dedicated")))
 def test_no_race_in_any_mode(tmp_path: Path, name: str, pipeline: str, policy: str) -> None:
     _train(name, pipeline, policy, tmp_path)
     assert len(apply_in_order(tmp_path)) > 2
 
 
-class MakesAnInput(Model):
-    """Makes the input of a collection itself, which so runs in its own forward, on the compute stream."""
-
-    early = "ebc"
+class MakesAnInput(MakesInput):
+    """Makes the input of one collection alone, which so runs in its own forward, on the compute stream."""
 
     def embeddings(self, collection: str, batch: Batch) -> Any:
-        kjt = batch.inputs["sparse"][0]
-        return getattr(self, collection)(kjt if collection == self.early else remade(kjt))
-
-
-class MakesAllInputs(MakesAnInput):
-    """Has all updates on the compute stream, while rows are gathered on the lookup stream."""
-
-    early = "none"
+        return (Model if collection == "ebc" else MakesInput).embeddings(self, collection, batch)
 
 
 def test_no_race_where_updates_are_on_two_streams(tmp_path: Path) -> None:
@@ -58,15 +49,16 @@ def test_no_race_where_updates_are_on_two_streams(tmp_path: Path) -> None:
 
 
 def test_rows_are_not_gathered_before_their_update(tmp_path: Path) -> None:
+    """All updates are on the compute stream; rows are gathered on the lookup stream."""
     gather = DeviceCopy.__init__
 
     def at_once(*args: Any, **kwargs: Any) -> None:
         with mock.patch.object(LookupOrder, "lookup_waits", return_value=None):
             gather(*args, **kwargs)
 
-    _train("two_collections", "semi_sync", "dedicated", tmp_path / "ordered", MakesAllInputs)
+    _train("two_collections", "semi_sync", "dedicated", tmp_path / "ordered", MakesInput)
     with mock.patch.object(DeviceCopy, "__init__", at_once), pytest.raises(RaceError):
-        _train("two_collections", "semi_sync", "dedicated", tmp_path / "unordered", MakesAllInputs)
+        _train("two_collections", "semi_sync", "dedicated", tmp_path / "unordered", MakesInput)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -75,8 +67,7 @@ def test_flags_on_a_device_send_what_lists_on_a_host_do(tmp_path: Path, name: st
     with mock.patch.object(CheckedStreams, "is_async", False):
         _train(name, "semi_sync", "dedicated", tmp_path / "host")
     on_device, on_host = apply_in_order(tmp_path / "device"), apply_in_order(tmp_path / "host")
-    assert on_device[max(on_device)].keys() == on_host[max(on_host)].keys()
-    assert all(torch.equal(table, on_host[max(on_host)][key]) for key, table in on_device[max(on_device)].items())
+    assert_equal(on_device[max(on_device)], on_host[max(on_host)])
 
 
 @given(st.data())

@@ -1,43 +1,33 @@
 """Law 13: what a replica has applied is what the tables were at that step, bit for bit, in every mode."""
 
+import signal
+import time
+import warnings
 from asyncio import CancelledError
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
+from torch.utils.data import DataLoader
 
-from lightning_overlap import MODES, EmbeddingDeltas
-from lightning_overlap.deltas import Part, Replica, decode, parse_names
+from lightning_overlap import MODES, EmbeddingDeltas, OverlapEmbeddingStrategy
+from lightning_overlap.deltas import Part, Piece, Replica, decode, parse_names
+from lightning_overlap.deltas.recording import cuts, touched_rows
+from lightning_overlap.deltas.recording.copies import KeptMemory, copy_on_host
+from lightning_overlap.deltas.recording.touched_rows import TouchedRows
 from lightning_overlap.tuning import Auto
 
-from ..support.cases import Case, TableSpec
-from ..support.fits import QUIET
+from ..support.cases import Batches, Case, TableSpec, make_batch
+from ..support.fits import QUIET, make_trainer
 from ..support.pairs import in_turn
 from ..support.ranks import RankError, Ranks
-from .delta_fits import (
-    At,
-    Files,
-    Validated,
-    Windows,
-    apply_in_order,
-    differences,
-    fit_copying_slowly,
-    fit_expecting,
-    fit_in_small_chunks,
-    fit_managed,
-    fit_marking_lookups,
-    fit_warned,
-    fit_with_deltas,
-    halve,
-    kill,
-    stragglers,
-)
-
-SHARDINGS = ("table_wise", "column_wise", "row_wise", "data_parallel")
+from ..tables import supported_modules as kinds
+from .delta_fits import At, Files, Fit, apply_in_order, differences, fit_expecting, fit_with_deltas, halve, stragglers
 
 
 def _case(sharding: tuple[str, ...], **kwargs: object) -> Case:
@@ -48,16 +38,13 @@ def _case(sharding: tuple[str, ...], **kwargs: object) -> Case:
     return Case("deltas", tables, **kwargs)  # type: ignore[arg-type]
 
 
-ALL = _case(SHARDINGS)
+ALL = _case(("table_wise", "column_wise", "row_wise", "data_parallel"))
 OTHERS = {
     "sequences": _case(("table_wise", "row_wise"), sequence=True),
     "weighted": _case(("column_wise", "table_wise"), weighted=True),
     "adagrad": _case(("row_wise", "table_wise"), optimizer=(torch.optim.Adagrad, {"lr": 1.0})),
     "empty": _case(("table_wise", "column_wise"), empty_feature="shared"),
 }
-
-
-Fit = tuple[dict[int, Windows], Windows]  # a rank's tables after each step of a fit, and in the end
 
 
 def parts_in(folder: Path) -> list[Part]:
@@ -73,13 +60,16 @@ def wrong(folder: Path, of_ranks: list[Fit], generation: int = 1) -> dict[object
         for cut, tables in after.items()
         if cut[0] == generation and cut != last and cut[1] in of_ranks[0][0]
     }
-    found["end"] = differences(after[last], [last for _, last in of_ranks])
     replica = Replica(None, folder)
     replica.update()
-    found["replica"] = [
-        name for name, table in after[last].items() if not torch.equal(replica.state_dict()[name], table)
-    ]
+    for name, tables in (("end", after[last]), ("late", replica.state_dict())):
+        found[name] = differences(tables, [last for _, last in of_ranks])
     return {cut: differing for cut, differing in found.items() if differing}
+
+
+def send(ranks: Ranks, folder: Path, *args: Any, fit: Any = fit_with_deltas, **kwargs: Any) -> None:
+    """Train, and hold replicas against the tables."""
+    assert wrong(folder, ranks.run(fit, *args, folder=str(folder), **kwargs)) == {}
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
@@ -87,68 +77,101 @@ def wrong(folder: Path, of_ranks: list[Fit], generation: int = 1) -> dict[object
 def test_a_replica_equals_the_tables_after_every_step(
     get_ranks: Callable[..., Ranks], tmp_path: Path, pipeline: str, num_ranks: int
 ) -> None:
-    of_ranks = get_ranks(num_ranks).run(fit_with_deltas, ALL, pipeline, str(tmp_path))
-    assert wrong(tmp_path, of_ranks) == {}
+    send(get_ranks(num_ranks), tmp_path, ALL, pipeline)
     assert len(apply_in_order(tmp_path)) > 2  # how many, the machine decides
 
 
 def test_a_replica_equals_the_tables_while_modes_take_turns(two_ranks: Ranks, tmp_path: Path) -> None:
-    auto = Auto(warm_up=1, settle=1, block=2)
-    of_ranks = two_ranks.run(fit_with_deltas, ALL, auto, str(tmp_path), num_steps=24)
-    assert wrong(tmp_path, of_ranks) == {}
+    send(two_ranks, tmp_path, ALL, Auto(warm_up=1, settle=1, block=2), num_steps=24)
+
+
+class Validated(Batches):
+    def val_dataloader(self) -> DataLoader:
+        return DataLoader([make_batch(self.case, 100 + i, 0) for i in range(3)], batch_size=None)
 
 
 @pytest.mark.parametrize(
     ("name", "pipeline"), in_turn(OTHERS, ["fused_sparse_dist", "semi_sync_deferred", "base", "async_lookup"])
 )
-def test_other_kinds_of_tables(ranks: Ranks, tmp_path: Path, name: str, pipeline: str) -> None:
-    of_ranks = ranks.run(fit_with_deltas, OTHERS[name], pipeline, str(tmp_path), every_n_steps=2)
-    assert wrong(tmp_path, of_ranks) == {}
+def test_other_kinds_of_tables_beside_evaluations(ranks: Ranks, tmp_path: Path, name: str, pipeline: str) -> None:
+    send(ranks, tmp_path, OTHERS[name], pipeline, every_n_steps=2, data=Validated, val_check_interval=3)
 
 
-@pytest.mark.parametrize(("num_ranks", "pipeline"), [(1, "semi_sync_deferred"), (2, "fused_sparse_dist")])
-def test_a_slow_sink_gets_fewer_cuts_each_with_the_last_values(
-    get_ranks: Callable[..., Ranks], tmp_path: Path, num_ranks: int, pipeline: str
-) -> None:
+def test_a_slow_sink_gets_fewer_cuts_each_with_the_last_values(two_ranks: Ranks, tmp_path: Path) -> None:
     kwargs = {"num_steps": 40, "sink": {"delay_s": 0.1}, "deltas": {"dense": False}}
-    of_ranks = get_ranks(num_ranks).run(fit_with_deltas, ALL, pipeline, str(tmp_path), **kwargs)
-    assert wrong(tmp_path, of_ranks) == {}
+    send(two_ranks, tmp_path, ALL, "semi_sync_deferred", **kwargs)
     assert len({name.step for name in parse_names(path.name for path in tmp_path.iterdir())}) < 30
 
 
+def fit_in_pieces(*args: Any, **kwargs: Any) -> Any:
+    """Train with a sink that reads the memory of the values after a while; what is given back is overwritten."""
+    give_back = KeptMemory.give_back
+
+    def write_pieces(self: Files, name: str, pieces: list[Piece]) -> None:
+        time.sleep(0.02)
+        self.write(name, b"".join(pieces))
+
+    def written_by_the_next(self: KeptMemory, memory: torch.Tensor) -> None:
+        memory.fill_(255)
+        give_back(self, memory)
+
+    with (
+        mock.patch.object(Files, "write_pieces", write_pieces, create=True),
+        mock.patch.object(KeptMemory, "give_back", written_by_the_next),
+    ):
+        return fit_with_deltas(*args, **kwargs)
+
+
+def test_a_sink_reads_values_that_nobody_writes(two_ranks: Ranks, tmp_path: Path) -> None:
+    send(two_ranks, tmp_path, ALL, "fused_sparse_dist", fit=fit_in_pieces, num_steps=30)
+    assert len({name.step for name in parse_names(path.name for path in tmp_path.iterdir())}) > 3
+
+
+COPIED = {"replicate_tables": ["t3"], "fused_optimizer": (torch.optim.SGD, {"lr": 2.0})}
+WITH_STATE = {"replicate_tables": ["t3"], "fused_optimizer": (torch.optim.Adagrad, {"lr": 1.0})}
 OPTIONS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "quantized_comms": ("fused_sparse_dist", {"quantized_comms": "fp16"}, {}),
     "stash_gradients": ("semi_sync", {"stash_gradients": True}, {}),
     "start_and_end": ("semi_sync", {"start_batch": 3, "end_batch": 8}, {}),
-    "replicated_and_frozen": (
-        "fused_sparse_dist",
-        {"frozen_window": True, "replicate_tables": ["t3"], "fused_optimizer": (torch.optim.SGD, {"lr": 2.0})},
-        {"accumulate_grad_batches": 2},
-    ),
-    "replicated_and_late": (
-        "async_lookup",
-        {"staleness": 3, "replicate_tables": ["t3"], "fused_optimizer": (torch.optim.SGD, {"lr": 2.0})},
-        {},
-    ),
+    "replicated_and_frozen": ("fused_sparse_dist", {"frozen_window": True, **COPIED}, {"accumulate_grad_batches": 2}),
+    "replicated_and_late": ("async_lookup", {"staleness": 3, **COPIED}, {}),
+    "replicated_with_states": ("semi_sync_deferred", WITH_STATE, {"deltas": {"optimizer_state": True}}),
 }
 
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_options_that_change_when_tables_are_written(two_ranks: Ranks, tmp_path: Path, name: str) -> None:
     pipeline, options, kwargs = OPTIONS[name]
-    of_ranks = two_ranks.run(fit_with_deltas, ALL, pipeline, str(tmp_path), options=options, num_steps=14, **kwargs)
-    assert wrong(tmp_path, of_ranks) == {}
+    send(two_ranks, tmp_path, ALL, pipeline, options=options, num_steps=14, **kwargs)
     assert len(apply_in_order(tmp_path)) > 2
-    senders = {part.header.rank for part in parts_in(tmp_path) for entry in part.rows if ".t3." in entry.table}
-    assert senders == {0}  # data-parallel, or replicated: once
+    of_t3 = {(part.header.rank, one.field) for part in parts_in(tmp_path) for one in part.rows if ".t3." in one.table}
+    # data-parallel, or replicated: by the first rank alone, also the rows that the others have looked up
+    assert of_t3 == {(0, "weight")} | ({(0, "momentum1")} if "deltas" in kwargs else set())
+
+
+def fit_in_small_chunks(*args: Any, **kwargs: Any) -> Any:
+    with mock.patch.object(cuts, "CHUNK_BYTES", 300):
+        return fit_with_deltas(*args, **kwargs)
 
 
 def test_a_cut_in_many_chunks(two_ranks: Ranks, tmp_path: Path) -> None:
-    args = (fit_in_small_chunks, OTHERS["adagrad"], "semi_sync", str(tmp_path))
-    of_ranks = two_ranks.run(*args, deltas={"optimizer_state": True})
-    assert wrong(tmp_path, of_ranks) == {}
+    kwargs = {"fit": fit_in_small_chunks, "deltas": {"optimizer_state": True}}
+    send(two_ranks, tmp_path, OTHERS["adagrad"], "semi_sync", **kwargs)
     names = parse_names(path.name for path in tmp_path.iterdir())
     assert max(name.num_chunks for name in names if name.step) > 5
+
+
+def fit_marking_lookups(*args: Any, **kwargs: Any) -> Any:
+    def watch(self: TouchedRows, kernel: int) -> Any:
+        def looked_up(module: Any, args: Any, kwargs: Any, answer: Any) -> None:
+            if answer.requires_grad:
+                self._marks[kernel].add(kwargs["indices"].clone(), kwargs["offsets"], None)
+                answer.register_hook(lambda _: self.wait_copied())
+
+        return looked_up
+
+    with mock.patch.object(TouchedRows, "_watch", watch):
+        return fit_with_deltas(*args, **kwargs)
 
 
 def test_rows_marked_at_their_lookup_are_missed(two_ranks: Ranks, tmp_path: Path) -> None:
@@ -160,38 +183,29 @@ def test_rows_marked_at_their_lookup_are_missed(two_ranks: Ranks, tmp_path: Path
 def test_tables_that_the_user_writes_are_sent_whole(two_ranks: Ranks, tmp_path: Path, hook: str) -> None:
     """Between two steps a copy may be under way: rows of it may be of before and after the write."""
     kwargs = {"callbacks": (At(hook, range(0, 20, 3), halve),), "num_steps": 20}
-    of_ranks = two_ranks.run(fit_with_deltas, ALL, "fused_sparse_dist", str(tmp_path), **kwargs)
-    assert wrong(tmp_path, of_ranks) == {}
+    send(two_ranks, tmp_path, ALL, "fused_sparse_dist", **kwargs)
     assert len(apply_in_order(tmp_path)) >= 4
+
+
+def fit_copying_slowly(*args: Any, **kwargs: Any) -> Any:
+    """Train with copies of rows that take until the next forward is over, so that the user's hooks write meanwhile."""
+
+    def late(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(0.05)
+        return copy_on_host(*args, **kwargs)
+
+    with mock.patch.object(touched_rows, "copy_on_host", late):
+        return fit_with_deltas(*args, **kwargs)
 
 
 def test_a_copy_that_a_write_has_torn_is_void(two_ranks: Ranks, tmp_path: Path) -> None:
     writes = At("on_train_batch_start", range(0, 20, 4), halve)
-    of_ranks = two_ranks.run(fit_copying_slowly, ALL, "semi_sync", str(tmp_path), callbacks=(writes,), num_steps=20)
-    assert wrong(tmp_path, of_ranks) == {}
+    send(two_ranks, tmp_path, ALL, "semi_sync", fit=fit_copying_slowly, callbacks=(writes,), num_steps=20)
     assert {part.header.step for part in parts_in(tmp_path) if part.header.is_void} >= {3, 7, 11}
 
 
-def test_optimizer_states_go_with_their_rows_and_evaluations_send_nothing(ranks: Ranks, tmp_path: Path) -> None:
-    kwargs = {"deltas": {"optimizer_state": True}, "data": Validated, "val_check_interval": 3}
-    of_ranks = ranks.run(fit_with_deltas, OTHERS["adagrad"], "fused_sparse_dist", str(tmp_path), **kwargs)
-    assert wrong(tmp_path, of_ranks) == {}
-    rows = {(entry.table, entry.field): entry for part in parts_in(tmp_path) for entry in part.rows}
-    assert {field for _, field in rows} == {"weight", "momentum1"}
-    for (table, field), entry in rows.items():
-        assert torch.equal(entry.rows, rows[table, "weight"].rows), field
-        assert field == "weight" or (entry.values > 0).all()
-
-
-@pytest.mark.parametrize("pipeline", ["fused_sparse_dist", "semi_sync_deferred"])
-def test_replicas_and_their_states_are_sent(two_ranks: Ranks, tmp_path: Path, pipeline: str) -> None:
-    """From the first rank, which has not looked up the rows of the others."""
-    options = {"replicate_tables": ["t3"], "fused_optimizer": (torch.optim.Adagrad, {"lr": 1.0})}
-    kwargs = {"options": options, "deltas": {"optimizer_state": True}}
-    of_ranks = two_ranks.run(fit_with_deltas, ALL, pipeline, str(tmp_path), **kwargs)
-    assert wrong(tmp_path, of_ranks) == {}
-    fields = {entry.field for part in parts_in(tmp_path) for entry in part.rows if ".t3." in entry.table}
-    assert fields == {"weight", "momentum1"}
+def kill(*_: object) -> None:
+    signal.raise_signal(signal.SIGKILL)
 
 
 @pytest.mark.parametrize(
@@ -210,7 +224,7 @@ def test_a_live_replica_ends_equal_after_a_crash(
     kwargs["ckpt_path"] = str(saved / f"step={resumed_at}.ckpt")
     of_ranks = get_ranks(then).run(fit_with_deltas, ALL, pipeline, str(sent), **kwargs)
     assert wrong(sent, of_ranks, generation=2) == {}
-    assert stragglers(sent, [last for _, last in of_ranks], tmp_path / "replicas") == {}
+    assert stragglers(sent, [last for _, last in of_ranks]) == {}
     assert (2, resumed_at) in apply_in_order(sent)
     first = [part.header for part in parts_in(sent) if part.header.name.cut == (2, resumed_at)]
     assert not any(header.is_base for header in first), "what the sink holds tells which rows to send again"
@@ -223,14 +237,13 @@ def test_a_sink_that_fails_raises_on_all_ranks(two_ranks: Ranks, tmp_path: Path,
     """At once: before the first step. A cancelled task of asyncio raises what is no `Exception`."""
     sink = {"fails_at": step, "error": error}
     said = two_ranks.run(fit_expecting, RuntimeError, ALL, "fused_sparse_dist", str(tmp_path), sink=sink)
-    assert all(f"{error.__name__}: no space left" in one for one in said)
-    assert step or all("steps: 0" in one for one in said)
+    assert all(f"{error.__name__}: no space left" in one and (step or not tables) for one, tables in said)
 
 
 def test_the_parts_of_another_training_are_not_mixed_with_this_ones(two_ranks: Ranks, tmp_path: Path) -> None:
     two_ranks.run(fit_with_deltas, ALL, "base", str(tmp_path), num_steps=2)
     said = two_ranks.run(fit_expecting, ValueError, ALL, "base", str(tmp_path), num_steps=2)
-    assert all("this fit begins a new run" in one and "steps: 0" in one for one in said)
+    assert all("this fit begins a new run" in one and not tables for one, tables in said)
 
 
 def test_a_dense_part_that_replicas_would_keep_is_refused(two_ranks: Ranks, tmp_path: Path) -> None:
@@ -240,7 +253,15 @@ def test_a_dense_part_that_replicas_would_keep_is_refused(two_ranks: Ranks, tmp_
     two_ranks.run(fit_with_deltas, *args, saves_in=str(saved), **kwargs)
     kwargs = {"ckpt_path": str(saved / "step=8.ckpt"), "num_steps": 12, "deltas": {"dense": False}}
     said = two_ranks.run(fit_expecting, ValueError, *args, **kwargs)
-    assert all("dense=False would leave an old dense part in replicas" in one and "steps: 0" in one for one in said)
+    assert all("dense=False would leave an old dense part in replicas" in one and not tables for one, tables in said)
+
+
+def fit_warned(*args: Any, **kwargs: Any) -> tuple[Any, list[str]]:
+    """Train as above; return its result, and what was warned of."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = fit_with_deltas(*args, **kwargs)
+    return found, [str(one.message) for one in caught]
 
 
 @pytest.mark.parametrize(("on_lag", "goes_on"), [("warn", "Training continues."), ("stop", "Training stops (on_lag=")])
@@ -276,6 +297,15 @@ def test_another_strategy_is_refused(tmp_path: Path) -> None:
     trainer = Trainer(accelerator="cpu", callbacks=[EmbeddingDeltas(Files(str(tmp_path)))], max_epochs=1, **QUIET)
     with pytest.raises(ValueError, match="needs OverlapEmbeddingStrategy, got SingleDevice"):
         trainer.fit(BoringModel())
+
+
+def fit_managed(folder: str) -> str:
+    module = kinds.KindModel("managed_bags")
+    strategy = OverlapEmbeddingStrategy(sharding=kinds.make_plan(module))
+    trainer = make_trainer(strategy, callbacks=[EmbeddingDeltas(Files(folder))], limit_val_batches=0)
+    with pytest.raises(ValueError, match="assigns") as caught:
+        trainer.fit(module, datamodule=kinds.Batches(module.case, 2))
+    return str(caught.value)
 
 
 def test_rows_that_are_assigned_as_they_come_are_refused(get_ranks: Callable[..., Ranks], tmp_path: Path) -> None:

@@ -1,17 +1,22 @@
-"""A replica: what it writes into, who may read when, how it follows, and what it refuses."""
+"""A replica: what it writes into, who may read when, how it follows, and what it refuses; the format of parts."""
 
+import dataclasses
 import re
 import threading
 import time
+import zlib
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor, nn
 
 from lightning_overlap.deltas import (
+    CutError,
     Dense,
     PartError,
     Position,
@@ -23,7 +28,20 @@ from lightning_overlap.deltas import (
     encode,
 )
 
-from .histories import SHAPES, TOP, A, B, MemorySink, Model, Training, assert_equal, empty_tables, write
+from .histories import SHAPES, TOP, A, B, MemorySink, Model, Training, assert_equal, begun, empty_tables, write
+
+
+@pytest.fixture
+def training() -> Training:
+    return begun(MemorySink())
+
+
+@pytest.fixture
+def replica(training: Training) -> Replica:
+    """At the only cut."""
+    made = Replica(empty_tables(), training.sink)
+    made.update()
+    return made
 
 
 def test_a_module_is_kept_up_to_date_with_its_dense_part_also_where_it_moves(training: Training) -> None:
@@ -34,8 +52,7 @@ def test_a_module_is_kept_up_to_date_with_its_dense_part_also_where_it_moves(tra
     assert all(parameter.requires_grad for parameter in module.parameters())
     for parameter in module.parameters():
         parameter.data = parameter.data.clone()  # as `module.to(device)` does
-    training.train(2)
-    training.cut()
+    training.cut(steps=2)
     replica.update()
     assert_equal(module.state_dict(), training.tables)
 
@@ -45,7 +62,6 @@ def test_a_mapping_may_have_less_than_is_sent_and_more(training: Training) -> No
     replica = Replica(tables, training.sink)
     replica.update()
     assert_equal(tables, {A: training.tables[A], B: training.tables[B], "own": torch.ones(2)})
-    assert replica.run == "run"
 
 
 @given(st.sampled_from([torch.float16, torch.bfloat16, torch.float64, torch.float8_e4m3fn, torch.int8]))
@@ -61,67 +77,34 @@ def test_every_bit_is_kept(dtype: torch.dtype) -> None:
         assert torch.equal(replica.state_dict()["t"][rows.rows].view(torch.uint8), bits)
 
 
-def test_optimizer_state_is_kept_when_it_is_asked_for(training: Training) -> None:
-    state = [
-        Rows(A, "momentum1", (7, 4), first, torch.tensor([3]), torch.full((1, 2), value))
-        for first, value in ((0, 0.5), (2, 0.25))
-    ]
-    of_rows = Rows(A, "momentum2", (7, 1), 0, torch.tensor([3]), torch.tensor([[9.0]]))
-    wide = Rows(B, "exp_avg", (5, 2), 1, torch.tensor([4, 0]), torch.tensor([[7.0], [8.0]]))
-    write(training, (*state, of_rows, wide), dense=(Dense(TOP, torch.ones(3)),))
-    for asked in (False, True):
-        replica = Replica(empty_tables(), training.sink, optimizer_state=asked)
-        replica.update()
-        found = replica.optimizer_state
-        assert set(found) == ({A, B} if asked else set())
-    assert found[A]["momentum1"][3].tolist() == [0.5, 0.5, 0.25, 0.25]
-    assert found[A]["momentum2"].tolist() == [[0], [0], [0], [9], [0], [0], [0]]
-    assert found[B]["exp_avg"].tolist() == [[0, 8], [0, 0], [0, 0], [0, 0], [0, 7]]
-
-
-def test_large_cuts_are_read_twice_and_not_kept(training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
-    read, names = training.sink.read, []
-    monkeypatch.setattr(training.sink, "read", lambda name: names.append(name) or read(name))
-    num_chunks = len(training.sink.parts)
-    for kept_bytes, times in ((1 << 20, 1), (0, 2)):
-        names.clear()
-        Replica(empty_tables(), training.sink, kept_bytes=kept_bytes).update()
-        assert len(names) == times * num_chunks + 2  # and a header of each rank
-
-
 def test_what_changes_while_it_is_applied_leaves_a_replica_without_a_state(
     training: Training, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sink = training.sink
-    replica = Replica(empty_tables(), sink, kept_bytes=0)
+    """A cut that is too large to be kept is read twice, its first chunk also for its header."""
+    replica = Replica(empty_tables(), training.sink, kept_bytes=0)
     replica.update()
-    training.train(1)
-    training.cut()
+    training.cut(steps=1)
     name = max(training.sink.parts)
-    other = decode(sink.parts[name])
-    changed = encode(other.header, [Rows(A, "weight", SHAPES[A], 0, torch.tensor([1]), torch.ones(1, 4))])
-    read, number = sink.read, []
+    rows = [Rows(A, "weight", SHAPES[A], 0, torch.tensor([1]), torch.ones(1, 4))]
+    changed = encode(decode(training.sink.parts[name]).header, rows)
+    read, names = training.sink.read, []
 
     def changes(which: str) -> bytes:
-        number.append(which)
-        return changed if number.count(name) > 1 + name.count("c00000") else read(which)
+        names.append(which)
+        return changed if names.count(name) > 1 + name.count("c00000") else read(which)
 
     with monkeypatch.context() as patch:
-        patch.setattr(sink, "read", changes)
+        patch.setattr(training.sink, "read", changes)
         with pytest.raises(PartError, match=f"{name} was rewritten with other content"):
             replica.update()
-    assert replica.step is None
     with pytest.raises(ReplicaError, match=r"so the tables are inconsistent: call update\(\)"), replica.reading():
         pass
     replica.update()
-    with replica.reading():
-        assert_equal(replica.state_dict(), training.tables)
+    assert_equal(replica.state_dict(), training.tables)
 
 
-def test_what_is_read_is_of_one_step(training: Training) -> None:
+def test_what_is_read_is_of_one_step(training: Training, replica: Replica) -> None:
     """Readers look at all tables while a training runs: every answer is the tables at the step it names."""
-    replica = Replica(empty_tables(), training.sink)
-    replica.update()
     wrong: list[Any] = []
     seen: set[int] = set()
     done = threading.Event()
@@ -131,64 +114,39 @@ def test_what_is_read_is_of_one_step(training: Training) -> None:
             with replica.reading() as position:
                 first = replica.state_dict()[A].clone()
                 time.sleep(0.001)
-                if not torch.equal(first, replica.state_dict()[A]) or not torch.equal(
-                    first, training.at_cut[position.cut][A]
-                ):
-                    wrong.append(position)
+                for table in (first, replica.state_dict()[A]):
+                    if not torch.equal(table, training.at_cut[position.cut][A]):
+                        wrong.append(position)
             seen.add(position.step)
 
     readers = [threading.Thread(target=reads) for _ in range(3)]
-    replica.follow(every_s=0.001)
-    for reader in readers:
-        reader.start()
-    for _ in range(30):
-        training.train(1)
-        training.cut()
-        replica.wait(training.step - 1, timeout=20)
-    assert replica.wait(training.step, timeout=20).step == training.step
-    done.set()
-    for reader in readers:
-        reader.join()
-    replica.close()
+    with replica:
+        replica.follow(every_s=0.001)
+        replica.follow(every_s=0.001)  # it does so already
+        for reader in readers:
+            reader.start()
+        for _ in range(30):
+            training.cut(steps=1)
+            replica.wait(training.step - 1, timeout=20)
+        done.set()
+        for reader in readers:
+            reader.join()
     assert not wrong
     assert len(seen) > 3
 
 
-def test_readers_read_at_once_and_a_writer_alone(training: Training) -> None:
-    replica = Replica(empty_tables(), training.sink)
-    replica.update()
-    inside, order = threading.Barrier(2, timeout=10), []
-
-    def reads() -> None:
-        with replica.reading(), replica.reading():
-            inside.wait()
-            order.append("read")
-
-    with replica.reading():
-        other = threading.Thread(target=reads)
-        other.start()
-        inside.wait()
-        other.join()
-        with (
-            pytest.raises(RuntimeError, match=r"a thread inside `reading\(\)` cannot update the replica"),
-            replica.lock,
-        ):
-            pass
-
-    def updates() -> None:
-        replica.update()
-        order.append("write")
-
-    training.train(1)
-    training.cut()
+def test_a_writer_is_alone(training: Training, replica: Replica) -> None:
+    said = r"a thread inside `reading\(\)` cannot update the replica"
+    with replica.reading(), pytest.raises(RuntimeError, match=said), replica.lock:
+        pass
+    training.cut(steps=1)
     with replica.lock, replica.reading() as position:
-        writer = threading.Thread(target=updates)
+        writer = threading.Thread(target=replica.update)
         writer.start()
         writer.join(0.05)
         assert position == replica.position
-        order.append("locked")
     writer.join()
-    assert order == ["read", "locked", "write"]
+    assert replica.step == 3
 
 
 def test_position_and_lag(training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,41 +156,22 @@ def test_position_and_lag(training: Training, monkeypatch: pytest.MonkeyPatch) -
     assert (replica.step, replica.generation, replica.run) == (None, None, None)
     replica.update()
     assert replica.position == Position(1, 2, 0, 2, 1002.0)
-    assert (replica.step, replica.generation) == (2, 1)
-    assert replica.lag[::2] == (0, 0)
-    assert replica.lag.seconds == pytest.approx(time.time() - 1002.0, abs=100)
-    for _ in range(2):
-        training.train(3)
-        training.cut()
-    newer = [name for name in training.sink.parts if "s000000000002" not in name]
+    assert (replica.step, replica.generation, replica.run) == (2, 1, "run")
+    assert replica.lag == (0, pytest.approx(time.time() - 1002.0, abs=100), 0)
+    training.cut(steps=3)
+    newer = [name for name in training.sink.parts if "s000000000005" in name]
     read, lags = training.sink.read, []
     monkeypatch.setattr(training.sink, "read", lambda name: lags.append(replica.lag[::2]) or read(name))
     replica.update()
-    assert lags[-1] == (3, sum("s000000000008" in name for name in newer))
-    assert (6, len(newer)) in lags
+    assert set(lags) == {(3, len(newer))}
     assert replica.lag[::2] == (0, 0)
+    assert replica.wait(timeout=5).step == 5
+    with pytest.raises(TimeoutError, match=r"step 6 was not reached after 0.1 s; applied: .* generation 1, step 5"):
+        replica.wait(6, timeout=0.1)
 
 
-def test_waiting(training: Training) -> None:
-    replica = Replica(empty_tables(), training.sink)
-    assert replica.wait(timeout=5).step == 2
-    with pytest.raises(
-        TimeoutError, match=r"step 3 was not reached after 0.1 s; applied: the cut of generation 1, step 2"
-    ):
-        replica.wait(3, timeout=0.1)
-    with replica:
-        replica.follow(every_s=0.01)
-        replica.follow(every_s=0.01)
-        training.train(1)
-        training.cut()
-        assert replica.wait(3, timeout=20).step == 3
-
-
-def test_an_error_while_following_is_raised_until_it_follows_again(training: Training) -> None:
-    replica = Replica(empty_tables(), training.sink)
-    replica.update()
-    training.train(1)
-    training.cut()
+def test_an_error_while_following_is_raised_until_it_follows_again(training: Training, replica: Replica) -> None:
+    training.cut(steps=1)
     name = max(training.sink.parts)
     whole = training.sink.parts[name]
     training.sink.parts[name] = whole[:40]
@@ -249,7 +188,6 @@ def test_an_error_while_following_is_raised_until_it_follows_again(training: Tra
         training.sink.parts[name] = whole
         replica.follow(every_s=0.01)
         assert replica.wait(3, timeout=20).step == 3
-        replica.check()
 
 
 def test_a_saved_state_needs_no_history(training: Training, tmp_path: Path) -> None:
@@ -261,8 +199,7 @@ def test_a_saved_state_needs_no_history(training: Training, tmp_path: Path) -> N
     replica.save(path)
     assert list(path.parent.iterdir()) == [path]
     training.sink.parts.clear()
-    training.train(1)
-    training.cut()
+    training.cut(steps=1)
     for target in (Model(), empty_tables(), None):
         again = Replica(target, training.sink, start=path)
         assert again.position == replica.position
@@ -282,3 +219,140 @@ def test_what_is_no_saved_state_is_told(training: Training, tmp_path: Path) -> N
     replica.save(tmp_path / "state.pt")
     with pytest.raises(TablesError, match=r"is \(7, 4\) of torch.float32 in the saved state, and \(7, 5\) of"):
         Replica(empty_tables() | {A: torch.ones(7, 5)}, training.sink, start=tmp_path / "state.pt")
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "fewer_tables": (
+        {A: torch.ones(7, 4)},
+        rf"the run 'run' sends tables that this replica lacks: {B}.\n  The replica has: {A}.\n  Use the",
+    ),
+    "another_shape": (
+        empty_tables() | {A: torch.ones(8, 4)},
+        rf"{A} has the shape \(7, 4\) in the run 'run', and \(8, 4\) in this replica: use the same",
+    ),
+    "another_dtype": (
+        empty_tables() | {A: torch.ones(7, 4, dtype=torch.float16)},
+        rf"{A} is \(7, 4\) of torch.float32 in g000001-s\S+, and \(7, 4\) of torch.float16 in this replica: "
+        "use tables of the same shape and dtype",
+    ),
+    "tables_besides": (
+        Model(("c",)),
+        r"the module has tables that the run 'run' does not send, .*: model.ebc.embedding_bags.c.weight.\n  The run ",
+    ),
+    "another_module": (nn.Linear(2, 2), r"lacks: .*\n  The replica has: none.\n  Use the trained LightningModule"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_other_tables_are_refused_before_anything_is_written(training: Training, what: str) -> None:
+    target, said = REFUSED[what]
+    tensors: dict[str, Tensor] = target.state_dict() if isinstance(target, nn.Module) else target
+    before = {name: value.clone() for name, value in tensors.items()}
+    replica = Replica(target, training.sink)
+    with pytest.raises(TablesError, match=said):
+        replica.update()
+    assert replica.step is None
+    assert_equal(tensors, before)
+
+
+def test_what_cannot_be_written_is_refused(training: Training) -> None:
+    with pytest.raises(TablesError, match=r"cannot write tables on `meta`.\n  got: model.ebc.embedding_bags.a.weight"):
+        Replica(Model(device="meta"), training.sink)
+    with pytest.raises(TablesError, match=r"a replica needs plain tensors.\n  got: a, a list"):
+        Replica({"a": [1.0]}, training.sink)  # type: ignore[dict-item]
+    module = Model()
+    del module.model.top
+    with pytest.raises(TablesError, match=f"has a dense tensor {TOP} that the module lacks"):
+        Replica(module, training.sink).update()
+
+
+BAD_ROWS: dict[str, tuple[Rows, str]] = {
+    "row": (Rows(A, "weight", (7, 4), 0, torch.tensor([7]), torch.ones(1, 4)), "outside of its shape"),
+    "negative_row": (Rows(A, "weight", (7, 4), 0, torch.tensor([-1]), torch.ones(1, 4)), "outside of"),
+    "column": (Rows(A, "weight", (7, 4), 2, torch.tensor([0]), torch.ones(1, 3)), "values (1, 3) from column 2"),
+    "shape": (Rows(A, "weight", (6, 4), 0, torch.tensor([0]), torch.ones(1, 4)), "of a tensor (6, 4)"),
+    "table": (Rows("c", "weight", (7, 4), 0, torch.tensor([0]), torch.ones(1, 4)), "has rows of c, which its header"),
+    "state": (Rows(A, "momentum", (9, 1), 0, torch.tensor([8]), torch.ones(1, 1)), f"rows of {A} (momentum) outside"),
+}
+
+
+@pytest.mark.parametrize("what", BAD_ROWS)
+def test_rows_that_do_not_fit_are_refused(training: Training, what: str) -> None:
+    entry, said = BAD_ROWS[what]
+    good = Rows(B, "weight", SHAPES[B], 0, torch.tensor([0]), torch.full((1, 2), 9.0))
+    replica = Replica(empty_tables(), training.sink, optimizer_state=True)
+    replica.update()
+    name = write(training, (good, entry))
+    with pytest.raises(TablesError, match=re.escape(said)) as err:
+        replica.update()
+    assert str(err.value).startswith(name)
+    assert_equal(replica.state_dict(), training.at_cut[1, 2])
+
+
+def test_a_base_that_is_not_the_whole_table_is_refused() -> None:
+    training = Training(MemorySink())
+    rows = [Rows(name, "weight", SHAPES[name], 0, torch.tensor([0]), torch.ones(1, SHAPES[name][1])) for name in SHAPES]
+    write(training, tuple(rows), after=None)
+    with pytest.raises(TablesError, match=rf"generation 1, step 1 have 4 values of {A}, which needs 28. Do all parts"):
+        Replica(None, training.sink).update()
+
+
+def test_parts_of_a_cut_that_differ_are_refused(training: Training) -> None:
+    training.step += 1
+    replica = Replica(None, training.sink)
+    base = dataclasses.replace(training.header(), world_size=2)
+    for change, expected in (
+        ({"global_step": 9}, r"are of the same cut, but differ in global_step \(9 and 3\)"),
+        ({"run": "another"}, f"is of the run 'another', {base.name} of the run 'run'. Use a separate sink"),
+        ({"after": (1, 1)}, "they follow the cut of generation 1, step 1 and the cut of generation 1, step 2"),
+    ):
+        for rank, options in ((0, {}), (1, change)):
+            header = dataclasses.replace(base, rank=rank, **options)
+            training.sink.write(str(header.name), encode(header))
+        with pytest.raises(CutError, match=expected):
+            replica.update()
+    training.sink.remove([str(header.name)])
+    for chunk, after in ((0, (1, 2)), (1, None)):
+        header = dataclasses.replace(base, rank=1, chunk=chunk, num_chunks=2, after=after)
+        training.sink.write(str(header.name), encode(header))
+    with pytest.raises(CutError, match="and the first chunk of its part follow different cuts"):
+        replica.update()
+
+
+def test_a_part_under_another_name_is_refused(training: Training) -> None:
+    """Its first chunk is read for its header; of the others too the name and the content have to be one."""
+    training.step += 1
+    headers = [dataclasses.replace(training.header(chunk=chunk, num_chunks=3), world_size=1) for chunk in range(3)]
+    whole = {str(header.name): encode(header) for header in headers}
+    names = list(whole)
+    for one, other in ((0, 1), (2, 1)):
+        training.sink.parts |= whole | {names[one]: whole[names[other]]}
+        with pytest.raises(PartError, match=f"{names[one]} has the header of {names[other]}: it was"):
+            Replica(None, training.sink).update()
+
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.bool, torch.float64)
+
+
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    return bytes(tensor.reshape(-1).view(torch.uint8).tolist())
+
+
+def test_a_chunk_is_what_arrow_reads() -> None:
+    numbers, values = torch.arange(7) * 5, torch.arange(35).reshape(7, 5)
+    rows = [Rows("ä.b", "state", (100, 9), 4, numbers, values.to(dtype)) for dtype in DTYPES]
+    rows.append(Rows("", "weight", (100, 9), 0, numbers[:0], values[:0].float()))
+    dense = [Dense("d", torch.arange(size).reshape(shape)) for size, shape in ((0, (0,)), (1, ()), (5, (1, 5, 1)))]
+    expected = [
+        ("rows", one.table, one.field, one.values, one.shape, one.first_column, one.values.shape[1], one.rows)
+        for one in rows
+    ] + [("dense", one.name, "weight", one.value, one.value.shape, 0, 0, torch.empty(0)) for one in dense]
+    found = encode(Training(MemorySink()).header(), rows, dense)
+    for batch, (*names, of_values, shape, first, width, of_rows) in zip(
+        pa.ipc.open_stream(found), expected, strict=True
+    ):
+        batch.validate(full=True)
+        of_both = [bytes_of(of_rows), bytes_of(of_values)]
+        [entry] = batch.to_pylist()
+        assert [*entry.values()] == [*names, str(of_values.dtype)[6:], list(shape), first, width, *of_both]
+    assert found[-14:] == b"CRC32:%08x" % zlib.crc32(found[:-14])
