@@ -55,26 +55,14 @@ class Fault:
 UNUSED = "parameters unused"  # no error yet: `training_step` leaves parameters without a gradient; other ranks wait
 NOWHERE = Fault("nowhere", 0)
 DATA = (
-    Fault("__iter__", 0),
-    Fault("__getitem__", 0),
-    Fault("__getitem__", 4),
-    Fault("collate", 1),
-    Fault("on_before_batch_transfer", 4),
-    Fault("transfer_batch_to_device", 0),
-    Fault("on_after_batch_transfer", 5),
+    *(Fault("__iter__", 0), Fault("__getitem__", 0), Fault("__getitem__", 4), Fault("collate", 1)),
+    *(Fault("on_before_batch_transfer", 4), Fault("transfer_batch_to_device", 0), Fault("on_after_batch_transfer", 5)),
 )
 WORKER = (Fault("worker", 0),)  # a loader's process, which dies
 HOOKS = (
-    Fault("on_train_batch_start", 3),
-    Fault("training_step", 0),
-    Fault("training_step", 3),
-    Fault("on_after_backward", 3),
-    Fault("optimizer.step", 2),
-    Fault("on_train_batch_end", 5),
-    Fault("callback", 3),
-    Fault("on_validation_start", VALIDATION),
-    Fault("validation_step", VALIDATION),
-    Fault("configure_optimizers", 0),
+    *(Fault("on_train_batch_start", 3), Fault("training_step", 0), Fault("training_step", 3)),
+    *(Fault("on_after_backward", 3), Fault("optimizer.step", 2), Fault("on_train_batch_end", 5), Fault("callback", 3)),
+    *(Fault("on_validation_start", VALIDATION), Fault("validation_step", VALIDATION), Fault("configure_optimizers", 0)),
 )
 
 
@@ -129,17 +117,7 @@ class Faulty(Model):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         self.fault.stage_done("configure_optimizers", 0)
         optimizer = dense_optimizer(self)
-        step, num = optimizer.step, 0
-
-        def faulty_step(closure: Callable[[], Any]) -> Any:
-            nonlocal num
-            loss = closure()
-            self.fault.stage_done("optimizer.step", num)
-            num += 1
-            step()
-            return loss
-
-        optimizer.step = faulty_step  # type: ignore[method-assign]
+        optimizer.register_step_post_hook(lambda *_: self.fault.stage_done("optimizer.step", self.trainer.global_step))
         return optimizer
 
 
@@ -159,8 +137,6 @@ class _FaultyDataset(Dataset):
         return len(self.indices)
 
     def __getitem__(self, place: int) -> Batch:
-        if place >= len(self):
-            raise IndexError
         index = self.indices[place]
         self.fault.stage_done("__getitem__", index)
         if self.fault.place == "worker" and self.fault.batch == index:

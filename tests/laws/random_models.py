@@ -3,8 +3,7 @@
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,8 +26,7 @@ NUM_ROWS, NUM_DENSE, BATCH_SIZE = 40, 4, 6
 # -- data -------------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Batch:
+class Batch(NamedTuple):
     dense: Tensor
     sparse: dict[str, KeyedJaggedTensor]
     labels: Tensor
@@ -41,10 +39,6 @@ def make_batch(fit: Fit, index: int, rank: int) -> Any:
     kjts = {name: _make_kjt(fit, name, index, size, generator) for name in fit.kjts}
     dense = torch.randn(size, NUM_DENSE, generator=generator)
     labels = torch.randint(0, 2, (size,), generator=generator).float()
-    if fit.layout == "dataclass":
-        return Batch(dense, kjts, labels)
-    if fit.layout == "tuple":
-        return (dense, kjts, labels)
     if fit.layout == "nested":
         return {"in": [dense, {"sparse": (kjts, index)}], "labels": labels}
     if fit.layout == "either" and index >= 3 and (index + rank) % 2:
@@ -53,10 +47,6 @@ def make_batch(fit: Fit, index: int, rank: int) -> Any:
 
 
 def opened(fit: Fit, batch: Any) -> Batch:
-    if isinstance(batch, Batch):
-        return batch
-    if isinstance(batch, (tuple, list)):
-        return Batch(*batch)
     if "in" in batch:
         dense, inner = batch["in"]
         return Batch(dense, inner["sparse"][0], batch["labels"])
@@ -67,10 +57,8 @@ def opened(fit: Fit, batch: Any) -> Batch:
 def _make_kjt(fit: Fit, name: str, index: int, size: int, generator: torch.Generator) -> KeyedJaggedTensor:
     keys = fit.kjts[name]
     lengths = torch.randint(0, 4, (len(keys), size), generator=generator)
-    if fit.empty and index % 3 == 1:
-        lengths[0] = 0
-    if fit.empty and index % 4 == 3:
-        lengths[:] = 0
+    if fit.empty and index % 2:
+        lengths[0 if index % 4 == 1 else slice(None)] = 0  # of one feature, or of all
     num = int(lengths.sum())
     return KeyedJaggedTensor(
         keys=list(keys),
@@ -88,8 +76,6 @@ class _Rank(Dataset[Any]):
         return self.num
 
     def __getitem__(self, at: int) -> Any:
-        if at >= self.num:
-            raise IndexError(at)
         return make_batch(self.fit, self.first + at, dist.get_rank())
 
 
@@ -118,10 +104,8 @@ class Net(LightningModule):
         self.losses: list[Tensor] = []
         self.look_up: LookUp = lambda part, kjt, batch: getattr(self, part.name)(kjt)
         for part in fit.parts:
-            weighted = fit.weighted and part.kjt == "x"
-            self.add_module(
-                part.name, make_collection(part.tables, NUM_ROWS, sequence=part.sequence, weighted=weighted)
-            )
+            kind = {"sequence": part.sequence, "weighted": fit.weighted and part.kjt == "x"}
+            self.add_module(part.name, make_collection(part.tables, NUM_ROWS, **kind))
         self.bottom = nn.Linear(NUM_DENSE, 6)
         self.top = nn.Linear(6 + sum(part.width for part in fit.parts), 1)
         draw_weights(self, fit.seed, 0.5)

@@ -3,44 +3,30 @@
 import os
 import signal
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
-import torch
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
-from lightning_overlap import combined_optimizer
-
-from ..support.cases import TABLE_WISE, Batch, Batches, Model, dense_optimizer, make_batch
+from ..sparse.update_rates import TWO_RATES, factor
+from ..support.cases import TABLE_WISE, Batch, Batches, Model, make_batch
 from ..support.fits import make_strategy, make_trainer
-from ..support.reference import collect
 from ..support.windows import Window, train_windows
+from . import windows
+from .windows import Data
+from .windows import _Stream as _Stream
 
 
-class _Stream(IterableDataset):
-    def __init__(self, num: int, rank: int, nones: tuple[int, ...] = ()) -> None:
-        self.num, self.rank, self.nones = num, rank, nones
-
-    def __iter__(self) -> Iterator[Batch | None]:
-        for index in range(self.num):
-            yield None if index in self.nones else make_batch(TABLE_WISE, index, self.rank)
-
-
-class Uneven(Batches):
-    """So many batches on each rank, these of them None; with or without a length."""
+class Uneven(Data):
+    """Batches that are None on one rank and not on another."""
 
     def __init__(self, lengths: tuple[int, ...], sized: bool, nones: tuple[tuple[int, ...], ...] = ((), ())) -> None:
-        super().__init__(TABLE_WISE)
-        self.lengths, self.sized, self.nones = lengths, sized, nones
+        super().__init__(TABLE_WISE, *lengths, sized=sized)
+        self.of_ranks = nones
 
-    def train_dataloader(self) -> DataLoader:
-        rank = self.trainer.global_rank
-        stream = _Stream(self.lengths[rank], rank, self.nones[rank])
-        return DataLoader(list(stream) if self.sized else stream, batch_size=None)
-
-    def val_dataloader(self) -> DataLoader:
-        return DataLoader(list(_Stream(2, self.trainer.global_rank)), batch_size=None)
+    def train_dataloader(self) -> Any:
+        self.nones = self.of_ranks[self.trainer.global_rank]
+        return super().train_dataloader()
 
 
 class Counts(Model):
@@ -79,27 +65,13 @@ def train(
     return model.seen, said
 
 
-class Decays(Counts):
-    """Its learning rates, also of its tables, halve with each step of the scheduler."""
-
-    def configure_optimizers(self) -> Any:
-        optimizer = combined_optimizer(self, dense_optimizer(self))
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
-        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
-
-
-def accumulate(pipeline: str, sized: bool, frozen_window: bool) -> tuple[list[str], int]:
-    """Skip batches 1 and 7 of nine; return what differs from the loop by hand with these windows, and their number."""
+def accumulate(pipeline: str, sized: bool, frozen_window: bool) -> list[str]:
+    """Skip batches 1 and 7 of nine; return what differs from the loop by hand with these windows."""
     steps = [Window(batches, 3) for batches in ((0, 2), (3, 4, 5), (6, 8))]
-    model = Decays()
-    strategy = make_strategy(model, pipeline, frozen_window=frozen_window)
-    trainer = make_trainer(strategy, limit_val_batches=0, accumulate_grad_batches=3)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        trainer.fit(model, datamodule=Uneven((9, 9), sized, ((1, 7), (1, 7))))
-    by_hand = train_windows(TABLE_WISE, steps, updates_in_backward=not frozen_window, factor=lambda step: 0.5**step)
-    result = collect(model, trainer.optimizers[0], model.losses)
-    return result.differences(by_hand), trainer.global_step
+    kwargs = {"options": {"frozen_window": frozen_window}, "data": {"nones": (1, 7), "sized": sized}}
+    result = windows.train(TWO_RATES, 3, pipeline=pipeline, model="scheduled", lengths=(9,), **kwargs)
+    by_hand = train_windows(TWO_RATES, steps, updates_in_backward=not frozen_window, factor=factor)
+    return result.differences(by_hand)
 
 
 class Terminated(Counts):
@@ -123,21 +95,18 @@ def terminate(pipeline: str, rank: int, sized: bool) -> int:
 
 
 class _BreaksOff:
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-
     def __len__(self) -> int:
         return 9
 
     def __getitem__(self, index: int) -> Batch:
         if index == 5:
             raise StopIteration
-        return make_batch(TABLE_WISE, index, self.rank)
+        return make_batch(TABLE_WISE, index, 0)
 
 
 class _BreakingOff(Batches):
     def train_dataloader(self) -> DataLoader:
-        return DataLoader(_BreaksOff(self.trainer.global_rank), batch_size=None)  # type: ignore[arg-type]
+        return DataLoader(_BreaksOff(), batch_size=None)  # type: ignore[arg-type]
 
 
 def break_off(pipeline: str) -> str:

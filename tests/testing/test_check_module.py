@@ -27,13 +27,11 @@ from ..support.fits import mode_and_options
 from ..support.pairs import in_turn
 from ..support.ranks import Ranks
 
-NUM = 12
-
 
 def check(case: cases.Case, pipeline: str | Schedule, module: type[Model] = Model, **options: Any) -> ModuleReport:
-    plan = cases.make_plan(case, Model(case), dist.get_world_size() if dist.is_initialized() else 1)
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    batches = [cases.make_batch(case, index, rank) for index in range(NUM)]
+    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    plan = cases.make_plan(case, Model(case), size)
+    batches = [cases.make_batch(case, index, rank) for index in range(12)]
     mode, options = mode_and_options(pipeline, options)
     return check_module(lambda: module(case), batches, mode, sharding=plan, **options)
 
@@ -71,16 +69,11 @@ class FollowsItsValidation(Model):
         return loss * (1 + self.validated.detach().clone())
 
 
-class LeavesAForward(Model):
-    def on_train_end(self) -> None:
-        ebc: Any = self.ebc
-        ebc.forward = print
-
-
-class LeavesOneForward(LeavesAForward):
+class LeavesOneForward(Model):
     def on_train_end(self) -> None:
         if dist.get_rank() == 1:
-            super().on_train_end()
+            ebc: Any = self.ebc
+            ebc.forward = print
 
 
 class SendsInItsOwnOrder(Model):
@@ -96,27 +89,17 @@ class SendsInItsOwnOrder(Model):
         return loss
 
 
-def check_by_default_group(pipeline: str) -> str:
-    before = dist.group.WORLD
-    report = check(TABLE_WISE, pipeline)
-    assert dist.group.WORLD is before
-    return str(report)
-
-
 # -- the tests --------------------------------------------------------------------------------------------------------
 
 KEPT = {case.name: case for case in (MIXED, cases.SEQUENCE, cases.TWO_COLLECTIONS, cases.ROWWISE_ADAGRAD)}
 
 
-def make_dlrm() -> DLRM:
-    sizes = {f"cat_{index}": 50 for index in range(3)}
-    return DLRM(sizes, num_dense=4, embedding_dim=8, fused_optimizer="rowwise_adagrad", table_learning_rate=1.0)
-
-
 def test_the_dlrm_in_one_process() -> None:
     """As a user's test has it: no launcher, no process group. `test_modules_of_the_law_tests` has the other modes."""
+    sizes = {f"cat_{index}": 50 for index in range(3)}
     data = SyntheticDataModule(num_tables=3, rows_per_table=50, num_dense=4, batch_size=16, num_batches=20)
-    report = check_module(make_dlrm, data)
+    options: dict[str, Any] = {"fused_optimizer": "rowwise_adagrad", "table_learning_rate": 1.0}
+    report = check_module(lambda: DLRM(sizes, num_dense=4, embedding_dim=8, **options), data)
     assert report.holds
     assert report.num_steps == 12
     assert set(report.early.values()) == {1.0}
@@ -143,11 +126,6 @@ def test_the_report_says_what_was_split(two_ranks: Ranks) -> None:
     assert "the backward ran whole" in what_is_said(TABLE_WISE, "split_backward", Model).splitlines()[0]
 
 
-def test_a_module_whose_embeddings_are_sent_in_fewer_bits(two_ranks: Ranks) -> None:
-    for report in two_ranks.run(check, TABLE_WISE, "fused_sparse_dist", Model, quantized_comms="fp16"):
-        assert report.holds
-
-
 @pytest.mark.parametrize(("pipeline", "name"), in_turn(MODES, KEPT))
 def test_modules_of_the_law_tests(two_ranks: Ranks, name: str, pipeline: str) -> None:
     mode = MODES[pipeline]
@@ -157,14 +135,18 @@ def test_modules_of_the_law_tests(two_ranks: Ranks, name: str, pipeline: str) ->
         assert all(share == float(mode.has_sparse_stages) for share in report.early.values())
 
 
-@pytest.mark.parametrize("staleness", [1, 4])
-def test_a_staleness_of_choice_and_a_switch(staleness: int) -> None:
-    assert check(MIXED, "async_lookup", staleness=staleness).holds
-    assert check(MIXED, "async_lookup", staleness=staleness, start_batch=4, end_batch=8).holds
-
-
-def test_an_option_of_a_mode_that_plain_training_does_without(two_ranks: Ranks) -> None:
-    assert all(report.holds for report in two_ranks.run(check, MIXED, "semi_sync", defer_update=True))
+@pytest.mark.parametrize(
+    ("pipeline", "options"),
+    [
+        ("fused_sparse_dist", {"quantized_comms": "fp16"}),
+        ("semi_sync", {"defer_update": True}),
+        ("async_lookup", {"staleness": 4}),
+        ("async_lookup", {"staleness": 4, "start_batch": 4, "end_batch": 8}),
+    ],
+    ids=str,
+)
+def test_options_of_a_mode_and_of_the_strategy(two_ranks: Ranks, pipeline: str, options: dict[str, Any]) -> None:
+    assert all(report.holds for report in two_ranks.run(check, MIXED, pipeline, **options))
 
 
 @pytest.mark.parametrize(
@@ -176,18 +158,11 @@ def test_options_without_a_reference_are_refused(pipeline: str, option: str) -> 
 
 
 def test_a_validation_of_the_reference_sees_all_updates() -> None:
-    data, trainer_options = BatchesToValidate(TABLE_WISE, 8), {"limit_val_batches": 1, "val_check_interval": 2}
-    module = FollowsItsValidation
-    report = check_module(
-        lambda: module(TABLE_WISE), data, "semi_sync", sharding="table_wise", trainer_options=trainer_options
-    )
+    validates = {"limit_val_batches": 1, "val_check_interval": 2}
+    data = BatchesToValidate(TABLE_WISE, 8)
+    make = lambda: FollowsItsValidation(TABLE_WISE)  # noqa: E731
+    report = check_module(make, data, "semi_sync", sharding="table_wise", trainer_options=validates)
     assert report.holds
-
-
-def test_the_group_that_is_there_is_used(two_ranks: Ranks) -> None:
-    for text in two_ranks.run(check_by_default_group, "fused_sparse_dist"):
-        assert "2 ranks" in text
-        assert "of the main thread" in text
 
 
 # -- broken on purpose ------------------------------------------------------------------------------------------
@@ -230,16 +205,9 @@ def test_a_module_in_its_own_forward_is_named_with_the_reason() -> None:
     assert report.early == {"ebc": 0.0}
 
 
-@pytest.mark.parametrize(
-    ("module", "message"),
-    [
-        (NeverTwiceAlike, "law 2: every run alike: at step 0: the loss is"),
-        (LeavesAForward, "nothing left patched or in flight: the forward of 'ebc'"),
-    ],
-)
-def test_a_module_that_breaks_a_law(module: type[Model], message: str) -> None:
-    with pytest.raises(AssertionError, match=message):
-        check(TABLE_WISE, "fused_sparse_dist", module)
+def test_a_module_that_trains_otherwise_each_time() -> None:
+    with pytest.raises(AssertionError, match="law 2: every run alike: at step 0: the loss is"):
+        check(TABLE_WISE, "fused_sparse_dist", NeverTwiceAlike)
 
 
 def test_ranks_that_send_in_another_order(two_ranks: Ranks) -> None:
@@ -254,14 +222,8 @@ def test_what_one_rank_finds_all_raise(two_ranks: Ranks) -> None:
         assert text.startswith("AssertionError: nothing left patched or in flight: rank 1: the forward of 'ebc'")
 
 
-# -- arguments --------------------------------------------------------------------------------------------------
-
-
-def test_a_module_in_the_place_of_what_makes_one() -> None:
+def test_wrong_arguments() -> None:
     with pytest.raises(TypeError, match=r"pass its class, or `lambda: MyModule\(...\)`"):
         check_module(Model(TABLE_WISE), [cases.make_batch(TABLE_WISE, 0, 0)])
-
-
-def test_too_little_data() -> None:
     with pytest.raises(ValueError, match="needs two batches or more, got 1"):
         check_module(lambda: Model(TABLE_WISE), [cases.make_batch(TABLE_WISE, 0, 0)])
