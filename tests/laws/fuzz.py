@@ -28,9 +28,7 @@ class Runner:
         try:
             found = ranks.run(differences, fit, timeout_s=TIMEOUT_S)
         except RankError as err:
-            lines = str(err).splitlines()
-            own = [line for line in lines if "lightning_overlap/" in line]
-            return "\n".join([*own[-4:], *lines[-6:]])
+            return "\n".join(str(err).splitlines()[-12:])
         return next((f"rank {rank}: {', '.join(each)}" for rank, each in enumerate(found) if each), "")
 
     def close(self) -> None:

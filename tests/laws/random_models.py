@@ -19,7 +19,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from ..support.cases import make_collection, summed
 from ..support.modules import copies, draw_weights, halves, plan_of, rows, whole
-from .random_fits import Fit, Part, Table
+from .random_fits import ORDERED, Fit, Part
 
 NUM_ROWS, NUM_DENSE, BATCH_SIZE = 40, 4, 6
 
@@ -69,14 +69,14 @@ def _make_kjt(fit: Fit, name: str, index: int, size: int, generator: torch.Gener
 
 
 class _Rank(Dataset[Any]):
-    def __init__(self, fit: Fit, first: int, num: int) -> None:
-        self.fit, self.first, self.num = fit, first, num
+    def __init__(self, fit: Fit, numbers: range) -> None:
+        self.fit, self.numbers = fit, numbers
 
     def __len__(self) -> int:
-        return self.num
+        return len(self.numbers)
 
     def __getitem__(self, at: int) -> Any:
-        return make_batch(self.fit, self.first + at, dist.get_rank())
+        return make_batch(self.fit, self.numbers[at], dist.get_rank())
 
 
 class Data(LightningDataModule):
@@ -85,10 +85,10 @@ class Data(LightningDataModule):
         self.fit = fit
 
     def train_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(_Rank(self.fit, 0, self.fit.num_batches), batch_size=None)
+        return DataLoader(_Rank(self.fit, range(self.fit.num_batches)), batch_size=None)
 
     def val_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(_Rank(self.fit, 1000, 2), batch_size=None)
+        return DataLoader(_Rank(self.fit, range(1000, 1002)), batch_size=None)
 
 
 # -- the model --------------------------------------------------------------------------------------------------------
@@ -200,10 +200,10 @@ def _merged(part: Part, embeddings: Any) -> Tensor:
             of_key(part.keys[0]).norm()
     if part.use == "values" and not part.sequence:
         return embeddings.values() * 1.0
-    if part.use == "to_dict" or part.use == "values":
-        found = list((embeddings if part.sequence else embeddings.to_dict()).keys())
-        return torch.cat([of_key(key) for key in found], dim=1)
-    columns = [of_key(key) for key in part.keys]
+    names = part.keys
+    if part.use in ORDERED:
+        names = list((embeddings if part.sequence else embeddings.to_dict()).keys())
+    columns = [of_key(name) for name in names]
     if part.use == "part":
         columns[1:] = [torch.zeros_like(column) for column in columns[1:]]
     merged = torch.cat(columns, dim=1)
@@ -211,14 +211,12 @@ def _merged(part: Part, embeddings: Any) -> Tensor:
 
 
 def make_plan(fit: Fit, module: nn.Module) -> ShardingPlan:
-    def place(table: Table) -> Any:
-        if table.sharding == "column_wise":
-            return halves(table.place, table.place + 1)
-        return {"data_parallel": copies, "row_wise": rows}.get(table.sharding, whole)(table.place)
-
-    return ShardingPlan(
-        {
-            part.name: plan_of(getattr(module, part.name), {table.name: place(table) for table in part.tables})
-            for part in fit.parts
-        }
-    )
+    places: dict[str, Callable[[int], Any]] = {
+        "column_wise": lambda place: halves(place, place + 1),
+        **{"data_parallel": copies, "row_wise": rows, "table_wise": whole},
+    }
+    plans = {}
+    for part in fit.parts:
+        shardings = {table.name: places[table.sharding](table.place) for table in part.tables}
+        plans[part.name] = plan_of(getattr(module, part.name), shardings)
+    return ShardingPlan(plans)

@@ -1,26 +1,28 @@
 """Ranks with unequal data, ranks that are told to stop. Functions that ranks run."""
 
-import os
 import signal
 import warnings
+from contextlib import suppress
 from typing import Any
 
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader
 
 from ..sparse.update_rates import TWO_RATES, factor
-from ..support.cases import TABLE_WISE, Batch, Batches, Model, make_batch
+from ..support.cases import TABLE_WISE, Batches, Model
 from ..support.fits import make_strategy, make_trainer
 from ..support.windows import Window, train_windows
 from . import windows
-from .windows import Data
-from .windows import _Stream as _Stream
+from .faults import Fault, Faulty
+from .windows import Data, _Stream
+
+Nones = tuple[tuple[int, ...], ...]  # of each rank: the batches that are None
 
 
 class Uneven(Data):
     """Batches that are None on one rank and not on another."""
 
-    def __init__(self, lengths: tuple[int, ...], sized: bool, nones: tuple[tuple[int, ...], ...] = ((), ())) -> None:
+    def __init__(self, lengths: tuple[int, ...], sized: bool, nones: Nones = ((), ())) -> None:
         super().__init__(TABLE_WISE, *lengths, sized=sized)
         self.of_ranks = nones
 
@@ -44,21 +46,16 @@ class Counts(Model):
         self.seen.append("validation")
 
 
-def _fit(model: Counts, data: Batches, pipeline: str, **kwargs: Any) -> None:
+def _fit(model: Model, data: Batches, pipeline: str, **kwargs: Any) -> None:
     make_trainer(make_strategy(model, pipeline), **kwargs).fit(model, datamodule=data)
 
 
 def train(
-    pipeline: str,
-    lengths: tuple[int, ...],
-    sized: bool,
-    nones: tuple[tuple[int, ...], ...] = ((), ()),
-    **kwargs: Any,
+    pipeline: str, lengths: tuple[int, ...], sized: bool, nones: Nones = ((), ()), **kwargs: Any
 ) -> tuple[list[Any], list[str]]:
     """Two epochs; return what was trained and what was said."""
     model = Counts()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         data = Uneven(lengths, sized, nones)
         _fit(model, data, pipeline, **{"max_epochs": 2, "num_sanity_val_steps": 0, **kwargs})
     said = [str(warning.message) for warning in caught if "another rank" in str(warning.message)]
@@ -74,39 +71,23 @@ def accumulate(pipeline: str, sized: bool, frozen_window: bool) -> list[str]:
     return result.differences(by_hand)
 
 
-class Terminated(Counts):
-    def __init__(self, rank: int) -> None:
-        super().__init__()
-        self.rank = rank
-
-    def training_step(self, batch: Batch, batch_idx: int) -> Any:
-        if batch_idx == 5 and self.global_rank == self.rank:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return super().training_step(batch, batch_idx)
-
-
 def terminate(pipeline: str, rank: int, sized: bool) -> int:
-    model = Terminated(rank)
-    try:
+    """Send a signal to a rank; return after how many batches this one ends."""
+    model = Faulty(TABLE_WISE, Fault("training_step", 5, (rank,), signal.SIGTERM))
+    with suppress(SIGTERMException):
         _fit(model, Uneven((200, 200), sized), pipeline)
-    except SIGTERMException:
-        return len(model.seen)
-    raise AssertionError("nobody was told")
+        raise AssertionError("nobody was told")
+    return len(model.losses)
 
 
-class _BreaksOff:
+class _Promises(_Stream):
     def __len__(self) -> int:
         return 9
-
-    def __getitem__(self, index: int) -> Batch:
-        if index == 5:
-            raise StopIteration
-        return make_batch(TABLE_WISE, index, 0)
 
 
 class _BreakingOff(Batches):
     def train_dataloader(self) -> DataLoader:
-        return DataLoader(_BreaksOff(), batch_size=None)  # type: ignore[arg-type]
+        return DataLoader(_Promises(5, self.trainer.global_rank), batch_size=None)
 
 
 def break_off(pipeline: str) -> str:

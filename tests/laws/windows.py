@@ -1,7 +1,7 @@
 """Fits with `frozen_window=True`. Functions that ranks run."""
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -30,6 +30,7 @@ from ..support.cases import (
 )
 from ..support.fits import make_strategy, make_trainer
 from ..support.reference import Result, collect
+from .faults import Fault, InjectedError
 
 ALL_KINDS = Case(
     "all_kinds",
@@ -130,9 +131,6 @@ def message_of(case: Case, *args: Any, **kwargs: Any) -> str:
     return "trained"
 
 
-# -- what is seen between two batches ----------------------------------------------------------------------------------
-
-
 def tables_of(module: Model) -> list[Tensor]:
     """Copy this rank's shards, without a word to the strategy."""
     shards = [child for child in module.modules() if isinstance(child, ShardedModule)]
@@ -140,84 +138,48 @@ def tables_of(module: Model) -> list[Tensor]:
     return [weight.detach().clone() for tbe in kernels for weight in tbe.split_embedding_weights()]
 
 
-class Watch(Callback):
-    """Notes the tables after each batch and before each validation: their version so far, and of optimizer steps."""
+class _Watch(Callback):
+    """Notes the number of optimizer steps and the tables after each batch and before each validation."""
 
     def __init__(self) -> None:
-        self.versions: list[list[Tensor]] = []
-        self.seen: list[tuple[str, int, int]] = []
+        self.seen: list[tuple[int, Tensor]] = []
 
     def on_train_batch_end(self, trainer: Trainer, module: Any, *args: Any) -> None:
-        self._note("batch", trainer, module)
+        self.seen.append((trainer.global_step, torch.cat([table.flatten() for table in tables_of(module)])))
 
-    def on_validation_start(self, trainer: Trainer, module: Any) -> None:
-        self._note("validation", trainer, module)
-
-    def _note(self, what: str, trainer: Trainer, module: Any) -> None:
-        tables = tables_of(module)
-        if not self.versions or not all(map(torch.equal, tables, self.versions[-1])):
-            self.versions.append(tables)
-        self.seen.append((what, trainer.global_step, len(self.versions)))
+    on_validation_start = on_train_batch_end
 
 
-def watched(case: Case, k: int, **kwargs: Any) -> tuple[Result, list[tuple[str, int, int]]]:
-    """Train with validations; return what was seen, the number of steps and that of versions of the tables so far."""
-    watch = Watch()
-    return train(case, k, callbacks=[watch], **kwargs), watch.seen
+def watched(case: Case, k: int, **kwargs: Any) -> list[tuple[int, Tensor]]:
+    watch = _Watch()
+    train(case, k, callbacks=[watch], **kwargs)
+    return watch.seen
 
 
-class _After(Callback):
-    def __init__(self, num_batches: int, do: Callable[[Trainer, Any], None]) -> None:
-        self.num_batches, self.do = num_batches, do
+class After(Callback):
+    """Does something after so many batches."""
 
-    def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx + 1 == self.num_batches:
-            self.do(trainer, module)
+    def __init__(self, num_batches: int, do: str, path: str = "") -> None:
+        self.num_batches, self.do, self.path = num_batches, do, path
 
-
-def save_and_go_on(case: Case, k: int, stop: int, folder: str, **kwargs: Any) -> tuple[Result, Result, list[int]]:
-    """Train and save after a batch; resume. Return both, and what the resumed kernels begin to count at."""
-    path, counts = f"{folder}/after={stop}.ckpt", _Counts()
-    whole = train(case, k, callbacks=[_After(stop, lambda trainer, _: trainer.save_checkpoint(path))], **kwargs)
-    rest = train(case, k, callbacks=[counts], ckpt_path=path, **kwargs)
-    return whole, rest, counts.counts
-
-
-class _Counts(Callback):
-    def on_train_start(self, trainer: Trainer, module: Any) -> None:
-        self.counts = [int(tbe.iter) for tbe in tbes(module.ebc)]
-
-
-def stopped(case: Case, k: int, stop: int) -> Result:
-    def end(trainer: Trainer, module: Any) -> None:
-        trainer.should_stop = True
-
-    return train(case, k, callbacks=[_After(stop, end)])
-
-
-def writing(case: Case, k: int, after: int) -> str:
-    def write(trainer: Trainer, module: Any) -> None:
-        with torch.no_grad():
-            for weight in module.ebc.parameters():
-                weight.mul_(0.5)
-        trainer.strategy.tables_changed()
-
-    return message_of(case, k, callbacks=[_After(after, write)])
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx + 1 == self.num_batches and self.do == "stop":
+            trainer.should_stop = True
+        elif batch_idx + 1 == self.num_batches and self.do == "save":
+            trainer.save_checkpoint(self.path)
+        elif batch_idx + 1 == self.num_batches:
+            with torch.no_grad():
+                for weight in module.ebc.parameters():
+                    weight.mul_(0.5)
+            trainer.strategy.tables_changed()
 
 
 def failing(case: Case, k: int, place: str, batch: int) -> tuple[Result, int]:
     """Fail in a place of a batch; return what is left, and how many batches a second fit then trains."""
-    failed: list[str] = []
-
-    def observe(kind: str, stage: Any, index: int) -> None:
-        if (f"{kind} {stage}", index) == (place, batch) and not failed:
-            failed.append(place)
-            raise KeyError("the user's own error")
-
     module = Model(case)
-    strategy = make_strategy(module, frozen_window=True, observer=observe)
+    strategy = make_strategy(module, frozen_window=True, observer=Fault(place, batch).observe)
     trainer = make_trainer(strategy, accumulate_grad_batches=k)
-    with suppress(KeyError):
+    with suppress(InjectedError):
         trainer.fit(module, datamodule=Data(case, NUM_STEPS))
     result = collect(module, trainer.optimizers[0], module.losses)
     second = OverlapEmbeddingStrategy(Mode(frozen_window=True), sharding=strategy.sharding)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from lightning_overlap.schedules.mode import Mode, resolve_stream
-from lightning_overlap.schedules.modes import MODES, STREAMS
+from lightning_overlap.schedules.modes import MODES, STREAMS, frozen_window
 from lightning_overlap.schedules.schedule import Schedule, Step
 from lightning_overlap.schedules.stages import Stage, StreamName
 
@@ -29,12 +29,15 @@ DERIVED: dict[str, tuple[str, int, int, Step | None, str, str]] = {
 }
 
 
+def issued(schedule: Schedule) -> str:
+    return " ".join(f"{LETTERS[step.stage]}{step.offset}" for step in schedule)
+
+
 @pytest.mark.parametrize("name", DERIVED)
 def test_what_is_derived_from_a_table(name: str) -> None:
     mode = MODES[name]
-    issued = " ".join(f"{LETTERS[step.stage]}{step.offset}" for step in mode)
     left, received = " ".join(str(mode.steps[index]) for index in mode.fills_backward_wait), mode.received_in_backward
-    derived = (issued, mode.depth, mode.staleness, mode.dense_owned_lookup, left, str(received or ""))
+    derived = (issued(mode), mode.depth, mode.staleness, mode.dense_owned_lookup, left, str(received or ""))
     assert derived == DERIVED[name]
     assert (len(mode.evaluation.fills_backward_wait), mode.evaluation.received_in_backward) == (0, None)
 
@@ -67,10 +70,17 @@ def test_a_stream_policy_goes_by_its_name() -> None:
         resolve_stream(None)  # type: ignore[arg-type]
 
 
-def test_nothing_is_received_in_a_backward_before_it_is_sent() -> None:
-    steps = "copy_batch_to_device+1/memcpy dense_forward+0/compute backward+0/compute optimizer_step+0/compute"
-    sent = "input_splits_dist+1/data_dist input_data_dist+1/data_dist embedding_lookup+1/lookup"
-    behind = Schedule.parse(f"behind: {steps} {sent}")
-    assert (behind.received_in_backward, behind.staleness) == (None, 0)
-    inside = Schedule.parse(f"inside: {steps.replace('dense', sent.replace('+1', '+0') + ' dense')}")
-    assert inside.received_in_backward is None
+@pytest.mark.parametrize(
+    ("name", "last", "within"),
+    [
+        ("sparse_dist", "L0 S1 F0 C2 D1 B0 O0 U0", "L0 S1 F0 C2 D1 B0 O0"),
+        ("fused_sparse_dist", "C3 F0 S3 D2 B0 O0 U0 L1", "C3 F0 L1 S3 D2 B0 O0"),
+    ],
+)
+def test_the_tables_of_a_frozen_window(name: str, last: str, within: str) -> None:
+    """Of its last batch, with the step, and of those before it: their lookups need not wait for a backward."""
+    window = frozen_window(MODES[name])
+    assert window.accumulating is not None
+    assert (issued(window), issued(window.accumulating)) == (last, within)
+    assert Mode(name, frozen_window=True).schedule == window  # type: ignore[arg-type]
+    assert (window.staleness, window.depth) == (0, MODES[name].depth + (name != "sparse_dist"))
