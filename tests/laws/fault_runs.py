@@ -46,19 +46,16 @@ CALLBACKS = {
 
 def run(
     folder: str,
-    place: str = "nowhere",
-    batch: int = 5,
-    ranks: tuple[int, ...] = (1,),
-    signum: int | None = None,
-    group: bool = False,
     pipeline: str = "fused_sparse_dist",
     resume: str | None = None,
     callback: str | None = None,
     timeout_s: float = TIMEOUT_S,
+    **where: Any,
 ) -> None:
     """Train this rank, saving every second step, and leave what there is at the end in `folder`."""
     torch.set_num_threads(1)
-    fault, timeout = Fault(place, batch, tuple(ranks), signum, group), timedelta(seconds=timeout_s)
+    fault = Fault(**{"place": "nowhere", "batch": 5, "ranks": [1], **where})
+    timeout = timedelta(seconds=timeout_s)
     model = Faulty(ROWWISE_ADAGRAD, fault)
     strategy = OverlapEmbeddingStrategy(pipeline, sharding="table_wise", observer=fault.observe, timeout=timeout)
     saver = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=2, save_top_k=-1)

@@ -31,7 +31,7 @@ class InjectedError(Exception):
 class Fault:
     place: str  # "issue embedding_lookup" and the like (what an observer is told), or one of `Faulty`'s hooks
     batch: int
-    ranks: tuple[int, ...] = (0, 1)
+    ranks: Sequence[int] = (0, 1)
     signum: int | None = None  # the signal that the rank gets; None: an error is raised there
     group: bool = False  # the whole process group gets the signal, as a terminal sends it
     happened: bool = False

@@ -164,22 +164,13 @@ class ReadsAsADict(OneModule):
 class Rounds(OneModule):
     """Has a weight whose gradient is zero, but for rounding, which is zero where the tables are sharded; under Adam."""
 
-    gradient: float | None = None
-
     def __init__(self, kind: Kind) -> None:
         super().__init__(kind)
         self.shift = nn.Parameter(torch.ones(()))
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
-        unsharded = isinstance(self.trainer.strategy, SingleDeviceStrategy)
-        eps = torch.finfo(self.shift.dtype).eps if self.gradient is None else self.gradient
-        return self(batch) + self.shift * (eps if unsharded else 0.0)
+        rounding = torch.finfo(self.shift.dtype).eps if isinstance(self.trainer.strategy, SingleDeviceStrategy) else 0.0
+        return self(batch) + self.shift * rounding
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.Adam(own_parameters(self), 0.5)
-
-
-class TrainsUnsharded(Rounds):
-    """Has a gradient that is small, but none of rounding."""
-
-    gradient = 1e-6

@@ -16,18 +16,8 @@ from lightning_overlap.tables.sharded_module import tbes
 
 from ..checkpoint.resumes import StatefulSized
 from ..sparse.update_rates import Scheduled
-from ..support.cases import (
-    NUM_STEPS,
-    TABLE_WISE,
-    Batch,
-    Batches,
-    ByHand,
-    Case,
-    MakesInput,
-    Model,
-    TableSpec,
-    make_batch,
-)
+from ..support import cases
+from ..support.cases import NUM_STEPS, TABLE_WISE, Batch, Batches, Case, Model, TableSpec, make_batch
 from ..support.fits import make_strategy, make_trainer
 from ..support.reference import Result, collect
 from .faults import Fault, InjectedError
@@ -79,7 +69,7 @@ class Data(Batches):
         return DataLoader(list(_Stream(2, self.trainer.global_rank, (), self.case, 100)), batch_size=None)
 
 
-class Manual(ByHand, Model):
+class Manual(cases.ByHand, Model):
     pass
 
 
@@ -93,7 +83,7 @@ class AsksTwice(Model):
 EXPECTED = ("another rank", "not overlapped", "train_dataloader yielded None", "accumulates dense gradients only")
 MODELS: dict[str, type[Model]] = {
     "plain": Model,
-    "makes_input": MakesInput,
+    "makes_input": cases.MakesInput,
     "scheduled": Scheduled,
     "manual": Manual,
     "asks_twice": AsksTwice,

@@ -42,12 +42,6 @@ def test_what_is_derived_from_a_table(name: str) -> None:
     assert (len(mode.evaluation.fills_backward_wait), mode.evaluation.received_in_backward) == (0, None)
 
 
-def test_a_mode_goes_by_its_schedule_name(mode: Schedule) -> None:
-    assert MODES[mode.name] is mode
-    assert Mode(mode.name).schedule is mode  # type: ignore[arg-type]
-    assert Mode(mode).schedule is mode
-
-
 @pytest.mark.parametrize(
     ("name", "message"),
     [

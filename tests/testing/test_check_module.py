@@ -4,7 +4,6 @@ import itertools
 import os
 import re
 import signal
-from functools import partial
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ from lightning_overlap.data import SyntheticDataModule
 from lightning_overlap.models import DLRM
 from lightning_overlap.testing import ModuleReport, check_module
 
-from ..laws.windows import Data
 from ..support import cases
 from ..support.cases import MIXED, TABLE_WISE, Model
 from ..support.fits import mode_and_options
@@ -46,13 +44,6 @@ _count = itertools.count()
 class NeverTwiceAlike(Model):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return super().training_step(batch, batch_idx) * (1 + next(_count) / 100)
-
-
-class FollowsItsValidation(Model):
-    validated = torch.zeros(())
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return super().training_step(batch, batch_idx) * (1 + self.validated.detach().clone())
 
 
 class LeavesOneForward(Model):
@@ -133,13 +124,6 @@ def test_options_of_a_mode_and_of_the_strategy(two_ranks: Ranks, pipeline: str, 
 def test_options_without_a_reference_are_refused(pipeline: str, option: str) -> None:
     with pytest.raises(ValueError, match=f"plain training, which has no {option}, got {option}=True"):
         check_module(lambda: Model(TABLE_WISE), [], mode_and_options(pipeline, {option: True})[0])
-
-
-def test_a_validation_of_the_reference_sees_all_updates() -> None:
-    options = {"limit_val_batches": 1, "val_check_interval": 2}
-    batches: Any = Data(TABLE_WISE, 8)
-    module = partial(FollowsItsValidation, TABLE_WISE)
-    assert check_module(module, batches, "semi_sync", sharding="table_wise", trainer_options=options).holds
 
 
 # -- broken on purpose ------------------------------------------------------------------------------------------

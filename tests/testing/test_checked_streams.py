@@ -177,25 +177,6 @@ def test_no_race_in_a_frozen_window(name: str, pipeline: str, policy: str) -> No
     train(MIXED, pipeline, policy, module, frozen_window=True, **{"accumulate_grad_batches": 3, **options})
 
 
-class UsesAStreamOfItsOwn(Model):
-    def dense(self, batch: Any, embeddings: Any) -> Tensor:
-        streams: Any = self.trainer.strategy.streams
-        streams.wait(StreamName.PREFETCH, streams.record(StreamName.COMPUTE))
-        if batch.inputs["sparse"][1] == 0:  # looked up on the compute stream, where it was called
-            streams.record_stream([found.values() for found in embeddings.values()], StreamName.PREFETCH)
-        with streams.on(StreamName.PREFETCH):
-            scaled = {
-                name: {key: 2 * value for key, value in found.to_dict().items()} for name, found in embeddings.items()
-            }
-        streams.wait(StreamName.COMPUTE, streams.record(StreamName.PREFETCH))
-        streams.record_stream(scaled, StreamName.COMPUTE)
-        return super().dense(batch, scaled)
-
-
-def test_embeddings_are_there_on_whatever_stream_asks_for_them() -> None:
-    train(TABLE_WISE, "fused_sparse_dist", module=UsesAStreamOfItsOwn)
-
-
 class ScalesInItsHook(Model):
     def __init__(self, case: cases.Case) -> None:
         super().__init__(case)
@@ -223,19 +204,11 @@ def _waits_but_for_hooks(self: CheckedStreams, name: StreamName, event: Any, own
 class ReadsOnAStreamOfItsOwn(ReadsTables):
     """Reads its tables on another stream, which waits for nothing: the last backward may be writing them."""
 
-    waits = False
-
     def read(self) -> None:
         streams: Any = self.trainer.strategy.streams
-        if self.waits:
-            streams.wait(StreamName.PREFETCH, streams.record(StreamName.COMPUTE))
         with streams.on(StreamName.PREFETCH):
             super().read()
         streams.wait(StreamName.COMPUTE, streams.record(StreamName.PREFETCH))
-
-
-class ReadsThereWhenWritten(ReadsOnAStreamOfItsOwn):
-    waits = True
 
 
 def test_a_race_of_the_users_own_hook_is_named() -> None:
@@ -244,4 +217,3 @@ def test_a_race_of_the_users_own_hook_is_named() -> None:
     )
     with pytest.raises(AssertionError, match=f"(?s){message}"):
         check(TABLE_WISE, "fused_sparse_dist", ReadsOnAStreamOfItsOwn, stream="dedicated")
-    assert check(TABLE_WISE, "fused_sparse_dist", ReadsThereWhenWritten, stream="dedicated").holds

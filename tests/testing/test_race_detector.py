@@ -9,18 +9,16 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lightning_overlap.runtime import deferred_updates, executor, lookup_order, stage_issue
-from lightning_overlap.schedules.modes import MODES, STREAMS
+from lightning_overlap.schedules.modes import MODES
 from lightning_overlap.schedules.schedule import Schedule, Step
 from lightning_overlap.schedules.stages import Stage, StreamName
 from lightning_overlap.testing import RaceError
 from lightning_overlap.testing.race_detector import Races
 
 from ..support import mutants
-from ..support.fakes import FakeTrainer, RecordingStreams, check_laws
-from ..support.schedules import random_schedule
+from ..support.fakes import FakeTrainer, check_laws
 
 COMPUTE, SIDE, THIRD = StreamName.COMPUTE, StreamName.DATA_DIST, StreamName.LOOKUP
-random_schedules = st.randoms(use_true_random=False).map(random_schedule)
 
 
 # -- clocks -----------------------------------------------------------------------------------------------------
@@ -84,23 +82,7 @@ def test_equals_a_search_of_the_graph(steps: list[tuple[str, StreamName, int]]) 
         done.append(kind)
 
 
-# -- the executor and the modes ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("policy", STREAMS)
-@pytest.mark.parametrize("ready", [True, False])
-def test_no_mode_has_a_race(mode: Schedule, policy: str, ready: bool) -> None:
-    trainer = FakeTrainer(mode, ready=ready, streams=RecordingStreams(STREAMS[policy]))
-    trainer.run(3 * mode.depth, stop_after=2 * mode.depth)
-    trainer.run(3 * mode.depth, repeat={1, 3}, skip={2}, hold={4: 4})
-
-
-@given(random_schedules, st.sampled_from(list(STREAMS.values())), st.booleans(), st.sets(st.integers(0, 6), max_size=2))
-def test_no_schedule_that_is_accepted_has_a_race(
-    schedule: Schedule, lookup: StreamName, ready: bool, repeat: set[int]
-) -> None:
-    for options in ({"repeat": repeat}, {"skip": repeat}):
-        FakeTrainer(schedule, ready=ready, streams=RecordingStreams(lookup)).run(2 * schedule.depth + 1, **options)
+# -- the executor -----------------------------------------------------------------------------------------------
 
 
 def test_what_the_mutants_are_made_of_is_right() -> None:
