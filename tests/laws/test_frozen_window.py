@@ -131,7 +131,6 @@ AFTER_6, AFTER_8 = ({"callbacks": [windows.After(num, "write")]} for num in (6, 
         (4, AFTER_8, "trained"),
         (1, {"model": "manual"}, "with manual optimization"),
         (2, {"model": "asks_twice"}, "runs several forwards in a step"),
-        (1, {"model": "asks_twice"}, "trained"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else str(value),
 )

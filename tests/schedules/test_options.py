@@ -80,9 +80,6 @@ def test_an_option_that_there_is_not_is_named_with_the_nearest() -> None:
     assert [*inspect.signature(Mode).parameters][:2] == ["name", "staleness"]
 
 
-# -- switches ---------------------------------------------------------------------------------------------------
-
-
 def test_the_table_of_each_batch() -> None:
     switched = Mode(async_lookup(3), start_batch=5, end_batch=9).schedules
     assert [switched.at(batch).staleness for batch in range(12)] == [0] * 5 + [3] * 4 + [0] * 3

@@ -126,9 +126,6 @@ def test_options_without_a_reference_are_refused(pipeline: str, option: str) -> 
         check_module(lambda: Model(TABLE_WISE), [], mode_and_options(pipeline, {option: True})[0])
 
 
-# -- broken on purpose ------------------------------------------------------------------------------------------
-
-
 def test_a_read_of_the_loss_is_reported_or_breaks_the_law() -> None:
     report = check(TABLE_WISE, "fused_sparse_dist", cases.ReadsItsLoss)
     [(place, num)] = report.host_syncs.items()

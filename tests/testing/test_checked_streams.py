@@ -140,16 +140,6 @@ class RecomputesItsLookup(ReadsTables):
         return dict(zip(keys, rows, strict=True))
 
 
-class RecomputesAnotherLookup(RecomputesItsLookup):
-    """With ids that are made in the step, so that both lookups are its own forward's."""
-
-    def embeddings(self, collection: str, batch: Any) -> Any:
-        kjt, index = batch.inputs["sparse"]
-        if index >= 3:
-            kjt = cases.remade(kjt)
-        return super().embeddings(collection, cases.Batch(batch.dense, {"sparse": (kjt, index)}, batch.labels))
-
-
 USERS: dict[str, tuple[type[Model], dict[str, Any]]] = {
     "reads": (ReadsTables, {}),
     "reads_accumulating": (ReadsTables, {"accumulate_grad_batches": 2}),
@@ -158,7 +148,6 @@ USERS: dict[str, tuple[type[Model], dict[str, Any]]] = {
     "steps_by_hand": (StepsByHand, {}),
     "moves_its_rates": (MovesItsRates, {}),
     "recomputes_its_lookup": (RecomputesItsLookup, {}),
-    "recomputes_another_lookup": (RecomputesAnotherLookup, {}),
 }
 
 
