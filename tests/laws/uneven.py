@@ -56,8 +56,7 @@ def train(
     """Two epochs; return what was trained and what was said."""
     model = Counts()
     with warnings.catch_warnings(record=True, action="always") as caught:
-        data = Uneven(lengths, sized, nones)
-        _fit(model, data, pipeline, **{"max_epochs": 2, "num_sanity_val_steps": 0, **kwargs})
+        _fit(model, Uneven(lengths, sized, nones), pipeline, **{"max_epochs": 2, "num_sanity_val_steps": 0, **kwargs})
     said = [str(warning.message) for warning in caught if "another rank" in str(warning.message)]
     return model.seen, said
 
@@ -80,14 +79,19 @@ def terminate(pipeline: str, rank: int, sized: bool) -> int:
     return len(model.losses)
 
 
-class _Promises(_Stream):
+class _BreaksOff(list[Any]):
     def __len__(self) -> int:
         return 9
+
+    def __getitem__(self, index: Any) -> Any:
+        if index == 5:
+            raise StopIteration
+        return super().__getitem__(index)
 
 
 class _BreakingOff(Batches):
     def train_dataloader(self) -> DataLoader:
-        return DataLoader(_Promises(5, self.trainer.global_rank), batch_size=None)
+        return DataLoader(_BreaksOff(_Stream(5, self.trainer.global_rank)), batch_size=None)
 
 
 def break_off(pipeline: str) -> str:

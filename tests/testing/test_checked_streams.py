@@ -75,8 +75,7 @@ STATEMENTS += [(answers, *found) for found in mutants.statements(answers, "_rece
 def test_a_wait_or_hand_over_that_is_left_out_is_a_race(file: ModuleType, line: int) -> None:
     runs = [partial(train, MIXED, pipeline) for pipeline in OVERLAPPING]
     runs.append(partial(train, MIXED, "split_backward", module=ReadsTablesAfterBackward))
-    with mutants.without(file, line):
-        # The first run that has a race is enough.
+    with mutants.without(file, line):  # the first run that has a race is enough
         assert any(mutants.races(run) for run in runs)
 
 
