@@ -6,15 +6,13 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
-from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_overlap import OverlapEmbeddingStrategy
 
@@ -48,26 +46,18 @@ CALLBACKS = {
 
 def run(
     folder: str,
-    place: str = "nowhere",
-    batch: int = 5,
-    ranks: tuple[int, ...] = (1,),
-    signum: int | None = None,
-    group: bool = False,
     pipeline: str = "fused_sparse_dist",
     resume: str | None = None,
     callback: str | None = None,
     timeout_s: float = TIMEOUT_S,
+    **where: Any,
 ) -> None:
     """Train this rank, saving every second step, and leave what there is at the end in `folder`."""
     torch.set_num_threads(1)
-    fault = Fault(place, batch, tuple(ranks), signum, group)
-    model = Faulty(ROWWISE_ADAGRAD, fault)
+    fault = Fault(**{"place": "nowhere", "batch": 5, "ranks": [1], **where})
     timeout = timedelta(seconds=timeout_s)
-    strategy = (
-        DDPStrategy(timeout=timeout)
-        if pipeline == "ddp"
-        else OverlapEmbeddingStrategy(pipeline, sharding="table_wise", observer=fault.observe, timeout=timeout)
-    )
+    model = Faulty(ROWWISE_ADAGRAD, fault)
+    strategy = OverlapEmbeddingStrategy(pipeline, sharding="table_wise", observer=fault.observe, timeout=timeout)
     saver = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=2, save_top_k=-1)
     callbacks = [FaultyCallback(fault), saver, *([CALLBACKS[callback](folder)] if callback else [])]
     quiet = {**QUIET, "enable_checkpointing": True, "default_root_dir": folder}
@@ -76,44 +66,33 @@ def run(
     torch.save(collect(model, trainer.optimizers[0], model.losses), f"{folder}/result_{trainer.global_rank}.pt")
 
 
-@dataclass
-class Ended:
+class Ended(NamedTuple):
     code: int
     log: str
 
 
 def run_all(folder: Path, *runs: dict[str, Any]) -> list[list[Ended]]:
     """Do runs one after the other; return how each rank of each ended. Rank r of run n writes to folder/n/log_r."""
-    ends = []
-    for num, arguments in enumerate(runs):
-        place = folder / str(num)
-        place.mkdir()
-        codes = _wait(_start_ranks(place, arguments))
-        ends.append([Ended(code, (place / f"log_{rank}").read_text()) for rank, code in enumerate(codes)])
-    return ends
+    return [_run_ranks(folder / str(num), arguments) for num, arguments in enumerate(runs)]
 
 
-def _start_ranks(place: Path, arguments: dict[str, Any]) -> list[interpreters.Popen]:
-    port = free_port()
+def _run_ranks(place: Path, arguments: dict[str, Any]) -> list[Ended]:
+    """Run two ranks; their exit codes may be negative: the signal. One that hangs is killed by SIGALRM."""
+    place.mkdir()
+    port, ranks = free_port(), []
     command = [sys.executable, "-m", __name__, json.dumps({"folder": str(place), **arguments})]
-    processes = []
     for rank in range(2):
         with (place / f"log_{rank}").open("wb") as log:
             environment = os.environ | torchrun_variables(rank, 2, 1, port)
             options = {"cwd": ROOT, "env": environment, "stdout": log, "stderr": log}
-            processes.append(interpreters.Popen(command, launches=False, **options))
-    return processes
-
-
-def _wait(ranks: list[interpreters.Popen]) -> list[int]:
-    """Wait for the ranks; return exit codes (negative: the signal). One that hangs is killed by SIGALRM."""
+            ranks.append(interpreters.Popen(command, launches=False, **options))
     deadline = time.monotonic() + 7 * TIMEOUT_S
     while any(rank.poll() is None for rank in ranks):
         if time.monotonic() > deadline:
             for rank in ranks:
                 rank.send_signal(signal.SIGALRM)
         time.sleep(0.02)
-    return [rank.wait() for rank in ranks]
+    return [Ended(process.wait(), (place / f"log_{rank}").read_text()) for rank, process in enumerate(ranks)]
 
 
 def start_script(folder: Path, start: type[subprocess.Popen[bytes]], **arguments: Any) -> subprocess.Popen[bytes]:

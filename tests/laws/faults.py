@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import signal
 import threading
@@ -32,7 +31,7 @@ class InjectedError(Exception):
 class Fault:
     place: str  # "issue embedding_lookup" and the like (what an observer is told), or one of `Faulty`'s hooks
     batch: int
-    ranks: tuple[int, ...] = (0, 1)
+    ranks: Sequence[int] = (0, 1)
     signum: int | None = None  # the signal that the rank gets; None: an error is raised there
     group: bool = False  # the whole process group gets the signal, as a terminal sends it
     happened: bool = False
@@ -52,29 +51,16 @@ class Fault:
         return f"{self.place} of batch {self.batch}"
 
 
-UNUSED = "parameters unused"  # no error yet: `training_step` leaves parameters without a gradient; other ranks wait
 NOWHERE = Fault("nowhere", 0)
 DATA = (
-    Fault("__iter__", 0),
-    Fault("__getitem__", 0),
-    Fault("__getitem__", 4),
-    Fault("collate", 1),
-    Fault("on_before_batch_transfer", 4),
-    Fault("transfer_batch_to_device", 0),
-    Fault("on_after_batch_transfer", 5),
+    *(Fault("__iter__", 0), Fault("__getitem__", 0), Fault("__getitem__", 4)),
+    *(Fault("on_before_batch_transfer", 4), Fault("transfer_batch_to_device", 0), Fault("on_after_batch_transfer", 5)),
 )
 WORKER = (Fault("worker", 0),)  # a loader's process, which dies
 HOOKS = (
-    Fault("on_train_batch_start", 3),
-    Fault("training_step", 0),
-    Fault("training_step", 3),
-    Fault("on_after_backward", 3),
-    Fault("optimizer.step", 2),
-    Fault("on_train_batch_end", 5),
-    Fault("callback", 3),
-    Fault("on_validation_start", VALIDATION),
-    Fault("validation_step", VALIDATION),
-    Fault("configure_optimizers", 0),
+    *(Fault("on_train_batch_start", 3), Fault("training_step", 0), Fault("training_step", 3)),
+    *(Fault("on_after_backward", 3), Fault("optimizer.step", 2), Fault("callback", 3), Fault("callback", 5)),
+    *(Fault("validation_step", VALIDATION), Fault("configure_optimizers", 0)),
 )
 
 
@@ -103,24 +89,12 @@ class Faulty(Model):
         self.fault.stage_done("on_train_batch_start", batch_idx)
 
     def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
-        used = self.bottom
-        try:
-            self.fault.stage_done(UNUSED, batch_idx)
-        except InjectedError:
-            self.bottom = copy.deepcopy(used).requires_grad_(False)
         loss = super().training_step(batch, batch_idx)
-        self.bottom = used
         self.fault.stage_done("training_step", batch_idx)
         return loss
 
     def on_after_backward(self) -> None:
         self.fault.stage_done("on_after_backward", self.trainer.fit_loop.epoch_loop.batch_idx)
-
-    def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
-        self.fault.stage_done("on_train_batch_end", batch_idx)
-
-    def on_validation_start(self) -> None:
-        self.fault.stage_done("on_validation_start", VALIDATION)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         self.fault.stage_done("validation_step", index_of(batch))
@@ -129,17 +103,7 @@ class Faulty(Model):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         self.fault.stage_done("configure_optimizers", 0)
         optimizer = dense_optimizer(self)
-        step, num = optimizer.step, 0
-
-        def faulty_step(closure: Callable[[], Any]) -> Any:
-            nonlocal num
-            loss = closure()
-            self.fault.stage_done("optimizer.step", num)
-            num += 1
-            step()
-            return loss
-
-        optimizer.step = faulty_step  # type: ignore[method-assign]
+        optimizer.register_step_post_hook(lambda *_: self.fault.stage_done("optimizer.step", self.trainer.global_step))
         return optimizer
 
 
@@ -159,17 +123,11 @@ class _FaultyDataset(Dataset):
         return len(self.indices)
 
     def __getitem__(self, place: int) -> Batch:
-        if place >= len(self):
-            raise IndexError
         index = self.indices[place]
         self.fault.stage_done("__getitem__", index)
         if self.fault.place == "worker" and self.fault.batch == index:
             os._exit(3)  # as if the kernel had killed it for its memory
         return make_batch(self.case, index, self.rank)
-
-    def collate(self, batch: Batch) -> Batch:
-        self.fault.stage_done("collate", index_of(batch))
-        return batch
 
 
 class _FaultyLoader(DataLoader):
@@ -186,7 +144,7 @@ class FaultyBatches(Batches):
     def train_dataloader(self) -> DataLoader:
         dataset = _FaultyDataset(self.case, self.fault, range(self.num_batches), self.trainer.global_rank)
         num_workers = int(self.fault.place == "worker")
-        return _FaultyLoader(dataset, batch_size=None, collate_fn=dataset.collate, num_workers=num_workers)
+        return _FaultyLoader(dataset, batch_size=None, num_workers=num_workers)
 
     def val_dataloader(self) -> DataLoader:
         indices = range(VALIDATION, VALIDATION + 2)

@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "lightning_overlap"
@@ -17,190 +17,138 @@ TIMEOUT_S = 300
 FAILED, PASSED = 1, 0  # exit codes of pytest
 
 
+class Break(NamedTuple):
+    file: str = ""  # that is changed, from the package's root; empty where the test breaks the package by itself
+    text: str = ""  # stands there once
+    instead: str = ""
+
+
 BREAKS = {
-    "an update takes the learning rate that held at the lookup": (
-        "sparse/update_rates.py",
-        "if set_rates is None or not torch.is_grad_enabled():",
-        "if True:",
+    "an update takes the learning rate that held at the lookup": Break(
+        "sparse/update_rates.py", "if set_rates is None or not torch.is_grad_enabled():", "if True:"
     ),
-    "a call under `no_grad` gets its embeddings with their graph": (
-        "sparse/answers.py",
-        "if torch.is_grad_enabled() or not self._options.trains:\n            return Early",
-        "if True:\n            return Early",
+    "a call under `no_grad` gets its embeddings with their graph": Break(
+        "sparse/answers.py", "if torch.is_grad_enabled() or not self._options.trains:", "if True:"
     ),
-    "after the update of one part of the tables the other part is looked up": (
-        "sparse/lookup.py",
-        "if (name, part) == only]",
-        "if (name, part) != only]",
+    "after the update of one part of the tables the other part is looked up": Break(
+        "sparse/lookup.py", "if (name, part) == only]", "if (name, part) != only]"
     ),
-    "a layer that is called twice loses the weight gradients of one call": (
-        "dense/split_layers.py",
-        "for of_layer in self._pending.values() for call in of_layer]",
-        "for of_layer in self._pending.values() for call in of_layer[:1]]",
+    "a layer that is called twice loses the weight gradients of one call": Break(
+        "dense/split_layers.py", "for call in of_layer]", "for call in of_layer[:1]]"
     ),
-    "a layer is split though its weight is used elsewhere": (
-        "dense/graph.py",
-        "any(not users[node] <= own for node in own - outputs)",
-        "False",
+    "a layer is split though its weight is used elsewhere": Break(
+        "dense/graph.py", "any(not users[node] <= own for node in own - outputs)", "False"
     ),
-    "a deferred update is applied twice": (
+    "a deferred update is applied twice": Break(
         "sparse/deferred_update.py",
         "            _go_on([*received, *self._sent.to_apply], retain_graph=retain_graph)\n",
         "            _go_on([*received, *self._sent.to_apply], retain_graph=True)\n"
         "            _go_on([*received, *self._sent.to_apply], retain_graph=retain_graph)\n",
     ),
-    "in a frozen window the updates are made in another order": (
+    "in a frozen window the updates are made in another order": Break(
+        "runtime/deferred_updates.py", "if inflight.index <= index]:", "if inflight.index <= index][::-1]:"
+    ),
+    "in a frozen window an evaluation finds updates made whose optimizer step is to come": Break(
         "runtime/deferred_updates.py",
-        "in [inflight for inflight in self.to_update.values() if inflight.index <= index]:",
-        "in [inflight for inflight in self.to_update.values() if inflight.index <= index][::-1]:",
+        "for inflight in self.to_update.values() if not inflight.is_held]",
+        "for inflight in self.to_update.values()]",
     ),
-    "in a frozen window an evaluation finds updates made whose optimizer step is to come": (
-        "runtime/deferred_updates.py",
-        "return [inflight for inflight in self.to_update.values() if not inflight.is_held]",
-        "return [*self.to_update.values()]",
+    "a module's own forward in a frozen window updates in its backward": Break(
+        "sparse/answers.py", "if self._options.holds_updates:", "if False:"
     ),
-    "a module's own forward in a frozen window updates in its backward": (
-        "sparse/answers.py",
-        "if self._options.holds_updates:",
-        "if False:",
+    "the youngest stashed gradients are applied first": Break(
+        "sparse/delayed_gradients.py", "waiting.popleft()", "waiting.pop()"
     ),
-    "the youngest stashed gradients are applied first": (
-        "sparse/delayed_gradients.py",
-        "waiting.popleft()",
-        "waiting.pop()",
+    "a lookup without an update is counted by the fused optimizers": Break(
+        "sparse/update_rates.py", "    if any(num_lookups):\n", "    if False:\n"
     ),
-    "a lookup without an update is counted by the fused optimizers": (
-        "sparse/update_rates.py",
-        "    if any(num_lookups):\n",
-        "    if False:\n",
+    "lengths and ids that travelled in one all-to-all are put together in another order of ranks": Break(
+        "distributed/packed_alltoall.py", ":: len(self._parts)]", ":: len(self._parts)][::-1]"
     ),
-    "lengths and ids that travelled in one all-to-all are put together in another order of ranks": (
-        "distributed/packed_alltoall.py",
-        "pieces[number :: len(self._parts)]",
-        "pieces[number :: len(self._parts)][::-1]",
+    "batches of a loader that fills its memory anew are used as they are": Break(
+        "runtime/batch_memory.py", "if self._is_trusted:", "if True:"
     ),
-    "batches of a loader that fills its memory anew are used as they are": (
-        "runtime/batch_memory.py",
-        "        if self._is_trusted:\n            return batch\n        if len",
-        "        if True:\n            return batch\n        if len",
+    "an exact mode looks up above its backward": Break(
+        "schedules/modes.py", ", Step(_LOOKUP, 1, _SIDE),", "[:-1], Step(_LOOKUP, 1, _SIDE), _FUSED[-1],"
     ),
-    "an exact mode looks up above its backward": (
-        "schedules/modes.py",
-        '"fused_sparse_dist", (*_FUSED, Step(_LOOKUP, 1, _SIDE), Step(_STEP',
-        '"fused_sparse_dist", (*_FUSED[:-1], Step(_LOOKUP, 1, _SIDE), _FUSED[-1], Step(_STEP',
+    "`async_lookup` looks up one batch fewer ahead than it says": Break(
+        "schedules/modes.py", '{staleness}", staleness)', '{staleness}", max(1, staleness - 1))'
     ),
-    "`async_lookup` looks up one batch fewer ahead than it says": (
-        "schedules/modes.py",
-        '(f"async_lookup_{staleness}", staleness)',
-        '(f"async_lookup_{staleness}", max(1, staleness - 1))',
+    "what comes after the step does not wait for the update of the tables": Break(
+        "runtime/executor.py", "self._order.compute_waits_for_update()\n            self._run", "self._run"
     ),
-    "what comes after the step does not wait for the update of the tables": (
-        "runtime/executor.py",
-        "            self._order.compute_waits_for_update()\n            self._run_deferred_lookup()",
-        "            self._run_deferred_lookup()",
+    "a lookup does not wait for what a module's own forward has left to be written": Break(
+        "runtime/stage_issue.py", "        self._order.wait_for_writes(step.stream)\n", ""
     ),
-    "a lookup does not wait for what a module's own forward has left to be written": (
-        "runtime/stage_issue.py",
-        "        self._order.wait_for_writes(step.stream)\n",
-        "",
+    "tables of the dense optimizer are looked up early without a wait for its step": Break(
+        "runtime/stage_issue.py", "        if WeightOwner.DENSE_OPTIMIZER in owners:\n", "        if False:\n"
     ),
-    "tables of the dense optimizer are looked up early without a wait for its step": (
-        "runtime/stage_issue.py",
-        "        if WeightOwner.DENSE_OPTIMIZER in owners:\n",
-        "        if False:\n",
+    "embeddings looked up early are served though the ids were changed in place since": Break(
+        "sparse/answers.py", "if not state.sent.is_unchanged(state.kjt):", "if False:"
     ),
-    "embeddings looked up early are served though the ids were changed in place since": (
-        "sparse/answers.py",
-        "if not state.sent.is_unchanged(state.kjt):",
-        "if False:",
-    ),
-    "all-to-alls that were started for batches to come are not completed where training stops early": (
+    "all-to-alls that were started for batches to come are not completed where training stops early": Break(
         "runtime/executor.py",
         "        for inflight in ahead:\n"
         "            self._inputs.drain(inflight)\n"
         "            self._lookups.drop_lookups(inflight)\n",
         "",
     ),
-    "the early lookups of a fit that failed stand in for the modules' own forwards from then on": (
-        "plugin/strategy.py",
-        "        run.undo.callback(run.sparse.detach)\n",
-        "",
+    "the early lookups of a fit that failed stand in for the modules' own forwards from then on": Break(
+        "plugin/strategy.py", "        run.undo.callback(run.sparse.detach)\n", ""
     ),
-    "a checkpoint counts batches that are only looked ahead at": (
-        "plugin/loops/fit_loop.py",
-        'state_dict["combined_loader"] = fetcher.trained_states or None',
-        "pass",
+    "a checkpoint counts batches that are only looked ahead at": Break(
+        "plugin/loops/fit_loop.py", 'state_dict["combined_loader"] = fetcher.trained_states or None', "pass"
     ),
-    "ranks end a batch after the one that the first of them lacks": (
-        "runtime/end_of_data.py",
-        "self.num_batches = index if said.lacks else index + 1",
-        "self.num_batches = index + 1",
+    "ranks end a batch after the one that the first of them lacks": Break(
+        "runtime/end_of_data.py", "index if said.lacks else index + 1", "index + 1"
     ),
-    "the host reads the sizes of an input dist once more": (
-        "sparse/input_sizes.py",
-        "        size, rank = self._group.size(), self._group.rank()\n",
-        "        size, rank = self._group.size(), self._group.rank()\n        received.tolist()\n",
+    "the host reads the sizes of an input dist once more": Break(
+        "sparse/input_sizes.py", "self._group.rank()\n", "self._group.rank()\n        received.tolist()\n"
     ),
-    "columns stay in the order of the sharding plan": (
-        "tables/names.py",
-        "return columns if columns.keys() == names else",
-        "return columns if True else",
+    "columns stay in the order of the sharding plan": Break(
+        "tables/names.py", "return columns if columns.keys() == names else", "return columns if True else"
     ),
-    "features are taken from where they stood in the first batch": (
-        "tables/sharding.py",
-        "    find_features_by_name(model)\n",
-        "",
+    "features are taken from where they stood in the first batch": Break(
+        "tables/sharding.py", "    find_features_by_name(model)\n", ""
     ),
-    "nobody notices that a callback has written tables between two steps": (
-        "sparse/module_context.py",
-        "return any(num_writes(self.module, owner) != before for owner, before in self.num_writes.items())",
-        "return False",
+    "nobody notices that a callback has written tables between two steps": Break(
+        "sparse/module_context.py", "any(num_writes(self.module, owner) != before for", "any(False for"
     ),
-    "a backward between two steps is no write of the tables": (
-        "tables/write_counts.py",
-        "_num_backwards[module] = _num_backwards.get(module, 0) + 1",
-        "_num_backwards[module] = 0",
+    "a backward between two steps is no write of the tables": Break(
+        "tables/write_counts.py", "_num_backwards.get(module, 0) + 1", "0"
     ),
-    "an early lookup keeps the learning rate that somebody has changed by hand since": (
-        "sparse/module_context.py",
-        "if self.rates is not None and rates_of(self.module) != self.rates:",
-        "if False:",
+    "an early lookup keeps the learning rate that somebody has changed by hand since": Break(
+        "sparse/module_context.py", "if self.rates is not None and rates_of(self.module) != self.rates:", "if False:"
     ),
-    "a rank that sees written tables leaves its early lookup aside without the others": (
-        "runtime/table_writes.py",
-        "everyone = self._asks and self._any_rank(written)",
-        "everyone = written",
+    "a rank that sees written tables leaves its early lookup aside without the others": Break(
+        "runtime/table_writes.py", "everyone = self._asks and self._any_rank(written)", "everyone = written"
     ),
-    "an old checkpoint is removed before the new one has its name": (
-        "checkpoint/atomic.py",
-        "        path.rename(being_replaced(path))\n",
-        "        discard(path)\n",
+    "an old checkpoint is removed before the new one has its name": Break(
+        "checkpoint/atomic.py", "        path.rename(being_replaced(path))\n", "        discard(path)\n"
     ),
-    "objects beside the tensors of a checkpoint are unpickled untrusted": (
+    "objects beside the tensors of a checkpoint are unpickled untrusted": Break(
+        "checkpoint/safe_metadata.py", "weights_only=self._weights_only)", "weights_only=False)"
+    ),
+    "the list of a checkpoint's tensors may name anything": Break(
         "checkpoint/safe_metadata.py",
-        "weights_only=self._weights_only)",
-        "weights_only=False)",
+        'raise pickle.UnpicklingError(f"it names {module}.{name}")',
+        "return super().find_class(module, name)",
     ),
-    "the list of a checkpoint's tensors may name anything": (
-        "checkpoint/safe_metadata.py",
-        '            raise pickle.UnpicklingError(f"it names {module}.{name}")\n',
-        "            return super().find_class(module, name)\n",
-    ),
-    "a replica applies a cut that does not follow what it has": (
+    "a replica applies a cut that does not follow what it has": Break(
         "deltas/parts/chain.py",
         "if head.after is None or head.after == at or (head.after < at and not is_own):",
         "if True:",
     ),
 }
-"""What is broken, as docs/laws.md says it -> file from the package's root, what stands there once, what instead."""
+"""What is broken, as docs/laws.md says it -> how."""
 
 
 class Mutant(NamedTuple):
     law: int
     what: str
     tests: tuple[str, ...]  # from `tests/`; each of them fails
-    file: str = ""  # that is changed, from the package's root; empty where the test breaks the package by itself
-    text: str = ""  # stands there once
+    file: str = ""  # this and the rest: a `Break`
+    text: str = ""
     instead: str = ""
 
 
@@ -219,15 +167,13 @@ MUTANTS = tuple(_mutants())
 
 
 def _copied(folder: Path) -> None:
-    names = ("lightning_overlap", "tests", "conf", "examples", "benchmarks", "docs", "requirements")
-    for name in names:
+    for name in ("lightning_overlap", "tests", "conf", "examples", "benchmarks", "docs", "requirements"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for file in ROOT.iterdir():
-        if file.is_file():
-            shutil.copy2(file, folder)
+    for file in filter(Path.is_file, ROOT.iterdir()):
+        shutil.copy2(file, folder)
 
 
-def outcome(mutant: Mutant, tests: Sequence[str]) -> str:
+def outcome(mutant: Mutant) -> str:
     """Break a copy of the package and run tests there; return "caught" where they fail, else what has come of it."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
@@ -236,15 +182,11 @@ def outcome(mutant: Mutant, tests: Sequence[str]) -> str:
             path = folder / PACKAGE / mutant.file
             path.write_text(path.read_text(encoding="utf-8").replace(mutant.text, mutant.instead), encoding="utf-8")
         command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
+        command += [f"tests/{test}" for test in mutant.tests]
+        environment = os.environ | {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
+        options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": TIMEOUT_S}
         try:
-            done = subprocess.run(
-                [*command, *(f"tests/{test}" for test in tests)],
-                cwd=folder,
-                env=os.environ | {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"},
-                capture_output=True,
-                text=True,
-                timeout=TIMEOUT_S,
-            )
+            done = subprocess.run(command, cwd=folder, env=environment, **options)
         except subprocess.TimeoutExpired:
             return f"NO ANSWER within {TIMEOUT_S} s"
     expected = FAILED if mutant.file else PASSED  # what breaks the package by itself passes where it is noticed
@@ -259,19 +201,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="a word of those to try")
     args = parser.parse_args(arguments)
-    jobs = [(mutant, test) for mutant in MUTANTS if args.only in mutant.what for test in mutant.tests]
     missed = []
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        found = {pool.submit(outcome, mutant, [test]): (mutant, test) for mutant, test in jobs}
+        found = {pool.submit(outcome, mutant): mutant for mutant in MUTANTS if args.only in mutant.what}
         for number, future in enumerate(as_completed(found), 1):
-            mutant, test = found[future]
-            said = future.result()
-            print(f"[{number}/{len(jobs)}] law {mutant.law}: {mutant.what}: {said} ({test})", flush=True)
+            mutant, said = found[future], future.result()
+            line = f"law {mutant.law}: {mutant.what}: {said} ({', '.join(mutant.tests)})"
+            print(f"[{number}/{len(found)}] {line}", flush=True)
             if said != "caught":
-                missed.append((mutant, test, said))
-    for mutant, test, said in missed:
-        print(f"law {mutant.law}: {mutant.what}: {said}\n    tests/{test}")
-    print(f"{len(jobs) - len(missed)} of {len(jobs)} caught")
+                missed.append(line)
+    print(*missed, f"{len(found) - len(missed)} of {len(found)} caught", sep="\n")
     return bool(missed)
 
 

@@ -1,4 +1,4 @@
-"""Random fits: what is drawn, by Hypothesis or a seeded generator. Imports nothing of the package under test."""
+"""Random fits: what is drawn. Imports nothing of the package under test."""
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ EXACT = (
 )
 STALE = ("semi_sync", "semi_sync_deferred", "async_lookup")
 ORDERED = ("values", "to_dict")  # uses that see the order of columns
-Choose = Callable[[Sequence[Any]], Any]  # takes one of several; the first is the simplest
+Choose = Callable[[Sequence[Any]], Any]  # takes one of several
 
 
 @dataclass(frozen=True)
@@ -37,12 +37,9 @@ class Part:
     @property
     def keys(self) -> list[str]:
         """Names of its answers in the order of the configs."""
-        owners = [feature for table in self.tables for feature in table.features]
-        return [
-            feature if owners.count(feature) == 1 else f"{feature}@{table.name}"
-            for table in self.tables
-            for feature in table.features
-        ]
+        owners = [(table, feature) for table in self.tables for feature in table.features]
+        read = [feature for _, feature in owners]
+        return [name if read.count(name) == 1 else f"{name}@{table.name}" for table, name in owners]
 
     @property
     def width(self) -> int:
@@ -106,8 +103,9 @@ class Fit:
         return {name: tuple(sorted(features)) for name, features in sorted(read.items())}
 
 
-def draw(choose: Choose, without: Collection[str] = (), seed: int = 0) -> Fit:
-    """Draw a fit without some choices; the seed is that of its weights and data."""
+def of_seed(seed: int, without: Collection[str] = ()) -> Fit:
+    """Draw a fit without some choices; the seed is also that of its weights and data."""
+    choose: Choose = Random(seed).choice
 
     def pick(*choices: Any) -> Any:
         return choose([choice for choice in choices if choice not in without or not isinstance(choice, str)])
@@ -132,7 +130,7 @@ def draw(choose: Choose, without: Collection[str] = (), seed: int = 0) -> Fit:
         options=_draw_options(choose, pipeline),
         stream=choose(["data_dist", "dedicated", "current"]),
         weighted=weighted,
-        layout=pick("dict", "dataclass", "tuple", "nested", "either"),
+        layout=pick("dict", "nested", "either"),
         sizes="alike" if scatters else choose(["alike", "by_rank"]),
         empty=choose([False, True]),
         change=change,
@@ -156,17 +154,14 @@ def _draw_part(pick: Choose, choose: Choose, at: int, weighted: bool) -> Part:
     sequence = not (weighted and kjt == "x") and choose([False, False, True])
     dim = choose([4, 8])
     shardings = ["table_wise", "column_wise", "row_wise", *(["data_parallel"] if not sequence else [])]
-    tables = tuple(
-        Table(
-            f"t{at}{number}",
-            choose([("f0",), ("f1",), ("f0", "f1"), ("f2", "f3"), ("f3", "f0")]),
-            dim if sequence else choose([4, 8]),
-            choose(shardings),
-            choose([0, 1]),
-            "sum" if sequence or weighted else choose(["sum", "sum", "mean"]),
-        )
-        for number in range(choose([2, 1, 3]))
-    )
+    features = [("f0",), ("f1",), ("f0", "f1"), ("f2", "f3"), ("f3", "f0")]
+
+    def draw_table(number: int) -> Table:
+        own_dim = dim if sequence else choose([4, 8])
+        pooling = "sum" if sequence or weighted else choose(["sum", "sum", "mean"])
+        return Table(f"t{at}{number}", choose(features), own_dim, choose(shardings), choose([0, 1]), pooling)
+
+    tables = tuple(draw_table(number) for number in range(choose([2, 1, 3])))
     # TorchRec wraps copies in DistributedDataParallel with a static graph: plain loops fail where calls differ.
     static = any(table.sharding == "data_parallel" for table in tables)
     uses = ["by_name", *ORDERED] if static else ["by_name", *ORDERED, "part", "detached", "no_grad", "statistic"]
@@ -179,13 +174,5 @@ def _draw_part(pick: Choose, choose: Choose, at: int, weighted: bool) -> Part:
 def _draw_options(choose: Choose, pipeline: str) -> tuple[tuple[str, Any], ...]:
     if pipeline not in STALE:
         return ()
-    options: list[tuple[str, Any]] = []
-    if pipeline == "async_lookup":
-        options.append(("staleness", choose([1, 2, 3])))
-    if choose([False, False, True]):
-        options += [("start_batch", 2), ("end_batch", 5)]
-    return tuple(options)
-
-
-def of_seed(seed: int, without: Collection[str] = ()) -> Fit:
-    return draw(Random(seed).choice, without, seed)
+    own = (("staleness", choose([1, 2, 3])),) if pipeline == "async_lookup" else ()
+    return (*own, ("start_batch", 2), ("end_batch", 5)) if choose([False, False, True]) else own

@@ -17,32 +17,12 @@ from lightning_overlap.tuning import Auto
 
 from ..support.fits import make_trainer, mode_and_options
 from ..support.reference import Result, collect
-from .random_fits import Fit, Part
+from .random_fits import ORDERED, Fit, Part
 from .random_models import Data, Net, make_batch, make_plan, opened
 
-COLLECTIVE_TIMEOUT_S = 20
+COLLECTIVE_TIMEOUT = datetime.timedelta(seconds=20)
 NOT_DRAWN = "plain training fails: "
 EVERY_SECOND_BATCH = Auto(warm_up=1, settle=1, block=1, rounds=1)  # switches to another mode after so many batches
-
-
-class _InOrder(dict[str, Any]):
-    """An answer of plain TorchRec in the order of the configs, as the unsharded module gives it."""
-
-    pooled = False
-
-    def values(self) -> Any:
-        return torch.cat(list(super().values()), dim=1) if self.pooled else super().values()
-
-    def to_dict(self) -> dict[str, Any]:
-        return self
-
-
-def _in_order(part: Part, embeddings: Any) -> _InOrder:
-    """Wait where the module is called: under the grad mode of the call, not of the first use."""
-    embeddings = embeddings.wait()
-    ordered = _InOrder((key, embeddings[key]) for key in part.keys)
-    ordered.pooled = not part.sequence
-    return ordered
 
 
 class _Loop:
@@ -75,8 +55,9 @@ class _Loop:
         return collect(self.module, self.optimizer, self.module.losses)  # type: ignore[arg-type]
 
     def _look_up(self, part: Part, kjt: KeyedJaggedTensor, batch: int) -> Any:
+        """Wait where the module is called: under the grad mode of the call, not of the first use."""
         early = self.embeddings.pop((batch, part.name), None)
-        return _in_order(part, getattr(self.module, part.name)(kjt)) if early is None else early
+        return getattr(self.module, part.name)(kjt).wait() if early is None else early
 
     def _look_ahead(self, index: int) -> None:
         for ahead in range(index, min(index + self.staleness + 1, self.fit.num_batches)):
@@ -84,8 +65,8 @@ class _Loop:
             for part in self.fit.parts:
                 if (ahead, part.name) not in self.embeddings:
                     with torch.set_grad_enabled(part.use != "no_grad"):
-                        embeddings = getattr(self.module, part.name)(inside.sparse[part.kjt])
-                        self.embeddings[ahead, part.name] = _in_order(part, embeddings)
+                        answer = getattr(self.module, part.name)(inside.sparse[part.kjt])
+                        self.embeddings[ahead, part.name] = answer.wait()
 
     def _step(self, index: int) -> None:
         fit = self.fit
@@ -125,8 +106,13 @@ class _Loop:
 
 
 def train(fit: Fit, staleness: int = 0) -> Result:
-    """Plain DistributedModelParallel, without `checkpoint()`: it changes no number, but some ranks' collectives."""
-    parts = tuple(dataclasses.replace(part, checkpoint="") for part in fit.parts)
+    """Plain DistributedModelParallel, with two other ways to the same numbers.
+
+    Without `checkpoint()`, which needs other collectives on some ranks; and by names, where the order of columns
+    counts: TorchRec's own is another than that of the unsharded module.
+    """
+    uses = ["by_name" if part.use in ORDERED else part.use for part in fit.parts]
+    parts = tuple(dataclasses.replace(part, checkpoint="", use=use) for part, use in zip(fit.parts, uses, strict=True))
     return _Loop(dataclasses.replace(fit, parts=parts), staleness).train()
 
 
@@ -134,14 +120,10 @@ def train_under_the_strategy(fit: Fit, **options: Any) -> Result:
     """Lightning, with the plan of the loop."""
     logging.getLogger("torchrec").setLevel(logging.ERROR)
     module = Net(fit)
-    named = EVERY_SECOND_BATCH if fit.pipeline == "auto" else fit.pipeline
-    mode, others = mode_and_options(named, {**dict(fit.options), **options})
+    pipeline = EVERY_SECOND_BATCH if fit.pipeline == "auto" else fit.pipeline
+    mode, others = mode_and_options(pipeline, {**dict(fit.options), **options})
     strategy = OverlapEmbeddingStrategy(
-        pipeline=mode,
-        stream=fit.stream,
-        sharding=make_plan(fit, module),
-        timeout=datetime.timedelta(seconds=COLLECTIVE_TIMEOUT_S),
-        **others,
+        mode, stream=fit.stream, sharding=make_plan(fit, module), timeout=COLLECTIVE_TIMEOUT, **others
     )
     trainer = make_trainer(
         strategy,

@@ -3,8 +3,7 @@
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,15 +19,14 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from ..support.cases import make_collection, summed
 from ..support.modules import copies, draw_weights, halves, plan_of, rows, whole
-from .random_fits import Fit, Part, Table
+from .random_fits import ORDERED, Fit, Part
 
 NUM_ROWS, NUM_DENSE, BATCH_SIZE = 40, 4, 6
 
 # -- data -------------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Batch:
+class Batch(NamedTuple):
     dense: Tensor
     sparse: dict[str, KeyedJaggedTensor]
     labels: Tensor
@@ -41,10 +39,6 @@ def make_batch(fit: Fit, index: int, rank: int) -> Any:
     kjts = {name: _make_kjt(fit, name, index, size, generator) for name in fit.kjts}
     dense = torch.randn(size, NUM_DENSE, generator=generator)
     labels = torch.randint(0, 2, (size,), generator=generator).float()
-    if fit.layout == "dataclass":
-        return Batch(dense, kjts, labels)
-    if fit.layout == "tuple":
-        return (dense, kjts, labels)
     if fit.layout == "nested":
         return {"in": [dense, {"sparse": (kjts, index)}], "labels": labels}
     if fit.layout == "either" and index >= 3 and (index + rank) % 2:
@@ -53,10 +47,6 @@ def make_batch(fit: Fit, index: int, rank: int) -> Any:
 
 
 def opened(fit: Fit, batch: Any) -> Batch:
-    if isinstance(batch, Batch):
-        return batch
-    if isinstance(batch, (tuple, list)):
-        return Batch(*batch)
     if "in" in batch:
         dense, inner = batch["in"]
         return Batch(dense, inner["sparse"][0], batch["labels"])
@@ -67,10 +57,8 @@ def opened(fit: Fit, batch: Any) -> Batch:
 def _make_kjt(fit: Fit, name: str, index: int, size: int, generator: torch.Generator) -> KeyedJaggedTensor:
     keys = fit.kjts[name]
     lengths = torch.randint(0, 4, (len(keys), size), generator=generator)
-    if fit.empty and index % 3 == 1:
-        lengths[0] = 0
-    if fit.empty and index % 4 == 3:
-        lengths[:] = 0
+    if fit.empty and index % 2:
+        lengths[0 if index % 4 == 1 else slice(None)] = 0  # of one feature, or of all
     num = int(lengths.sum())
     return KeyedJaggedTensor(
         keys=list(keys),
@@ -81,16 +69,14 @@ def _make_kjt(fit: Fit, name: str, index: int, size: int, generator: torch.Gener
 
 
 class _Rank(Dataset[Any]):
-    def __init__(self, fit: Fit, first: int, num: int) -> None:
-        self.fit, self.first, self.num = fit, first, num
+    def __init__(self, fit: Fit, numbers: range) -> None:
+        self.fit, self.numbers = fit, numbers
 
     def __len__(self) -> int:
-        return self.num
+        return len(self.numbers)
 
     def __getitem__(self, at: int) -> Any:
-        if at >= self.num:
-            raise IndexError(at)
-        return make_batch(self.fit, self.first + at, dist.get_rank())
+        return make_batch(self.fit, self.numbers[at], dist.get_rank())
 
 
 class Data(LightningDataModule):
@@ -99,10 +85,10 @@ class Data(LightningDataModule):
         self.fit = fit
 
     def train_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(_Rank(self.fit, 0, self.fit.num_batches), batch_size=None)
+        return DataLoader(_Rank(self.fit, range(self.fit.num_batches)), batch_size=None)
 
     def val_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(_Rank(self.fit, 1000, 2), batch_size=None)
+        return DataLoader(_Rank(self.fit, range(1000, 1002)), batch_size=None)
 
 
 # -- the model --------------------------------------------------------------------------------------------------------
@@ -118,10 +104,8 @@ class Net(LightningModule):
         self.losses: list[Tensor] = []
         self.look_up: LookUp = lambda part, kjt, batch: getattr(self, part.name)(kjt)
         for part in fit.parts:
-            weighted = fit.weighted and part.kjt == "x"
-            self.add_module(
-                part.name, make_collection(part.tables, NUM_ROWS, sequence=part.sequence, weighted=weighted)
-            )
+            kind = {"sequence": part.sequence, "weighted": fit.weighted and part.kjt == "x"}
+            self.add_module(part.name, make_collection(part.tables, NUM_ROWS, **kind))
         self.bottom = nn.Linear(NUM_DENSE, 6)
         self.top = nn.Linear(6 + sum(part.width for part in fit.parts), 1)
         draw_weights(self, fit.seed, 0.5)
@@ -216,10 +200,10 @@ def _merged(part: Part, embeddings: Any) -> Tensor:
             of_key(part.keys[0]).norm()
     if part.use == "values" and not part.sequence:
         return embeddings.values() * 1.0
-    if part.use == "to_dict" or part.use == "values":
-        found = list((embeddings if part.sequence else embeddings.to_dict()).keys())
-        return torch.cat([of_key(key) for key in found], dim=1)
-    columns = [of_key(key) for key in part.keys]
+    names = part.keys
+    if part.use in ORDERED:
+        names = list((embeddings if part.sequence else embeddings.to_dict()).keys())
+    columns = [of_key(name) for name in names]
     if part.use == "part":
         columns[1:] = [torch.zeros_like(column) for column in columns[1:]]
     merged = torch.cat(columns, dim=1)
@@ -227,14 +211,12 @@ def _merged(part: Part, embeddings: Any) -> Tensor:
 
 
 def make_plan(fit: Fit, module: nn.Module) -> ShardingPlan:
-    def place(table: Table) -> Any:
-        if table.sharding == "column_wise":
-            return halves(table.place, table.place + 1)
-        return {"data_parallel": copies, "row_wise": rows}.get(table.sharding, whole)(table.place)
-
-    return ShardingPlan(
-        {
-            part.name: plan_of(getattr(module, part.name), {table.name: place(table) for table in part.tables})
-            for part in fit.parts
-        }
-    )
+    places: dict[str, Callable[[int], Any]] = {
+        "column_wise": lambda place: halves(place, place + 1),
+        **{"data_parallel": copies, "row_wise": rows, "table_wise": whole},
+    }
+    plans = {}
+    for part in fit.parts:
+        shardings = {table.name: places[table.sharding](table.place) for table in part.tables}
+        plans[part.name] = plan_of(getattr(module, part.name), shardings)
+    return ShardingPlan(plans)

@@ -4,22 +4,18 @@ import copy
 import warnings
 from collections.abc import Iterator
 from typing import Any, NamedTuple
-from unittest import mock
 
 import numpy as np
 import torch
 from lightning.pytorch import Trainer
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
 from torchrec import KeyedJaggedTensor
 
-from lightning_overlap.runtime.batch_memory import BatchMemory
 from lightning_overlap.tuning import Auto
 
-from ..support.cases import BATCH_SIZE, WEIGHTED, Batch, Batches, Model, make_batch
+from ..support.cases import BATCH_SIZE, NUM_DENSE, WEIGHTED, Batch, Batches, Model, make_batch
 from ..support.fits import make_strategy, make_trainer
 from ..support.reference import Result, collect
-from ..support.reference import train as train_plain
 
 CASE = WEIGHTED
 NUM = 16
@@ -30,49 +26,38 @@ class Kind(NamedTuple):
     what: str  # `ring`: buffers in turn; `chunk`: one buffer for several batches; `same`: one object for all batches
     num: int = 1  # of batches that it holds at once
     by_numpy: bool = False  # whether NumPy has allocated it
-    wrapped: bool = False  # whether a DataLoader stands between
 
     def __str__(self) -> str:
-        return f"{self.what}{self.num}{'_numpy' * self.by_numpy}{'_wrapped' * self.wrapped}"
+        return f"{self.what}{self.num}{'_numpy' * self.by_numpy}"
 
 
-KINDS = (
-    *(Kind("ring", num) for num in (1, 2, 3, 4)),
-    Kind("ring", 2, by_numpy=True, wrapped=True),
-    Kind("chunk", 6),
-    Kind("chunk", 6, by_numpy=True),
-    Kind("same"),
-)
+RINGS = tuple(Kind("ring", num) for num in (1, 2, 3, 4))
+KINDS = (*RINGS, Kind("chunk", 6), Kind("chunk", 6, by_numpy=True), Kind("same"))
 
 
 class _Memory:
     """Room for so many batches, one behind the other."""
 
     def __init__(self, num: int, by_numpy: bool) -> None:
-        samples, ids = num * BATCH_SIZE, num * BATCH_SIZE * len(CASE.all_features) * 3
-        self._lengths = _room((samples * len(CASE.all_features),), np.int64, by_numpy)
-        self._ids, self._weights = _room((ids,), np.int64, by_numpy), _room((ids,), np.float32, by_numpy)
-        self._dense, self._labels = _room((samples, 6), np.float32, by_numpy), _room((samples,), np.float32, by_numpy)
+        samples = BATCH_SIZE * len(CASE.all_features)
+        ints, floats = (np.int64, np.int64), (np.float32, np.float32, np.float32)
+        sizes = (samples, 3 * samples, 3 * samples, BATCH_SIZE * NUM_DENSE, BATCH_SIZE)
+        rooms = [np.zeros(num * size, kind) for size, kind in zip(sizes, ints + floats, strict=True)]
+        self._rooms = [room if by_numpy else torch.tensor(room) for room in rooms]
         self._num = num
 
     def fill(self, place: int, batch: Batch) -> Batch:
         """Put a batch in a place, and return what shows it."""
         kjt, index = batch.inputs["sparse"]
-
-        def put(room: Any, value: Tensor) -> Tensor:
+        shown = []
+        values = (kjt.lengths(), kjt.values(), kjt.weights(), batch.dense.flatten(), batch.labels)
+        for room, value in zip(self._rooms, values, strict=True):
             start = place * (len(room) // self._num)
-            room[start : start + len(value)] = value.numpy() if isinstance(room, np.ndarray) else value
-            shown = room[start : start + len(value)]
-            return torch.from_numpy(shown) if isinstance(shown, np.ndarray) else shown
-
-        ids, weights = put(self._ids, kjt.values()), put(self._weights, kjt.weights())
-        shown = KeyedJaggedTensor(kjt.keys(), ids, weights, put(self._lengths, kjt.lengths()))
-        return Batch(put(self._dense, batch.dense), {"sparse": (shown, index)}, put(self._labels, batch.labels))
-
-
-def _room(shape: tuple[int, ...], dtype: Any, by_numpy: bool) -> Any:
-    array = np.zeros(shape, dtype)
-    return array if by_numpy else torch.tensor(array)
+            part = torch.as_tensor(room[start : start + len(value)])  # shares the memory
+            shown.append(part.copy_(value))
+        lengths, ids, weights, dense, labels = shown
+        inputs = {"sparse": (KeyedJaggedTensor(kjt.keys(), ids, weights, lengths), index)}
+        return Batch(dense.view(-1, NUM_DENSE), inputs, labels)
 
 
 class _Loader:
@@ -92,23 +77,13 @@ class _Loader:
         for index, batch in enumerate(batches):
             filled = self._memories[index % kind.num].fill(0, batch)
             if kind.what == "same":
-                same.dense, same.labels = filled.dense, filled.labels
-                same.inputs["sparse"] = filled.inputs["sparse"]
-                filled = same
-            yield filled
+                vars(same).update(vars(filled))
+            yield same if kind.what == "same" else filled
 
 
 class _Sized(_Loader):
     def __len__(self) -> int:
         return self.num
-
-
-class _Wrapped(IterableDataset):
-    def __init__(self, loader: _Loader) -> None:
-        self.loader = loader
-
-    def __iter__(self) -> Iterator[Batch]:
-        return iter(self.loader)
 
 
 class Refilled(Batches):
@@ -117,8 +92,7 @@ class Refilled(Batches):
         self.kind, self.sized, self.num = kind, sized, num
 
     def _loader(self, first: int, num: int) -> Any:
-        loader = (_Sized if self.sized else _Loader)(self.kind, num, first, self.trainer.global_rank)
-        return DataLoader(_Wrapped(loader), batch_size=None) if self.kind.wrapped else loader
+        return (_Sized if self.sized else _Loader)(self.kind, num, first, self.trainer.global_rank)
 
     def train_dataloader(self) -> Any:
         return self._loader(0, self.num)
@@ -143,42 +117,27 @@ class Validates(Model):
         self.found.append(self(batch))
 
 
-def _fit(data: Refilled, pipeline: str, options: Any = None, **kwargs: Any) -> tuple[Validates, Trainer]:
+def _fit(data: Refilled, pipeline: str, options: dict[str, Any], **kwargs: Any) -> tuple[Validates, Trainer]:
     model = Validates()
-    strategy = make_strategy(model, AUTO if pipeline == "auto" else pipeline, **(options or {}))
+    strategy = make_strategy(model, AUTO if pipeline == "auto" else pipeline, **options)
     trainer = make_trainer(strategy, **kwargs)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*accumulates dense gradients only")
-        warnings.filterwarnings("ignore", message=".*does not have many workers")
         trainer.fit(model, datamodule=data)
     return model, trainer
 
 
 def train(
-    kind: Kind,
-    pipeline: str,
-    sized: bool,
-    options: dict[str, Any] | None = None,
-    data: type[Refilled] = Refilled,
-    **kwargs: Any,
+    kind: Kind, pipeline: str, sized: bool, data: type[Refilled] = Refilled, frozen_window: bool = False, **kwargs: Any
 ) -> Result:
-    model, trainer = _fit(data(kind, sized, NUM), pipeline, options, **{"limit_val_batches": 0, **kwargs})
+    options = {"frozen_window": frozen_window}
+    model, trainer = _fit(data(kind, sized, NUM), pipeline, options, limit_val_batches=0, **kwargs)
     return collect(model, trainer.optimizers[0], model.losses)
-
-
-def is_wrong_without_copies(kind: Kind, sized: bool) -> bool:
-    """Train on batches as the loader gives them: return whether it fails, or what comes out is not what should."""
-    try:
-        with mock.patch.object(BatchMemory, "own", lambda self, batch: batch):
-            result = train(kind, "fused_sparse_dist", sized)
-    except (ValueError, RuntimeError):  # of TorchRec, of autograd
-        return True
-    return bool(result.differences(train_plain(CASE, num_steps=NUM)))
 
 
 def validate(kind: Kind, pipeline: str, sized: bool) -> tuple[list[Tensor], list[Tensor]]:
     """Train with validations; return what these found, and what the model in their place finds batch by batch."""
-    model, trainer = _fit(Refilled(kind, sized, 4), pipeline, num_sanity_val_steps=0)
+    model, trainer = _fit(Refilled(kind, sized, 4), pipeline, {}, num_sanity_val_steps=0)
     rank, found = trainer.global_rank, model.found
     batches = [make_batch(CASE, index, rank) for index in (*range(100, 107), *range(200, 203))]
     with torch.no_grad():

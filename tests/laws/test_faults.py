@@ -38,15 +38,13 @@ def _end_the_ranks(_pools: dict[Any, Ranks]) -> Iterator[None]:
 def _check(two_ranks: Ranks, pipeline: str, injected: list[Fault]) -> None:
     """All ranks meet the faults: each reads its own, nothing is left, and a later fit is as if nothing had been."""
     expected = on_ranks(two_ranks, MIXED, MODES[pipeline].staleness, num_steps=NUM_BATCHES)
-    for (reports, actual), unharmed in zip(
-        two_ranks.run(faults.fail_and_fit, pipeline, injected), expected, strict=True
-    ):
+    runs = two_ranks.run(faults.fail_and_fit, pipeline, injected)
+    for (reports, actual), unharmed in zip(runs, expected, strict=True):
         for fault, (said, left) in zip(injected, reports, strict=True):
             if fault.place == "worker":
-                assert said.startswith("RuntimeError: DataLoader worker"), fault
-                assert "exited unexpectedly" in said
+                assert re.match("RuntimeError: DataLoader worker .* exited unexpectedly", said)
             else:
-                assert f"InjectedError: {fault}" in said, fault
+                assert f"InjectedError: {fault}" in said
                 assert " hid " not in said, fault
             assert left == [], fault
         assert actual.differences(unharmed) == []
@@ -113,24 +111,10 @@ def test_a_fault_on_one_rank_ends_the_others(tmp_path: Path, pipeline: str, rank
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pipeline", ["base", "fused_sparse_dist"])
-def test_a_rank_that_leaves_parameters_unused_ends_the_others(tmp_path: Path, pipeline: str) -> None:
-    """They wait for its gradients, in the group of the all-to-alls that it goes on with."""
-    [[waits, unused]] = run_all(tmp_path, {"place": faults.UNUSED, "batch": 4, "pipeline": pipeline})
-    assert (waits.code, unused.code) == (1, 1)
-    assert "some dense parameters got no gradient from the loss of training_step" in _end(unused.log)
-    assert "rank 1 was at dense_forward of batch 5" in _end(unused.log)
-    assert re.search(f"{PEER_GONE.pattern}|Another rank did not answer within {TIMEOUT_S} s", _end(waits.log)), (
-        waits.log
-    )
-
-
-@pytest.mark.slow
 def test_a_rank_that_fails_and_stays_is_waited_for_no_longer_than_the_timeout(tmp_path: Path) -> None:
     [[lost, hung]] = run_all(tmp_path, {"place": "training_step", "callback": "hangs"})
     assert (lost.code, hung.code) == (1, 1)
     assert f"Another rank did not answer within {TIMEOUT_S} s" in _end(lost.log)
-    assert "raised in stage input_data_dist of batch 6" in _end(lost.log)
     assert "InjectedError: training_step of batch 5" in hung.log
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
 from ..sparse.update_rates import TWO_RATES, factor
@@ -37,60 +38,47 @@ def test_updates_in_every_backward_would_be_seen(ranks: Ranks) -> None:
         assert {"losses from step 1", "tables t0 [0, 0]"} & set(found)
 
 
-@pytest.mark.parametrize("pipeline", ["sparse_dist", "fused_sparse_dist_after_optimizer"])
-def test_other_modes(two_ranks: Ranks, pipeline: str) -> None:
-    _check(
-        two_ranks, two_ranks.run(windows.train, ALL_KINDS, 3, pipeline=pipeline), ALL_KINDS, windows_of(NUM_STEPS, 3)
-    )
-
-
-def test_between_hosts(get_ranks: Callable[..., Ranks]) -> None:
-    ranks = get_ranks(2, num_nodes=2)
-    _check(ranks, ranks.run(windows.train, ALL_KINDS, 4), ALL_KINDS, windows_of(NUM_STEPS, 4))
-
-
 @pytest.mark.parametrize("case", [ALL_KINDS, SEQUENCE], ids=lambda case: case.name)
 def test_modules_that_run_their_own_forward(ranks: Ranks, case: Case) -> None:
     actual = ranks.run(windows.train, case, 4, model="makes_input")
     _check(ranks, actual, case, windows_of(NUM_STEPS, 4))
 
 
-def test_a_window_of_every_epochs_own(two_ranks: Ranks) -> None:
-    scheduler = GradientAccumulationScheduler({0: 2, 1: 4})
-    actual = two_ranks.run(windows.train, TABLE_WISE, 1, callbacks=(scheduler,), lengths=(10,), max_epochs=3)
-    _check(two_ranks, actual, TABLE_WISE, [*windows_of(10, 2), *windows_of(10, 4), *windows_of(10, 4)])
+EVERY_EPOCHS_OWN = GradientAccumulationScheduler({0: 2, 1: 4})
+AFTER_OPTIMIZER = "fused_sparse_dist_after_optimizer"
+FITS: dict[str, tuple[Case, int, dict[str, Any], list[Window], dict[str, Any]]] = {
+    "sparse_dist": (ALL_KINDS, 3, {"pipeline": "sparse_dist"}, windows_of(NUM_STEPS, 3), {}),
+    "after_optimizer": (ALL_KINDS, 3, {"pipeline": AFTER_OPTIMIZER}, windows_of(NUM_STEPS, 3), {}),
+    "between_hosts": (ALL_KINDS, 4, {}, windows_of(NUM_STEPS, 4), {}),
+    "every_epochs_own": (
+        *(TABLE_WISE, 1, {"callbacks": [EVERY_EPOCHS_OWN], "lengths": (10,), "max_epochs": 3}),
+        *([*windows_of(10, 2), *windows_of(10, 4), *windows_of(10, 4)], {}),
+    ),
+    "max_steps": (TABLE_WISE, 3, {"max_steps": 3}, windows_of(9, 3), {}),
+    # The last batch that all ranks have ends its window.
+    "unequal_data": (TABLE_WISE, 4, {"lengths": (11, 7)}, windows_of(7, 4), {}),
+    "updates_at_the_rate_of_their_step": (
+        *(TWO_RATES, 3, {"model": "scheduled"}, windows_of(NUM_STEPS, 3), {"factor": factor}),
+    ),
+}
+"""A case, the length of a window, arguments of the fit, what the loop by hand trains, its arguments."""
 
 
-def test_max_steps(two_ranks: Ranks) -> None:
-    _check(two_ranks, two_ranks.run(windows.train, TABLE_WISE, 3, max_steps=3), TABLE_WISE, windows_of(9, 3))
-
-
-@pytest.mark.parametrize("lengths", [(11, 7), (6, 11)])
-def test_ranks_with_unequal_data(two_ranks: Ranks, lengths: tuple[int, int]) -> None:
-    """The last batch that all ranks have ends its window."""
-    actual = two_ranks.run(windows.train, TABLE_WISE, 4, lengths=lengths)
-    _check(two_ranks, actual, TABLE_WISE, windows_of(min(lengths), 4))
-
-
-def test_batches_that_are_none(two_ranks: Ranks) -> None:
-    """Lightning counts them and steps at none of them: an epoch that ends with one loses what came before it."""
-    actual = two_ranks.run(windows.train, TABLE_WISE, 4, lengths=(12,), nones=(1, 11))
-    mine = [dataclasses.replace(result, losses=result.losses[:7]) for result in actual]
-    _check(two_ranks, mine, TABLE_WISE, [Window((0, 2, 3), 4), Window((4, 5, 6, 7), 4)])
-
-
-def test_updates_take_the_rate_of_their_step(ranks: Ranks) -> None:
-    actual = ranks.run(windows.train, TWO_RATES, 3, model="scheduled")
-    _check(ranks, actual, TWO_RATES, windows_of(NUM_STEPS, 3), factor=factor)
+@pytest.mark.parametrize("name", FITS)
+def test_other_fits(get_ranks: Callable[..., Ranks], name: str) -> None:
+    case, k, kwargs, expected, by_hand = FITS[name]
+    ranks = get_ranks(2, num_nodes=2 if name == "between_hosts" else 1)
+    _check(ranks, ranks.run(windows.train, case, k, **kwargs), case, expected, **by_hand)
 
 
 def test_between_two_steps_tables_are_those_of_the_last_step(ranks: Ranks) -> None:
     """An evaluation and a callback see them so, and an evaluation changes nothing."""
     kwargs = {"val_check_interval": 3, "num_sanity_val_steps": 0}
-    for result, seen, versions in ranks.run(windows.watched, TABLE_WISE, 4, lengths=(10,), **kwargs):
-        assert [what for what, _ in seen].count("validation") == 3
-        assert versions == [step + 1 for _, step in seen]
-        assert len(result.losses) == 10
+    for seen in ranks.run(windows.watched, TABLE_WISE, 4, **kwargs):
+        of_step = dict(seen)
+        assert len(seen) == NUM_STEPS + 3
+        assert all(torch.equal(tables, of_step[step]) for step, tables in seen)
+        assert len({tables.sum().item() for tables in of_step.values()}) == len(of_step) == 4
 
 
 @pytest.mark.parametrize(
@@ -105,34 +93,24 @@ def test_between_two_steps_tables_are_those_of_the_last_step(ranks: Ranks) -> No
 def test_a_checkpoint_holds_the_last_optimizer_step(
     ranks: Ranks, stop: int, rest: list[Window], tmp_path: Path
 ) -> None:
-    kwargs = {"lengths": (14,), "stateful": True}
-    runs = ranks.run(windows.save_and_go_on, ROWWISE_ADAGRAD, 4, stop, str(tmp_path), **kwargs)
-    _check(ranks, [whole for whole, _, _ in runs], ROWWISE_ADAGRAD, windows_of(14, 4))
-    reference = ranks.run_once(train_windows, ROWWISE_ADAGRAD, rest)
-    for (_, resumed, counts), theirs in zip(runs, reference, strict=True):
-        expected = dataclasses.replace(theirs, losses=theirs.losses[-(14 - stop) :])
-        assert resumed.differences(expected) == []
-        assert set(counts) <= {stop // 4 * 4}
+    kwargs = {"lengths": (14,), "data": {"stateful": True}}
+    path = str(tmp_path / "window.ckpt")
+    whole = ranks.run(windows.train, ROWWISE_ADAGRAD, 4, callbacks=[windows.After(stop, "save", path)], **kwargs)
+    _check(ranks, whole, ROWWISE_ADAGRAD, windows_of(14, 4))
+    resumed = ranks.run(windows.train, ROWWISE_ADAGRAD, 4, ckpt_path=path, **kwargs)
+    for mine, theirs in zip(resumed, ranks.run_once(train_windows, ROWWISE_ADAGRAD, rest), strict=True):
+        assert mine.differences(dataclasses.replace(theirs, losses=theirs.losses[-(14 - stop) :])) == []
 
 
 def test_a_stop_in_a_window_leaves_its_batches_out(ranks: Ranks) -> None:
     """Lightning makes no step for them: their updates are left out with it."""
-    actual = ranks.run(windows.stopped, TABLE_WISE, 4, 6)
-    reference = ranks.run_once(train_windows, TABLE_WISE, windows_of(4, 4))
-    for mine, theirs in zip(actual, reference, strict=True):
-        assert len(mine.losses) == 6
-        assert dataclasses.replace(mine, losses=mine.losses[:4]).differences(theirs) == []
+    actual = ranks.run(windows.train, TABLE_WISE, 4, callbacks=[windows.After(6, "stop")])
+    assert all(len(result.losses) == 6 for result in actual)
+    mine = [dataclasses.replace(result, losses=result.losses[:4]) for result in actual]
+    _check(ranks, mine, TABLE_WISE, windows_of(4, 4))
 
 
-@pytest.mark.parametrize(
-    ("place", "batch"),
-    [
-        ("issue dense_forward", 6),
-        ("issue embedding_lookup", 7),
-        ("issue backward", 7),
-        ("issue embedding_update", 4),
-    ],
-)
+@pytest.mark.parametrize(("place", "batch"), [("issue embedding_lookup", 7), ("issue embedding_update", 4)])
 def test_an_error_in_a_window_leaves_all_of_its_step_or_nothing(ranks: Ranks, place: str, batch: int) -> None:
     """The step of batches 4 to 7: made where the error comes in the middle of its updates."""
     num = 8 if place == "issue embedding_update" else 4
@@ -143,20 +121,19 @@ def test_an_error_in_a_window_leaves_all_of_its_step_or_nothing(ranks: Ranks, pl
         assert num_trained == 6
 
 
-@pytest.mark.parametrize(("after", "message"), [(6, "between two batches of one optimizer step"), (8, "trained")])
-def test_tables_are_written_between_steps_only(two_ranks: Ranks, after: int, message: str) -> None:
-    for text in two_ranks.run(windows.writing, TABLE_WISE, 4, after):
-        assert message in text
+AFTER_6, AFTER_8 = ({"callbacks": [windows.After(num, "write")]} for num in (6, 8))
 
 
 @pytest.mark.parametrize(
-    ("model", "k", "message"),
+    ("k", "kwargs", "message"),
     [
-        ("manual", 1, "with manual optimization"),
-        ("asks_twice", 2, "runs several forwards in a step"),
-        ("asks_twice", 1, "trained"),
+        (4, AFTER_6, "between two batches of one optimizer step"),
+        (4, AFTER_8, "trained"),
+        (1, {"model": "manual"}, "with manual optimization"),
+        (2, {"model": "asks_twice"}, "runs several forwards in a step"),
     ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else str(value),
 )
-def test_what_has_no_window_is_refused(get_ranks: Callable[..., Ranks], model: str, k: int, message: str) -> None:
-    [text] = get_ranks(1).run(windows.message_of, TABLE_WISE, k, model=model)
-    assert message in text
+def test_what_a_window_refuses(two_ranks: Ranks, k: int, kwargs: dict[str, Any], message: str) -> None:
+    for text in two_ranks.run(windows.message_of, TABLE_WISE, k, **kwargs):
+        assert message in text

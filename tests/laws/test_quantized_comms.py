@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Callable
 
 import pytest
-import torch
 
 from lightning_overlap import MODES
 
@@ -18,53 +17,23 @@ ROW_WISE = Case("row_wise", (TableSpec("t0", ("f0",)), TableSpec("r0", ("f1", "f
 SEQUENCE_ROWS = Case("sequence_rows", (TableSpec("t0", ("f0",)), TableSpec("r0", ("f1",), "row_wise")), sequence=True)
 
 
-def _sent(case: Case, forward: str, backward: str) -> Case:
-    return dataclasses.replace(case, name=f"{case.name}-{forward}-{backward}", comms=(forward, backward))
-
-
-CASES = {
-    case.name: case
-    for case in (
-        _sent(TABLE_WISE, "fp16", "fp16"),
-        _sent(COLUMN_WISE, "mx4", "fp32"),
-        _sent(ROW_WISE, "fp16", "fp16"),
-        _sent(MIXED, "fp32", "fp16"),
-        _sent(TWO_COLLECTIONS, "fp16", "int8"),
-        _sent(SEQUENCE, "fp16", "fp16"),
-        _sent(SEQUENCE_ROWS, "fp16", "fp16"),
-    )
-}
+SENT = (
+    *((TABLE_WISE, "fp16", "fp16"), (COLUMN_WISE, "mx4", "fp32"), (ROW_WISE, "fp16", "fp16"), (MIXED, "fp32", "fp16")),
+    *((TWO_COLLECTIONS, "fp16", "int8"), (SEQUENCE, "fp16", "fp16"), (SEQUENCE_ROWS, "fp16", "fp16")),
+)
+CASES = {case.name: dataclasses.replace(case, comms=(forward, backward)) for case, forward, backward in SENT}
 STALE = [name for name, schedule in MODES.items() if schedule.staleness > 0]
+FITS = [
+    *((name, pipeline, 1) for name, pipeline, num_ranks in rotated(CASES) if num_ranks == 2),
+    # Between hosts all-to-alls are made of sends and receives, and updates are deferred to the end of the backward.
+    *((name, pipeline, 2) for name, pipeline in in_turn(CASES, STALE)),
+]
 
 
-def _differences(ranks: Ranks, case: Case, pipeline: str) -> list[list[str]]:
-    expected = on_ranks(ranks, case, MODES[pipeline].staleness)
-    return differences(ranks.run(fit, case, pipeline), expected)
-
-
-@pytest.mark.parametrize(("name", "pipeline", "num_ranks"), [pair for pair in rotated(CASES) if pair.num_ranks == 2])
+@pytest.mark.parametrize(("name", "pipeline", "num_hosts"), FITS)
 def test_a_mode_equals_the_plain_loop(
-    get_ranks: Callable[..., Ranks], name: str, pipeline: str, num_ranks: int
+    get_ranks: Callable[..., Ranks], name: str, pipeline: str, num_hosts: int
 ) -> None:
-    assert _differences(get_ranks(num_ranks), CASES[name], pipeline) == [[]] * num_ranks
-
-
-@pytest.mark.parametrize(("name", "pipeline"), in_turn(CASES, STALE))
-def test_stale_modes_between_hosts(get_ranks: Callable[..., Ranks], name: str, pipeline: str) -> None:
-    """There all-to-alls are made of sends and receives, and updates are deferred to the end of the backward."""
-    assert _differences(get_ranks(2, num_nodes=2), CASES[name], pipeline) == [[], []]
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_precision_shows(two_ranks: Ranks, name: str) -> None:
-    """Guards the tests above: full precision gives other losses."""
-    case = CASES[name]
-    full = on_ranks(two_ranks, dataclasses.replace(case, comms=None))
-    for mine, theirs in zip(on_ranks(two_ranks, case), full, strict=True):
-        assert not torch.equal(mine.losses, theirs.losses)
-
-
-def test_one_rank_sends_nothing(get_ranks: Callable[..., Ranks]) -> None:
-    case = CASES["table_wise-fp16-fp16"]
-    assert _differences(get_ranks(1), case, "fused_sparse_dist") == [[]]
-    assert differences(on_ranks(get_ranks(1), case), on_ranks(get_ranks(1), TABLE_WISE)) == [[]]
+    ranks, case = get_ranks(2, num_nodes=num_hosts), CASES[name]
+    expected = on_ranks(ranks, case, MODES[pipeline].staleness)
+    assert differences(ranks.run(fit, case, pipeline), expected) == [[], []]

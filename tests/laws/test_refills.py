@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -39,8 +38,8 @@ def test_batches_that_a_hook_copies(two_ranks: Ranks, pipeline: str, num_buffers
 @pytest.mark.parametrize(("kind", "case"), in_turn(KINDS, itertools.product([True, False], repeat=2)), ids=str)
 def test_accumulated_gradients(two_ranks: Ranks, kind: Kind, case: tuple[bool, bool]) -> None:
     sized, frozen = case
-    options: dict[str, Any] = {"frozen_window": frozen}
-    actual = two_ranks.run(refills.train, kind, "fused_sparse_dist", sized, options, accumulate_grad_batches=3)
+    kwargs = {"frozen_window": frozen, "accumulate_grad_batches": 3}
+    actual = two_ranks.run(refills.train, kind, "fused_sparse_dist", sized, **kwargs)
     expected = two_ranks.run_once(train_windows, CASE, windows_of(NUM, 3), updates_in_backward=not frozen)
     assert differences(actual, expected) == [[], []]
 
@@ -50,11 +49,3 @@ def test_validation(two_ranks: Ranks, kind: Kind, sized: bool) -> None:
     for found, expected in two_ranks.run(refills.validate, kind, "fused_sparse_dist", sized):
         assert len(found) == len(expected) == 10
         assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True))
-
-
-@pytest.mark.parametrize("sized", [True, False], ids=["sized", "unsized"])
-def test_without_copies_it_would_be_seen(get_ranks: Callable[..., Ranks], sized: bool) -> None:
-    """Two batches are in flight while a third is made, and without a length a fourth: rings of more are not seen."""
-    harmless = {Kind("ring", 3), Kind("ring", 4)} if sized else {Kind("ring", 4)}
-    for kind in KINDS:
-        assert get_ranks(1).run(refills.is_wrong_without_copies, kind, sized) == [kind not in harmless], kind

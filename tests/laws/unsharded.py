@@ -20,19 +20,8 @@ from lightning_overlap.testing.watched_fit import Setting, process_group
 
 from ..support import modules
 from ..support.cases import make_collection
-from ..support.modules import (
-    NUM_ROWS,
-    copies,
-    draw_weights,
-    halves,
-    own_parameters,
-    plain_ids,
-    plan_by_place,
-    rows,
-)
+from ..support.modules import NUM_ROWS, copies, draw_weights, halves, own_parameters, plain_ids, plan_by_place, rows
 from .random_fits import Table
-
-# -- modules ----------------------------------------------------------------------------------------------------------
 
 SHARED = tuple(
     Table(f"t{at}", features, 4 * (1 + at % 3), "", 0, "mean" if at % 2 else "sum")
@@ -52,9 +41,6 @@ def weighted_ids(generator: torch.Generator) -> KeyedJaggedTensor:
     return KeyedJaggedTensor(keys=ids.keys(), values=ids.values(), lengths=ids.lengths(), weights=weights)
 
 
-# -- plans ------------------------------------------------------------------------------------------------------------
-
-
 def whole(table: int) -> Any:
     """On one rank each, the last table first."""
     return table_wise(rank=-table % dist.get_world_size(), compute_kernel="fused")
@@ -65,19 +51,14 @@ def columns(table: int) -> Any:
     return halves(table + 1, table) if table % 2 else whole(table)
 
 
-def copies_and_whole(table: int) -> Any:
-    """Every other table a copy; TorchRec answers sharding type by sharding type."""
-    return whole(table) if table % 2 else copies(table)
-
-
-def every_type(table: int) -> Any:
-    return (rows, columns, whole, columns)[table % 4](table)
-
-
-PLACES = {place.__name__: place for place in (whole, columns, rows, copies, copies_and_whole, every_type)}
-
-
-# -- cases ------------------------------------------------------------------------------------------------------------
+PLACES: dict[str, modules.Placement] = {
+    "whole": whole,
+    "columns": columns,
+    "rows": rows,
+    "copies": copies,
+    "copies_and_whole": lambda table: (copies, whole)[table % 2](table),
+    "every_type": lambda table: (rows, columns, whole, columns)[table % 4](table),
+}
 
 
 @dataclass(frozen=True)
@@ -170,30 +151,6 @@ def check_all(names: list[tuple[str, str, str]]) -> list[str]:
 # -- broken on purpose ------------------------------------------------------------------------------------------------
 
 
-class CallsWithoutGradient(OneModule):
-    """A frozen teacher's embeddings: nothing trains the tables."""
-
-    def embeddings(self, batch: dict[str, Any]) -> Any:
-        with torch.no_grad():
-            return super().embeddings(batch)
-
-
-class LooksFirst(OneModule):
-    """Looks at the embeddings without a gradient, for a statistic, then trains with them."""
-
-    def embeddings(self, batch: dict[str, Any]) -> Any:
-        found = self.tables(batch["ids"])
-        with torch.no_grad():
-            self.norm = found.values().norm()
-        return waited(found)
-
-
-class ChangesIds(OneModule):
-    def embeddings(self, batch: dict[str, Any]) -> Any:
-        batch["ids"].values().remainder_(NUM_ROWS // 2)
-        return super().embeddings(batch)
-
-
 class ReadsAsADict(OneModule):
     """Takes the answer for what an unsharded EmbeddingCollection gives."""
 
@@ -210,25 +167,10 @@ class Rounds(OneModule):
     def __init__(self, kind: Kind) -> None:
         super().__init__(kind)
         self.shift = nn.Parameter(torch.ones(()))
-        self.top = nn.Linear(4, 1)
-
-    def forward(self, batch: dict[str, Any]) -> Tensor:
-        pooled: Tensor = self.top(self.embeddings(batch).values()[:, :4])
-        return self.scale * pooled.mean()
-
-    def gradient(self) -> float:
-        return torch.finfo(self.shift.dtype).eps
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
-        unsharded = isinstance(self.trainer.strategy, SingleDeviceStrategy)
-        return self(batch) + self.shift * (self.gradient() if unsharded else 0.0)
+        rounding = torch.finfo(self.shift.dtype).eps if isinstance(self.trainer.strategy, SingleDeviceStrategy) else 0.0
+        return self(batch) + self.shift * rounding
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.Adam(own_parameters(self), 0.5)
-
-
-class TrainsUnsharded(Rounds):
-    """Has a gradient that is small, but none of rounding."""
-
-    def gradient(self) -> float:
-        return 1e-6

@@ -3,23 +3,14 @@
 import inspect
 import re
 from dataclasses import replace
-from typing import Any, get_type_hints
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_overlap.schedules import mode
 from lightning_overlap.schedules.mode import Mode
-from lightning_overlap.schedules.modes import (
-    BASE,
-    DEFAULT_STALENESS,
-    FUSED_SPARSE_DIST,
-    MODES,
-    SEMI_SYNC,
-    async_lookup,
-    defer_update,
-)
+from lightning_overlap.schedules.modes import BASE, DEFAULT_STALENESS, MODES, SEMI_SYNC, async_lookup, defer_update
 from lightning_overlap.schedules.schedule import Schedule, Step
 from lightning_overlap.schedules.stages import Stage, StreamName
 
@@ -28,47 +19,31 @@ from ..support.schedules import issue_order
 
 @given(st.integers(1, 40))
 def test_what_is_derived_is_what_was_asked_for(staleness: int) -> None:
+    """Also, embeddings of so many batches are held ahead: from the lookup to the backward, which updates the table."""
     mode = async_lookup(staleness)
     assert (mode.staleness, mode.depth) == (staleness, staleness + 3)
     assert mode.dense_owned_lookup == Step(Stage.EMBEDDING_LOOKUP, 1, StreamName.LOOKUP)
-    assert Schedule.parse(str(mode)) == mode
-
-
-@given(st.integers(1, 12), st.integers(0, 40))
-def test_embeddings_of_no_more_batches_than_the_staleness_are_held_ahead(staleness: int, num_batches: int) -> None:
-    """A batch holds its embeddings from the lookup to the backward, which updates the table."""
-    held: set[int] = set()
-    most = 0
-    for iteration, step, batch in issue_order(async_lookup(staleness), num_batches):
+    held, most = set[int](), 0
+    for iteration, step, batch in issue_order(mode, 40):
         if step.stage is Stage.EMBEDDING_LOOKUP:
             held.add(batch)
         elif step.stage is Stage.BACKWARD:
             held.remove(batch)
         most = max(most, len([ahead for ahead in held if ahead > iteration]))
-    assert most == min(staleness, num_batches)
-    assert not held
+    assert (most, held) == (staleness, set())
 
 
 def test_semi_sync_is_the_case_of_one() -> None:
     assert replace(async_lookup(1), name="semi_sync") == SEMI_SYNC
     assert async_lookup(DEFAULT_STALENESS).steps == MODES["async_lookup"].steps
-    assert MODES["async_lookup"].staleness == DEFAULT_STALENESS
-
-
-def test_a_name_and_a_staleness() -> None:
+    assert Mode("async_lookup").schedule.staleness == DEFAULT_STALENESS
     assert Mode("async_lookup", staleness=4).schedule == async_lookup(4)
-    assert Mode("async_lookup").schedule == MODES["async_lookup"]
-    assert async_lookup(4).name == "async_lookup_4"
 
 
 STALENESS_2, BOTH = {"staleness": 2}, {"start_batch": 3, "end_batch": 3}
 DEFERS, FROZEN = {"defer_update": True}, {"frozen_window": True}
-REPLACE = "To choose the staleness, use Mode('async_lookup', staleness=...)"
 AUTO = "'auto' compares modes of equal losses and takes no mode options"
-NO_MODE = (
-    "'auto' is not a mode: the strategy's pipeline='auto' compares modes of equal losses. Name one of them, "
-    "'fused_sparse_dist' for example"
-)
+NO_MODE = "'auto' is not a mode: the strategy's pipeline='auto' compares modes of equal losses. Name one of them"
 NEEDS = "'fused_sparse_dist' looks up after the backward and needs its update by then"
 SPLITS = "frozen_window: 'split_backward' updates the tables of each batch while its weight gradients are computed"
 
@@ -78,20 +53,14 @@ SPLITS = "frozen_window: 'split_backward' updates the tables of each batch while
     [
         ("semi_sync", STALENESS_2, ValueError, "the order of stages of 'semi_sync' fixes its staleness at 1. To"),
         ("base", {"staleness": 0}, ValueError, "staleness=0: the order of stages of 'base' fixes its staleness at 0"),
-        (SEMI_SYNC, {"staleness": 1}, ValueError, REPLACE),
         ("async_lookup", {"staleness": 0}, ValueError, "got 0. For lookups that see every update, use pipeline='fused"),
-        ("async_lookup", {"staleness": -1}, ValueError, "at least 1 batches, got -1"),
         ("async_lookup", {"staleness": 1.5}, TypeError, "staleness must be a number of batches, got 1.5"),
-        ("async_lookup", {"staleness": True}, TypeError, "staleness must be a number of batches, got True"),
-        ("async", STALENESS_2, ValueError, "unknown pipeline 'async'. Did you mean 'async_lookup'"),
         ("auto", STALENESS_2, ValueError, AUTO),
         ("auto", {}, ValueError, NO_MODE),
         (SEMI_SYNC, {"start_batch": -1}, ValueError, "start_batch must be at least 0 batches, got -1"),
-        (SEMI_SYNC, {"start_batch": 2.0}, TypeError, "start_batch must be a number of batches, got 2.0"),
         (SEMI_SYNC, {"end_batch": "3"}, TypeError, "end_batch must be a number of batches, got '3'"),
         (SEMI_SYNC, BOTH, ValueError, "end_batch must be larger than start_batch=3, got 3"),
-        (BASE, {"start_batch": 3}, ValueError, "'base' is always exact"),
-        (FUSED_SPARSE_DIST, {"end_batch": 3}, ValueError, "with a stale mode (semi_sync, async_lookup)"),
+        (BASE, {"start_batch": 3}, ValueError, "'base' is always exact. Use them with a stale mode (semi_sync,"),
         ("fused_sparse_dist", DEFERS, ValueError, NEEDS),
         ("base", FROZEN, ValueError, "frozen_window: 'base' leaves the lookup to the modules"),
         ("prefetch", FROZEN, ValueError, "frozen_window: 'prefetch' keeps rows in a cache"),
@@ -104,11 +73,6 @@ def test_what_cannot_be(pipeline: Any, options: dict[str, Any], error: type[Exce
         Mode(pipeline, **options)
 
 
-def test_editors_know_the_class_of_a_mode() -> None:
-    """They take it from the decorator, if that says `Any`: then they know no option of a mode."""
-    assert get_type_hints(mode._names_unknown_options)["return"] == type[mode._T]
-
-
 def test_an_option_that_there_is_not_is_named_with_the_nearest() -> None:
     message = "Mode: unknown option 'stalness'. Did you mean 'staleness'? Known: name, stale"
     with pytest.raises(TypeError, match=re.escape(message)):
@@ -116,15 +80,11 @@ def test_an_option_that_there_is_not_is_named_with_the_nearest() -> None:
     assert [*inspect.signature(Mode).parameters][:2] == ["name", "staleness"]
 
 
-# -- switches ---------------------------------------------------------------------------------------------------
-
-
 def test_the_table_of_each_batch() -> None:
     switched = Mode(async_lookup(3), start_batch=5, end_batch=9).schedules
     assert [switched.at(batch).staleness for batch in range(12)] == [0] * 5 + [3] * 4 + [0] * 3
     assert switched.depth == async_lookup(3).depth
     assert Mode(SEMI_SYNC).schedules is SEMI_SYNC
-    assert SEMI_SYNC.at(7) is SEMI_SYNC
     from_the_first_on = Mode(SEMI_SYNC, end_batch=2).schedules
     assert [from_the_first_on.at(batch).staleness for batch in range(4)] == [1, 1, 0, 0]
 

@@ -9,7 +9,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.utils.checkpoint
-from lightning.pytorch import Callback
 from torch import Tensor
 
 from lightning_overlap import MODES, STREAMS, Mode
@@ -57,6 +56,7 @@ def test_no_race_in_any_mode(name: str, pipeline: str, policy: str) -> None:
     train(CASES[name], pipeline, policy)
 
 
+FILES = (executor, stage_issue, deferred_updates, lookup_order)
 NOT_HERE = [
     *mutants.statements(stage_issue, "_order_prefetch"),  # a CPU has no tables in a cache,
     *mutants.statements(stage_issue, "begin_iteration"),
@@ -66,17 +66,8 @@ NOT_HERE = [
     *mutants.statements(lookup_order, "hand_to_lookup"),
     *mutants.statements(lookup_order, "hand_to_compute"),  # and every lookup is early
 ]
-
-STATEMENTS = [
-    *(
-        (file, *found)
-        for file in (executor, stage_issue, deferred_updates, lookup_order)
-        for found in mutants.statements(file)
-        if found not in NOT_HERE
-    ),
-    *((answers, *found) for found in mutants.statements(answers, "_receive_embeddings")),
-]
-FILES = {entry[0].__name__: entry[0] for entry in STATEMENTS}.values()
+STATEMENTS = [(file, *found) for file in FILES for found in mutants.statements(file) if found not in NOT_HERE]
+STATEMENTS += [(answers, *found) for found in mutants.statements(answers, "_receive_embeddings")]
 
 
 @pytest.mark.slow
@@ -84,13 +75,12 @@ FILES = {entry[0].__name__: entry[0] for entry in STATEMENTS}.values()
 def test_a_wait_or_hand_over_that_is_left_out_is_a_race(file: ModuleType, line: int) -> None:
     runs = [partial(train, MIXED, pipeline) for pipeline in OVERLAPPING]
     runs.append(partial(train, MIXED, "split_backward", module=ReadsTablesAfterBackward))
-    with mutants.without(file, line):
-        # The first run that has a race is enough.
+    with mutants.without(file, line):  # the first run that has a race is enough
         assert any(mutants.races(run) for run in runs)
 
 
 def test_the_files_without_anything_left_out_have_no_race() -> None:
-    with mutants.unchanged(FILES):
+    with mutants.unchanged([*FILES, answers]):
         train(MIXED, "semi_sync")
     assert len(STATEMENTS) >= 18
 
@@ -111,17 +101,6 @@ class ReadsTablesAfterBackward(ReadsTables):
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         self.read()
-
-
-class ReadsTablesLater(ReadsTables):
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 2:
-            late = Callback()
-            late.on_after_backward = lambda *_: self.read()  # type: ignore[method-assign]
-            self.trainer.callbacks.append(late)  # type: ignore[attr-defined]
-        if batch_idx == 4:
-            self.trainer.callbacks.pop()  # type: ignore[attr-defined]
-            self.on_before_optimizer_step = lambda *_: self.read()  # type: ignore[method-assign]
 
 
 class SkipsSteps(ReadsTables):
@@ -160,26 +139,14 @@ class RecomputesItsLookup(ReadsTables):
         return dict(zip(keys, rows, strict=True))
 
 
-class RecomputesAnotherLookup(RecomputesItsLookup):
-    """With ids that are made in the step, so that both lookups are its own forward's."""
-
-    def embeddings(self, collection: str, batch: Any) -> Any:
-        kjt, index = batch.inputs["sparse"]
-        if index >= 3:
-            kjt = cases.remade(kjt)
-        return super().embeddings(collection, cases.Batch(batch.dense, {"sparse": (kjt, index)}, batch.labels))
-
-
 USERS: dict[str, tuple[type[Model], dict[str, Any]]] = {
     "reads": (ReadsTables, {}),
     "reads_accumulating": (ReadsTables, {"accumulate_grad_batches": 2}),
     "reads_after_backward": (ReadsTablesAfterBackward, {}),
-    "reads_later": (ReadsTablesLater, {}),
     "skips_steps": (SkipsSteps, {}),
     "steps_by_hand": (StepsByHand, {}),
     "moves_its_rates": (MovesItsRates, {}),
     "recomputes_its_lookup": (RecomputesItsLookup, {}),
-    "recomputes_another_lookup": (RecomputesAnotherLookup, {}),
 }
 
 
@@ -196,25 +163,6 @@ def test_the_users_code_finds_the_tables_written(name: str, pipeline: str, polic
 def test_no_race_in_a_frozen_window(name: str, pipeline: str, policy: str) -> None:
     module, options = USERS[name]
     train(MIXED, pipeline, policy, module, frozen_window=True, **{"accumulate_grad_batches": 3, **options})
-
-
-class UsesAStreamOfItsOwn(Model):
-    def dense(self, batch: Any, embeddings: Any) -> Tensor:
-        streams: Any = self.trainer.strategy.streams
-        streams.wait(StreamName.PREFETCH, streams.record(StreamName.COMPUTE))
-        if batch.inputs["sparse"][1] == 0:  # looked up on the compute stream, where it was called
-            streams.record_stream([found.values() for found in embeddings.values()], StreamName.PREFETCH)
-        with streams.on(StreamName.PREFETCH):
-            scaled = {
-                name: {key: 2 * value for key, value in found.to_dict().items()} for name, found in embeddings.items()
-            }
-        streams.wait(StreamName.COMPUTE, streams.record(StreamName.PREFETCH))
-        streams.record_stream(scaled, StreamName.COMPUTE)
-        return super().dense(batch, scaled)
-
-
-def test_embeddings_are_there_on_whatever_stream_asks_for_them() -> None:
-    train(TABLE_WISE, "fused_sparse_dist", module=UsesAStreamOfItsOwn)
 
 
 class ScalesInItsHook(Model):
@@ -244,115 +192,16 @@ def _waits_but_for_hooks(self: CheckedStreams, name: StreamName, event: Any, own
 class ReadsOnAStreamOfItsOwn(ReadsTables):
     """Reads its tables on another stream, which waits for nothing: the last backward may be writing them."""
 
-    waits = False
-
     def read(self) -> None:
         streams: Any = self.trainer.strategy.streams
-        if self.waits:
-            streams.wait(StreamName.PREFETCH, streams.record(StreamName.COMPUTE))
         with streams.on(StreamName.PREFETCH):
             super().read()
         streams.wait(StreamName.COMPUTE, streams.record(StreamName.PREFETCH))
 
 
-class ReadsThereWhenWritten(ReadsOnAStreamOfItsOwn):
-    waits = True
-
-
 def test_a_race_of_the_users_own_hook_is_named() -> None:
     message = (
-        r"law 2: no row is read while it is written: no event orders aten\..* after fbgemm\.split_embedding_backward"
+        "BROKEN  law 2: no row is read while it is written.*no event orders aten.* after fbgemm.split_embedding_back"
     )
-    with pytest.raises(AssertionError, match=message) as caught:
+    with pytest.raises(AssertionError, match=f"(?s){message}"):
         check(TABLE_WISE, "fused_sparse_dist", ReadsOnAStreamOfItsOwn, stream="dedicated")
-    assert "BROKEN  law 2: no row is read while it is written" in str(caught.value)
-    assert check(TABLE_WISE, "fused_sparse_dist", ReadsThereWhenWritten, stream="dedicated").holds
-
-
-# -- the streams by themselves ----------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def streams() -> CheckedStreams:
-    return CheckedStreams()
-
-
-def test_a_result_is_read_on_another_stream_after_a_wait_and_a_hand_over(streams: CheckedStreams) -> None:
-    with streams.watching({}):
-        with streams.on(StreamName.LOOKUP):
-            made = torch.ones(4) * 2
-        with pytest.raises(RaceError, match=r"memory of aten.mul.Tensor \(4,\).*record_stream\(\.\.\., compute\)"):
-            made + 1
-        streams.record_stream({"rows": [made]}, StreamName.COMPUTE)
-        with pytest.raises(RaceError, match=r"no event orders aten\.add\.Tensor"):
-            made + 1
-        streams.wait(StreamName.COMPUTE, streams.record(StreamName.LOOKUP))
-        made + 1
-
-
-def test_a_view_reads_nothing_and_shares_its_memory(streams: CheckedStreams) -> None:
-    with streams.watching({}):
-        with streams.on(StreamName.LOOKUP):
-            made = torch.ones(4) * 2
-        part = made[:2].view(1, 2)
-        with pytest.raises(RaceError, match=r"memory of aten.mul.Tensor \(4,\)"):
-            part + 1
-
-
-class WritesInBackward(torch.autograd.Function):
-    """Writes its weight as a fused table is written, which gets no gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.weight = weight
-        return x * weight
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:
-        ctx.weight.sub_(grads[0])
-        return None, None
-
-
-class RepeatsInBackward(WritesInBackward):
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:
-        with torch.enable_grad():
-            again = WritesInBackward.apply(torch.ones(4, requires_grad=True), ctx.weight)
-        torch.autograd.backward(again, grads[0])
-        return None, None
-
-
-@pytest.mark.parametrize("function", [WritesInBackward, RepeatsInBackward])
-def test_backward_runs_where_the_forward_ran_and_nobody_waits_for_its_end(
-    streams: CheckedStreams, function: type[WritesInBackward]
-) -> None:
-    weight = torch.ones(4)
-    x = torch.ones(4, requires_grad=True)
-    with streams.watching({"table": weight, "x": x.detach()}):
-        streams.wait(StreamName.LOOKUP, streams.record(StreamName.COMPUTE))
-        with streams.on(StreamName.LOOKUP):
-            rows = function.apply(x, weight)
-        streams.wait(StreamName.COMPUTE, streams.record(StreamName.LOOKUP))
-        streams.record_stream(rows, StreamName.COMPUTE)
-        (rows * 2).sum().backward()
-        with pytest.raises(RaceError, match=r"after aten.sub_.Tensor .*writes on lookup\): a race for table"):
-            weight + 1
-        streams.wait(StreamName.COMPUTE, streams.record(StreamName.LOOKUP))
-        weight + 1
-
-
-class UsesAnotherStreamInBackward(WritesInBackward):
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:
-        with UsesAnotherStreamInBackward.streams.on(StreamName.PREFETCH):  # type: ignore[attr-defined]
-            ctx.weight + 1
-        return None, None
-
-
-def test_a_stream_that_a_node_takes_waits_for_nothing_by_itself(streams: CheckedStreams) -> None:
-    x, weight = torch.ones(4, requires_grad=True), torch.ones(4)
-    UsesAnotherStreamInBackward.streams = streams  # type: ignore[attr-defined]
-    with streams.watching({"table": weight, "x": x.detach()}):
-        rows = UsesAnotherStreamInBackward.apply(x, weight)
-        with pytest.raises(RaceError, match=r"aten.add.Tensor .*\(reads on prefetch\) after the load"):
-            rows.sum().backward()
