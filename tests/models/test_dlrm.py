@@ -1,6 +1,7 @@
 """DLRM as a TorchRec user's module: its forward, who owns which parameter, and its metrics against plain references."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -29,19 +30,6 @@ def model_of(**kwargs) -> DLRM:
     return DLRM(tables, num_dense=5, **{"embedding_dim": 4, "table_device": "cpu"} | kwargs)
 
 
-class Reordered(torch.nn.Module):
-    """Answers with the keys in another order, as a sharded collection may."""
-
-    def __init__(self, ebc: torch.nn.Module) -> None:
-        super().__init__()
-        self.ebc = ebc
-
-    def forward(self, kjt) -> KeyedTensor:
-        pooled = self.ebc(kjt).to_dict()
-        keys = list(pooled)[::-1]
-        return KeyedTensor(keys, [pooled[key].shape[1] for key in keys], torch.cat([pooled[key] for key in keys], 1))
-
-
 def test_the_forward_is_bottom_mlp_pooled_rows_pairwise_dots_top_mlp():
     model, batch = model_of(), batch_of()
     dense = model.bottom(batch.dense)
@@ -52,65 +40,41 @@ def test_the_forward_is_bottom_mlp_pooled_rows_pairwise_dots_top_mlp():
     dots = [(vectors[i] * vectors[j]).sum(1, keepdim=True) for i in range(4) for j in range(i)]
     expected = model.top(torch.cat([dense, *dots], dim=1)).squeeze(1)
     assert torch.allclose(model(batch), expected, atol=1e-6)
-    assert model(batch).shape == (16,)
-
-
-def test_the_order_in_which_tables_answer_changes_nothing():
-    model, batch = model_of(), batch_of()
-    expected = model(batch)
-    model.ebc = Reordered(model.ebc)
-    assert torch.equal(model(batch), expected)
 
 
 def test_the_lookup_is_issued_before_the_bottom_mlp_and_read_after_it():
-    model, events = model_of(), []
+    """By name: a sharded collection may answer in another order."""
+    model, batch, events = model_of(), batch_of(), []
+    expected = model(batch)
 
-    class Lazy:
-        def __init__(self, pooled: KeyedTensor) -> None:
-            self.pooled = pooled
+    def read(pooled: KeyedTensor) -> dict[str, Tensor]:
+        events.append("read")
+        return dict(reversed(pooled.to_dict().items()))
 
-        def to_dict(self) -> dict[str, Tensor]:
-            events.append("read")
-            return self.pooled.to_dict()
+    def issue(module, args, pooled: KeyedTensor) -> SimpleNamespace:
+        events.append("issued")
+        return SimpleNamespace(to_dict=lambda: read(pooled))
 
-    class LazyCollection(torch.nn.Module):
-        def forward(self, kjt) -> Lazy:
-            events.append("issued")
-            return Lazy(ebc(kjt))
-
-    ebc, model.ebc = model.ebc, LazyCollection()
+    model.ebc.register_forward_hook(issue)
     model.bottom.register_forward_hook(lambda *_: events.append("bottom"))
-    model(batch_of())
+    assert torch.equal(model(batch), expected)
     assert events == ["issued", "bottom", "read"]
 
 
-def test_a_layer_to_the_embedding_dim_is_added_only_where_it_is_missing():
-    assert [m.out_features for m in model_of(bottom_layers=(8, 4)).bottom if hasattr(m, "out_features")] == [8, 4]
-    assert [m.out_features for m in model_of(bottom_layers=(8,)).bottom if hasattr(m, "out_features")] == [8, 4]
-    assert model_of(bottom_layers=(), top_layers=())(batch_of()).shape == (16,)
-
-
-def test_tables_are_on_meta_by_default_and_the_dense_layers_are_not():
-    on_meta = [name for name, parameter in DLRM({"a": 10**9}, num_dense=2).named_parameters() if parameter.is_meta]
-    assert on_meta == ["ebc.embedding_bags.a.weight"]
-
-
-def test_the_initial_scale_is_the_whole_tables_also_for_a_shard_of_it():
-    (config,) = DLRM({"a": 10_000}, num_dense=2).ebc.embedding_bag_configs()
+def test_tables_are_on_meta_and_a_shard_of_one_begins_at_the_scale_of_the_whole_table():
+    model = DLRM({"a": 10_000}, num_dense=2)
+    assert [name for name, weight in model.named_parameters() if weight.is_meta] == ["ebc.embedding_bags.a.weight"]
+    (config,) = model.ebc.embedding_bag_configs()
     shard = config.init_fn(torch.empty(100, 16))
-    assert shard.abs().max().item() == pytest.approx(0.01, rel=0.01)
-    assert shard.abs().max() <= 0.01
-
-
-def owned(model: DLRM) -> set[str]:
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    return {names[id(p)] for group in model.configure_optimizers().param_groups for p in group["params"]}
+    assert 0.0099 < shard.abs().max() <= 0.01
 
 
 @pytest.mark.parametrize("rate", [0.1, None])
 def test_the_dense_optimizer_takes_tables_that_nothing_else_updates(rate):
     model = model_of(table_learning_rate=rate)
-    assert owned(model) == {name for name, _ in model.named_parameters() if not (rate and name.startswith("ebc"))}
+    owned = {id(weight) for group in model.configure_optimizers().param_groups for weight in group["params"]}
+    left_out = {name for name, weight in model.named_parameters() if id(weight) not in owned}
+    assert left_out == {name for name, _ in model.named_parameters() if rate and name.startswith("ebc")}
 
 
 @pytest.mark.parametrize(
@@ -147,15 +111,6 @@ def test_the_binned_auc_is_the_share_of_pairs_in_order(samples, batch_size):
     assert metric.compute().item() == pytest.approx(expected, abs=1e-6)
 
 
-def test_the_binned_auc_resolves_rare_clicks():
-    torch.manual_seed(0)
-    logits = torch.randn(5000) - 6  # probabilities around 0.002
-    labels = (torch.rand(5000) < torch.sigmoid(logits + 3)).float()
-    metric = BinnedAUC()
-    metric.update(logits, labels)
-    assert metric.compute().item() == pytest.approx(pairwise_auc(logits.tolist(), labels.int().tolist()), abs=1e-4)
-
-
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.tuples(st.floats(-10, 10), st.integers(0, 1)), min_size=2, max_size=30))
 def test_normalized_entropy_is_log_loss_over_entropy_over_any_batches(samples):
@@ -181,10 +136,8 @@ def test_it_trains_validates_tests_and_reloads_without_a_strategy_of_ours(tmp_pa
     trainer.fit(model, datamodule=data)
     assert trainer.callback_metrics["val_auc"] > 0.75
     assert trainer.callback_metrics["val_ne"] < 0.9
-    assert 0 < trainer.callback_metrics["train_loss"] < 0.7
     (results,) = trainer.test(model, datamodule=data, verbose=False)
     assert results.keys() == {"test_auc", "test_ne", "test_loss"}
-    assert results["test_auc"] > 0.75
 
     trainer.save_checkpoint(tmp_path / "model.ckpt")
     again = DLRM.load_from_checkpoint(tmp_path / "model.ckpt", table_device="cpu", weights_only=True)
@@ -206,8 +159,3 @@ def test_it_trains_validates_tests_and_reloads_without_a_strategy_of_ours(tmp_pa
 def test_wrong_arguments_are_named(arguments, message):
     with pytest.raises(ValueError, match=message):
         DLRM(**{"table_sizes": TABLES, "num_dense": 5} | arguments)
-
-
-def test_torchmetrics_is_told_which_way_a_metric_is_better():
-    assert [metric.higher_is_better for metric in (BinnedAUC, NormalizedEntropy)] == [True, False]
-    assert not any(metric.is_differentiable for metric in (BinnedAUC, NormalizedEntropy))

@@ -17,18 +17,6 @@ def model(**options: object) -> SparseNN:
     return SparseNN(made.table_sizes, made.num_dense, **options)  # type: ignore[arg-type]
 
 
-def test_its_logits_are_those_of_rows_and_dense_features_side_by_side() -> None:
-    torch.manual_seed(0)
-    net, batch = model(), next(iter(data().train_dataloader()))
-    bags = []
-    for name, jagged in batch.sparse.to_dict().items():
-        weight = net.ebc.embedding_bags[name].weight
-        bags.append(torch.stack([weight[ids].sum(0) for ids in jagged.values().split(jagged.lengths().tolist())]))
-    expected = net.top(torch.cat([batch.dense, *bags], dim=1)).squeeze(1)
-    torch.testing.assert_close(net(batch), expected)
-    assert [layer.out_features for layer in net.modules() if isinstance(layer, torch.nn.Linear)] == [6, 5, 1]
-
-
 def test_tables_of_other_widths_dense_layers_and_normalized_layers() -> None:
     torch.manual_seed(0)
     net = model(embedding_dim_of={"cat_1": 12}, dense_layers=(4, 3), swish_layer_norm=True, table_learning_rate=0.1)
@@ -43,10 +31,6 @@ def test_tables_of_other_widths_dense_layers_and_normalized_layers() -> None:
     dense = [*net.bottom.parameters(), *net.top.parameters()]
     [group] = net.configure_optimizers().param_groups
     assert {id(weight) for weight in group["params"]} == {id(weight) for weight in dense}, "wide tables are fused, too"
-    again = SparseNN(**net.hparams)
-    assert {name: weight.shape for name, weight in again.named_parameters()} == {
-        name: weight.shape for name, weight in net.named_parameters()
-    }
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,9 @@ from torchrec.distributed.types import ShardedTensor, ShardingEnv, ShardingPlan
 from lightning_overlap import OverlapEmbeddingStrategy, combined_optimizer
 from lightning_overlap.tables import sharding
 
+from ..sparse.update_rates import factor
+from ..support.cases import NUM_DENSE, NUM_STEPS, dense_optimizer
+from ..support.cases import summed as sum_of_each
 from ..support.fits import make_trainer
 from ..support.modules import (
     BATCH_SIZE,
@@ -40,7 +43,6 @@ from ..support.modules import (
     fused_bags,
     managed_bags,
     managed_sequences,
-    own_parameters,
     plain_ids,
     plan_by_place,
     position_weighted,
@@ -55,9 +57,7 @@ from ..support.modules import (
     wide_ids,
 )
 from ..support.reference import set_fused_rates, set_rates
-
-NUM_DENSE = 6
-NUM_STEPS = 10
+from .foreign import Pool, hashed, pec, quantized
 
 
 @contextmanager
@@ -96,19 +96,18 @@ def pooled(embeddings: Any) -> Tensor:
 
 def summed(embeddings: Any) -> Tensor:
     """(B, D) of a dict of JaggedTensors."""
-    parts = []
-    for name in FEATURES:
-        if name in embeddings.keys():  # noqa: SIM118
-            lengths, values = embeddings[name].lengths(), embeddings[name].values()
-            owner = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
-            # A variable batch has less samples of a feature; which they are does not matter here.
-            parts.append(torch.zeros(BATCH_SIZE, values.shape[1]).index_add(0, owner, values))
-    return torch.cat(parts, dim=1)
+    parts = [sum_of_each(embeddings[name]) for name in FEATURES if name in embeddings.keys()]  # noqa: SIM118
+    # A variable batch has less samples of a feature; which they are does not matter here.
+    return torch.cat([nn.functional.pad(part, (0, 0, 0, BATCH_SIZE - len(part))) for part in parts], dim=1)
 
 
 def first_of(answer: Callable[[Any], Tensor]) -> Callable[[Any], Tensor]:
     """Of managed collision modules, which also return remapped ids."""
     return lambda embeddings: answer(embeddings[0])
+
+
+def as_it_is(embeddings: Tensor) -> Tensor:
+    return embeddings
 
 
 def _alternating(first: Callable[[int], Any], second: Callable[[int], Any]) -> Callable[[int], Any]:
@@ -140,34 +139,44 @@ class KindCase:
 MIXED = _alternating(whole, copies)
 MIXED_DENSE = _alternating(whole_dense, copies)
 ALSO_DENSE = _alternating(whole, whole_dense)
+TABLES, PROCESSORS = Part(bags), Part(position_weighted, stale=False)
+MANAGED_BAGS = Part(managed_bags, first_of(pooled), rows, stale=False)
+MANAGED_SEQUENCES = Part(managed_sequences, first_of(summed), rows, stale=False)
 
 CASES = {
     case.name: case
     for case in (
-        KindCase("feature_processors", {"fp": Part(position_weighted, stale=False)}),
+        KindCase("feature_processors", {"fp": PROCESSORS}),
         KindCase("feature_processors_one_module", {"fp": Part(position_weighted_collection, stale=False)}),
         KindCase("feature_processors_data_parallel", {"fp": Part(position_weighted, place=MIXED, stale=False)}),
         KindCase("feature_processors_row_wise", {"fp": Part(position_weighted_collection, place=rows, stale=False)}),
-        KindCase("feature_processors_beside_tables", {"fp": Part(position_weighted, stale=False), "ebc": Part(bags)}),
+        KindCase("feature_processors_beside_tables", {"fp": PROCESSORS, "ebc": TABLES}),
         KindCase("feature_processors_with_buffers", {"fp": Part(counting, stale=False)}, plain=True),
         KindCase("bags_dense_kernel", {"ebc": Part(bags, place=whole_dense, stale=False)}),
         KindCase("bags_some_dense_kernel", {"ebc": Part(bags, place=ALSO_DENSE, stale=False)}),
         KindCase("sequences_data_parallel", {"ec": Part(sequences, summed, copies, stale=False)}),
         KindCase("sequences_dense_kernel", {"ec": Part(sequences, summed, MIXED_DENSE, stale=False)}),
-        KindCase("variable_batch", {"ebc": Part(bags)}, variable_batch),
+        KindCase("variable_batch", {"ebc": TABLES}, variable_batch),
         KindCase("variable_batch_sequences", {"ec": Part(sequences, summed)}, variable_batch),
-        KindCase("tower", {"tower": Part(tower, lambda embeddings: embeddings)}, exact_only=True),
-        KindCase("towers", {"towers": Part(towers, lambda embeddings: embeddings)}, exact_only=True),
+        KindCase("tower", {"tower": Part(tower, as_it_is)}, exact_only=True),
+        KindCase("towers", {"towers": Part(towers, as_it_is)}, exact_only=True),
         KindCase("fused_bags", {"ebc": Part(fused_bags)}, fused_lr=None),
-        KindCase("managed_bags", {"mc": Part(managed_bags, first_of(pooled), rows, stale=False)}, wide_ids),
-        KindCase("managed_sequences", {"mc": Part(managed_sequences, first_of(summed), rows, stale=False)}, wide_ids),
-        KindCase(
-            "managed_bags_beside_tables",
-            {"mc": Part(managed_bags, first_of(pooled), rows, stale=False), "ebc": Part(bags)},
-        ),
+        KindCase("managed_bags", {"mc": MANAGED_BAGS}, wide_ids),
+        KindCase("managed_sequences", {"mc": MANAGED_SEQUENCES}, wide_ids),
+        KindCase("two_managed_collections", {"first": MANAGED_BAGS, "second": MANAGED_SEQUENCES}, wide_ids),
+        KindCase("managed_bags_beside_tables", {"mc": MANAGED_BAGS, "ebc": TABLES}),
         KindCase(
             "mixed_bags_and_sequences", {"ebc": Part(bags, place=copies, stale=False), "ec": Part(sequences, summed)}
         ),
+    )
+}
+FOREIGN = {
+    case.name: case
+    for case in (
+        KindCase("sharded_by_another", {"other": Part(pec, summed, None, stale=False), "ebc": TABLES}),
+        KindCase("pool", {"other": Part(Pool, as_it_is, None, stale=False), "ebc": TABLES}),
+        KindCase("quantized", {"other": Part(quantized, place=None, stale=False), "ebc": TABLES}),
+        KindCase("hashed", {"mc": Part(hashed, first_of(pooled), rows, stale=False)}),
     )
 }
 
@@ -201,13 +210,16 @@ class KindModel(LightningModule):
 
     def __init__(self, name: str, rates_move: bool = False) -> None:
         super().__init__()
-        self.case, self.rates_move = CASES[name], rates_move
+        self.case, self.rates_move = {**CASES, **FOREIGN}[name], rates_move
         self.losses: list[Tensor] = []
         self.validated: list[Tensor] = []
         for part_name, part in self.case.parts.items():
             self.add_module(part_name, part.build())
         self.bottom = nn.Sequential(nn.Linear(NUM_DENSE, 8), nn.ReLU())
-        self.top = nn.Sequential(nn.Linear(self._width(), 16), nn.ReLU(), nn.Linear(16, 1))
+        self.top = nn.Sequential(nn.LazyLinear(16), nn.ReLU(), nn.Linear(16, 1))
+        with torch.no_grad():
+            self.eval()(make_batch(self.case, 0, 0))  # makes the lazy layer
+        self.train()
         self.register_buffer("scale", torch.ones(()))  # DistributedDataParallel sends it before each forward
         draw_weights(self, 17, 0.4)
         modules = self.modules() if self.case.fused_lr is not None else ()
@@ -216,24 +228,13 @@ class KindModel(LightningModule):
                 if is_fused(self.part_of(module), int(name.split(".")[-2].removeprefix("t"))):
                     _apply_optimizer_in_backward(torch.optim.SGD, [parameter], {"lr": self.case.fused_lr})
 
-    def _width(self) -> int:
-        with torch.no_grad():
-            probe = make_batch(self.case, 0, 0)
-            training = self.training
-            width = 8 + sum(answer.shape[1] for answer in self.eval().answers(probe).values())
-        self.train(training)
-        return width
-
     def part_of(self, module: nn.Module) -> Part:
         [name] = [name for name in self.case.parts if any(module is inner for inner in getattr(self, name).modules())]
         return self.case.parts[name]
 
-    def call(self, name: str, batch: Batch) -> Any:
-        return getattr(self, name)(batch.kjt)
-
     def answers(self, batch: Batch, embeddings: Mapping[str, Any] | None = None) -> dict[str, Tensor]:
         found = {name: (embeddings or {}).get(name) for name in self.case.parts}
-        found = {name: self.call(name, batch) if row is None else row for name, row in found.items()}
+        found = {name: getattr(self, name)(batch.kjt) if row is None else row for name, row in found.items()}
         return {name: self.case.parts[name].answer(one) for name, one in found.items()}
 
     def forward(self, batch: Batch, embeddings: Mapping[str, Any] | None = None) -> Tensor:
@@ -260,18 +261,9 @@ class KindModel(LightningModule):
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
 
-def factor(step: int) -> float:
-    """What the learning rates are multiplied by, where they move."""
-    return 1.0 / (1 + step)
-
-
 def is_fused(part: Part, table: int) -> bool:
     is_dense = part.place in (None, copies, whole_dense, MIXED_DENSE)
     return not is_dense and not (table % 2 and part.place in (MIXED, ALSO_DENSE))
-
-
-def dense_optimizer(module: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(own_parameters(module), 0.5, momentum=0.5)
 
 
 def make_plan(module: KindModel) -> ShardingPlan:
@@ -298,7 +290,8 @@ class Outcome:
 @dense_kernels_without_pooling()
 def train(name: str, staleness: int = 0, rates_move: bool = False) -> Outcome:
     """Plain DistributedModelParallel: stale parts are looked up before the updates of `staleness` batches."""
-    case, module = CASES[name], KindModel(name)
+    module = KindModel(name)
+    case = module.case
     weights = {key: getattr(module, key).state_dict() for key in case.parts}
     env, plan = ShardingEnv.from_process_group(dist.group.WORLD), make_plan(module)
     dmp = DistributedModelParallel(module, env, torch.device("cpu"), plan, list(get_default_sharders()))
@@ -316,7 +309,7 @@ def train(name: str, staleness: int = 0, rates_move: bool = False) -> Outcome:
         before = collect(module, optimizer) if index == NUM_STEPS - 1 else {}
         for ahead in range(index, min(index + staleness + 1, NUM_STEPS)) if staleness else ():
             if ahead not in embeddings:
-                embeddings[ahead] = {key: module.call(key, batches[ahead]) for key in stale}
+                embeddings[ahead] = {key: getattr(module, key)(batches[ahead].kjt) for key in stale}
         optimizer.zero_grad()
         if rates_move:
             set_rates(optimizer, factor(index))
@@ -329,56 +322,43 @@ def train(name: str, staleness: int = 0, rates_move: bool = False) -> Outcome:
 
 
 @dense_kernels_without_pooling()
-def fit(name: str, pipeline: Any, rates_move: bool = False, **trainer_kwargs: Any) -> Outcome:
+def fit(name: str, pipeline: Any, rates_move: bool = False, **kwargs: Any) -> Outcome:
     """The same under the strategy."""
     module = KindModel(name, rates_move)
-    return fit_module(module, Batches(module.case), make_plan(module), pipeline, **trainer_kwargs)
+    return fit_module(module, Batches(module.case), pipeline, **kwargs)
 
 
-def fit_module(module: Any, data: Batches, plan: ShardingPlan, pipeline: Any, **trainer_kwargs: Any) -> Outcome:
-    strategy, num_early = watched_strategy(pipeline, plan)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        trainer = make_trainer(strategy, **{"limit_val_batches": 0, **trainer_kwargs})
-        trainer.fit(module, datamodule=data)
-    messages = [str(warning.message) for warning in caught if "not overlapped" in str(warning.message)]
-    state = collect(module, trainer.optimizers[0])
-    return Outcome(torch.stack(module.losses), state, sum(num_early), messages)
-
-
-@dense_kernels_without_pooling()
-def fit_at_once_and_in_two(name: str, pipeline: str, folder: str) -> tuple[Outcome, Outcome]:
-    """Two epochs in one fit; the second one alone, from a checkpoint after the first."""
-    outcomes = []
-    for path, epochs in ((None, 2), (None, 1), (f"{folder}/one.ckpt", 2)):
-        module = KindModel(name)
-        strategy, _ = watched_strategy(pipeline, make_plan(module))
-        trainer = make_trainer(strategy, max_epochs=epochs, limit_val_batches=0)
-        trainer.fit(module, datamodule=Batches(module.case, 6), ckpt_path=path)
-        outcomes.append(Outcome(torch.stack(module.losses), collect(module, trainer.optimizers[0])))
-        if epochs == 1:
-            trainer.save_checkpoint(f"{folder}/one.ckpt")
-    whole, _, rest = outcomes
-    return Outcome(whole.losses[6:], whole.state), rest
-
-
-def train_assigned_rows(path: str, checkpoint_format: str | None = None, *, loads: bool = False) -> None:
-    """Train managed collision modules a little and save them, or go on from there."""
-    module = KindModel("managed_bags")
-    strategy = OverlapEmbeddingStrategy(sharding=make_plan(module), checkpoint_format=checkpoint_format)
-    trainer = make_trainer(strategy, max_epochs=3 if loads else 2, limit_val_batches=0)
-    trainer.fit(module, datamodule=Batches(module.case, 2), ckpt_path=path if loads else None)
-    trainer.save_checkpoint(path)
-
-
-def watched_strategy(pipeline: Any, plan: ShardingPlan | None) -> tuple[OverlapEmbeddingStrategy, list[bool]]:
-    """Return a strategy, and what counts its early input dists."""
+def fit_module(
+    module: KindModel, data: Batches, pipeline: Any, load: str | None = None, save: str | None = None, **kwargs: Any
+) -> Outcome:
+    """Fit, from a checkpoint and into one, if given. `kwargs` are the trainer's and a `checkpoint_format`."""
     early: list[bool] = []
 
     def observe(kind: str, stage: Any, batch: int) -> None:
         early.append(kind == "wait" and str(stage) == "input_data_dist")
 
-    return OverlapEmbeddingStrategy(pipeline=pipeline, sharding=plan, observer=observe), early
+    form = kwargs.pop("checkpoint_format", None)
+    strategy = OverlapEmbeddingStrategy(pipeline, sharding=make_plan(module), observer=observe, checkpoint_format=form)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = make_trainer(strategy, **{"limit_val_batches": 0, **kwargs})
+        trainer.fit(module, datamodule=data, ckpt_path=load)
+    if save is not None:
+        trainer.save_checkpoint(save)
+    messages = [str(warning.message) for warning in caught if "not overlapped" in str(warning.message)]
+    state = collect(module, trainer.optimizers[0])
+    return Outcome(torch.stack(module.losses), state, sum(early), messages)
+
+
+@dense_kernels_without_pooling()
+def fit_at_once_and_in_two(name: str, pipeline: str, folder: str) -> tuple[Outcome, Outcome]:
+    """Two epochs in one fit; the second one alone, from a checkpoint after the first."""
+    path = f"{folder}/one.ckpt"
+    at_once, _, rest = (
+        fit_module(KindModel(name), Batches(CASES[name], 6), pipeline, load, save, max_epochs=epochs)
+        for load, save, epochs in ((None, None, 2), (None, path, 1), (path, None, 2))
+    )
+    return Outcome(at_once.losses[6:], at_once.state), rest
 
 
 def collect(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

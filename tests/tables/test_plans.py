@@ -20,20 +20,17 @@ from lightning_overlap import OverlapEmbeddingStrategy
 from lightning_overlap.tables import plans
 
 from ..support import reference
-from ..support.cases import TABLE_WISE, Batches, Case, Model, TableSpec
+from ..support.cases import TABLE_WISE, Batches, Case, Model
 from ..support.fits import make_trainer
 from ..support.ranks import RankError, Ranks
 from .supported_modules import KindModel
 
-ROWS = Case("rows_by_name", tuple(TableSpec(f"t{number}", (f"f{number}",), "row_wise") for number in range(3)))
-
 
 def test_options_that_come_in_another_order_make_the_same_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where Python's hash seed is another: TorchRec's lists are made of sets of names."""
-    sizes = (100, 1_000, 50_000, 200)
     tables = [
         EmbeddingBagConfig(name=f"t{place}", num_embeddings=rows, embedding_dim=16, feature_names=[f"f{place}"])
-        for place, rows in enumerate(sizes)
+        for place, rows in enumerate((100, 1_000, 50_000, 200))
     ]
     model = nn.ModuleDict({"ebc": EmbeddingBagCollection(tables=tables)})
     in_order = EmbeddingEnumerator.enumerate
@@ -54,33 +51,27 @@ def test_options_that_come_in_another_order_make_the_same_plan(monkeypatch: pyte
 
 def test_the_tables_of_each_rank_are_divided_into_two_parts_of_equal_traffic() -> None:
     """What a table sends for a sample: its columns for each feature. Other sharding types stay as they are."""
+    columns_and_features = {
+        **{"a": (8, 1), "b": (8, 4), "c": (16, 1), "d": (8, 1)},  # on rank 0: 8, 32, 16, 8 columns
+        **{"e": (8, 1), "f": (8, 1), "g": (64, 1)},  # on rank 1
+        **{"rows": (8, 1), "dense": (8, 1)},
+    }
     configs = [
         EmbeddingBagConfig(64, dim, name=name, feature_names=[f"{name}_{n}" for n in range(num)])
-        for name, dim, num in (
-            *(("a", 8, 1), ("b", 8, 4), ("c", 16, 1), ("d", 8, 1)),  # on rank 0: 8, 32, 16, 8 columns
-            *(("e", 8, 1), ("f", 8, 1), ("g", 64, 1)),  # on rank 1
-            *(("rows", 8, 1), ("dense", 8, 1)),
-        )
+        for name, (dim, num) in columns_and_features.items()
     ]
-    model = nn.ModuleDict(
-        {"ebc": EmbeddingBagCollection(tables=configs), "alone": EmbeddingBagCollection(tables=configs[:1])}
-    )
+    model = nn.ModuleDict({"ebc": EmbeddingBagCollection(tables=configs)})
     kinds = {name: table_wise(rank=int(name in "efg"), compute_kernel="fused") for name in "abcdefg"}
     kinds |= {"rows": row_wise(), "dense": table_wise(rank=1, compute_kernel="dense")}
-    sharder = EmbeddingBagCollectionSharder()
-    of_ebc, of_alone = (
-        construct_module_sharding_plan(model[name], {one: kinds[one] for one in names}, sharder, 2, 2, "cpu")
-        for name, names in (("ebc", kinds), ("alone", "a"))
-    )
+    of_ebc = construct_module_sharding_plan(model["ebc"], kinds, EmbeddingBagCollectionSharder(), 2, 2, "cpu")
     before = copy.deepcopy(of_ebc)
-    plan = ShardingPlan({"ebc": of_ebc, "alone": of_alone})
+    divided = plans.divide_in_two(ShardingPlan({"ebc": of_ebc}), model)
     second = {"a", "c", "d", "e", "f"}
-    assert {name: set(of_module) for name, of_module in plans.divide_in_two(plan, model).items()} == {"ebc": second}
+    assert {name: set(of_module) for name, of_module in divided.items()} == {"ebc": second}
     for name, how in of_ebc.items():
         expected = "column_wise" if name in second else before[name].sharding_type
         assert (how.sharding_type, how.ranks) == (expected, before[name].ranks), name
         assert how.sharding_spec == before[name].sharding_spec
-    assert of_alone["a"].sharding_type == "table_wise"
 
 
 def kinds_in(plan: plans.KeptPlan) -> set[str]:
@@ -130,19 +121,14 @@ def test_a_kept_plan_shards_in_the_same_way_again(two_ranks: Ranks) -> None:
 def test_there_is_no_plan_before_a_fit() -> None:
     with pytest.raises(RuntimeError, match="no module yet: read the plan in fit"):
         _ = OverlapEmbeddingStrategy().sharding_plan
-    with pytest.raises(RuntimeError, match="no table is sharded yet"):
-        plans.plan_of(Model(TABLE_WISE))
 
 
-def test_row_wise_by_name_trains_as_the_plain_loop_on_a_cpu(two_ranks: Ranks) -> None:
-    expected = reference.on_ranks(two_ranks, ROWS, 0)
-    actual = two_ranks.run(fit_by_name, ROWS, "row_wise")
-    assert reference.differences([result for result, _ in actual], expected) == [[], []]
+def test_row_wise_is_made_by_name_on_a_cpu(two_ranks: Ranks) -> None:
+    assert [kinds_in(plan) for _, plan in two_ranks.run(fit_by_name, TABLE_WISE, "row_wise")] == [{"row_wise"}] * 2
 
 
 def fit_managed_bags() -> None:
-    strategy = OverlapEmbeddingStrategy(fused_optimizer=(torch.optim.SGD, {"lr": 1.0}))
-    make_trainer(strategy).fit(KindModel("managed_bags"))
+    make_trainer(OverlapEmbeddingStrategy()).fit(KindModel("managed_bags"))
 
 
 def test_what_the_planner_refuses_of_managed_collision_names_a_plan(two_ranks: Ranks) -> None:

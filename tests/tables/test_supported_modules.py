@@ -7,13 +7,24 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.types import ShardingEnv, ShardingEnv2D
+from torchrec.modules.itep_embedding_modules import ITEPEmbeddingBagCollection
+from torchrec.modules.itep_modules import GenericITEPModule
 
-from lightning_overlap import MODES, Schedule
+from lightning_overlap import MODES, OverlapEmbeddingStrategy, Schedule
+from lightning_overlap.tables.supported_modules import why_never_early
 
+from ..support.cases import NUM_STEPS
+from ..support.fits import make_trainer
+from ..support.modules import bags, plan_of, whole
 from ..support.pairs import rotated
 from ..support.ranks import RankError, Ranks
-from . import foreign, supported_modules, torchrec_models
-from .supported_modules import CASES, NUM_STEPS, Outcome
+from . import supported_modules
+from .supported_modules import CASES, Batches, KindModel, Outcome, make_plan
 
 PIPELINED = [name for name, mode in MODES.items() if mode.has_sparse_stages]
 EXACT = [name for name in PIPELINED if MODES[name].staleness == 0]
@@ -25,7 +36,12 @@ PAIRINGS = [
 
 
 def _expected(ranks: Ranks, name: str, staleness: int = 0) -> list[Outcome]:
-    return ranks.run_once(supported_modules.train, name, staleness)
+    """Train by hand; each step has to count: losses move with every update, and the last step leaves other weights."""
+    outcomes = ranks.run_once(supported_modules.train, name, staleness)
+    for outcome in outcomes:
+        assert len(outcome.losses.unique()) == NUM_STEPS
+        assert Outcome(outcome.losses, outcome.before).differences(outcome)
+    return outcomes
 
 
 def _differences(actual: list[Outcome], expected: list[Outcome]) -> list[list[str]]:
@@ -45,14 +61,6 @@ def test_same_as_the_plain_loop(get_ranks: Callable[..., Ranks], name: str, pipe
         # A batch's ids come early for each module, but for the first batch's, which shows what feeds what.
         num_modules = 2 if name == "towers" else len(case.parts)
         assert outcome.num_early == (NUM_STEPS - 1) * num_modules
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_every_step_counts(ranks: Ranks, name: str) -> None:
-    """Guards the test above: losses move with every update, and the last step leaves other weights."""
-    for outcome in _expected(ranks, name):
-        assert len(outcome.losses.unique()) == NUM_STEPS
-        assert Outcome(outcome.losses, outcome.before).differences(outcome)
 
 
 def _fit_looked_up_before_the_step(name: str) -> Outcome:
@@ -84,15 +92,6 @@ def test_a_rate_that_moves(ranks: Ranks, name: str) -> None:
     assert _differences(actual, expected) == [[]] * ranks.world_size
 
 
-@pytest.mark.parametrize("pipeline", MODES)
-def test_two_managed_collections_beside_buffers_of_the_dense_part(two_ranks: Ranks, pipeline: str) -> None:
-    """Buffers that a managed collision module registers in its first lookup are no other rank's."""
-    expected = two_ranks.run_once(torchrec_models.train)
-    for mine, theirs in zip(two_ranks.run(torchrec_models.fit, pipeline), expected, strict=True):
-        assert len({loss.item() for loss in theirs}) == torchrec_models.NUM_STEPS
-        assert mine == theirs
-
-
 @pytest.mark.parametrize("name", ["feature_processors", "managed_bags", "managed_sequences", "variable_batch"])
 def test_validation_between_two_batches_leaves_training_alone(ranks: Ranks, name: str) -> None:
     actual = ranks.run(supported_modules.fit, name, "fused_sparse_dist", limit_val_batches=3, val_check_interval=4)
@@ -101,55 +100,88 @@ def test_validation_between_two_batches_leaves_training_alone(ranks: Ranks, name
 
 @pytest.mark.parametrize("name", ["feature_processors", "feature_processors_data_parallel", "managed_bags"])
 def test_a_checkpoint_goes_on_as_if_there_were_none(ranks: Ranks, name: str, tmp_path: Path) -> None:
-    for whole, rest in ranks.run(supported_modules.fit_at_once_and_in_two, name, "fused_sparse_dist", str(tmp_path)):
-        assert rest.differences(whole) == []
+    runs = ranks.run(supported_modules.fit_at_once_and_in_two, name, "fused_sparse_dist", str(tmp_path))
+    assert [rest.differences(at_once) for at_once, rest in runs] == [[]] * ranks.world_size
 
 
 def test_a_checkpoint_of_assigned_rows_is_for_as_many_ranks(get_ranks: Callable[..., Ranks], tmp_path: Path) -> None:
-    get_ranks(1).run(supported_modules.train_assigned_rows, str(tmp_path / "one"))
+    path = str(tmp_path / "one")
+    get_ranks(1).run(supported_modules.fit, "managed_bags", "base", save=path)
     with pytest.raises(RankError, match="managed collision modules of 1 ranks, this run has 2"):
-        get_ranks(2).run(supported_modules.train_assigned_rows, str(tmp_path / "one"), loads=True)
+        get_ranks(2).run(supported_modules.fit, "managed_bags", "base", load=path, max_epochs=2)
 
 
 def test_assigned_rows_are_not_saved_as_one_file(two_ranks: Ranks, tmp_path: Path) -> None:
+    own = {"save": str(tmp_path / "one"), "checkpoint_format": "full"}
     with pytest.raises(RankError, match="checkpoint_format='full' cannot hold managed collision modules"):
-        two_ranks.run(supported_modules.train_assigned_rows, str(tmp_path / "one"), "full")
+        two_ranks.run(supported_modules.fit, "managed_bags", "base", **own)
 
 
 # -- modules that the strategy does not shard, or not by its own ranks --------------------------------------------
 
-_PLAIN = {"sharded_by_another": "pec", "pool": "pool", "quantized": "quantized"}
 
-
-@pytest.mark.parametrize("name", _PLAIN)
+@pytest.mark.parametrize("name", ["sharded_by_another", "pool", "quantized"])
 def test_others_run_in_their_own_forward(ranks: Ranks, name: str) -> None:
-    expected = ranks.run(foreign.train, _PLAIN[name])
-    actual = ranks.run(foreign.fit, _PLAIN[name], "fused_sparse_dist")
-    assert _differences(actual, expected) == [[]] * ranks.world_size
+    actual = ranks.run(supported_modules.fit, name, "fused_sparse_dist")
+    assert _differences(actual, _expected(ranks, name)) == [[]] * ranks.world_size
     assert all(outcome.num_early == NUM_STEPS - 1 for outcome in actual)  # of the collection beside it
     if name == "sharded_by_another":
         [message] = actual[0].messages
-        assert "The lookup of 'foreign' (ShardedPECEmbeddingCollection) is not overlapped: only Sharded" in message
+        assert "The lookup of 'other' (ShardedPECEmbeddingCollection) is not overlapped: only Sharded" in message
     else:
         assert actual[0].messages == []  # whole on every rank: nothing is looked up elsewhere
 
 
+def _reasons_of_other_ranks() -> list[str | None]:
+    """Tables sharded over all ranks, over this one alone, and in two dimensions."""
+    world_size, rank = dist.get_world_size(), dist.get_rank()
+    alone = [dist.new_group([other]) for other in range(world_size)][rank]
+    module, sharder = bags(2), EmbeddingBagCollectionSharder()
+    plan = plan_of(module, {"t0": whole(0), "t1": whole(1)})
+    sharded = sharder.shard(module, plan, ShardingEnv.from_process_group(dist.group.WORLD), torch.device("cpu"))
+    mesh = DeviceMesh("cpu", torch.arange(world_size).reshape(world_size, 1), mesh_dim_names=("replicate", "shard"))
+    two_dimensions = ShardingEnv2D(alone, dist.group.WORLD, dist.group.WORLD, mesh, node_group_size=1)
+    found = [why_never_early(sharded, dist.group.WORLD)]
+    for sharded._env in (ShardingEnv.from_process_group(alone), two_dimensions):
+        found.append(why_never_early(sharded, dist.group.WORLD))
+    return found
+
+
 def test_tables_over_other_ranks_run_in_their_own_forward(two_ranks: Ranks) -> None:
-    for rank, reasons in enumerate(two_ranks.run(foreign.reasons_of_other_ranks)):
+    for rank, reasons in enumerate(two_ranks.run(_reasons_of_other_ranks)):
         assert reasons[0] is None
         for reason in reasons[1:]:
             assert f"sharded over ranks [{rank}], not over all ranks [0, 1] (2D sharding" in str(reason)
 
 
+def _fit_unsharded_pruning() -> None:
+    model = KindModel("quantized")
+    pruning = GenericITEPModule(table_name_to_unpruned_hash_sizes={}, lookups=[], enable_pruning=False)
+    model.other = ITEPEmbeddingBagCollection(bags(2), pruning)
+    make_trainer(OverlapEmbeddingStrategy()).fit(model, datamodule=Batches(model.case, 2))
+
+
 def test_pruning_that_would_be_lost_is_refused(ranks: Ranks) -> None:
-    message = "foreign is an ITEPEmbeddingBagCollection: it prunes by what its own shards count"
+    message = "other is an ITEPEmbeddingBagCollection: it prunes by what its own shards count"
     with pytest.raises(RankError, match=message):
-        ranks.run(foreign.fit_unsharded_pruning)
+        ranks.run(_fit_unsharded_pruning)
+
+
+def _hash_on_a_cpu() -> tuple[Tensor, Tensor, str]:
+    """Return a table's rows before and after an evaluation has sharded it, of this rank, and the error of a fit."""
+    model = KindModel("hashed")
+    key = "mc._embedding_module.embedding_bags.t0.weight"
+    before = model.get_parameter(key).detach().clone().tensor_split(dist.get_world_size())[dist.get_rank()]
+    strategy = OverlapEmbeddingStrategy("base", sharding=make_plan(model))
+    make_trainer(strategy).validate(model, datamodule=Batches(model.case), verbose=False)
+    after = model.state_dict()[key].local_shards()[0].tensor
+    with pytest.raises(ValueError) as caught:  # noqa: PT011
+        supported_modules.fit("hashed", "base")
+    return before, after, str(caught.value)
 
 
 def test_hashed_tables_are_evaluated_on_a_cpu_but_not_trained(two_ranks: Ranks) -> None:
     """MPZCH begins without ids in its shards; the table's weights are loaded into them."""
-    for before, after, message in two_ranks.run(foreign.hash_on_a_cpu):
+    for before, after, message in two_ranks.run(_hash_on_a_cpu):
         assert torch.equal(before, after)
-        assert re.match(r"mc\.\S+: HashZch.* \(MPZCH\) cannot be trained on a CPU", message)
-        assert "MCHManagedCollisionModule" in message
+        assert re.match(r"mc\.\S+: HashZch.* \(MPZCH\) cannot be trained on a CPU.*MCHManagedCollisionModule", message)
