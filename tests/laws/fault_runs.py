@@ -101,7 +101,7 @@ def _start_ranks(place: Path, arguments: dict[str, Any]) -> list[interpreters.Po
         with (place / f"log_{rank}").open("wb") as log:
             environment = os.environ | torchrun_variables(rank, 2, 1, port)
             options = {"cwd": ROOT, "env": environment, "stdout": log, "stderr": log}
-            processes.append(interpreters.Popen(command, launches=False, **options))
+            processes.append(interpreters.Popen(command, **options))
     return processes
 
 

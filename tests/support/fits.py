@@ -15,13 +15,8 @@ from lightning_overlap.tuning import Auto
 from .cases import NUM_STEPS, Batches, Case, Model, make_plan
 from .reference import Result, collect
 
-QUIET: dict[str, Any] = {
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "use_distributed_sampler": False,
-}
+_NO = "logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary", "use_distributed_sampler"
+QUIET: dict[str, Any] = dict.fromkeys(_NO, False)
 
 
 def make_trainer(strategy: OverlapEmbeddingStrategy, device_type: str = "cpu", **kwargs: Any) -> Trainer:

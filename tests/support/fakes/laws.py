@@ -1,6 +1,7 @@
 """The laws of a schedule: `check_laws(my_schedule)` runs it over fake batches."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from lightning_overlap.runtime import Executor
 from lightning_overlap.schedules import SPARSE_STAGES, Schedule, Stage, StreamName, WeightOwner
@@ -33,9 +34,8 @@ def check_laws(schedule: Schedule, *, executor_type: type[Executor] = Executor) 
         for ready in (True, False):
             for modules in (FAKE_MODULES, *({name: owners} for name, owners in FAKE_MODULES.items())):
                 streams = RecordingStreams(lookup)
-                trainer = FakeTrainer(
-                    schedule, modules=modules, ready=ready, streams=streams, executor_type=executor_type
-                )
+                options: dict[str, Any] = {"ready": ready, "streams": streams, "executor_type": executor_type}
+                trainer = FakeTrainer(schedule, modules=modules, **options)
                 for _ in range(2):  # a second run: on weights that were loaded anew
                     trainer.run(2 * schedule.depth + 1)
 
@@ -52,17 +52,16 @@ def check_stages(run: Run, num_batches: int, *, ready: bool = True) -> None:
             if all_early or stage not in (*SPARSE_STAGES, Stage.PREFETCH, Stage.EMBEDDING_UPDATE)
         ]
         # A batch may be looked up in two parts, by the owners of the tables; FakeSparse checks that they are two.
-        done = [stage for stage, previous in _with_previous(run.stages[batch]) if stage is not previous]
+        lookup, stages = Stage.EMBEDDING_LOOKUP, run.stages[batch]
+        done = [stage for last, stage in zip((None, *stages), stages, strict=False) if not stage is last is lookup]
         assert done == expected, f"batch {batch} had {_names(done)}, expected {_names(expected)}\n{run}"
-        assert run.served_early(batch) == {all_early}, (
-            f"batch {batch} {'was not served from early lookups alone' if all_early else 'was served early'}\n{run}"
-        )
+        told = "was not served from early lookups alone" if all_early else "was served early"
+        assert run.served_early(batch) == {all_early}, f"batch {batch} {told}\n{run}"
 
 
 def check_in_flight(run: Run) -> None:
-    assert run.max_in_flight <= run.schedule.depth, (
-        f"{run.max_in_flight} batches in flight, the depth is {run.schedule.depth}\n{run}"
-    )
+    num, depth = run.max_in_flight, run.schedule.depth
+    assert num <= depth, f"{num} batches in flight, the depth is {depth}\n{run}"
 
 
 def check_staleness(run: Run) -> None:
@@ -73,12 +72,6 @@ def check_staleness(run: Run) -> None:
             f"the lookup of batch {served.batch} in tables of {served.owner.value} saw the updates of batches "
             f"{list(served.saw)}, with staleness {staleness} it should see {list(expected)}\n{run}"
         )
-
-
-def _with_previous(stages: Sequence[Stage]) -> list[tuple[Stage, Stage | None]]:
-    """Pair each stage with the one before it where that was a part of the same lookup."""
-    parts = (None, *stages)
-    return [(now, last if last is Stage.EMBEDDING_LOOKUP else None) for last, now in zip(parts, stages, strict=False)]
 
 
 def _names(stages: Sequence[Stage]) -> str:

@@ -17,15 +17,13 @@ FAKE_MODULES: Mapping[str, frozenset[WeightOwner]] = MappingProxyType(
 )
 """Modules of a `FakeSparse`: who writes the tables of each."""
 
-TimelineEvent = tuple[str, Stage, int]  # ("issue" | "wait", stage, batch), as an observer gets it
-
 
 class Timeline:
     LETTERS: Mapping[Stage, str] = MappingProxyType(dict(zip(Stage, "CSDPLFBWOU", strict=True)))
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
-        self.events: list[TimelineEvent] = []
+        self.events: list[tuple[str, Stage, int]] = []  # ("issue" | "wait", stage, batch), as an observer gets it
 
     def record(self, kind: str, stage: Stage, batch: int) -> None:
         self.events.append((kind, stage, batch))
@@ -34,20 +32,14 @@ class Timeline:
         """Return the issues in order, short: `C0` is the copy of batch 0 (see `LETTERS`)."""
         return [f"{self.LETTERS[stage]}{batch}" for kind, stage, batch in self.events if kind == "issue"]
 
-    def draw(self, width: int = 118) -> str:
+    def draw(self) -> str:
         lanes = [str(name) for name in StreamName if any(step.stream is name for step in self.schedule)]
         lanes += ["host waits"] if any(kind == "wait" for kind, _, _ in self.events) else []
         title = max(map(len, lanes))
         cells = [(self._lane(kind, stage), f"{self.LETTERS[stage]}{batch}") for kind, stage, batch in self.events]
-        cell_width = max((len(text) for _, text in cells), default=2) + 1
-        per_block = max(1, (width - title - 2) // cell_width)
-        blocks = []
-        for start in range(0, max(1, len(cells)), per_block):
-            block = cells[start : start + per_block]
-            for lane in lanes:
-                row = "".join((text if where == lane else "").ljust(cell_width) for where, text in block)
-                blocks.append(f"{lane:{title}s} |{row}".rstrip())
-        return "\n".join(blocks)
+        width = max((len(text) for _, text in cells), default=2) + 1
+        rows = {lane: "".join((text if where == lane else "").ljust(width) for where, text in cells) for lane in lanes}
+        return "\n".join(f"{lane:{title}s} |{row}".rstrip() for lane, row in rows.items())
 
     def _lane(self, kind: str, stage: Stage) -> str:
         step = self.schedule.step_of(stage)
@@ -62,13 +54,10 @@ class Mark(NamedTuple):
     module: str = ""
 
     def __str__(self) -> str:
-        if self == LOADED_WEIGHTS:
+        if self.what is None:
             return "the load of the weights before the run"
         what = f"the update by {self.what.value}" if isinstance(self.what, WeightOwner) else str(self.what)
         return f"{what} of batch {self.batch}" + (f" ({self.module})" if self.module else "")
-
-
-LOADED_WEIGHTS = Mark(None, -1)
 
 
 class RecordingStreams(CheckedStreams):
