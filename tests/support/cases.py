@@ -82,12 +82,11 @@ def make_batch(case: Case, index: int, rank: int, batch_size: int = BATCH_SIZE) 
 class Batches(LightningDataModule):
     def __init__(self, case: Case, num_batches: int = NUM_STEPS) -> None:
         super().__init__()
-        self.case = case
-        self.num_batches = num_batches
+        self.case, self.num_batches = case, num_batches
 
     def train_dataloader(self) -> DataLoader:
-        rank = self.trainer.global_rank
-        return DataLoader([make_batch(self.case, i, rank) for i in range(self.num_batches)], batch_size=None)
+        batches = [make_batch(self.case, index, self.trainer.global_rank) for index in range(self.num_batches)]
+        return DataLoader(batches, batch_size=None)
 
 
 class Model(LightningModule):

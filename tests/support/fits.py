@@ -22,11 +22,10 @@ QUIET: dict[str, Any] = dict.fromkeys(_NO, False)
 def make_trainer(strategy: OverlapEmbeddingStrategy, device_type: str = "cpu", **kwargs: Any) -> Trainer:
     for name in ("lightning.pytorch", "lightning.fabric", "torchrec"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    accelerator = {"cpu": "cpu", "cuda": "gpu"}[device_type]
-    kwargs = {"max_epochs": 1, **QUIET, **kwargs}
+    kwargs = {"accelerator": {"cpu": "cpu", "cuda": "gpu"}[device_type], "max_epochs": 1, **QUIET, **kwargs}
     ranks_per_node = int(os.environ["LOCAL_WORLD_SIZE"])
     num_nodes = dist.get_world_size() // ranks_per_node
-    return Trainer(accelerator=accelerator, devices=ranks_per_node, num_nodes=num_nodes, strategy=strategy, **kwargs)
+    return Trainer(devices=ranks_per_node, num_nodes=num_nodes, strategy=strategy, **kwargs)
 
 
 def make_strategy(

@@ -67,7 +67,7 @@ class _Program:
         os.chdir(self.folder)
         os.environ.clear()
         os.environ.update(self.environment)
-        own, of_server = os.getpid(), os.getppid
+        own, of_server = os.getpid(), os.getppid  # ranks of `overlap-train` end if who started them has gone
         os.getppid = lambda: self.parent if os.getpid() == own else of_server()
         np.random.seed()
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1))
@@ -96,13 +96,9 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
             super()._execute_child(args, executable, preexec_fn, close_fds, *rest)  # type: ignore[misc]
             return
         standard = [number if file == -1 else file for number, file in enumerate((pipes[0], pipes[3], pipes[5]))]
-        program = _Program(
-            arguments[1:],
-            dict(os.environ if env is None else env),
-            os.path.abspath(os.getcwd() if cwd is None else os.fsdecode(cwd)),
-            0 if rest[-2] else os.getpgrp(),
-            os.getpid(),
-        )
+        folder, environment = os.path.abspath(cwd or os.curdir), dict(os.environ if env is None else env)
+        group = 0 if rest[-2] else os.getpgrp()  # start_new_session
+        program = _Program(arguments[1:], environment, os.fsdecode(folder), group, os.getpid())
         with contextlib.chdir(ROOT):  # where the server finds what it imports
             self._status, link = forkserver.connect_to_new_process(standard)
         with open(link, "wb") as file:

@@ -20,8 +20,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 NUM_ROWS = 40
 BATCH_SIZE = 8
 DIM = 8
-NUM_FEATURES = 3
-FEATURES = tuple(f"f{index}" for index in range(NUM_FEATURES))
+FEATURES = ("f0", "f1", "f2")
 MAX_LENGTH = 3
 
 
@@ -109,7 +108,7 @@ def fused_bags() -> nn.Module:
 
 
 def plain_ids(generator: torch.Generator, num_ids: int = NUM_ROWS) -> KeyedJaggedTensor:
-    lengths = torch.randint(0, MAX_LENGTH + 1, (NUM_FEATURES * BATCH_SIZE,), generator=generator)
+    lengths = torch.randint(0, MAX_LENGTH + 1, (len(FEATURES) * BATCH_SIZE,), generator=generator)
     values = torch.randint(0, num_ids, (int(lengths.sum()),), generator=generator)
     return KeyedJaggedTensor(keys=list(FEATURES), values=values, lengths=lengths)
 
@@ -121,7 +120,7 @@ def wide_ids(generator: torch.Generator) -> KeyedJaggedTensor:
 
 def variable_batch(generator: torch.Generator) -> KeyedJaggedTensor:
     """Of each feature only so many samples, each used by several rows of the batch (`inverse_indices`)."""
-    sizes = torch.randint(2, BATCH_SIZE + 1, (NUM_FEATURES,), generator=generator).tolist()
+    sizes = torch.randint(2, BATCH_SIZE + 1, (len(FEATURES),), generator=generator).tolist()
     lengths = torch.randint(0, MAX_LENGTH + 1, (sum(sizes),), generator=generator)
     indices = [torch.randint(0, size, (BATCH_SIZE,), generator=generator) for size in sizes]
     return KeyedJaggedTensor(

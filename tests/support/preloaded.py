@@ -2,7 +2,6 @@
 
 import functools
 import gc
-import importlib
 import importlib.metadata
 import subprocess
 import weakref

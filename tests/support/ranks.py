@@ -47,7 +47,7 @@ class Ranks:
             ours, theirs = multiprocessing.Pipe()  # when this end goes, a rank ends
             place = (rank, world_size, num_nodes)
             with theirs, contextlib.chdir(ROOT):
-                process = context.Process(target=serve, args=(place, port, device_type, theirs))
+                process = context.Process(target=serve, args=(place, port, device_type, theirs), daemon=True)
                 process.start()
             self._pipes.append(ours)
             self._processes.append(process)
@@ -106,10 +106,9 @@ class Ranks:
             process.join()
 
 
-def serve(
-    place: tuple[int, int, int], port: int, device_type: str, pipe: multiprocessing.connection.Connection
-) -> None:
+def serve(place: tuple[int, int, int], port: int, device_type: str, pipe: Any) -> None:
     """Be a rank: call what comes through the pipe, until it ends."""
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # it may start others
     os.environ.update(torchrun_variables(*place, port))
     # Of data loaders' workers. A server would be left behind; a fork may die before the loader looks at it.
     multiprocessing.set_start_method("spawn", force=True)

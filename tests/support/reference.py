@@ -6,6 +6,7 @@ import dataclasses
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -31,9 +32,8 @@ class Result:
     dense_state: dict[str, Tensor]
 
     def differences(self, other: Result) -> list[str]:
-        found = []
-        if not torch.equal(self.losses, other.losses):
-            found.append(f"losses from step {_first(self.losses, other.losses)}")
+        pairs = zip_longest(self.losses.tolist(), other.losses.tolist())
+        found = [f"losses from step {step}" for step, (mine, theirs) in enumerate(pairs) if mine != theirs][:1]
         for part in ("tables", "dense", "fused_state", "dense_state"):
             mine, theirs = getattr(self, part), getattr(other, part)
             if mine.keys() != theirs.keys():
@@ -92,9 +92,7 @@ class Switching:
 
 @dataclass(frozen=True)
 class Waits:
-    """So many in all steps from one to another."""
-
-    num: int
+    num: int  # in all steps from one to another
     start: int = 0
     end: int = 1 << 30
 
@@ -247,9 +245,3 @@ def to_device(batch: Any, device: torch.device) -> Any:
     kjt, index = batch.inputs["sparse"]
     inputs = {"sparse": (kjt.to(device), index)}
     return dataclasses.replace(batch, dense=batch.dense.to(device), inputs=inputs, labels=batch.labels.to(device))
-
-
-def _first(mine: Tensor, theirs: Tensor) -> int:
-    if len(mine) != len(theirs):
-        return min(len(mine), len(theirs))
-    return int((mine != theirs).nonzero()[0])

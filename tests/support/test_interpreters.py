@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import pytest
 
 from . import interpreters
 
-WAYS: list[Callable[..., Any]] = [subprocess.run, interpreters.run]
 PROGRAM = """
 import atexit, os, sys, threading, time
 atexit.register(lambda: print("left", flush=True))
@@ -39,7 +37,6 @@ exec(sys.argv[1])
         (["some/program.py"], True, "1 / 0"),
         (["some/program.py"], False, "os.abort()"),
     ],
-    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_program_finds_the_same_and_ends_the_same(
     program: list[str], new_session: bool, end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -48,9 +45,10 @@ def test_a_program_finds_the_same_and_ends_the_same(
     (tmp_path / "some" / "program.py").write_text(PROGRAM, encoding="utf-8")
     monkeypatch.setenv("NOT_GIVEN", "of this process")
     variables = {"GIVEN": "1", "PYTHONPATH": "/a/folder:/another", "PATH": os.environ["PATH"]}
-    options = {"cwd": tmp_path, "env": variables, "start_new_session": new_session}
+    options: dict[str, Any] = {"cwd": tmp_path, "env": variables, "start_new_session": new_session, "timeout": 60}
     command = [sys.executable, "-u", *program, end]
-    anew, forked = (run(command, capture_output=True, text=True, timeout=60, **options) for run in WAYS)
+    ways = subprocess.run, interpreters.run
+    anew, forked = (run(command, capture_output=True, text=True, **options) for run in ways)
     assert (forked.returncode, forked.stdout) == (anew.returncode, anew.stdout)
     assert f"\n{os.getpid()} {new_session}\n" in forked.stdout
     assert forked.stderr.splitlines()[-1:] == anew.stderr.splitlines()[-1:]

@@ -128,14 +128,10 @@ def warnings_of_skipped_step(pipeline: str, none_at: int, before: bool) -> list[
 
     class Skips(Model):
         def training_step(self, batch: Batch, batch_idx: int) -> Tensor | None:
-            if batch_idx != none_at:
-                return super().training_step(batch, batch_idx)
-            if not before:
-                super().training_step(batch, batch_idx)
-            return None
+            loss = None if before and batch_idx == none_at else super().training_step(batch, batch_idx)
+            return None if batch_idx == none_at else loss
 
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         trainer = make_trainer(OverlapEmbeddingStrategy(pipeline=pipeline, sharding="table_wise"))
         trainer.fit(Skips(TABLE_WISE), datamodule=Batches(TABLE_WISE, 5))
     return [str(w.message) for w in caught if "is not overlapped" in str(w.message)]

@@ -30,10 +30,6 @@ class FakeModuleInFlight:
     def memory(self) -> tuple[str, ...]:
         return (_of_batch("ids", self.batch, self.name),)
 
-    @property
-    def looked_up(self) -> bool:
-        return self.seen.keys() == self.owners
-
 
 class Served(NamedTuple):
     batch: int
@@ -85,7 +81,6 @@ class FakeSparse:
         self.stages: dict[int, list[Stage]] = {}
         self.served: list[Served] = []
         self.pending: set[tuple[Stage, int, str]] = set()
-        self.forwarded: set[int] = set()
         self.to_update: dict[int, InFlightBatch] = {}
         self.called_in_backward: dict[int, Callable[[], None]] = {}
 
@@ -98,7 +93,6 @@ class FakeSparse:
 
     def discover(self, inflight: InFlightBatch) -> None:
         assert not self.ready, "discovery after it is known which input feeds which module"
-        assert inflight.index in self.forwarded, f"discovery from batch {inflight.index}, which had no forward"
         self.ready = True
 
     @contextmanager
@@ -163,7 +157,7 @@ class FakeSparse:
                 assert owner not in state.seen, f"tables of {owner} looked up twice for batch {inflight.index}"
                 cached = [_of_batch("cached rows", inflight.index, name)] if state.prefetched else []
                 state.seen[owner] = self._read(inflight, name, owner, [*state.memory, *cached])
-            if state.looked_up:
+            if state.seen.keys() == state.owners:
                 self.pending.add((Stage.EMBEDDING_LOOKUP, inflight.index, name))
 
     def register_backward_hook(self, inflight: InFlightBatch, stage: Stage, call: Callable[[], None]) -> bool:
@@ -223,13 +217,12 @@ class FakeSparse:
 
     def call_modules(self, inflight: InFlightBatch) -> None:
         self.begin(Stage.DENSE_FORWARD, inflight.index)
-        self.forwarded.add(inflight.index)
         self._do(Stage.DENSE_FORWARD, inflight, reads=memory_of(inflight.batch))
         for name in self.modules:
             state = inflight.modules.get(name)
-            early = False
-            if self._current is not None and state is not None and state.looked_up and not state.served:
-                early = state.served = True
+            looked_up = state is not None and state.seen.keys() == state.owners and not state.served
+            if early := self._current is not None and looked_up:
+                state.served = True
                 self._receive_embeddings(inflight.index, name)
                 self._do(Stage.DENSE_FORWARD, inflight, name, reads=self._embeddings(inflight.index, name))
             else:

@@ -103,18 +103,13 @@ class FakeTrainer:
         self,
         num_batches: int,
         *,
-        skip: Collection[int] = (),
-        repeat: Collection[int] = (),
-        hold: Mapping[int, int] = MappingProxyType({}),
+        skip: Collection[int] = (),  # their `training_step` returns None
+        repeat: Collection[int] = (),  # their optimizer runs its closure twice, as LBFGS does
+        hold: Mapping[int, int] = MappingProxyType({}),  # the source has each only once this iteration has begun
         stop_after: int | None = None,
-        fail_at: tuple[Stage, int] | None = None,
+        fail_at: tuple[Stage, int] | None = None,  # raises an InjectedError
     ) -> Run:
-        """Train fake batches, then drain; raise an AssertionError if a collective is still in flight after it.
-
-        The `training_step` of batches in `skip` returns None. Optimizers of those in `repeat` run their closure twice,
-        as LBFGS does. The source holds back those in `hold`, each until the iteration given has begun. In the stage
-        and batch of `fail_at` it raises InjectedError.
-        """
+        """Train fake batches, then drain; raise an AssertionError if a collective is still in flight after it."""
         self.sparse.clear()
         self.sparse.fail_at = fail_at
         self.timeline = Timeline(self.schedule)
@@ -122,7 +117,7 @@ class FakeTrainer:
         self._num_fetched = self._num_begun = self._max_in_flight = 0
         self.executor.wait_for_lookups()  # as the strategy does at the end of a run
         sparse = self.sparse
-        self.streams.do(Mark(None, -1), writes=[*self.tables, sparse.loaded])
+        self.streams.do(Mark("the load of the weights", -1), writes=[*self.tables, sparse.loaded])
         run = Run(self.schedule, self.timeline, sparse.stages, sparse.served, sparse.updates, self.streams)
         try:
             while stop_after is None or len(run.trained) < stop_after:

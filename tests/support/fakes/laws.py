@@ -1,6 +1,7 @@
 """The laws of a schedule: `check_laws(my_schedule)` runs it over fake batches."""
 
 from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 from lightning_overlap.runtime import Executor
@@ -22,22 +23,20 @@ def check_laws(schedule: Schedule, *, executor_type: type[Executor] = Executor) 
 
     Raises an AssertionError that has the schedule and a drawing of the run; for a race of streams a `RaceError`.
     """
-    for num_batches in range(2 * schedule.depth + 1):
-        for ready in (True, False):
-            for left_from in ((), tuple(Stage), (Stage.INPUT_SPLITS_DIST,)):
-                trainer = FakeTrainer(schedule, ready=ready, executor_type=executor_type, left_from=left_from)
-                run = trainer.run(num_batches)
-                check_stages(run, num_batches, ready=ready)
-                check_in_flight(run)
-                check_staleness(run)
-    for lookup in (StreamName.COMPUTE, StreamName.DATA_DIST, StreamName.LOOKUP):
-        for ready in (True, False):
-            for modules in (FAKE_MODULES, *({name: owners} for name, owners in FAKE_MODULES.items())):
-                streams = RecordingStreams(lookup)
-                options: dict[str, Any] = {"ready": ready, "streams": streams, "executor_type": executor_type}
-                trainer = FakeTrainer(schedule, modules=modules, **options)
-                for _ in range(2):  # a second run: on weights that were loaded anew
-                    trainer.run(2 * schedule.depth + 1)
+    nums, left = range(2 * schedule.depth + 1), ((), tuple(Stage), (Stage.INPUT_SPLITS_DIST,))
+    for num_batches, ready, left_from in product(nums, (True, False), left):
+        trainer = FakeTrainer(schedule, ready=ready, executor_type=executor_type, left_from=left_from)
+        run = trainer.run(num_batches)
+        check_stages(run, num_batches, ready=ready)
+        check_in_flight(run)
+        check_staleness(run)
+    lookups = StreamName.COMPUTE, StreamName.DATA_DIST, StreamName.LOOKUP
+    parts = (FAKE_MODULES, *({name: owners} for name, owners in FAKE_MODULES.items()))
+    for lookup, ready, modules in product(lookups, (True, False), parts):
+        options: dict[str, Any] = {"ready": ready, "modules": modules, "executor_type": executor_type}
+        trainer = FakeTrainer(schedule, streams=RecordingStreams(lookup), **options)
+        for _ in range(2):  # a second run: on weights that were loaded anew
+            trainer.run(2 * schedule.depth + 1)
 
 
 def check_stages(run: Run, num_batches: int, *, ready: bool = True) -> None:

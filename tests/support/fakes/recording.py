@@ -2,24 +2,18 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from lightning_overlap.schedules import EARLY_OWNERS, Schedule, Stage, StreamName, WeightOwner
 from lightning_overlap.testing import CheckedStreams
 
-FAKE_MODULES: Mapping[str, frozenset[WeightOwner]] = MappingProxyType(
-    {
-        "fused": frozenset({WeightOwner.FUSED_BACKWARD}),
-        "dense": frozenset({WeightOwner.DENSE_OPTIMIZER}),
-        "both": EARLY_OWNERS,
-    }
-)
+_FUSED, _DENSE = frozenset({WeightOwner.FUSED_BACKWARD}), frozenset({WeightOwner.DENSE_OPTIMIZER})
+FAKE_MODULES: Mapping[str, frozenset[WeightOwner]] = {"fused": _FUSED, "dense": _DENSE, "both": EARLY_OWNERS}
 """Modules of a `FakeSparse`: who writes the tables of each."""
 
 
 class Timeline:
-    LETTERS: Mapping[Stage, str] = MappingProxyType(dict(zip(Stage, "CSDPLFBWOU", strict=True)))
+    LETTERS = dict(zip(Stage, "CSDPLFBWOU", strict=True))  # noqa: RUF012
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
@@ -47,15 +41,13 @@ class Timeline:
 
 
 class Mark(NamedTuple):
-    """A piece of fake device work: a stage of a batch, the update that a batch makes, or a load of weights (None)."""
+    """A piece of fake device work: a stage of a batch, the update that a batch makes, or a load of weights."""
 
-    what: Stage | WeightOwner | str | None
+    what: Stage | WeightOwner | str
     batch: int
     module: str = ""
 
     def __str__(self) -> str:
-        if self.what is None:
-            return "the load of the weights before the run"
         what = f"the update by {self.what.value}" if isinstance(self.what, WeightOwner) else str(self.what)
         return f"{what} of batch {self.batch}" + (f" ({self.module})" if self.module else "")
 
