@@ -1,8 +1,8 @@
 """docs/architecture.md, its picture and CONTRIBUTING's table of folders: they name what is there."""
 
 import hashlib
+import inspect
 import re
-import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -10,7 +10,6 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from lightning.pytorch import Callback
 
 from lightning_overlap.sparse import answers, lookup
 from lightning_overlap.sparse.answers import Answers
@@ -18,18 +17,12 @@ from lightning_overlap.sparse.answers import Answers
 from ..support.cases import TABLE_WISE, Batches, Model
 from ..support.fits import make_strategy, make_trainer
 from ..support.ranks import Ranks
+from .test_docs import cells_of
 from .test_folders import FLOOR, PACKAGE, ROOT
 
 PAGE = ROOT / "docs" / "architecture.md"
 PICTURE = ROOT / "docs" / "draw_architecture.py"
 FILE = re.compile(r"(?<![\w/.])(?:[a-z_]+/)+(?:[a-z_]+\.py)?")
-
-
-def cells_of(path: Path, head: str) -> list[list[str]]:
-    lines = path.read_text(encoding="utf-8").splitlines()
-    rows = lines[lines.index(head) + 2 :]
-    table = rows[: next((number for number, line in enumerate(rows) if not line.startswith("|")), len(rows))]
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
 
 
 def names_in(cell: str) -> list[str]:
@@ -45,9 +38,9 @@ def test_the_files_it_names_exist(path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("path", "head"),
-    [(PAGE, "| floor | folder or file | what it is |"), (ROOT / "CONTRIBUTING.md", "| floor | folders and files |")],
+    [(PAGE, ["floor", "folder or file", "what it is"]), (ROOT / "CONTRIBUTING.md", ["floor", "folders and files"])],
 )
-def test_its_floors_are_those_of_the_imports(path: Path, head: str) -> None:
+def test_its_floors_are_those_of_the_imports(path: Path, head: list[str]) -> None:
     assert {name: int(floor) for floor, names, *_ in cells_of(path, head) for name in names_in(names)} == FLOOR
 
 
@@ -66,48 +59,34 @@ ENDS = (
 )
 
 
-class Walk(Callback):
-    """Notes which methods of the package are on the stack where a step comes to one of `ENDS`."""
+def methods_on_the_stack() -> list[str]:
+    frames = [info.frame for info in reversed(inspect.stack(0))]
+    ours = [frame.f_code for frame in frames if frame.f_globals["__name__"].startswith("lightning_overlap.")]
+    return [code.co_qualname for code in ours if code.co_qualname[0].isupper()]
 
-    def __init__(self) -> None:
-        self.methods: list[str] = []
-        self.is_on = False
 
-    def around(self, own: Callable[..., Any]) -> Callable[..., Any]:
+def walk() -> list[str]:
+    """Return which methods of the package are on the stack where the third step comes to one of `ENDS`."""
+    model, methods = Model(TABLE_WISE), []
+    trainer = make_trainer(make_strategy(model))
+
+    def noting(own: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            if self.is_on:
-                self.methods += methods_on_the_stack()
+            if trainer.fit_loop.batch_idx == 2:
+                methods.extend(methods_on_the_stack())
             return own(*args, **kwargs)
 
         return call
 
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        self.is_on = batch_idx == 2
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        self.is_on = False
-
-
-def methods_on_the_stack() -> list[str]:
-    found, frame = [], sys._getframe(1)
-    while frame.f_back is not None:
-        frame = frame.f_back
-        if frame.f_globals["__name__"].startswith("lightning_overlap."):
-            found.insert(0, frame.f_code.co_qualname)
-    return [name for name in found if name[0].isupper()]
-
-
-def walk() -> list[str]:
-    noted, model = Walk(), Model(TABLE_WISE)
     with ExitStack() as stack:
         for owner, name in ENDS:
-            stack.enter_context(mock.patch.object(owner, name, noted.around(getattr(owner, name))))
-        make_trainer(make_strategy(model), callbacks=[noted]).fit(model, datamodule=Batches(TABLE_WISE, 4))
-    return list(dict.fromkeys(noted.methods))
+            stack.enter_context(mock.patch.object(owner, name, noting(getattr(owner, name))))
+        trainer.fit(model, datamodule=Batches(TABLE_WISE, 4))
+    return list(dict.fromkeys(methods))
 
 
 def test_a_step_comes_to_the_tables_and_back_through_the_methods_it_names(get_ranks: Callable[..., Ranks]) -> None:
-    named = [re.findall(r"`([A-Z]\w+\.\w+)`", cells[1]) for cells in cells_of(PAGE, "| | call | what it does |")]
+    named = [re.findall(r"`([A-Z]\w+\.\w+)`", cells[1]) for cells in cells_of(PAGE, ["", "call", "what it does"])]
     [methods] = get_ranks(1).run(walk)
     assert [name for names in named for name in names] == methods
     assert len({name.partition(".")[0] for name in methods}) <= 7

@@ -1,12 +1,10 @@
 """Links of the pages that are tracked: each leads to a file that is there, and to a heading of it."""
 
 import re
-import subprocess
 from pathlib import Path
 
-import pytest
+from .test_package import ROOT, tracked
 
-ROOT = Path(__file__).resolve().parents[2]
 FENCED = re.compile(r"^```.*?^```", flags=re.DOTALL | re.MULTILINE)
 CODE = re.compile(r"`[^`\n]+`")
 LINK = re.compile(r"\]\((?P<to>[^()\s]+)\)")
@@ -33,10 +31,7 @@ def broken(page: Path, text: str) -> list[str]:
 
 
 def pages() -> list[Path]:
-    listing = subprocess.run(["git", "ls-files", "*.md"], cwd=ROOT, capture_output=True, text=True, check=False)
-    if listing.returncode:
-        pytest.skip("not a git checkout")
-    return [ROOT / name for name in listing.stdout.splitlines() if (ROOT / name).is_file()]
+    return [path for path in tracked() if path.suffix == ".md"]
 
 
 def test_every_link_leads_somewhere() -> None:
@@ -52,19 +47,6 @@ def test_the_readme_leads_to_every_page_and_example() -> None:
     assert "examples" in linked
 
 
-@pytest.mark.parametrize(
-    ("link", "problem"),
-    [
-        ("[a](docs/install.md)", None),
-        ("[a](docs/install.md#on-a-cpu)", None),
-        ("[a](#here-it-is)", None),
-        ("[a](https://example.invalid/x)", None),
-        ("`[a](gone.md)`", None),
-        ("[a](docs/gone.md)", "no such file"),
-        ("[a](docs/install.md#gone)", "no such heading"),
-        ("[a](#gone)", "no such heading"),
-    ],
-)
-def test_a_link_that_leads_nowhere_is_seen(link: str, problem: str | None) -> None:
-    found = broken(ROOT / "README.md", f"## Here, it is\n\n{link}\n")
-    assert (not found) if problem is None else (problem in found[0])
+def test_a_link_that_leads_nowhere_is_seen() -> None:
+    for link in ("docs/gone.md", "docs/install.md#gone", "#gone"):
+        assert len(broken(ROOT / "README.md", f"## Here\n\n[a](#here) `[a](gone.md)` [a]({link})\n")) == 1

@@ -85,7 +85,7 @@ def _run_ranks(place: Path, arguments: dict[str, Any]) -> list[Ended]:
         with (place / f"log_{rank}").open("wb") as log:
             environment = os.environ | torchrun_variables(rank, 2, 1, port)
             options = {"cwd": ROOT, "env": environment, "stdout": log, "stderr": log}
-            ranks.append(interpreters.Popen(command, launches=False, **options))
+            ranks.append(interpreters.Popen(command, **options))
     deadline = time.monotonic() + 7 * TIMEOUT_S
     while any(rank.poll() is None for rank in ranks):
         if time.monotonic() > deadline:

@@ -82,12 +82,11 @@ def make_batch(case: Case, index: int, rank: int, batch_size: int = BATCH_SIZE) 
 class Batches(LightningDataModule):
     def __init__(self, case: Case, num_batches: int = NUM_STEPS) -> None:
         super().__init__()
-        self.case = case
-        self.num_batches = num_batches
+        self.case, self.num_batches = case, num_batches
 
     def train_dataloader(self) -> DataLoader:
-        rank = self.trainer.global_rank
-        return DataLoader([make_batch(self.case, i, rank) for i in range(self.num_batches)], batch_size=None)
+        batches = [make_batch(self.case, index, self.trainer.global_rank) for index in range(self.num_batches)]
+        return DataLoader(batches, batch_size=None)
 
 
 class Model(LightningModule):
@@ -203,20 +202,15 @@ def make_collection(
     tables: Sequence[Any], num_rows: int, *, sequence: bool = False, weighted: bool = False, device: str = "cpu"
 ) -> nn.Module:
     """Return the collection of tables that have a name, features, a dim, and perhaps a pooling, "sum" or "mean"."""
-    common = [
-        {
-            "name": table.name,
-            "num_embeddings": num_rows,
-            "embedding_dim": table.dim,
-            "feature_names": list(table.features),
-        }
+    kind = torchrec.EmbeddingConfig if sequence else torchrec.EmbeddingBagConfig
+    configs = [
+        kind(name=table.name, num_embeddings=num_rows, embedding_dim=table.dim, feature_names=list(table.features))
         for table in tables
     ]
     if sequence:
-        configs = [torchrec.EmbeddingConfig(**kwargs) for kwargs in common]
         return torchrec.EmbeddingCollection(tables=configs, device=torch.device(device))
-    poolings = [torchrec.PoolingType[getattr(table, "pooling", "sum").upper()] for table in tables]
-    configs = [torchrec.EmbeddingBagConfig(**kwargs, pooling=one) for kwargs, one in zip(common, poolings, strict=True)]
+    for table, config in zip(tables, configs, strict=True):
+        config.pooling = torchrec.PoolingType[getattr(table, "pooling", "sum").upper()]
     return torchrec.EmbeddingBagCollection(tables=configs, is_weighted=weighted, device=torch.device(device))
 
 
@@ -233,25 +227,11 @@ def _tables(num: int, **kwargs: Any) -> tuple[TableSpec, ...]:
 
 TABLE_WISE = Case("table_wise", _tables(3))
 COLUMN_WISE = Case("column_wise", (*_tables(1), TableSpec("wide", ("w",), "column_wise", dim=16)))
-MIXED = Case(
-    "data_parallel_and_table_wise",
-    (
-        TableSpec("t0", ("f0",)),
-        TableSpec("d0", ("f1",), "data_parallel"),
-        TableSpec("t1", ("f2", "f3")),
-        TableSpec("d1", ("f4",), "data_parallel"),
-    ),
-)
-TWO_COLLECTIONS = Case(
-    "two_collections",
-    (
-        TableSpec("t0", ("f0",)),
-        TableSpec("t1", ("f1",)),
-        # the second one reads the same KJT, with a feature in common
-        TableSpec("u0", ("f1", "f2"), collection="second"),
-        TableSpec("u1", ("f2",), collection="second"),
-    ),
-)
+_WHOLE, _COPIED = TableSpec("t1", ("f2", "f3")), TableSpec("d1", ("f4",), "data_parallel")
+MIXED = Case("data_parallel_and_table_wise", (*_tables(1), TableSpec("d0", ("f1",), "data_parallel"), _WHOLE, _COPIED))
+# The second one reads the same KJT, with a feature in common.
+_SECOND = TableSpec("u0", ("f1", "f2"), collection="second"), TableSpec("u1", ("f2",), collection="second")
+TWO_COLLECTIONS = Case("two_collections", (*_tables(2), *_SECOND))
 SEQUENCE = Case("embedding_collection", _tables(3), sequence=True)
 WEIGHTED = Case("weighted", _tables(3), weighted=True)
 EMPTY_FEATURE = Case("empty_feature", _tables(3), empty_feature="f1")
@@ -262,14 +242,6 @@ UNUSED = dataclasses.replace(MIXED, name="unused", unused=True)
 SHARED_FEATURE = Case("shared_feature", (TableSpec("t0", ("f0",)), TableSpec("t1", ("f1", "f0"))))
 
 CASES = (
-    TABLE_WISE,
-    SHARED_FEATURE,
-    COLUMN_WISE,
-    MIXED,
-    TWO_COLLECTIONS,
-    SEQUENCE,
-    WEIGHTED,
-    EMPTY_FEATURE,
-    ADAGRAD,
-    ROWWISE_ADAGRAD,
+    *(TABLE_WISE, SHARED_FEATURE, COLUMN_WISE, MIXED, TWO_COLLECTIONS),
+    *(SEQUENCE, WEIGHTED, EMPTY_FEATURE, ADAGRAD, ROWWISE_ADAGRAD),
 )

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from lightning_overlap.distributed import Issue, wrap_collectives
-from lightning_overlap.tables.supported_modules import sharded_modules
 
 from .cases import TABLE_WISE, Batches, Model
 from .fits import make_strategy, make_trainer
@@ -30,16 +30,11 @@ def of_input_dist() -> Iterator[list[dict[str, Any]]]:
 def dtypes_of_a_run(num_batches: int) -> tuple[list[torch.dtype], set[torch.dtype]]:
     looked_up: set[torch.dtype] = set()
 
-    class Looks(Model):
-        def on_train_start(self) -> None:
-            for module in sharded_modules(self).values():
-                for lookup in module._lookups:
-                    lookup.register_forward_pre_hook(look)
+    def look(module: Any, args: tuple[Any, ...]) -> None:
+        if type(module).__name__ == "GroupedPooledEmbeddingsLookup":
+            looked_up.update((args[0].values().dtype, args[0].lengths().dtype))
 
-    def look(_: Any, args: tuple[Any, ...]) -> None:
-        looked_up.update((args[0].values().dtype, args[0].lengths().dtype))
-
-    model = Looks(TABLE_WISE)
-    with of_input_dist() as calls:
+    model = Model(TABLE_WISE)
+    with of_input_dist() as calls, nn.modules.module.register_module_forward_pre_hook(look):
         make_trainer(make_strategy(model)).fit(model, datamodule=Batches(TABLE_WISE, num_batches))
     return [call["input"].dtype for call in calls], looked_up

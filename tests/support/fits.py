@@ -15,23 +15,17 @@ from lightning_overlap.tuning import Auto
 from .cases import NUM_STEPS, Batches, Case, Model, make_plan
 from .reference import Result, collect
 
-QUIET: dict[str, Any] = {
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "use_distributed_sampler": False,
-}
+_NO = "logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary", "use_distributed_sampler"
+QUIET: dict[str, Any] = dict.fromkeys(_NO, False)
 
 
 def make_trainer(strategy: OverlapEmbeddingStrategy, device_type: str = "cpu", **kwargs: Any) -> Trainer:
     for name in ("lightning.pytorch", "lightning.fabric", "torchrec"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    accelerator = {"cpu": "cpu", "cuda": "gpu"}[device_type]
-    kwargs = {"max_epochs": 1, **QUIET, **kwargs}
+    kwargs = {"accelerator": {"cpu": "cpu", "cuda": "gpu"}[device_type], "max_epochs": 1, **QUIET, **kwargs}
     ranks_per_node = int(os.environ["LOCAL_WORLD_SIZE"])
     num_nodes = dist.get_world_size() // ranks_per_node
-    return Trainer(accelerator=accelerator, devices=ranks_per_node, num_nodes=num_nodes, strategy=strategy, **kwargs)
+    return Trainer(devices=ranks_per_node, num_nodes=num_nodes, strategy=strategy, **kwargs)
 
 
 def make_strategy(

@@ -10,35 +10,23 @@ from torch import Tensor, nn
 from torchrec import EmbeddingBagCollection, JaggedTensor, KeyedJaggedTensor
 from torchrec.distributed import sharding_plan
 from torchrec.distributed.types import ShardingPlan
+from torchrec.modules import mc_embedding_modules, mc_modules
 from torchrec.modules.embedding_tower import EmbeddingTower, EmbeddingTowerCollection
 from torchrec.modules.feature_processor_ import PositionWeightedModule, PositionWeightedModuleCollection
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
-from torchrec.modules.mc_embedding_modules import (
-    ManagedCollisionEmbeddingBagCollection,
-    ManagedCollisionEmbeddingCollection,
-)
-from torchrec.modules.mc_modules import (
-    DistanceLFU_EvictionPolicy,
-    ManagedCollisionCollection,
-    MCHManagedCollisionModule,
-)
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 NUM_ROWS = 40
 BATCH_SIZE = 8
 DIM = 8
-NUM_FEATURES = 3
-FEATURES = tuple(f"f{index}" for index in range(NUM_FEATURES))
+FEATURES = ("f0", "f1", "f2")
 MAX_LENGTH = 3
 
-# -- modules ----------------------------------------------------------------------------------------------------
 
-
-def _configs(kind: type, num: int, num_rows: int = NUM_ROWS) -> list[Any]:
-    return [
-        kind(name=f"t{i}", num_embeddings=num_rows, embedding_dim=DIM, feature_names=[FEATURES[i]]) for i in range(num)
-    ]
+def _configs(kind: type, num: int) -> list[Any]:
+    common = {"num_embeddings": NUM_ROWS, "embedding_dim": DIM}
+    return [kind(name=f"t{i}", feature_names=[FEATURES[i]], **common) for i in range(num)]
 
 
 def bags(num: int = 3, *, weighted: bool = False) -> EmbeddingBagCollection:
@@ -49,8 +37,8 @@ def sequences(num: int = 3) -> torchrec.EmbeddingCollection:
     return torchrec.EmbeddingCollection(tables=_configs(torchrec.EmbeddingConfig, num))
 
 
-def position_weighted(num: int = 3) -> nn.Module:
-    processors = {FEATURES[i]: PositionWeightedModule(MAX_LENGTH) for i in range(num)}
+def position_weighted(num: int = 3, kind: type[nn.Module] = PositionWeightedModule) -> nn.Module:
+    processors = {FEATURES[i]: kind(MAX_LENGTH) for i in range(num)}
     return FeatureProcessedEmbeddingBagCollection(bags(num, weighted=True), processors)
 
 
@@ -72,32 +60,29 @@ class _Counting(PositionWeightedModule):
 
 
 def counting(num: int = 3) -> nn.Module:
-    processors = {FEATURES[i]: _Counting(MAX_LENGTH) for i in range(num)}
-    return FeatureProcessedEmbeddingBagCollection(bags(num, weighted=True), processors)
+    return position_weighted(num, _Counting)
 
 
-def _managed(configs: list[Any]) -> ManagedCollisionCollection:
+def _managed(configs: list[Any]) -> mc_modules.ManagedCollisionCollection:
+    options = {"device": torch.device("cpu"), "eviction_interval": 2, "input_hash_size": 10 * NUM_ROWS}
     modules = {
-        config.name: MCHManagedCollisionModule(
-            zch_size=config.num_embeddings,
-            device=torch.device("cpu"),
-            eviction_policy=DistanceLFU_EvictionPolicy(),
-            eviction_interval=2,
-            input_hash_size=10 * NUM_ROWS,
+        config.name: mc_modules.MCHManagedCollisionModule(
+            zch_size=config.num_embeddings, eviction_policy=mc_modules.DistanceLFU_EvictionPolicy(), **options
         )
         for config in configs
     }
-    return ManagedCollisionCollection(managed_collision_modules=modules, embedding_configs=configs)
+    return mc_modules.ManagedCollisionCollection(managed_collision_modules=modules, embedding_configs=configs)
 
 
 def managed_bags(num: int = 2) -> nn.Module:
-    collection = bags(num)
-    return ManagedCollisionEmbeddingBagCollection(collection, _managed(collection.embedding_bag_configs()))
+    tables = bags(num)
+    managed = _managed(tables.embedding_bag_configs())
+    return mc_embedding_modules.ManagedCollisionEmbeddingBagCollection(tables, managed)
 
 
 def managed_sequences(num: int = 2) -> nn.Module:
-    collection = sequences(num)
-    return ManagedCollisionEmbeddingCollection(collection, _managed(collection.embedding_configs()))
+    tables = sequences(num)
+    return mc_embedding_modules.ManagedCollisionEmbeddingCollection(tables, _managed(tables.embedding_configs()))
 
 
 class _Sum(nn.Module):
@@ -118,16 +103,12 @@ def towers() -> nn.Module:
 
 
 def fused_bags() -> nn.Module:
-    return FusedEmbeddingBagCollection(
-        tables=_configs(torchrec.EmbeddingBagConfig, 2), optimizer_type=torch.optim.SGD, optimizer_kwargs={"lr": 2.0}
-    )
-
-
-# -- inputs -----------------------------------------------------------------------------------------------------
+    tables = _configs(torchrec.EmbeddingBagConfig, 2)
+    return FusedEmbeddingBagCollection(tables, optimizer_type=torch.optim.SGD, optimizer_kwargs={"lr": 2.0})
 
 
 def plain_ids(generator: torch.Generator, num_ids: int = NUM_ROWS) -> KeyedJaggedTensor:
-    lengths = torch.randint(0, MAX_LENGTH + 1, (NUM_FEATURES * BATCH_SIZE,), generator=generator)
+    lengths = torch.randint(0, MAX_LENGTH + 1, (len(FEATURES) * BATCH_SIZE,), generator=generator)
     values = torch.randint(0, num_ids, (int(lengths.sum()),), generator=generator)
     return KeyedJaggedTensor(keys=list(FEATURES), values=values, lengths=lengths)
 
@@ -139,7 +120,7 @@ def wide_ids(generator: torch.Generator) -> KeyedJaggedTensor:
 
 def variable_batch(generator: torch.Generator) -> KeyedJaggedTensor:
     """Of each feature only so many samples, each used by several rows of the batch (`inverse_indices`)."""
-    sizes = torch.randint(2, BATCH_SIZE + 1, (NUM_FEATURES,), generator=generator).tolist()
+    sizes = torch.randint(2, BATCH_SIZE + 1, (len(FEATURES),), generator=generator).tolist()
     lengths = torch.randint(0, MAX_LENGTH + 1, (sum(sizes),), generator=generator)
     indices = [torch.randint(0, size, (BATCH_SIZE,), generator=generator) for size in sizes]
     return KeyedJaggedTensor(
@@ -149,9 +130,6 @@ def variable_batch(generator: torch.Generator) -> KeyedJaggedTensor:
         stride_per_key_per_rank=[[size] for size in sizes],
         inverse_indices=(list(FEATURES), torch.stack(indices)),
     )
-
-
-# -- weights and optimizers -------------------------------------------------------------------------------------
 
 
 def draw_weights(module: nn.Module, seed: int, scale: float) -> None:
@@ -164,8 +142,6 @@ def draw_weights(module: nn.Module, seed: int, scale: float) -> None:
 def own_parameters(module: nn.Module) -> list[nn.Parameter]:
     return [p for _, p in in_backward_optimizer_filter(module.named_parameters()) if p.requires_grad]
 
-
-# -- placements and plans ---------------------------------------------------------------------------------------
 
 Placement = Callable[[int], Any]  # number of a table -> how it is sharded
 

@@ -10,20 +10,18 @@ import os
 import pickle
 import random
 import socket
-import subprocess
-import sys
 import traceback
+import warnings
 from collections.abc import Callable
-from multiprocessing import resource_tracker
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from . import interpreters
+from .interpreters import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 PROCESS_GROUP_TIMEOUT_S = 60
 MOST_THREADS = 100  # above them a rank is worn; a fresh rank has about twenty
 
@@ -41,28 +39,22 @@ class Ranks:
         self.world_size = world_size
         self._place = (world_size, device_type, num_nodes)
         port = free_port()
+        # What a fork has of CUDA is of no use; FBGEMM asks for it when it is imported.
+        context = multiprocessing.get_context("spawn" if device_type == "cuda" else "forkserver")
         self._pipes: list[multiprocessing.connection.Connection] = []
-        self._processes: list[subprocess.Popen[Any]] = []
+        self._processes: list[Any] = []
         for rank in range(world_size):
             ours, theirs = multiprocessing.Pipe()  # when this end goes, a rank ends
-            with theirs:
-                files = [theirs.fileno(), resource_tracker.getfd()]
-                arguments = ((rank, world_size, num_nodes), port, device_type, *files)
-                program = f"from {__name__} import serve; serve(*{arguments!r})"
-                command = [sys.executable, "-c", program]
-                if device_type == "cuda":
-                    # What a fork has of CUDA is of no use; FBGEMM asks for it when it is imported.
-                    own = _variables_of_cuda(rank, num_nodes)
-                    process = subprocess.Popen(command, cwd=ROOT, pass_fds=files, env={**os.environ, **own})
-                else:
-                    process = interpreters.Popen(command, cwd=ROOT, pass_fds=files, launches=False)
-            ours.send_bytes(bytes(multiprocessing.current_process().authkey))  # for tensors, which go by shared memory
+            place = (rank, world_size, num_nodes)
+            with theirs, contextlib.chdir(ROOT):
+                process = context.Process(target=serve, args=(place, port, device_type, theirs), daemon=True)
+                process.start()
             self._pipes.append(ours)
             self._processes.append(process)
 
     @property
     def alive(self) -> bool:
-        return all(process.poll() is None for process in self._processes)
+        return all(process.is_alive() for process in self._processes)
 
     @property
     def worn(self) -> bool:
@@ -111,28 +103,24 @@ class Ranks:
         for process in self._processes:
             process.kill()
         for process in self._processes:
-            process.wait()
+            process.join()
 
 
-def serve(place: tuple[int, int, int], port: int, device_type: str, file: int, tracker: int) -> None:
-    """Be a rank: call what comes through the pipe with this file number, until it ends."""
-    resource_tracker._resource_tracker._fd = tracker  # type: ignore[attr-defined]  # as `spawn` does: one for all
-    pipe = multiprocessing.connection.Connection(file)
-    multiprocessing.current_process().authkey = pipe.recv_bytes()
+def serve(place: tuple[int, int, int], port: int, device_type: str, pipe: Any) -> None:
+    """Be a rank: call what comes through the pipe, until it ends."""
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # it may start others
     os.environ.update(torchrun_variables(*place, port))
     # Of data loaders' workers. A server would be left behind; a fork may die before the loader looks at it.
     multiprocessing.set_start_method("spawn", force=True)
-    import warnings
-
-    import torch.distributed as dist
-
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     if device_type == "cuda":
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # for deterministic kernels
+        if place[2] > 1:  # for NCCL hosts that share a GPU are several
+            os.environ.update(NCCL_HOSTID=f"r{place[0]}", NCCL_SOCKET_IFNAME="lo")
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group(
-        "nccl" if device_type == "cuda" else "gloo", timeout=datetime.timedelta(seconds=PROCESS_GROUP_TIMEOUT_S)
-    )
+    timeout = datetime.timedelta(seconds=PROCESS_GROUP_TIMEOUT_S)
+    dist.init_process_group("nccl" if device_type == "cuda" else "gloo", timeout=timeout)
     while True:
         try:
             function, args, kwargs = pipe.recv()
@@ -171,12 +159,6 @@ def torchrun_variables(rank: int, world_size: int, num_nodes: int, port: int) ->
     numbers |= {"WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size // num_nodes}
     texts = {name: str(number) for name, number in numbers.items()}
     return {**texts, "MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RUN_ID": "tests"}
-
-
-def _variables_of_cuda(rank: int, num_nodes: int) -> dict[str, str]:
-    """The environment of a rank with CUDA: deterministic kernels, and for NCCL hosts that share a GPU are several."""
-    deterministic = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-    return deterministic if num_nodes == 1 else {**deterministic, "NCCL_HOSTID": f"r{rank}", "NCCL_SOCKET_IFNAME": "lo"}
 
 
 def free_port() -> int:

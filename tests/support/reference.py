@@ -6,6 +6,7 @@ import dataclasses
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -31,9 +32,8 @@ class Result:
     dense_state: dict[str, Tensor]
 
     def differences(self, other: Result) -> list[str]:
-        found = []
-        if not torch.equal(self.losses, other.losses):
-            found.append(f"losses from step {_first(self.losses, other.losses)}")
+        pairs = zip_longest(self.losses.tolist(), other.losses.tolist())
+        found = [f"losses from step {step}" for step, (mine, theirs) in enumerate(pairs) if mine != theirs][:1]
         for part in ("tables", "dense", "fused_state", "dense_state"):
             mine, theirs = getattr(self, part), getattr(other, part)
             if mine.keys() != theirs.keys():
@@ -44,37 +44,19 @@ class Result:
 
 
 Factor = Callable[[int], float]  # step -> what the learning rates are multiplied by
+AfterStep = Callable[[int, Model], None]  # called with the step's index and the module
+Seen = Callable[[int], int]
+"""Batch -> how many updates the lookup of its fused tables sees: those of all batches before that one."""
+Waiting = Callable[[int], int]  # step -> how many steps' dense gradients are still to be applied once it is over
 
 
 def unchanged(step: int) -> float:
     return 1.0
 
 
-AfterStep = Callable[[int, Model], None]  # called with the step's index and the module
-
-
-def train(
-    case: Case,
-    *,
-    num_steps: int = NUM_STEPS,
-    device_type: str = "cpu",
-    after_step: AfterStep | None = None,
-    factor: Factor = unchanged,
-) -> Result:
-    rank, dmp, module, optimizer, device = set_up(case, device_type)
-    losses = []
-    for index in range(num_steps):
-        batch = to_device(make_batch(case, index, rank), device)
-        set_rates(optimizer, factor(index))
-        set_fused_rates(dmp, factor(index))
-        optimizer.zero_grad()
-        loss = dmp(batch)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.detach())
-        if after_step is not None:
-            after_step(index, module)
-    return collect(module, optimizer, losses)
+def train(case: Case, **options: Any) -> Result:
+    """The plain loop: the module's own forward looks up what it is given."""
+    return train_delayed(case, None, **options)
 
 
 def on_ranks(ranks: Ranks, case: Case, staleness: int = 0, **options: Any) -> list[Result]:
@@ -85,10 +67,6 @@ def on_ranks(ranks: Ranks, case: Case, staleness: int = 0, **options: Any) -> li
 
 def differences(actual: list[Result], expected: list[Result]) -> list[list[str]]:
     return [mine.differences(theirs) for mine, theirs in zip(actual, expected, strict=True)]
-
-
-Seen = Callable[[int], int]
-"""Batch -> how many updates the lookup of its fused tables sees: those of all batches before that one."""
 
 
 @dataclass(frozen=True)
@@ -112,14 +90,9 @@ class Switching:
         return max(self.start, batch - self.staleness)
 
 
-Waiting = Callable[[int], int]  # step -> how many steps' dense gradients are still to be applied once it is over
-
-
 @dataclass(frozen=True)
 class Waits:
-    """So many in all steps from one to another."""
-
-    num: int
+    num: int  # in all steps from one to another
     start: int = 0
     end: int = 1 << 30
 
@@ -129,7 +102,7 @@ class Waits:
 
 def train_delayed(
     case: Case,
-    seen: Seen = Delayed(1),
+    seen: Seen | None = Delayed(1),
     *,
     waiting: Waiting | None = None,
     clip: float | None = None,
@@ -143,18 +116,18 @@ def train_delayed(
     Data-parallel tables, in collections of their own, are looked up after the dense optimizer's step. With `waiting`,
     dense gradients are applied later, oldest first, each in a step of its own, clipped to a norm of `clip`.
     """
-    split = split_data_parallel(case)
+    split = case if seen is None else split_data_parallel(case)
     rank, dmp, module, optimizer, device = set_up(split, device_type)
     early = [name for name in sorted(split.collections) if not name.endswith("_dp")]
     late = [name for name in sorted(split.collections) if name.endswith("_dp")]
     batches = [to_device(make_batch(case, index, rank), device) for index in range(num_steps)]
     embeddings: dict[int, dict[str, Any]] = {}
+    to_look_up = {} if seen is None else {index: seen(index) for index in range(num_steps)}
 
     def look_up(num_updates: int) -> None:
-        for index in range(num_steps):
-            if seen(index) == num_updates and index not in embeddings:
-                set_fused_rates(dmp, factor(index))  # kernels take the rate of an update with its lookup
-                embeddings[index] = {name: module.embeddings(name, batches[index]) for name in early}
+        for index in [index for index, num in to_look_up.items() if num == num_updates]:
+            set_fused_rates(dmp, factor(index))  # kernels take the rate of an update with its lookup
+            embeddings[index] = {name: module.embeddings(name, batches[index]) for name in early}
 
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     stashed: list[list[Tensor | None]] = []
@@ -171,11 +144,13 @@ def train_delayed(
     for index in range(num_steps):
         look_up(index)
         set_fused_rates(dmp, factor(index))
-        own = embeddings[index] | {name: module.embeddings(name, batches[index]) for name in late}
         optimizer.zero_grad()
-        loss = dmp(batches[index], own)
+        if seen is None:
+            loss = dmp(batches[index])
+        else:
+            own = {name: module.embeddings(name, batches[index]) for name in late}
+            loss = dmp(batches[index], embeddings.pop(index) | own)
         losses.append(loss.detach())
-        del embeddings[index]
         loss.backward()
         set_rates(optimizer, factor(index))
         if waiting is None:
@@ -239,14 +214,9 @@ def set_up(
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if device_type == "cuda" else torch.device("cpu")
     module = Model(case)
     weights = {name: getattr(module, name).state_dict() for name in case.collections}
-    dmp = DistributedModelParallel(
-        module,
-        env=ShardingEnv.from_process_group(dist.group.WORLD),
-        device=device,
-        plan=make_plan(case, module, world_size, device_type),
-        sharders=_sharders(case, device),
-        data_parallel_wrapper=wrapper,
-    )
+    env = ShardingEnv.from_process_group(dist.group.WORLD)
+    plan, sharders = make_plan(case, module, world_size, device_type), _sharders(case, device)
+    dmp = DistributedModelParallel(module, env, device, plan, sharders, data_parallel_wrapper=wrapper)
     for name, state in weights.items():
         getattr(module, name).load_state_dict(state)
     return rank, dmp, module, dense_optimizer(module), device
@@ -255,12 +225,9 @@ def set_up(
 def _sharders(case: Case, device: torch.device) -> list[Any] | None:
     if case.comms is None:
         return None
-    forward, backward = map(CommType, case.comms)
-    codecs = get_qcomm_codecs_registry(QCommsConfig(forward, backward), device=device)
-    return [
-        EmbeddingBagCollectionSharder(qcomm_codecs_registry=codecs),
-        EmbeddingCollectionSharder(qcomm_codecs_registry=codecs),
-    ]
+    codecs = get_qcomm_codecs_registry(QCommsConfig(*map(CommType, case.comms)), device=device)
+    kinds = EmbeddingBagCollectionSharder, EmbeddingCollectionSharder
+    return [kind(qcomm_codecs_registry=codecs) for kind in kinds]
 
 
 def _local(name: str, value: Any) -> dict[str, Tensor]:
@@ -278,9 +245,3 @@ def to_device(batch: Any, device: torch.device) -> Any:
     kjt, index = batch.inputs["sparse"]
     inputs = {"sparse": (kjt.to(device), index)}
     return dataclasses.replace(batch, dense=batch.dense.to(device), inputs=inputs, labels=batch.labels.to(device))
-
-
-def _first(mine: Tensor, theirs: Tensor) -> int:
-    if len(mine) != len(theirs):
-        return min(len(mine), len(theirs))
-    return int((mine != theirs).nonzero()[0])

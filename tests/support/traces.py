@@ -3,14 +3,13 @@
 import contextlib
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_overlap import OverlapEmbeddingStrategy
 
@@ -20,47 +19,16 @@ from .fits import make_trainer
 NUM_TRAIN, NUM_VAL = 9, 3
 
 
-@dataclass
-class _Sized(Dataset):
-    first: int
-    num: int
-    rank: int
-
-    def __len__(self) -> int:
-        return self.num
-
-    def __getitem__(self, index: int) -> Batch:
-        if index >= self.num:
-            raise IndexError(index)
-        return make_batch(TABLE_WISE, self.first + index, self.rank, batch_size=4)
-
-
-@dataclass
 class _Unsized(IterableDataset):
-    sized: _Sized
+    def __init__(self, batches: list[Any]) -> None:
+        self._batches = batches
 
-    def __iter__(self) -> Iterator[Batch]:
-        return (self.sized[index] for index in range(self.sized.num))
-
-
-@dataclass
-class _WithNone(_Sized):
-    nones: tuple[int, ...]
-
-    def __getitem__(self, index: int) -> Any:
-        return None if index in self.nones else super().__getitem__(index)
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._batches)
 
 
-LOADERS: dict[str, Any] = {
-    "sized": lambda *args: DataLoader(_Sized(*args), batch_size=None),
-    "unsized": lambda *args: DataLoader(_Unsized(_Sized(*args)), batch_size=None),
-    "workers": lambda *args: DataLoader(
-        _Sized(*args), batch_size=None, num_workers=1, persistent_workers=True, multiprocessing_context="fork"
-    ),
-    "none_batches": lambda *args: DataLoader(_WithNone(*args, (0, 4)), batch_size=None),
-    "last_are_none": lambda *args: DataLoader(_WithNone(*args, (4, 7, 8)), batch_size=None),
-    "unsized_with_none": lambda *args: DataLoader(_Unsized(_WithNone(*args, (0, 3, 4, 8))), batch_size=None),
-}
+NONES = {"none_batches": (0, 4), "last_are_none": (4, 7, 8), "unsized_with_none": (0, 3, 4, 8)}
+WORKERS: dict[str, Any] = {"num_workers": 1, "persistent_workers": True, "multiprocessing_context": "fork"}
 
 
 class Interrupted(Exception):
@@ -71,13 +39,20 @@ class Data(LightningDataModule):
     def __init__(self, loader: str) -> None:
         super().__init__()
         self.loader = loader
-        self.fetched: list[int] = []
 
     def train_dataloader(self) -> DataLoader:
-        return LOADERS[self.loader](0, NUM_TRAIN, self.trainer.global_rank)
+        batches = self._batches(0, NUM_TRAIN)
+        for index in NONES.get(self.loader, ()):
+            batches[index] = None
+        dataset: Any = _Unsized(batches) if self.loader.startswith("unsized") else batches
+        return DataLoader(dataset, batch_size=None, **WORKERS if self.loader == "workers" else {})
 
     def val_dataloader(self) -> DataLoader:
-        return LOADERS["sized"](1000, NUM_VAL, self.trainer.global_rank)
+        return DataLoader(self._batches(1000, NUM_VAL), batch_size=None)
+
+    def _batches(self, first: int, num: int) -> list[Any]:
+        rank = self.trainer.global_rank
+        return [make_batch(TABLE_WISE, index, rank, batch_size=4) for index in range(first, first + num)]
 
 
 class Traced(Model):
@@ -86,12 +61,10 @@ class Traced(Model):
         self.trace: list[tuple[Any, ...]] = []
         self.transfers: list[int] = []
         self.stop = stop
-        self.skips_steps = stop == "no_loss"
 
     def _write(self, event: str, batch: Any = None, *details: Any) -> None:
         index = batch.inputs["sparse"][1] if batch is not None else None
-        loop = self.trainer.fit_loop.epoch_loop
-        last = loop.batch_progress.is_last_batch
+        last = self.trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
         self.trace.append((event, self.trainer.current_epoch, index, self.global_step, last, *details))
 
     def on_train_epoch_start(self) -> None:
@@ -112,7 +85,7 @@ class Traced(Model):
         if self.stop == "should_stop" and batch_idx == 4:
             self.trainer.should_stop = True
         loss = super().training_step(batch, batch_idx)
-        return None if self.skips_steps and batch_idx % 4 == 2 else loss
+        return None if self.stop == "no_loss" and batch_idx % 4 == 2 else loss
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         super().optimizer_step(*args, **kwargs)
@@ -135,12 +108,8 @@ def trace(pipeline: str | None, loader: str, stop: str | None, kwargs: dict[str,
 
 
 def trace_resumed(pipeline: str | None, folder: str, val_check_interval: float) -> list[Any]:
-    kwargs: dict[str, Any] = {
-        "enable_checkpointing": True,
-        "callbacks": [OnExceptionCheckpoint(folder)],
-        "num_sanity_val_steps": 0,
-        "val_check_interval": val_check_interval,
-    }
+    kwargs: dict[str, Any] = {"enable_checkpointing": True, "callbacks": [OnExceptionCheckpoint(folder)]}
+    kwargs |= {"num_sanity_val_steps": 0, "val_check_interval": val_check_interval}
     with contextlib.suppress(Interrupted):
         _fit(pipeline, "sized", "validation", None, **kwargs)
     return _fit(pipeline, "sized", None, f"{folder}/on_exception.ckpt", **kwargs).trace
@@ -148,9 +117,7 @@ def trace_resumed(pipeline: str | None, folder: str, val_check_interval: float) 
 
 def _fit(pipeline: str | None, loader: str, stop: str | None, resume: str | None, **kwargs: Any) -> Traced:
     model = Traced(fused_optimizer=pipeline is not None, stop=stop)
-    strategy: Any = DDPStrategy()
-    if pipeline is not None:
-        strategy = OverlapEmbeddingStrategy(pipeline=pipeline, sharding="table_wise")
+    strategy = OverlapEmbeddingStrategy(pipeline, sharding="table_wise") if pipeline else DDPStrategy()
     trainer = make_trainer(strategy, **{"max_epochs": 2, **kwargs})
     trainer.fit(model, datamodule=Data(loader), ckpt_path=resume)
     return model
@@ -161,14 +128,10 @@ def warnings_of_skipped_step(pipeline: str, none_at: int, before: bool) -> list[
 
     class Skips(Model):
         def training_step(self, batch: Batch, batch_idx: int) -> Tensor | None:
-            if batch_idx != none_at:
-                return super().training_step(batch, batch_idx)
-            if not before:
-                super().training_step(batch, batch_idx)
-            return None
+            loss = None if before and batch_idx == none_at else super().training_step(batch, batch_idx)
+            return None if batch_idx == none_at else loss
 
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         trainer = make_trainer(OverlapEmbeddingStrategy(pipeline=pipeline, sharding="table_wise"))
         trainer.fit(Skips(TABLE_WISE), datamodule=Batches(TABLE_WISE, 5))
     return [str(w.message) for w in caught if "is not overlapped" in str(w.message)]

@@ -10,18 +10,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torchrec import JaggedTensor, KeyedTensor
 from torchrec.distributed.model_parallel import DefaultDataParallelWrapper
 
+from . import reference
 from .cases import Case, make_batch
-from .reference import (
-    Factor,
-    Result,
-    collect,
-    set_fused_rates,
-    set_rates,
-    set_up,
-    split_data_parallel,
-    to_device,
-    unchanged,
-)
+from .reference import Factor, Result, set_fused_rates, set_rates
 
 
 class Window(NamedTuple):
@@ -37,23 +28,23 @@ def windows_of(num_batches: int, k: int, first: int = 0) -> list[Window]:
 
 
 def train_windows(
-    case: Case, windows: Sequence[Window], *, factor: Factor = unchanged, updates_in_backward: bool = False
+    case: Case, windows: Sequence[Window], *, factor: Factor = reference.unchanged, updates_in_backward: bool = False
 ) -> Result:
     """Look up all batches of a window; train each on a loss of 1/k; update the tables in order; step.
 
     With `updates_in_backward` update the tables as TorchRec does, in the backward of each batch, and look up after it.
     """
-    split = split_data_parallel(case)
+    split = reference.split_data_parallel(case)
     # Its static graph, TorchRec's default, knows no `no_sync`.
     wrapper = DefaultDataParallelWrapper(static_graph=False)
-    rank, dmp, module, optimizer, device = set_up(split, "cpu", wrapper)
+    rank, dmp, module, optimizer, device = reference.set_up(split, "cpu", wrapper)
     fused = [name for name in sorted(split.collections) if not name.endswith("_dp")]
     others = [name for name in sorted(split.collections) if name.endswith("_dp")]
     losses = []
     for step, window in enumerate(windows):
         set_rates(optimizer, factor(step))
         set_fused_rates(dmp, factor(step))
-        batches = [to_device(make_batch(case, index, rank), device) for index in window.batches]
+        batches = [reference.to_device(make_batch(case, index, rank), device) for index in window.batches]
         optimizer.zero_grad()
         found = [] if updates_in_backward else [_look_up(module, fused, batch) for batch in batches]
         for place, batch in enumerate(batches):
@@ -67,24 +58,21 @@ def train_windows(
                 (loss / window.k).backward()
             losses.append(loss.detach())
             if updates_in_backward:
-                _update(*found[place][1:])
-        if not updates_in_backward:
-            for _, received, leaves in found:
-                _update(received, leaves)
+                _update(found[place][1])
+        for _, cuts in [] if updates_in_backward else found:
+            _update(cuts)
         optimizer.step()
-    return collect(module, optimizer, losses)
+    return reference.collect(module, optimizer, losses)
 
 
-def _look_up(module: Any, names: list[str], batch: Any) -> tuple[dict[str, Any], list[Tensor], list[Tensor]]:
-    """Return embeddings by collection cut off from their tables, with what they were cut from and the leaves."""
+def _look_up(module: Any, names: list[str], batch: Any) -> tuple[dict[str, Any], list[tuple[Tensor, Tensor]]]:
+    """Return embeddings by collection cut off from their tables, and at each cut what was received and the leaf."""
     embeddings: dict[str, Any] = {}
-    received: list[Tensor] = []
-    leaves: list[Tensor] = []
+    cuts: list[tuple[Tensor, Tensor]] = []
 
     def cut(values: Tensor) -> Tensor:
-        received.append(values)
-        leaves.append(values.detach().requires_grad_())
-        return leaves[-1]
+        cuts.append((values, values.detach().requires_grad_()))
+        return cuts[-1][1]
 
     for name in names:
         found = module.embeddings(name, batch).wait()
@@ -95,8 +83,8 @@ def _look_up(module: Any, names: list[str], batch: Any) -> tuple[dict[str, Any],
                 key: JaggedTensor(values=cut(jagged.values()), lengths=jagged.lengths())
                 for key, jagged in found.items()
             }
-    return embeddings, received, leaves
+    return embeddings, cuts
 
 
-def _update(received: list[Tensor], leaves: list[Tensor]) -> None:
-    torch.autograd.backward(received, [leaf.grad for leaf in leaves])
+def _update(cuts: list[tuple[Tensor, Tensor]]) -> None:
+    torch.autograd.backward([received for received, _ in cuts], [leaf.grad for _, leaf in cuts])

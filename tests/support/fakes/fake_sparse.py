@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from lightning_overlap.runtime import InFlightBatch, Observer
 from lightning_overlap.schedules import EARLY_OWNERS, SPARSE_STAGES, Stage, StreamName, WeightOwner
 
-from .recording import FAKE_MODULES, Mark, RecordingStreams, memory_of
+from .recording import Mark, RecordingStreams, memory_of
 
 
 class InjectedError(RuntimeError):
@@ -28,11 +28,7 @@ class FakeModuleInFlight:
 
     @property
     def memory(self) -> tuple[str, ...]:
-        return (f"ids of batch {self.batch} ({self.name})",)
-
-    @property
-    def looked_up(self) -> bool:
-        return self.seen.keys() == self.owners
+        return (_of_batch("ids", self.batch, self.name),)
 
 
 class Served(NamedTuple):
@@ -51,47 +47,29 @@ def cache(module: str) -> str:
     return f"the cache of {module}"
 
 
-def _embeddings(index: int, name: str, owner: WeightOwner, early: bool = True) -> str:
-    return f"embeddings of batch {index} ({name}, {owner.value}{'' if early else ', own forward'})"
-
-
-def _prefetched(index: int, name: str) -> str:
-    return f"the rows of batch {index} in the cache of {name}"
-
-
-def _sent_gradients(index: int) -> str:
-    return f"sent gradients of batch {index}"
-
-
-def _gradients(index: int) -> str:
-    return f"gradients of embeddings of batch {index}"
+def _of_batch(what: str, index: int, *details: str) -> str:
+    return f"{what} of batch {index}" + (f" ({', '.join(details)})" if details else "")
 
 
 class FakeSparse:
     """Sparse stages whose tables count the updates they got, and whose lookups note which they saw.
 
-    Raises AssertionError where the stages of one batch come out of order or twice. With `ready` the inputs of the
-    modules are known from the start. The stages of `left_from` are left, with what is below them, until a backward
-    waits for other ranks, as on a CPU.
+    Raises AssertionError where the stages of one batch come out of order or twice. The stages of `left_from` are left,
+    with what is below them, until a backward waits for other ranks, as on a CPU.
     """
 
     def __init__(
         self,
-        modules: Mapping[str, frozenset[WeightOwner]] = FAKE_MODULES,
-        *,
-        ready: bool = True,
-        streams: RecordingStreams | None = None,
-        lookup_stream: StreamName = StreamName.LOOKUP,
-        observer: Observer | None = None,
-        left_from: Collection[Stage] = (),
+        modules: Mapping[str, frozenset[WeightOwner]],
+        ready: bool,  # the inputs of the modules are known from the start
+        streams: RecordingStreams,
+        lookup_stream: StreamName,
+        observer: Observer,
+        left_from: Collection[Stage],
     ) -> None:
-        self.left_from = left_from
-        self.modules = modules
-        self.ready = ready
-        self.streams = streams or RecordingStreams()
-        self.lookup_stream = lookup_stream
+        self.modules, self.ready, self.streams, self.lookup_stream = modules, ready, streams, lookup_stream
+        self.left_from, self._observe = left_from, observer
         self.fail_at: tuple[Stage, int] | None = None
-        self._observe = observer or (lambda kind, stage, index: None)
         self._current: InFlightBatch | None = None
         self._num_runs = 0
         self.clear()
@@ -103,7 +81,6 @@ class FakeSparse:
         self.stages: dict[int, list[Stage]] = {}
         self.served: list[Served] = []
         self.pending: set[tuple[Stage, int, str]] = set()
-        self.forwarded: set[int] = set()
         self.to_update: dict[int, InFlightBatch] = {}
         self.called_in_backward: dict[int, Callable[[], None]] = {}
 
@@ -112,13 +89,10 @@ class FakeSparse:
             raise InjectedError(f"told to fail in {stage} of batch {batch}")
         self.stages.setdefault(batch, []).append(stage)
 
-    # -- Inputs, Lookups, Updates -------------------------------------------------------------------------------
-
     can_defer_updates = True
 
     def discover(self, inflight: InFlightBatch) -> None:
         assert not self.ready, "discovery after it is known which input feeds which module"
-        assert inflight.index in self.forwarded, f"discovery from batch {inflight.index}, which had no forward"
         self.ready = True
 
     @contextmanager
@@ -136,8 +110,8 @@ class FakeSparse:
         for name in inflight.batch.modules:
             inflight.modules[name] = FakeModuleInFlight(self.modules[name], name, inflight.index)
             self.pending.add((Stage.INPUT_SPLITS_DIST, inflight.index, name))
-        sizes = [f"sizes of batch {inflight.index}"]  # the host reads them, so no memory of a device is handed over
-        self.streams.do(Mark(Stage.INPUT_SPLITS_DIST, inflight.index), reads=memory_of(inflight.batch), writes=sizes)
+        sizes = [_of_batch("sizes", inflight.index)]  # the host reads them, so no memory of a device is handed over
+        self._do(Stage.INPUT_SPLITS_DIST, inflight, reads=memory_of(inflight.batch), writes=sizes)
 
     def input_data_dist(self, inflight: InFlightBatch) -> None:
         self.begin(Stage.INPUT_DATA_DIST, inflight.index)
@@ -149,11 +123,8 @@ class FakeSparse:
             state.last = Stage.INPUT_DATA_DIST
             self._complete(Stage.INPUT_SPLITS_DIST, inflight.index, name)
             self.pending.add((Stage.INPUT_DATA_DIST, inflight.index, name))
-        self.streams.do(
-            Mark(Stage.INPUT_DATA_DIST, inflight.index),
-            reads=[f"sizes of batch {inflight.index}", *memory_of(inflight.batch)],
-            makes=memory_of(list(inflight.modules.values())),
-        )
+        reads = [_of_batch("sizes", inflight.index), *memory_of(inflight.batch)]
+        self._do(Stage.INPUT_DATA_DIST, inflight, reads=reads, makes=memory_of(list(inflight.modules.values())))
 
     def receive_input(self, inflight: InFlightBatch) -> Any:
         for name, state in inflight.modules.items():
@@ -162,7 +133,7 @@ class FakeSparse:
             assert state.last is Stage.INPUT_DATA_DIST, f"batch {inflight.index} has had no input data dist"
             self._observe("wait", Stage.INPUT_DATA_DIST, inflight.index)
             self._complete(Stage.INPUT_DATA_DIST, inflight.index, name)
-            self.streams.do(Mark(Stage.INPUT_DATA_DIST, inflight.index, name), writes=state.memory)
+            self._do(Stage.INPUT_DATA_DIST, inflight, name, writes=state.memory)
             state.received = True
         return list(inflight.modules.values())
 
@@ -172,8 +143,8 @@ class FakeSparse:
             assert state.received, f"the prefetch of batch {inflight.index} comes before its input"
             assert not state.seen, f"the prefetch of batch {inflight.index} comes after its lookup"
             state.prefetched = True
-            reads, writes = [self.loaded, *state.memory], [cache(name), _prefetched(inflight.index, name)]
-            self.streams.do(Mark(Stage.PREFETCH, inflight.index, name), reads=reads, writes=writes)
+            writes = [cache(name), _of_batch("cached rows", inflight.index, name)]
+            self._do(Stage.PREFETCH, inflight, name, reads=[self.loaded, *state.memory], writes=writes)
 
     def has_lookup(self, inflight: InFlightBatch, owners: frozenset[WeightOwner]) -> bool:
         return any(state.owners & owners - state.seen.keys() for state in inflight.modules.values())
@@ -184,9 +155,9 @@ class FakeSparse:
             assert state.received, f"the lookup of batch {inflight.index} comes before its input"
             for owner in sorted(state.owners & owners, key=str):
                 assert owner not in state.seen, f"tables of {owner} looked up twice for batch {inflight.index}"
-                uses = [*state.memory, *([_prefetched(inflight.index, name)] if state.prefetched else [])]
-                state.seen[owner] = self._read(inflight.index, name, owner, uses)
-            if state.looked_up:
+                cached = [_of_batch("cached rows", inflight.index, name)] if state.prefetched else []
+                state.seen[owner] = self._read(inflight, name, owner, [*state.memory, *cached])
+            if state.seen.keys() == state.owners:
                 self.pending.add((Stage.EMBEDDING_LOOKUP, inflight.index, name))
 
     def register_backward_hook(self, inflight: InFlightBatch, stage: Stage, call: Callable[[], None]) -> bool:
@@ -205,8 +176,8 @@ class FakeSparse:
         self.pending -= {(stage, inflight.index, name) for name in inflight.modules for stage in SPARSE_STAGES}
 
     def start_update(self, inflight: InFlightBatch) -> None:
-        index = inflight.index
-        self.streams.do(Mark("sent gradients", index), reads=[_gradients(index)], writes=[_sent_gradients(index)])
+        gradients, sent = (_of_batch(what, inflight.index) for what in ("gradients", "sent gradients"))
+        self._do("sent gradients", inflight, reads=[gradients], writes=[sent])
 
     def embedding_update(self, inflight: InFlightBatch, updated: Any = None) -> None:
         if inflight.index in self.to_update:  # it had a backward, and one that did not go all the way
@@ -231,8 +202,8 @@ class FakeSparse:
             if owner in owners:
                 self._observe("wait", Stage.EMBEDDING_UPDATE, index)
                 self._complete(Stage.BACKWARD, index, name)
-                reads = [_sent_gradients(index), *memory_of(inflight.modules[name])]
-                self.streams.do(Mark(owner, index, name), reads=reads, writes=[table(name, owner)])
+                reads = [_of_batch("sent gradients", index), *memory_of(inflight.modules[name])]
+                self._do(owner, inflight, name, reads=reads, writes=[table(name, owner)])
 
     def is_overwritten(self, batches: Iterable[InFlightBatch]) -> bool:
         return False
@@ -244,21 +215,16 @@ class FakeSparse:
     def gradients_are_there(self, batches: Iterable[InFlightBatch], timeout_s: float) -> bool:
         return True
 
-    # -- what the fake trainer does with the modules ------------------------------------------------------------
-
     def call_modules(self, inflight: InFlightBatch) -> None:
         self.begin(Stage.DENSE_FORWARD, inflight.index)
-        self.forwarded.add(inflight.index)
-        self.streams.do(Mark(Stage.DENSE_FORWARD, inflight.index), reads=memory_of(inflight.batch))
+        self._do(Stage.DENSE_FORWARD, inflight, reads=memory_of(inflight.batch))
         for name in self.modules:
             state = inflight.modules.get(name)
-            early = self._current is not None and state is not None and state.looked_up and not state.served
-            if early:
-                assert state is not None
+            looked_up = state is not None and state.seen.keys() == state.owners and not state.served
+            if early := self._current is not None and looked_up:
                 state.served = True
                 self._receive_embeddings(inflight.index, name)
-                embeddings = [_embeddings(inflight.index, name, owner) for owner in state.owners]
-                self.streams.do(Mark(Stage.DENSE_FORWARD, inflight.index, name), reads=embeddings)
+                self._do(Stage.DENSE_FORWARD, inflight, name, reads=self._embeddings(inflight.index, name))
             else:
                 if self._current is not None:
                     self._current.ran_unpipelined = True
@@ -269,32 +235,34 @@ class FakeSparse:
                 self.streams.wait(StreamName.COMPUTE, self.streams.record(self.lookup_stream))
                 state = FakeModuleInFlight(self.modules[name], name, inflight.index)
                 for owner in self.modules[name]:
-                    ids = memory_of(inflight.batch)
-                    state.seen[owner] = self._read(inflight.index, name, owner, ids, early=False)
+                    state.seen[owner] = self._read(inflight, name, owner, memory_of(inflight.batch), early=False)
             for owner, saw in state.seen.items():
                 self.served.append(Served(inflight.index, name, owner, early, saw))
 
+    def _embeddings(self, index: int, name: str) -> list[str]:
+        return [_of_batch("embeddings", index, name, owner.value) for owner in self.modules[name]]
+
+    def _do(self, what: Stage | WeightOwner | str, inflight: InFlightBatch, name: str = "", **memory: Any) -> None:
+        self.streams.do(Mark(what, inflight.index, name), **memory)
+
     def _read(
-        self, index: int, name: str, owner: WeightOwner, uses: Iterable[str], *, early: bool = True
+        self, inflight: InFlightBatch, name: str, owner: WeightOwner, uses: Iterable[str], *, early: bool = True
     ) -> tuple[int, ...]:
-        self.streams.do(
-            Mark(Stage.EMBEDDING_LOOKUP, index, f"{name}/{owner.value}"),
-            reads=[*uses, table(name, owner)],
-            writes=[] if early else [cache(name)],
-            makes=[_embeddings(index, name, owner, early)],
-        )
+        made = _of_batch("embeddings", inflight.index, name, owner.value, *(() if early else ("own forward",)))
+        reads, writes = [*uses, table(name, owner)], [] if early else [cache(name)]
+        self._do(Stage.EMBEDDING_LOOKUP, inflight, f"{name}/{owner.value}", reads=reads, writes=writes, makes=[made])
         return tuple(self.updates[owner])
 
     def _receive_embeddings(self, index: int, name: str) -> None:
         self._observe("wait", Stage.EMBEDDING_LOOKUP, index)
         self._complete(Stage.EMBEDDING_LOOKUP, index, name)
         self.streams.wait(StreamName.COMPUTE, self.streams.record(self.lookup_stream))
-        embeddings = [_embeddings(index, name, owner) for owner in self.modules[name]]
-        self.streams.record_stream(embeddings, StreamName.COMPUTE)
+        self.streams.record_stream(self._embeddings(index, name), StreamName.COMPUTE)
 
     def backward(self, inflight: InFlightBatch) -> None:
         self.begin(Stage.BACKWARD, inflight.index)
-        self.streams.do(Mark(Stage.BACKWARD, inflight.index), writes=[_gradients(inflight.index)])
+        gradients = _of_batch("gradients", inflight.index)
+        self._do(Stage.BACKWARD, inflight, writes=[gradients])
         if (call := self.called_in_backward.get(inflight.index)) is not None:
             call()
         calls = self.served[-sum(map(len, self.modules.values())) :]
@@ -307,19 +275,16 @@ class FakeSparse:
         self.streams.wait(self.lookup_stream, self.streams.record(StreamName.COMPUTE))  # autograd does, and hands over
         for served in fused:
             with self.streams.on(self.lookup_stream if served.early else StreamName.COMPUTE):
-                state = inflight.modules[served.module] if served.early else None
-                self.streams.do(
-                    Mark(WeightOwner.FUSED_BACKWARD, inflight.index, served.module),
-                    reads=[_gradients(inflight.index), *memory_of(state)],
-                    writes=[table(served.module, served.owner)],
-                )
+                ids = memory_of(inflight.modules[served.module]) if served.early else []
+                writes = [table(served.module, served.owner)]
+                self._do(served.owner, inflight, served.module, reads=[gradients, *ids], writes=writes)
 
     def step(self, inflight: InFlightBatch) -> None:
         self.begin(Stage.OPTIMIZER_STEP, inflight.index)
         self.updates[WeightOwner.DENSE_OPTIMIZER].append(inflight.index)
         owner = WeightOwner.DENSE_OPTIMIZER
         tables = [table(name, owner) for name, owners in self.modules.items() if owner in owners]
-        self.streams.do(Mark(owner, inflight.index), writes=tables)
+        self._do(owner, inflight, writes=tables)
 
     def _complete(self, stage: Stage, index: int, name: str) -> None:
         assert (stage, index, name) in self.pending, f"waited for {stage} of batch {index}, which is not in flight"

@@ -2,13 +2,14 @@
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from weakref import WeakSet
 
-from lightning_overlap.runtime import Executor, FetchedBatch, LookupOrder, SparseStages, StageTimer
+from lightning_overlap.runtime import Executor, FetchedBatch, LookupOrder, Observer, SparseStages, StageTimer
 from lightning_overlap.schedules import Schedule, Stage, StreamName, WeightOwner
 
 from .fake_sparse import FakeSparse, Served, cache, table
-from .recording import FAKE_MODULES, LOADED_WEIGHTS, FakeBatch, Mark, RecordingStreams, Timeline
+from .recording import FAKE_MODULES, FakeBatch, Mark, RecordingStreams, Timeline
 
 
 @dataclass(slots=True)
@@ -57,15 +58,9 @@ class FakeTrainer:
         self.streams = streams or RecordingStreams()
         lookup = schedule.step_of(Stage.EMBEDDING_LOOKUP)
         stream = StreamName.COMPUTE if lookup is None else lookup.stream
-        self.sparse = sparse_type(
-            modules,
-            ready=ready,
-            streams=self.streams,
-            lookup_stream=stream,
-            observer=self._observe,
-            left_from=left_from,
-        )
-        order = LookupOrder(self.streams, stream, self._observe, rank)
+        observe: Observer = lambda *event: self.timeline.record(*event)  # noqa: E731
+        self.sparse = sparse_type(modules, ready, self.streams, stream, observe, left_from)
+        order = LookupOrder(self.streams, stream, observe, rank)
         stages = SparseStages(self.sparse, self.sparse, self.sparse)
         self.executor = executor_type(schedule, self, stages, order, weights=self)
         self.timeline = Timeline(schedule)
@@ -108,26 +103,21 @@ class FakeTrainer:
         self,
         num_batches: int,
         *,
-        skip: Collection[int] = (),
-        repeat: Collection[int] = (),
-        hold: Mapping[int, int] | None = None,
+        skip: Collection[int] = (),  # their `training_step` returns None
+        repeat: Collection[int] = (),  # their optimizer runs its closure twice, as LBFGS does
+        hold: Mapping[int, int] = MappingProxyType({}),  # the source has each only once this iteration has begun
         stop_after: int | None = None,
-        fail_at: tuple[Stage, int] | None = None,
+        fail_at: tuple[Stage, int] | None = None,  # raises an InjectedError
     ) -> Run:
-        """Train fake batches, then drain; raise an AssertionError if a collective is still in flight after it.
-
-        The `training_step` of batches in `skip` returns None. Optimizers of those in `repeat` run their closure twice,
-        as LBFGS does. The source holds back those in `hold`, each until the iteration given has begun. In the stage
-        and batch of `fail_at` it raises InjectedError.
-        """
+        """Train fake batches, then drain; raise an AssertionError if a collective is still in flight after it."""
         self.sparse.clear()
         self.sparse.fail_at = fail_at
         self.timeline = Timeline(self.schedule)
-        self._num_batches, self._hold = num_batches, {} if hold is None else hold
+        self._num_batches, self._hold = num_batches, hold
         self._num_fetched = self._num_begun = self._max_in_flight = 0
         self.executor.wait_for_lookups()  # as the strategy does at the end of a run
         sparse = self.sparse
-        self.streams.do(LOADED_WEIGHTS, writes=[*self.tables, sparse.loaded])
+        self.streams.do(Mark("the load of the weights", -1), writes=[*self.tables, sparse.loaded])
         run = Run(self.schedule, self.timeline, sparse.stages, sparse.served, sparse.updates, self.streams)
         try:
             while stop_after is None or len(run.trained) < stop_after:
@@ -139,7 +129,8 @@ class FakeTrainer:
             err.add_note(str(run))
             raise
         run.max_in_flight = self._max_in_flight
-        assert not sparse.pending, f"still in flight after the drain: {_short(sparse.pending)}\n{run}"
+        left = sorted(f"{stage} of batch {batch} ({module})" for stage, batch, module in sparse.pending)
+        assert not left, f"still in flight after the drain: {', '.join(left)}\n{run}"
         return run
 
     def _train_next(self, trained: list[int], skip: Collection[int], repeat: Collection[int]) -> bool:
@@ -171,10 +162,3 @@ class FakeTrainer:
     @property
     def tables(self) -> list[str]:
         return [table(name, owner) for name, owners in self.sparse.modules.items() for owner in owners]
-
-    def _observe(self, kind: str, stage: Stage, batch: int) -> None:
-        self.timeline.record(kind, stage, batch)
-
-
-def _short(pending: Collection[tuple[Stage, int, str]]) -> str:
-    return ", ".join(sorted(f"{stage} of batch {batch} ({module})" for stage, batch, module in pending))

@@ -1,6 +1,8 @@
 """The laws of a schedule: `check_laws(my_schedule)` runs it over fake batches."""
 
 from collections.abc import Sequence
+from itertools import product
+from typing import Any
 
 from lightning_overlap.runtime import Executor
 from lightning_overlap.schedules import SPARSE_STAGES, Schedule, Stage, StreamName, WeightOwner
@@ -21,23 +23,20 @@ def check_laws(schedule: Schedule, *, executor_type: type[Executor] = Executor) 
 
     Raises an AssertionError that has the schedule and a drawing of the run; for a race of streams a `RaceError`.
     """
-    for num_batches in range(2 * schedule.depth + 1):
-        for ready in (True, False):
-            for left_from in ((), tuple(Stage), (Stage.INPUT_SPLITS_DIST,)):
-                trainer = FakeTrainer(schedule, ready=ready, executor_type=executor_type, left_from=left_from)
-                run = trainer.run(num_batches)
-                check_stages(run, num_batches, ready=ready)
-                check_in_flight(run)
-                check_staleness(run)
-    for lookup in (StreamName.COMPUTE, StreamName.DATA_DIST, StreamName.LOOKUP):
-        for ready in (True, False):
-            for modules in (FAKE_MODULES, *({name: owners} for name, owners in FAKE_MODULES.items())):
-                streams = RecordingStreams(lookup)
-                trainer = FakeTrainer(
-                    schedule, modules=modules, ready=ready, streams=streams, executor_type=executor_type
-                )
-                for _ in range(2):  # a second run: on weights that were loaded anew
-                    trainer.run(2 * schedule.depth + 1)
+    nums, left = range(2 * schedule.depth + 1), ((), tuple(Stage), (Stage.INPUT_SPLITS_DIST,))
+    for num_batches, ready, left_from in product(nums, (True, False), left):
+        trainer = FakeTrainer(schedule, ready=ready, executor_type=executor_type, left_from=left_from)
+        run = trainer.run(num_batches)
+        check_stages(run, num_batches, ready=ready)
+        check_in_flight(run)
+        check_staleness(run)
+    lookups = StreamName.COMPUTE, StreamName.DATA_DIST, StreamName.LOOKUP
+    parts = (FAKE_MODULES, *({name: owners} for name, owners in FAKE_MODULES.items()))
+    for lookup, ready, modules in product(lookups, (True, False), parts):
+        options: dict[str, Any] = {"ready": ready, "modules": modules, "executor_type": executor_type}
+        trainer = FakeTrainer(schedule, streams=RecordingStreams(lookup), **options)
+        for _ in range(2):  # a second run: on weights that were loaded anew
+            trainer.run(2 * schedule.depth + 1)
 
 
 def check_stages(run: Run, num_batches: int, *, ready: bool = True) -> None:
@@ -52,17 +51,16 @@ def check_stages(run: Run, num_batches: int, *, ready: bool = True) -> None:
             if all_early or stage not in (*SPARSE_STAGES, Stage.PREFETCH, Stage.EMBEDDING_UPDATE)
         ]
         # A batch may be looked up in two parts, by the owners of the tables; FakeSparse checks that they are two.
-        done = [stage for stage, previous in _with_previous(run.stages[batch]) if stage is not previous]
+        lookup, stages = Stage.EMBEDDING_LOOKUP, run.stages[batch]
+        done = [stage for last, stage in zip((None, *stages), stages, strict=False) if not stage is last is lookup]
         assert done == expected, f"batch {batch} had {_names(done)}, expected {_names(expected)}\n{run}"
-        assert run.served_early(batch) == {all_early}, (
-            f"batch {batch} {'was not served from early lookups alone' if all_early else 'was served early'}\n{run}"
-        )
+        told = "was not served from early lookups alone" if all_early else "was served early"
+        assert run.served_early(batch) == {all_early}, f"batch {batch} {told}\n{run}"
 
 
 def check_in_flight(run: Run) -> None:
-    assert run.max_in_flight <= run.schedule.depth, (
-        f"{run.max_in_flight} batches in flight, the depth is {run.schedule.depth}\n{run}"
-    )
+    num, depth = run.max_in_flight, run.schedule.depth
+    assert num <= depth, f"{num} batches in flight, the depth is {depth}\n{run}"
 
 
 def check_staleness(run: Run) -> None:
@@ -73,12 +71,6 @@ def check_staleness(run: Run) -> None:
             f"the lookup of batch {served.batch} in tables of {served.owner.value} saw the updates of batches "
             f"{list(served.saw)}, with staleness {staleness} it should see {list(expected)}\n{run}"
         )
-
-
-def _with_previous(stages: Sequence[Stage]) -> list[tuple[Stage, Stage | None]]:
-    """Pair each stage with the one before it where that was a part of the same lookup."""
-    parts = (None, *stages)
-    return [(now, last if last is Stage.EMBEDDING_LOOKUP else None) for last, now in zip(parts, stages, strict=False)]
 
 
 def _names(stages: Sequence[Stage]) -> str:

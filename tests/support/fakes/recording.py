@@ -2,30 +2,22 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from lightning_overlap.schedules import EARLY_OWNERS, Schedule, Stage, StreamName, WeightOwner
 from lightning_overlap.testing import CheckedStreams
 
-FAKE_MODULES: Mapping[str, frozenset[WeightOwner]] = MappingProxyType(
-    {
-        "fused": frozenset({WeightOwner.FUSED_BACKWARD}),
-        "dense": frozenset({WeightOwner.DENSE_OPTIMIZER}),
-        "both": EARLY_OWNERS,
-    }
-)
+_FUSED, _DENSE = frozenset({WeightOwner.FUSED_BACKWARD}), frozenset({WeightOwner.DENSE_OPTIMIZER})
+FAKE_MODULES: Mapping[str, frozenset[WeightOwner]] = {"fused": _FUSED, "dense": _DENSE, "both": EARLY_OWNERS}
 """Modules of a `FakeSparse`: who writes the tables of each."""
-
-TimelineEvent = tuple[str, Stage, int]  # ("issue" | "wait", stage, batch), as an observer gets it
 
 
 class Timeline:
-    LETTERS: Mapping[Stage, str] = MappingProxyType(dict(zip(Stage, "CSDPLFBWOU", strict=True)))
+    LETTERS = dict(zip(Stage, "CSDPLFBWOU", strict=True))  # noqa: RUF012
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
-        self.events: list[TimelineEvent] = []
+        self.events: list[tuple[str, Stage, int]] = []  # ("issue" | "wait", stage, batch), as an observer gets it
 
     def record(self, kind: str, stage: Stage, batch: int) -> None:
         self.events.append((kind, stage, batch))
@@ -34,20 +26,14 @@ class Timeline:
         """Return the issues in order, short: `C0` is the copy of batch 0 (see `LETTERS`)."""
         return [f"{self.LETTERS[stage]}{batch}" for kind, stage, batch in self.events if kind == "issue"]
 
-    def draw(self, width: int = 118) -> str:
+    def draw(self) -> str:
         lanes = [str(name) for name in StreamName if any(step.stream is name for step in self.schedule)]
         lanes += ["host waits"] if any(kind == "wait" for kind, _, _ in self.events) else []
         title = max(map(len, lanes))
         cells = [(self._lane(kind, stage), f"{self.LETTERS[stage]}{batch}") for kind, stage, batch in self.events]
-        cell_width = max((len(text) for _, text in cells), default=2) + 1
-        per_block = max(1, (width - title - 2) // cell_width)
-        blocks = []
-        for start in range(0, max(1, len(cells)), per_block):
-            block = cells[start : start + per_block]
-            for lane in lanes:
-                row = "".join((text if where == lane else "").ljust(cell_width) for where, text in block)
-                blocks.append(f"{lane:{title}s} |{row}".rstrip())
-        return "\n".join(blocks)
+        width = max((len(text) for _, text in cells), default=2) + 1
+        rows = {lane: "".join((text if where == lane else "").ljust(width) for where, text in cells) for lane in lanes}
+        return "\n".join(f"{lane:{title}s} |{row}".rstrip() for lane, row in rows.items())
 
     def _lane(self, kind: str, stage: Stage) -> str:
         step = self.schedule.step_of(stage)
@@ -55,20 +41,15 @@ class Timeline:
 
 
 class Mark(NamedTuple):
-    """A piece of fake device work: a stage of a batch, the update that a batch makes, or a load of weights (None)."""
+    """A piece of fake device work: a stage of a batch, the update that a batch makes, or a load of weights."""
 
-    what: Stage | WeightOwner | str | None
+    what: Stage | WeightOwner | str
     batch: int
     module: str = ""
 
     def __str__(self) -> str:
-        if self == LOADED_WEIGHTS:
-            return "the load of the weights before the run"
         what = f"the update by {self.what.value}" if isinstance(self.what, WeightOwner) else str(self.what)
         return f"{what} of batch {self.batch}" + (f" ({self.module})" if self.module else "")
-
-
-LOADED_WEIGHTS = Mark(None, -1)
 
 
 class RecordingStreams(CheckedStreams):
