@@ -47,6 +47,10 @@ def test_memory_of_the_compute_stream_is_written_behind_it_by_the_copy_stream() 
     log: Any = Log()
     host = torch.randn(4, 3).t()
     with log, BatchCopies(log, "meta"):
+        host.to(torch.float64)
+        torch.zeros(2, device="meta").to(torch.float64)
+        assert not any("waits" in line for line in log.lines), "copies within a device are left alone"
+        log.lines.clear()
         copied, changed = host.to("meta", non_blocking=True), host.to(device="meta", dtype=torch.float64)
     assert log.lines == EXPECTED * 2
     assert (copied.shape, copied.stride(), copied.dtype) == (host.shape, host.stride(), host.dtype)
@@ -60,11 +64,3 @@ def test_every_tensor_of_a_keyed_jagged_tensor_is_placed() -> None:
         copied = kjt.to(torch.device("meta"), non_blocking=True)
     assert copied.values().device.type == "meta"
     assert [line for line in log.lines if "memcpy" in line] == EXPECTED[1:] * 3
-
-
-def test_other_copies_are_left_alone() -> None:
-    log: Any = Log()
-    with log, BatchCopies(log, "meta"):
-        torch.zeros(2).to(torch.float64)
-        torch.zeros(2, device="meta").to(torch.float64)
-    assert not any("waits" in line for line in log.lines)
