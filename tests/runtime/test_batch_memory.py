@@ -3,9 +3,8 @@
 import weakref
 from collections import OrderedDict, UserDict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +15,8 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torchrec import KeyedJaggedTensor
 
 from lightning_overlap.runtime.batch_memory import NUM_KEPT, NUM_SEEN, BatchMemory
+
+from .test_batch_tree import Named, Plain, Slotted
 
 NUM = 40
 FIRST = NUM_KEPT + NUM_SEEN - 1  # at least so many batches of an epoch are copied
@@ -102,29 +103,13 @@ def test_pinned_memory_is_copied_where_its_transfer_may_go_on(monkeypatch: pytes
     assert copied(_arrays_as_tensors(), BatchMemory("cuda")) == [True] * FIRST + [False] * (NUM - FIRST)
 
 
-class Named(NamedTuple):
-    x: Any
-    note: Any
-
-
-@dataclass(frozen=True, slots=True)
-class Frozen:
-    x: Any
-    y: Any
-
-
-class Plain:
-    def __init__(self, x: Any, y: Any) -> None:
-        self.x, self.y = x, y
-
-
 def test_every_kind_of_batch_is_copied() -> None:
     x, note = torch.arange(3.0), object()
     kjt = KeyedJaggedTensor(["f"], torch.arange(3), lengths=torch.tensor([1, 2]), weights=torch.rand(3))
     array, data = np.arange(3), TensorDataset(torch.zeros(3))
     batch = {
         "named": Named(x, note),
-        "frozen": Frozen(kjt, note),
+        "slotted": Slotted(kjt, note),
         "plain": Plain([x, (x, 3)], OrderedDict(a=x)),
         "packed": pack_sequence([torch.arange(2.0), torch.arange(1.0)]),
         "jagged": torch.nested.nested_tensor([torch.zeros(2), torch.zeros(1)], layout=torch.jagged),
@@ -137,11 +122,11 @@ def test_every_kind_of_batch_is_copied() -> None:
     array[:] = 0
     kjt.values().zero_()
     kjt.weights().zero_()
-    assert torch.equal(own["named"].x, torch.arange(3.0))
-    assert own["named"].note is note
-    assert own["plain"].x[0] is own["plain"].x[1][0] is own["plain"].y["a"] is own["named"].x
-    assert type(own["plain"].y) is OrderedDict
-    assert own["frozen"].x is own["kjt"]
+    assert torch.equal(own["named"].left, torch.arange(3.0))
+    assert own["named"].right is note
+    assert own["plain"].left[0] is own["plain"].left[1][0] is own["plain"].right["a"] is own["named"].left
+    assert type(own["plain"].right) is OrderedDict
+    assert own["slotted"].left is own["kjt"]
     assert torch.equal(own["kjt"].values(), torch.arange(3))
     assert bool(own["kjt"].weights().any())
     assert own["kjt"].keys() == ["f"]

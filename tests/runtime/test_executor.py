@@ -11,8 +11,6 @@ from ..support.fakes import FakeTrainer, InjectedError, check_laws, check_stages
 from ..support.schedules import run_schedule
 from .setups import FUSED, ONE_FUSED, TWO_AHEAD, overlapping, random_schedules
 
-# -- laws -------------------------------------------------------------------------------------------------------
-
 
 @pytest.mark.parametrize("schedule", [*MODES.values(), TWO_AHEAD], ids=lambda schedule: schedule.name)
 def test_laws_hold(schedule: Schedule) -> None:
@@ -26,9 +24,6 @@ def test_all_laws_hold_for_any_schedule_that_is_accepted(schedule: Schedule) -> 
     check_laws(schedule)
 
 
-# -- discovery --------------------------------------------------------------------------------------------------
-
-
 def test_timeline_of_discovery() -> None:
     # memcpy    | C0 C1          C2
     # data_dist |          S1       D1
@@ -39,15 +34,6 @@ def test_timeline_of_discovery() -> None:
     batches = [batch for kind, _, batch in events.events if kind == "issue"]
     issued = [text for text, batch in zip(events.issued(), batches, strict=True) if batch < 2]
     assert issued == ["C0", "C1", "F0", "S1", "D1", "B0", "L1", "O0", "F1", "B1", "O1"]
-
-
-def test_the_second_run_knows_what_the_first_discovered() -> None:
-    trainer = FakeTrainer(FUSED_SPARSE_DIST, ready=False)
-    assert trainer.run(3).served_early(0) == {False}
-    assert trainer.run(3).served_early(0) == {True}
-
-
-# -- a training_step that is skipped or repeated ---------------------------------------------------------------
 
 
 @overlapping
@@ -74,16 +60,6 @@ def test_a_second_backward_in_a_step_drops_early_lookups(schedule: Schedule) -> 
         assert run.updates[FUSED].count(repeated) == 2
         for batch in range(repeated):
             assert run.served_early(batch) == {True}
-
-
-@overlapping
-def test_lookups_are_early_again_after_a_step_with_two_backwards(schedule: Schedule) -> None:
-    run = run_schedule(schedule, 3 * schedule.depth, repeat={1})
-    assert run.served_early(1 + schedule.depth) == {True}
-    run_schedule(schedule, 3 * schedule.depth, repeat={1, 3})  # raises where nothing orders the second backwards
-
-
-# -- failures ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("ready", [True, False])

@@ -6,10 +6,8 @@ from unittest import mock
 import pytest
 
 from lightning_overlap.runtime.lookup_order import LookupOrder
-from lightning_overlap.schedules.modes import FUSED_SPARSE_DIST, PREFETCH, SEMI_SYNC, STREAMS
-from lightning_overlap.schedules.schedule import Schedule, Step
+from lightning_overlap.schedules.modes import FUSED_SPARSE_DIST, PREFETCH, STREAMS
 from lightning_overlap.schedules.stages import StreamName
-from lightning_overlap.testing import RaceError
 
 from ..support.fakes import FakeTrainer, Mark, RecordingStreams
 from ..support.fakes.fake_sparse import cache
@@ -46,28 +44,9 @@ def test_a_value_is_handed_to_the_stream_that_uses_it() -> None:
     ]
 
 
-def writes_tables(trainer: FakeTrainer) -> None:
-    """Write all tables on the compute stream: a race with every lookup and update that this comes not after."""
-    trainer.streams.do(Mark("a write of the user's", 99), writes=trainer.tables)
-
-
 @pytest.mark.parametrize("policy", STREAMS)
 def test_waiting_for_lookups_orders_the_compute_stream_behind_them(policy: str) -> None:
     trainer = FakeTrainer(FUSED_SPARSE_DIST, streams=RecordingStreams(STREAMS[policy]))
     trainer.run(9, stop_after=4)
     trainer.executor.wait_for_lookups()
-    writes_tables(trainer)
-
-
-@pytest.mark.parametrize("stream", [StreamName.DATA_DIST, StreamName.MEMCPY])
-def test_a_lookup_row_on_another_stream_is_ordered_after_the_load_of_weights(stream: StreamName) -> None:
-    steps = [Step(step.stage, step.offset, stream) if step.stream is StreamName.LOOKUP else step for step in SEMI_SYNC]
-    trainer = FakeTrainer(Schedule("mine", tuple(steps)))
-    for waits in (False, True):
-        trainer.run(9, stop_after=4)
-        if waits:
-            trainer.executor.wait_for_lookups()
-            writes_tables(trainer)
-        else:
-            with pytest.raises(RaceError, match="after embedding_lookup of batch"):
-                writes_tables(trainer)
+    trainer.streams.do(Mark("a write of the user's, on the compute stream", 99), writes=trainer.tables)

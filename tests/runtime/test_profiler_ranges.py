@@ -1,7 +1,6 @@
 """TorchRec's ranges are left out of a run that no profiler sees, and are there in one that it does."""
 
 from contextlib import nullcontext
-from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -11,36 +10,12 @@ from torch.autograd.profiler import record_function
 from torchrec.distributed import comm_ops, types, utils
 from torchrec.sparse import jagged_tensor
 
-from lightning_overlap.runtime.profiler_ranges import RangesLeftOut
-
 from ..support.cases import TABLE_WISE
 from ..support.fits import fit
 from ..support.ranks import Ranks
 
 MODULES = (comm_ops, types, utils, jagged_tensor)
 RANGE = "all2all_pooled"
-
-
-def test_ranges_are_left_out_until_the_last_user_ends() -> None:
-    module: Any = ModuleType("theirs")
-    module.record_function = record_function
-    ranges, users = RangesLeftOut([module, ModuleType("without")]), (object(), object())
-    for user in (*users, users[0]):
-        ranges.begin(user)
-    with module.record_function("seen by nobody") as nothing:
-        assert not isinstance(nothing, record_function)
-    with torch.profiler.profile() as profile, module.record_function("seen"):
-        pass
-    assert "seen" in {event.key for event in profile.key_averages()}
-    ranges.end(users[0])
-    assert module.record_function is not record_function
-    for _ in range(2):
-        ranges.end(users[1])
-    assert module.record_function is record_function
-    ranges.begin(users[0])
-    module.record_function = theirs = object()
-    ranges.end(users[0])
-    assert module.record_function is theirs, "what somebody else has put there stays"
 
 
 def ranges_of_a_fit(profiled: bool) -> tuple[bool, bool]:

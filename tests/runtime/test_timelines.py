@@ -11,9 +11,6 @@ from lightning_overlap.schedules.stages import WeightOwner
 from ..support.fakes import FakeTrainer, Timeline
 from .setups import ONE_FUSED, ONE_MIXED
 
-# -- timelines: C copy, S splits dist, D data dist, L lookup, F forward, B backward, O optimizer step -----------
-
-
 TIMELINES: dict[str, str] = {
     "base": """\
 compute |C0 F0 B0 O0 C1 F1 B1 O1 C2 F2 B2 O2""",
