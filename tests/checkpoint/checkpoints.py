@@ -10,15 +10,8 @@ import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import Tensor
-from torchrec.distributed import sharding_plan
-from torchrec.distributed.types import (
-    Shard,
-    ShardedTensor,
-    ShardedTensorMetadata,
-    ShardingPlan,
-    ShardMetadata,
-    TensorProperties,
-)
+from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, init_from_local_shards
+from torchrec.distributed.types import ShardingPlan
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
@@ -27,6 +20,7 @@ from lightning_overlap.checkpoint.table_state import on_host
 from lightning_overlap.tables.sharded_module import tbes
 from lightning_overlap.tables.supported_modules import sharded_modules
 
+from ..support import modules
 from ..support.cases import TABLE_WISE, Batches, Case, Model, make_plan
 from ..support.fits import make_strategy, make_trainer
 from ..support.reference import Result, collect
@@ -34,7 +28,16 @@ from ..support.reference import Result, collect
 EPOCH = 6
 
 Plan = str | None
-"""One word a table: the rank of a table-wise one, "cw", "rw", "dp", or "dense" (table-wise on rank 0 or 1 in turn)."""
+"""One word a table: the rank of a table-wise one, or a word of `PLACES`."""
+
+PLACES: dict[str, modules.Placement] = {
+    "0": lambda table: modules.whole(0),
+    "1": lambda table: modules.whole(1),
+    "cw": lambda table: modules.halves(0, 1),
+    "rw": modules.rows,
+    "dp": modules.copies,
+    "dense": modules.whole_dense,
+}
 
 
 def planned(case: Case, plan: Plan) -> Case:
@@ -47,21 +50,11 @@ def planned(case: Case, plan: Plan) -> Case:
 
 
 def build_plan(case: Case, model: Model, plan: Plan) -> ShardingPlan:
-    num_ranks = dist.get_world_size()
     if plan is None:
-        return make_plan(case, model, num_ranks)
-    makers: dict[str, Any] = {}
-    for index, (table, word) in enumerate(zip(case.tables, plan.split(), strict=True)):
-        makers[table.name] = {
-            "cw": lambda: sharding_plan.column_wise(ranks=[rank % num_ranks for rank in range(2)]),
-            "rw": lambda: sharding_plan.row_wise(compute_kernel="fused"),
-            "dp": sharding_plan.data_parallel,
-            "dense": lambda index=index: sharding_plan.table_wise(rank=index % num_ranks, compute_kernel="dense"),
-        }.get(word, lambda word=word: sharding_plan.table_wise(rank=int(word), compute_kernel="fused"))()
-    module_plan = sharding_plan.construct_module_sharding_plan(
-        model.ebc, per_param_sharding=makers, local_size=num_ranks, world_size=num_ranks, device_type="cpu"
-    )
-    return ShardingPlan(plan={"ebc": module_plan})
+        return make_plan(case, model, dist.get_world_size())
+    words = enumerate(zip(case.tables, plan.split(), strict=True))
+    of_tables = {table.name: PLACES[word](index) for index, (table, word) in words}
+    return ShardingPlan(plan={"ebc": modules.plan_of(model.ebc, of_tables)})
 
 
 def zeroed(model: Model) -> Model:
@@ -98,19 +91,17 @@ def train(
         zeroed(model)
     saver = ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1, enable_version_counter=False)
     strategy = OverlapEmbeddingStrategy(pipeline=pipeline, sharding=build_plan(case, model, plan), **kwargs)
-    trainer_kwargs: dict[str, Any] = {"callbacks": [saver, *callbacks], "max_epochs": epochs, "max_steps": max_steps}
-    trainer = make_trainer(strategy, enable_checkpointing=True, **trainer_kwargs)
+    limits: dict[str, Any] = {"max_epochs": epochs, "max_steps": max_steps}
+    trainer = make_trainer(strategy, enable_checkpointing=True, callbacks=[saver, *callbacks], **limits)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer.fit(model, datamodule=Batches(case, EPOCH), ckpt_path=resume)
-    losses = model.losses or [torch.zeros(())]
+    result = collect(model, trainer.optimizers[0], model.losses or [torch.zeros(())])
     said = [str(warning.message) for warning in caught if "optimizer" in str(warning.message)]
-    return Trained(
-        collect(model, trainer.optimizers[0], losses), parts_of(model, trainer), str(saver.best_model_path), said
-    )
+    return Trained(result, parts_of(model), str(saver.best_model_path), said)
 
 
-def parts_of(model: Model, trainer: Trainer) -> dict[str, list[tuple[Any, Tensor]]]:
+def parts_of(model: Model) -> dict[str, list[tuple[Any, Tensor]]]:
     found: dict[str, list[tuple[Any, Tensor]]] = {}
 
     def put(name: str, window: Any, value: Tensor) -> None:
@@ -158,14 +149,9 @@ def _window(metadata: Any) -> tuple[slice, ...]:
 
 
 def copy_one_row() -> list[torch.Size]:
-    ranks = range(dist.get_world_size())
-    shards = [ShardMetadata([min(rank, 1), 0], [int(rank == 0), 4], f"rank:{rank}/cpu") for rank in ranks]
-    mine = shards[dist.get_rank()]
-    properties = TensorProperties(dtype=torch.float32)
-    piece = ShardedTensor._init_from_local_shards_and_global_metadata(
-        [Shard(torch.ones(mine.shard_sizes), mine)], ShardedTensorMetadata(shards, torch.Size([1, 4]), properties)
-    )
-    return [shard.tensor.shape for shard in on_host(piece).local_shards()]
+    rank = dist.get_rank()
+    row = Shard.from_tensor_and_offsets(torch.ones(int(rank == 0), 4), [min(rank, 1), 0], rank)
+    return [shard.tensor.shape for shard in on_host(init_from_local_shards([row], 1, 4)).local_shards()]
 
 
 def load_unsharded(case: Case, path: str) -> dict[str, Tensor]:
@@ -195,23 +181,6 @@ def load_from(case: Case, path: str, fn: str = "fit", model_class: Any = None, *
     return "loaded"
 
 
-def fit_with_another_optimizer(path: str, case: Case) -> tuple[str, bool]:
-    """Return what the user reads who resumes, and whether the advice that it ends with keeps the weights."""
-    said = load_from(case, path)
-    model = zeroed(Evaluated(case))
-    trainer = make_trainer(make_strategy(model), max_steps=0)
-    trainer.validate(model, datamodule=EvaluatedBatches(case, 1), ckpt_path=path, verbose=False)
-    loaded = parts_of(model, trainer)
-    trainer.fit(model, datamodule=Batches(case, 1))
-    after = parts_of(model, trainer)
-    tables = [name for name in loaded if name in ("t0", "t1")]
-    kept = [(before, now) for name in tables for (_, before), (_, now) in zip(loaded[name], after[name], strict=True)]
-    return said, all(before.any() and torch.equal(before, now) for before, now in kept)
-
-
-# -- evaluation -------------------------------------------------------------------------------------------------
-
-
 class Evaluated(Model):
     def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = self(batch)
@@ -238,20 +207,14 @@ def evaluate(case: Case, path: str | None, fn: str, weights: dict[str, Tensor] |
     return torch.stack(model.losses)
 
 
-# -- ModelCheckpoint --------------------------------------------------------------------------------------------
-
-
-def train_with_savers(folder: str, save_last: Any, checkpoint_format: str | None, asynchronous: bool) -> dict[str, Any]:
+def train_with_savers(folder: str, save_last: Any, **options: Any) -> dict[str, Any]:
     case = TABLE_WISE
-    steps = ModelCheckpoint(
-        f"{folder}/steps", filename="{step}", every_n_train_steps=4, save_top_k=1, save_last=save_last
-    )
+    of_steps: Any = {"every_n_train_steps": 4, "save_top_k": 1, "save_last": save_last}
+    steps = ModelCheckpoint(f"{folder}/steps", filename="{step}", **of_steps)
     epochs = ModelCheckpoint(f"{folder}/epochs", filename="{epoch}", monitor="epoch", mode="max", save_top_k=2)
 
     def trainer(max_epochs: int, *callbacks: Callback) -> Trainer:
-        strategy = OverlapEmbeddingStrategy(
-            sharding="table_wise", checkpoint_format=checkpoint_format, async_checkpoint=asynchronous
-        )
+        strategy = OverlapEmbeddingStrategy(sharding="table_wise", **options)
         return make_trainer(strategy, enable_checkpointing=True, callbacks=list(callbacks), max_epochs=max_epochs)
 
     first = trainer(3, steps, epochs)
@@ -265,9 +228,6 @@ def train_with_savers(folder: str, save_last: Any, checkpoint_format: str | None
     model.losses.clear()
     first.validate(model, datamodule=EvaluatedBatches(case, 2), ckpt_path="best")
     return {"there": there, "steps": second.global_step, "trained": len(again.losses), "best": best}
-
-
-# -- optimizers -------------------------------------------------------------------------------------------------
 
 
 class Keyed(Model):
@@ -284,29 +244,22 @@ class Scheduled(Model):
                 fused.step()
 
 
-class Stepped(Model):
+class SteppedAtFirst(Model):
+    """A resumed run has no scheduler."""
+
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD([p for _, p in in_backward_optimizer_filter(self.named_parameters())], 0.25)
+        optimizer = super().configure_optimizers()
+        if self.trainer.ckpt_path is not None:
+            return optimizer
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
-
-
-class Unscheduled(Stepped):
-    def configure_optimizers(self) -> Any:
-        [[optimizer], _] = super().configure_optimizers()
-        return optimizer
 
     def on_train_end(self) -> None:
         [group] = self.trainer.optimizers[0].param_groups
-        assert group["lr"] == 0.125  # as it was saved
+        assert group["lr"] == 0.1  # after the first epoch, and as it was saved
 
 
 class Opaque:
     """What torch.load does not load unless told to trust the file."""
-
-
-class SavesAnObject(Model):
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint["opaque"] = Opaque()
 
 
 class DenseAdam(Model):

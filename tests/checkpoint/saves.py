@@ -5,14 +5,16 @@ import gc
 import os
 import signal
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback
+from torch.distributed.checkpoint import FileSystemWriter
 
 from lightning_overlap import OverlapEmbeddingStrategy
 from lightning_overlap.checkpoint import full_file, sharded_folder
@@ -21,60 +23,53 @@ from lightning_overlap.plugin.host_memory import TOP_PAD
 from ..support import cases
 from ..support.cases import TABLE_WISE, Batches, Case, Model, make_plan
 from ..support.fits import make_trainer
-from .checkpoints import EPOCH, Trained, parts_of, save_to, train
-
-# -- asynchronous saves -----------------------------------------------------------------------------------------
+from .checkpoints import Evaluated, EvaluatedBatches, Trained, parts_of, save_to, train
 
 
 class SaveAt(Callback):
-    def __init__(self, path: str, step: int) -> None:
-        self.path, self.step = path, step
+    def __init__(self, path: str, step: int, written: threading.Event | None = None) -> None:
+        self.path, self.step, self.written = path, step, written or threading.Event()
         self.parts: Any = None
         self.whole_at_once = False
 
     def on_train_batch_end(self, trainer: Trainer, module: Any, *args: Any) -> None:
         if trainer.global_step == self.step:
-            self.parts = parts_of(module, trainer)
+            self.parts = parts_of(module)
             trainer.save_checkpoint(self.path)
-            self.whole_at_once = Path(self.path).exists()
+            self.whole_at_once = sharded_folder.is_folder(Path(self.path))
+        if trainer.global_step == self.step + 3:
+            self.written.set()
+
+    on_validation_end = on_train_batch_end
+
+
+@contextmanager
+def slow_saves(*, disk_is_full: bool = False) -> Iterator[threading.Event]:
+    """Write folders not before an event; an error if the disk is full."""
+    event, write = threading.Event(), sharded_folder._write
+
+    def late(*args: Any) -> None:
+        event.wait(30)
+        if disk_is_full:
+            raise OSError("no space left")
+        write(*args)
+
+    with mock.patch.object(sharded_folder, "_write", late):
+        yield event
 
 
 def save_while_training(case: Case, path: str) -> tuple[Trained, bool]:
-    trained_on = threading.Event()
-    write = sharded_folder._write
-
-    def late(*args: Any) -> None:
-        trained_on.wait(30)
-        write(*args)
-
-    class GoOn(Callback):
-        def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
-            if trainer.global_step == saver.step + 3:
-                trained_on.set()
-
-    saver = SaveAt(path, 2)
-    with mock.patch.object(sharded_folder, "_write", late):
-        trained = train(case, f"{path}.others", callbacks=(saver, GoOn()), async_checkpoint=True)
+    with slow_saves() as written:
+        saver = SaveAt(path, 2, written)
+        trained = train(case, f"{path}.others", callbacks=(saver,), async_checkpoint=True)
     return dataclasses.replace(trained, whole=saver.parts), saver.whole_at_once
 
 
-def save_in_an_evaluation(path: str, *, fails: bool) -> str:
-    class Saves(Callback):
-        def on_validation_end(self, trainer: Trainer, module: Any) -> None:
-            trainer.save_checkpoint(path)
-
-    def no_space(*args: Any) -> None:
-        raise OSError("no space")
-
-    model, data = Model(TABLE_WISE), Batches(TABLE_WISE, 2)
-    data.val_dataloader = data.train_dataloader  # type: ignore[method-assign]
-    strategy = OverlapEmbeddingStrategy(sharding="table_wise", async_checkpoint=True)
-    with mock.patch.object(sharded_folder, "_write", no_space if fails else sharded_folder._write):
-        try:
-            make_trainer(strategy, callbacks=[Saves()]).validate(model, datamodule=data, verbose=False)
-        except OSError as err:
-            return str(err)
-    return "whole" if sharded_folder.is_folder(Path(path)) else "nothing"
+def save_in_an_evaluation(path: str) -> bool:
+    saver, strategy = SaveAt(path, 0), OverlapEmbeddingStrategy(sharding="table_wise", async_checkpoint=True)
+    trainer = make_trainer(strategy, callbacks=[saver])
+    trainer.validate(Evaluated(TABLE_WISE), datamodule=EvaluatedBatches(TABLE_WISE, 2), verbose=False)
+    return saver.whole_at_once
 
 
 def load_at_the_end(case: Case, path: str, checkpoint_format: str) -> tuple[Trained, Trained]:
@@ -87,59 +82,39 @@ def load_at_the_end(case: Case, path: str, checkpoint_format: str) -> tuple[Trai
     return dataclasses.replace(trained, whole=saver.parts), trained
 
 
-def fail_while_training(path: str) -> list[str]:
-    save = sharded_folder.save
-
-    def failing(*args: Any, **kwargs: Any) -> Any:
-        if dist.get_rank() == dist.get_world_size() - 1:
-            kwargs["storage_writer"] = _FullDisk(kwargs["storage_writer"].path)
-        return save(*args, **kwargs)
-
-    with mock.patch.object(sharded_folder, "save", failing):
+def fail_while_training(path: str) -> str:
+    is_last = dist.get_rank() == dist.get_world_size() - 1
+    full_disk = mock.patch.object(FileSystemWriter, "write_data", side_effect=OSError("no space left"))
+    with full_disk if is_last else nullcontext():
         try:
             train(TABLE_WISE, f"{path}.others", callbacks=(SaveAt(path, 2),), async_checkpoint=True)
         except OSError as err:
-            return [str(err)]
-    return []
+            return str(err)
+    return ""
 
 
-def fail_beside_a_save(path: str, *, disk_is_full: bool) -> tuple[str, list[str], Any, Any]:
-    """All ranks fail alike while a slow save goes on beside training; return the error, its notes, what was heard."""
-    failing = threading.Event()
-    write = sharded_folder._write
+class FailsBesideASave(SaveAt):
+    heard: Any = None
 
-    def late(*args: Any) -> None:
-        if dist.get_rank() == 0:
-            failing.wait(30)
-        if disk_is_full:
-            raise OSError("no space left")
-        write(*args)
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        super().on_train_batch_end(trainer, *args)
+        if trainer.global_step == self.step + 2:
+            raise ValueError("the same on all ranks")
 
-    class Fails(Callback):
-        heard: Any = None
+    def on_exception(self, trainer: Trainer, *args: Any) -> None:
+        self.written.set()
+        self.heard = trainer.strategy.broadcast(trainer.global_rank)
 
-        def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
-            if trainer.global_step == 4:
-                raise ValueError("the same on all ranks")
 
-        def on_exception(self, trainer: Trainer, *args: Any) -> None:
-            failing.set()
-            self.heard = trainer.strategy.broadcast(trainer.global_rank)
-
-    model, fails = Model(TABLE_WISE), Fails()
-    strategy = OverlapEmbeddingStrategy(sharding="table_wise", async_checkpoint=True)
-    trainer = make_trainer(strategy, callbacks=[SaveAt(path, 2), fails])
-    with mock.patch.object(sharded_folder, "_write", late):
+def fail_beside_a_save(path: str, *, disk_is_full: bool) -> tuple[str, list[str], Any]:
+    """Return the error that all ranks raise, its notes, and what a callback heard while it was handled."""
+    with slow_saves(disk_is_full=disk_is_full) as written:
+        fails = FailsBesideASave(path, 2, written)
         try:
-            trainer.fit(model, datamodule=Batches(TABLE_WISE, EPOCH))
+            train(TABLE_WISE, f"{path}.others", callbacks=(fails,), async_checkpoint=True)
         except ValueError as err:
-            return str(err), getattr(err, "__notes__", []), fails.heard, trainer.state.stage
-    return "nothing", [], fails.heard, trainer.state.stage
-
-
-class _FullDisk(torch.distributed.checkpoint.FileSystemWriter):
-    def write_data(self, plan: Any, planner: Any) -> Any:
-        raise OSError("no space left")
+            return str(err), getattr(err, "__notes__", []), fails.heard
+    return "nothing", [], None
 
 
 def memory_of_saving(path: str, checkpoint_format: str) -> float:
@@ -155,17 +130,13 @@ def memory_of_saving(path: str, checkpoint_format: str) -> float:
     gc.set_threshold(700)  # as in a user's process; `interpreters` collects less often
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")  # sets the peak back
-    before = _memory_bytes("VmRSS")
+    before = _memory_kb("VmRSS")
     trainer.save_checkpoint(path)
-    return (_memory_bytes("VmHWM") - before) / (num_rows * 8 * 4)
+    return 1024 * (_memory_kb("VmHWM") - before) / (num_rows * 8 * 4)
 
 
-def _memory_bytes(name: str) -> int:
-    [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{name}:")]
-    return 1024 * int(line.split()[1])
-
-
-# -- failures ---------------------------------------------------------------------------------------------------
+def _memory_kb(name: str) -> int:
+    return int(Path("/proc/self/status").read_text().split(f"{name}:")[1].split()[0])
 
 
 def save_and_fail(path: str, checkpoint_format: str) -> str:

@@ -1,9 +1,6 @@
 """Lengths, ids and weights of all modules travel in one all-to-all, and arrive as if each had one of its own."""
 
-import time
 from collections import Counter
-from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -11,7 +8,6 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_overlap.distributed import PackedExchange, Part, packed_alltoall
 from lightning_overlap.runtime import Streams
@@ -67,35 +63,6 @@ def test_what_is_packed_arrives_as_if_sent_apart(two_ranks: Ranks) -> None:
         for packed, apart in results:
             assert [one.dtype for one in packed] == [one.dtype for one in apart]
             assert all(map(torch.equal, packed, apart))
-
-
-def travelled_and_kept() -> int:
-    """Take one of two parts; return how much of what was sent and received stays in memory until the other is taken."""
-    travelled: list[StorageWeakRef] = []
-    real, group = dist.all_to_all_single, dist.group.WORLD
-    assert group is not None
-
-    def all_to_all_single(output: Tensor, input: Tensor, *args: Any, **kwargs: Any) -> Any:
-        travelled.extend(StorageWeakRef(tensor.untyped_storage()) for tensor in (output, input))
-        return real(output, input, *args, **kwargs)
-
-    with mock.patch.object(dist, "all_to_all_single", all_to_all_single):
-        exchange = PackedExchange(
-            [Part(torch.ones(num, dtype=torch.int64), [num // 2] * 2, [num // 2] * 2) for num in (8, 2)],
-            group,
-            Streams(),
-        )
-    assert len(travelled) == 2
-    exchange.take(slice(1))
-    deadline = time.monotonic() + 5  # a thread of gloo's lets go a little later
-    while time.monotonic() < deadline and not all(one.expired() for one in travelled):
-        time.sleep(0.01)
-    assert [one.tolist() for one in exchange.take(slice(1, 2))] == [[1, 1]]
-    return sum(not one.expired() for one in travelled)
-
-
-def test_ids_do_not_stay_in_memory_for_the_sizes_that_came_with_them(two_ranks: Ranks) -> None:
-    assert two_ranks.run(travelled_and_kept) == [0, 0]
 
 
 def all_to_alls_of_a_run(case: Case) -> Counter[str]:

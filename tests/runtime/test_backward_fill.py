@@ -1,16 +1,13 @@
 """Steps that are left to a backward, which runs them while it waits for other ranks."""
 
-from collections.abc import Callable
-
 import pytest
 
-from lightning_overlap.runtime.interfaces import InFlightBatch
-from lightning_overlap.schedules.modes import MODES, SEMI_SYNC
+from lightning_overlap.schedules.modes import MODES
 from lightning_overlap.schedules.schedule import Schedule
 from lightning_overlap.schedules.stages import Stage
 
-from ..support.fakes import FakeSparse, FakeTrainer, check_stages, check_staleness
-from .setups import FUSED, ONE_FUSED, overlapping
+from ..support.fakes import FakeSparse, FakeTrainer, check_staleness
+from .setups import overlapping
 
 
 class NotesOrder(FakeSparse):
@@ -58,28 +55,3 @@ def test_ids_of_the_next_lookup_are_assembled_where_the_backward_waits(name: str
 
     assert assembled_behind((Stage.INPUT_DATA_DIST,)) is Stage.DENSE_FORWARD  # a backward is noted when it is over
     assert assembled_behind(()) is (Stage.BACKWARD if name == "fused_sparse_dist" else Stage.OPTIMIZER_STEP)
-
-
-def test_a_lookup_that_no_backward_waits_for_is_made_behind_it() -> None:
-    class WaitsForNothing(FakeSparse):
-        def register_backward_hook(self, inflight: InFlightBatch, stage: Stage, call: Callable[[], None]) -> bool:
-            return True
-
-        def backward(self, inflight: InFlightBatch) -> None:
-            self.begin(Stage.BACKWARD, inflight.index)  # of a loss that no row is part of: no table is written
-
-    trainer = FakeTrainer(SEMI_SYNC, modules=ONE_FUSED, sparse_type=WaitsForNothing)
-    run = trainer.run(6)
-    check_stages(run, 6)
-    assert run.updates[FUSED] == []
-
-
-def test_no_lookup_is_left_beside_a_modules_own_forward() -> None:
-    trainer = FakeTrainer(SEMI_SYNC, sparse_type=NotesOrder, ready=False, left_from=tuple(Stage))
-    run = trainer.run(6)
-    assert isinstance(trainer.sparse, NotesOrder)
-    assert run.served_early(0) == {False}
-    begun = trainer.sparse.begun
-    assert begun.index((Stage.EMBEDDING_LOOKUP, 1)) < begun.index((Stage.BACKWARD, 0))
-    assert begun.index((Stage.EMBEDDING_LOOKUP, 2)) > begun.index((Stage.BACKWARD, 1))
-    check_staleness(run)

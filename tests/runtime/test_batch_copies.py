@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torchrec import KeyedJaggedTensor
 
 from lightning_overlap.runtime.streams import BatchCopies
 from lightning_overlap.schedules.stages import StreamName
@@ -47,24 +46,11 @@ def test_memory_of_the_compute_stream_is_written_behind_it_by_the_copy_stream() 
     log: Any = Log()
     host = torch.randn(4, 3).t()
     with log, BatchCopies(log, "meta"):
+        host.to(torch.float64)
+        torch.zeros(2, device="meta").to(torch.float64)
+        assert not any("waits" in line for line in log.lines), "copies within a device are left alone"
+        log.lines.clear()
         copied, changed = host.to("meta", non_blocking=True), host.to(device="meta", dtype=torch.float64)
     assert log.lines == EXPECTED * 2
     assert (copied.shape, copied.stride(), copied.dtype) == (host.shape, host.stride(), host.dtype)
     assert changed.dtype is torch.float64
-
-
-def test_every_tensor_of_a_keyed_jagged_tensor_is_placed() -> None:
-    log: Any = Log()
-    kjt = KeyedJaggedTensor(["f"], torch.arange(3), lengths=torch.tensor([1, 2]), weights=torch.rand(3))
-    with log, BatchCopies(log, "meta"):
-        copied = kjt.to(torch.device("meta"), non_blocking=True)
-    assert copied.values().device.type == "meta"
-    assert [line for line in log.lines if "memcpy" in line] == EXPECTED[1:] * 3
-
-
-def test_other_copies_are_left_alone() -> None:
-    log: Any = Log()
-    with log, BatchCopies(log, "meta"):
-        torch.zeros(2).to(torch.float64)
-        torch.zeros(2, device="meta").to(torch.float64)
-    assert not any("waits" in line for line in log.lines)

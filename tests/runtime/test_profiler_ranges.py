@@ -1,6 +1,8 @@
 """TorchRec's ranges are left out of a run that no profiler sees, and are there in one that it does."""
 
-from types import ModuleType
+from contextlib import nullcontext
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -8,43 +10,12 @@ from torch.autograd.profiler import record_function
 from torchrec.distributed import comm_ops, types, utils
 from torchrec.sparse import jagged_tensor
 
-from lightning_overlap.runtime.profiler_ranges import RangesLeftOut
-
 from ..support.cases import TABLE_WISE
 from ..support.fits import fit
 from ..support.ranks import Ranks
 
 MODULES = (comm_ops, types, utils, jagged_tensor)
 RANGE = "all2all_pooled"
-
-
-def test_ranges_are_left_out_until_the_last_user_ends() -> None:
-    module = ModuleType("theirs")
-    module.record_function = record_function  # type: ignore[attr-defined]
-    ranges, users = RangesLeftOut([module, ModuleType("without")]), (object(), object())
-    for user in (*users, users[0]):
-        ranges.begin(user)
-    with module.record_function("seen by nobody") as nothing:  # type: ignore[attr-defined]
-        assert not isinstance(nothing, record_function)
-    with torch.profiler.profile() as profile, module.record_function("seen"):  # type: ignore[attr-defined]
-        pass
-    assert "seen" in {event.key for event in profile.key_averages()}
-    ranges.end(users[0])
-    assert module.record_function is not record_function  # type: ignore[attr-defined]
-    for _ in range(2):
-        ranges.end(users[1])
-    assert module.record_function is record_function  # type: ignore[attr-defined]
-
-
-def test_what_somebody_else_puts_there_stays() -> None:
-    module, user, theirs = ModuleType("theirs"), object(), object()
-    for first in (True, False):
-        module.record_function = theirs if first else record_function  # type: ignore[attr-defined]
-        ranges = RangesLeftOut([module])
-        ranges.begin(user)
-        module.record_function = theirs  # type: ignore[attr-defined]
-        ranges.end(user)
-        assert module.record_function is theirs  # type: ignore[attr-defined]
 
 
 def ranges_of_a_fit(profiled: bool) -> tuple[bool, bool]:
@@ -56,13 +27,9 @@ def ranges_of_a_fit(profiled: bool) -> tuple[bool, bool]:
         made.append(name)
         real(self, name, args)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(record_function, "__init__", init)
-        if profiled:
-            with torch.profiler.profile():
-                fit(TABLE_WISE, "fused_sparse_dist", num_steps=4)
-        else:
-            fit(TABLE_WISE, "fused_sparse_dist", num_steps=4)
+    profile: Any = torch.profiler.profile() if profiled else nullcontext()
+    with mock.patch.object(record_function, "__init__", init), profile:
+        fit(TABLE_WISE, "fused_sparse_dist", num_steps=4)
     back = all(module.record_function is record_function for module in MODULES)  # type: ignore[attr-defined]
     return any(RANGE in name.lower() for name in made), back
 

@@ -1,63 +1,44 @@
 """Tables written between two steps: early lookups are left aside on all ranks, or one rank says that it cannot."""
 
-from collections.abc import Callable, Sequence
-from types import SimpleNamespace
-from typing import Any
+from unittest import mock
 
 import pytest
 
 from lightning_overlap.runtime.deferred_updates import DeferredUpdates
-from lightning_overlap.runtime.interfaces import InFlightBatch
 from lightning_overlap.runtime.lookup_order import LookupOrder
 from lightning_overlap.runtime.streams import Streams
 from lightning_overlap.runtime.table_writes import TableWrites
 
-
-class Tables:
-    def __init__(self) -> None:
-        self.written = False
-        self.left: list[int] = []
-
-    def is_overwritten(self, batches: Sequence[InFlightBatch]) -> bool:
-        return self.written
-
-    def leave_overwritten(self, batches: Sequence[InFlightBatch]) -> None:
-        self.left += [batch.index for batch in batches]
+AHEAD = [mock.sentinel.batch7, mock.sentinel.batch8]
 
 
-def writes_of(tables: Any, any_rank: Callable[[bool], bool] | None, num_asks: int) -> TableWrites:
+def writes_of(tables: mock.Mock, any_rank: mock.Mock | None, num_asks: int) -> TableWrites:
     order = LookupOrder(Streams(), rank=1)
-    updates = DeferredUpdates(tables, order)
-    queue: Any = SimpleNamespace(ahead=lambda: [InFlightBatch(7, None), InFlightBatch(8, None)])
-    return TableWrites(tables, order, updates, queue, any_rank=any_rank, num_asks=num_asks)
+    queue = mock.Mock(**{"ahead.return_value": AHEAD})
+    return TableWrites(tables, order, DeferredUpdates(tables, order), queue, any_rank=any_rank, num_asks=num_asks)
 
 
+@pytest.mark.parametrize("any_rank", [None, mock.Mock(return_value=True)], ids=["1rank", "2ranks"])
 @pytest.mark.parametrize("written", [False, True])
-def test_on_one_rank_it_knows_by_itself(written: bool) -> None:
-    tables = Tables()
-    tables.written = written
-    writes_of(tables, None, 0).begin_iteration()
-    assert tables.left == ([7, 8] if written else [])
-
-
-@pytest.mark.parametrize("written", [False, True])
-def test_all_ranks_leave_them_aside_if_one_has_written(written: bool) -> None:
-    tables, asked = Tables(), []
-    tables.written = written
-    writes_of(tables, lambda mine: bool(asked.append(mine)) or True, 1).begin_iteration()
-    assert asked == [written]
-    assert tables.left == [7, 8]
+def test_lookups_are_left_aside_where_any_rank_has_written(written: bool, any_rank: mock.Mock | None) -> None:
+    tables = mock.Mock(**{"is_overwritten.return_value": written})
+    writes_of(tables, any_rank, 1).begin_iteration()
+    if any_rank is not None:
+        any_rank.assert_called_with(written)
+    assert tables.leave_overwritten.mock_calls == [mock.call(AHEAD)] * (written or any_rank is not None)
 
 
 def test_a_rank_that_writes_when_nobody_asks_says_what_to_do() -> None:
-    tables, asked = Tables(), []
-    writes = writes_of(tables, lambda mine: bool(asked.append(mine)) or mine, 1)
+    tables, any_rank = mock.Mock(**{"is_overwritten.return_value": False}), mock.Mock(side_effect=bool)
+    writes = writes_of(tables, any_rank, 1)
     writes.begin_iteration()
     writes.begin_iteration()
-    assert asked == [False]  # once, in front of the first batch
-    tables.written = True
+    any_rank.assert_called_once_with(False)  # in front of the first batch
+    tables.is_overwritten.return_value = True
     with pytest.raises(RuntimeError, match=r"tables on rank 1 were written .* Call trainer.strategy.tables_changed"):
         writes.begin_iteration()
+    tables.leave_overwritten.assert_not_called()
     writes.ask()  # an evaluation comes
     writes.begin_iteration()
-    assert (asked, tables.left) == ([False, True], [7, 8])
+    any_rank.assert_called_with(True)
+    tables.leave_overwritten.assert_called_once_with(AHEAD)
