@@ -15,10 +15,10 @@ from unittest import mock
 
 import torch
 from lightning.pytorch import Callback, Trainer
-from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from lightning_overlap import OverlapEmbeddingStrategy
 
+from ..laws.windows import tables_of
 from ..profiling.test_command import steps, write
 from ..support import interpreters
 from ..support.cases import TABLE_WISE, Batches, Model, make_batch
@@ -108,8 +108,7 @@ def _run(block: Block, names: dict[str, Any]) -> None:
     new = names.keys() - before
     if "trainer" in new:
         if "configure_optimizers" in names:  # the module has the page's
-            kind = type("OfThePage", (Model,), {"configure_optimizers": names["configure_optimizers"]})
-            names["module"] = kind(TABLE_WISE, fused_optimizer=False)
+            names["module"] = _with_optimizers_of(names, fused_optimizer=False)
         names["trainer"].fit(names["module"], datamodule=names["datamodule"])
     for name in sorted(new):
         if name.startswith("test_"):
@@ -150,45 +149,28 @@ def _anything(name: str) -> ModuleType:
     return module
 
 
-QUIET_ARGUMENTS = "logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False"
+def run_optimizers() -> list[tuple[list[float], list[bool]]]:
+    """Train with each `configure_optimizers` of the page; return the last rates, and at which steps tables change."""
+    names: dict[str, Any] = {"torch": torch}
+    found = []
+    for block in python_of("docs/optimizers.md"):
+        if re.search("^def configure_optimizers", block, flags=re.MULTILINE):
+            exec(block.replace("500", "3"), names)
+            trainer, looks = make_trainer(OverlapEmbeddingStrategy(sharding="table_wise")), Looks()
+            trainer.callbacks.append(looks)
+            trainer.fit(_with_optimizers_of(names), datamodule=Batches(TABLE_WISE, 5))
+            found.append(([group["lr"] for group in trainer.optimizers[0].param_groups], looks.changed))
+    return found
 
 
-def run_optimizers() -> tuple[int, bool]:
-    """Run the page on optimizers with a module that has tables; return the number of steps, and whether rates moved."""
-    names: dict[str, Any] = {"torch": torch, "datamodule": Batches(TABLE_WISE, 3)}
-    first, *others = python_of("docs/optimizers.md")[:-1]
-    exec(first, names)
-    module = names["module"] = _with_optimizers_of(names, fused_optimizer=False)
-    for block in others:
-        exec(block.replace("devices=2", f"devices=2, max_epochs=1, {QUIET_ARGUMENTS}"), names)
-    trainer = make_trainer(OverlapEmbeddingStrategy(sharding="table_wise"))
-    trainer.fit(_with_optimizers_of(names), datamodule=Batches(TABLE_WISE, 3))
-    rates = [group["lr"] for group in trainer.optimizers[0].param_groups]
-    return len(module.losses), rates == [1e-3 * 4 / 1000, 2.0 * 4 / 1000]
+class Looks(Callback):
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        self.seen, self.changed = tables_of(module), list[bool]()
 
-
-def run_later() -> list[bool]:
-    """Run the example of tables that train later; return after each step whether the tables have changed."""
-    names: dict[str, Any] = {"torch": torch, "in_backward_optimizer_filter": in_backward_optimizer_filter}
-    exec(python_of("docs/optimizers.md")[-1].replace("500", "3"), names)
-    model = _with_optimizers_of(names)
-    before = {name: bag.weight.detach().clone() for name, bag in model.ebc.embedding_bags.items()}
-    changed: list[bool] = []
-
-    class Looks(Callback):
-        def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
-            weights = module.ebc.state_dict()
-            shards = {name: weights[f"embedding_bags.{name}.weight"].local_shards() for name in before}
-            changed.append(
-                any(not torch.equal(part.tensor, before[name]) for name, own in shards.items() for part in own)
-            )
-
-    make_trainer(OverlapEmbeddingStrategy(sharding="table_wise"), callbacks=[Looks()]).fit(
-        model, datamodule=Batches(TABLE_WISE, 5)
-    )
-    return changed
+    def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+        before, self.seen = self.seen, tables_of(module)
+        self.changed.append(any(not torch.equal(one, other) for one, other in zip(before, self.seen, strict=True)))
 
 
 def _with_optimizers_of(names: dict[str, Any], **options: Any) -> Model:
-    kind = type("OfTheReadme", (Model,), {"configure_optimizers": names["configure_optimizers"]})
-    return kind(TABLE_WISE, **options)
+    return type("OfThePage", (Model,), {"configure_optimizers": names["configure_optimizers"]})(TABLE_WISE, **options)

@@ -4,6 +4,7 @@ import importlib.util
 import itertools
 import json
 import os
+import pkgutil
 import re
 import subprocess
 import sys
@@ -28,7 +29,7 @@ from .pages import PAGES, ROOT, Block, blocks, commands
 from .pages import run_python as run_python_of
 from .test_conf import composed
 
-RUN_ELSEWHERE = {"README.md", "docs/quickstart.md", "docs/optimizers.md"}  # by test_readme.py
+RUN_ELSEWHERE = {"README.md", "docs/quickstart.md"}  # by test_readme.py
 BLOCKS = [block for page in PAGES for block in blocks(page)]
 WITH_PYTHON = sorted({block.page for block in BLOCKS if block.language == "python"} - RUN_ELSEWHERE)
 IN_SHELL = [block for block in BLOCKS if block.language == "bash" and not block.why_not_run]
@@ -134,6 +135,12 @@ PROGRAMS: dict[str, Callable[[list[str], Path], Any]] = {  # the readers of a li
     "torchrun": _torchrun,
     "curl": _curl,
 }
+
+
+def test_each_command_is_installed_by_its_name() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert project["scripts"].keys() <= PROGRAMS.keys()
+    assert all(callable(pkgutil.resolve_name(target)) for target in project["scripts"].values())
 
 
 def _name(block: Block) -> str:

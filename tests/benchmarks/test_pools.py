@@ -41,21 +41,6 @@ def test_what_one_stream_freed_another_does_not_get() -> None:
     assert allocator.reserved == {COMPUTE: 20 * MIB, LOOKUP: 20 * MIB}
 
 
-def test_the_smallest_block_that_fits_is_split_and_neighbours_become_one() -> None:
-    allocator = CachingAllocator()
-    parts = [allocator.allocate(5 * MIB, COMPUTE) for _ in range(4)]
-    assert allocator.reserved == {COMPUTE: 20 * MIB}
-    for part in (parts[1], parts[3], parts[2]):
-        allocator.release(part)
-    large = allocator.allocate(15 * MIB - MIB // 2, COMPUTE)  # in the three that are free again
-    assert allocator.reserved == {COMPUTE: 20 * MIB}
-    assert large.before is parts[0]
-    allocator.release(parts[0])
-    allocator.release(large)
-    allocator.allocate(20 * MIB, COMPUTE)
-    assert allocator.reserved == {COMPUTE: 20 * MIB}
-
-
 def _blocks(first: Block) -> Iterator[Block]:
     block: Block | None = first
     while block is not None and block.before is not None:
@@ -111,17 +96,6 @@ def test_a_result_is_memory_of_the_current_stream_until_it_is_gone(streams: Pool
         torch.ones(2)
         assert streams.allocator.allocated // MIB == 0
     assert streams.peak_allocated == 40 * MIB
-
-
-def test_backward_takes_memory_where_the_forward_ran(streams: PooledStreams) -> None:
-    weight = torch.ones(3 * MIB, requires_grad=True)
-    with streams.following():
-        with streams.on(LOOKUP):
-            rows = weight * 2
-        (rows * 3).sum().backward()
-    # rows, and the gradients that its multiplication and that of `rows * 3` make: the latter's on the compute stream
-    assert set(streams.reserved) == {LOOKUP, COMPUTE}
-    assert streams.reserved[LOOKUP] >= 24 * MIB
 
 
 def test_a_batch_is_memory_of_the_stream_that_copies_it(streams: PooledStreams) -> None:

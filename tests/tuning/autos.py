@@ -1,7 +1,5 @@
 """Fits with `pipeline="auto"`, on a clock that says what each mode takes. Functions that ranks run."""
 
-import contextlib
-import io
 import logging
 import warnings
 from collections.abc import Mapping
@@ -13,7 +11,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback
 
-from lightning_overlap import OverlapMonitor, Stage, StreamName
+from lightning_overlap import Stage, StreamName
 from lightning_overlap.profiling import HostTimestamps
 from lightning_overlap.runtime import Streams
 from lightning_overlap.tuning import Arm, Auto, tuner
@@ -145,36 +143,18 @@ def train_on_streams(case: Case, ms: Mapping[str, tuple[float, ...]], **kwargs: 
         return train(case, ms, callbacks=(Running(),), **kwargs), moves
 
 
-def watched(case: Case, ms: Mapping[str, tuple[float, ...]], auto: Auto, num_steps: int) -> tuple[str, str]:
-    monitor, printed = OverlapMonitor(every_n_steps=4, audit=False), io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        fit = train(case, ms, auto=auto, num_steps=num_steps, callbacks=(monitor,))
-    return fit.state["mode"], printed.getvalue()
-
-
-def train_twice(case: Case, ms: Mapping[str, tuple[float, ...]], first: int) -> list[str]:
-    module: Model = MODELS["plain"](case)
-    strategy = make_strategy(module, QUICK)
-    trainer = make_trainer(strategy)
-    trainer.fit(module, datamodule=Data(case, first))
-    seen = Seen()
-    trainer.callbacks.append(seen)
-    trainer.fit_loop.max_epochs = 2
-    trainer.fit(module, datamodule=Data(case, 4))
-    return seen.modes
-
-
-def train_another(case: Case) -> list[list[str]]:
-    """Return the modes of two fits with one Trainer that has chosen `base`: of its module, and of another one."""
+def train_again(case: Case, choice: str | None) -> list[list[str]]:
+    """Return the modes of three fits with one Trainer that may have chosen: two of one module, one of another."""
     module: Model = MODELS["plain"](case)
     strategy, seen, modes = make_strategy(module, QUICK), Seen(), []
-    assert strategy._tuner is not None
-    strategy._tuner.has_chosen = True
-    strategy._tuner._walk(Arm("base", "data_dist"))
+    if choice is not None:
+        assert strategy._tuner is not None
+        strategy._tuner.has_chosen = True
+        strategy._tuner._walk(Arm(choice, "data_dist"))
     trainer = make_trainer(strategy, callbacks=[seen])
     for epochs, fitted in ((1, module), (2, module), (3, MODELS["plain"](case))):
         trainer.fit_loop.max_epochs = epochs
         seen.modes.clear()
-        trainer.fit(fitted, datamodule=Data(case, 4))
+        trainer.fit(fitted, datamodule=Data(case, 8))
         modes.append([*seen.modes])
-    return modes[1:]
+    return modes
