@@ -9,16 +9,14 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 from unittest import mock
 
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Trainer
 
 from lightning_overlap import OverlapEmbeddingStrategy
 
-from ..laws.windows import tables_of
 from ..profiling.test_command import steps, write
 from ..support import interpreters
 from ..support.cases import TABLE_WISE, Batches, Model, make_batch
@@ -72,10 +70,6 @@ def run_program(folder: Path, *arguments: str) -> subprocess.CompletedProcess[st
     return done
 
 
-class NoMoreRequests(Exception):  # ends a page's endless loop
-    pass
-
-
 # Places and times of a page that are not here.
 REPLACED = {"docs/deltas.md": {"s3://bucket/deltas": "deltas", "step=1000": "step=3"}}
 
@@ -87,7 +81,7 @@ def run_python(page: str, folder: Path) -> list[str]:
     names = _given()
     given = set(names)
     fits = mock.patch.object(Trainer, "__init__", _quiet(Trainer.__init__))
-    kafka = mock.patch.dict(sys.modules, {"confluent_kafka": _anything("confluent_kafka")})
+    kafka = mock.patch.dict(sys.modules, {"confluent_kafka": mock.MagicMock()})
     with fits, kafka, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for block in blocks(ROOT / page):
@@ -103,9 +97,12 @@ def _run(block: Block, names: dict[str, Any]) -> None:
     before = set(names)
     try:
         exec(compile(text, block.page, "exec"), names)
-    except NoMoreRequests:
+    except StopIteration:  # no more requests
         names["has_served"] = True
     new = names.keys() - before
+    if re.search("^def configure_optimizers", text, flags=re.MULTILINE):
+        trainer = make_trainer(OverlapEmbeddingStrategy(sharding="table_wise"))
+        trainer.fit(_with_optimizers_of(names), datamodule=Batches(TABLE_WISE, 3))
     if "trainer" in new:
         if "configure_optimizers" in names:  # the module has the page's
             names["module"] = _with_optimizers_of(names, fused_optimizer=False)
@@ -116,13 +113,7 @@ def _run(block: Block, names: dict[str, Any]) -> None:
 
 
 def _given() -> dict[str, Any]:
-    requests = iter(range(2))
-
-    def next_request() -> Any:
-        for number in requests:
-            return make_batch(TABLE_WISE, number, 0)
-        raise NoMoreRequests
-
+    requests = iter([make_batch(TABLE_WISE, number, 0) for number in range(2)])
     return {
         "torch": torch,
         "rank": 0,
@@ -131,45 +122,14 @@ def _given() -> dict[str, Any]:
         "MyModule": lambda num_rows: Model(TABLE_WISE, fused_optimizer=False),
         "MyLightningModule": lambda table_device: Model(TABLE_WISE, fused_optimizer=False),
         "MyDataModule": lambda batch_size: Batches(TABLE_WISE, 12),
-        "next_request": next_request,
+        "next_request": lambda: next(requests),  # which ends a page's endless loop
     }
 
 
 def _quiet(init: Any) -> Any:
-    def quiet(self: Trainer, **kwargs: Any) -> None:
-        devices = int(os.environ["LOCAL_WORLD_SIZE"])
-        init(self, **{"max_epochs": 1, "accelerator": "cpu", "devices": devices, **QUIET, **kwargs})
-
-    return quiet
-
-
-def _anything(name: str) -> ModuleType:
-    module = ModuleType(name)
-    module.__getattr__ = lambda attribute: mock.MagicMock()  # type: ignore[method-assign]
-    return module
-
-
-def run_optimizers() -> list[tuple[list[float], list[bool]]]:
-    """Train with each `configure_optimizers` of the page; return the last rates, and at which steps tables change."""
-    names: dict[str, Any] = {"torch": torch}
-    found = []
-    for block in python_of("docs/optimizers.md"):
-        if re.search("^def configure_optimizers", block, flags=re.MULTILINE):
-            exec(block.replace("500", "3"), names)
-            trainer, looks = make_trainer(OverlapEmbeddingStrategy(sharding="table_wise")), Looks()
-            trainer.callbacks.append(looks)
-            trainer.fit(_with_optimizers_of(names), datamodule=Batches(TABLE_WISE, 5))
-            found.append(([group["lr"] for group in trainer.optimizers[0].param_groups], looks.changed))
-    return found
-
-
-class Looks(Callback):
-    def on_train_start(self, trainer: Any, module: Any) -> None:
-        self.seen, self.changed = tables_of(module), list[bool]()
-
-    def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
-        before, self.seen = self.seen, tables_of(module)
-        self.changed.append(any(not torch.equal(one, other) for one, other in zip(before, self.seen, strict=True)))
+    devices = int(os.environ["LOCAL_WORLD_SIZE"])
+    options = {"max_epochs": 1, "accelerator": "cpu", "devices": devices, **QUIET}
+    return lambda self, **kwargs: init(self, **{**options, **kwargs})
 
 
 def _with_optimizers_of(names: dict[str, Any], **options: Any) -> Model:

@@ -64,14 +64,11 @@ def _make(words: list[str], folder: Path) -> None:
 def _pip(words: list[str], folder: Path) -> None:
     assert words[0] in ("install", "uninstall")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    locked = [line for lock in ROOT.glob("requirements/*.lock") for line in lock.read_text("utf-8").splitlines()]
     for option, word in itertools.pairwise(words):
         if option == "-r":
             assert (ROOT / word).is_file()
         elif option == "-e" or word.startswith("lightning_overlap["):
             assert set(Requirement(word.replace(".", "here", 1)).extras) <= project["optional-dependencies"].keys()
-        elif not word.startswith("-"):
-            assert word in locked
 
 
 def _command(name: str) -> Callable[[list[str], Path], None]:
@@ -170,11 +167,8 @@ def test_a_batch_script_trains_on_two_hosts(block: Block, tmp_path: Path) -> Non
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n", encoding="utf-8")
         (tmp_path / name).chmod(0o755)
     (tmp_path / "job.sh").write_text(block.text.replace("29500", str(free_port())), encoding="utf-8")
-    launchers = re.compile(r"RANK|LOCAL_|WORLD_SIZE|MASTER_|GROUP_|TORCHELASTIC")
-    environment = {name: value for name, value in os.environ.items() if not launchers.match(name)} | {
-        "PATH": f"{tmp_path}:{os.environ['PATH']}",
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
+    environment = {
+        **{"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         **{"SLURM_JOB_ID": "17", "SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "1", "SLURM_JOB_NODELIST": "host[0-1]"},
     }
     done = subprocess.run(

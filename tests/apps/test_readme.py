@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ..support.ranks import Ranks
-from .pages import ROOT, python_of, run_optimizers, run_program
+from .pages import ROOT, python_of, run_program
 
 
 @pytest.mark.slow
@@ -23,13 +22,6 @@ def test_programs_of_the_readme_and_the_quickstart_run(tmp_path: Path) -> None:
         assert losses[-1] < 0.03
     assert (tmp_path / "checkpoints" / "last.ckpt").exists()
     assert "Overlap: semi_sync" in done.stdout + done.stderr
-
-
-def test_tables_train_as_the_page_on_optimizers_says(two_ranks: Ranks) -> None:
-    plain, scheduled, later = two_ranks.run(run_optimizers)[0]
-    assert plain == ([1e-3], [True] * 5)
-    assert scheduled == ([1e-3 * 6 / 1000, 2.0 * 6 / 1000], [True] * 5)
-    assert later == ([1e-3, 2.0], [False, False, False, True, True])
 
 
 def test_table_of_modes_is_generated() -> None:

@@ -110,14 +110,6 @@ def test_a_wait_for_embeddings_counts_where_the_dense_part_runs() -> None:
         assert summarize([*gemms, Span(1, 3, Category.WAIT, lane, name)]).merge_wait_ms == waited_ms
 
 
-def test_beside_a_gpu_the_hosts_share_of_a_stage_is_no_busy_time() -> None:
-    host = Span(0, 5, Category.HOST, HOST_LANE, "launches", Stage.INPUT_DATA_DIST)
-    sent = Span(1, 3, Category.COMMUNICATION, "stream 9", "all_to_all", Stage.INPUT_DATA_DIST)
-    assert summarize([host, sent]).stages == {Stage.INPUT_DATA_DIST: BusyTime(2, 0)}
-    on_cpu = [replace(span, lane=lane) for span, lane in ((host, HOST_LANE), (sent, "gloo"))]
-    assert summarize(on_cpu).stages == {Stage.INPUT_DATA_DIST: BusyTime(7, 0)}  # there the host does it
-
-
 def test_bytes_count_in_the_step_that_sent_them() -> None:
     ids = Span(0, 30, Category.COMMUNICATION, "gloo", "ids", Stage.INPUT_DATA_DIST)
     sent = ((-5, 1), (0, 10), (9, 100), (10, 1000))

@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
-from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile, record_function
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
@@ -27,9 +25,6 @@ from lightning_overlap.schedules.stages import TRAINING_STAGES, Stage
 from ..support.ranks import Ranks
 
 TRACES = Path(__file__).parents[2].parent / "shared" / "data" / "traces"
-needs_traces = pytest.mark.skipif(
-    not TRACES.is_dir(), reason=f"{TRACES} is absent (the published traces are not in the repository)"
-)
 BACKWARD_THREAD, HOST_THREAD = 8, 9
 
 
@@ -47,11 +42,6 @@ def read(tmp_path: Path, *events: dict[str, Any], **about: Any) -> list[Span]:
     path.write_text(json.dumps({"traceEvents": list(events), **about}))
     (spans,) = read_trace(path).values()
     return spans
-
-
-def of(spans: list[Span], name: str) -> Span:
-    (found,) = [span for span in spans if span.name == name]
-    return found
 
 
 #  us           0         100       200       300
@@ -75,7 +65,7 @@ GPU = (
     event("cuda_runtime", "cudaDeviceSynchronize", 500, 900),  # the profiler's own
     event("kernel", "void cutlass::gemm<float>(int)", 20, 80, 7, correlation=1),
     event("kernel", "ncclKernel_SendRecv(x)", 105, 260, 9, correlation=3),
-    event("kernel", "split_embedding_codegen_forward_unweighted_kernel<float>(int)", 262, 280, 7, correlation=2),
+    event("kernel", "split_embedding_codegen_forward<float>(int)", 262, 280, 7, correlation=2),
     event("gpu_memcpy", "Memcpy DtoH (Device -> Pageable)", 281, 289, 9, correlation=4),
     event("kernel", "split_embedding_backward_codegen_sgd<float>(int)", 330, 380, 7, correlation=5),
 )
@@ -84,30 +74,35 @@ GPU = (
 def test_a_kernel_belongs_to_the_annotation_of_its_launch(tmp_path: Path) -> None:
     spans = read(tmp_path, *GPU, distributedInfo={"rank": 5})
     assert list(read_trace(tmp_path / "trace.json")) == [5]
-    kernels = {
-        (s.name, s.lane, s.kind, s.stage, s.batch) for s in spans if "stream" in s.lane and s.kind is not Category.WAIT
-    }
-    lookup = "split_embedding_codegen_forward_unweighted_kernel<float>"
-    assert kernels == {
-        ("cutlass::gemm", "stream 7", Category.DENSE, Stage.DENSE_FORWARD, 3),
-        ("ncclKernel_SendRecv", "stream 9", Category.COMMUNICATION, Stage.INPUT_SPLITS_DIST, 4),
-        (lookup, "stream 7", Category.LOOKUP, Stage.DENSE_FORWARD, 3),
-        ("Memcpy DtoH (Device -> Pageable)", "stream 9", Category.COPY, Stage.INPUT_SPLITS_DIST, 4),
+    assert {
+        (s.name, s.lane, s.kind, s.stage, s.batch, round(s.duration_ms * 1e3))
+        for s in spans
+        if "stream" in s.lane and s.kind is not Category.WAIT
+    } == {
+        ("cutlass::gemm", "stream 7", Category.DENSE, Stage.DENSE_FORWARD, 3, 60),
+        ("ncclKernel_SendRecv", "stream 9", Category.COMMUNICATION, Stage.INPUT_SPLITS_DIST, 4, 155),
+        ("split_embedding_codegen_forward<float>", "stream 7", Category.LOOKUP, Stage.DENSE_FORWARD, 3, 18),
+        ("Memcpy DtoH (Device -> Pageable)", "stream 9", Category.COPY, Stage.INPUT_SPLITS_DIST, 4, 8),
         # launched by another thread, which has no annotation; the update of the tables is part of backward
-        ("split_embedding_backward_codegen_sgd<float>", "stream 7", Category.DENSE, Stage.BACKWARD, 3),
+        ("split_embedding_backward_codegen_sgd<float>", "stream 7", Category.DENSE, Stage.BACKWARD, 3, 50),
     }
-    assert of(spans, "cutlass::gemm").duration_ms == pytest.approx(0.06)
 
 
 def test_the_host_waits_where_a_call_blocks_and_a_queued_kernel_for_what_ended_last(tmp_path: Path) -> None:
-    blocked, wait = (span for span in read(tmp_path, *GPU) if span.kind is Category.WAIT)
-    if blocked.lane != HOST_LANE:
-        blocked, wait = wait, blocked
-    assert (blocked.name, blocked.stage, blocked.batch) == ("aten::copy_", Stage.INPUT_SPLITS_DIST, 4)
-    assert blocked.detail == "cudaMemcpyAsync under ## start_sparse_data_dist ##"
-    assert blocked.duration_ms == pytest.approx(0.18)
-    assert (wait.name, wait.lane) == ("waits for ncclKernel_SendRecv", "stream 7")
-    assert wait.duration_ms == pytest.approx((262 - 95) / 1e3)  # from the end of its launch
+    assert {
+        (s.name, s.lane, s.stage, s.detail, round(s.duration_ms * 1e3))
+        for s in read(tmp_path, *GPU)
+        if s.kind is Category.WAIT
+    } == {
+        ("aten::copy_", HOST_LANE, Stage.INPUT_SPLITS_DIST, "cudaMemcpyAsync under ## start_sparse_data_dist ##", 180),
+        (
+            "waits for ncclKernel_SendRecv",
+            "stream 7",
+            Stage.INPUT_SPLITS_DIST,
+            "on stream 9",
+            262 - 95,
+        ),  # from the end of its launch
+    }
 
 
 def test_a_wait_names_the_innermost_line_and_the_users(tmp_path: Path) -> None:
@@ -150,13 +145,10 @@ def test_an_optimizer_step_around_a_forward_is_lightnings_closure(tmp_path: Path
         ("## _prefetch_embeddings model.ebc: 3 ##", Stage.PREFETCH, 3),
         ("## sparse_forward 3 on CPU ##", Stage.EMBEDDING_LOOKUP, 3),
         ("## all2all_data:kjt splits ##", Stage.INPUT_SPLITS_DIST, None),
-        ("## All2All_Pooled_fwd ##", Stage.EMBEDDING_LOOKUP, None),
         ("## ReduceScatter_bwd ##", Stage.BACKWARD, None),
         ("## FusedKJTListSplitsAwaitable wait() ##", Stage.INPUT_SPLITS_DIST, None),
-        ("## GetItemLazyAwaitable wait() ##", Stage.EMBEDDING_LOOKUP, None),
         *((f"## {stage} 41 ##", stage, 41) for stage in Stage),
-        ("## NEMetric:update ##", None, None),  # a user's own
-        ("my forward pass", None, None),
+        ("my forward pass", None, None),  # a user's own
     ],
 )
 def test_names_of_stages(name: str, stage: Stage | None, batch: int | None) -> None:
@@ -193,7 +185,7 @@ def test_torchrecs_own_ranges_have_their_stages(two_ranks: Ranks, tmp_path: Path
         assert unknown == {"## zero_grad ##"}
 
 
-@needs_traces
+@pytest.mark.skipif(not TRACES.is_dir(), reason=f"{TRACES} is absent: the published traces are not in the repository")
 @pytest.mark.parametrize(
     ("name", "rank", "hidden_percent", "worst_ms", "where"),
     [
@@ -209,52 +201,23 @@ def test_a_published_trace(name: str, rank: int, hidden_percent: float, worst_ms
     assert 100 * told.categories[Category.COMMUNICATION].hidden_fraction == pytest.approx(hidden_percent, abs=0.05)
     assert told.blocks[0].total_ms == pytest.approx(worst_ms, abs=0.05)
     assert where in told.blocks[0].detail
-    kernels = [span for span in spans if span.lane.startswith("stream") and span.kind is not Category.WAIT]
-    with gzip.open(TRACES / f"{name}.json.gz") as file:
-        expected = [e for e in json.load(file)["traceEvents"] if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
-    assert len(kernels) == len(expected)
-    assert sum(span.duration_ms for span in kernels) == pytest.approx(sum(e["dur"] for e in expected) / 1e3)
 
 
-numbers = st.floats(-1e9, 1e9, allow_nan=False)
-any_span = st.builds(
-    lambda start, long, *rest: Span(start, start + long, *rest),
-    numbers,
-    st.floats(0, 1e6),
-    st.sampled_from(Category),
-    st.sampled_from([HOST_LANE, "stream 7", "gloo"]),
-    st.text(max_size=8),
-    st.none() | st.sampled_from(Stage),
-    st.none() | st.integers(0, 2**40),
-    st.text(max_size=8),
-)
-
-
-@given(
-    st.dictionaries(st.integers(0, 99), st.lists(any_span, min_size=1, max_size=6), min_size=1, max_size=3),
-    st.sampled_from(["json", "json.gz"]),
-)
-def test_what_is_written_is_read_back(
-    tmp_path_factory: pytest.TempPathFactory, ranks: dict[int, list[Span]], suffix: str
-) -> None:
-    path = tmp_path_factory.mktemp("trace") / f"trace.{suffix}"
-    write_trace(path, ranks)
-    back = read_trace(path)
-    assert {rank: sorted(map(repr, spans)) for rank, spans in back.items()} == {
-        rank: sorted(map(repr, spans)) for rank, spans in ranks.items()
-    }
-
-
-def test_a_written_trace_is_one_for_perfetto(tmp_path: Path) -> None:
-    one = Span(1, 5, Category.COMMUNICATION, "gloo", "all_to_all", Stage.EMBEDDING_LOOKUP, 3, "embeddings")
+@pytest.mark.parametrize("suffix", ["json", "json.gz"])
+def test_a_written_trace_is_read_back_and_one_for_perfetto(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"t.{suffix}"
+    one = Span(1.1, 5, Category.COMMUNICATION, "gloo", 'a "\u2192" \ud800', Stage.EMBEDDING_LOOKUP, 2**40, "\n", 7, 9)
     other = Span(2, 7, Category.COMMUNICATION, "gloo", "all_reduce")
-    write_trace(tmp_path / "t.json", {2: [one, other]})
-    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
-    names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    assert [e["args"]["name"] for e in events if e["name"] == "process_name"] == ["rank 2"]
-    assert [(e["pid"], names[e["tid"]], e["cat"], e["name"], e["ts"], e["dur"]) for e in events if e["ph"] == "X"] == [
-        (2, "gloo", "communication", "all_to_all", 1000, 4000),  # microseconds
-        (2, "gloo (2)", "communication", "all_reduce", 2000, 5000),  # what overlaps is on a row of its own
+    write_trace(path, {0: [other], 2: [one, other]})
+    assert read_trace(path) == {0: [other], 2: [one, other]}
+    content = path.read_bytes()
+    events = json.loads(gzip.decompress(content) if suffix == "json.gz" else content)["traceEvents"]
+    lanes = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert [e["args"]["name"] for e in events if e["name"] == "process_name"] == ["rank 0", "rank 2"]
+    assert [(lanes[e["pid"], e["tid"]], e["cat"], e["name"], e["ts"], e["dur"]) for e in events if e["ph"] == "X"] == [
+        ("gloo", "communication", "all_reduce", 2000, 5000),  # microseconds
+        ("gloo", "communication", one.name, 1100, pytest.approx(3900)),
+        ("gloo (2)", "communication", "all_reduce", 2000, 5000),  # what overlaps is on a row of its own
     ]
 
 

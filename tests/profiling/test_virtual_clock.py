@@ -1,13 +1,14 @@
 """What each mode hides, as the order of issues (>) and waits (<) of one steady step on two ranks."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from lightning_overlap import Schedule
 from lightning_overlap.schedules.stages import WeightOwner
 
-from ..support.cases import MIXED, TABLE_WISE, TWO_COLLECTIONS, Case, TableSpec
+from ..support.cases import MIXED, TABLE_WISE, Case, TableSpec
 from ..support.ranks import Ranks
 from . import virtual
 
@@ -73,50 +74,20 @@ def test_order_of_issues_and_waits(
         assert set(steps_ms[1:]) == {step_ms}  # the first step finds out which input feeds which module
 
 
-def test_splits_and_ids_of_all_modules_travel_together(two_ranks: Ranks) -> None:
-    """Two sharded modules, one all-to-all of ids and of the next sizes; each module its own of embeddings."""
-    for log, _ in two_ranks.run(virtual.run, TWO_COLLECTIONS, "fused_sparse_dist"):
-        assert [event.split()[1] for event in log if event.startswith(">")] == [
-            "ids",
-            *("gradients", "gradients"),
-            *("embeddings", "embeddings"),
-        ]
-
-
-@pytest.mark.parametrize("pipeline", ["semi_sync", "async_lookup"])
-def test_a_lookup_is_made_while_the_backward_waits_for_gradients(two_ranks: Ranks, pipeline: str) -> None:
-    """The 10 ms that it takes are of the 40 that gradients travel."""
-    for log, _ in two_ranks.run(virtual.run, TABLE_WISE, pipeline, timed_lookups=WeightOwner.FUSED_BACKWARD):
+@pytest.mark.parametrize(
+    ("pipeline", "case"),
+    [("semi_sync", TABLE_WISE), ("async_lookup", TABLE_WISE), ("semi_sync", MIXED)],
+    ids=["semi_sync", "async_lookup", "mixed"],
+)
+def test_a_lookup_is_made_while_the_backward_waits_for_gradients(two_ranks: Ranks, pipeline: str, case: Case) -> None:
+    """The 10 ms that it takes are of the 40 that gradients travel. Anomaly detection would keep the backward alive."""
+    options: dict[str, Any] = {"timed_lookups": WeightOwner.FUSED_BACKWARD}
+    for log, _ in two_ranks.run(virtual.run, case, pipeline, **options):
         gradients, lookup = log.index("> gradients"), log.index("model-parallel lookup")
         assert gradients < lookup < log.index("< gradients exposed 30")
         assert log[lookup + 1].startswith("> embeddings")
-
-
-@pytest.mark.parametrize(
-    ("pipeline", "case", "stages"),
-    [
-        ("fused_sparse_dist", MIXED, set()),
-        ("semi_sync", TWO_COLLECTIONS, {"embedding_lookup", "input_splits_dist"}),
-        ("semi_sync", MIXED, {"embedding_lookup", "input_splits_dist"}),
-        ("async_lookup", TABLE_WISE, {"embedding_lookup", "input_splits_dist"}),
-        ("semi_sync_deferred", TWO_COLLECTIONS, {"input_splits_dist"}),
-        ("semi_sync_deferred", MIXED, {"input_splits_dist"}),
-    ],
-)
-def test_what_is_left_for_the_backward_is_done_before_it_ends(
-    get_ranks: Callable[..., Ranks], case: Case, pipeline: str, stages: set[str]
-) -> None:
-    assert get_ranks(2).run(virtual.stages_in_backward, case, pipeline) == [stages] * 2
-    assert get_ranks(1).run(virtual.stages_in_backward, case, pipeline) == [set()]  # there is nobody to wait for
-    if pipeline == "semi_sync_deferred":
-        stages = {"embedding_update", "embedding_lookup", "input_splits_dist"}
-    assert get_ranks(2, num_nodes=2).run(virtual.stages_in_backward, case, pipeline) == [stages] * 2
-
-
-@pytest.mark.parametrize("pipeline", ["semi_sync", "semi_sync_deferred"])
-def test_nothing_is_left_for_a_backward_under_anomaly_detection(two_ranks: Ranks, pipeline: str) -> None:
-    """It keeps a backward alive for each graph that is made in it."""
-    assert two_ranks.run(virtual.stages_in_backward, TABLE_WISE, pipeline, detect_anomaly=True) == [set()] * 2
+    for log, _ in two_ranks.run(virtual.run, case, pipeline, detect_anomaly=True, **options):
+        assert log.index("model-parallel lookup") < log.index("backward")
 
 
 def test_no_batch_outlives_its_step(mode: Schedule, two_ranks: Ranks) -> None:
@@ -138,19 +109,16 @@ DATA_PARALLEL_FIRST, IN_TWO_MODULES = (
 
 
 @pytest.mark.parametrize("case", [DATA_PARALLEL_FIRST, IN_TWO_MODULES], ids=lambda case: case.name)
-@pytest.mark.parametrize("pipeline", ["sparse_dist", "fused_sparse_dist_after_optimizer"])
-def test_a_data_parallel_lookup_lies_inside_the_time_of_the_all_to_all(
+@pytest.mark.parametrize("pipeline", ["sparse_dist", "fused_sparse_dist_after_optimizer", "fused_sparse_dist"])
+def test_a_data_parallel_lookup_comes_after_the_step_and_lies_inside_the_time_of_the_all_to_all(
     two_ranks: Ranks, pipeline: str, case: Case
 ) -> None:
     """Embeddings travel for 40 ms; the lookup that takes 10 of them is done when 30 are left."""
     for log, steps_ms in two_ranks.run(virtual.run, case, pipeline, timed_lookups=WeightOwner.DENSE_OPTIMIZER):
-        looked_up = log.index("data-parallel lookup")
-        assert log[looked_up - 1] == "> embeddings 5"
-        assert log[0] == "< embeddings 4 exposed 30"
-        assert set(steps_ms[1:]) == {230}
-
-
-@pytest.mark.parametrize("case", [DATA_PARALLEL_FIRST, IN_TWO_MODULES], ids=lambda case: case.name)
-def test_a_data_parallel_lookup_comes_after_the_step_and_the_all_to_all_before_it(two_ranks: Ranks, case: Case) -> None:
-    for log, _ in two_ranks.run(virtual.run, case, "fused_sparse_dist", timed_lookups=WeightOwner.DENSE_OPTIMIZER):
-        assert log.index("> embeddings 5") < log.index("step") == log.index("data-parallel lookup") - 1
+        sent, looked_up = log.index("> embeddings 5"), log.index("data-parallel lookup")
+        if pipeline == "fused_sparse_dist":  # sends them before the step
+            assert sent < log.index("step") == looked_up - 1
+        else:
+            assert sent == looked_up - 1
+            assert log[0] == "< embeddings 4 exposed 30"
+            assert set(steps_ms[1:]) == {230}

@@ -56,11 +56,9 @@ def train(
     callbacks: tuple[Callback, ...] = (),
     path: str | None = None,
     stateful: bool = False,
-    nones: tuple[int, ...] = (),
-    stalls: Mapping[int, float] | None = None,
     **kwargs: Any,
 ) -> Fit:
-    """Train; `ms` is what a batch takes in each mode, by rank; `stalls` what the data of a batch is waited for."""
+    """Train; `ms` is what a batch takes in each mode, by rank."""
     rank = dist.get_rank()
     module: Model = MODELS[model](case)
     strategy = make_strategy(module, auto, **(options or {}))
@@ -81,35 +79,18 @@ def train(
 
     clock, count = Clock(), tuned.step
 
-    class Source(tuner.TimedSource):
-        num, told = 0, 0.0
-
-        def fetch(self, *args: Any) -> Any:
-            self.told += (stalls or {}).get(self.num, 0.0) if rank == 0 else 0.0
-            self.num += 1
-            fetched = self._source.fetch(*args)
-            self.waited_ms = self.told
-            return fetched
-
-    seen, data = Seen(), Data(case, num_steps, stateful=stateful, nones=nones)
+    seen, data = Seen(), Data(case, num_steps, stateful=stateful)
     trainer = make_trainer(strategy, callbacks=[seen, *callbacks], num_sanity_val_steps=0, **kwargs)
     records: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("lightning.pytorch.lightning_overlap")
-    logger.setLevel(logging.INFO)
-    logger.addHandler(handler)
-    try:
-        with (
-            warnings.catch_warnings(),
-            mock.patch.object(tuner, "timestamps_of", return_value=clock),
-            mock.patch.object(tuned, "step", step),
-            mock.patch.object(tuner, "TimedSource", Source),
-        ):
-            warnings.simplefilter("ignore")
-            trainer.fit(module, datamodule=data, ckpt_path=path)
-    finally:
-        logger.removeHandler(handler)
+    with (
+        warnings.catch_warnings(),
+        mock.patch.object(logging.getLogger("lightning.pytorch.lightning_overlap"), "info", records.append),
+        mock.patch.object(tuner, "timestamps_of", return_value=clock),
+        mock.patch.object(tuned, "step", step),
+        mock.patch.object(tuner.TimedSource, "fetch", lambda source, *args: source._source.fetch(*args)),  # in no time
+    ):
+        warnings.simplefilter("ignore")
+        trainer.fit(module, datamodule=data, ckpt_path=path)
     result = collect(module, trainer.optimizers[0], module.losses or [torch.zeros(())])
     said = [text if text.startswith("pipeline") else text.splitlines()[0] for text in records if "auto" in text]
     return Fit(result, seen.modes, tuned.state_dict(), "\n".join(said))
