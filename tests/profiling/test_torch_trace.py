@@ -106,9 +106,11 @@ def test_the_host_waits_where_a_call_blocks_and_a_queued_kernel_for_what_ended_l
 
 
 def test_a_wait_names_the_innermost_line_and_the_users(tmp_path: Path) -> None:
-    (blocked, _) = read(
+    spans = read(
         tmp_path,
         event("python_function", "train.py(7): training_step", 0, 500),
+        event("python_function", "train.py(90): begin", 5, 9),
+        event("user_annotation", "## backward 3 ##", 7, 450),  # outlives the function that began it
         event("python_function", "torchrec/distributed/types.py(375): wait", 10, 400),
         event("python_function", "torch/_tensor.py(12): item", 20, 390),
         event("python_function", "<built-in method item>", 21, 389),
@@ -116,7 +118,8 @@ def test_a_wait_names_the_innermost_line_and_the_users(tmp_path: Path) -> None:
         event("cuda_runtime", "cudaStreamSynchronize", 40, 370, correlation=1),
         event("kernel", "gemm", 400, 405, 7),
     )
-    place = "at torchrec/distributed/types.py(375): wait, called from train.py(7): training_step"
+    (blocked,) = [span for span in spans if span.kind is Category.WAIT]
+    place = "under ## backward ## at torchrec/distributed/types.py(375): wait, called from train.py(7): training_step"
     assert blocked.detail == f"cudaStreamSynchronize {place}"
 
 
