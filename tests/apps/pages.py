@@ -9,13 +9,11 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 from unittest import mock
 
 import torch
-from lightning.pytorch import Callback, Trainer
-from torchrec.optim.optimizers import in_backward_optimizer_filter
+from lightning.pytorch import Trainer
 
 from lightning_overlap import OverlapEmbeddingStrategy
 
@@ -72,10 +70,6 @@ def run_program(folder: Path, *arguments: str) -> subprocess.CompletedProcess[st
     return done
 
 
-class NoMoreRequests(Exception):  # ends a page's endless loop
-    pass
-
-
 # Places and times of a page that are not here.
 REPLACED = {"docs/deltas.md": {"s3://bucket/deltas": "deltas", "step=1000": "step=3"}}
 
@@ -87,7 +81,7 @@ def run_python(page: str, folder: Path) -> list[str]:
     names = _given()
     given = set(names)
     fits = mock.patch.object(Trainer, "__init__", _quiet(Trainer.__init__))
-    kafka = mock.patch.dict(sys.modules, {"confluent_kafka": _anything("confluent_kafka")})
+    kafka = mock.patch.dict(sys.modules, {"confluent_kafka": mock.MagicMock()})
     with fits, kafka, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for block in blocks(ROOT / page):
@@ -103,13 +97,15 @@ def _run(block: Block, names: dict[str, Any]) -> None:
     before = set(names)
     try:
         exec(compile(text, block.page, "exec"), names)
-    except NoMoreRequests:
+    except StopIteration:  # no more requests
         names["has_served"] = True
     new = names.keys() - before
+    if re.search("^def configure_optimizers", text, flags=re.MULTILINE):
+        trainer = make_trainer(OverlapEmbeddingStrategy(sharding="table_wise"))
+        trainer.fit(_with_optimizers_of(names), datamodule=Batches(TABLE_WISE, 3))
     if "trainer" in new:
         if "configure_optimizers" in names:  # the module has the page's
-            kind = type("OfThePage", (Model,), {"configure_optimizers": names["configure_optimizers"]})
-            names["module"] = kind(TABLE_WISE, fused_optimizer=False)
+            names["module"] = _with_optimizers_of(names, fused_optimizer=False)
         names["trainer"].fit(names["module"], datamodule=names["datamodule"])
     for name in sorted(new):
         if name.startswith("test_"):
@@ -117,13 +113,7 @@ def _run(block: Block, names: dict[str, Any]) -> None:
 
 
 def _given() -> dict[str, Any]:
-    requests = iter(range(2))
-
-    def next_request() -> Any:
-        for number in requests:
-            return make_batch(TABLE_WISE, number, 0)
-        raise NoMoreRequests
-
+    requests = iter([make_batch(TABLE_WISE, number, 0) for number in range(2)])
     return {
         "torch": torch,
         "rank": 0,
@@ -132,63 +122,15 @@ def _given() -> dict[str, Any]:
         "MyModule": lambda num_rows: Model(TABLE_WISE, fused_optimizer=False),
         "MyLightningModule": lambda table_device: Model(TABLE_WISE, fused_optimizer=False),
         "MyDataModule": lambda batch_size: Batches(TABLE_WISE, 12),
-        "next_request": next_request,
+        "next_request": lambda: next(requests),  # which ends a page's endless loop
     }
 
 
 def _quiet(init: Any) -> Any:
-    def quiet(self: Trainer, **kwargs: Any) -> None:
-        devices = int(os.environ["LOCAL_WORLD_SIZE"])
-        init(self, **{"max_epochs": 1, "accelerator": "cpu", "devices": devices, **QUIET, **kwargs})
-
-    return quiet
-
-
-def _anything(name: str) -> ModuleType:
-    module = ModuleType(name)
-    module.__getattr__ = lambda attribute: mock.MagicMock()  # type: ignore[method-assign]
-    return module
-
-
-QUIET_ARGUMENTS = "logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False"
-
-
-def run_optimizers() -> tuple[int, bool]:
-    """Run the page on optimizers with a module that has tables; return the number of steps, and whether rates moved."""
-    names: dict[str, Any] = {"torch": torch, "datamodule": Batches(TABLE_WISE, 3)}
-    first, *others = python_of("docs/optimizers.md")[:-1]
-    exec(first, names)
-    module = names["module"] = _with_optimizers_of(names, fused_optimizer=False)
-    for block in others:
-        exec(block.replace("devices=2", f"devices=2, max_epochs=1, {QUIET_ARGUMENTS}"), names)
-    trainer = make_trainer(OverlapEmbeddingStrategy(sharding="table_wise"))
-    trainer.fit(_with_optimizers_of(names), datamodule=Batches(TABLE_WISE, 3))
-    rates = [group["lr"] for group in trainer.optimizers[0].param_groups]
-    return len(module.losses), rates == [1e-3 * 4 / 1000, 2.0 * 4 / 1000]
-
-
-def run_later() -> list[bool]:
-    """Run the example of tables that train later; return after each step whether the tables have changed."""
-    names: dict[str, Any] = {"torch": torch, "in_backward_optimizer_filter": in_backward_optimizer_filter}
-    exec(python_of("docs/optimizers.md")[-1].replace("500", "3"), names)
-    model = _with_optimizers_of(names)
-    before = {name: bag.weight.detach().clone() for name, bag in model.ebc.embedding_bags.items()}
-    changed: list[bool] = []
-
-    class Looks(Callback):
-        def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
-            weights = module.ebc.state_dict()
-            shards = {name: weights[f"embedding_bags.{name}.weight"].local_shards() for name in before}
-            changed.append(
-                any(not torch.equal(part.tensor, before[name]) for name, own in shards.items() for part in own)
-            )
-
-    make_trainer(OverlapEmbeddingStrategy(sharding="table_wise"), callbacks=[Looks()]).fit(
-        model, datamodule=Batches(TABLE_WISE, 5)
-    )
-    return changed
+    devices = int(os.environ["LOCAL_WORLD_SIZE"])
+    options = {"max_epochs": 1, "accelerator": "cpu", "devices": devices, **QUIET}
+    return lambda self, **kwargs: init(self, **{**options, **kwargs})
 
 
 def _with_optimizers_of(names: dict[str, Any], **options: Any) -> Model:
-    kind = type("OfTheReadme", (Model,), {"configure_optimizers": names["configure_optimizers"]})
-    return kind(TABLE_WISE, **options)
+    return type("OfThePage", (Model,), {"configure_optimizers": names["configure_optimizers"]})(TABLE_WISE, **options)

@@ -1,14 +1,13 @@
 """`overlap-bench` as a user meets it: two ranks, a few steps of a few arms, and what it leaves behind."""
 
 import json
-import subprocess
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from .test_train_command import assert_refused, train
+from .test_train_command import train
 
 pytestmark = pytest.mark.slow
 
@@ -40,10 +39,8 @@ def test_ours_beside_plain_lightning_and_torchrec(tmp_path: Path) -> None:
         assert arm["same_as_base"] == (name != "semi_sync"), name
         assert (arm["final_loss"] == arms_by_name["base"]["final_loss"]) == (name != "semi_sync")
         assert 0 < arm["step_ms_median"] <= arm["step_ms_p90"]
-        assert arm["cpu_ms"] > 0
         assert arm["of_base_range"][0] <= arm["of_base"] <= arm["of_base_range"][1]
-        assert arm["samples_per_s"] > 0
-        assert arm["peak_memory"]["resident"] > 0
+        assert min(arm["cpu_ms"], arm["samples_per_s"], arm["peak_memory"]["resident"]) > 0
         with_ids = name in ("fused_sparse_dist", "semi_sync")  # the sizes of the next batch travel with them
         assert {"ids", "embeddings", "gradients"} <= arm["collectives"].keys()
         assert ("sizes" not in arm["collectives"]) == with_ids
@@ -56,16 +53,6 @@ def test_ours_beside_plain_lightning_and_torchrec(tmp_path: Path) -> None:
     assert "14/14" in done.stderr  # the progress bar: seven arms, two rounds
 
 
-def test_accumulated_gradients_are_none_of_a_hand_written_loop(tmp_path: Path) -> None:
-    bench(tmp_path, *SMALL, "rounds=1", "arms=[loop_dmp]", "trainer.accumulate_grad_batches=2")
-    _, arms = results(tmp_path)
-    assert (
-        "a hand-written loop does not accumulate gradients, got accumulate_grad_batches=2"
-        in arms["loop_dmp"]["failure"]
-    )
-    assert arms["base"]["final_loss"] == pytest.approx(0.69, abs=0.1)  # of a batch, not its share of a step
-
-
 def test_latencies_are_put_on_top(tmp_path: Path) -> None:
     shorter = [f"latency.{part}_ms=5" for part in ("forward", "backward", "step")]
     bench(tmp_path, "bench=virtual_latency", *SMALL, *shorter, "rounds=1", "arms=[torchrec/base]")
@@ -76,10 +63,3 @@ def test_latencies_are_put_on_top(tmp_path: Path) -> None:
         for name in ("sizes", "ids", "embeddings", "gradients"):
             assert arm["collectives"][name][1] >= 30, name
         assert arm["same_as_base"]
-
-
-def test_an_arm_that_does_not_exist(tmp_path: Path) -> None:
-    # Started anew: no fork of what has imported everything.
-    done = bench(tmp_path, "arms=[torchrec/sparsedist]", run=subprocess.run, code=1)
-    assert_refused(done, "ValueError: unknown arm 'torchrec/sparsedist'. Did you mean")
-    assert not list(tmp_path.glob("outputs/*/*/config.yaml"))

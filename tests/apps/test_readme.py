@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ..support.ranks import Ranks
-from .pages import ROOT, python_of, run_later, run_optimizers, run_program
+from .pages import ROOT, python_of, run_program
 
 
 @pytest.mark.slow
@@ -23,15 +22,6 @@ def test_programs_of_the_readme_and_the_quickstart_run(tmp_path: Path) -> None:
         assert losses[-1] < 0.03
     assert (tmp_path / "checkpoints" / "last.ckpt").exists()
     assert "Overlap: semi_sync" in done.stdout + done.stderr
-
-
-def test_code_on_optimizers_runs(two_ranks: Ranks) -> None:
-    assert len(python_of("docs/optimizers.md")) == 5
-    assert two_ranks.run(run_optimizers) == [(2, True), (2, True)]  # three batches, dealt out by Lightning's sampler
-
-
-def test_tables_train_later(two_ranks: Ranks) -> None:
-    assert two_ranks.run(run_later) == [[False, False, False, True, True]] * 2
 
 
 def test_table_of_modes_is_generated() -> None:

@@ -91,10 +91,9 @@ def test_two_modes_side_by_side(tmp_path: Path) -> None:
     lines = [line.split() for line in done.stdout.splitlines()]
     assert ["mode", "base", "fused_sparse_dist"] in lines
     assert ["steps", "20", "20"] in lines
-    assert ["staleness", "0", "0"] in lines
     assert "losses identical: yes" in done.stdout
-    for name in ("samples/s", "step time median", "step time P90", "final loss", "test auc", "peak memory"):
-        assert f"\n{name}" in done.stdout
+    assert "\ntest auc" in done.stdout
+    assert "\npeak memory" in done.stdout
     folder = run_folder(tmp_path)
     assert len(list(folder.rglob("metrics.csv"))) == 2  # the loggers', one for each mode, and no other
     with open(folder / "steps.csv", encoding="utf-8") as file:
@@ -105,15 +104,6 @@ def test_two_modes_side_by_side(tmp_path: Path) -> None:
     record = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
     assert (record["data"]["batch_size"], record["data"]["num_dense"], record["compare"]) == (32, 13, ["base"])
     assert 0 < summary_of(folder)["metrics"]["test_auc"] < 1
-
-
-def test_a_frozen_window_may_differ_from_modes_that_update_in_each_batch(tmp_path: Path) -> None:
-    window = ("pipeline.frozen_window=true", "trainer.accumulate_grad_batches=4", "compare=[base]")
-    done = train(tmp_path, *SMALL, *window)
-    assert "fused_sparse_dist_frozen_window (frozen window) differs from base from step 1 on" in done.stdout
-    [summary] = tmp_path.glob("outputs/*/*/summary.json")
-    for mode in json.loads(summary.read_text(encoding="utf-8"))["modes"]:
-        assert mode["final_loss"] == pytest.approx(0.69, abs=0.1)  # of a batch, not its share of a step
 
 
 def test_a_sweep_trains_each_and_takes_data_parallel_tables(tmp_path: Path) -> None:
@@ -154,44 +144,25 @@ def summary_of(folder: Path) -> dict[str, Any]:
     return modes[-1]
 
 
-def test_a_mode_with_a_staleness_tells_which_rows_were_stale(tmp_path: Path) -> None:
-    """With the callbacks and the logger that the command has by itself; a data-parallel table has no stale rows."""
-    done = train(tmp_path, "experiment=smoke", "pipeline=semi_sync", "sharding.tables.cat_1=data_parallel")
-    with open(run_folder(tmp_path) / "logs" / "semi_sync" / "metrics.csv", encoding="utf-8") as file:
-        shares = {
-            name.removeprefix("overlap/stale_rows/"): float(value)
-            for row in csv.DictReader(file)
-            for name, value in row.items()
-            if name.startswith("overlap/stale_rows/") and value
-        }
-    assert sorted(shares) == ["cat_0", "cat_2", "cat_3"]
-    assert all(0 < share <= 1 for share in shares.values())
-    lines = [line.split() for line in done.stdout.splitlines()]
-    assert ["rows", "in", "the", "steps", "counted", "read", "stale", "stale", "%"] in lines
-    assert {"cat_0", "cat_2", "cat_3"} <= {line[0] for line in lines if len(line) == 4}
-
-
-def assert_refused(done: subprocess.CompletedProcess[str], *said: str) -> None:
-    assert done.stderr.startswith(f"error: {said[0]}")
-    assert all(text in done.stderr for text in said)
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (("pipeline=fused_sparse_dst",), 2, "unknown pipeline 'fused_sparse_dst'. Did you mean 'fused_sparse_dist'"),
+        (("sed=3",), 1, "Could not override 'sed'."),
+        (("experiment=adult_income", "data.path=../no/adult.gz"), 1, "FileNotFoundError: '../no/adult.gz' does not"),
+        (SMALL, 1, "the run folder cannot be written. Start the command in a writable folder"),
+    ],
+    ids=["name", "option", "data", "folder"],
+)
+def test_what_is_wrong_is_said_without_a_traceback(
+    tmp_path: Path, arguments: tuple[str, ...], code: int, said: str
+) -> None:
+    if arguments == SMALL:
+        (tmp_path / "outputs").write_text("a file, as root may write any folder", encoding="utf-8")
+    done = train(tmp_path, *arguments, code=code)
+    assert done.stderr.startswith("error: ")
+    assert said in done.stderr
     assert "Traceback" not in done.stderr
-
-
-def test_names_that_do_not_exist(tmp_path: Path) -> None:
-    done = train(tmp_path, "pipeline=fused_sparse_dst", code=2)
-    assert_refused(done, "unknown pipeline 'fused_sparse_dst'. Did you mean 'fused_sparse_dist'")
-    assert_refused(train(tmp_path, "sed=3", code=1), "Could not override 'sed'.")
-
-
-def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
-    (tmp_path / "outputs").write_text("a file, as root may write any folder", encoding="utf-8")
-    done = train(tmp_path, *SMALL, code=1)
-    assert_refused(done, "", "the run folder cannot be written. Start the command in a writable folder")
-
-
-def test_a_data_file_that_is_missing(tmp_path: Path) -> None:
-    done = train(tmp_path, "experiment=adult_income", "data.path=../nowhere/adult.data.gz", code=1)
-    assert_refused(done, "FileNotFoundError: '../nowhere/adult.data.gz' does not exist", f"looked up in {tmp_path}")
 
 
 def test_a_rank_that_fails_ends_all_with_its_own_message(tmp_path: Path) -> None:

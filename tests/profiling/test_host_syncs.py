@@ -20,27 +20,24 @@ from . import syncs
 
 CASES = {case.name: case for case in (TABLE_WISE, MIXED, SEQUENCE, TWO_COLLECTIONS)}
 EARLY = [name for name, mode in MODES.items() if mode.has_sparse_stages]
+PAIRS = [pairing for pairing in rotated(CASES, EARLY) if pairing.num_ranks == 2]
 SIZES = "tolist: input_sizes.py wait"
-
 ON_THE_HOST = "_local_scalar_dense: module.py backward"  # FBGEMM's CPU kernel of data-parallel tables, in C++
 
 
 @pytest.mark.parametrize(
-    ("name", "pipeline"), [(name, pipeline) for name, pipeline, num_ranks in rotated(CASES, EARLY) if num_ranks == 2]
+    ("name", "pipeline", "num_nodes"),
+    [
+        *(pytest.param(one.name, one.pipeline, 1, id=f"{one.name}-{one.pipeline}") for one in PAIRS),
+        *(
+            pytest.param("two_collections", mode, 2, id=f"two_hosts-{mode}")
+            for mode in ("split_backward", "fused_sparse_dist")
+        ),
+    ],
 )
-def test_one_read_of_sizes_a_step(two_ranks: Ranks, name: str, pipeline: str) -> None:
+def test_one_read_of_sizes_a_step(get_ranks: Callable[..., Ranks], name: str, pipeline: str, num_nodes: int) -> None:
     """For all modules; TorchRec would read the lengths of what was received too, when the ids are there."""
-    _check_reads(two_ranks, name, pipeline)
-
-
-@pytest.mark.parametrize("pipeline", ["fused_sparse_dist", "split_backward"])
-def test_one_read_of_sizes_a_step_between_hosts(get_ranks: Callable[..., Ranks], pipeline: str) -> None:
-    """There a step that nobody watches reads them within the forward."""
-    _check_reads(get_ranks(2, num_nodes=2), "two_collections", pipeline)
-
-
-def _check_reads(ranks: Ranks, name: str, pipeline: str) -> None:
-    for found in ranks.run(syncs.of_steps, CASES[name], pipeline):
+    for found in get_ranks(2, num_nodes=num_nodes).run(syncs.of_steps, CASES[name], pipeline):
         counts = Counter(found)
         counts.pop(ON_THE_HOST, None)
         assert counts.pop(SIZES) == syncs.NUM
@@ -64,33 +61,24 @@ def test_max_time_does_not_ask_by_the_group_of_the_gradients(two_ranks: Ranks) -
     ("read", "operator"),
     [
         (lambda x: x.sum().item(), "_local_scalar_dense"),
-        (lambda x: float(x[0]), "_local_scalar_dense"),
-        (lambda x: bool(x[0] > 0), "_local_scalar_dense"),
         (lambda x: x.tolist(), "tolist"),
         (lambda x: x.numpy(), "numpy"),
         (lambda x: x.nonzero(), "nonzero"),
         (lambda x: x[x > 0], "index"),
         (lambda x: torch.unique(x), "_unique2"),
-        (lambda x: torch.unique_consecutive(x), "unique_consecutive"),
-        (lambda x: x.long().bincount(), "bincount"),
         (lambda x: x.repeat_interleave(x.long()), "repeat_interleave"),
         (lambda x: x.cpu(), "cpu"),
     ],
 )
 def test_what_reads_a_tensor(read: Any, operator: str) -> None:
-    tensor = torch.arange(3.0)
-    with record_host_syncs() as found:
-        read(tensor)
-    assert [sync.operator for sync in found][:1] == [operator]
-    assert any(frame.filename == __file__ for frame in found[0].stack)
-
-
-def test_what_does_not() -> None:
     tensor = torch.arange(6.0, requires_grad=True)
     with record_host_syncs() as found:
-        torch.repeat_interleave(tensor, torch.arange(6), output_size=15)
+        torch.repeat_interleave(tensor, torch.arange(6), output_size=15)  # these do not
         (torch.relu(tensor * 2).view(2, 3).sum(0).to(torch.bfloat16) + 1).sum().backward()
-    assert found == []
+        assert found == []
+        read(tensor.detach())
+    assert [sync.operator for sync in found][:1] == [operator]
+    assert any(frame.filename == __file__ for frame in found[0].stack)
 
 
 def test_fbgemm_keeps_the_learning_rate_on_the_host() -> None:

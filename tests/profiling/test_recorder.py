@@ -8,10 +8,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from lightning_overlap.profiling.overlap import break_down
-from lightning_overlap.profiling.recorder import SpanRecorder, all_to_all_name
+from lightning_overlap.profiling.recorder import SpanRecorder
 from lightning_overlap.profiling.spans import Category, exclusive
 from lightning_overlap.runtime.lookup_order import LookupOrder
 from lightning_overlap.runtime.streams import Streams
@@ -20,7 +19,7 @@ from lightning_overlap.schedules.stages import Stage, StreamName
 from .virtual import VirtualClock
 
 
-def timed(recorder: SpanRecorder | None, stage: Stage, batch: int, stream: StreamName) -> Any:
+def timed(recorder: SpanRecorder, stage: Stage, batch: int, stream: StreamName) -> Any:
     order = LookupOrder(Streams())
     order.timer = recorder
     return order.timed(stage, batch, stream)
@@ -40,11 +39,8 @@ def test_an_inner_stage_takes_its_time_from_the_outer_one(monkeypatch: pytest.Mo
     clock.now_ms += 4
     recorder.step()
     assert recorder.stage is None
-    assert [(span.kind, span.duration_ms) for span in exclusive(recorder.spans())] == [
-        (Category.DENSE, 10),
-        (Category.LOOKUP, 5),
-        (Category.DENSE, 1),
-    ]
+    spans = [(span.kind, span.duration_ms) for span in exclusive(recorder.spans())]
+    assert spans == [(Category.DENSE, 10), (Category.LOOKUP, 5), (Category.DENSE, 1)]
     result = break_down(recorder.spans(), recorder.windows()[0])
     assert result.step_ms == result.categories[Category.HOST].busy_ms == 20
     assert result.categories[Category.DENSE].busy_ms == 11
@@ -101,20 +97,3 @@ def test_spans_are_there_to_read_when_every_stream_is_done(monkeypatch: pytest.M
     device.busy.clear()
     assert recorder.over
     assert [span.lane for span in recorder.spans() if span.kind is Category.LOOKUP] == [str(StreamName.LOOKUP)]
-
-
-def test_no_clock_costs_nothing() -> None:
-    with timed(None, Stage.BACKWARD, 0, StreamName.COMPUTE) as clock:
-        assert clock is None
-
-
-def test_what_an_all_to_all_carries() -> None:
-    floats, integers = torch.ones(4, requires_grad=True), torch.ones(4, dtype=torch.int64)
-    assert all_to_all_name(floats, [2, 2], [1, 3]) == "embeddings"
-    assert all_to_all_name(integers, [2, 2], None) == "ids"
-    assert all_to_all_name(integers, None, None) == "sizes"
-    seen: list[Any] = []
-    floats.register_hook(lambda grad: seen.append(all_to_all_name(grad, [2, 2])))
-    floats.register_hook(lambda _: seen.append(all_to_all_name(integers)))  # of a coming batch, sent meanwhile
-    floats.sum().backward()
-    assert seen == ["gradients", "sizes"]

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from lightning_overlap.profiling import report
 from lightning_overlap.profiling.host_syncs import HostSync, sync_lines
-from lightning_overlap.profiling.overlap import Breakdown, BusyTime, overlapped_by
+from lightning_overlap.profiling.overlap import Breakdown, BusyTime
 from lightning_overlap.profiling.spans import Category
 from lightning_overlap.schedules import Schedule
 from lightning_overlap.schedules.modes import MODES
@@ -15,133 +15,63 @@ from lightning_overlap.schedules.stages import Stage
 BASE, FUSED = MODES["base"], MODES["fused_sparse_dist"]
 
 
-def one(
-    step_ms: float = 100,
-    dense: float = 60,
-    communication: BusyTime | None = None,
-    lookup: BusyTime | None = None,
-    host: float = 80,
-    blocked: float = 20,
-) -> Breakdown:
+def one(step_ms: float = 100, communication: BusyTime = BusyTime(40, 30), blocked: float = 20) -> Breakdown:  # noqa: B008
     kinds = {
-        Category.DENSE: BusyTime(dense),
-        Category.COMMUNICATION: communication or BusyTime(40, 30),
-        Category.LOOKUP: lookup or BusyTime(10, 5),
+        Category.DENSE: BusyTime(60),
+        Category.COMMUNICATION: communication,
+        Category.LOOKUP: BusyTime(10, 5),
         Category.COPY: BusyTime(2, 2),
         Category.DATA: BusyTime(),
-        Category.HOST: BusyTime(host),
+        Category.HOST: BusyTime(80),
     }
     return Breakdown(step_ms, kinds, {Stage.EMBEDDING_LOOKUP: BusyTime(50, 35)}, merge_wait_ms=7, blocked_ms=blocked)
 
 
-def test_metrics_are_by_stage_and_kind() -> None:
-    values = report.metrics(one())
-    assert (
-        values.items()
-        >= {
-            **{"step_ms": 100, "merge_wait_ms": 7, "bound_ms": 80, "to_gain_ms": 20, "dense/busy_ms": 60},
-            **{"communication/hidden_ms": 30, "communication/exposed_ms": 10, "communication/hidden_fraction": 0.75},
-            **{"embedding_lookup/exposed_ms": 15, "hidden_fraction": (30 + 5 + 2) / (40 + 10 + 2)},
-        }.items()
-    )
-    assert "dense/hidden_ms" not in values
-
-
-def test_what_limits_the_step_in_a_sentence() -> None:
-    assert report.limit_sentence(one(dense=97, host=40)) == (
-        "dense-bound: busy for 97.00 of a step's 100.00 ms, so more overlap gains at most 3 %."
-    )
-    by_host = report.limit_sentence(one(host=80, dense=60))
-    assert by_host.startswith("host-bound (dense is 75% of it): busy for 80.00 of a step's 100.00 ms")
-    assert "communication-bound" in report.limit_sentence(one(communication=BusyTime(90, 10)))
-
-
-def test_the_slowest_rank_is_the_one_that_waits_least() -> None:
-    assert report.slowest_sentence([one(blocked=20), one(blocked=3), one(blocked=15)]) == (
-        "The ranks wait for rank 1: it waits 3.00 ms per step, rank 0 waits 20.00 ms."
-    )
-    even = report.slowest_sentence([one(blocked=20), one(blocked=19.5)])
-    assert even == "The ranks wait about equally long for each other.", "though all wait for what is on its way"
-
-
 def closing(
-    ranks: list[Breakdown],
-    mode: Schedule = BASE,
-    num_steps: dict[Schedule, int] | None = None,
-    syncs: Sequence[str] = (),
-) -> str:
-    return report.closing_table(ranks, num_steps or {mode: 4}, mode, "data_dist", syncs)
+    ranks: list[Breakdown], mode: Schedule, num_steps: dict[Schedule, int], syncs: Sequence[str] = ()
+) -> list[str]:
+    return report.closing_table(ranks, num_steps, mode, "data_dist", syncs).splitlines()
 
 
 def test_closing_table() -> None:
-    lines = closing([one(), one(blocked=0)], FUSED, {FUSED: 4}, ["host syncs in a step: 0"]).splitlines()
+    lines = closing([one(), one(blocked=0)], FUSED, {FUSED: 4}, ["host syncs in a step: 0"])
     assert lines[0] == "Overlap: fused_sparse_dist, stream data_dist; 4 steps measured, 2 ranks, ms per step"
     assert [line.split() for line in lines if line.startswith("embedding_lookup")] == [
         ["embedding_lookup", "50.00", "35.00", "15.00", "70%"]
     ]
     assert any(line.startswith("all communication") and line.endswith("75%") for line in lines)
     assert any(line.startswith("The ranks wait for rank 1") for line in lines)
-    assert lines[-2] == "host syncs in a step: 0"
-    assert "wait for rank" not in closing([one()])
-    assert "Advice" not in closing([one()], BASE, {BASE: 1})  # a single step may have been any step
-
-
-def test_the_closing_table_names_modes_that_it_is_not_of() -> None:
-    lines = closing([one()], BASE, {FUSED: 1, BASE: 3, MODES["split_backward"]: 2}).splitlines()
-    assert lines[0] == "Overlap: base, stream data_dist; 3 steps measured, 1 ranks, ms per step"
-    assert lines[1] == "Not in this table: fused_sparse_dist (1 step), split_backward (2 steps)"
-
-
-def test_a_mode_that_starts_nothing_early_hides_nothing() -> None:
-    found = replace(one(), overlapped=overlapped_by(BASE))
-    assert "hidden" not in closing([found, found])
-    assert not any("hidden" in name for name in report.metrics(found))
-    assert report.metrics(found)["communication/busy_ms"] == 40
-    found = replace(one(), overlapped=overlapped_by(FUSED))
-    assert "hidden %" in closing([found, found], FUSED)
-    assert report.metrics(found)["communication/hidden_ms"] == 30
-
-
-def with_host(data: float = 0.0, loop: float = 0.0, log: float = 0.0) -> Breakdown:
-    found = one(step_ms=55, communication=BusyTime(4, 3))
-    return replace(
-        found, categories={**found.categories, Category.DATA: BusyTime(data)}, loop_ms=loop, log_ms=log, blocked_ms=1
+    assert any(
+        line.startswith("host-bound (dense is 75% of it): busy for 80.00 of a step's 100.00 ms") for line in lines
     )
+    assert lines[-2] == "host syncs in a step: 0"
+    assert "The ranks wait about equally long for each other." in closing([one(), one(blocked=19.5)], FUSED, {FUSED: 4})
+    lines = closing([one()], BASE, {FUSED: 1, BASE: 1, MODES["split_backward"]: 2})
+    assert lines[1] == "Not in this table: fused_sparse_dist (1 step), split_backward (2 steps)"
+    assert not any("wait for rank" in line for line in lines)
+    assert lines[-1].startswith("No advice: only one step was measured.")  # it may have been any step
 
 
 def test_the_last_line_is_the_advice_that_gains_most() -> None:
-    def last(found: Breakdown, mode: str = "fused_sparse_dist") -> str:
-        return closing([found], MODES[mode]).splitlines()[-1]
+    def last(mode: str = "fused_sparse_dist", sent_ms: float = 4, data_ms: float = 0, **times: float) -> str:
+        found = one(step_ms=55, communication=BusyTime(sent_ms, 3), blocked=1)
+        found = replace(found, categories={**found.categories, Category.DATA: BusyTime(data_ms)}, **times)
+        return closing([found], MODES[mode], {MODES[mode]: 4})[-1]
 
-    assert last(with_host(data=54)) == (
+    assert last(data_ms=54) == (
         "Advice: waiting for data takes 54 of 55 ms: raise num_workers of the DataLoader, while the ranks and "
         "their workers leave a CPU core free. This gains at most 54 ms per step (98%)."
     )
-    assert last(with_host(loop=20, data=1)).startswith("Advice: Lightning's loop, callbacks and loggers take")
-    assert last(with_host(log=9, loop=5)).startswith("Advice: self.log takes 9 of 55 ms: log fewer values")
-    assert last(with_host()).startswith("Advice: nothing to change; ")
-    waits = replace(with_host(), categories={**with_host().categories, Category.COMMUNICATION: BusyTime(40, 10)})
-    assert "exposed communication takes 30 of 55 ms: use pipeline='fused_sparse_dist', which gives the" in last(
-        waits, "base"
-    )
-    assert "use pipeline='split_backward', which gives the same losses, or 'semi_sync'" in last(waits)
-    assert "use pipeline='semi_sync_deferred'" in last(waits, "semi_sync")
-    assert "choose a sharding that sends less" in last(waits, "semi_sync_deferred")
-
-
-def test_lightnings_share_of_the_host_has_its_own_lines() -> None:
-    table = report.stage_table(with_host(5, 7, 2))
-    rows = {line.split("  ")[0]: line.split()[-1] for line in table.splitlines()}
-    assert rows["waited for data"] == "5.00"
-    assert rows["Lightning: loop, callbacks, loggers"] == "7.00"
-    assert rows["Lightning: self.log"] == "2.00"
-
-
-def test_reads_of_the_library_itself_are_no_lines_for_a_user() -> None:
-    own = HostSync("item", (traceback.FrameSummary(report.__file__, 3, "metrics", lookup_line=False),))
-    users = HostSync("item", (*own.stack, traceback.FrameSummary("model.py", 3, "step", lookup_line=False)))
-    assert own.is_the_librarys
-    assert not users.is_the_librarys
+    assert last(loop_ms=20, data_ms=1).startswith("Advice: Lightning's loop, callbacks and loggers take")
+    assert last(log_ms=9, loop_ms=5).startswith("Advice: self.log takes 9 of 55 ms: log fewer values")
+    assert last().startswith("Advice: nothing to change; ")
+    for mode, change in (
+        ("base", "exposed communication takes 30 of 55 ms: use pipeline='fused_sparse_dist', which gives the same"),
+        ("fused_sparse_dist", "use pipeline='split_backward', which gives the same losses, or 'semi_sync'"),
+        ("semi_sync", "use pipeline='semi_sync_deferred'"),
+        ("semi_sync_deferred", "choose a sharding that sends less"),
+    ):
+        assert change in last(mode, sent_ms=33)
 
 
 def sync(operator: str, where: str, line: int, stage: str = "dense_forward", blocked_ms: float = 0.0) -> HostSync:
@@ -156,24 +86,11 @@ def test_the_worst_three_syncs_are_named() -> None:
         *[sync("nonzero", "/a/loss.py", 7, "backward", 1.0)] * 2,
         sync("item", "/a/other.py", 1, ""),
     ]
-    on_host = sync_lines(found, on_cuda=False)
+    on_host, on_cuda = (sync_lines(found, on_cuda=on_cuda) for on_cuda in (False, True))
     assert on_host[0] == "reads that would be host syncs on CUDA in a step: 7"
     assert on_host[1] == "  3 x training_step, model.py:42: .item() in dense_forward"
-    assert len(on_host) == 4
-    on_cuda = sync_lines(found, on_cuda=True)
-    assert on_cuda[:3] == [
-        "host syncs in a step: 7",
+    assert len(on_host) == len(on_cuda) == 4
+    assert on_cuda[1:3] == [
         "  1 x training_step, model.py:50: .tolist() in dense_forward, blocked 9.00 ms",
         "  2 x training_step, loss.py:7: .nonzero() in backward, blocked 2.00 ms",
     ]
-    assert sync_lines([], on_cuda=False) == ["reads that would be host syncs on CUDA in a step: 0"]
-
-
-def test_stale_rows_name_the_tables_with_the_largest_share() -> None:
-    lines = report.stale_table({f"t{number}": (number, 20) for number in range(12)}).splitlines()
-    assert lines[0].split() == ["rows", "in", "the", "steps", "counted", "read", "stale", "stale", "%"]
-    assert [line.split()[0] for line in lines[2:-1]] == [f"t{number}" for number in range(11, 3, -1)]
-    assert lines[2].split() == ["t11", "20", "11", "55.0%"]
-    assert lines[-1].split() == ["all", "12", "sharded", "tables", "240", "66", "27.5%"]
-    of_few = report.stale_table({"few": (1, 4)}).splitlines()[-1]
-    assert of_few.split() == ["all", "sharded", "tables", "4", "1", "25.0%"]

@@ -7,10 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
+from lightning_overlap.apps.bench_arms import Network
+from lightning_overlap.data import SyntheticDataModule
+from lightning_overlap.models import DLRM
 from lightning_overlap.profiling import trace_names
 from lightning_overlap.profiling.report import summarize
 from lightning_overlap.profiling.spans import HOST_LANE, Category, Span
@@ -19,12 +23,8 @@ from lightning_overlap.profiling.trace_file import TraceError, load, write_trace
 from lightning_overlap.schedules.stages import TRAINING_STAGES, Stage
 
 from ..support.ranks import Ranks
-from . import profiles
 
 TRACES = Path(__file__).parents[2].parent / "shared" / "data" / "traces"
-needs_traces = pytest.mark.skipif(
-    not TRACES.is_dir(), reason=f"{TRACES} is absent (the published traces are not in the repository)"
-)
 BACKWARD_THREAD, HOST_THREAD = 8, 9
 
 
@@ -42,11 +42,6 @@ def read(tmp_path: Path, *events: dict[str, Any], **about: Any) -> list[Span]:
     path.write_text(json.dumps({"traceEvents": list(events), **about}))
     (spans,) = read_trace(path).values()
     return spans
-
-
-def of(spans: list[Span], name: str) -> Span:
-    (found,) = [span for span in spans if span.name == name]
-    return found
 
 
 #  us           0         100       200       300
@@ -70,7 +65,7 @@ GPU = (
     event("cuda_runtime", "cudaDeviceSynchronize", 500, 900),  # the profiler's own
     event("kernel", "void cutlass::gemm<float>(int)", 20, 80, 7, correlation=1),
     event("kernel", "ncclKernel_SendRecv(x)", 105, 260, 9, correlation=3),
-    event("kernel", "split_embedding_codegen_forward_unweighted_kernel<float>(int)", 262, 280, 7, correlation=2),
+    event("kernel", "split_embedding_codegen_forward<float>(int)", 262, 280, 7, correlation=2),
     event("gpu_memcpy", "Memcpy DtoH (Device -> Pageable)", 281, 289, 9, correlation=4),
     event("kernel", "split_embedding_backward_codegen_sgd<float>(int)", 330, 380, 7, correlation=5),
 )
@@ -79,63 +74,52 @@ GPU = (
 def test_a_kernel_belongs_to_the_annotation_of_its_launch(tmp_path: Path) -> None:
     spans = read(tmp_path, *GPU, distributedInfo={"rank": 5})
     assert list(read_trace(tmp_path / "trace.json")) == [5]
-    kernels = {
-        (s.name, s.lane, s.kind, s.stage, s.batch) for s in spans if "stream" in s.lane and s.kind is not Category.WAIT
-    }
-    lookup = "split_embedding_codegen_forward_unweighted_kernel<float>"
-    assert kernels == {
-        ("cutlass::gemm", "stream 7", Category.DENSE, Stage.DENSE_FORWARD, 3),
-        ("ncclKernel_SendRecv", "stream 9", Category.COMMUNICATION, Stage.INPUT_SPLITS_DIST, 4),
-        (lookup, "stream 7", Category.LOOKUP, Stage.DENSE_FORWARD, 3),
-        ("Memcpy DtoH (Device -> Pageable)", "stream 9", Category.COPY, Stage.INPUT_SPLITS_DIST, 4),
+    assert {
+        (s.name, s.lane, s.kind, s.stage, s.batch, round(s.duration_ms * 1e3))
+        for s in spans
+        if "stream" in s.lane and s.kind is not Category.WAIT
+    } == {
+        ("cutlass::gemm", "stream 7", Category.DENSE, Stage.DENSE_FORWARD, 3, 60),
+        ("ncclKernel_SendRecv", "stream 9", Category.COMMUNICATION, Stage.INPUT_SPLITS_DIST, 4, 155),
+        ("split_embedding_codegen_forward<float>", "stream 7", Category.LOOKUP, Stage.DENSE_FORWARD, 3, 18),
+        ("Memcpy DtoH (Device -> Pageable)", "stream 9", Category.COPY, Stage.INPUT_SPLITS_DIST, 4, 8),
         # launched by another thread, which has no annotation; the update of the tables is part of backward
-        ("split_embedding_backward_codegen_sgd<float>", "stream 7", Category.DENSE, Stage.BACKWARD, 3),
+        ("split_embedding_backward_codegen_sgd<float>", "stream 7", Category.DENSE, Stage.BACKWARD, 3, 50),
     }
-    assert of(spans, "cutlass::gemm").duration_ms == pytest.approx(0.06)
 
 
-def test_the_host_waits_where_a_call_blocks(tmp_path: Path) -> None:
-    (blocked,) = [span for span in read(tmp_path, *GPU) if span.kind is Category.WAIT and span.lane == HOST_LANE]
-    assert (blocked.name, blocked.stage, blocked.batch) == ("aten::copy_", Stage.INPUT_SPLITS_DIST, 4)
-    assert blocked.detail == "cudaMemcpyAsync under ## start_sparse_data_dist ##"
-    assert blocked.duration_ms == pytest.approx(0.18)
-
-
-def test_a_queued_kernel_waits_for_what_ended_last(tmp_path: Path) -> None:
-    (wait,) = [span for span in read(tmp_path, *GPU) if span.kind is Category.WAIT and span.lane == "stream 7"]
-    assert (wait.name, wait.stage) == ("waits for ncclKernel_SendRecv", Stage.INPUT_SPLITS_DIST)
-    assert wait.duration_ms == pytest.approx((262 - 95) / 1e3)  # from the end of its launch
-
-
-@pytest.mark.parametrize(
-    ("around", "place"),
-    [
+def test_the_host_waits_where_a_call_blocks_and_a_queued_kernel_for_what_ended_last(tmp_path: Path) -> None:
+    assert {
+        (s.name, s.lane, s.stage, s.detail, round(s.duration_ms * 1e3))
+        for s in read(tmp_path, *GPU)
+        if s.kind is Category.WAIT
+    } == {
+        ("aten::copy_", HOST_LANE, Stage.INPUT_SPLITS_DIST, "cudaMemcpyAsync under ## start_sparse_data_dist ##", 180),
         (
-            (
-                event("python_function", "train.py(7): training_step", 0, 500),
-                event("python_function", "torchrec/distributed/types.py(375): wait", 10, 400),
-                event("python_function", "torch/_tensor.py(12): item", 20, 390),
-                event("python_function", "<built-in method item>", 21, 389),
-            ),
-            "at torchrec/distributed/types.py(375): wait, called from train.py(7): training_step",
-        ),
-        (
-            (
-                event("python_function", "train.py(7): main", 0, 500),
-                event("python_function", "train.py(90): begin", 5, 20),
-                event("user_annotation", "## backward 3 ##", 10, 400),
-            ),
-            "under ## backward ## at train.py(7): main",
-        ),
-    ],
-    ids=["the_innermost_line_and_the_users", "an_annotation_that_outlives_the_function_that_began_it"],
-)
-def test_a_wait_names_its_place(tmp_path: Path, around: tuple[dict[str, Any], ...], place: str) -> None:
-    synchronize = event("cuda_runtime", "cudaStreamSynchronize", 40, 370, correlation=1)
+            "waits for ncclKernel_SendRecv",
+            "stream 7",
+            Stage.INPUT_SPLITS_DIST,
+            "on stream 9",
+            262 - 95,
+        ),  # from the end of its launch
+    }
+
+
+def test_a_wait_names_the_innermost_line_and_the_users(tmp_path: Path) -> None:
     spans = read(
-        tmp_path, *around, event("cpu_op", "aten::item", 30, 380), synchronize, event("kernel", "gemm", 0, 5, 7)
+        tmp_path,
+        event("python_function", "train.py(7): training_step", 0, 500),
+        event("python_function", "train.py(90): begin", 5, 9),
+        event("user_annotation", "## backward 3 ##", 7, 450),  # outlives the function that began it
+        event("python_function", "torchrec/distributed/types.py(375): wait", 10, 400),
+        event("python_function", "torch/_tensor.py(12): item", 20, 390),
+        event("python_function", "<built-in method item>", 21, 389),
+        event("cpu_op", "aten::item", 30, 380),
+        event("cuda_runtime", "cudaStreamSynchronize", 40, 370, correlation=1),
+        event("kernel", "gemm", 400, 405, 7),
     )
     (blocked,) = [span for span in spans if span.kind is Category.WAIT]
+    place = "under ## backward ## at torchrec/distributed/types.py(375): wait, called from train.py(7): training_step"
     assert blocked.detail == f"cudaStreamSynchronize {place}"
 
 
@@ -144,14 +128,13 @@ def test_an_optimizer_step_around_a_forward_is_lightnings_closure(tmp_path: Path
         tmp_path,
         event("user_annotation", "Optimizer.step#SGD.step", 0, 400),
         event("user_annotation", "## dense_forward 2 ##", 10, 100),
-        event("user_annotation", "## backward 2 ##", 200, 300),
         event("user_annotation", "Optimizer.step#Adam.step", 500, 600),
         event("cuda_runtime", "cudaLaunchKernel", 510, 520, correlation=1),
-        event("kernel", "adam", 530, 540, 7, correlation=1),
+        event("kernel", "adam", 530, 520, 7, correlation=1),  # Kineto writes such durations
     )
+    assert spans[-1].duration_ms == 0
     assert [(s.name, s.stage) for s in spans] == [
         ("dense_forward 2", Stage.DENSE_FORWARD),
-        ("backward 2", Stage.BACKWARD),
         ("Optimizer.step#Adam.step", Stage.OPTIMIZER_STEP),
         ("adam", Stage.OPTIMIZER_STEP),
     ]
@@ -161,29 +144,14 @@ def test_an_optimizer_step_around_a_forward_is_lightnings_closure(tmp_path: Path
     ("name", "stage", "batch"),
     [
         ("## copy_batch_to_gpu 4 ##", Stage.COPY_BATCH_TO_DEVICE, 4),
-        ("## inplace_copy_batch_to_gpu 4 ##", Stage.COPY_BATCH_TO_DEVICE, 4),
         ("## start_sparse_data_dist 12 ##", Stage.INPUT_SPLITS_DIST, 12),
-        ("## wait_sparse_data_dist 12 ##", Stage.INPUT_DATA_DIST, 12),
-        ("## start_embedding_lookup 3 ##", Stage.EMBEDDING_LOOKUP, 3),
         ("## _prefetch_embeddings model.ebc: 3 ##", Stage.PREFETCH, 3),
         ("## sparse_forward 3 on CPU ##", Stage.EMBEDDING_LOOKUP, 3),
-        ("## forward 0 ##", Stage.DENSE_FORWARD, 0),
-        ("## forward ##", Stage.DENSE_FORWARD, None),
-        ("## backward 7 ##", Stage.BACKWARD, 7),
-        ("## emb_backward 7 ##", Stage.BACKWARD, 7),
-        ("## optimizer 7 ##", Stage.OPTIMIZER_STEP, 7),
         ("## all2all_data:kjt splits ##", Stage.INPUT_SPLITS_DIST, None),
-        ("## all2all_data:kjt lengths ##", Stage.INPUT_DATA_DIST, None),
-        ("## All2All_Pooled_fwd ##", Stage.EMBEDDING_LOOKUP, None),
-        ("## All2All_Pooled_bwd ##", Stage.BACKWARD, None),
         ("## ReduceScatter_bwd ##", Stage.BACKWARD, None),
-        ("## alltoall_bwd_single ##", Stage.BACKWARD, None),
         ("## FusedKJTListSplitsAwaitable wait() ##", Stage.INPUT_SPLITS_DIST, None),
-        ("## KJTListAwaitable wait() ##", Stage.INPUT_DATA_DIST, None),
-        ("## GetItemLazyAwaitable wait() ##", Stage.EMBEDDING_LOOKUP, None),
         *((f"## {stage} 41 ##", stage, 41) for stage in Stage),
-        ("## NEMetric:update ##", None, None),  # a user's own
-        ("my forward pass", None, None),
+        ("my forward pass", None, None),  # a user's own
     ],
 )
 def test_names_of_stages(name: str, stage: Stage | None, batch: int | None) -> None:
@@ -191,9 +159,24 @@ def test_names_of_stages(name: str, stage: Stage | None, batch: int | None) -> N
     assert trace_names.split_batch(name)[0] == batch
 
 
+def profile_torchrecs_pipeline(folder: Path) -> None:
+    data = SyntheticDataModule(num_tables=3, num_batches=9, batch_size=16)
+    data.setup("fit")
+    model = DLRM(data.table_sizes, data.num_dense)
+    network = DistributedModelParallel(Network(model), device=torch.device("cpu"))
+    pipeline = TrainPipelineSparseDist(network, model.configure_optimizers(), torch.device("cpu"))
+    batches = iter(data.train_dataloader())
+    for _ in range(2):
+        pipeline.progress(batches)
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        for _ in range(5):
+            pipeline.progress(batches)
+    profiler.export_chrome_trace(str(folder / f"rank{dist.get_rank()}.json.gz"))
+
+
 def test_torchrecs_own_ranges_have_their_stages(two_ranks: Ranks, tmp_path: Path) -> None:
     """Of a real run of its pipeline: what an upgrade renames shows here."""
-    two_ranks.run(profiles.torchrec_pipeline, tmp_path)
+    two_ranks.run(profile_torchrecs_pipeline, tmp_path)
     for rank in (0, 1):
         events = load(tmp_path / f"rank{rank}.json.gz")[0]
         ranges = {event.name for event in events if event.category == "user_annotation"}
@@ -205,94 +188,40 @@ def test_torchrecs_own_ranges_have_their_stages(two_ranks: Ranks, tmp_path: Path
         assert unknown == {"## zero_grad ##"}
 
 
-def test_a_duration_below_zero_is_none(tmp_path: Path) -> None:
-    spans = read(tmp_path, event("kernel", "gemm", 10, 4, 7), event("kernel", "other", 12, 20, 7))
-    assert of(spans, "gemm").duration_ms == 0
-
-
-@needs_traces
-def test_a_published_trace_of_torchrec() -> None:
-    """5 steps on an A100: the host stands in a copy to the host, and hardly any communication is hidden."""
-    (spans,) = read_trace(TRACES / "negative_queue_length_values_check_rank0.json.gz").values()
+@pytest.mark.skipif(not TRACES.is_dir(), reason=f"{TRACES} is absent: the published traces are not in the repository")
+@pytest.mark.parametrize(
+    ("name", "rank", "hidden_percent", "worst_ms", "where"),
+    [
+        # 5 steps on an A100: the host stands in a copy to the host, and hardly any communication is hidden.
+        ("negative_queue_length_values_check_rank0", 0, 1.36, 725.7, "cudaMemcpyAsync under ## sparse_data_dist ##"),
+        ("trace_diff_control_control", 3, 46.2, 34.5, "all2all_tw_data:wait"),
+    ],
+)
+def test_a_published_trace(name: str, rank: int, hidden_percent: float, worst_ms: float, where: str) -> None:
+    [(found, spans)] = read_trace(TRACES / f"{name}.json.gz").items()
     told = summarize(spans)
-    assert told.total_ms == pytest.approx(1231.5, abs=0.05)
-    assert told.num_steps == 5
-    assert 100 * told.categories[Category.COMMUNICATION].hidden_fraction == pytest.approx(1.36, abs=0.005)
-    worst = told.blocks[0]
-    assert worst.total_ms == pytest.approx(725.7, abs=0.05)
-    assert (worst.name, worst.detail) == ("aten::copy_", "cudaMemcpyAsync under ## sparse_data_dist ##")
+    assert found == rank
+    assert 100 * told.categories[Category.COMMUNICATION].hidden_fraction == pytest.approx(hidden_percent, abs=0.05)
+    assert told.blocks[0].total_ms == pytest.approx(worst_ms, abs=0.05)
+    assert where in told.blocks[0].detail
 
 
-@needs_traces
-def test_a_published_trace_with_half_of_it_hidden() -> None:
-    (rank,) = read_trace(TRACES / "trace_diff_control_control.json.gz").items()
-    told = summarize(rank[1])
-    assert rank[0] == 3
-    assert 100 * told.categories[Category.COMMUNICATION].hidden_fraction == pytest.approx(46.2, abs=0.05)
-    assert [round(block.total_ms, 1) for block in told.blocks[:2]] == [34.5, 21.4]
-    assert "all2all_tw_data:wait" in told.blocks[0].detail
-
-
-@needs_traces
-@pytest.mark.parametrize("name", sorted(path.name for path in TRACES.glob("*.json.gz")) or ["none"])
-def test_each_published_trace_is_read(name: str) -> None:
-    (spans,) = read_trace(TRACES / name).values()
-    kernels = [span for span in spans if span.lane.startswith("stream") and span.kind is not Category.WAIT]
-    with gzip.open(TRACES / name) as file:
-        expected = [e for e in json.load(file)["traceEvents"] if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
-    assert len(kernels) == len(expected)
-    assert sum(span.duration_ms for span in kernels) == pytest.approx(sum(e["dur"] for e in expected) / 1e3)
-
-
-numbers = st.floats(-1e9, 1e9, allow_nan=False)
-any_span = st.builds(
-    lambda start, long, *rest: Span(start, start + long, *rest),
-    numbers,
-    st.floats(0, 1e6),
-    st.sampled_from(Category),
-    st.sampled_from([HOST_LANE, "stream 7", "gloo"]),
-    st.text(max_size=8),
-    st.none() | st.sampled_from(Stage),
-    st.none() | st.integers(0, 2**40),
-    st.text(max_size=8),
-)
-
-
-@given(
-    st.dictionaries(st.integers(0, 99), st.lists(any_span, min_size=1, max_size=6), min_size=1, max_size=3),
-    st.sampled_from(["json", "json.gz"]),
-)
-def test_what_is_written_is_read_back(
-    tmp_path_factory: pytest.TempPathFactory, ranks: dict[int, list[Span]], suffix: str
-) -> None:
-    path = tmp_path_factory.mktemp("trace") / f"trace.{suffix}"
-    write_trace(path, ranks)
-    back = read_trace(path)
-    assert {rank: sorted(map(repr, spans)) for rank, spans in back.items()} == {
-        rank: sorted(map(repr, spans)) for rank, spans in ranks.items()
-    }
-
-
-def test_a_written_trace_is_one_for_perfetto(tmp_path: Path) -> None:
-    one = Span(1, 5, Category.COMMUNICATION, "gloo", "all_to_all", Stage.EMBEDDING_LOOKUP, 3, "embeddings")
+@pytest.mark.parametrize("suffix", ["json", "json.gz"])
+def test_a_written_trace_is_read_back_and_one_for_perfetto(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"t.{suffix}"
+    one = Span(1.1, 5, Category.COMMUNICATION, "gloo", 'a "\u2192" \ud800', Stage.EMBEDDING_LOOKUP, 2**40, "\n", 7, 9)
     other = Span(2, 7, Category.COMMUNICATION, "gloo", "all_reduce")
-    write_trace(tmp_path / "t.json", {2: [one, other]})
-    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
-    names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    assert [e["args"]["name"] for e in events if e["name"] == "process_name"] == ["rank 2"]
-    drawn = [
-        (e["pid"], names[e["pid"], e["tid"]], e["cat"], e["name"], e["ts"], e["dur"]) for e in events if e["ph"] == "X"
+    write_trace(path, {0: [other], 2: [one, other]})
+    assert read_trace(path) == {0: [other], 2: [one, other]}
+    content = path.read_bytes()
+    events = json.loads(gzip.decompress(content) if suffix == "json.gz" else content)["traceEvents"]
+    lanes = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert [e["args"]["name"] for e in events if e["name"] == "process_name"] == ["rank 0", "rank 2"]
+    assert [(lanes[e["pid"], e["tid"]], e["cat"], e["name"], e["ts"], e["dur"]) for e in events if e["ph"] == "X"] == [
+        ("gloo", "communication", "all_reduce", 2000, 5000),  # microseconds
+        ("gloo", "communication", one.name, 1100, pytest.approx(3900)),
+        ("gloo (2)", "communication", "all_reduce", 2000, 5000),  # what overlaps is on a row of its own
     ]
-    assert drawn == [  # microseconds; what overlaps is on a row of its own
-        (2, "gloo", "communication", "all_to_all", 1000, 4000),
-        (2, "gloo (2)", "communication", "all_reduce", 2000, 5000),
-    ]
-    args = next(e["args"] for e in events if e["name"] == "all_to_all")
-    assert (args["stage"], args["batch"], args["detail"]) == ("embedding_lookup", 3, "embeddings")
-
-
-ONE_EVENT = b'{"traceEvents": [{"ph": "X", "cat": "%s", "name": "f", "ts": %s, "dur": 1}]}'
-EMPTY = {"traceEvents": [{"ph": "M", "name": "process_name", "pid": 1, "args": {"name": "python"}}]}
 
 
 @pytest.mark.parametrize(
@@ -301,15 +230,11 @@ EMPTY = {"traceEvents": [{"ph": "M", "name": "process_name", "pid": 1, "args": {
         (b"", "its JSON is broken"),
         (b'{"traceEvents": [{"ph": "X", "na', r"its JSON is broken.\n  got:  .* column 30: '.*\"ph\": \"X\", \"na'"),
         (gzip.compress(b"[]" * 5000, mtime=0)[:-30], "damaged gzip file"),
-        (b"\x1f\x8bnonsense", "damaged gzip file"),
-        (b"[1, 2]", "holds nothing to draw"),
         (b'{"lr": 1}', "got:  the keys lr"),
-        (b"3", "got:  int"),
         (b'{"traceEvents": 3}', "has no list of traceEvents"),
-        (json.dumps(EMPTY).encode(), "holds nothing to draw"),
+        (b'{"traceEvents": [{"ph": "M", "name": "process_name"}]}', "holds nothing to draw"),
         (b"[" * 200_000, "nested too deeply"),
-        (ONE_EVENT % (b"kernel", b'"soon"'), "nothing to draw"),
-        (ONE_EVENT % (b"kernel", b"NaN"), "nothing to draw"),
+        (b'{"traceEvents": [{"ph": "X", "cat": "kernel", "name": "f", "ts": NaN, "dur": 1}]}', "nothing to draw"),
     ],
 )
 def test_what_is_no_trace_is_said(tmp_path: Path, content: bytes, message: str) -> None:
@@ -320,13 +245,15 @@ def test_what_is_no_trace_is_said(tmp_path: Path, content: bytes, message: str) 
     assert str(path) in str(err.value)
 
 
-@pytest.mark.parametrize("name", ['a "b".py', '"a"', '"'])
-def test_names_with_quotes_are_read(tmp_path: Path, name: str) -> None:
+def test_names_with_quotes_are_read(tmp_path: Path) -> None:
     """torch 2.13 does not escape them, so that its file is no JSON."""
-    with profile(activities=[ProfilerActivity.CPU]) as profiler, record_function(name):
-        torch.ones(2).sum()
+    names = {'a "b".py', '"a"', '"'}
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        for name in names:
+            with record_function(name):
+                torch.ones(2).sum()
     profiler.export_chrome_trace(str(tmp_path / "trace.json"))
-    assert name in {event.name for event in load(tmp_path / "trace.json")[0]}
+    assert names <= {event.name for event in load(tmp_path / "trace.json")[0]}
 
 
 def test_a_trace_without_a_gpu_is_refused(tmp_path: Path) -> None:
@@ -337,17 +264,14 @@ def test_a_trace_without_a_gpu_is_refused(tmp_path: Path) -> None:
     assert "ProfilerActivity.CUDA" in str(err.value)
 
 
-def test_a_changed_file_of_our_own_is_said(tmp_path: Path) -> None:
-    write_trace(tmp_path / "t.json", {0: [Span(1, 2, Category.DENSE, HOST_LANE, "forward", Stage.DENSE_FORWARD)]})
-    changed = (tmp_path / "t.json").read_text().replace('"stage":"dense_forward"', '"stage":"sparse_forward"')
-    (tmp_path / "t.json").write_text(changed)
-    with pytest.raises(TraceError, match=r"event 'forward' was not written by lightning_overlap timeline"):
-        read_trace(tmp_path / "t.json")
-
-
-def test_a_folder_and_a_missing_file_are_said(tmp_path: Path) -> None:
-    (tmp_path / "rank0.json.gz").touch()
-    with pytest.raises(TraceError, match=r"is a folder, not a trace. Its traces: rank0\.json\.gz"):
-        read_trace(tmp_path)
-    with pytest.raises(TraceError, match="does not exist"):
-        read_trace(tmp_path / "rank1.json")
+def test_a_changed_file_of_our_own_a_folder_and_a_missing_file_are_said(tmp_path: Path) -> None:
+    path = tmp_path / "rank0.json"
+    write_trace(path, {0: [Span(1, 2, Category.DENSE, HOST_LANE, "forward", Stage.DENSE_FORWARD)]})
+    path.write_text(path.read_text().replace('"stage":"dense_forward"', '"stage":"sparse_forward"'))
+    for wrong, message in (
+        (path, "event 'forward' was not written by lightning_overlap timeline"),
+        (tmp_path, r"is a folder, not a trace. Its traces: rank0\.json"),
+        (tmp_path / "rank1.json", "does not exist"),
+    ):
+        with pytest.raises(TraceError, match=message):
+            read_trace(wrong)

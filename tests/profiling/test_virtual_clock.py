@@ -1,161 +1,93 @@
 """What each mode hides, as the order of issues (>) and waits (<) of one steady step on two ranks."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from lightning_overlap import Schedule
 from lightning_overlap.schedules.stages import WeightOwner
 
-from ..support.cases import MIXED, TABLE_WISE, TWO_COLLECTIONS, Case, TableSpec
+from ..support.cases import MIXED, TABLE_WISE, Case, TableSpec
 from ..support.ranks import Ranks
 from . import virtual
 
-#   ms   0        50       100      150      200      250      300
-#        |splits|ids  |embed.|forward |backward|grads |step    |    exposed: splits, ids, embeddings, grads
-BASE = (
-    "> splits 4,< splits 4 exposed 40,> lengths 4,> ids 4,< lengths 4 exposed 40,< ids 4,> embeddings 4,"
-    "< embeddings 4 exposed 40,forward,backward,> gradients,< gradients exposed 40,step"
-)
-#        |embed.|forward |backward|grads |step    |                     exposed: embeddings, grads
-#                 splits 5 |ids 5 ...|          assembled in the backward, while that waits for gradients
-SPARSE_DIST = (
-    "< embeddings 4 exposed 40,forward,< splits 5,> ids 5,backward,> gradients,< ids 5,"
-    "< gradients exposed 40,step,> embeddings 5,> splits 6"
-)
-#        |forward |backward|grads |step    |                            exposed: grads
-#                  |ids 5 ...|     |emb. 5 .|    with the ids the sizes of batch 6
-FUSED_SPARSE_DIST = (
-    "< embeddings 4,forward,> ids 5,backward,> gradients,< ids 5,< gradients exposed 40,> embeddings 5,step"
-)
-#        |forward |backward|grads |step    |                            exposed: grads
-#         |ids 5 ...              |emb. 5 .|    sent within the forward; waited for after the gradients
-FUSED_SPARSE_DIST_BETWEEN_HOSTS = (
-    "< embeddings 4,> ids 5,forward,backward,> gradients,< gradients exposed 40,< ids 5,> embeddings 5,step"
-)
-#        |forward |bwd |weights |grads|step    |                            exposed: 15 ms of grads
-#         |ids 5 ...|grads ....|emb. 5 .|
-SPLIT_BACKWARD_BETWEEN_HOSTS = (
-    "< embeddings 4,> ids 5,forward,backward,> gradients,weights,< ids 5,< gradients exposed 15,> embeddings 5,step"
-)
-#        |forward |bwd |weights |grads|step    |                            exposed: 15 ms of grads
-#                  |ids 5 ...|grads ....|emb. 5 .|
-SPLIT_BACKWARD = (
-    "< embeddings 4,forward,> ids 5,backward,> gradients,weights,< ids 5,< gradients exposed 15,> embeddings 5,step"
-)
-#        |embed.|forward |backward|grads |step    |            exposed: embeddings (sent after the step), grads
-FUSED_AFTER_OPTIMIZER = (
-    "< embeddings 4 exposed 40,forward,> ids 5,backward,> gradients,< ids 5,< gradients exposed 40,step,> embeddings 5"
-)
-#        |forward |backward|grads |step    |                            exposed: grads
-#                          |emb. 5 ...........  looked up in the backward, while that waits for gradients
-#                                |ids 6 ......  after the gradients, with the sizes of batch 7
-SEMI_SYNC = "< embeddings 4,forward,backward,> gradients,< ids 5,> embeddings 5,< gradients exposed 40,> ids 6,step"
-#        |forward |backward|step    |                                  exposed: nothing
-#                 |emb. 5 .| grads 4 .......  waited for behind the next forward, behind which ids travel, too
-#                          | splits 7 ......  beside the dense all-reduce, for which the backward waits at its end
-SEMI_SYNC_DEFERRED = (
-    "< embeddings 4,forward,< splits 6,> ids 6,< gradients,< ids 5,> embeddings 5,backward,> splits 7,> gradients,step"
-)
-#        |forward |backward|step    |                                  exposed: nothing
-#                          |emb. 5 ........  looked up beside the dense all-reduce, too
-#                          |splits 7 ......  likewise
-#                          | grads 4 ......  waited for before that lookup
-SEMI_SYNC_DEFERRED_BETWEEN_HOSTS = (
-    "< embeddings 4,forward,< splits 6,> ids 6,backward,< gradients,< ids 5,> embeddings 5,> splits 7,> gradients,step"
-)
-#        |forward |backward|grads |step    |                            exposed: grads
-#         ids 5 ............. assembled in the backward, as a CPU's tables have no cache
-#                                  |emb. 5, splits 6
-PREFETCH = (
-    "< embeddings 4,forward,backward,> gradients,< ids 5,< gradients exposed 40,"
-    "> splits 6,> embeddings 5,step,< splits 6,> ids 6"
-)
-#        |forward |backward|grads |step    |                            exposed: grads
-#         ids 5 .. waited for above the backward
-PREFETCH_BETWEEN_HOSTS = (
-    "< embeddings 4,forward,< ids 5,backward,> gradients,< gradients exposed 40,"
-    "> splits 6,> embeddings 5,step,< splits 6,> ids 6"
-)
+ORDERS = {  # pipeline, number of hosts, milliseconds of a step -> log; drawn: what the step spends its time with
+    # ms   0        50       100      150      200      250      300
+    #      |splits|ids  |embed.|forward |backward|grads |step    |    exposed: splits, ids, embeddings, grads
+    ("base", 1, 310): "> splits 4,< splits 4 exposed 40,> lengths 4,> ids 4,< lengths 4 exposed 40,< ids 4,"
+    "> embeddings 4,< embeddings 4 exposed 40,forward,backward,> gradients,< gradients exposed 40,step",
+    #      |embed.|forward |backward|grads |step    |                     exposed: embeddings, grads
+    #               splits 5 |ids 5 ...|          assembled in the backward, while that waits for gradients
+    ("sparse_dist", 1, 230): "< embeddings 4 exposed 40,forward,< splits 5,> ids 5,backward,> gradients,< ids 5,"
+    "< gradients exposed 40,step,> embeddings 5,> splits 6",
+    #      |forward |backward|grads |step    |                            exposed: grads
+    #                |ids 5 ...|     |emb. 5 .|    with the ids the sizes of batch 6
+    ("fused_sparse_dist", 1, 190): "< embeddings 4,forward,> ids 5,backward,> gradients,< ids 5,"
+    "< gradients exposed 40,> embeddings 5,step",
+    #       |ids 5 ...              |emb. 5 .|    sent within the forward; waited for after the gradients
+    ("fused_sparse_dist", 2, 190): "< embeddings 4,> ids 5,forward,backward,> gradients,< gradients exposed 40,"
+    "< ids 5,> embeddings 5,step",
+    #      |forward |bwd |weights |grads|step    |                            exposed: 15 ms of grads
+    #                |ids 5 ...|grads ....|emb. 5 .|
+    ("split_backward", 1, 165): "< embeddings 4,forward,> ids 5,backward,> gradients,weights,< ids 5,"
+    "< gradients exposed 15,> embeddings 5,step",
+    #       |ids 5 ...|grads ....|emb. 5 .|
+    ("split_backward", 2, 165): "< embeddings 4,> ids 5,forward,backward,> gradients,weights,< ids 5,"
+    "< gradients exposed 15,> embeddings 5,step",
+    #      |embed.|forward |backward|grads |step    |            exposed: embeddings (sent after the step), grads
+    ("fused_sparse_dist_after_optimizer", 1, 230): "< embeddings 4 exposed 40,forward,> ids 5,backward,> gradients,"
+    "< ids 5,< gradients exposed 40,step,> embeddings 5",
+    #      |forward |backward|grads |step    |                            exposed: grads
+    #                        |emb. 5 ...........  looked up in the backward, while that waits for gradients
+    #                              |ids 6 ......  after the gradients, with the sizes of batch 7
+    **dict.fromkeys(
+        (("semi_sync", 1, 190), ("semi_sync", 2, 190)),
+        "< embeddings 4,forward,backward,> gradients,< ids 5,> embeddings 5,< gradients exposed 40,> ids 6,step",
+    ),
+    #      |forward |backward|step    |                                  exposed: nothing
+    #               |emb. 5 .| grads 4 .......  waited for behind the next forward, behind which ids travel, too
+    #                        | splits 7 ......  beside the dense all-reduce, for which the backward waits at its end
+    ("semi_sync_deferred", 1, 150): "< embeddings 4,forward,< splits 6,> ids 6,< gradients,< ids 5,> embeddings 5,"
+    "backward,> splits 7,> gradients,step",
+    #                        |emb. 5, splits 7  both beside the dense all-reduce
+    #                        | grads 4 .......  waited for before that lookup
+    ("semi_sync_deferred", 2, 150): "< embeddings 4,forward,< splits 6,> ids 6,backward,< gradients,< ids 5,"
+    "> embeddings 5,> splits 7,> gradients,step",
+    #      |forward |backward|grads |step    |                            exposed: grads
+    #       ids 5 ............. assembled in the backward, as a CPU's tables have no cache
+    #                                |emb. 5, splits 6
+    ("prefetch", 1, 190): "< embeddings 4,forward,backward,> gradients,< ids 5,< gradients exposed 40,"
+    "> splits 6,> embeddings 5,step,< splits 6,> ids 6",
+    #       ids 5 .. waited for above the backward
+    ("prefetch", 2, 190): "< embeddings 4,forward,< ids 5,backward,> gradients,< gradients exposed 40,"
+    "> splits 6,> embeddings 5,step,< splits 6,> ids 6",
+}
 
 
-@pytest.mark.parametrize(
-    ("pipeline", "num_nodes", "log", "step_ms"),
-    [
-        ("base", 1, BASE, 310),
-        ("sparse_dist", 1, SPARSE_DIST, 230),
-        ("fused_sparse_dist", 1, FUSED_SPARSE_DIST, 190),
-        ("fused_sparse_dist_after_optimizer", 1, FUSED_AFTER_OPTIMIZER, 230),
-        ("split_backward", 1, SPLIT_BACKWARD, 165),
-        ("semi_sync", 1, SEMI_SYNC, 190),
-        ("semi_sync_deferred", 1, SEMI_SYNC_DEFERRED, 150),
-        ("prefetch", 1, PREFETCH, 190),
-        ("fused_sparse_dist", 2, FUSED_SPARSE_DIST_BETWEEN_HOSTS, 190),
-        ("split_backward", 2, SPLIT_BACKWARD_BETWEEN_HOSTS, 165),
-        ("prefetch", 2, PREFETCH_BETWEEN_HOSTS, 190),
-        ("semi_sync", 2, SEMI_SYNC, 190),
-        ("semi_sync_deferred", 2, SEMI_SYNC_DEFERRED_BETWEEN_HOSTS, 150),
-    ],
-)
+@pytest.mark.parametrize(("pipeline", "num_nodes", "step_ms"), ORDERS)
 def test_order_of_issues_and_waits(
-    get_ranks: Callable[..., Ranks], pipeline: str, num_nodes: int, log: str, step_ms: int
+    get_ranks: Callable[..., Ranks], pipeline: str, num_nodes: int, step_ms: int
 ) -> None:
     for actual, steps_ms in get_ranks(2, num_nodes=num_nodes).run(virtual.run, TABLE_WISE, pipeline):
-        assert actual == log.split(",")
+        assert actual == ORDERS[pipeline, num_nodes, step_ms].split(",")
         assert set(steps_ms[1:]) == {step_ms}  # the first step finds out which input feeds which module
 
 
-def test_splits_and_ids_of_all_modules_travel_together(two_ranks: Ranks) -> None:
-    """Two sharded modules, one all-to-all of ids and of the next sizes; each module its own of embeddings."""
-    for log, _ in two_ranks.run(virtual.run, TWO_COLLECTIONS, "fused_sparse_dist"):
-        assert [event.split()[1] for event in log if event.startswith(">")] == [
-            "ids",
-            *("gradients", "gradients"),
-            *("embeddings", "embeddings"),
-        ]
-
-
-def test_a_mixed_module_sends_its_sharded_rows_before_the_step(two_ranks: Ranks) -> None:
-    """Data-parallel tables wait for the dense optimizer; the model-parallel ones beside them do not."""
-    for log, steps_ms in two_ranks.run(virtual.run, MIXED, "fused_sparse_dist"):
-        assert log.index("> embeddings 5") < log.index("step")
-        assert set(steps_ms[1:]) == {190}
-
-
-@pytest.mark.parametrize("pipeline", ["semi_sync", "async_lookup"])
-def test_a_lookup_is_made_while_the_backward_waits_for_gradients(two_ranks: Ranks, pipeline: str) -> None:
-    """The 10 ms that it takes are of the 40 that gradients travel."""
-    for log, _ in two_ranks.run(virtual.run, TABLE_WISE, pipeline, timed_lookups=WeightOwner.FUSED_BACKWARD):
+@pytest.mark.parametrize(
+    ("pipeline", "case"),
+    [("semi_sync", TABLE_WISE), ("async_lookup", TABLE_WISE), ("semi_sync", MIXED)],
+    ids=["semi_sync", "async_lookup", "mixed"],
+)
+def test_a_lookup_is_made_while_the_backward_waits_for_gradients(two_ranks: Ranks, pipeline: str, case: Case) -> None:
+    """The 10 ms that it takes are of the 40 that gradients travel. Anomaly detection would keep the backward alive."""
+    options: dict[str, Any] = {"timed_lookups": WeightOwner.FUSED_BACKWARD}
+    for log, _ in two_ranks.run(virtual.run, case, pipeline, **options):
         gradients, lookup = log.index("> gradients"), log.index("model-parallel lookup")
         assert gradients < lookup < log.index("< gradients exposed 30")
         assert log[lookup + 1].startswith("> embeddings")
-
-
-@pytest.mark.parametrize(
-    ("pipeline", "case", "stages"),
-    [
-        ("fused_sparse_dist", MIXED, set()),
-        ("semi_sync", TWO_COLLECTIONS, {"embedding_lookup", "input_splits_dist"}),
-        ("semi_sync", MIXED, {"embedding_lookup", "input_splits_dist"}),
-        ("async_lookup", TABLE_WISE, {"embedding_lookup", "input_splits_dist"}),
-        ("semi_sync_deferred", TWO_COLLECTIONS, {"input_splits_dist"}),
-        ("semi_sync_deferred", MIXED, {"input_splits_dist"}),
-    ],
-)
-def test_what_is_left_for_the_backward_is_done_before_it_ends(
-    get_ranks: Callable[..., Ranks], case: Case, pipeline: str, stages: set[str]
-) -> None:
-    assert get_ranks(2).run(virtual.stages_in_backward, case, pipeline) == [stages] * 2
-    assert get_ranks(1).run(virtual.stages_in_backward, case, pipeline) == [set()]  # there is nobody to wait for
-    if pipeline == "semi_sync_deferred":
-        stages = {"embedding_update", "embedding_lookup", "input_splits_dist"}
-    assert get_ranks(2, num_nodes=2).run(virtual.stages_in_backward, case, pipeline) == [stages] * 2
-
-
-@pytest.mark.parametrize("pipeline", ["semi_sync", "semi_sync_deferred"])
-def test_nothing_is_left_for_a_backward_under_anomaly_detection(two_ranks: Ranks, pipeline: str) -> None:
-    """It keeps a backward alive for each graph that is made in it."""
-    assert two_ranks.run(virtual.stages_in_backward, TABLE_WISE, pipeline, detect_anomaly=True) == [set()] * 2
+    for log, _ in two_ranks.run(virtual.run, case, pipeline, detect_anomaly=True, **options):
+        assert log.index("model-parallel lookup") < log.index("backward")
 
 
 def test_no_batch_outlives_its_step(mode: Schedule, two_ranks: Ranks) -> None:
@@ -177,19 +109,16 @@ DATA_PARALLEL_FIRST, IN_TWO_MODULES = (
 
 
 @pytest.mark.parametrize("case", [DATA_PARALLEL_FIRST, IN_TWO_MODULES], ids=lambda case: case.name)
-@pytest.mark.parametrize("pipeline", ["sparse_dist", "fused_sparse_dist_after_optimizer"])
-def test_a_data_parallel_lookup_lies_inside_the_time_of_the_all_to_all(
+@pytest.mark.parametrize("pipeline", ["sparse_dist", "fused_sparse_dist_after_optimizer", "fused_sparse_dist"])
+def test_a_data_parallel_lookup_comes_after_the_step_and_lies_inside_the_time_of_the_all_to_all(
     two_ranks: Ranks, pipeline: str, case: Case
 ) -> None:
     """Embeddings travel for 40 ms; the lookup that takes 10 of them is done when 30 are left."""
     for log, steps_ms in two_ranks.run(virtual.run, case, pipeline, timed_lookups=WeightOwner.DENSE_OPTIMIZER):
-        looked_up = log.index("data-parallel lookup")
-        assert log[looked_up - 1] == "> embeddings 5"
-        assert log[0] == "< embeddings 4 exposed 30"
-        assert set(steps_ms[1:]) == {230}
-
-
-@pytest.mark.parametrize("case", [DATA_PARALLEL_FIRST, IN_TWO_MODULES], ids=lambda case: case.name)
-def test_a_data_parallel_lookup_comes_after_the_step_and_the_all_to_all_before_it(two_ranks: Ranks, case: Case) -> None:
-    for log, _ in two_ranks.run(virtual.run, case, "fused_sparse_dist", timed_lookups=WeightOwner.DENSE_OPTIMIZER):
-        assert log.index("> embeddings 5") < log.index("step") == log.index("data-parallel lookup") - 1
+        sent, looked_up = log.index("> embeddings 5"), log.index("data-parallel lookup")
+        if pipeline == "fused_sparse_dist":  # sends them before the step
+            assert sent < log.index("step") == looked_up - 1
+        else:
+            assert sent == looked_up - 1
+            assert log[0] == "< embeddings 4 exposed 30"
+            assert set(steps_ms[1:]) == {230}

@@ -165,29 +165,6 @@ def run(
     return log, [late - early for early, late in pairwise(clock.steps_ms)]
 
 
-def stages_in_backward(case: Case, pipeline: str, num_steps: int = 12, **options: Any) -> set[str]:
-    """Train; return the stages that were issued while a backward ran, of a steady step. `options` are the trainer's."""
-    seen: set[str] = set()
-
-    class Looks(Model):
-        runs = False
-
-        def on_before_backward(self, loss: Tensor) -> None:
-            self.runs = self.trainer.global_step == num_steps // 2
-
-        def on_after_backward(self) -> None:
-            self.runs = False
-
-    def observe(kind: str, stage: Stage, batch: int) -> None:
-        if model.runs and kind == "issue":
-            seen.add(str(stage))
-
-    model = Looks(case)
-    strategy = make_strategy(model, pipeline, observer=observe)
-    make_trainer(strategy, **options).fit(model, datamodule=Batches(case, num_steps))
-    return seen
-
-
 def batches_alive(case: Case, pipeline: str, num_steps: int = 12) -> int:
     """Train without the garbage collector; return how many batches were alive at most as a step began."""
     alive: list[weakref.ref[Any]] = []

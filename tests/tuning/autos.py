@@ -1,7 +1,5 @@
 """Fits with `pipeline="auto"`, on a clock that says what each mode takes. Functions that ranks run."""
 
-import contextlib
-import io
 import logging
 import warnings
 from collections.abc import Mapping
@@ -13,7 +11,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback
 
-from lightning_overlap import OverlapMonitor, Stage, StreamName
+from lightning_overlap import Stage, StreamName
 from lightning_overlap.profiling import HostTimestamps
 from lightning_overlap.runtime import Streams
 from lightning_overlap.tuning import Arm, Auto, tuner
@@ -58,11 +56,9 @@ def train(
     callbacks: tuple[Callback, ...] = (),
     path: str | None = None,
     stateful: bool = False,
-    nones: tuple[int, ...] = (),
-    stalls: Mapping[int, float] | None = None,
     **kwargs: Any,
 ) -> Fit:
-    """Train; `ms` is what a batch takes in each mode, by rank; `stalls` what the data of a batch is waited for."""
+    """Train; `ms` is what a batch takes in each mode, by rank."""
     rank = dist.get_rank()
     module: Model = MODELS[model](case)
     strategy = make_strategy(module, auto, **(options or {}))
@@ -83,35 +79,18 @@ def train(
 
     clock, count = Clock(), tuned.step
 
-    class Source(tuner.TimedSource):
-        num, told = 0, 0.0
-
-        def fetch(self, *args: Any) -> Any:
-            self.told += (stalls or {}).get(self.num, 0.0) if rank == 0 else 0.0
-            self.num += 1
-            fetched = self._source.fetch(*args)
-            self.waited_ms = self.told
-            return fetched
-
-    seen, data = Seen(), Data(case, num_steps, stateful=stateful, nones=nones)
+    seen, data = Seen(), Data(case, num_steps, stateful=stateful)
     trainer = make_trainer(strategy, callbacks=[seen, *callbacks], num_sanity_val_steps=0, **kwargs)
     records: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("lightning.pytorch.lightning_overlap")
-    logger.setLevel(logging.INFO)
-    logger.addHandler(handler)
-    try:
-        with (
-            warnings.catch_warnings(),
-            mock.patch.object(tuner, "timestamps_of", return_value=clock),
-            mock.patch.object(tuned, "step", step),
-            mock.patch.object(tuner, "TimedSource", Source),
-        ):
-            warnings.simplefilter("ignore")
-            trainer.fit(module, datamodule=data, ckpt_path=path)
-    finally:
-        logger.removeHandler(handler)
+    with (
+        warnings.catch_warnings(),
+        mock.patch.object(logging.getLogger("lightning.pytorch.lightning_overlap"), "info", records.append),
+        mock.patch.object(tuner, "timestamps_of", return_value=clock),
+        mock.patch.object(tuned, "step", step),
+        mock.patch.object(tuner.TimedSource, "fetch", lambda source, *args: source._source.fetch(*args)),  # in no time
+    ):
+        warnings.simplefilter("ignore")
+        trainer.fit(module, datamodule=data, ckpt_path=path)
     result = collect(module, trainer.optimizers[0], module.losses or [torch.zeros(())])
     said = [text if text.startswith("pipeline") else text.splitlines()[0] for text in records if "auto" in text]
     return Fit(result, seen.modes, tuned.state_dict(), "\n".join(said))
@@ -145,36 +124,18 @@ def train_on_streams(case: Case, ms: Mapping[str, tuple[float, ...]], **kwargs: 
         return train(case, ms, callbacks=(Running(),), **kwargs), moves
 
 
-def watched(case: Case, ms: Mapping[str, tuple[float, ...]], auto: Auto, num_steps: int) -> tuple[str, str]:
-    monitor, printed = OverlapMonitor(every_n_steps=4, audit=False), io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        fit = train(case, ms, auto=auto, num_steps=num_steps, callbacks=(monitor,))
-    return fit.state["mode"], printed.getvalue()
-
-
-def train_twice(case: Case, ms: Mapping[str, tuple[float, ...]], first: int) -> list[str]:
-    module: Model = MODELS["plain"](case)
-    strategy = make_strategy(module, QUICK)
-    trainer = make_trainer(strategy)
-    trainer.fit(module, datamodule=Data(case, first))
-    seen = Seen()
-    trainer.callbacks.append(seen)
-    trainer.fit_loop.max_epochs = 2
-    trainer.fit(module, datamodule=Data(case, 4))
-    return seen.modes
-
-
-def train_another(case: Case) -> list[list[str]]:
-    """Return the modes of two fits with one Trainer that has chosen `base`: of its module, and of another one."""
+def train_again(case: Case, choice: str | None) -> list[list[str]]:
+    """Return the modes of three fits with one Trainer that may have chosen: two of one module, one of another."""
     module: Model = MODELS["plain"](case)
     strategy, seen, modes = make_strategy(module, QUICK), Seen(), []
-    assert strategy._tuner is not None
-    strategy._tuner.has_chosen = True
-    strategy._tuner._walk(Arm("base", "data_dist"))
+    if choice is not None:
+        assert strategy._tuner is not None
+        strategy._tuner.has_chosen = True
+        strategy._tuner._walk(Arm(choice, "data_dist"))
     trainer = make_trainer(strategy, callbacks=[seen])
     for epochs, fitted in ((1, module), (2, module), (3, MODELS["plain"](case))):
         trainer.fit_loop.max_epochs = epochs
         seen.modes.clear()
-        trainer.fit(fitted, datamodule=Data(case, 4))
+        trainer.fit(fitted, datamodule=Data(case, 8))
         modes.append([*seen.modes])
-    return modes[1:]
+    return modes
