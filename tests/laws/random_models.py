@@ -23,8 +23,6 @@ from .random_fits import ORDERED, Fit, Part
 
 NUM_ROWS, NUM_DENSE, BATCH_SIZE = 40, 4, 6
 
-# -- data -------------------------------------------------------------------------------------------------------------
-
 
 class Batch(NamedTuple):
     dense: Tensor
@@ -41,7 +39,8 @@ def make_batch(fit: Fit, index: int, rank: int) -> Any:
     labels = torch.randint(0, 2, (size,), generator=generator).float()
     if fit.layout == "nested":
         return {"in": [dense, {"sparse": (kjts, index)}], "labels": labels}
-    if fit.layout == "either" and index >= 3 and (index + rank) % 2:
+    moved = {"either": index >= 3 and (index + rank) % 2, "by_rank": rank}.get(fit.layout, False)
+    if moved:
         return {"dense": dense, **{f"other_{name}": kjt for name, kjt in kjts.items()}, "labels": labels}
     return {"dense": dense, **kjts, "labels": labels}
 
@@ -90,8 +89,6 @@ class Data(LightningDataModule):
     def val_dataloader(self) -> DataLoader[Any]:
         return DataLoader(_Rank(self.fit, range(1000, 1002)), batch_size=None)
 
-
-# -- the model --------------------------------------------------------------------------------------------------------
 
 LookUp = Callable[[Part, KeyedJaggedTensor, int], Any]  # collection, its input and the batch -> what it answers
 

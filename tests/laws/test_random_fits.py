@@ -35,6 +35,7 @@ FOUND = {
     "ids_changed_in_place": _with(change="ids"),
     "weights_changed_in_place": _with(change="weights", weighted=True),
     "another_layout_on_another_rank": _with(layout="either"),
+    "another_layout_from_the_first_batch_on": _with(layout="by_rank"),
     "checkpoint_around_the_lookup": _with(again="checkpoint"),
     # The early embeddings get no gradient, so nothing of their backward tells when to look up the next batch's.
     "reentrant_checkpoint_in_a_stale_mode": _with(pipeline="semi_sync", again="checkpoint_reentrant"),
