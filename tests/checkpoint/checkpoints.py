@@ -245,11 +245,11 @@ class Scheduled(Model):
 
 
 class SteppedAtFirst(Model):
-    """A resumed run has no scheduler."""
+    """A run of two epochs has no scheduler."""
 
     def configure_optimizers(self) -> Any:
         optimizer = super().configure_optimizers()
-        if self.trainer.ckpt_path is not None:
+        if self.trainer.max_epochs == 2:
             return optimizer
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
 

@@ -73,7 +73,7 @@ class Stream(_Source, IterableDataset):
 
 
 def make_loader(kind: str, *source: Any) -> Any:
-    """ "own-sized", "own-unsized", or torchdata's: "sized-0", "shuffled-2", "unsized-2", ..."""
+    """ "own-sized", "own-unsized", or torchdata's: "sized-0", "unsized-2", ..."""
     name, how = kind.rsplit("-", 1)
     if name == "own":
         return (StatefulSized if how == "sized" else Stateful)(*source)
@@ -161,8 +161,8 @@ def train_from(
 def seen_in_the_order_of_a_sampler(folder: str, resume: str | None, save_at: tuple[int, ...] = (-1,)) -> list[Any]:
     """Train three epochs or go on: a sampler of Lightning's gives each its own order."""
     model = Watched(TABLE_WISE)
-    how: dict[str, Any] = {"shuffle": True, "collate_fn": itemgetter(0), "num_workers": 1}
-    data = StatefulDataLoader(Rows(TABLE_WISE, 2 * EPOCH, 0), 1, multiprocessing_context="fork", **how)
+    how: dict[str, Any] = {"collate_fn": itemgetter(0), "num_workers": 1, "multiprocessing_context": "fork"}
+    data = StatefulDataLoader(Rows(TABLE_WISE, 2 * EPOCH, 0), 1, **how)
     callbacks = [SaveSteps(folder, save_at)]
     trainer = make_trainer(make_strategy(model), callbacks=callbacks, max_epochs=3, use_distributed_sampler=True)
     trainer.fit(model, data, ckpt_path=None if resume is None else f"{folder}/{resume}.ckpt")

@@ -69,7 +69,7 @@ PROGRAM = """
 import atexit, sys
 import torch
 import torch.distributed as dist
-atexit.register(lambda: print("kept" if dist.is_initialized() else "destroyed", flush=True))  # the last to be called
+atexit.register(lambda: print("kept\\n" if dist.is_initialized() else "destroyed\\n", end="", flush=True))  # last
 from contextlib import suppress
 import lightning.pytorch as pl
 from lightning_overlap import OverlapEmbeddingStrategy
