@@ -139,9 +139,25 @@ def _fit_tables_by(optimizer: Any, model: Model | None = None, **kwargs: Any) ->
     fit_model(model or untrained(), fused_optimizer=(optimizer, {"lr": 1.0, **kwargs}))
 
 
-class ClipsByHand(Model):
-    def configure_gradient_clipping(self, optimizer: Any, **kwargs: Any) -> None:
-        self.clip_gradients(optimizer, gradient_clip_val=0.01)
+class ClipsByHand(cases.ByHand, Model):
+    num_clipped = 0
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(part.parameters(), 0.2) for part in (nn.ModuleList([self.bottom, self.top]), self.ebc)]
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.manual_backward(super().training_step(batch, batch_idx))
+        for optimizer in self.optimizers():
+            self.clip_gradients(optimizer, gradient_clip_val=0.01)
+            ClipsByHand.num_clipped += 1
+
+
+def clip_by_hand() -> tuple[str, int]:
+    """Return the error of clipping shards by hand, and how often gradients were clipped before."""
+    ClipsByHand.num_clipped = 0
+    with pytest.raises(ValueError, match="norm") as error:
+        fit_dense_shards({}, ClipsByHand)
+    return str(error.value), ClipsByHand.num_clipped
 
 
 FAILING_PLANNER = mock.Mock(["plan"], **{"plan.side_effect": KeyError("these tables do not fit anywhere")})
@@ -166,7 +182,6 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "accumulates_static_graph": lambda: fit_model(static_graph=True, trainer_kwargs={"accumulate_grad_batches": 2}),
 }
 REFUSED_IN_A_STEP: dict[str, Callable[[], Any]] = {
-    "clips_shards_by_hand": lambda: fit_dense_shards({}, ClipsByHand),
     "unused": lambda: fit_model(Model(cases.UNUSED), sharding={one.name: one.sharding for one in cases.UNUSED.tables}),
 }
 

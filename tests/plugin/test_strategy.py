@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from lightning.pytorch import Trainer
 from omegaconf import OmegaConf
+from torchrec.streamable import Pipelineable
 
 from lightning_overlap import MODES, Mode, OverlapEmbeddingStrategy
 from lightning_overlap.plugin.first_words import of_mode
@@ -23,6 +25,41 @@ from . import strategies
 def test_module_without_tables_trains_as_with_ddp(two_ranks: Ranks) -> None:
     expected, actual = (two_ranks.run(strategies.dense_losses, overlap) for overlap in (False, True))
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(actual, expected, strict=True))
+
+
+class Ids(Pipelineable):  # type: ignore[misc]
+    def __init__(self, *copies: tuple[str, bool]) -> None:
+        self.copies = copies
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> "Ids":
+        return Ids(*self.copies, (str(device), non_blocking))
+
+    def record_stream(self, stream: Any) -> None:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class FrozenBatch:
+    ids: Ids
+
+    def to(self, device: torch.device) -> "FrozenBatch":
+        return FrozenBatch(self.ids.to(device))
+
+
+def test_ids_go_to_a_device_without_a_wait_of_the_host_but_not_out_of_a_frozen_dataclass() -> None:
+    """A frozen dataclass moves itself: Lightning leaves it as it is."""
+    strategy, device = OverlapEmbeddingStrategy(), torch.device("cuda", 0)
+    assert strategy.batch_to_device({"ids": Ids()}, device)["ids"].copies[0] == ("cuda:0", True)
+    assert strategy.batch_to_device(FrozenBatch(Ids()), device).ids.copies == (("cuda:0", False),)
+
+
+def test_a_checkpoint_is_loaded_into_a_module_without_a_trainer() -> None:
+    """The process that has spawned the ranks of a fit loads their weights."""
+    strategy, module = OverlapEmbeddingStrategy(), strategies.Dense()
+    strategy.connect(module)
+    weights = {name: torch.full_like(weight, 2.0) for name, weight in module.state_dict().items()}
+    strategy.load_model_state_dict({"state_dict": weights})
+    assert module.layer.bias.item() == 2.0
 
 
 DENSE = sorted(f"{module}.{kind}" for module in ("bottom.0", "top.0", "top.2") for kind in ("bias", "weight"))
@@ -105,6 +142,12 @@ NO_FUSED_OPTIMIZER = [
 WAYS_OUT = [f"OverlapEmbeddingStrategy({option}=True)" for option in ("static_graph", "find_unused_parameters")]
 
 
+def test_shards_of_the_dense_optimizer_are_not_clipped_by_hand_but_the_dense_part_is(two_ranks: Ranks) -> None:
+    for message, num_clipped in two_ranks.run(strategies.clip_by_hand):
+        assert "ebc.t0, ebc.t1, ebc.t2 have a dense kernel" in message
+        assert num_clipped == 1
+
+
 @pytest.mark.parametrize(
     ("name", "parts"),
     [
@@ -129,7 +172,6 @@ WAYS_OUT = [f"OverlapEmbeddingStrategy({option}=True)" for option in ("static_gr
         ("shares_a_weight", ["ebc.t0", "ebc.embedding_bags.t0.weight, output.weight", "would no longer be one"]),
         ("clips_shards_by_norm", ["ebc.t0, ebc.t1, ebc.t2", "gradient_clip_algorithm='value'"]),
         ("accumulates_static_graph", ["static_graph=True and accumulate_grad_batches=2", "find_unused_parameters"]),
-        ("clips_shards_by_hand", ["ebc.t0, ebc.t1, ebc.t2 have a dense kernel"]),
         ("unused", ["got no gradient from the loss of training_step: unused.weight, unused.bias.", *WAYS_OUT]),
     ],
 )

@@ -235,6 +235,7 @@ def test_a_written_trace_is_read_back_and_one_for_perfetto(tmp_path: Path, suffi
         (b'{"traceEvents": [{"ph": "M", "name": "process_name"}]}', "holds nothing to draw"),
         (b"[" * 200_000, "nested too deeply"),
         (b'{"traceEvents": [{"ph": "X", "cat": "kernel", "name": "f", "ts": NaN, "dur": 1}]}', "nothing to draw"),
+        (b'{"traceEvents": [{"ph": "X", "cat": "kernel", "name": "f", "ts": "soon", "dur": 1}]}', "nothing to draw"),
     ],
 )
 def test_what_is_no_trace_is_said(tmp_path: Path, content: bytes, message: str) -> None:

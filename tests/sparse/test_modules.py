@@ -25,6 +25,7 @@ def test_finds_the_input(get_ranks: Callable[..., Ranks], model: str) -> None:
     ("model", "early", "reason"),
     [
         ("made_in_step", 0, "its input (KeyedJaggedTensor) is made inside training_step"),
+        ("gives_tensor_dict", 0, "its input is a TensorDict, and only a KeyedJaggedTensor can be sent early"),
         ("called_twice", 0, "it was called more than once in a step"),
         # What was looked up before the reason showed may still be used.
         ("other_ids_from_5", 4, "it was called with another input than the one in the batch"),

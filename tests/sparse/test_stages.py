@@ -1,4 +1,4 @@
-"""The sparse stages without ranks: what waits for what, options."""
+"""The sparse stages without ranks: what waits for what, which states of a batch can follow, options."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +12,7 @@ from torch import nn
 from lightning_overlap.sparse import SparseOptions
 from lightning_overlap.sparse.deferred_update import DeferredUpdate, _Backward, _Cut
 from lightning_overlap.sparse.inputs import SparseInputs
+from lightning_overlap.sparse.module_context import ModuleContext, Progress
 from lightning_overlap.sparse.table_updates import TableUpdates
 from lightning_overlap.tables import sharded_module
 
@@ -82,3 +83,21 @@ def test_no_time_to_wait_for_other_ranks_is_refused() -> None:
 def test_a_rate_that_moves_keeps_cached_tables_from_early_lookups() -> None:
     assert SparseOptions(prefetches=True).looks_up_cached
     assert not SparseOptions(prefetches=True, set_rates=lambda: None).looks_up_cached
+
+
+SENT, RECEIVED, LOOKED_UP, SERVED, DROPPED, UPDATED = Progress
+FOLLOW = {(SENT, RECEIVED), (RECEIVED, LOOKED_UP), (LOOKED_UP, SERVED), (SERVED, UPDATED), (UPDATED, UPDATED)}
+FOLLOW |= {(SENT, DROPPED), (RECEIVED, DROPPED), (LOOKED_UP, DROPPED), (DROPPED, UPDATED)}
+
+
+@pytest.mark.parametrize("present", Progress, ids=str)
+@pytest.mark.parametrize("to", Progress, ids=str)
+def test_only_some_states_can_follow_a_state(present: Progress, to: Progress) -> None:
+    state = ModuleContext("ebc", 7, module=None, kjt=Any, progress=present)
+    if (present, to) in FOLLOW:
+        state.advance(to)
+        assert state.progress is to
+    else:
+        with pytest.raises(RuntimeError, match=f"batch 7 in module 'ebc' cannot become {to}: it is {present}, and"):
+            state.advance(to)
+        assert state.progress is present

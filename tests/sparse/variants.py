@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from tensordict import TensorDict
 from torch import Tensor
 from torch.utils.data import DataLoader
 from torchrec import KeyedJaggedTensor
@@ -30,6 +31,15 @@ class Variant(Batches):
 
     def _loader(self, indices: range) -> DataLoader:
         return DataLoader([self.make(self.case, i, self.trainer.global_rank) for i in indices], batch_size=None)
+
+
+class GivesTensorDict(Model):
+    def embeddings(self, collection: str, batch: Batch) -> Any:
+        parts = {
+            key: torch.nested.nested_tensor_from_jagged(part.values(), part.offsets())
+            for key, part in kjt_of(batch).to_dict().items()
+        }
+        return getattr(self, collection)(TensorDict(parts, batch_size=[len(batch.labels)]))
 
 
 class OtherIdsFrom5(Model):

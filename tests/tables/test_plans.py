@@ -121,6 +121,8 @@ def test_a_kept_plan_shards_in_the_same_way_again(two_ranks: Ranks) -> None:
 def test_there_is_no_plan_before_a_fit() -> None:
     with pytest.raises(RuntimeError, match="no module yet: read the plan in fit"):
         _ = OverlapEmbeddingStrategy().sharding_plan
+    with pytest.raises(RuntimeError, match="no table is sharded yet"):
+        plans.plan_of(Model(TABLE_WISE))
 
 
 def test_row_wise_is_made_by_name_on_a_cpu(two_ranks: Ranks) -> None:
