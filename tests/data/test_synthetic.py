@@ -11,6 +11,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_overlap.data import BatchLoader, RecBatch, SyntheticDataModule, collate_batch
+from lightning_overlap.models.dlrm import BinnedAUC
 
 from ..support.fits import QUIET
 from .test_criteo import FakeTrainer
@@ -166,3 +167,25 @@ def test_lightning_keeps_the_loader_and_its_batches_and_resumes_in_the_middle_of
 def test_wrong_arguments_are_named(arguments, message):
     with pytest.raises(ValueError, match=message):
         SyntheticDataModule(**arguments)
+
+
+def test_the_label_can_be_learned_from_dense_features_and_ids_together() -> None:
+    data = SyntheticDataModule(num_tables=4, rows_per_table=100, batch_size=20_000, num_batches=1)
+    (batch,) = data.train_dataloader()
+    lengths = batch.sparse.lengths().reshape(4, -1).numpy()
+    feature = np.repeat(np.arange(4), lengths.sum(axis=1))
+    ids = batch.sparse.values().numpy()
+
+    def area(dense: np.ndarray, kept_lengths: np.ndarray, kept: slice) -> float:
+        metric = BinnedAUC()
+        logits = data.model.logits(dense, feature[kept], ids[kept], kept_lengths)
+        metric.update(torch.from_numpy(logits), batch.labels)
+        return metric.compute().item()
+
+    both = area(batch.dense.numpy(), lengths, slice(None))
+    only_dense = area(batch.dense.numpy(), np.zeros_like(lengths), slice(0, 0))
+    only_ids = area(np.zeros_like(batch.dense.numpy()), lengths, slice(None))
+    assert both > 0.8
+    assert 0.6 < only_dense < both - 0.04
+    assert 0.6 < only_ids < both - 0.04
+    assert 0.2 < batch.labels.mean().item() < 0.45

@@ -269,6 +269,44 @@ def test_a_part_that_cannot_be_split_is_left_whole(part: Any, call: Any) -> None
     assert_exact(lambda: Around(part, call), "out")
 
 
+class Holds(nn.Module):
+    """Modules of other types than those that are split, with matrices of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.position = nn.Parameter(torch.zeros(3, 4))
+        self.lstm = nn.LSTM(4, 4)
+        self.own = OwnLinear(4, 4)
+        self.norm = nn.LayerNorm(4)
+        self.frozen = nn.Embedding(3, 4).requires_grad_(False)
+        self.layer = nn.TransformerEncoderLayer(4, 2)
+
+
+def test_modules_of_other_types_are_named_once_with_their_weights() -> None:
+    """Norms are not, nor what takes part of a module of torch.nn that is named."""
+    layers = SplitLayers(Holds()).layers
+    assert [layer.name for layer in layers if layer.why_whole is None] == ["layer.linear1", "layer.linear2"]
+    whole = {layer.name: layer.why_whole.split(" itself")[0] for layer in layers if layer.why_whole is not None}
+    assert whole == {
+        "": "Holds uses position",
+        "lstm": "LSTM uses weight_ih_l0, weight_hh_l0, bias_ih_l0, bias_hh_l0",
+        "own": "OwnLinear uses weight, bias",
+        "layer.self_attn": "MultiheadAttention uses in_proj_weight, in_proj_bias",
+    }
+
+
+def test_the_reason_of_a_layer_without_a_call_of_its_own_is_true() -> None:
+    reasons = []
+    for also in (weight_of_a_part, lambda model, found, rows: torch.vmap(model.mapped)(rows).sum()):
+        model = Dense(also)
+        model.mapped = nn.Linear(4, 1)
+        split = SplitLayers(model)
+        begin(model, split, torch.randn(2, 3), torch.randn(2, 4))
+        reasons.append({layer.name: layer.why_whole for layer in split.layers})
+    assert reasons[0]["bottom.0"] == reasons[0]["bottom"] == "its weight is used outside of its forward"
+    assert reasons[1]["mapped"] == "the first step does not call it, or calls it inside of torch.compile or torch.func"
+
+
 def test_a_first_step_without_a_loss_shows_nothing() -> None:
     """As where `training_step` returns None."""
     model = Dense()

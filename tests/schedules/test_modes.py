@@ -78,3 +78,13 @@ def test_the_tables_of_a_frozen_window(name: str, last: str, within: str) -> Non
     assert (issued(window), issued(window.accumulating)) == (last, within)
     assert Mode(name, frozen_window=True).schedule == window  # type: ignore[arg-type]
     assert (window.staleness, window.depth) == (0, MODES[name].depth + (name != "sparse_dist"))
+
+
+def test_a_lookup_whose_ids_come_late_stays_below_the_backward() -> None:
+    """A user's table that sends ids of N+1 after the forward of N: the lookup would wait for them there."""
+    steps = "copy_batch_to_device+1/memcpy dense_forward+0/compute input_splits_dist+1/data_dist"
+    rest = "input_data_dist+1/data_dist backward+0/compute optimizer_step+0/compute"
+    own = Schedule.parse(f"own: {steps} {rest} embedding_update+0/lookup embedding_lookup+1/lookup")
+    assert own.holds_updates
+    assert own.accumulating is not None
+    assert " ".join(map(str, own.accumulating)) == f"{steps} {rest} embedding_lookup+1/lookup"
