@@ -84,6 +84,9 @@ class Ranks:
                 except (EOFError, ConnectionResetError):
                     self.close()
                     raise RankError(f"rank {rank} died") from None
+                except BaseException:  # an answer that cannot be read here: the others' would be the next call's
+                    self.close()
+                    raise
         failures = [f"rank {rank}:\n{answer}" for rank, (ok, answer) in answers.items() if not ok]
         if failures:
             self.close()  # its process group may be in any state
