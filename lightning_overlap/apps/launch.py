@@ -56,8 +56,8 @@ def run_ranks(num_ranks: int, worker: str, folder: Path) -> None:
             local_addr="localhost",
             max_restarts=0,
             logs_specs=DefaultLogsSpecs(stack.enter_context(TemporaryDirectory(prefix="overlap_train_"))),
-            shutdown_timeout=5,  # seconds between asking the other ranks to stop and killing them
         )
+        config.shutdown_timeout = 5  # seconds from asking the other ranks to stop to killing them; torch 2.11 has none
         try:
             elastic_launch(config, sys.executable)("-m", __name__, worker, str(folder), os.getpid())
         except ChildFailedError as err:
