@@ -25,8 +25,6 @@ from .input_sizes import Form, InputSizes, PartSizes, form_of, is_counted_on_dev
 from .module_context import replaced
 from .pipelined_forward import other_forwards
 
-MAX_RECATS = 256  # the most index tensors that are cached, one for each part of each module; see `_cached_recat`
-
 
 def splits_only(module: Any, group: dist.ProcessGroup | None, *, narrow: bool = False) -> AbstractContextManager[None]:
     """Within this context a module's `input_dist` describes its all-to-alls of sizes, for `InputExchange` to start."""
@@ -110,7 +108,7 @@ class InputExchange:
             self.waiting.remove(sizes)
         coming: list[_Received] = []
         parts: list[Part] = []
-        with replaced(dist_data, "_get_recat", partial(_cached_recat, dist_data._get_recat)):
+        with recats_cached():
             for name, (found, of_parts) in sizes.wait().items():
                 if not all(found):  # what some rank lacks is not sent
                     inflight.modules.pop(name, None)
@@ -131,8 +129,7 @@ class InputExchange:
                 state.votes = max(found) > 1
         if parts:
             unsent = [later for later in self.waiting if later.exchange is None]
-            device = parts[0].tensor.device  # a gloo group may send tensors of a GPU
-            parts += [later.part(device) for later in unsent]
+            parts += [later.part(parts[0].tensor.device) for later in unsent]  # gloo may send tensors of a GPU
             exchange = PackedExchange(parts, self._group, self._streams)
             for number, later in enumerate(unsent, len(parts) - len(unsent)):
                 later.exchange, later.number = exchange, number
@@ -180,17 +177,19 @@ def _lengths_known(lengths: list[int] | None) -> AbstractContextManager[None]:
     return replaced(jagged_tensor, "_maybe_compute_length_per_key", length_per_key)
 
 
-def _cached_recat(
-    own: Callable[..., Tensor | None], *, batch_size_per_rank: list[int] | None, **splits: Any
-) -> Tensor | None:
-    """Return TorchRec's `recat`, the index that orders received features, from a cache; None for no features."""
-    # TorchRec copies it to the device in each step. With equal batch sizes of ranks it depends on the sharding alone.
+def recats_cached() -> AbstractContextManager[None]:
+    """Within this context TorchRec takes `recat`, the index that orders received features, from a cache."""
+    return replaced(dist_data, "_get_recat", partial(_cached_recat, dist_data._get_recat))
+
+
+def _cached_recat(own: Any, *, batch_size_per_rank: list[int] | None, **splits: Any) -> Tensor | None:
+    # TorchRec copies it in each step, and the host waits. With equal batch sizes it depends on the sharding alone.
     if batch_size_per_rank and any(size != batch_size_per_rank[0] for size in batch_size_per_rank):
-        return own(batch_size_per_rank=batch_size_per_rank, **splits)
+        return own(batch_size_per_rank=batch_size_per_rank, **splits)  # type: ignore[no-any-return]
     return _recat(own, **splits)
 
 
-@lru_cache(MAX_RECATS)
+@lru_cache(256)  # one for each part of each module
 def _recat(own: Callable[..., Tensor | None], **splits: Any) -> Tensor | None:
     with torch.inference_mode(False):  # training uses the index even if an evaluation has made it
         return own(**splits)

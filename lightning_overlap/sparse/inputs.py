@@ -13,7 +13,7 @@ from ..preprocessing import StagedCalls
 from ..runtime import InFlightBatch, Path, resolve
 from ..schedules import Stage, StreamName
 from ..tables import SentInput, has_model_parallel_tables, renew_counts, watch_lengths
-from .input_dist import InputExchange, splits_only
+from .input_dist import InputExchange, recats_cached, splits_only
 from .input_sizes import check_types, types_in
 from .module_context import ModuleContext, Progress, wait_for
 from .pipelined_forward import PipelinedForwards, inputs_of
@@ -120,7 +120,8 @@ class SparseInputs:
         if self._exchange is None:
             for state in inflight.modules.values():
                 self._order.observe("wait", Stage.INPUT_SPLITS_DIST, inflight.index)
-                state.tensors_awaitable, state.splits_awaitable = wait_for(state.splits_awaitable), None
+                with recats_cached():
+                    state.tensors_awaitable, state.splits_awaitable = wait_for(state.splits_awaitable), None
         elif inflight.sizes is not None:
             self._order.observe("wait", Stage.INPUT_SPLITS_DIST, inflight.index)
             self._exchange.start_data(inflight)

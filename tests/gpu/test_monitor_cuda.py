@@ -41,7 +41,7 @@ def run(pipeline: str, stream: str, watched: bool) -> dict[str, Any]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         # More batches than `async_lookup` looks up ahead: the last steps of a fit look up nothing.
-        data = Batches(TABLE_WISE, NUM_STEPS + 3)
+        data = Batches(TABLE_WISE, NUM_STEPS + 2)
         make_trainer(strategy, "cuda", callbacks=callbacks).fit(model, datamodule=data)
     return {
         "losses": torch.stack(model.losses).tolist(),

@@ -4,10 +4,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 from torch import nn
+from torchrec.distributed import dist_data
 
 from lightning_overlap.sparse import SparseOptions
 from lightning_overlap.sparse.deferred_update import DeferredUpdate, _Backward, _Cut
@@ -15,6 +18,10 @@ from lightning_overlap.sparse.inputs import SparseInputs
 from lightning_overlap.sparse.module_context import ModuleContext, Progress
 from lightning_overlap.sparse.table_updates import TableUpdates
 from lightning_overlap.tables import sharded_module
+
+from ..support.cases import TABLE_WISE, Batches, Model
+from ..support.fits import make_strategy, make_trainer
+from ..support.ranks import Ranks
 
 
 def test_gradients_that_are_left_out_are_waited_for_where_their_memory_is_from() -> None:
@@ -101,3 +108,28 @@ def test_only_some_states_can_follow_a_state(present: Progress, to: Progress) ->
         with pytest.raises(RuntimeError, match=f"batch 7 in module 'ebc' cannot become {to}: it is {present}, and"):
             state.advance(to)
         assert state.progress is present
+
+
+def count_recats() -> list[int]:
+    """Return how often TorchRec had made its index of received features after each step of a fit."""
+    made, counts = [], []
+    own = dist_data._get_recat
+
+    class Counts(Callback):
+        def on_train_batch_end(self, *args: Any) -> None:
+            counts.append(len(made))
+
+    def counted(**kwargs: Any) -> Any:
+        made.append(kwargs)
+        return own(**kwargs)
+
+    with mock.patch.object(dist_data, "_get_recat", counted):
+        model = Model(TABLE_WISE)
+        make_trainer(make_strategy(model), callbacks=[Counts()]).fit(model, datamodule=Batches(TABLE_WISE, 6))
+    return counts
+
+
+def test_the_index_of_received_features_is_not_made_in_each_step(ranks: Ranks) -> None:
+    """On a device its copy would make the host wait, also on one rank."""
+    for counts in ranks.run(count_recats):
+        assert counts[2:] == [counts[1]] * 4

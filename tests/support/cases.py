@@ -1,6 +1,7 @@
 """Models and data of the law tests, without the package under test: one stale row shows by a large learning rate."""
 
 import dataclasses
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -190,7 +191,8 @@ def make_plan(case: Case, module: Model, world_size: int, device_type: str = "cp
             rank=whole.index(name) % world_size, compute_kernel="fused"
         ),
     }
-    sizes: Any = {"local_size": world_size, "world_size": world_size, "device_type": device_type}
+    local_size = min(world_size, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
+    sizes: Any = {"local_size": local_size, "world_size": world_size, "device_type": device_type}
     plans = {}
     for name, tables in case.collections.items():
         shardings = {table.name: kinds[table.sharding](table.name) for table in tables}
