@@ -46,11 +46,11 @@ ORDERS = {  # pipeline, number of hosts, milliseconds of a step -> log; drawn: w
         "< embeddings 4,forward,backward,> gradients,< ids 5,> embeddings 5,< gradients exposed 40,> ids 6,step",
     ),
     #      |forward |backward|step    |                                  exposed: nothing
-    #               |emb. 5 .| grads 4 .......  waited for behind the next forward, behind which ids travel, too
-    #                        | splits 7 ......  beside the dense all-reduce, for which the backward waits at its end
+    #               |emb. 5 .| grads 4 .......  waited for after the next forward; then the ids are sent
+    #                        | splits 7 ......  overlapped with the dense all-reduce, which the backward waits for
     ("semi_sync_deferred", 1, 150): "< embeddings 4,forward,< splits 6,> ids 6,< gradients,< ids 5,> embeddings 5,"
     "backward,> splits 7,> gradients,step",
-    #                        |emb. 5, splits 7  both beside the dense all-reduce
+    #                        |emb. 5, splits 7  both overlapped with the dense all-reduce
     #                        | grads 4 .......  waited for before that lookup
     ("semi_sync_deferred", 2, 150): "< embeddings 4,forward,< splits 6,> ids 6,backward,< gradients,< ids 5,"
     "> embeddings 5,> splits 7,> gradients,step",
