@@ -1,7 +1,8 @@
 """Send several tensors in one all-to-all, since each costs the host and the network a fixed time besides its bytes."""
 
 from collections.abc import Sequence
-from math import prod
+from itertools import chain
+from math import gcd, prod
 from typing import Any, NamedTuple
 
 import torch
@@ -25,19 +26,18 @@ class PackedExchange:
 
     def __init__(self, parts: Sequence[Part], group: dist.ProcessGroup, streams: Any, *, even: bool = False) -> None:
         self._parts = [(part.tensor.dtype, part.tensor.shape[1:]) for part in parts]
-        row_bytes = [part.tensor.element_size() * prod(part.tensor.shape[1:]) for part in parts]
+        row_bytes = [dtype.itemsize * prod(shape) for dtype, shape in self._parts]
         # The widest integer that divides every row: NCCL counts at most 2**31 elements.
-        units = (torch.int64, torch.int32, torch.int8)
-        unit = next(unit for unit in units if not any(size % unit.itemsize for size in row_bytes))
+        unit = {8: torch.int64, 4: torch.int32}.get(gcd(8, *row_bytes), torch.int8)
         widths = [size // unit.itemsize for size in row_bytes]
         sent, came, pieces = [], [], []
         for part, width in zip(parts, widths, strict=True):
             sent.append([rows * width for rows in part.sent])
             came.append([rows * width for rows in part.received])
-            pieces.append(part.tensor.detach().contiguous().flatten().view(unit).split(sent[-1]))
-        self._packed = torch.cat([piece for of_rank in zip(*pieces, strict=True) for piece in of_rank])
-        self._sizes = [size for of_rank in zip(*came, strict=True) for size in of_rank]
-        from_ranks, to_ranks = ([sum(of_rank) for of_rank in zip(*sizes, strict=True)] for sizes in (came, sent))
+            pieces.append(part.tensor.detach().reshape(-1).view(unit).split(sent[-1]))
+        self._packed = torch.cat([*chain.from_iterable(zip(*pieces, strict=True))])
+        self._sizes = [*chain.from_iterable(zip(*came, strict=True))]
+        from_ranks, to_ranks = [*map(sum, zip(*came, strict=True))], [*map(sum, zip(*sent, strict=True))]
         self._came = self._packed.new_empty(sum(from_ranks))
         self._streams, self._stream = streams, streams.current()
         output_splits, input_splits = (None, None) if even else (from_ranks, to_ranks)

@@ -64,19 +64,23 @@ _EMPTY_HOOKS = frozenset(
 _NAMES_OF_PROFILING = frozenset(("start", "stop", "profile"))
 
 
-def _is_silent(trainer: Trainer) -> bool:
-    """Whether calls of hooks are not recorded: no profiler runs, and Lightning's logger is not at level DEBUG."""
-    if id(trainer) not in _running or call.log.isEnabledFor(logging.DEBUG):
-        return False
+def _note_silence(trainer: Trainer) -> LightningModule | None:
+    """Return the module if its hooks are not recorded: no profiler runs, and Lightning's logger is not at DEBUG."""
+    module = _running.get(id(trainer))
     profiler = trainer.profiler  # type: ignore[attr-defined]
-    return type(profiler) is PassThroughProfiler and _NAMES_OF_PROFILING.isdisjoint(vars(profiler))
+    is_silent = type(profiler) is PassThroughProfiler and _NAMES_OF_PROFILING.isdisjoint(vars(profiler))
+    if module is None or not is_silent or call.log.isEnabledFor(logging.DEBUG):
+        _silent.pop(id(trainer), None)
+        return None
+    _silent[id(trainer)] = module
+    return module
 
 
 def _call_callback_hooks(
     trainer: Trainer, hook_name: str, *args: Any, monitoring_callbacks: bool | None = None, **kwargs: Any
 ) -> None:
-    module = trainer.lightning_module
-    if monitoring_callbacks is not None or module is None or not _is_silent(trainer):
+    module = _note_silence(trainer)  # once for the hooks of callbacks, module and strategy, which Lightning calls next
+    if monitoring_callbacks is not None or module is None:
         _OWN["_call_callback_hooks"](trainer, hook_name, *args, monitoring_callbacks=monitoring_callbacks, **kwargs)
         return
     before = module._current_fx_name
@@ -91,16 +95,16 @@ def _call_callback_hooks(
 def _call_lightning_module_hook(
     trainer: Trainer, hook_name: str, *args: Any, pl_module: LightningModule | None = None, **kwargs: Any
 ) -> Any:
-    module = pl_module or trainer.lightning_module
-    hook = getattr(module, hook_name, None)
-    if hook is None or not _is_silent(trainer):
+    module = _silent.get(id(trainer))
+    hook = getattr(pl_module or module, hook_name, None)
+    if hook is None or module is None:
         return _OWN["_call_lightning_module_hook"](trainer, hook_name, *args, pl_module=pl_module, **kwargs)
-    return _call(module, hook_name, hook, args, kwargs)
+    return _call(pl_module or module, hook_name, hook, args, kwargs)
 
 
 def _call_strategy_hook(trainer: Trainer, hook_name: str, *args: Any, **kwargs: Any) -> Any:
-    module, hook = trainer.lightning_module, getattr(trainer.strategy, hook_name, None)
-    if hook is None or module is None or not _is_silent(trainer):
+    module, hook = _silent.get(id(trainer)), getattr(trainer.strategy, hook_name, None)
+    if hook is None or module is None:
         return _OWN["_call_strategy_hook"](trainer, hook_name, *args, **kwargs)
     return _call(module, hook_name, hook, args, kwargs)
 
@@ -122,7 +126,8 @@ _REPLACEMENTS = (
     (_ResultMetric, "to", _to),
 )
 """(module or class of Lightning, name of its attribute, replacement while any run goes on)."""
-_running: set[int] = set()  # the ids of the trainers that run
+_running: dict[int, LightningModule] = {}  # the modules of the trainers that run, by the trainer's id
+_silent: dict[int, LightningModule] = {}  # those of them whose hooks are not recorded now
 
 
 def install(trainer: Trainer, undo: ExitStack) -> None:
@@ -132,12 +137,13 @@ def install(trainer: Trainer, undo: ExitStack) -> None:
         if type(own) is FunctionType and own.__module__.startswith("lightning."):  # not another replacement
             _OWN[name] = own  # a library may have wrapped Lightning's
             setattr(place, name, mine)
-    _running.add(id(trainer))
+    _running[id(trainer)] = trainer.lightning_module
     undo.callback(_restore, trainer)
 
 
 def _restore(trainer: Trainer) -> None:
-    _running.discard(id(trainer))
+    _running.pop(id(trainer), None)
+    _silent.pop(id(trainer), None)
     for place, name, mine in _REPLACEMENTS if not _running else ():
         if getattr(place, name) is mine:
             setattr(place, name, _OWN[name])

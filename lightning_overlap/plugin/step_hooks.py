@@ -183,7 +183,8 @@ class WalksSteps(HasRun):
 
     @property
     def _automatic(self) -> bool:
-        return self.lightning_module is not None and self.lightning_module.automatic_optimization
+        module = self._lightning_module
+        return module is not None and module.automatic_optimization
 
     def _stage_done(self, stage: Stage) -> None:
         if (executor := self._executor) is not None:

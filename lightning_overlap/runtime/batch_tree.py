@@ -102,23 +102,37 @@ class _LeavesOut(pickle.Pickler):
 
 
 def _children(node: Any) -> list[tuple[tuple[str, Any], Any]] | None:
-    if type(node) in _ATOMS:
+    kind, fields = _parts_of(node.__class__)  # type: ignore[arg-type]
+    if kind is None:
         return None
-    if isinstance(node, Mapping):
+    if kind is Mapping:
         return [(("item", key), value) for key, value in node.items()]
-    if isinstance(node, tuple) and hasattr(node, "_fields"):
-        names = node._fields
-    elif isinstance(node, Sequence) and not isinstance(node, (str, bytes)):
+    if kind is Sequence:
         return [(("item", index), value) for index, value in enumerate(node)]
-    elif isinstance(node, _NOT_SEARCHED):
-        return None
-    elif dataclasses.is_dataclass(node):
-        names = [field.name for field in dataclasses.fields(node) if hasattr(node, field.name)]
-    else:
-        names = [*(name for name in _slots(type(node)) if hasattr(node, name)), *getattr(node, "__dict__", ())]  # type: ignore[arg-type]
+    names = [name for name in fields if hasattr(node, name)]
+    if kind is object:
+        names += getattr(node, "__dict__", ())
         if not names:
             return None
     return [(("attr", name), getattr(node, name)) for name in names]
+
+
+@lru_cache(maxsize=256)  # `isinstance` is slow for abstract classes
+def _parts_of(cls: type) -> tuple[type | None, Sequence[str]]:
+    """Return what an object is searched as, None if it is not, and its fields; a plain `object` may have more."""
+    if cls in _ATOMS:
+        return None, ()
+    if issubclass(cls, Mapping):
+        return Mapping, ()
+    if issubclass(cls, tuple) and hasattr(cls, "_fields"):
+        return tuple, cls._fields
+    if issubclass(cls, Sequence) and not issubclass(cls, (str, bytes)):
+        return Sequence, ()
+    if issubclass(cls, _NOT_SEARCHED):
+        return None, ()
+    if dataclasses.is_dataclass(cls):
+        return tuple, [field.name for field in dataclasses.fields(cls)]
+    return object, _slots(cls)
 
 
 def _has_parts(node: Any) -> bool:

@@ -13,7 +13,7 @@ from .deferred_updates import DeferredUpdates
 from .end_of_data import EndOfData
 from .interfaces import BatchSource, InFlightBatch, ModulePart, SparseStages, WeightGradients
 from .lookup_order import LookupOrder
-from .profiler_ranges import InStage, is_profiled, profiler_range
+from .profiler_ranges import InStage, is_profiled
 from .stage_issue import StageIssuer
 from .streams import CudaStreams
 from .table_writes import NUM_ASKS, TableWrites
@@ -217,7 +217,7 @@ class Executor:
             self._trainer_stage = None
         if stage is not None and (is_profiled() or self._order.timer is not None):
             self._trainer_stage = ExitStack()
-            self._trainer_stage.enter_context(profiler_range(stage, self._iteration))
+            self._trainer_stage.enter_context(InStage(stage, self._iteration, self._order.rank))
             self._trainer_stage.enter_context(self._order.timed(stage, self._iteration, StreamName.COMPUTE))
 
     def wait_for_lookups(self) -> None:

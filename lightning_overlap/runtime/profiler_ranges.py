@@ -1,8 +1,9 @@
 """Name the stage and the batch to a profiler and in errors, at next to no cost while no profiler runs."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from types import ModuleType, TracebackType
 from typing import Any
 
@@ -11,17 +12,10 @@ import torch
 from ..schedules import Stage
 from .streams import NOTHING
 
-_PROFILED_FROM_OUTSIDE = "KINETO_USE_DAEMON" in os.environ  # a daemon may start a profiler unseen by this thread
-
-
-def is_profiled() -> bool:
-    """Whether a profiler may see this thread now."""
-    return torch._C._autograd._profiler_enabled() or _PROFILED_FROM_OUTSIDE
-
-
-def profiler_range(stage: Stage, index: int) -> AbstractContextManager[Any]:
-    """Return a profiler range around a stage of a batch; no range without a profiler, since it would cost 7 us."""
-    return torch.profiler.record_function(f"## {stage} {index} ##") if is_profiled() else NOTHING
+is_profiled: Callable[[], bool] = torch._C._autograd._profiler_enabled
+"""Whether a profiler may see this thread now."""
+if "KINETO_USE_DAEMON" in os.environ:  # a daemon may start a profiler unseen by this thread
+    is_profiled = partial(bool, True)
 
 
 class RangesLeftOut:
@@ -59,12 +53,15 @@ class InStage:
 
     def __init__(self, stage: Stage, index: int, rank: int) -> None:
         self._stage, self._index, self._rank = stage, index, rank
-        self._range = profiler_range(stage, index)
+        # A range costs 7 us.
+        self._range = torch.profiler.record_function(f"## {stage} {index} ##") if is_profiled() else None
 
     def __enter__(self) -> None:
-        self._range.__enter__()
+        if self._range is not None:
+            self._range.__enter__()
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._range.__exit__(kind, error, trace)
+        if self._range is not None:
+            self._range.__exit__(kind, error, trace)
         if isinstance(error, Exception):
             error.add_note(f"raised in stage {self._stage} of batch {self._index} on rank {self._rank}")

@@ -1,6 +1,7 @@
 """The exchange of sizes before ids are sent: how many elements of each tensor, and how many ids of each feature."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from itertools import islice, repeat, zip_longest
 from typing import Any, NamedTuple, TypeAlias
 from zlib import crc32
@@ -84,11 +85,16 @@ _MOST_FOUND = 1 << 16
 """Each rank sends one number: its number of inputs found plus this constant times a checksum of their types."""
 
 
-def types_in(labels: Sequence[str], tensors: Iterable[Tensor]) -> str:
+def types_in(labels: Iterable[str], tensors: Iterable[Tensor]) -> str:
     """Return the types of the tensors that an input is sent as, for `check_types`; `labels` are TorchRec's."""
+    return _in_words(tuple(labels), tuple([tensor.dtype for tensor in tensors]))
+
+
+@lru_cache(256)  # in each step the same
+def _in_words(labels: tuple[str, ...], dtypes: tuple[torch.dtype, ...]) -> str:
     words = {"values": "ids", "strides": "batch sizes by feature"}
-    parts = zip((words.get(label, label) for label in labels), tensors, strict=True)
-    return ", ".join(f"{part} of {str(tensor.dtype).removeprefix('torch.')}" for part, tensor in parts)
+    parts = zip((words.get(label, label) for label in labels), dtypes, strict=True)
+    return ", ".join(f"{part} of {str(dtype).removeprefix('torch.')}" for part, dtype in parts)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiled step calls it, and has no collective of objects

@@ -325,8 +325,11 @@ def other_forwards(forwards: list[tuple[Any, Callable[..., Any]]]) -> Iterator[N
 
 def inputs_of(batch: Any) -> list[tuple[Path, KeyedJaggedTensor]]:
     """Return every KeyedJaggedTensor of a batch with the path that leads to it."""
-    found = leaves(batch, lambda node: isinstance(node, KeyedJaggedTensor))
-    return [(path, leaf) for path, leaf in found if isinstance(leaf, KeyedJaggedTensor)]
+    return [(path, leaf) for path, leaf in leaves(batch, _is_input) if _is_input(leaf)]
+
+
+def _is_input(node: Any) -> bool:
+    return KeyedJaggedTensor in type(node).__mro__  # `isinstance` is slow for abstract classes
 
 
 def only_input(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

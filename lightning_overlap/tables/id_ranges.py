@@ -34,7 +34,6 @@ class IdRanges:
         self._fewest = 0  # rows of the smallest table of these keys
         self._last: dict[torch.dtype, Any] = {}  # last row by key; for features that no table reads, the largest number
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # PyTorch lacks operators of unsigned integers
     def first_outside(self, kjt: KeyedJaggedTensor) -> tuple[str, str] | None:
         """Return a feature with an id outside of its table and a description, or None; skip inputs on a device."""
         values = kjt.values()

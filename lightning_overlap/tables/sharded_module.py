@@ -1,10 +1,10 @@
 """Inspect a sharded module: its kernels, fused optimizers and tables; TorchRec's private names."""
 
 import functools
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeAlias, TypeVar
-from weakref import WeakKeyDictionary
 
 import torch
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
@@ -58,13 +58,14 @@ def check_torchrec(module: nn.Module) -> None:
 
 def read_once(read: Callable[[Any], list[R]]) -> Callable[[Any], list[R]]:
     """Cache the results of a function by module; a module's shards do not change."""
-    known: WeakKeyDictionary[nn.Module, list[R]] = WeakKeyDictionary()
+    known: dict[int, list[R]] = {}  # by id, until the module is gone; a WeakKeyDictionary costs a call more
 
     @functools.wraps(read)
     def read_or_remember(module: Any) -> list[R]:
-        found = known.get(module)
+        found = known.get(id(module))
         if found is None:
-            found = known[module] = read(module)
+            found = known[id(module)] = read(module)
+            weakref.finalize(module, known.pop, id(module)).atexit = False
         return found
 
     return read_or_remember
@@ -100,7 +101,7 @@ def _rate_memory(module: Any) -> list[Any]:
 
 def rates_of(module: Any) -> list[float]:
     """Return the learning rate of each kernel of a module, from host memory, without operators or syncs."""
-    return [float(rate) for rate in _rate_memory(module)]
+    return list(map(float, _rate_memory(module)))
 
 
 def tbes_within(lookups: Iterable[nn.Module]) -> list[SplitTableBatchedEmbeddingBagsCodegen]:

@@ -6,6 +6,7 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.loops.fetchers import _DataFetcher
+from lightning.pytorch.trainer import call
 
 from ...distributed import ASK_FOR_LAST
 from ...runtime import BatchMemory, FetchedBatch, StageTimer, keeps_its_data
@@ -100,12 +101,11 @@ class BatchStream:
 
     def _stage(self, fetched: FetchedBatch) -> Any:
         """Prepare a batch as Lightning's loops do before its step: convert, transfer hooks, copy to the device."""
-        trainer, strategy = self._trainer, self._trainer.strategy
+        trainer = self._trainer
         dataloader_idx = 0 if self.trains else fetched.dataloader_idx  # Lightning names loader 0 in training
         batch = trainer.precision_plugin.convert_input(fetched.batch)
         batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=dataloader_idx)
-        with trainer.profiler.profile(f"[Strategy]{type(strategy).__name__}.batch_to_device"):  # type: ignore[attr-defined]
-            return strategy.batch_to_device(batch, dataloader_idx=dataloader_idx)
+        return call._call_strategy_hook(trainer, "batch_to_device", batch, dataloader_idx=dataloader_idx)
 
     def nones_after(self, num_before: int) -> list[int]:
         """Return the numbers of the None batches that come right after `num_before` other batches."""
