@@ -20,6 +20,8 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from ..distributed import PEER_LOST
+
 
 class RunEndedError(RuntimeError):
     """A rank failed, or a signal ended the run; `exit_code` is for the shell."""
@@ -108,8 +110,10 @@ def _first_failure(folder: Path, err: ChildFailedError) -> str:
         for path in (folder / "errors").glob("rank_*.json")
     }
     silent = {number: failure for number, failure in err.failures.items() if number not in written}
-    # After a failure the launcher sends SIGTERM to the other ranks.
-    unasked = {number: failure for number, failure in silent.items() if failure.exitcode != -signal.SIGTERM}
+    # After a failure the launcher sends SIGTERM to the other ranks, and gloo may abort a rank that waits for this one.
+    has_cause = any(not any(said in one["message"] for said in PEER_LOST) for one in written.values())
+    follow = (-signal.SIGTERM, -signal.SIGABRT) if has_cause else (-signal.SIGTERM,)
+    unasked = {number: failure for number, failure in silent.items() if failure.exitcode not in follow}
     silent = unasked if written or unasked else silent
     if silent:  # killed, or ended in the middle of native code: the others' errors follow from it
         number, failure = min(silent.items(), key=lambda item: item[1].exitcode)

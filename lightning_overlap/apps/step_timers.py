@@ -66,7 +66,7 @@ def loss_of(trainer: Trainer, outputs: Any) -> Tensor:
     """Return the loss of a batch, `()`, without Lightning's division by accumulated batches; NaN if there is none."""
     loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
     loss = loss.detach() if isinstance(loss, Tensor) else torch.tensor(float("nan"))
-    return loss * trainer.accumulate_grad_batches
+    return loss * trainer.accumulate_grad_batches if trainer.accumulate_grad_batches > 1 else loss
 
 
 class Meter:

@@ -186,9 +186,6 @@ class _OneCopy(DefaultSavePlanner):
         return data
 
 
-# -- loading ----------------------------------------------------------------------------------------------------
-
-
 def resolve_path(path: Path) -> Path:
     """Return the path of a checkpoint, perhaps its old name after a crash; raise a ValueError if it is not complete."""
     if not path.exists() and (is_folder(before := being_replaced(path)) or before.is_file()):

@@ -294,7 +294,9 @@ def _state(weight: Tensor) -> object:
 def _candidates(model: nn.Module, without: set[int]) -> Iterator[SplitLayer]:
     """Yield the modules that may be split, and those left whole that multiply by weights of their own (no norms)."""
     holders = Counter(id(weight) for module in model.modules() for weight in module.parameters(recurse=False))
-    compiled = {id(part) for module in model.modules() if _is_compiled(module) for part in module.modules()}
+    kind = torch._dynamo.OptimizedModule
+    whole = [one for one in model.modules() if isinstance(one, kind) or one._compiled_call_impl is not None]
+    compiled = {id(part) for module in whole for part in module.modules()}
     parts_of_left: set[int] = set()
     for name, module in model.named_modules():
         layer = SplitLayer(name, module)
@@ -317,10 +319,6 @@ def _candidates(model: nn.Module, without: set[int]) -> Iterator[SplitLayer]:
                 )
                 parts_of_left |= {id(part) for part in module.modules()} if _is_of_torch(module) else set()
                 yield layer
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    return isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl is not None
 
 
 def _is_plain(module: nn.Module) -> bool:

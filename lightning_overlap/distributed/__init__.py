@@ -14,6 +14,7 @@ from .consensus import check_none_batches as check_none_batches
 from .consensus import gather_objects as gather_objects
 from .consensus import together as together
 from .consensus import warn_on_rank_zero as warn_on_rank_zero
+from .failures import PEER_LOST as PEER_LOST
 from .failures import FirstCause as FirstCause
 from .failures import Store as Store
 from .failures import default_store as default_store

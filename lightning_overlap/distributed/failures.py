@@ -29,7 +29,7 @@ _causes: dict[int, FirstCause] = {}
 """The `FirstCause` of the newest error, by its id. The error holds only this id: a store cannot be pickled."""
 _PLACE = re.compile(r"rank \d+ (was|had failed) |Another rank did not answer")
 """Notes that other ranks need not print: the first failing rank prints the same."""
-_PEER_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "/gloo/", "NCCL")
+PEER_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "/gloo/", "NCCL")
 _num_runs = itertools.count()
 _sockets: dict[int, str] = {}  # descriptor -> its socket at that time, since descriptors are reused
 
@@ -111,9 +111,6 @@ def timed_out(error: BaseException) -> bool:
     return any(said in str(error) for said in ("Timed out waiting", "Application timeout caused pair closure"))
 
 
-# -- last words -----------------------------------------------------------------------------------------------------
-
-
 def tell_last(error: BaseException, cause: FirstCause) -> None:
     """Install an excepthook for this error: the process prints it in its turn, or leaves it to another rank."""
     if dist.is_initialized() and dist.get_world_size() > 1:
@@ -146,7 +143,7 @@ def _print_in_turn(
         sys.stderr.flush()
         cause.told()
     else:
-        lost_peer = isinstance(error, RuntimeError | SystemExit) and any(said in str(error) for said in _PEER_LOST)
+        lost_peer = isinstance(error, RuntimeError | SystemExit) and any(said in str(error) for said in PEER_LOST)
         if f"{kind.__name__}: {error}" != first.error and not (lost_peer or timed_out(error)):
             print_whole(kind, error, trace)
         elif first.stderr == _stderr():  # the first rank prints everything except this rank's own notes

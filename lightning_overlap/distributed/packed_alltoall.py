@@ -34,7 +34,9 @@ class PackedExchange:
         for part, width in zip(parts, widths, strict=True):
             sent.append([rows * width for rows in part.sent])
             came.append([rows * width for rows in part.received])
-            pieces.append(part.tensor.detach().reshape(-1).view(unit).split(sent[-1]))
+            plain = part.tensor.dtype is unit and part.tensor.dim() == 1 and not part.tensor.requires_grad
+            flat = part.tensor if plain else part.tensor.detach().reshape(-1).view(unit)
+            pieces.append(flat.split_with_sizes(sent[-1]))
         self._packed = torch.cat([*chain.from_iterable(zip(*pieces, strict=True))])
         self._sizes = [*chain.from_iterable(zip(*came, strict=True))]
         from_ranks, to_ranks = [*map(sum, zip(*came, strict=True))], [*map(sum, zip(*sent, strict=True))]
@@ -51,11 +53,10 @@ class PackedExchange:
         if self._work is not None:
             self._work.wait()
             self._hand_to_current_stream(self._packed, self._came)
-            pieces = self._came.split(self._sizes)
-            self._received = [
-                torch.cat(pieces[number :: len(self._parts)]).view(dtype).view(-1, *shape)
-                for number, (dtype, shape) in enumerate(self._parts)
-            ]
+            pieces = self._came.split_with_sizes(self._sizes)
+            for number, (dtype, shape) in enumerate(self._parts):
+                part = torch.cat(pieces[number :: len(self._parts)]).view(dtype)
+                self._received.append(part.view(-1, *shape) if shape else part)
             self._work = None  # it also holds the sent and received tensors
             del self._packed, self._came
         taken = [part for part in self._received[place] if part is not None]

@@ -1,12 +1,14 @@
-"""Skip work of Lightning that has no effect on a step: moves of logged values, and hooks that do nothing."""
+"""Skip work of Lightning that has no effect on a step: of `self.log` (moves, signatures), and hooks that do nothing."""
 
 import logging
 from contextlib import ExitStack
+from functools import lru_cache
 from types import FunctionType
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.core import module as core
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer import call
@@ -16,7 +18,8 @@ from torchmetrics import Metric
 
 from .private_names import PRIVATE_NAMES
 
-_OWN = {"to": _ResultMetric.to, **{name: getattr(call, name) for name in PRIVATE_NAMES[call.__name__]}}
+_OWN: dict[str, Any] = {"to": _ResultMetric.to, "is_param_in_hook_signature": core.is_param_in_hook_signature}  # type: ignore[attr-defined]
+_OWN |= {name: getattr(call, name) for name in PRIVATE_NAMES[call.__name__]}
 """Lightning's methods and functions that are replaced, by name."""
 
 
@@ -51,6 +54,18 @@ def _states_are_on(metric: Metric, device: torch.device) -> bool:
     return True
 
 
+def _is_param_in_hook_signature(hook: Any, *args: Any, **kwargs: Any) -> bool:
+    function = getattr(hook, "__func__", None)
+    if type(function) is not FunctionType:
+        return _OWN["is_param_in_hook_signature"](hook, *args, **kwargs)  # type: ignore[no-any-return]
+    return _read_signature(function, *args, **kwargs)
+
+
+@lru_cache(maxsize=16)
+def _read_signature(function: FunctionType, *args: Any, **kwargs: Any) -> bool:
+    return _OWN["is_param_in_hook_signature"](function, *args, **kwargs)  # type: ignore[no-any-return]
+
+
 _IN_EACH_STEP = (
     *("on_train_batch_start", "on_train_batch_end", "on_before_zero_grad", "on_before_backward", "on_after_backward"),
     *("on_before_optimizer_step", "on_validation_batch_start", "on_validation_batch_end", "on_test_batch_start"),
@@ -64,23 +79,16 @@ _EMPTY_HOOKS = frozenset(
 _NAMES_OF_PROFILING = frozenset(("start", "stop", "profile"))
 
 
-def _note_silence(trainer: Trainer) -> LightningModule | None:
-    """Return the module if its hooks are not recorded: no profiler runs, and Lightning's logger is not at DEBUG."""
-    module = _running.get(id(trainer))
-    profiler = trainer.profiler  # type: ignore[attr-defined]
-    is_silent = type(profiler) is PassThroughProfiler and _NAMES_OF_PROFILING.isdisjoint(vars(profiler))
-    if module is None or not is_silent or call.log.isEnabledFor(logging.DEBUG):
-        _silent.pop(id(trainer), None)
-        return None
-    _silent[id(trainer)] = module
-    return module
-
-
 def _call_callback_hooks(
     trainer: Trainer, hook_name: str, *args: Any, monitoring_callbacks: bool | None = None, **kwargs: Any
 ) -> None:
-    module = _note_silence(trainer)  # once for the hooks of callbacks, module and strategy, which Lightning calls next
-    if monitoring_callbacks is not None or module is None:
+    module, profiler = _running.get(id(trainer)), trainer.profiler  # type: ignore[attr-defined]
+    is_silent = type(profiler) is PassThroughProfiler and _NAMES_OF_PROFILING.isdisjoint(vars(profiler))
+    if module is None or not is_silent or call.log.isEnabledFor(logging.DEBUG):
+        _silent.pop(id(trainer), None)
+    else:  # also for the hooks of module and strategy, which Lightning calls next
+        _silent[id(trainer)] = module
+    if monitoring_callbacks is not None or module is None or id(trainer) not in _silent:
         _OWN["_call_callback_hooks"](trainer, hook_name, *args, monitoring_callbacks=monitoring_callbacks, **kwargs)
         return
     before = module._current_fx_name
@@ -124,10 +132,11 @@ def _call(module: LightningModule, hook_name: str, hook: Any, args: tuple[Any, .
 _REPLACEMENTS = (
     *((call, own.__name__, own) for own in (_call_callback_hooks, _call_lightning_module_hook, _call_strategy_hook)),
     (_ResultMetric, "to", _to),
+    (core, "is_param_in_hook_signature", _is_param_in_hook_signature),
 )
 """(module or class of Lightning, name of its attribute, replacement while any run goes on)."""
 _running: dict[int, LightningModule] = {}  # the modules of the trainers that run, by the trainer's id
-_silent: dict[int, LightningModule] = {}  # those of them whose hooks are not recorded now
+_silent: dict[int, LightningModule] = {}  # those whose hooks nobody records: no profiler, no log at level DEBUG
 
 
 def install(trainer: Trainer, undo: ExitStack) -> None:

@@ -16,7 +16,7 @@ from typing_extensions import override
 from .. import checkpoint as checkpoints
 from .. import tables
 from ..distributed import default_store
-from ..runtime import Executor, LookupOrder, Observer, Streams, make_streams, observe_nothing
+from ..runtime import Executor, LookupOrder, Observer, Streams, make_streams
 from ..schedules import Mode, ModeName, Schedule, Stage, StreamName, StreamPolicy, resolve_mode, resolve_stream
 from ..sparse import SparseOptions, SparsePipeline, StaleRows
 from ..tables import FusedOptimizer, OutOfRangeIds, OverflowWatch, QuantizedComms, ReplicateTables, Sharding
@@ -293,8 +293,7 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
             fills_waits=trains and module.automatic_optimization,
         )
         stream = StreamName.COMPUTE if lookup is None else lookup.stream
-        observe = self._observer if trains and self._observer is not None else observe_nothing
-        order = LookupOrder(self.streams, stream, observe, self.global_rank)
+        order = LookupOrder(self.streams, stream, self._observer if trains else None, self.global_rank)
         return SparsePipeline(tables.sharded_modules(module), self._groups.lookahead, order, options)
 
     def look_ahead(

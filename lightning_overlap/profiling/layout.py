@@ -107,8 +107,10 @@ class Picture:
         for rank, spans in ranks.items():
             if spans:
                 window = steady_window(spans, num_steps)
-                if self.panels and _share_seen(spans, self.panels[0].window) > _ONE_CLOCK:
-                    window = self.panels[0].window
+                start, end = min(span.start_ms for span in spans), max(span.end_ms for span in spans)
+                first, last = self.panels[0].window if self.panels else window
+                if min(end, last) - max(start, first) > _ONE_CLOCK * (last - first):
+                    window = first, last
                 self.panels.append(_panel(rank, spans, window, resolution, (overlapped or {}).get(rank)))
         self._spans = [span for panel in self.panels for rows in panel.lanes.values() for row in rows for span in row]
         staged = [span.batch is not None for span in self._spans if span.stage is not None]
@@ -145,11 +147,6 @@ class Picture:
             carries = SHORT[span.stage]
         short = f"wait: {carries}" if is_wait else carries
         return short if span.batch is None or not self._by_batch else f"{short} {span.batch}"
-
-
-def _share_seen(spans: Sequence[Span], window: Interval) -> float:
-    start, end = min(span.start_ms for span in spans), max(span.end_ms for span in spans)
-    return (min(end, window[1]) - max(start, window[0])) / (window[1] - window[0])
 
 
 def _panel(

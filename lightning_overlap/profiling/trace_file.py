@@ -19,6 +19,7 @@ WRITER = "lightning_overlap timeline"  # marks the files of this package
 
 _ADVICE = "Pass a trace of torch.profiler (export_chrome_trace; .json or .json.gz) or of this package."
 _NAME = re.compile(r'("name": ")(.*?)(",\s*"(?:pid|ph|tid|ts|cat)":)')  # Kineto does not escape quotes in names
+_QUOTE = re.compile(r'(\\.)|"')
 
 _CATEGORIES = {
     *("kernel", "gpu_memcpy", "gpu_memset"),
@@ -73,14 +74,10 @@ def _parsed(text: str) -> Any:
     try:
         return json.loads(text, object_hook=_shorten, strict=False)
     except json.JSONDecodeError:  # has the place in the original file
-        mended = _NAME.sub(lambda match: match[1] + _with_escaped_quotes(match[2]) + match[3], text)
+        mended = _NAME.sub(lambda match: match[1] + _QUOTE.sub(lambda one: one[1] or '\\"', match[2]) + match[3], text)
         with suppress(json.JSONDecodeError):
             return json.loads(mended, object_hook=_shorten, strict=False)
         raise
-
-
-def _with_escaped_quotes(name: str) -> str:
-    return re.sub(r'\\.|"', lambda match: '\\"' if match[0] == '"' else match[0], name)
 
 
 def _text(path: Path) -> str:

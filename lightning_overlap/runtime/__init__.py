@@ -12,7 +12,6 @@ from .interfaces import (
     SparseStages,
     StageTimer,
     Updates,
-    observe_nothing,
 )
 from .lookup_order import LookupOrder
 from .profiler_ranges import RangesLeftOut, is_profiled

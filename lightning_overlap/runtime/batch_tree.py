@@ -6,6 +6,7 @@ import pickle
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
+from operator import methodcaller
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -102,37 +103,31 @@ class _LeavesOut(pickle.Pickler):
 
 
 def _children(node: Any) -> list[tuple[tuple[str, Any], Any]] | None:
-    kind, fields = _parts_of(node.__class__)  # type: ignore[arg-type]
-    if kind is None:
+    parts = _parts_of(node.__class__)
+    if callable(parts):
+        return [(("item", key), value) for key, value in parts(node)]
+    if parts is None:
         return None
-    if kind is Mapping:
-        return [(("item", key), value) for key, value in node.items()]
-    if kind is Sequence:
-        return [(("item", index), value) for index, value in enumerate(node)]
-    names = [name for name in fields if hasattr(node, name)]
-    if kind is object:
+    names = [name for name in parts if hasattr(node, name)]
+    if isinstance(parts, list):
         names += getattr(node, "__dict__", ())
-        if not names:
-            return None
-    return [(("attr", name), getattr(node, name)) for name in names]
+    return [(("attr", name), getattr(node, name)) for name in names] if names or type(parts) is tuple else None
 
 
 @lru_cache(maxsize=256)  # `isinstance` is slow for abstract classes
-def _parts_of(cls: type) -> tuple[type | None, Sequence[str]]:
-    """Return what an object is searched as, None if it is not, and its fields; a plain `object` may have more."""
+def _parts_of(cls: type) -> Callable[[Any], Any] | Sequence[str] | None:
+    """Return a function that lists an object's items, or names of attributes; in a list, `__dict__` may have more."""
     if cls in _ATOMS:
-        return None, ()
+        return None
     if issubclass(cls, Mapping):
-        return Mapping, ()
+        return methodcaller("items")
     if issubclass(cls, tuple) and hasattr(cls, "_fields"):
-        return tuple, cls._fields
+        return tuple(cls._fields)
     if issubclass(cls, Sequence) and not issubclass(cls, (str, bytes)):
-        return Sequence, ()
+        return enumerate
     if issubclass(cls, _NOT_SEARCHED):
-        return None, ()
-    if dataclasses.is_dataclass(cls):
-        return tuple, [field.name for field in dataclasses.fields(cls)]
-    return object, _slots(cls)
+        return None
+    return tuple(field.name for field in dataclasses.fields(cls)) if dataclasses.is_dataclass(cls) else _slots(cls)  # type: ignore[arg-type]
 
 
 def _has_parts(node: Any) -> bool:

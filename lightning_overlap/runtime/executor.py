@@ -83,8 +83,6 @@ class Executor:
         self.updates.reset()
         self.writes.reset()
 
-    # -- where it is ------------------------------------------------------------------------------------------------
-
     @property
     def num_trained(self) -> int:
         """Batches handed to the trainer so far."""
@@ -107,11 +105,6 @@ class Executor:
         return min(self._schedules.at(batch).staleness, self._schedules.at(batch + 1).staleness)
 
     @property
-    def num_ahead(self) -> int:
-        """Batches fetched but not yet handed to the trainer."""
-        return len(self.queue.in_flight) - (self.queue.current is not None)
-
-    @property
     def num_in_flight(self) -> int:
         """Batches fetched whose step is not over, or whose update of the tables is still to come."""
         return len(self.queue.in_flight.keys() | self.updates.to_update)
@@ -119,9 +112,7 @@ class Executor:
     @property
     def is_last(self) -> bool:
         """Whether the current batch is known to be the last one, on all ranks."""
-        return self.end.is_last(self._iteration, self.num_ahead)
-
-    # -- what the trainer calls -------------------------------------------------------------------------------------
+        return self.end.is_last(self._iteration, len(self.queue.in_flight) - (self.queue.current is not None))
 
     def next_batch(self) -> InFlightBatch | None:
         """Begin the next iteration; return its batch, or None if the data of any rank has ended."""
@@ -260,8 +251,6 @@ class Executor:
         batches = [*self.queue.in_flight.values(), *self.updates.to_update.values()]
         abandon([*self.end.answers.values(), *(batches if on_host else ())])
         self._reset()
-
-    # -- the walk ---------------------------------------------------------------------------------------------------
 
     def _begin_epoch(self) -> None:
         self._first_batch = self._num_before()

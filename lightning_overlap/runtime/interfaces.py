@@ -15,10 +15,6 @@ Observer = Callable[[str, Stage, int], None]
 """Called with ("issue" | "wait", stage, batch number) for every issued stage and every wait for a result."""
 
 
-def observe_nothing(kind: str, stage: Stage, index: int) -> None:
-    """The observer of a run without an observer."""
-
-
 class FetchedBatch(NamedTuple):
     """A batch from a source."""
 

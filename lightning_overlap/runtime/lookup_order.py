@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from ..schedules import Stage, StreamName
-from .interfaces import Observer, StageTimer, observe_nothing
+from .interfaces import Observer, StageTimer
 from .streams import NOTHING, Streams
 
 
@@ -19,10 +19,11 @@ class LookupOrder:
         self,
         streams: Streams,
         lookup: StreamName = StreamName.COMPUTE,
-        observe: Observer = observe_nothing,
+        observe: Observer | None = None,
         rank: int = 0,
     ) -> None:
-        self.streams, self.lookup, self.observe, self.rank = streams, lookup, observe, rank
+        self.streams, self.lookup, self.rank = streams, lookup, rank
+        self.observe: Observer = observe or (lambda kind, stage, index: None)
         self.timer: StageTimer | None = None  # told of every stage that either side issues
         self.num_told = 0  # the user's calls of `tables_changed()`
         self._written: Any = None  # event after the last write of a table on the compute stream

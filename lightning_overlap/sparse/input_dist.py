@@ -22,7 +22,7 @@ from ..distributed import PackedExchange, Part, gather_objects
 from ..runtime import InFlightBatch, Streams
 from ..tables import ids_fit_32_bits, input_dists_of
 from .input_sizes import Form, InputSizes, PartSizes, form_of, is_counted_on_device
-from .module_context import Replaced
+from .module_context import replaced
 from .pipelined_forward import other_forwards
 
 
@@ -174,12 +174,12 @@ def _lengths_known(lengths: list[int] | None) -> AbstractContextManager[None]:
         are_these = len(lengths) == len(of_kjt["keys"]) and sum(lengths) == of_kjt["values"].numel()
         return lengths if are_these else own(*args, **of_kjt)
 
-    return Replaced(jagged_tensor, "_maybe_compute_length_per_key", length_per_key)
+    return replaced(jagged_tensor, "_maybe_compute_length_per_key", length_per_key)
 
 
 def recats_cached() -> AbstractContextManager[None]:
     """Within this context TorchRec takes `recat`, the index that orders received features, from a cache."""
-    return Replaced(dist_data, "_get_recat", partial(_cached_recat, dist_data._get_recat))
+    return replaced(dist_data, "_get_recat", partial(_cached_recat, dist_data._get_recat))
 
 
 def _cached_recat(own: Any, *, batch_size_per_rank: list[int] | None, **splits: Any) -> Tensor | None:

@@ -4,7 +4,6 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Any, TypeAlias
 
 import torch
@@ -17,7 +16,6 @@ from ..runtime import LookupOrder
 from ..tables import SetRates, tables_of, tbes_within
 from .pipelined_forward import other_forwards
 
-_COUNT = attrgetter("iter_cpu")
 Kernels: TypeAlias = list[SplitTableBatchedEmbeddingBagsCodegen]
 
 
@@ -34,7 +32,7 @@ def set_kernel_rates(kernels: Kernels, rates: list[float]) -> None:
 
 def lookup_counts(kernels: Kernels) -> list[int]:
     """Return the iteration count of each kernel, from its copy on the host, without a sync."""
-    return list(map(int, map(_COUNT, kernels)))
+    return [int(tbe.iter_cpu) for tbe in kernels]
 
 
 def lookups_since(kernels: Kernels, counts: list[int]) -> list[int]:

@@ -1,6 +1,5 @@
 """The kinds of sharded modules: where each keeps its tables, and the last writer of the tables."""
 
-import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -52,12 +51,7 @@ _WITHOUT_CACHE = (DENSE, EmbeddingComputeKernel.FUSED.value, EmbeddingComputeKer
 
 def spec_of(module: nn.Module) -> ModuleSpec | None:
     """Return the spec of a module's class or nearest base class; None for an unknown kind."""
-    return _spec_of_class(type(module))  # type: ignore[arg-type]
-
-
-@functools.cache
-def _spec_of_class(cls: type) -> ModuleSpec | None:
-    return next((SUPPORTED_MODULES[base] for base in cls.__mro__ if base in SUPPORTED_MODULES), None)
+    return next((SUPPORTED_MODULES[cls] for cls in type(module).__mro__ if cls in SUPPORTED_MODULES), None)
 
 
 def tables_of(module: Any) -> Any:

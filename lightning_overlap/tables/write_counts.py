@@ -3,7 +3,6 @@
 import weakref
 from collections.abc import Iterable
 from functools import partial
-from operator import attrgetter
 from typing import Any, Self
 
 import torch
@@ -20,7 +19,6 @@ from .sharded_module import read_once, tbes
 from .supported_modules import sharded_modules
 
 _PARTS = ("_values", "_lengths", "_weights")
-_VERSION = attrgetter("_version")
 _COUNTED_AT = "_counted_at"  # attribute of an input: write count of its lengths when its ids were counted
 
 
@@ -175,7 +173,7 @@ def _raise_lost_gradients(backward: int) -> None:
 
 def num_fused_writes(module: Any) -> tuple[int, ...]:
     """Return the write count of each weight of a module's fused tables, without updates by the fused backward."""
-    return tuple(map(_VERSION, _fused_weights(module)))
+    return tuple([weight._version for weight in _fused_weights(module)])
 
 
 def count_backwards(module: Any, answer: Any) -> None:
@@ -200,4 +198,4 @@ def num_writes(module: Any, owner: WeightOwner) -> tuple[int, ...]:
     if owner is WeightOwner.LOOKUP:
         return ()
     dense = dense_weights(module) if owner is WeightOwner.DENSE_OPTIMIZER else []
-    return (_num_backwards.get(module, 0), *num_fused_writes(module), *map(_VERSION, dense))
+    return (_num_backwards.get(module, 0), *num_fused_writes(module), *[weight._version for weight in dense])

@@ -9,7 +9,7 @@ import pytest
 
 from lightning_overlap.apps import launch
 
-LOST = RuntimeError("connection closed by peer")
+LOST = RuntimeError("Connection closed by peer")
 
 
 @pytest.mark.parametrize(
@@ -17,10 +17,19 @@ LOST = RuntimeError("connection closed by peer")
     [
         ({1: OSError("the disk is gone")}, (-signal.SIGTERM, 1), "rank 1: OSError: the disk is gone\n"),
         ({0: LOST}, (1, -signal.SIGKILL), "rank 1: killed by SIGKILL"),
+        ({0: LOST}, (1, -signal.SIGABRT), "rank 1: killed by SIGABRT"),
+        ({0: ValueError("mine")}, (1, -signal.SIGABRT), "rank 0: ValueError: mine\n"),
         ({1: ValueError("mine"), 0: LOST}, (1, 1), "rank 1: ValueError: mine\n"),
         ({}, (-signal.SIGTERM,), "rank 0: killed by SIGTERM"),
     ],
-    ids=["error_beats_sigterm", "kill_beats_errors", "earlier_error", "only_terminated"],
+    ids=[
+        "error_beats_sigterm",
+        "kill_beats_errors",
+        "abort_beats_lost_peers",
+        "error_beats_abort",
+        "earlier_error",
+        "only_terminated",
+    ],
 )
 def test_the_first_cause_is_told(
     written: dict[int, Exception], exit_codes: tuple[int, ...], first: str, tmp_path: Path, monkeypatch: Any

@@ -44,7 +44,10 @@ class DenseSource:
         dense = [Dense(name, value) for name, value in zip(self._tensors, copies, strict=False)]
         tables, rows = copies[len(dense) :], []
         for field, now_RD, before_RD in zip(self._tables, tables, self._sent, strict=True):
-            changed_N = torch.arange(len(now_RD)) if before_RD is None else _changed_rows(now_RD, before_RD)
+            changed_N = torch.arange(len(now_RD))
+            if before_RD is not None:  # the rows that differ in any bit
+                differ = now_RD.contiguous().view(torch.uint8) != before_RD.contiguous().view(torch.uint8)
+                changed_N = differ.any(1).nonzero().squeeze(1)
             if len(changed_N):
                 rows.append(field.rows(changed_N, now_RD.index_select(0, changed_N)))
         self._sent = tables
@@ -53,12 +56,6 @@ class DenseSource:
     def forget(self) -> None:
         """Forget the last call's copy, so that all rows count as changed."""
         self._sent = [None] * len(self._tables)
-
-
-def _changed_rows(now_RD: Tensor, before_RD: Tensor) -> Tensor:
-    """Return the rows that differ in any bit, `(N,)`, int64."""
-    differ = now_RD.contiguous().view(torch.uint8) != before_RD.contiguous().view(torch.uint8)
-    return differ.any(1).nonzero().squeeze(1)
 
 
 class Cut:
