@@ -47,6 +47,8 @@ EXPECTED: Mapping[str, Mapping[str, str]] = {
     "overlap": {},
     "lookahead": {
         "test_hooks.py::test_trainer_model_hook_system_fit[": TRANSFERS,
+        "test_hooks.py::test_trainer_model_hook_system_eval[": TRANSFERS,
+        "test_hooks.py::test_trainer_model_hook_system_predict": TRANSFERS,
         "test_hooks.py::test_trainer_model_hook_system_fit_no_val_and_resume_max": RESTORES,
         "test_timer.py::test_timer_resume_training": RESTORES,
         "test_stochastic_weight_avg.py::test_swa_resume_training_from_checkpoint_custom_scheduler[3]": RESTORES,
