@@ -16,6 +16,7 @@ SHARE = "TESTS_SHARE_GPU"  # set, two ranks share one GPU, so that all-to-alls r
 
 FIRST = re.compile(
     r"test_streams_cuda|one_stale_lookup|a_graph_made_in_a_backward|between_a_lookup_and_its_backward|makes_the_host_wait"
+    r"|changes_nothing\[(fused_sparse_dist|split_backward|semi_sync)-"
     r"|does_not_write_what_is_still_read|(plain_loop|delayed_updates)\[\w+-data_dist-table_wise\]"
     r"|read_of_sizes\[fused_sparse_dist-dedicated|rate_of_its_step\[fused_sparse_dist-dedicated-table_wise\]"
 )

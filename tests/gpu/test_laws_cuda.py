@@ -1,11 +1,13 @@
 """Laws 1 to 5 on CUDA with NCCL, one rank per GPU: the tests of `laws/test_laws.py`, for each stream policy."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 
-from lightning_overlap import MODES, STREAMS, Schedule, Stage
+from lightning_overlap import MODES, STREAMS, Schedule, Stage, StreamName
 
 from ..support import reference
 from ..support.cases import CASES, NUM_STEPS, SEQUENCE, TABLE_WISE, Case, TableSpec
@@ -24,6 +26,8 @@ SENT = tuple(
 )
 CUDA_CASES = (*CASES, ADAM, ROW_WISE, *SENT)
 
+BUSY_CYCLES = 20_000_000  # about 10 ms
+
 _references: dict[tuple[str, int], list[reference.Result]] = {}
 
 
@@ -34,16 +38,41 @@ def _deterministic_reference(case: Case, staleness: int) -> reference.Result:
     return reference.train(case, device_type="cuda")
 
 
-def _deterministic_fit(case: Case, pipeline: str | Schedule, stream: str) -> reference.Result:
+class _Busy(Callback):
+    """Keeps a stream busy, so that the host and the other streams run ahead of it, and a missing wait shows."""
+
+    reads_tables = False
+
+    def __init__(self, busy: StreamName) -> None:
+        self._busy = busy
+
+    def _sleep(self, trainer: Any, *args: Any) -> None:
+        with trainer.strategy.streams.on(self._busy):
+            torch.cuda._sleep(BUSY_CYCLES)
+
+    on_train_batch_start = on_before_backward = on_before_optimizer_step = on_train_batch_end = _sleep
+
+
+def _deterministic_fit(
+    case: Case, pipeline: str | Schedule, stream: str, busy: StreamName | None = None
+) -> reference.Result:
     torch.use_deterministic_algorithms(True, warn_only=True)
-    return fit(case, pipeline, stream=stream, device_type="cuda")
+    callbacks = [] if busy is None else [_Busy(busy)]
+    return fit(case, pipeline, stream=stream, device_type="cuda", callbacks=callbacks)
 
 
-def _differences(gpus: Ranks, case: Case, pipeline: str | Schedule, stream: str, staleness: int = 0) -> list[list[str]]:
+def _differences(
+    gpus: Ranks,
+    case: Case,
+    pipeline: str | Schedule,
+    stream: str,
+    staleness: int = 0,
+    busy: StreamName | None = None,
+) -> list[list[str]]:
     key = (case.name, staleness)
     if key not in _references:
         _references[key] = gpus.run(_deterministic_reference, case, staleness)
-    actual = gpus.run(_deterministic_fit, case, pipeline, stream)
+    actual = gpus.run(_deterministic_fit, case, pipeline, stream, busy)
     assert all(len(result.losses) == NUM_STEPS for result in actual)
     return [mine.differences(theirs) for mine, theirs in zip(actual, _references[key], strict=True)]
 
@@ -60,6 +89,15 @@ def test_exact_mode_equals_the_plain_loop(gpus: Ranks, case: Case, pipeline: str
 @pytest.mark.parametrize("pipeline", STALE)
 def test_stale_mode_equals_delayed_updates(gpus: Ranks, case: Case, pipeline: str, stream: str) -> None:
     assert _differences(gpus, case, pipeline, stream, MODES[pipeline].staleness) == [[]] * gpus.world_size
+
+
+@pytest.mark.parametrize("busy", ["compute", "lookup", "data_dist", "memcpy"])
+@pytest.mark.parametrize("stream", STREAMS)
+@pytest.mark.parametrize("pipeline", MODES)
+def test_a_busy_stream_changes_nothing(gpus: Ranks, pipeline: str, stream: str, busy: str) -> None:
+    """As where the device bounds the step: the tables of the other tests are so small that the host bounds it."""
+    differences = _differences(gpus, TABLE_WISE, pipeline, stream, MODES[pipeline].staleness, StreamName(busy))
+    assert differences == [[]] * gpus.world_size
 
 
 @pytest.mark.parametrize("stream", STREAMS)

@@ -90,8 +90,7 @@ class ServedTables:
                 tensors, name = self.optimizer_state.setdefault(entry.table, {}), entry.field
             if name not in tensors:
                 tensors[name] = torch.zeros(entry.shape, dtype=entry.values.dtype)
-            table = _bits(tensors[name])[:, entry.first_column : entry.first_column + entry.values.shape[1]]
-            table.index_copy_(0, entry.rows.to(table.device), _bits(entry.values).to(table.device))
+            _write_rows(tensors[name], entry)
         for tensor in part.dense:
             if self._makes:
                 self.tensors[tensor.name] = tensor.value
@@ -156,6 +155,11 @@ def check_whole(header: Header, num_found: Counter[str]) -> None:
                 f"the bases of generation {header.generation}, step {header.step} have {num_found[table]} values of "
                 f"{table}, which needs {prod(shape)}. Do all parts come from one training?"
             )
+
+
+def _write_rows(table: Tensor, entry: Rows) -> None:
+    columns = _bits(table)[:, entry.first_column : entry.first_column + entry.values.shape[1]]
+    columns.index_copy_(0, entry.rows.to(table.device), _bits(entry.values).to(table.device))
 
 
 def _bits(tensor: Tensor) -> Tensor:
