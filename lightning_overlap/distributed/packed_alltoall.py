@@ -34,9 +34,7 @@ class PackedExchange:
         for part, width in zip(parts, widths, strict=True):
             sent.append([rows * width for rows in part.sent])
             came.append([rows * width for rows in part.received])
-            plain = part.tensor.dtype is unit and part.tensor.dim() == 1 and not part.tensor.requires_grad
-            flat = part.tensor if plain else part.tensor.detach().reshape(-1).view(unit)
-            pieces.append(flat.split_with_sizes(sent[-1]))
+            pieces.append(part.tensor.detach().reshape(-1).view(unit).split_with_sizes(sent[-1]))
         self._packed = torch.cat([*chain.from_iterable(zip(*pieces, strict=True))])
         self._sizes = [*chain.from_iterable(zip(*came, strict=True))]
         from_ranks, to_ranks = [*map(sum, zip(*came, strict=True))], [*map(sum, zip(*sent, strict=True))]

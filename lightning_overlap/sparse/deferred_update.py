@@ -131,7 +131,7 @@ class DeferredUpdate:
         leaf.grad = None
 
     def send(self) -> list[Tensor]:
-        """Send the gradients of the last backward and return them; first send and apply those of earlier backwards."""
+        """Send the gradients of the last backward, and return all; first send and apply those of earlier backwards."""
         backwards, self._backwards = list(self._backwards.values()), {}
         for left in backwards:
             is_last = left is backwards[-1]
@@ -142,7 +142,8 @@ class DeferredUpdate:
                 self._apply_sent(self._under_way, retain_graph=True)
                 self._sent = None
         self._at_embeddings.clear()
-        return [] if self._sent is None else [gradient for _, _, gradient in self._sent.to_send]
+        left = self._sent or _Backward([])
+        return [*(gradient for _, _, gradient in left.to_send), *(gradient for _, gradient in left.to_apply)]
 
     @property
     def works(self) -> list[dist.Work]:
