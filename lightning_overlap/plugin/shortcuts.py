@@ -1,14 +1,12 @@
-"""Skip work of Lightning that has no effect on a step: of `self.log` (moves, signatures), and hooks that do nothing."""
+"""Skip work of Lightning that has no effect on a step: moves of logged values, and hooks that do nothing."""
 
 import logging
 from contextlib import ExitStack
-from functools import lru_cache
 from types import FunctionType
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.core import module as core
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer import call
@@ -18,8 +16,7 @@ from torchmetrics import Metric
 
 from .private_names import PRIVATE_NAMES
 
-_OWN: dict[str, Any] = {"to": _ResultMetric.to, "is_param_in_hook_signature": core.is_param_in_hook_signature}  # type: ignore[attr-defined]
-_OWN |= {name: getattr(call, name) for name in PRIVATE_NAMES[call.__name__]}
+_OWN = {"to": _ResultMetric.to, **{name: getattr(call, name) for name in PRIVATE_NAMES[call.__name__]}}
 """Lightning's methods and functions that are replaced, by name."""
 
 
@@ -52,18 +49,6 @@ def _states_are_on(metric: Metric, device: torch.device) -> bool:
             if not (isinstance(part, Tensor) and part.device == device):
                 return False
     return True
-
-
-def _is_param_in_hook_signature(hook: Any, *args: Any, **kwargs: Any) -> bool:
-    function = getattr(hook, "__func__", None)
-    if type(function) is not FunctionType:
-        return _OWN["is_param_in_hook_signature"](hook, *args, **kwargs)  # type: ignore[no-any-return]
-    return _read_signature(function, *args, **kwargs)
-
-
-@lru_cache(maxsize=16)
-def _read_signature(function: FunctionType, *args: Any, **kwargs: Any) -> bool:
-    return _OWN["is_param_in_hook_signature"](function, *args, **kwargs)  # type: ignore[no-any-return]
 
 
 _IN_EACH_STEP = (
@@ -132,7 +117,6 @@ def _call(module: LightningModule, hook_name: str, hook: Any, args: tuple[Any, .
 _REPLACEMENTS = (
     *((call, own.__name__, own) for own in (_call_callback_hooks, _call_lightning_module_hook, _call_strategy_hook)),
     (_ResultMetric, "to", _to),
-    (core, "is_param_in_hook_signature", _is_param_in_hook_signature),
 )
 """(module or class of Lightning, name of its attribute, replacement while any run goes on)."""
 _running: dict[int, LightningModule] = {}  # the modules of the trainers that run, by the trainer's id

@@ -1,10 +1,10 @@
 """Inspect a sharded module: its kernels, fused optimizers and tables; TorchRec's private names."""
 
 import functools
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeAlias, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
@@ -58,14 +58,13 @@ def check_torchrec(module: nn.Module) -> None:
 
 def read_once(read: Callable[[Any], list[R]]) -> Callable[[Any], list[R]]:
     """Cache the results of a function by module; a module's shards do not change."""
-    known: dict[int, list[R]] = {}  # by id, until the module is gone; a WeakKeyDictionary costs a call more
+    known: WeakKeyDictionary[nn.Module, list[R]] = WeakKeyDictionary()
 
     @functools.wraps(read)
     def read_or_remember(module: Any) -> list[R]:
-        found = known.get(id(module))
+        found = known.get(module)
         if found is None:
-            found = known[id(module)] = read(module)
-            weakref.finalize(module, known.pop, id(module)).atexit = False
+            found = known[module] = read(module)
         return found
 
     return read_or_remember

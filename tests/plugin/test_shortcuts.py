@@ -15,7 +15,6 @@ import torch
 import torchmetrics
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
-from lightning.pytorch.core import module as core
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection, _ResultMetric
 from torch import Tensor
@@ -147,7 +146,7 @@ def hooks_that_come_late(pipeline: str | None) -> list[tuple[str, int]]:
 
 def _lightning() -> list[Any]:
     names = ("_call_callback_hooks", "_call_lightning_module_hook", "_call_strategy_hook")
-    return [*(getattr(call, name) for name in names), _ResultMetric.to, core.is_param_in_hook_signature]
+    return [*(getattr(call, name) for name in names), _ResultMetric.to]
 
 
 def left_behind(fails: bool) -> list[str]:
