@@ -10,6 +10,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.utils.checkpoint import checkpoint
 
 from lightning_overlap import OverlapEmbeddingStrategy, combined_optimizer
 from lightning_overlap.dense import LateAllReduce
@@ -40,16 +41,24 @@ class Grads(Callback):
             self.seen += [shard.tensor.clone() for shard in table.local_shards()]
 
 
+class Checkpointed(nn.Sequential):
+    def forward(self, given: Tensor) -> Tensor:
+        found: Tensor = checkpoint(super().forward, given, use_reentrant=False)
+        return found
+
+
 class Deep(Model):
     """Has more kinds of layers; `kind` adds what its backward does besides."""
 
     def __init__(self, kind: str = "") -> None:
         torch.manual_seed(3)
         super().__init__(TABLE_WISE)
-        self.kind = kind
+        self.kind, self.automatic_optimization = kind, kind != "manual"
         width = self.top[0].in_features
         first, middle, last = nn.Linear(width, 12), nn.Linear(12, 12, bias=False), nn.Linear(12, 1)
-        self.top = nn.Sequential(first, nn.BatchNorm1d(12), nn.ReLU(), middle, nn.GELU(), last)
+        self.top = (Checkpointed if kind == "checkpointed" else nn.Sequential)(
+            first, nn.BatchNorm1d(12), nn.ReLU(), middle, nn.GELU(), last
+        )
         if kind == "sparse":
             self.shift = nn.Embedding(4, width, sparse=True)
         if kind == "compiled":
@@ -67,11 +76,18 @@ class Deep(Model):
             loss = loss + self.top(self.shift(torch.arange(6) % 4)).square().mean()
         if self.kind == "tied":
             loss = loss + self.top[3].weight.square().mean()
+        if self.kind == "manual":
+            self.manual_backward(loss)
+            for optimizer in self.optimizers():
+                optimizer.step()
+                optimizer.zero_grad()
         return loss
 
     def configure_optimizers(self) -> Any:
         if self.kind == "lbfgs":
             return combined_optimizer(self, torch.optim.LBFGS(own_parameters(self), lr=0.1))
+        if self.kind == "manual":
+            return [torch.optim.SGD(part.parameters(), lr=0.2) for part in (self.bottom, self.top)]
         return torch.optim.SGD(own_parameters(self), lr=0.2, momentum=0.0 if self.kind == "sparse" else 0.5)
 
 
@@ -153,6 +169,8 @@ FITS: dict[str, tuple[str, dict[str, Any], bool, dict[str, Any], str]] = {
     "compiled": ("compiled", {}, False, {}, "top.3._orig_mod: whole, it is compiled"),
     "own_all_reduce": ("", {"ddp_comm_hook": fp16_compress_hook}, True, {}, SPLIT),
     "lbfgs": ("lbfgs", {}, False, {}, f"{WHOLE}LBFGS runs several backwards in a step"),
+    "manual_with_two_optimizers": ("manual", {}, False, {}, f"{WHOLE}with manual optimization"),
+    "checkpointed": ("checkpointed", {}, False, {}, "top.0, top.3, top.5: whole, its saved tensors are hooked"),
     "sparse_gradients": ("sparse", {}, False, {}, f"{WHOLE}an embedding of torch.nn has sparse gradients"),
     "static_graph": ("", {"static_graph": True}, False, {}, f"{WHOLE}static_graph=True"),
     "find_unused_parameters": ("", {"find_unused_parameters": True}, False, {}, f"{WHOLE}find_unused_parameters=True"),
