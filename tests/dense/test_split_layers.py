@@ -159,6 +159,22 @@ def test_both_halves_are_the_whole_backward(
     assert_exact(lambda: Dense(also), *split, **context)
 
 
+class Convolved(nn.Module):
+    def __init__(self, kind: type[nn.Module], num_dims: int) -> None:
+        torch.manual_seed(5)
+        super().__init__()
+        self.shape = (-1, 1, *[1] * (num_dims - 1), 4)
+        self.conv, self.out = kind(1, 2, (*[1] * (num_dims - 1), 3)), nn.Linear(4, 1)
+
+    def forward(self, dense: Tensor, rows: Tensor) -> Tensor:
+        return self.out(self.conv(rows.view(self.shape)).relu().flatten(1)).square().mean()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(("kind", "num_dims"), [(nn.Conv1d, 1), (nn.Conv2d, 2), (nn.Conv3d, 3)])
+def test_convolutions_are_split(kind: type[nn.Module], num_dims: int) -> None:
+    assert_exact(lambda: Convolved(kind, num_dims), "conv", "out")
+
+
 @pytest.mark.parametrize("in_bucket", [False, True])
 def test_a_later_use_of_a_weight_outside_of_its_layer_is_an_error(in_bucket: bool) -> None:
     """Also where gradients are views of DistributedDataParallel's buckets, which have one version together."""
