@@ -1,22 +1,24 @@
-"""Skip work of Lightning that has no effect on a step: moves of logged values, and hooks that do nothing."""
+"""Skip work of Lightning that has no effect on a step: repeated checks of logged values, and hooks that do nothing."""
 
 import logging
 from contextlib import ExitStack
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer import call
-from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection, _ResultMetric
+from lightning.pytorch.trainer.states import RunningStage
 from torch import Tensor, nn
 from torchmetrics import Metric
 
 from .private_names import PRIVATE_NAMES
 
-_OWN = {"to": _ResultMetric.to, **{name: getattr(call, name) for name in PRIVATE_NAMES[call.__name__]}}
+_OWN: dict[str, Any] = {"to": _ResultMetric.to, "log": LightningModule.log}
+_OWN |= {name: getattr(call, name) for name in PRIVATE_NAMES[call.__name__]}
 """Lightning's methods and functions that are replaced, by name."""
 
 
@@ -49,6 +51,46 @@ def _states_are_on(metric: Metric, device: torch.device) -> bool:
             if not (isinstance(part, Tensor) and part.device == device):
                 return False
     return True
+
+
+class _Logged(NamedTuple):
+    """A tensor that a module has logged in a step, as Lightning has checked it."""
+
+    options: dict[str, Any]  # the arguments of `log`, without the name, the value and the batch size
+    hook: str  # in which the module logged it
+    results: _ResultCollection
+    key: str  # of the metric in the results
+    metric: _ResultMetric
+
+
+def _log(module: LightningModule, name: str, value: Any, *args: Any, batch_size: Any = None, **options: Any) -> None:
+    """Log a value. A tensor that is logged as in the step before only updates its metric."""
+    own, trainer = _OWN["log"], module._trainer
+    if args or type(value) is not Tensor or trainer is None or torch.compiler.is_compiling():
+        own(module, name, value, *args, batch_size=batch_size, **options)
+        return
+    known, connector, hook = _logged.get((id(module), name)), trainer._logger_connector, module._current_fx_name
+    results = trainer.fit_loop.epoch_loop._results if trainer.state.stage is RunningStage.TRAINING else None
+    if (
+        known is not None
+        and known.results is results
+        and known.hook == hook
+        and known.options == options
+        and connector._first_loop_iter is False  # the results of the last epoch have been reset
+        and results.get(known.key) is known.metric
+        and value.ndim == 0
+        and value.device == known.metric.value.device
+    ):
+        size = results._extract_batch_size(known.metric, batch_size, known.metric.meta)
+        known.metric.forward(value.clone().detach(), size)
+        known.metric.has_reset = False
+        connector._current_fx = hook
+        return
+    own(module, name, value, batch_size=batch_size, **options)
+    if results is not None and hook is not None and id(trainer) in _running:
+        metric = results.get(key := f"{hook}.{name}")
+        if metric is not None and metric.is_tensor and not metric.meta.enable_graph:
+            _logged[id(module), name] = _Logged(options, hook, results, key, metric)
 
 
 _IN_EACH_STEP = (
@@ -117,9 +159,11 @@ def _call(module: LightningModule, hook_name: str, hook: Any, args: tuple[Any, .
 _REPLACEMENTS = (
     *((call, own.__name__, own) for own in (_call_callback_hooks, _call_lightning_module_hook, _call_strategy_hook)),
     (_ResultMetric, "to", _to),
+    (LightningModule, "log", _log),
 )
 """(module or class of Lightning, name of its attribute, replacement while any run goes on)."""
 _running: dict[int, LightningModule] = {}  # the modules of the trainers that run, by the trainer's id
+_logged: dict[tuple[int, str], _Logged] = {}  # by the module's id and the value's name
 _silent: dict[int, LightningModule] = {}  # those whose hooks nobody records: no profiler, no log at level DEBUG
 
 
@@ -137,6 +181,7 @@ def install(trainer: Trainer, undo: ExitStack) -> None:
 def _restore(trainer: Trainer) -> None:
     _running.pop(id(trainer), None)
     _silent.pop(id(trainer), None)
+    _logged.clear()  # another run that goes on checks its values once more
     for place, name, mine in _REPLACEMENTS if not _running else ():
         if getattr(place, name) is mine:
             setattr(place, name, _OWN[name])
