@@ -14,8 +14,10 @@ class Part(NamedTuple):
     """One of the tensors of an all-to-all."""
 
     tensor: Tensor  # to send, `(sum(sent), ...)`, of any dtype: rows in the order of their destinations
-    sent: list[int]  # number of rows for each rank
-    received: list[int]  # number of rows from each rank
+    sent: Sequence[int]  # number of rows for each rank
+    received: Sequence[int]  # number of rows from each rank
+    segments: Sequence[Sequence[int]] | None = None
+    """By rank, the rows of each segment that it sends. `take` returns segment 0 of all ranks, then segment 1, ..."""
 
 
 class PackedExchange:
@@ -30,13 +32,18 @@ class PackedExchange:
         # The widest integer that divides every row: NCCL counts at most 2**31 elements.
         unit = {8: torch.int64, 4: torch.int32}.get(gcd(8, *row_bytes), torch.int8)
         widths = [size // unit.itemsize for size in row_bytes]
-        sent, came, pieces = [], [], []
+        sent, came, pieces, self._sizes = [], [], [], list[int]()
         for part, width in zip(parts, widths, strict=True):
             sent.append([rows * width for rows in part.sent])
             came.append([rows * width for rows in part.received])
             pieces.append(part.tensor.detach().reshape(-1).view(unit).split_with_sizes(sent[-1]))
         self._packed = torch.cat([*chain.from_iterable(zip(*pieces, strict=True))])
-        self._sizes = [*chain.from_iterable(zip(*came, strict=True))]
+        self._segments: list[list[slice]] = [[] for _ in parts]  # places in `_sizes`, by part and rank
+        for rank in range(len(came[0])):
+            for part, width, places in zip(parts, widths, self._segments, strict=True):
+                of_rank = (part.received[rank],) if part.segments is None else part.segments[rank]
+                places.append(slice(len(self._sizes), len(self._sizes) + len(of_rank)))
+                self._sizes += [rows * width for rows in of_rank]
         from_ranks, to_ranks = [*map(sum, zip(*came, strict=True))], [*map(sum, zip(*sent, strict=True))]
         self._came = self._packed.new_empty(sum(from_ranks))
         self._streams, self._stream = streams, streams.current()
@@ -52,8 +59,9 @@ class PackedExchange:
             self._work.wait()
             self._hand_to_current_stream(self._packed, self._came)
             pieces = self._came.split_with_sizes(self._sizes)
-            for number, (dtype, shape) in enumerate(self._parts):
-                part = torch.cat(pieces[number :: len(self._parts)]).view(dtype)
+            for (dtype, shape), places in zip(self._parts, self._segments, strict=True):
+                by_rank = [pieces[place] for place in places]
+                part = torch.cat([*chain.from_iterable(zip(*by_rank, strict=True))]).view(dtype)
                 self._received.append(part.view(-1, *shape) if shape else part)
             self._work = None  # it also holds the sent and received tensors
             del self._packed, self._came

@@ -21,7 +21,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from ..distributed import PackedExchange, Part, gather_objects
 from ..runtime import InFlightBatch, Streams
 from ..tables import ids_fit_32_bits, input_dists_of, spec_of
-from .input_sizes import Form, InputSizes, PartSizes, form_of, is_counted_on_device
+from .input_sizes import Form, InputSizes, PartSizes, form_of, is_counted_on_device, is_device
 from .module_context import replaced
 from .pipelined_forward import other_forwards
 
@@ -131,7 +131,8 @@ class InputExchange:
                     of_part = next(of_each)
                     coming.append(_Received(described, of_part, len(parts)))
                     awaitables.append(coming[-1])
-                    parts += map(Part, described.input_tensors, described.input_splits, of_part.by_tensor)
+                    tensors, splits = described.input_tensors, described.input_splits
+                    parts += map(Part, tensors, splits, of_part.by_tensor, coming[-1].segments)
                 _set_sharding_context_intra_a2a(awaitables, state.context)
                 state.tensors_awaitable, state.splits_awaitable = KJTListAwaitable(awaitables, state.context), None
                 state.votes = max(found) > 1
@@ -161,15 +162,36 @@ class _Received(KJTAllToAllTensorsAwaitable):  # type: ignore[misc]
             stride_per_rank=None if varies else sizes.by_tensor[-1],
         )
         self._place = slice(first, first + len(meta.input_tensors))
-        self._lengths = sizes.lengths
+        self._lengths = None if sizes.by_feature is None else [*map(sum, sizes.by_feature)]
+        self.segments: list[Any] = [None] * len(meta.input_tensors)
+        if self._stagger == 1 and not is_device(meta.device) and (segments := _by_feature(sizes)) is not None:
+            of_lengths, of_ids = segments  # weights are as many as ids
+            self.segments = [of_lengths, *[of_ids] * (len(meta.input_tensors) - 1)]
 
     def _wait_impl(self) -> KeyedJaggedTensor:
         self._output_tensors = self.exchange.take(self._place)
+        if self.segments[0] is not None:
+            self._recat = None  # they are in order; TorchRec would copy them once more
         with _lengths_known(self._lengths), torch._C._AutoDispatchBelowAutograd():  # as in `without_autograd`
             kjt = super()._wait_impl()
         kjt._lengths = kjt.lengths().to(self._input.lengths().dtype)  # sent as int32, perhaps
         kjt._values = kjt.values().to(self._input.values().dtype)
         return kjt
+
+
+_MAX_SEGMENTS = 256
+"""From this many on TorchRec's kernel orders ids by feature faster."""
+
+
+def _by_feature(sizes: PartSizes) -> tuple[list[list[int]], list[tuple[int, ...]]] | None:
+    """Return, by rank, the numbers of lengths and of ids of each feature; None if not known, or too many."""
+    by_feature, num_ranks = sizes.by_feature, len(sizes.by_tensor[-1])
+    if not by_feature or len(by_feature) * num_ranks > _MAX_SEGMENTS:
+        return None
+    of_ids = [*zip(*by_feature, strict=True)]
+    if [*map(sum, of_ids)] != sizes.by_tensor[1]:  # somebody has written the lengths since
+        return None
+    return [[batch_size] * len(by_feature) for batch_size in sizes.by_tensor[-1]], of_ids
 
 
 def _lengths_known(lengths: list[int] | None) -> AbstractContextManager[None]:

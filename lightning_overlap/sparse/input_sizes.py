@@ -78,7 +78,7 @@ class PartSizes(NamedTuple):
 
     by_tensor: list[list[int]]
     """Elements of lengths, ids and weights from each rank; then batch sizes by rank, unless these vary by feature."""
-    lengths: list[int] | None  # number of ids of each feature of this rank, from all ranks together, if these were sent
+    by_feature: list[tuple[int, ...]] | None  # ids of each feature of this rank, from each rank, if these were sent
 
 
 _MOST_FOUND = 1 << 16
@@ -188,7 +188,6 @@ class InputSizes:
             for part in form:
                 by_tensor = [list(column) for column in islice(columns, part.num_sizes)]
                 filled = list(islice(columns, max(part.splits) if part.with_lengths else 0))
-                lengths = [sum(column) for column in filled[: part.splits[rank]]]
-                parts.append(PartSizes(by_tensor, lengths if part.with_lengths else None))
+                parts.append(PartSizes(by_tensor, filled[: part.splits[rank]] if part.with_lengths else None))
             known[name] = tuple(number % _MOST_FOUND for number in found), parts
         return known

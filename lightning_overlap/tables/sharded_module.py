@@ -35,7 +35,7 @@ PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
     "GroupedEmbeddingsLookup": ("_emb_modules",),
     "NoWait": ("_obj",),
     "KJTAllToAll": ("_splits", "_stagger"),
-    "KJTAllToAllTensorsAwaitable": ("_input", "_output_tensors"),
+    "KJTAllToAllTensorsAwaitable": ("_input", "_output_tensors", "_recat", "_stagger"),
     "SparseFeaturesDist": ("_dist",),
     "KeyedJaggedTensor": ("_inverse_indices", "_jt_dict", "_length_per_key", "_lengths", "_values", "_weights"),
     "KJTSplitsAllToAllMeta": ("_input",),
