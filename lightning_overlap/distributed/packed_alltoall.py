@@ -13,11 +13,13 @@ from torch import Tensor
 class Part(NamedTuple):
     """One of the tensors of an all-to-all."""
 
-    tensor: Tensor  # to send, `(sum(sent), ...)`, of any dtype: rows in the order of their destinations
+    tensor: Tensor  # to send, `(sum(sent), ...)`, of any dtype: rows in the order of their destinations, or `pieces`
     sent: Sequence[int]  # number of rows for each rank
     received: Sequence[int]  # number of rows from each rank
     segments: Sequence[Sequence[int]] | None = None
     """By rank, the rows of each segment that it sends. `take` returns segment 0 of all ranks, then segment 1, ..."""
+    pieces: Sequence[int] | None = None  # rows of consecutive pieces of the tensor, if these are sent in another order
+    places: Sequence[Sequence[int]] | None = None  # by rank, the numbers of the pieces for it
 
 
 class PackedExchange:
@@ -36,8 +38,13 @@ class PackedExchange:
         for part, width in zip(parts, widths, strict=True):
             sent.append([rows * width for rows in part.sent])
             came.append([rows * width for rows in part.received])
-            pieces.append(part.tensor.detach().reshape(-1).view(unit).split_with_sizes(sent[-1]))
-        self._packed = torch.cat([*chain.from_iterable(zip(*pieces, strict=True))])
+            flat = part.tensor.detach().reshape(-1).view(unit)
+            if part.pieces is None or part.places is None:
+                pieces.append([[piece] for piece in flat.split_with_sizes(sent[-1])])
+            else:
+                found = flat.split_with_sizes([rows * width for rows in part.pieces])
+                pieces.append([[found[place] for place in places] for places in part.places])
+        self._packed = torch.cat([piece for of_rank in zip(*pieces, strict=True) for part in of_rank for piece in part])
         self._segments: list[list[slice]] = [[] for _ in parts]  # places in `_sizes`, by part and rank
         for rank in range(len(came[0])):
             for part, width, places in zip(parts, widths, self._segments, strict=True):

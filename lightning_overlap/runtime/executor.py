@@ -286,15 +286,13 @@ class Executor:
         """Run the steps from the cursor to the trainer's next stage, except those left to the backward."""
         steps, left = self.schedule.steps, self.schedule.fills_backward_wait
         while self._cursor < len(steps) and (step := steps[self._cursor]).stage not in TRAINING_STAGES:
-            if self._cursor in left and self._leave_to_backward(step.stage, self._run_left):
+            if self._cursor in left and self._leave_to_backward(step.stage):
                 return
             self._run(step)
             self._cursor += 1
-        if self.schedule.received_in_backward is not None and self._cursor == self.schedule.position(Stage.BACKWARD):
-            self._leave_to_backward(Stage.INPUT_DATA_DIST, self._receive_next)
 
-    def _leave_to_backward(self, stage: Stage, run: Callable[[], None]) -> bool:
-        """Let the current backward call `run`, which issues `stage`, if the host would wait there for other ranks."""
+    def _leave_to_backward(self, stage: Stage) -> bool:
+        """Let the current backward run the steps from `stage` on, if the host would wait there for other ranks."""
         current, index = self.queue.current, self._iteration
         # The backward of a module's own forward may write tables before it waits.
         if current is None or current.ran_unpipelined:
@@ -302,7 +300,7 @@ class Executor:
 
         def run_once_there() -> None:
             if self.queue.current is not None and self._iteration == index:  # some hooks outlive their backward
-                run()
+                self._run_left()
 
         return self._tables.register_backward_hook(current, stage, run_once_there)
 
@@ -311,15 +309,6 @@ class Executor:
             while self._cursor in self.schedule.fills_backward_wait:
                 self._run(self.schedule.steps[self._cursor])
                 self._cursor += 1
-
-    def _receive_next(self) -> None:
-        """Assemble the ids of the lookup that comes after the backward, if they were sent."""
-        if (lookup := self.schedule.received_in_backward) is None:
-            return
-        inflight = self.queue.in_flight.get(self._iteration + lookup.offset)
-        if inflight is not None and Stage.INPUT_DATA_DIST in inflight.done:
-            with InStage(Stage.INPUT_DATA_DIST, inflight.index, self._order.rank):
-                self._stages.receive_input(lookup, inflight)
 
     def _look_up_part(self, part: ModulePart) -> None:
         """Look up an updated part of a module for the next batch, while gradients of other parts are under way."""
@@ -393,8 +382,7 @@ class Executor:
             self.queue.fetch(step, index)
         elif stage is Stage.EMBEDDING_UPDATE:
             current, overlaps_dense = self.queue.current, self.schedule.updates_before_step
-            if host_waits := overlaps_dense and not self._streams.is_async:
-                self._receive_next()
+            host_waits = overlaps_dense and not self._streams.is_async
             overlaps_forward = step.offset < 0 and not (current is not None and current.ran_unpipelined)
             updated = self._look_up_part if host_waits else None
             self.updates.make_up_to(index, step, overlaps_forward, overlaps_dense, updated)

@@ -177,16 +177,6 @@ class Schedule:
         return range(start, end)
 
     @cached_property
-    def received_in_backward(self) -> Step | None:
-        """The next lookup after `BACKWARD`, if its ids are sent by then: `BACKWARD` may assemble them (CPU only)."""
-        if not self.has_sparse_stages or self.prefetches:  # a prefetch has assembled the ids already
-            return None
-        lookup, sent = self[Stage.EMBEDDING_LOOKUP], self[Stage.INPUT_DATA_DIST]
-        offset = lookup.offset + self._is_below(Stage.BACKWARD, lookup.stage)
-        under_way = sent.offset - self._is_below(sent.stage, Stage.BACKWARD) >= offset > 0
-        return Step(lookup.stage, offset, lookup.stream) if under_way and self.staleness == 0 else None
-
-    @cached_property
     def dense_owned_lookup(self) -> Step | None:
         """The step for tables of the dense optimizer, if it differs: right after `OPTIMIZER_STEP`, their writer."""
         lookup = self.step_of(Stage.EMBEDDING_LOOKUP)
@@ -240,7 +230,6 @@ class _WithoutUpdates(Schedule):
 
     staleness = 0
     fills_backward_wait = range(0)
-    received_in_backward = None
 
 
 class EvaluationSchedule(_WithoutUpdates):

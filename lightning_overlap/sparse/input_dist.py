@@ -1,8 +1,10 @@
 """The input dist of all sharded modules: one exchange of sizes, then lengths, ids and weights in one all-to-all."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from functools import lru_cache, partial
+from itertools import islice, repeat
 from typing import Any
 
 import torch
@@ -15,50 +17,103 @@ from torchrec.distributed.embedding_sharding import (
     KJTSplitsAllToAllMeta,
     _set_sharding_context_intra_a2a,
 )
+from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+from torchrec.distributed.sharding.tw_sharding import TwSparseFeaturesDist
 from torchrec.sparse import jagged_tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from ..distributed import PackedExchange, Part, gather_objects
 from ..runtime import InFlightBatch, Streams
-from ..tables import ids_fit_32_bits, input_dists_of, spec_of
+from ..tables import ids_fit_32_bits, input_dists_of
 from .input_sizes import Form, InputSizes, PartSizes, form_of, is_counted_on_device, is_device
 from .module_context import replaced
 from .pipelined_forward import other_forwards
 
+MAX_SEGMENTS = 256
+"""From this many on TorchRec's kernel orders ids by feature faster."""
 
-def splits_only(module: Any, group: dist.ProcessGroup | None, *, narrow: bool = False) -> AbstractContextManager[None]:
+
+@dataclass
+class Described(KJTSplitsAllToAllMeta):  # type: ignore[misc]
+    """What an all-to-all of the ids of one part would send."""
+
+    order: list[int] | None  # in which the input's features are sent; None: in the input's own
+    num_ids: list[int]  # of each of the input's features, if it has an order
+
+    @property
+    def pieces(self) -> list[list[int]]:
+        """Lengths, then ids of each of the input's features; empty without an order."""
+        return [] if self.order is None else [[self._input.stride()] * len(self.num_ids), self.num_ids]
+
+    @property
+    def places(self) -> list[list[int]] | None:
+        """By rank, the numbers of the input's features that go there."""
+        features = iter(self.order or ())
+        return None if self.order is None else [[*islice(features, num)] for num in self.splits]
+
+
+@contextmanager
+def splits_only(
+    module: Any, kjt: KeyedJaggedTensor, group: dist.ProcessGroup | None, *, narrow: bool = False
+) -> Iterator[None]:
     """Within this context a module's `input_dist` describes its all-to-alls of sizes, for `InputExchange` to start."""
     if group is None:
-        return nullcontext()
+        yield
+        return
     narrow = narrow and ids_fit_32_bits(module)
-    all_to_alls = [getattr(input_dist, "_dist", None) for input_dist in input_dists_of(module)]
-    return other_forwards(
-        [(one, partial(_describe, one, group, narrow)) for one in all_to_alls if isinstance(one, KJTAllToAll)]
+    dists = input_dists_of(module)
+    all_to_alls = [one for one in (getattr(input_dist, "_dist", None) for input_dist in dists) if _sends(one)]
+    order = module._features_order if _is_ordered_when_packed(module, dists, kjt) else None
+    if order is not None:
+        vars(module)["_has_features_permute"] = False
+    try:
+        with other_forwards([(one, partial(_describe, one, group, narrow, order)) for one in all_to_alls]):
+            yield
+    finally:
+        if order is not None:
+            vars(module)["_has_features_permute"] = True
+
+
+def _sends(input_dist: Any) -> bool:
+    return isinstance(input_dist, KJTAllToAll)
+
+
+def _is_ordered_when_packed(module: Any, dists: list[Any], kjt: KeyedJaggedTensor) -> bool:
+    """Whether a module's ids can be put in the order of their ranks while they are packed, without another copy."""
+    return (
+        isinstance(module, ShardedEmbeddingBagCollection)
+        and [type(one) for one in dists] == [TwSparseFeaturesDist]  # other kinds read the ids themselves
+        and module._has_features_permute
+        and len(kjt.keys()) == len(module._features_order) <= MAX_SEGMENTS  # else TorchRec would cut the input
+        and not module._has_uninitialized_input_dist
+        and not module._has_mean_pooling_callback
+        and not module._enabled_feature_score_auto_collection
+        and not module._free_features_storage_early
+        and not is_device(kjt.device())
+        and not kjt.variable_stride_per_key()
+        and kjt.weights_or_none() is None
     )
 
 
-def without_autograd(module: Any, kjt: KeyedJaggedTensor) -> AbstractContextManager[None]:
-    """Within this context operators on ids skip autograd, in which FBGEMM's permutations cost 25 us of Python each."""
-    kind = spec_of(module)
-    if kind is None or kind.feature_processors is not None or kjt.weights_or_none() is not None:
-        return nullcontext()  # weights may need a gradient
-    return torch._C._AutoDispatchBelowAutograd()
-
-
 def _describe(
-    all_to_all: KJTAllToAll, group: dist.ProcessGroup, narrow: bool, kjt: KeyedJaggedTensor
-) -> KJTSplitsAllToAllMeta:
+    all_to_all: KJTAllToAll, group: dist.ProcessGroup, narrow: bool, order: list[int] | None, kjt: KeyedJaggedTensor
+) -> Described:
     """Return what an all-to-all of sizes would exchange, on the host. Source: `KJTAllToAll.forward`, TorchRec 1.8."""
     splits = all_to_all._splits
-    first = sum(splits[: group.rank()])
+    first, keys = sum(splits[: group.rank()]), kjt.keys()
+    num_ids: list[int] = []
     with torch.no_grad():
         if is_counted_on_device(kjt):
             of_lengths = [kjt.stride() * num for num in splits]
             input_splits = [of_lengths if label == "lengths" else [0] * len(splits) for label in kjt.dist_labels()]
-        else:
+        elif order is None:
             input_splits = kjt.dist_splits(splits)
+        else:
+            keys, num_ids = [keys[feature] for feature in order], kjt.length_per_key()
+            of_ids = iter([num_ids[feature] for feature in order])
+            input_splits = [[kjt.stride() * num for num in splits], [sum(islice(of_ids, num)) for num in splits]]
         batch_sizes = [] if kjt.variable_stride_per_key() else [[kjt.stride()] * group.size()]
-        return KJTSplitsAllToAllMeta(
+        return Described(
             pg=group,
             _input=kjt,
             splits=splits,
@@ -66,9 +121,11 @@ def _describe(
             input_splits=input_splits,
             input_tensors=_narrowed(kjt) if narrow else kjt.dist_tensors(),
             labels=kjt.dist_labels(),
-            keys=kjt.keys()[first : first + splits[group.rank()]],
+            keys=keys[first : first + splits[group.rank()]],
             device=kjt.device(),
             stagger=all_to_all._stagger,
+            order=order,
+            num_ids=num_ids,
         )
 
 
@@ -125,14 +182,15 @@ class InputExchange:
                 state, of_each = inflight.modules[name], iter(of_parts)
                 awaitables: list[Any] = []
                 for described in state.splits_awaitable.awaitables:
-                    if not isinstance(described, KJTSplitsAllToAllMeta):  # data-parallel tables: nothing is sent
+                    if not isinstance(described, Described):  # data-parallel tables: nothing is sent
                         awaitables.append(described.wait())
                         continue
                     of_part = next(of_each)
                     coming.append(_Received(described, of_part, len(parts)))
                     awaitables.append(coming[-1])
                     tensors, splits = described.input_tensors, described.input_splits
-                    parts += map(Part, tensors, splits, of_part.by_tensor, coming[-1].segments)
+                    pieces, places = described.pieces or repeat(None), repeat(described.places)
+                    parts += map(Part, tensors, splits, of_part.by_tensor, coming[-1].segments, pieces, places)
                 _set_sharding_context_intra_a2a(awaitables, state.context)
                 state.tensors_awaitable, state.splits_awaitable = KJTListAwaitable(awaitables, state.context), None
                 state.votes = max(found) > 1
@@ -172,21 +230,17 @@ class _Received(KJTAllToAllTensorsAwaitable):  # type: ignore[misc]
         self._output_tensors = self.exchange.take(self._place)
         if self.segments[0] is not None:
             self._recat = None  # they are in order; TorchRec would copy them once more
-        with _lengths_known(self._lengths), torch._C._AutoDispatchBelowAutograd():  # as in `without_autograd`
+        with _lengths_known(self._lengths):
             kjt = super()._wait_impl()
         kjt._lengths = kjt.lengths().to(self._input.lengths().dtype)  # sent as int32, perhaps
         kjt._values = kjt.values().to(self._input.values().dtype)
         return kjt
 
 
-_MAX_SEGMENTS = 256
-"""From this many on TorchRec's kernel orders ids by feature faster."""
-
-
 def _by_feature(sizes: PartSizes) -> tuple[list[list[int]], list[tuple[int, ...]]] | None:
     """Return, by rank, the numbers of lengths and of ids of each feature; None if not known, or too many."""
     by_feature, num_ranks = sizes.by_feature, len(sizes.by_tensor[-1])
-    if not by_feature or len(by_feature) * num_ranks > _MAX_SEGMENTS:
+    if not by_feature or len(by_feature) * num_ranks > MAX_SEGMENTS:
         return None
     of_ids = [*zip(*by_feature, strict=True)]
     if [*map(sum, of_ids)] != sizes.by_tensor[1]:  # somebody has written the lengths since

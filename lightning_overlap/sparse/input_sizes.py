@@ -146,7 +146,8 @@ class InputSizes:
                 if meta is not None and is_counted_on_device(meta._input):
                     self._counted.append(_Counted(len(self._columns), part, meta))
                 elif meta is not None and part.with_lengths:
-                    lengths = iter(meta._input.length_per_key())
+                    num_ids, order = meta._input.length_per_key(), getattr(meta, "order", None)
+                    lengths = iter(num_ids if order is None else [num_ids[feature] for feature in order])
                 self._columns += meta.splits_tensors if meta is not None else [[0] * group.size()] * part.num_sizes
                 if part.with_lengths:
                     self._columns += zip_longest(*[list(islice(lengths, num)) for num in part.splits], fillvalue=0)

@@ -13,7 +13,7 @@ from ..preprocessing import StagedCalls
 from ..runtime import InFlightBatch, Path, resolve
 from ..schedules import Stage, StreamName
 from ..tables import SentInput, has_model_parallel_tables, renew_counts, watch_lengths
-from .input_dist import InputExchange, recats_cached, splits_only, without_autograd
+from .input_dist import InputExchange, recats_cached, splits_only
 from .input_sizes import check_types, types_in
 from .module_context import ModuleContext, Progress, wait_for
 from .pipelined_forward import PipelinedForwards, inputs_of
@@ -109,8 +109,7 @@ class SparseInputs:
             state.outside = self._forwards.ids_outside(pipelined, kjt, inflight)
             if state.outside is not None:  # an error if the step calls the module with these ids, and does not map them
                 sent._values = torch.zeros_like(kjt.values())
-            narrow = self._options.multi_node
-            with splits_only(module, self._group, narrow=narrow), without_autograd(module, kjt):
+            with splits_only(module, sent, self._group, narrow=self._options.multi_node):
                 state.splits_awaitable = module.input_dist(state.context, sent)
             state.sent = SentInput(kjt)
         if self._exchange is not None and (self._taking_part or self._options.trains):

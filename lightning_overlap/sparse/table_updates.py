@@ -43,8 +43,8 @@ class TableUpdates:
             # On CUDA the lookup overlaps with the dense part anyway. Anomaly mode would keep this backward alive with
             # each graph that is made inside it.
             return False
-        if self._multi_node and stage in (Stage.INPUT_DATA_DIST, Stage.PREFETCH):
-            return False  # both wait for ids, which may still be on the link: gradients would queue after them
+        if self._multi_node and stage is Stage.PREFETCH:
+            return False  # it waits for ids, which may still be on the link: gradients would queue after them
         if any(state.without_graph for state in inflight.modules.values()):
             return False  # a forward that checkpoint() repeats may write tables before this is called
         if inflight.defers_update:

@@ -22,7 +22,8 @@ SetRates: TypeAlias = Callable[[], None]  # passes the scheduler's current learn
 PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
     "ShardedEmbeddingBagCollection": (
         *("_embedding_bag_configs", "_env", "_input_dists", "_is_weighted", "_lookups", "_output_dists"),
-        "_sharding_types",
+        *("_enabled_feature_score_auto_collection", "_features_order", "_free_features_storage_early"),
+        *("_has_features_permute", "_has_mean_pooling_callback", "_has_uninitialized_input_dist", "_sharding_types"),
     ),
     "ShardedEmbeddingCollection": (
         *("_embedding_configs", "_env", "_input_dists", "_lookups", "_output_dists", "_sharding_type_to_sharding"),

@@ -18,26 +18,26 @@ ORDERS = {  # pipeline, number of hosts, milliseconds of a step -> log; drawn: w
     ("base", 1, 310): "> splits 4,< splits 4 exposed 40,> lengths 4,> ids 4,< lengths 4 exposed 40,< ids 4,"
     "> embeddings 4,< embeddings 4 exposed 40,forward,backward,> gradients,< gradients exposed 40,step",
     #      |embed.|forward |backward|grads |step    |                     exposed: embeddings, grads
-    #               splits 5 |ids 5 ...|          assembled in the backward, while that waits for gradients
-    ("sparse_dist", 1, 230): "< embeddings 4 exposed 40,forward,< splits 5,> ids 5,backward,> gradients,< ids 5,"
-    "< gradients exposed 40,step,> embeddings 5,> splits 6",
+    #               splits 5 |ids 5 ...|
+    ("sparse_dist", 1, 230): "< embeddings 4 exposed 40,forward,< splits 5,> ids 5,backward,> gradients,"
+    "< gradients exposed 40,step,< ids 5,> embeddings 5,> splits 6",
     #      |forward |backward|grads |step    |                            exposed: grads
     #                |ids 5 ...|     |emb. 5 .|    with the ids the sizes of batch 6
-    ("fused_sparse_dist", 1, 190): "< embeddings 4,forward,> ids 5,backward,> gradients,< ids 5,"
-    "< gradients exposed 40,> embeddings 5,step",
+    ("fused_sparse_dist", 1, 190): "< embeddings 4,forward,> ids 5,backward,> gradients,< gradients exposed 40,"
+    "< ids 5,> embeddings 5,step",
     #       |ids 5 ...              |emb. 5 .|    sent within the forward; waited for after the gradients
     ("fused_sparse_dist", 2, 190): "< embeddings 4,> ids 5,forward,backward,> gradients,< gradients exposed 40,"
     "< ids 5,> embeddings 5,step",
     #      |forward |bwd |weights |grads|step    |                            exposed: 15 ms of grads
     #                |ids 5 ...|grads ....|emb. 5 .|
-    ("split_backward", 1, 165): "< embeddings 4,forward,> ids 5,backward,> gradients,weights,< ids 5,"
-    "< gradients exposed 15,> embeddings 5,step",
+    ("split_backward", 1, 165): "< embeddings 4,forward,> ids 5,backward,> gradients,weights,"
+    "< gradients exposed 15,< ids 5,> embeddings 5,step",
     #       |ids 5 ...|grads ....|emb. 5 .|
-    ("split_backward", 2, 165): "< embeddings 4,> ids 5,forward,backward,> gradients,weights,< ids 5,"
-    "< gradients exposed 15,> embeddings 5,step",
+    ("split_backward", 2, 165): "< embeddings 4,> ids 5,forward,backward,> gradients,weights,"
+    "< gradients exposed 15,< ids 5,> embeddings 5,step",
     #      |embed.|forward |backward|grads |step    |            exposed: embeddings (sent after the step), grads
     ("fused_sparse_dist_after_optimizer", 1, 230): "< embeddings 4 exposed 40,forward,> ids 5,backward,> gradients,"
-    "< ids 5,< gradients exposed 40,step,> embeddings 5",
+    "< gradients exposed 40,step,< ids 5,> embeddings 5",
     #      |forward |backward|grads |step    |                            exposed: grads
     #                        |emb. 5 ...........  looked up in the backward, while that waits for gradients
     #                              |ids 6 ......  after the gradients, with the sizes of batch 7

@@ -2,7 +2,6 @@
 
 import pytest
 
-from lightning_overlap.schedules.modes import MODES
 from lightning_overlap.schedules.schedule import Schedule
 from lightning_overlap.schedules.stages import Stage
 
@@ -43,15 +42,3 @@ def test_what_stands_right_above_the_backward_is_done_where_that_waits(
         last = (backward if left_from == (Stage.INPUT_SPLITS_DIST,) else lookup) + 1
         assert begun[last][0] is Stage.INPUT_SPLITS_DIST
     check_staleness(run)
-
-
-@pytest.mark.parametrize("name", ["sparse_dist", "fused_sparse_dist", "fused_sparse_dist_after_optimizer"])
-def test_ids_of_the_next_lookup_are_assembled_where_the_backward_waits(name: str) -> None:
-    def assembled_behind(left_from: tuple[Stage, ...]) -> Stage:
-        events = FakeTrainer(MODES[name], left_from=left_from).run(6).timeline.events
-        ids = events.index(("wait", Stage.INPUT_DATA_DIST, 3))
-        trained = {Stage.DENSE_FORWARD, Stage.BACKWARD, Stage.OPTIMIZER_STEP}
-        return [stage for kind, stage, _ in events[:ids] if kind == "issue" and stage in trained][-1]
-
-    assert assembled_behind((Stage.INPUT_DATA_DIST,)) is Stage.DENSE_FORWARD  # a backward is noted when it is over
-    assert assembled_behind(()) is (Stage.BACKWARD if name == "fused_sparse_dist" else Stage.OPTIMIZER_STEP)
