@@ -20,7 +20,8 @@ PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
     ),
     "_MultiProcessingLauncher": ("_collect_rank_zero_results", "_start_method", "_strategy", "_wrapping_function"),
     "_PredictionLoop": (*_OF_BOTH, "_predict_step", "_return_predictions", "_store_data_for_prediction_writer"),
-    "_ResultMetric": ("_computed", "_defaults", "_forward_cache"),
+    "_LoggerConnector": ("_current_fx", "_first_loop_iter"),
+    "_ResultCollection": ("_extract_batch_size",),
     "_SignalConnector": ("_sigterm_notifier_fn",),
     "_TrainingEpochLoop": (
         *("_batches_that_stepped", "_broadcast_sigterm_tensor", "_build_kwargs", "_should_accumulate"),
@@ -31,11 +32,11 @@ PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
         *("_configure_launcher", "_ddp_comm_hook", "_ddp_kwargs", "_launcher", "_lightning_module", "_model"),
         *("_optimizers", "_start_method"),
     ),
-    "LightningModule": ("_current_fx_name", "_on_before_batch_transfer"),
+    "LightningModule": ("_current_fx_name", "_on_before_batch_transfer", "_trainer"),
     "ModelCheckpoint": ("_link_checkpoint",),
     "ModelPruning": ("_parameters_to_prune",),
     "Strategy": ("_layer_sync",),
-    "Trainer": ("_signal_connector", "_teardown"),
+    "Trainer": ("_logger_connector", "_results", "_signal_connector", "_teardown"),
 }
 """By the module or class that has them. A name that this folder imports is not listed: the import itself fails."""
 

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from types import MethodType
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,7 +16,8 @@ import torchmetrics
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from lightning.pytorch.trainer import call
-from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection, _ResultMetric
+from lightning.pytorch.trainer.connectors.logger_connector.fx_validator import _FxValidator
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torchmetrics import Metric
 
@@ -89,20 +90,42 @@ EVERY_MANNER = Setting(
 )
 
 
-def moved_between_devices() -> list[Any]:
-    """Log values that come from one device after another (one of them has no memory); return where their states are."""
-    results, metric, where = _ResultCollection(training=True), Summed(), []
-    for device in ("cpu", "cpu", "meta", "meta"):
-        metric.to(device)
-        metric.update(torch.ones(2, device=device))
-        for name, kind in {"a": torch.mean, "b": torch.max}.items():
-            value = torch.tensor(2.0, device=device)
-            results.log("training_step", name, value, on_step=True, on_epoch=True, reduce_fx=kind, batch_size=2)
-        results.log("training_step", "metric", metric, on_step=True, on_epoch=True)
-        logged = list(results.values())
-        states = [s for one in logged for name in one._defaults for s in (getattr(one, name), one._defaults[name])]
-        where.append([device, logged[-1].value.total.device.type, *(state.device.type for state in states)])
-    return where
+def logged_in_several_ways(pipeline: str | None) -> tuple[list[Any], int]:
+    """Return after each batch what was logged, and how often Lightning checked it: from batch to batch it changes."""
+    seen: list[Any] = []
+
+    class Changes(Model):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters() if pipeline is None else self.top.parameters(), 0.1)
+
+        def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            value = torch.tensor(1.0 + batch_idx, device="meta" if batch_idx > 5 else "cpu")
+            self.log("moved", value, on_step=True, on_epoch=True, batch_size=2)
+            self.log("in_two_hooks", torch.tensor(1.0 + batch_idx))
+            self.log("mean", torch.tensor(1.0 + batch_idx), on_epoch=True, batch_size=1 + batch_idx)
+            self.log("one_element", torch.full((1, 1), 1.0 + batch_idx))
+            if batch_idx == 9:
+                with pytest.raises(ValueError, match="must have a single element"):
+                    self.log("mean", torch.ones(2), on_epoch=True, batch_size=1)
+                with pytest.raises(MisconfigurationException, match="twice in `training_step`"):
+                    self.log("mean", torch.ones(()), on_epoch=True, prog_bar=True, batch_size=1)
+            return loss
+
+        def on_train_batch_end(self, *args: Any) -> None:
+            self.log("in_two_hooks", torch.tensor(2.0 + len(seen)))
+            for metric in self.trainer._results.values():  # type: ignore[attr-defined]
+                seen.append([str(getattr(metric, state)) for state in metric._defaults])
+
+        def on_train_epoch_end(self) -> None:
+            self.trainer._results.clear()  # type: ignore[attr-defined]  # no copy leads from the device "meta"
+            self.trainer._logger_connector.reset_metrics()  # type: ignore[attr-defined]
+
+    model = Changes(TABLE_WISE, fused_optimizer=pipeline is not None)
+    check = _FxValidator.check_logging_and_get_default_levels
+    with patch.object(_FxValidator, check.__name__, wraps=check) as checks:
+        make_trainer(make_strategy(pipeline)).fit(model, datamodule=Batches(TABLE_WISE, 12))
+    return seen, checks.call_count
 
 
 def hooks_that_come_late(pipeline: str | None) -> list[tuple[str, int]]:
@@ -146,7 +169,7 @@ def hooks_that_come_late(pipeline: str | None) -> list[tuple[str, int]]:
 
 def _lightning() -> list[Any]:
     names = ("_call_callback_hooks", "_call_lightning_module_hook", "_call_strategy_hook")
-    return [*(getattr(call, name) for name in names), _ResultMetric.to]
+    return [*(getattr(call, name) for name in names), LightningModule.log]
 
 
 def left_behind(fails: bool) -> list[str]:
@@ -180,17 +203,13 @@ def test_logged_values_are_the_same(ranks: Ranks, tmp_path: Path) -> None:
         assert mine.losses == pytest.approx(theirs.losses, rel=1e-3, abs=1e-4)
 
 
-def test_values_of_another_device_are_moved(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And others stay where they are, at once."""
-    moved = Mock(wraps=_ResultMetric.to)
-    monkeypatch.setattr(_ResultMetric, "to", lambda *args, **kwargs: moved(*args, **kwargs))
-    expected, num_moves = moved_between_devices(), moved.call_count
-    monkeypatch.setattr(_ResultMetric, "to", shortcuts._to)
-    monkeypatch.setitem(shortcuts._OWN, "to", moved)
-    where = moved_between_devices()
-    assert where == expected
-    assert [set(one) for one in where] == [{"cpu"}, {"cpu"}, {"meta"}, {"meta"}]
-    assert moved.call_count - num_moves < num_moves
+def test_only_what_is_logged_as_before_is_not_checked_again(get_ranks: Any) -> None:
+    """Values that come from another device, with other arguments or a wrong shape are treated as by Lightning."""
+    [(expected, num_checks)], [(actual, num_left)] = (
+        get_ranks(1).run(logged_in_several_ways, p) for p in (None, EARLY)
+    )
+    assert actual == expected
+    assert num_checks - num_left > 20
 
 
 @pytest.mark.smoke
