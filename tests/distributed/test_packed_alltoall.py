@@ -39,10 +39,17 @@ def packed_and_apart(exchanges: list[list[Shape]]) -> list[tuple[list[Tensor], l
         for dtype, shape, sent in exchange:
             tensor = torch.randint(0, 100, (sum(sent[rank]), *shape)).to(dtype)
             parts.append(Part(tensor, sent[rank], [row[rank] for row in sent]))
-        packed = PackedExchange(parts, group, Streams())
         apart = [part.tensor.new_empty((sum(part.received), *part.tensor.shape[1:])) for part in parts]
         for part, received in zip(parts, apart, strict=True):
             dist.all_to_all_single(received, part.tensor, part.received, part.sent)
+        for part in [*parts]:  # once more, both halves of what a rank sends in the other order
+            cuts = [cut for num in part.sent for cut in (num // 2, num - num // 2)]
+            came = [(num - num // 2, num // 2) for num in part.received]
+            parts.append(Part(part.tensor, part.sent, part.received, came, cuts, [(1, 0), (3, 2)]))
+        packed = PackedExchange(parts, group, Streams())
+        for part, received in zip(parts[len(apart) :], [*apart], strict=True):
+            first, second, *of_other = received.split([num for (b, a) in part.segments or () for num in (a, b)])
+            apart.append(torch.cat([second, of_other[1], first, of_other[0]]))
         some = len(parts) // 2  # the modules of one exchange wait by turns
         last, first = packed.take(slice(some, None)), packed.take(slice(some))
         results.append(([*first, *last], apart))
