@@ -92,6 +92,7 @@ def _is_ordered_when_packed(module: Any, dists: list[Any], kjt: KeyedJaggedTenso
         and not is_device(kjt.device())
         and not kjt.variable_stride_per_key()
         and kjt.weights_or_none() is None
+        and sum(kjt.length_per_key()) == kjt.values().numel()  # a longer tensor has unused ids at its end
     )
 
 
