@@ -192,6 +192,8 @@ class InputExchange:
                     tensors, splits = described.input_tensors, described.input_splits
                     pieces, places = described.pieces or repeat(None), repeat(described.places)
                     parts += map(Part, tensors, splits, of_part.by_tensor, coming[-1].segments, pieces, places)
+                    if described.order is not None:  # else TorchRec has copied the ids, and may read the copy again
+                        described._input._values = described._input.values().new_empty(0)
                 _set_sharding_context_intra_a2a(awaitables, state.context)
                 state.tensors_awaitable, state.splits_awaitable = KJTListAwaitable(awaitables, state.context), None
                 state.votes = max(found) > 1
