@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -231,9 +231,11 @@ class DLRM(LightningModule):
         self.log(f"{split}_loss", loss, on_step=False, on_epoch=True, sync_dist=True, batch_size=len(batch))
 
 
-def mlp(num_inputs: int, widths: Sequence[int]) -> nn.Sequential:
-    """Linear layers of these widths, each followed by a ReLU."""
+def mlp(
+    num_inputs: int, widths: Sequence[int], after: Callable[[int], Sequence[nn.Module]] = lambda _: [nn.ReLU()]
+) -> nn.Sequential:
+    """Linear layers of these widths, each followed by the modules `after(width)`, by default a ReLU."""
     layers: list[nn.Module] = []
     for width_in, width_out in zip([num_inputs, *widths], widths, strict=False):
-        layers += [nn.Linear(width_in, width_out), nn.ReLU()]
+        layers += [nn.Linear(width_in, width_out), *after(width_out)]
     return nn.Sequential(*layers)
