@@ -32,7 +32,6 @@ class BinnedAUC(Metric):  # torchmetrics' binned `BinaryAUROC` reads `torch.all(
 
     num_bins = 8192  # between the logits -16 and 16; the outermost bins also hold the logits outside
     full_state_update = False
-    is_differentiable = False
     higher_is_better = True
     num_clicks: Tensor
     num_others: Tensor
@@ -65,7 +64,6 @@ class NormalizedEntropy(Metric):
     """
 
     full_state_update = False
-    is_differentiable = False
     higher_is_better = False
     log_loss: Tensor
     num_clicks: Tensor
