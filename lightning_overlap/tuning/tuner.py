@@ -191,15 +191,12 @@ class Tuner:
         yield from self._turn_to(arm)
         for _ in range(self._auto.settle):
             yield
-        begin, waited_ms = self._clock.mark(), self._waited_ms
+        assert self._source is not None  # batches have come through it
+        begin, waited_ms = self._clock.mark(), self._source.waited_ms
         for _ in range(self._num_timed):
             yield
-        data_ms = (self._waited_ms - waited_ms) / self._num_timed
+        data_ms = (self._source.waited_ms - waited_ms) / self._num_timed
         self._over.append((arm, begin, self._clock.mark(), data_ms, self._void))
-
-    @property
-    def _waited_ms(self) -> float:
-        return 0.0 if self._source is None else self._source.waited_ms
 
     def _turn_to(self, arm: Arm) -> Iterator[None]:
         """Switch to an arm at the next batch; to another stream after one batch of `BRIDGE`, without lookups ahead."""
