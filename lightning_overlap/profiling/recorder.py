@@ -140,10 +140,8 @@ class SpanRecorder:
                 kind = Category.HOST  # the host only launches
             around.enter_context(self._around(kind, HOST_LANE, *what))
             self._open.append((stage, batch))
-            try:
-                yield
-            finally:
-                self._open.remove((stage, batch))
+            around.callback(self._open.remove, (stage, batch))
+            yield
 
     def copy(self) -> AbstractContextManager[None]:
         """Record the copies of a batch to the device, on the current stream."""
