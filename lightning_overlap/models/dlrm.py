@@ -167,10 +167,7 @@ class DLRM(LightningModule):
         for name, dim in embedding_dims.items():
             num_rows, bound = sizes[name], 1 / math.sqrt(sizes[name])  # the default would depend on a shard's rows
             init_fn = partial(nn.init.uniform_, a=-bound, b=bound)
-            table = EmbeddingBagConfig(
-                name=name, feature_names=[name], num_embeddings=num_rows, embedding_dim=dim, init_fn=init_fn
-            )
-            tables.append(table)
+            tables.append(EmbeddingBagConfig(num_rows, dim, name=name, feature_names=[name], init_fn=init_fn))
         self.ebc = EmbeddingBagCollection(tables, device=torch.device(table_device))
         if rate is not None:
             fused = FUSED_OPTIMIZERS[self.hparams["fused_optimizer"] or "rowwise_adagrad"]
