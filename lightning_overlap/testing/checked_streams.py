@@ -92,13 +92,11 @@ class CheckedStreams(Streams):
         """Follow all operators of the calling thread."""
         return Operators(self._ran)
 
-    @contextmanager
-    def watching(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
+    def watching(self, weights: Mapping[str, Tensor]) -> Operators:
         """Follow all operators of the calling thread; `weights` are parameters and tables by name."""
         self._weights = [self._name(tensor, label) for label, tensor in weights.items()]
         self._races.do("the load of the weights", StreamName.COMPUTE, writes=self._weights)
-        with self.following():
-            yield
+        return self.following()
 
     def take(self, batch: Any) -> None:
         """Note a batch that was copied to the device on the current stream; its tensors are new memory."""
