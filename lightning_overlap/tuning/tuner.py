@@ -77,6 +77,7 @@ class Tuner:
         if not self.has_chosen:
             self._clock: Any = timestamps_of(device)
             self._num_timed = -(-self._auto.block // per_step) * per_step
+            self._block = self._auto.settle + self._num_timed  # batches of a block, including untimed batches
             self._num_before = self._auto.warm_up
             self._arms = modes_on(self.arm.stream, splits=splits)
             self._over: list[tuple[Arm, Any, Any, float, str]] = []
@@ -107,11 +108,6 @@ class Tuner:
             return f"auto (chose {self.arm.mode})"
         least = self._num_before + self._num_batches
         return f"auto (tries {len(self._arms)} exact modes, chooses after at least {least} batches)"
-
-    @property
-    def _block(self) -> int:
-        """Batches of a block, including untimed batches."""
-        return self._auto.settle + self._num_timed
 
     @property
     def _num_batches(self) -> int:
