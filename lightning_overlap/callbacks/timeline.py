@@ -43,6 +43,8 @@ class OverlapTimeline(Callback):
         profiling.check_matplotlib()  # now, not after the steps
         self.dirpath = dirpath
         self._first, self._last = first_step - AHEAD, first_step + num_steps
+        self.recorded = range(self._first, self._last + 1)  # numbers, from 1 on, of the steps whose end is recorded
+        self.drawn = self.recorded[1 + AHEAD :]  # numbers of the drawn steps
         self.files: list[Path] = []  # the written files, on rank 0
         self._num_steps = 0
         self._strategy: OverlapEmbeddingStrategy | None = None
@@ -76,16 +78,6 @@ class OverlapTimeline(Callback):
             self._recording.step(self._num_steps)
         elif self._num_steps == self._last and (self._recording or self._profiler) is not None:
             self._finish(trainer, strategy)
-
-    @property
-    def recorded(self) -> range:
-        """Numbers, from 1 on, of the steps whose end is recorded."""
-        return range(self._first, self._last + 1)
-
-    @property
-    def drawn(self) -> range:
-        """Numbers, from 1 on, of the drawn steps."""
-        return self.recorded[1 + AHEAD :]
 
     def _finish(self, trainer: Trainer, strategy: OverlapEmbeddingStrategy) -> None:
         log_dir = trainer.logger.log_dir if trainer.logger is not None else None

@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -32,7 +32,6 @@ class BinnedAUC(Metric):  # torchmetrics' binned `BinaryAUROC` reads `torch.all(
 
     num_bins = 8192  # between the logits -16 and 16; the outermost bins also hold the logits outside
     full_state_update = False
-    is_differentiable = False
     higher_is_better = True
     num_clicks: Tensor
     num_others: Tensor
@@ -65,7 +64,6 @@ class NormalizedEntropy(Metric):
     """
 
     full_state_update = False
-    is_differentiable = False
     higher_is_better = False
     log_loss: Tensor
     num_clicks: Tensor
@@ -169,10 +167,7 @@ class DLRM(LightningModule):
         for name, dim in embedding_dims.items():
             num_rows, bound = sizes[name], 1 / math.sqrt(sizes[name])  # the default would depend on a shard's rows
             init_fn = partial(nn.init.uniform_, a=-bound, b=bound)
-            table = EmbeddingBagConfig(
-                name=name, feature_names=[name], num_embeddings=num_rows, embedding_dim=dim, init_fn=init_fn
-            )
-            tables.append(table)
+            tables.append(EmbeddingBagConfig(num_rows, dim, name=name, feature_names=[name], init_fn=init_fn))
         self.ebc = EmbeddingBagCollection(tables, device=torch.device(table_device))
         if rate is not None:
             fused = FUSED_OPTIMIZERS[self.hparams["fused_optimizer"] or "rowwise_adagrad"]
@@ -231,9 +226,11 @@ class DLRM(LightningModule):
         self.log(f"{split}_loss", loss, on_step=False, on_epoch=True, sync_dist=True, batch_size=len(batch))
 
 
-def mlp(num_inputs: int, widths: Sequence[int]) -> nn.Sequential:
-    """Linear layers of these widths, each followed by a ReLU."""
+def mlp(
+    num_inputs: int, widths: Sequence[int], after: Callable[[int], Sequence[nn.Module]] = lambda _: [nn.ReLU()]
+) -> nn.Sequential:
+    """Linear layers of these widths, each followed by the modules `after(width)`, by default a ReLU."""
     layers: list[nn.Module] = []
     for width_in, width_out in zip([num_inputs, *widths], widths, strict=False):
-        layers += [nn.Linear(width_in, width_out), nn.ReLU()]
+        layers += [nn.Linear(width_in, width_out), *after(width_out)]
     return nn.Sequential(*layers)

@@ -1,7 +1,6 @@
 """SparseNN. Shapes: B batch size per rank, D dense features, E sum of the tables' embedding dims."""
 
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -59,9 +58,10 @@ class SparseNN(DLRM):
         dims = dict.fromkeys(self.features, embedding_dim) | dim_of
         if dim_of:
             self._add_tables(dims, table_device)
-        self.bottom = nn.Sequential(*_linear_layers([num_dense, *dense_layers]))
+        self.bottom = mlp(num_dense, dense_layers, after=lambda _: [])
         num_inputs = [num_dense, *dense_layers][-1] + sum(dims.values())
-        hidden = _swish_layers([num_inputs, *over_layers]) if swish_layer_norm else mlp(num_inputs, over_layers)
+        swish = {"after": lambda width: [SwishLayerNorm([width])]} if swish_layer_norm else {}
+        hidden = mlp(num_inputs, over_layers, **swish)
         self.top = nn.Sequential(hidden, nn.Linear([num_inputs, *over_layers][-1], 1))
 
     def forward(self, batch: RecBatch) -> Tensor:
@@ -73,12 +73,3 @@ class SparseNN(DLRM):
         rows_BE = torch.cat([pooled[name] for name in self.features], dim=1)
         logits_B1: Tensor = self.top(torch.cat([dense_BD.to(rows_BE.dtype), rows_BE], dim=1))
         return logits_B1.squeeze(1).float()
-
-
-def _linear_layers(widths: Sequence[int]) -> list[nn.Linear]:
-    return [nn.Linear(width_in, width_out) for width_in, width_out in pairwise(widths)]
-
-
-def _swish_layers(widths: Sequence[int]) -> nn.Sequential:
-    pairs = ((linear, SwishLayerNorm([linear.out_features])) for linear in _linear_layers(widths))
-    return nn.Sequential(*(part for pair in pairs for part in pair))

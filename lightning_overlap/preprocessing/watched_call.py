@@ -3,7 +3,7 @@
 import random
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from enum import Enum
 from typing import Any, TypeAlias
 
@@ -121,16 +121,12 @@ def _random_states() -> list[Any]:
 def _reading(owner: nn.Module) -> Iterator[Reads]:
     """Note which attributes of a module and its submodules are read, while subclasses replace their classes."""
     reads: Reads = {}
-    replaced: list[tuple[nn.Module, type]] = []
-    try:
+    with ExitStack() as replaced:
         for module in _without_tables(owner).values():
             if not isinstance(module, torch.jit.ScriptModule):
-                replaced.append((module, type(module)))
+                replaced.callback(object.__setattr__, module, "__class__", type(module))
                 object.__setattr__(module, "__class__", _noting(type(module), reads))
         yield reads
-    finally:
-        for module, cls in replaced:
-            object.__setattr__(module, "__class__", cls)
     # TorchScript reads no attributes in Python: all parameters and buffers of a read TorchScript module count as read.
     used = [_attribute(module, name) for module, name in reads]
     scripted = [one for module in used if isinstance(module, torch.jit.ScriptModule) for one in module.modules()]

@@ -70,11 +70,6 @@ class Breakdown:
     blocks: Sequence[Block] = ()  # what blocked the host in all steps, longest first; only from `summarize`
 
     @property
-    def total_ms(self) -> float:
-        """Duration of all steps."""
-        return self.step_ms * self.num_steps
-
-    @property
     def overlaps(self) -> bool:
         """Whether anything can be hidden; True if unknown."""
         return self.overlapped is None or bool(self.overlapped)

@@ -105,14 +105,11 @@ class SpanRecorder:
         self._records: list[_Record] = []
         self._steps: list[tuple[float, Any]] = []
         self._patches = ExitStack()
+        self.stop = self._patches.close  # stops recording
 
     def start(self) -> None:
         """Start recording. DistributedDataParallel's all-reduce, issued in C++, is not recorded (see `backward`)."""
         self._patches.enter_context(wrap_collectives(self._timed))
-
-    def stop(self) -> None:
-        """Stop recording."""
-        self._patches.close()
 
     def step(self) -> None:
         """Note the end of a step and the start of the next step."""
@@ -143,10 +140,8 @@ class SpanRecorder:
                 kind = Category.HOST  # the host only launches
             around.enter_context(self._around(kind, HOST_LANE, *what))
             self._open.append((stage, batch))
-            try:
-                yield
-            finally:
-                self._open.remove((stage, batch))
+            around.callback(self._open.remove, (stage, batch))
+            yield
 
     def copy(self) -> AbstractContextManager[None]:
         """Record the copies of a batch to the device, on the current stream."""

@@ -23,12 +23,6 @@ _NEVER_HIDDEN = (Category.DENSE, Category.HOST, Category.DATA, Stage.DENSE_FORWA
 Row = Sequence[str]
 
 
-def table(head: Row, rows: Sequence[Row], *, ruled: bool = True) -> str:
-    """Return rows under a head; all columns are numbers except the first and one named "where"."""
-    words = [column for column, name in enumerate(head) if column == 0 or name == "where"]
-    return aligned([head, *rows], words=words, ruled=ruled)
-
-
 def _rows(
     found: Mapping[Category, BusyTime] | Mapping[Stage, BusyTime], share_of: Callable[[float], str], blank: str = ""
 ) -> list[Row]:
@@ -102,17 +96,15 @@ def stage_table(breakdown: Breakdown) -> str:
     }
     rows += [(name, f"{ms:.2f}", "", "", "") for name, ms in host.items() if ms]
     if breakdown.overlaps:
-        return table(("", "busy", "hidden", "exposed", "hidden %"), rows)
-    return table(("", "busy"), [(row[0], row[1] or row[3]) for row in rows])
+        return aligned([("", "busy", "hidden", "exposed", "hidden %"), *rows])
+    return aligned([("", "busy"), *((row[0], row[1] or row[3]) for row in rows)])
 
 
 def _rank_table(ranks: Sequence[Breakdown]) -> str:
     kinds = (Category.DENSE, Category.LOOKUP, Category.COPY, Category.COMMUNICATION, Category.HOST)
     times = [[one.step_ms, *(one.categories[kind].busy_ms for kind in kinds), one.blocked_ms] for one in ranks]
-    return table(
-        ("rank", "step", *map(str, kinds[:-1]), _OF_THE_HOST[Category.HOST], "host blocked"),
-        [(str(rank), *(f"{ms:.2f}" for ms in of_rank)) for rank, of_rank in enumerate(times)],
-    )
+    head = ("rank", "step", *map(str, kinds[:-1]), _OF_THE_HOST[Category.HOST], "host blocked")
+    return aligned([head, *((str(rank), *(f"{ms:.2f}" for ms in of_rank)) for rank, of_rank in enumerate(times))])
 
 
 def _traffic_table(traffic: Mapping[Stage, BusyTime]) -> str:
@@ -120,7 +112,7 @@ def _traffic_table(traffic: Mapping[Stage, BusyTime]) -> str:
         (str(name), f"{one.sent / 1024:.1f}", f"{one.saved / 1024:.1f}", f"{one.saved / (one.sent + one.saved):.0%}")
         for name, one in (*traffic.items(), ("all stages", sum(traffic.values(), BusyTime())))
     ]
-    return table(("KiB to other ranks in a step", "sent", "saved", "saved %"), cells)
+    return aligned([("KiB to other ranks in a step", "sent", "saved", "saved %"), *cells])
 
 
 def stale_table(rows: Mapping[str, tuple[int, int]]) -> str:
@@ -130,7 +122,7 @@ def stale_table(rows: Mapping[str, tuple[int, int]]) -> str:
     name = "all sharded tables" if len(worst) == len(rows) else f"all {len(rows)} sharded tables"
     lines[name] = sum(stale for stale, _ in rows.values()), sum(read for _, read in rows.values())
     cells = [(table, str(read), str(stale), f"{stale / read:.1%}") for table, (stale, read) in lines.items()]
-    return table(("rows in the steps counted", "read", "stale", "stale %"), cells)
+    return aligned([("rows in the steps counted", "read", "stale", "stale %"), *cells])
 
 
 def limit_sentence(breakdown: Breakdown) -> str:
@@ -212,25 +204,26 @@ def tables(found: Breakdown) -> list[str]:
     def of(name: str, times: Mapping[Category, BusyTime] | Mapping[Stage, BusyTime]) -> str:
         cells = _rows(times, _percent, blank="-")
         rows = cells if found.overlaps else [(*row[:2], row[3]) for row in cells]
-        return table((name, *head), rows, ruled=False)
+        return aligned([(name, *head), *rows], ruled=False)
 
     kinds = of("per step", {kind: times for kind, times in found.categories.items() if times.busy_ms})
+    window_ms = found.step_ms * found.num_steps
     about = (
-        f"{found.total_ms:.1f} ms, {_steps(found.num_steps)} of {found.step_ms:.2f} ms. "
+        f"{window_ms:.1f} ms, {_steps(found.num_steps)} of {found.step_ms:.2f} ms. "
         f"It waited for embeddings for {found.merge_wait_ms:.2f} ms per step; {limit_sentence(found)}"
     )
     shown, rest = list(found.blocks[:TOP_BLOCKS]), found.blocks[TOP_BLOCKS:]
     if rest:
         total_ms, count = sum(one.total_ms for one in rest), sum(one.count for one in rest)
         shown.append(Block(f"{len(rest)} others", None, "", total_ms, count))
-    rows = []
+    rows = [("host blocked by", "ms", "of window", "times", "where")]
     for one in shown:
         where = " ".join(filter(None, (one.detail, one.stage and f"({one.stage})")))
-        rows.append((one.name, f"{one.total_ms:.1f}", _percent(one.total_ms / found.total_ms), str(one.count), where))
+        rows.append((one.name, f"{one.total_ms:.1f}", _percent(one.total_ms / window_ms), str(one.count), where))
     blocked_ms = found.blocked_ms * found.num_steps
-    share = _percent(blocked_ms / found.total_ms)
-    blocked = table(("host blocked by", "ms", "of window", "times", "where"), rows, ruled=False)
-    blocked += f"\nHost blocked {blocked_ms:.1f} of {found.total_ms:.1f} ms ({share})."
+    share = _percent(blocked_ms / window_ms)
+    blocked = aligned(rows, words=(0, 4), ruled=False)
+    blocked += f"\nHost blocked {blocked_ms:.1f} of {window_ms:.1f} ms ({share})."
     return [f"{kinds}\n{about}", *([of("stage", found.stages)] if found.stages else []), blocked]
 
 

@@ -92,15 +92,12 @@ def rows_of(spans: Iterable[Span], *, nested: bool = False) -> list[list[Span]]:
     """Spread the spans of a lane over rows without overlap; with `nested` a row may contain nested spans."""
     rows: list[tuple[list[Span], list[Span]]] = []  # all spans of a row, and its spans in progress
     for span in sorted(spans, key=lambda span: (span.start_ms, -span.end_ms)):
-        line = next((line for line in rows if _has_room(line[1], span, nested)), None)
+        for _, under_way in rows:
+            while under_way and under_way[-1].end_ms <= span.start_ms:
+                under_way.pop()
+        line = next((one for one in rows if not one[1] or (nested and span.end_ms <= one[1][-1].end_ms)), None)
         if line is None:
             rows.append(line := ([], []))
         for spans_of_line in line:
             spans_of_line.append(span)
     return [row for row, _ in rows]
-
-
-def _has_room(under_way: list[Span], span: Span, nested: bool) -> bool:
-    while under_way and under_way[-1].end_ms <= span.start_ms:
-        under_way.pop()
-    return not under_way or (nested and span.end_ms <= under_way[-1].end_ms)

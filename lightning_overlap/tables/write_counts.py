@@ -79,23 +79,14 @@ class WatchedTable(TableBatchedEmbeddingSlice):  # type: ignore[misc]
     __slots__ = ()
     name_in_model: str
 
-    @property
-    def data(self) -> Tensor:
-        """The weight without its graph, `(num_embeddings, embedding_dim)`."""
-        return self.detach()  # type: ignore[no-any-return]
+    data = property(lambda self: self.detach(), Tensor.data.__set__)  # type: ignore[attr-defined]
+    """The weight without its graph, `(num_embeddings, embedding_dim)`."""
 
-    @data.setter
-    def data(self, value: Tensor) -> None:
-        Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
-
-    @property
-    def requires_grad(self) -> bool:
-        """Whether the weight needs a gradient; it cannot be set to False."""
-        return Tensor.requires_grad.__get__(self)  # type: ignore[attr-defined, no-any-return]
-
-    @requires_grad.setter
-    def requires_grad(self, value: bool) -> None:
-        self.requires_grad_(value)
+    requires_grad = property(
+        Tensor.requires_grad.__get__,  # type: ignore[attr-defined]
+        lambda self, value: self.requires_grad_(value),
+    )
+    """Whether the weight needs a gradient; it cannot be set to False."""
 
     @override
     def requires_grad_(self, requires_grad: bool = True) -> Self:

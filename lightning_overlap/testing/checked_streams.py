@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from ..runtime import Streams, leaves
 from ..schedules import StreamName
-from .race_detector import Races, RecordedEvent
+from .race_detector import Clock, Races
 
 _sequence_number: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
 
@@ -70,20 +70,20 @@ class CheckedStreams(Streams):
         return map(self._name, _all_tensors(value))
 
     @override
-    def record(self, name: StreamName) -> RecordedEvent:
-        return RecordedEvent(self[name], self._races.event(self[name]))
+    def record(self, name: StreamName) -> Clock:
+        return self._races.event(self[name])
 
     @override
-    def wait(self, name: StreamName, event: RecordedEvent | None) -> None:
+    def wait(self, name: StreamName, event: Clock | None) -> None:
         if event is not None:
-            self._races.wait(self[name], event.clock)
+            self._races.wait(self[name], event)
 
     @override
     def record_stream(self, value: Any, name: StreamName) -> None:
         self._races.record_stream(self.memory_of(value), self[name])
 
     @override
-    def hand_to_caller(self, value: Any, event: RecordedEvent) -> None:
+    def hand_to_caller(self, value: Any, event: Clock) -> None:
         for name in dict.fromkeys((StreamName.COMPUTE, self._current)):
             self.wait(name, event)
             self.record_stream(value, name)
@@ -92,13 +92,11 @@ class CheckedStreams(Streams):
         """Follow all operators of the calling thread."""
         return Operators(self._ran)
 
-    @contextmanager
-    def watching(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
+    def watching(self, weights: Mapping[str, Tensor]) -> Operators:
         """Follow all operators of the calling thread; `weights` are parameters and tables by name."""
         self._weights = [self._name(tensor, label) for label, tensor in weights.items()]
         self._races.do("the load of the weights", StreamName.COMPUTE, writes=self._weights)
-        with self.following():
-            yield
+        return self.following()
 
     def take(self, batch: Any) -> None:
         """Note a batch that was copied to the device on the current stream; its tensors are new memory."""

@@ -91,10 +91,3 @@ class Races:
             resource.latest[stream, access.writes] = access
         for name in makes:
             self._resources[name] = _Resource(write, latest={(stream, True): write})
-
-
-class RecordedEvent(NamedTuple):
-    """An event of a stream, with the stream's clock."""
-
-    stream: StreamName
-    clock: Clock

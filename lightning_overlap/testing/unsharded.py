@@ -216,10 +216,6 @@ class Answers(Watched):
         self._keep(trainer.strategy)
 
     @override
-    def on_validation_batch_end(self, *args: Any, **kwargs: Any) -> None:
-        self._compare()
-
-    @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Also compare calls in evaluation mode, as a callback may make them."""
         super().on_train_end(trainer, pl_module)
@@ -256,7 +252,7 @@ class Answers(Watched):
             found |= {f"{outer}.{name}": state[name] for name in names if name in state}
         return found
 
-    def _compare(self) -> None:
+    def _compare(self, *_: Any, **__: Any) -> None:
         calls, self._calls = self._calls, []
         for name, place, embeddings, expected, grad_enabled in calls:
             if name not in self.problems:
@@ -267,6 +263,8 @@ class Answers(Watched):
                     found = "its embeddings need a gradient, though it was called without one (torch.no_grad)"
                 if found is not None:
                     self.problems[name] = f"{name!r} in {place}: {found}"
+
+    on_validation_batch_end = _compare
 
 
 def of_all_ranks(weights: Weights) -> Weights:

@@ -77,6 +77,7 @@ class Tuner:
         if not self.has_chosen:
             self._clock: Any = timestamps_of(device)
             self._num_timed = -(-self._auto.block // per_step) * per_step
+            self._block = self._auto.settle + self._num_timed  # batches of a block, including untimed batches
             self._num_before = self._auto.warm_up
             self._arms = modes_on(self.arm.stream, splits=splits)
             self._over: list[tuple[Arm, Any, Any, float, str]] = []
@@ -107,11 +108,6 @@ class Tuner:
             return f"auto (chose {self.arm.mode})"
         least = self._num_before + self._num_batches
         return f"auto (tries {len(self._arms)} exact modes, chooses after at least {least} batches)"
-
-    @property
-    def _block(self) -> int:
-        """Batches of a block, including untimed batches."""
-        return self._auto.settle + self._num_timed
 
     @property
     def _num_batches(self) -> int:
@@ -191,15 +187,12 @@ class Tuner:
         yield from self._turn_to(arm)
         for _ in range(self._auto.settle):
             yield
-        begin, waited_ms = self._clock.mark(), self._waited_ms
+        assert self._source is not None  # batches have come through it
+        begin, waited_ms = self._clock.mark(), self._source.waited_ms
         for _ in range(self._num_timed):
             yield
-        data_ms = (self._waited_ms - waited_ms) / self._num_timed
+        data_ms = (self._source.waited_ms - waited_ms) / self._num_timed
         self._over.append((arm, begin, self._clock.mark(), data_ms, self._void))
-
-    @property
-    def _waited_ms(self) -> float:
-        return 0.0 if self._source is None else self._source.waited_ms
 
     def _turn_to(self, arm: Arm) -> Iterator[None]:
         """Switch to an arm at the next batch; to another stream after one batch of `BRIDGE`, without lookups ahead."""

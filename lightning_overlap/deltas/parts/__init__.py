@@ -1,7 +1,7 @@
 """The format of parts, and the chain of cuts. Needs pyarrow of the extra `deltas`; isal of this extra is faster."""
 
 from .chain import Chain, Move
-from .cuts import CutError, Head, as_words, part_of
+from .cuts import CutError, DeltaSink, Head, as_words, part_of
 from .form import (
     SCHEMA,
     TRAILER_SIZE,

@@ -8,7 +8,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 from ...text import some
-from .cuts import Cut, CutError, CutId, Head, LostError, PartSource, as_words, read_head
+from .cuts import Cut, CutError, CutId, DeltaSink, Head, LostError, as_words, read_head
 from .form import PartName, parse_names, read_header
 
 _log = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ class Move(NamedTuple):
 class Chain:
     """The cuts in a sink."""
 
-    def __init__(self, sink: PartSource) -> None:
+    def __init__(self, sink: DeltaSink) -> None:
         self.sink = sink
         self.run: str | None = None  # the accepted training; None accepts any
         self.fit = ""  # the fit that wrote the last applied cut; empty if unknown

@@ -1,10 +1,10 @@
-"""The cuts in a sink: which are whole, which parts are missing, and their headers."""
+"""The protocol of sinks, and the cuts in a sink: which are whole, which parts are missing, and their headers."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from .form import Header, Part, PartError, PartName, decode, read_header
 
@@ -12,14 +12,31 @@ CutId = tuple[int, int]  # generation and step, the order of cuts
 _TWO_TRAININGS = "two trainings wrote into this sink. Use a separate sink for each run."
 
 
-class PartSource(Protocol):
-    """The methods of a sink that a chain of cuts uses."""
+@runtime_checkable
+class DeltaSink(Protocol):
+    """Stores parts by name, for replicas and resumed trainings.
+
+    Each rank writes through its own pickled copy of the user's sink, which must open its connection at the first use;
+    any number of processes read at the same time. A sink that cannot be read may return no names: then every fit begins
+    with a base. It may also have `check()`, which raises a `SinkError` if parts cannot be written, and
+    `write_pieces(name, pieces)`, which is called instead of `write` and saves a copy: it writes the joined bytes of
+    `pieces` (`bytes` or `memoryview`), whose memory is reused when it returns.
+    """
+
+    def write(self, name: str, part: bytes) -> None:
+        """Store or replace a part; return when it is durable and complete for every reader."""
 
     def names(self) -> Iterable[str]:
-        """Return the names of all parts."""
+        """Return the names of all stored parts, without other files or keys."""
 
     def read(self, name: str) -> bytes:
         """Return a part; raise a KeyError if it does not exist."""
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Remove parts, in the given order; missing names are ignored."""
+
+    def close(self) -> None:
+        """Close connections; the next call opens them again."""
 
 
 class CutError(ValueError):
@@ -81,7 +98,7 @@ class Head:
     is_void: bool
 
 
-def read_head(sink: PartSource, cut: Cut) -> Head:
+def read_head(sink: DeltaSink, cut: Cut) -> Head:
     """Read the headers of a whole cut, from the first chunk of each part; raise a KeyError if one was removed."""
     headers: list[Header] = []
     for name in cut.names:

@@ -364,20 +364,14 @@ class EmbeddingDeltas(Callback):
         self._end()
         self._acknowledged = (self.generation, self._step)
 
-    @override
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._end()
-
-    @override
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._end()
-
-    def _end(self) -> None:
+    def _end(self, *_: Any, **__: Any) -> None:
         if self._is_sending:
             self._touched.detach()
             self._writer.close(CLOSE_S)
         self._acknowledged = None  # tables may change from now on
         self._forget_fit()
+
+    on_exception = teardown = _end
 
     @override
     def state_dict(self) -> dict[str, Any]:

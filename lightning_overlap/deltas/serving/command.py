@@ -75,12 +75,10 @@ def _write(replica: Replica, options: argparse.Namespace) -> None:
 def _until_signal() -> Iterator[threading.Event]:
     stopped = threading.Event()
     numbers = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
-    before = {number: signal.signal(number, lambda *_: stopped.set()) for number in numbers}
-    try:
+    with ExitStack() as stack:
+        for number in numbers:
+            stack.callback(signal.signal, number, signal.signal(number, lambda *_: stopped.set()))
         yield stopped
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _address(text: str) -> tuple[str, int]:

@@ -3,10 +3,9 @@
 import os
 from typing import Any
 
-from ..parts import Chain
+from ..parts import Chain, DeltaSink
 from .folder_sink import FolderSink
 from .redis_sink import RedisSink
-from .sink import DeltaSink
 
 
 def resolve_sink(sink: Any) -> DeltaSink:

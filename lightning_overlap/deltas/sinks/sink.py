@@ -1,42 +1,15 @@
-"""The protocol of sinks, and their errors."""
+"""The errors of sinks, and what a sink may have besides its protocol."""
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, cast
 
-from ..parts import Piece, joined
+from ..parts import DeltaSink, Piece, joined
 
 
 class SinkError(OSError):
     """A sink cannot be reached, read or written."""
-
-
-@runtime_checkable
-class DeltaSink(Protocol):
-    """Stores parts by name, for replicas and resumed trainings.
-
-    Each rank writes through its own pickled copy of the user's sink, which must open its connection at the first use;
-    any number of processes read at the same time. A sink that cannot be read may return no names: then every fit begins
-    with a base. It may also have `check()`, which raises a `SinkError` if parts cannot be written, and
-    `write_pieces(name, pieces)`, which is called instead of `write` and saves a copy: it writes the joined bytes of
-    `pieces` (`bytes` or `memoryview`), whose memory is reused when it returns.
-    """
-
-    def write(self, name: str, part: bytes) -> None:
-        """Store or replace a part; return when it is durable and complete for every reader."""
-
-    def names(self) -> Iterable[str]:
-        """Return the names of all stored parts, without other files or keys."""
-
-    def read(self, name: str) -> bytes:
-        """Return a part; raise a KeyError if it does not exist."""
-
-    def remove(self, names: Iterable[str]) -> None:
-        """Remove parts, in the given order; missing names are ignored."""
-
-    def close(self) -> None:
-        """Close connections; the next call opens them again."""
 
 
 def check_sink(sink: DeltaSink) -> None:
