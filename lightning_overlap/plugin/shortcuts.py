@@ -30,7 +30,7 @@ class _Logged(NamedTuple):
 
 
 def _log(module: LightningModule, name: str, value: Any, *args: Any, batch_size: Any = None, **options: Any) -> None:
-    """Log a value. If a module logs as in the step before, only update the metric: the checks take 0.3 ms."""
+    """Log a value. If a module logs as in the step before, only update the metric: the checks take 0.4 ms."""
     own, trainer = _OWN["log"], module._trainer
     if args or not isinstance(value, (Tensor, Metric)) or trainer is None or torch.compiler.is_compiling():
         own(module, name, value, *args, batch_size=batch_size, **options)

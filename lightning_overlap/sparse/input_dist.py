@@ -29,8 +29,8 @@ from .input_sizes import Form, InputSizes, PartSizes, form_of, is_counted_on_dev
 from .module_context import replaced
 from .pipelined_forward import other_forwards
 
-MAX_SEGMENTS = 256
-"""From this many on TorchRec's kernel orders ids by feature faster."""
+FEW_SEGMENTS, MANY_IDS = 16, 512
+"""A segment costs 1.6 us (one thread), so many segments with few ids each are left to TorchRec's kernel."""
 
 
 @dataclass
@@ -74,6 +74,11 @@ def splits_only(
             vars(module)["_has_features_permute"] = True
 
 
+def _is_faster(num_segments: int, num_ids: int) -> bool:
+    """Whether ids are put in order sooner as segments of a packed tensor than by TorchRec's kernel."""
+    return num_segments <= FEW_SEGMENTS or num_ids >= MANY_IDS * num_segments
+
+
 def _sends(input_dist: Any) -> bool:
     return isinstance(input_dist, KJTAllToAll)
 
@@ -84,7 +89,8 @@ def _is_ordered_when_packed(module: Any, dists: list[Any], kjt: KeyedJaggedTenso
         isinstance(module, ShardedEmbeddingBagCollection)
         and [type(one) for one in dists] == [TwSparseFeaturesDist]  # other kinds read the ids themselves
         and module._has_features_permute
-        and len(kjt.keys()) == len(module._features_order) <= MAX_SEGMENTS  # else TorchRec would cut the input
+        and len(kjt.keys()) == len(module._features_order)  # else TorchRec would cut the input
+        and _is_faster(len(kjt.keys()), kjt.values().numel())
         and not module._has_uninitialized_input_dist
         and not module._has_mean_pooling_callback
         and not module._enabled_feature_score_auto_collection
@@ -241,9 +247,9 @@ class _Received(KJTAllToAllTensorsAwaitable):  # type: ignore[misc]
 
 
 def _by_feature(sizes: PartSizes) -> tuple[list[list[int]], list[tuple[int, ...]]] | None:
-    """Return, by rank, the numbers of lengths and of ids of each feature; None if not known, or too many."""
+    """Return, by rank, the numbers of lengths and of ids of each feature; None if not known, or slower."""
     by_feature, num_ranks = sizes.by_feature, len(sizes.by_tensor[-1])
-    if not by_feature or len(by_feature) * num_ranks > MAX_SEGMENTS:
+    if not by_feature or not _is_faster(len(by_feature) * num_ranks, sum(sizes.by_tensor[1])):
         return None
     of_ids = [*zip(*by_feature, strict=True)]
     if [*map(sum, of_ids)] != sizes.by_tensor[1]:  # somebody has written the lengths since
