@@ -24,18 +24,41 @@ from .bench_report import Turn
 from .config_checks import Config, per_step
 
 
+class Losses:
+    """Numbers of a run's steps, kept in large blocks: a small block of a step would stay where larger ones were freed.
+
+    To add a number does not make the host wait for the device.
+    """
+
+    _IN_BLOCK = 1024
+
+    def __init__(self) -> None:
+        self._blocks: list[Tensor] = []
+        self._num = 0
+
+    def __len__(self) -> int:
+        return self._num
+
+    def append(self, loss: Tensor) -> None:
+        """Add the number of a step, `()`."""
+        place = self._num % self._IN_BLOCK
+        if not place:
+            self._blocks.append(torch.empty(self._IN_BLOCK, device=loss.device))
+        self._blocks[-1][place] = loss.detach()
+        self._num += 1
+
+    def on_host(self) -> Tensor:
+        """Return the numbers by step, `(S,)`, float32."""
+        return torch.cat([torch.empty(0), *(block.cpu() for block in self._blocks)])[: self._num]
+
+
 class StepTimer(Callback):
     """Times every training step, from the end of the step before, and keeps its loss, without host-device syncs."""
 
     def __init__(self) -> None:
         self.step_ms: list[float] = []
-        self._losses: list[Tensor] = []
+        self.losses = Losses()
         self._last = 0.0
-
-    @property
-    def losses(self) -> Tensor:
-        """Losses by step, float32, on the host."""
-        return torch.stack(self._losses).float().cpu() if self._losses else torch.empty(0)
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -52,7 +75,7 @@ class StepTimer(Callback):
         now = time.perf_counter()
         self.step_ms.append((now - self._last) * 1e3)
         self._last = now
-        self._losses.append(loss_of(trainer, outputs))
+        self.losses.append(loss_of(trainer, outputs))
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -83,12 +106,12 @@ class Meter:
         self._clock = timestamps_of(device)
         self._marks: list[Any] = []
         self._cpu_marks: list[float] = []
-        self._losses: list[Tensor] = []
+        self._losses = Losses()
         self._memory: dict[str, int] = {}
 
     def after_step(self, loss: Tensor, strategy: OverlapEmbeddingStrategy | None) -> None:
         """Note the end of a step; the loss is read after the run. `strategy` is None if it is not ours."""
-        self._losses.append(loss.detach())
+        self._losses.append(loss)
         step = len(self._losses)
         if step == self._first:
             self._clock.wait()
@@ -116,7 +139,7 @@ class Meter:
     def turn(self) -> tuple[Turn, list[Span]]:
         """Return the measurements, and the spans to draw: none if no stages were recorded."""
         self._clock.wait()
-        losses_S = torch.stack(self._losses).float().cpu()  # S steps
+        losses_S = self._losses.on_host()
         num, lane = self._per_optimizer_step, HOST_LANE if self._device.type == "cpu" else str(StreamName.COMPUTE)
         spans, steps = ([], []) if self._recorder is None else (self._recorder.spans(), self._recorder.windows())
         breakdowns = [break_down(spans, step, host_lane=lane) for step in steps]

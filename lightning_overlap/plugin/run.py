@@ -17,6 +17,7 @@ from ..runtime import Executor, LookupOrder, StageTimer, Streams
 from ..sparse import GradientStash, SparsePipeline
 from ..tables import KeptPlan, OverflowWatch, plan_of, sharded_modules
 from ..tuning import Tuner
+from .host_memory import GrowthLimit
 
 
 class Run:
@@ -33,6 +34,7 @@ class Run:
         self.evaluator: Executor | None = None  # its executor, as soon as its loop wants the first batch
         self.overflow: OverflowWatch | None = None  # watches gradients that are sent in fewer bits
         self.at_end: list[Callable[[], None]] = []  # called once training has written its last weight
+        self.growth: GrowthLimit | None = None  # of this process on a CPU, if malloc keeps freed memory
         self.tuner: Tuner | None = None  # tries modes until it has chosen one, if the user has named none
 
     def finish(self) -> None:

@@ -23,7 +23,7 @@ from ..tables import FusedOptimizer, OutOfRangeIds, OverflowWatch, QuantizedComm
 from ..tuning import TRIED, Auto, Tuner, resolve_auto
 from . import checkpoint_links, first_words, shortcuts, unsupported
 from .failure_hooks import FailsTogether
-from .host_memory import keep_freed_memory
+from .host_memory import GrowthLimit, keep_freed_memory
 from .loops import BatchStream, LookaheadFetcher, StepArguments, evaluation_loops, fit_loop, sigterm
 from .private_names import check_lightning
 from .processes import StartsProcesses
@@ -81,7 +81,8 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
         async_checkpoint: Write folders while training goes on, from a copy of this rank's shards on the host. The next
             save and the end of `fit` wait for the save under way, and raise its error.
         calm_libraries: Filter out log records and warnings of TorchRec and FBGEMM about their own calls.
-        keep_freed_memory: On a CPU, let glibc's malloc keep freed memory for the next step (see docs/memory.md).
+        keep_freed_memory: On a CPU, let glibc's malloc keep freed memory for the next step, and limit the growth that
+            kept tensors of steps cause (see docs/memory.md).
         **kwargs: Arguments of `DDPStrategy`. With a `start_method` of "spawn" or "fork" (in notebooks) the module of
             the process that starts the others stays unsharded and gets whole tables back.
 
@@ -172,14 +173,14 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
     def _begin_run(self, trainer: Trainer, model: nn.Module, fits: bool) -> None:
         on_cpu = self.root_device.type == "cpu"
         first_words.calm_libraries(self._calm_libraries)
-        if self._keep_freed_memory and on_cpu:
-            keep_freed_memory()
+        keeps = self._keep_freed_memory and on_cpu and keep_freed_memory()
         unsupported.refuse_precision(self.precision_plugin.precision)
         if fits:
             static_graph = bool(self._ddp_kwargs.get("static_graph"))
             unsupported.refuse_fit(trainer, model, on_cpu=on_cpu, static_graph=static_graph)
         self.join_groups()
         self._run = Run(trainer)
+        self._run.growth = GrowthLimit() if keeps else None
         check_lightning(trainer)
         undo = self._run.undo
         for changes in (evaluation_loops, sigterm, shortcuts):

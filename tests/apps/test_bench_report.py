@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from lightning_overlap.apps import bench_report
 from lightning_overlap.apps.bench_report import ArmTurns, Turn, bound_ms, evaluate, table
+from lightning_overlap.apps.step_timers import Losses
 
 
 def turn(*step_ms: float, **more: Any) -> Turn:
@@ -22,6 +24,18 @@ def base() -> ArmTurns:
     fast = turn(90, 100, 100, busy_ms=[50.0], wire_ms=[60.0], exposed_ms=[50.0], cpu_ms=[7.0, 8.0], collectives=seen)
     slow = turn(100, 100, 110, busy_ms=[60.0], wire_ms=[52.0], exposed_ms=[40.0], cpu_ms=[9.0, 9.0], collectives=seen)
     return ArmTurns("base", 0, [[fast, slow], [fast, slow]])
+
+
+@pytest.mark.parametrize("num", [0, 1, 1024, 2500])
+def test_losses_are_copied_in_order(num: int) -> None:
+    losses, given = Losses(), torch.rand(num, requires_grad=True)
+    with torch.no_grad():
+        given[1::2] = math.nan
+    for loss in given:
+        losses.append(loss)
+    assert len(losses) == num
+    assert losses.on_host().numpy().tobytes() == given.detach().numpy().tobytes()
+    assert not losses.on_host().requires_grad
 
 
 def test_the_bound_is_the_busiest_rank_or_the_wire() -> None:

@@ -330,6 +330,49 @@ def test_freed_memory_is_used_again(variables: dict[str, str], keeps: bool) -> N
     assert (int(num_faults) < 100) == keeps
 
 
+_GROWS = """
+import ctypes, pathlib, resource, runpy, sys
+own = runpy.run_path(sys.argv[1])
+own["keep_freed_memory"]()
+libc, limit = ctypes.CDLL(None), own["GrowthLimit"]()
+libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
+def resident():
+    for _ in range(limit.EVERY):
+        limit.note_batch()
+    return int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() >> 20
+first = resident()
+blocks = []
+for _ in range(int(sys.argv[2]) // 4):
+    blocks.append(libc.malloc(4 << 20))
+    ctypes.memset(blocks[-1], 1, 4 << 20)
+    libc.malloc(1 << 10)  # lives on between two blocks
+for block in blocks:
+    libc.free(block)
+print(resident() - first, resident() - first)
+"""
+
+
+@pytest.mark.parametrize(("grown", "left"), [(500, 0), (200, 200)])
+def test_a_process_that_has_grown_gives_free_memory_back(grown: int, left: int) -> None:
+    free = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
+    command = [sys.executable, "-c", _GROWS, host_memory.__file__, str(grown)]
+    done = subprocess.run(command, env=free, capture_output=True, text=True, check=True, timeout=120)
+    assert [abs(int(mebibytes) - left) < 40 for mebibytes in done.stdout.split()] == [True, True]
+
+
+def count_batches(keep: bool) -> int:
+    model = Model(TABLE_WISE)
+    with mock.patch.object(host_memory.GrowthLimit, "note_batch") as noted:
+        trainer = make_trainer(make_strategy(model, keep_freed_memory=keep))
+        trainer.fit(model, datamodule=Batches(TABLE_WISE, NUM_STEPS))
+    return noted.call_count
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_growth_is_limited_if_the_strategy_keeps_freed_memory(ranks: Ranks, keep: bool) -> None:
+    assert set(ranks.run(count_batches, keep)) == {NUM_STEPS * keep}
+
+
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node=2")
 
 LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_ERROR_FILE")
