@@ -34,15 +34,16 @@ class PackedExchange:
         # The widest integer that divides every row: NCCL counts at most 2**31 elements.
         unit = {8: torch.int64, 4: torch.int32}.get(gcd(8, *row_bytes), torch.int8)
         widths = [size // unit.itemsize for size in row_bytes]
-        sent, came, pieces, self._sizes = [], [], [], list[int]()
+        sent, came, self._sizes = [], [], list[int]()
+        pieces: list[list[Sequence[Tensor]]] = []  # by part and rank
         for part, width in zip(parts, widths, strict=True):
-            sent.append([rows * width for rows in part.sent])
-            came.append([rows * width for rows in part.received])
+            sent.append([*map(width.__mul__, part.sent)])
+            came.append([*map(width.__mul__, part.received)])
             flat = part.tensor.detach().reshape(-1).view(unit)
             if part.pieces is None or part.places is None:
-                pieces.append([[piece] for piece in flat.split_with_sizes(sent[-1])])
+                pieces.append([*zip(flat.split_with_sizes(sent[-1]))])
             else:
-                found = flat.split_with_sizes([rows * width for rows in part.pieces])
+                found = flat.split_with_sizes([*map(width.__mul__, part.pieces)])
                 pieces.append([[found[place] for place in places] for places in part.places])
         self._packed = torch.cat([piece for of_rank in zip(*pieces, strict=True) for part in of_rank for piece in part])
         self._segments: list[list[slice]] = [[] for _ in parts]  # places in `_sizes`, by part and rank
@@ -50,7 +51,7 @@ class PackedExchange:
             for part, width, places in zip(parts, widths, self._segments, strict=True):
                 of_rank = (part.received[rank],) if part.segments is None else part.segments[rank]
                 places.append(slice(len(self._sizes), len(self._sizes) + len(of_rank)))
-                self._sizes += [rows * width for rows in of_rank]
+                self._sizes += map(width.__mul__, of_rank)
         from_ranks, to_ranks = [*map(sum, zip(*came, strict=True))], [*map(sum, zip(*sent, strict=True))]
         self._came = self._packed.new_empty(sum(from_ranks))
         self._streams, self._stream = streams, streams.current()
@@ -67,7 +68,7 @@ class PackedExchange:
             self._hand_to_current_stream(self._packed, self._came)
             pieces = self._came.split_with_sizes(self._sizes)
             for (dtype, shape), places in zip(self._parts, self._segments, strict=True):
-                by_rank = [pieces[place] for place in places]
+                by_rank = map(pieces.__getitem__, places)
                 part = torch.cat([*chain.from_iterable(zip(*by_rank, strict=True))]).view(dtype)
                 self._received.append(part.view(-1, *shape) if shape else part)
             self._work = None  # it also holds the sent and received tensors

@@ -15,7 +15,7 @@ PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
     "_DataLoaderIterDataFetcher": ("_batch", "_batch_idx", "_dataloader_idx", "_start_profiler", "_stop_profiler"),
     "_EvaluationLoop": (*_OF_BOTH, "_evaluation_step", "_is_sequential"),
     "_FitLoop": (
-        *("_combined_loader", "_data_fetcher", "_load_combined_loader_states", "_should_reload_train_dl"),
+        *("_combined_loader", "_data_fetcher", "_load_combined_loader_states", "_results", "_should_reload_train_dl"),
         "setup_data",
     ),
     "_MultiProcessingLauncher": ("_collect_rank_zero_results", "_start_method", "_strategy", "_wrapping_function"),
@@ -24,7 +24,7 @@ PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
     "_ResultCollection": ("_extract_batch_size",),
     "_SignalConnector": ("_sigterm_notifier_fn",),
     "_TrainingEpochLoop": (
-        *("_batches_that_stepped", "_broadcast_sigterm_tensor", "_build_kwargs", "_should_accumulate"),
+        *("_batches_that_stepped", "_broadcast_sigterm_tensor", "_build_kwargs", "_results", "_should_accumulate"),
         *("_should_check_val_fx", "advance"),
     ),
     "CombinedLoader": ("_state_dicts",),

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torchrec.streamable import Pipelineable
 from typing_extensions import override
 
-from ..runtime import BatchCopies, CudaStreams
+from ..runtime import NOTHING, BatchCopies, CudaStreams
 from ..schedules import Stage, StreamName
 from ..sparse import count_anew, keyed_jagged_tensors, note_lengths
 from ..tables import count_writes, optimizer_name, watch_lengths
@@ -48,7 +48,7 @@ class WalksSteps(HasRun):
         loaded = keyed_jagged_tensors(batch)
         note_lengths(loaded)
         timer = None if self.lookup_order is None else self.lookup_order.timer
-        with contextlib.nullcontext() if timer is None else timer.copy(), self._placing_copies(device):
+        with NOTHING if timer is None else timer.copy(), self._placing_copies(device):
             if device.type == "cuda" and not _has_own_hook(self.lightning_module, "transfer_batch_to_device"):
                 # Lightning passes non_blocking to tensors only: the host would wait for the others.
                 move = methodcaller("to", device, non_blocking=True)
@@ -78,7 +78,7 @@ class WalksSteps(HasRun):
         streams, on_cuda = self.streams, self._copy_in_place and device.type == "cuda"
         if on_cuda and isinstance(streams, CudaStreams) and streams.current() is StreamName.MEMCPY:
             return BatchCopies(streams, "cuda")
-        return contextlib.nullcontext()
+        return NOTHING
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:

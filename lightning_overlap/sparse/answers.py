@@ -1,7 +1,7 @@
 """Decide whether a call of a sharded module gets early embeddings or runs its own forward, on all ranks alike."""
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -10,7 +10,7 @@ from torchrec.distributed.types import LazyAwaitable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from ..dense import saving_is_hooked
-from ..runtime import InFlightBatch
+from ..runtime import NOTHING, InFlightBatch
 from ..schedules import Stage, StreamName
 from ..tables import (
     SentInput,
@@ -143,7 +143,7 @@ class Answers:
         # checkpoint() drops what operators save, and repeats the forward in the backward, at another time on each rank:
         # collectives of a repeated lookup would not match. So a lookup keeps its saved tensors, and is not repeated.
         checkpointed = inflight is not None and torch.is_grad_enabled() and saving_is_hooked()
-        with _keeping_saved() if checkpointed else nullcontext():
+        with _keeping_saved() if checkpointed else NOTHING:
             found = self._on_compute_stream(pipelined.module, inflight, look_up_now)
         # Between two steps and in evaluations no hook sees the end of a backward that may follow.
         watched = torch.is_grad_enabled() and (inflight is None or not self._options.trains)
@@ -225,7 +225,7 @@ class Answers:
         if is_first:
             self._order.observe("wait", Stage.EMBEDDING_LOOKUP, state.batch)
             assert state.embeddings is not None
-            with self._order.on_lookup(), _own_graph() if self._options.trains else nullcontext():
+            with self._order.on_lookup(), _own_graph() if self._options.trains else NOTHING:
                 state.received = wait_for(state.embeddings)
             state.received_at = self._order.streams.record(self._order.lookup)
         self._order.hand_to_caller(state.received, state.received_at, state.batch, is_first=is_first)
@@ -248,9 +248,9 @@ class Answers:
         # No batch is in flight in an evaluation by hand, or if a module does its own fetching (`dataloader_iter`).
         trains = self._options.trains and (inflight is not None or torch.is_grad_enabled())
         stage = Stage.EMBEDDING_LOOKUP
-        timed = nullcontext() if inflight is None else self._order.timed(stage, inflight.index, StreamName.COMPUTE)
+        timed = NOTHING if inflight is None else self._order.timed(stage, inflight.index, StreamName.COMPUTE)
         # FBGEMM 1.8 lacks kernels in inference mode on a CPU; there is no graph either way.
-        own_mode = _outside_inference_mode(grad=False) if torch.is_inference_mode_enabled() else nullcontext()
+        own_mode = _outside_inference_mode(grad=False) if torch.is_inference_mode_enabled() else NOTHING
         if trains:
             with timed, own_mode:
                 return look_up_now()
@@ -293,7 +293,7 @@ def _waited_for_as_called(found: Any, *, keeps_saved: bool, note: Callable[[Any]
         return found
 
     def receive() -> Any:
-        with _keeping_saved() if keeps_saved else nullcontext():
+        with _keeping_saved() if keeps_saved else NOTHING:
             answer = found.wait()
         if note is not None:
             note(answer)
@@ -309,7 +309,7 @@ def _keeping_saved() -> AbstractContextManager[Any]:
 
 @contextmanager
 def _outside_inference_mode(*, grad: bool, keeps_saved: bool = False) -> Iterator[None]:
-    with torch.inference_mode(False), torch.set_grad_enabled(grad), _keeping_saved() if keeps_saved else nullcontext():
+    with torch.inference_mode(False), torch.set_grad_enabled(grad), _keeping_saved() if keeps_saved else NOTHING:
         yield
 
 
@@ -317,5 +317,5 @@ def _own_graph() -> AbstractContextManager[Any]:
     """Within this context a wait connects embeddings to the graph of their lookup, whatever the caller's modes."""
     is_hooked = saving_is_hooked()
     if torch.is_grad_enabled() and not torch.is_inference_mode_enabled() and not is_hooked:
-        return nullcontext()
+        return NOTHING
     return _outside_inference_mode(grad=True, keeps_saved=is_hooked)

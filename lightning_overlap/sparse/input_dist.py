@@ -24,9 +24,9 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from ..distributed import PackedExchange, Part, gather_objects
 from ..runtime import InFlightBatch, Streams
-from ..tables import ids_fit_32_bits, input_dists_of
+from ..tables import ids_fit_32_bits, input_dists_of, num_ids
 from .input_sizes import Form, InputSizes, PartSizes, form_of, is_counted_on_device, is_device
-from .module_context import replaced
+from .module_context import Replaced
 from .pipelined_forward import other_forwards
 
 FEW_SEGMENTS, MANY_IDS = 16, 512
@@ -90,7 +90,7 @@ def _is_ordered_when_packed(module: Any, dists: list[Any], kjt: KeyedJaggedTenso
         and [type(one) for one in dists] == [TwSparseFeaturesDist]  # other kinds read the ids themselves
         and module._has_features_permute
         and len(kjt.keys()) == len(module._features_order)  # else TorchRec would cut the input
-        and _is_faster(len(kjt.keys()), kjt.values().numel())
+        and _is_faster(len(module._features_order), kjt.values().numel())
         and not module._has_uninitialized_input_dist
         and not module._has_mean_pooling_callback
         and not module._enabled_feature_score_auto_collection
@@ -98,7 +98,7 @@ def _is_ordered_when_packed(module: Any, dists: list[Any], kjt: KeyedJaggedTenso
         and not is_device(kjt.device())
         and not kjt.variable_stride_per_key()
         and kjt.weights_or_none() is None
-        and sum(kjt.length_per_key()) == kjt.values().numel()  # a longer tensor has unused ids at its end
+        and sum(num_ids(kjt)) == kjt.values().numel()  # a longer tensor has unused ids at its end
     )
 
 
@@ -107,19 +107,20 @@ def _describe(
 ) -> Described:
     """Return what an all-to-all of sizes would exchange, on the host. Source: `KJTAllToAll.forward`, TorchRec 1.8."""
     splits = all_to_all._splits
-    first, keys = sum(splits[: group.rank()]), kjt.keys()
-    num_ids: list[int] = []
+    first, keys, varies = sum(splits[: group.rank()]), kjt.keys(), kjt.variable_stride_per_key()
+    batch_size = 0 if varies else kjt.stride()
+    of_features: list[int] = []
     with torch.no_grad():
         if is_counted_on_device(kjt):
-            of_lengths = [kjt.stride() * num for num in splits]
+            of_lengths = [batch_size * num for num in splits]
             input_splits = [of_lengths if label == "lengths" else [0] * len(splits) for label in kjt.dist_labels()]
         elif order is None:
             input_splits = kjt.dist_splits(splits)
         else:
-            keys, num_ids = [keys[feature] for feature in order], kjt.length_per_key()
-            of_ids = iter([num_ids[feature] for feature in order])
-            input_splits = [[kjt.stride() * num for num in splits], [sum(islice(of_ids, num)) for num in splits]]
-        batch_sizes = [] if kjt.variable_stride_per_key() else [[kjt.stride()] * group.size()]
+            keys, of_features = [keys[feature] for feature in order], num_ids(kjt)
+            of_ids = iter([of_features[feature] for feature in order])
+            input_splits = [[batch_size * num for num in splits], [sum(islice(of_ids, num)) for num in splits]]
+        batch_sizes = [] if varies else [[batch_size] * group.size()]
         return Described(
             pg=group,
             _input=kjt,
@@ -132,7 +133,7 @@ def _describe(
             device=kjt.device(),
             stagger=all_to_all._stagger,
             order=order,
-            num_ids=num_ids,
+            num_ids=of_features,
         )
 
 
@@ -267,12 +268,12 @@ def _lengths_known(lengths: list[int] | None) -> AbstractContextManager[None]:
         are_these = len(lengths) == len(of_kjt["keys"]) and sum(lengths) == of_kjt["values"].numel()
         return lengths if are_these else own(*args, **of_kjt)
 
-    return replaced(jagged_tensor, "_maybe_compute_length_per_key", length_per_key)
+    return Replaced(jagged_tensor, "_maybe_compute_length_per_key", length_per_key)
 
 
 def recats_cached() -> AbstractContextManager[None]:
     """Within this context TorchRec takes `recat`, the index that orders received features, from a cache."""
-    return replaced(dist_data, "_get_recat", partial(_cached_recat, dist_data._get_recat))
+    return Replaced(dist_data, "_get_recat", partial(_cached_recat, dist_data._get_recat))
 
 
 def _cached_recat(own: Any, *, batch_size_per_rank: list[int] | None, **splits: Any) -> Tensor | None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from ..runtime import InFlightBatch, ModulePart
+from ..runtime import NOTHING, InFlightBatch, ModulePart
 from ..schedules import StreamName, WeightOwner
 from ..tables import (
     caching_tbes,
@@ -23,10 +23,11 @@ from ..tables import (
 )
 from .answers import Answers
 from .inputs import SparseInputs
-from .module_context import ModuleContext, Progress, replaced
+from .module_context import ModuleContext, Progress, Replaced
 from .pipelined_forward import WRITTEN, PipelinedForwards
 from .update_rates import counting, take_back, updates_at_present_rate
 
+_OWNERS = tuple(WeightOwner)
 MAX_OVERWRITTEN = 3  # drops after which modules whose tables were written run in their own forward
 
 
@@ -65,7 +66,7 @@ class SparseLookups:
         self, inflight: InFlightBatch, owners: frozenset[WeightOwner], only: ModulePart | None = None
     ) -> None:
         """Look up the tables of these owners, or of one part alone, and start the all-to-all of their embeddings."""
-        for owner in WeightOwner:  # fused tables first: their embeddings travel while data-parallel tables are read
+        for owner in _OWNERS:  # fused tables first: their embeddings travel while data-parallel tables are read
             if owner in owners:
                 for name, state in inflight.modules.items():
                     parts = _parts_to_look_up(state, (owner,))
@@ -84,7 +85,7 @@ class SparseLookups:
         with (
             counting(tbes(state.module), state.num_lookups),
             updates_at_present_rate(state.module, set_rates),
-            state.deferring_update() if defers_update else nullcontext(),
+            state.deferring_update() if defers_update else NOTHING,
         ):
             if len(parts) == len(owners_of_parts(state.module)):
                 state.embeddings = state.module.compute_and_output_dist(state.context, state.dist_input)
@@ -188,14 +189,14 @@ def _is_overwritten(state: ModuleContext) -> bool:
 def _look_up_parts(state: ModuleContext, parts: list[int]) -> None:
     """Run the kernels of some parts and start their output dists; after the last part assemble the module's output."""
     module, started = state.module, state.output_dist_awaitables
-    lookups = [lookup if part in parts else _NOTHING for part, lookup in enumerate(module._lookups)]
-    with replaced(module, "_lookups", lookups):
+    lookups = [lookup if part in parts else _NO_LOOKUP for part, lookup in enumerate(module._lookups)]
+    with Replaced(module, "_lookups", lookups):
         embeddings = module.compute(state.context, state.dist_input)
     for part in parts:
         started[part] = module._output_dists[part](embeddings[part], state.context.sharding_contexts[part])
     if len(started) == len(lookups):
         in_order = [started[part] for part in range(len(lookups))]
-        with replaced(module, "_output_dists", [lambda output, context: output] * len(lookups)):
+        with Replaced(module, "_output_dists", [lambda output, context: output] * len(lookups)):
             state.embeddings = module.output_dist(state.context, in_order)
         started.clear()
 
@@ -205,14 +206,14 @@ def _parts_to_look_up(state: ModuleContext, owners: Container[WeightOwner]) -> l
     return [part for part, owner in enumerate(of_parts) if owner in owners and part not in started]
 
 
-class _Nothing:
+class _NoLookup:
     """Replaces the lookup of a part that is not run now, and its embeddings."""
 
-    def __call__(self, features: KeyedJaggedTensor) -> _Nothing:
+    def __call__(self, features: KeyedJaggedTensor) -> _NoLookup:
         return self
 
-    def view(self, *shape: int) -> _Nothing:
+    def view(self, *shape: int) -> _NoLookup:
         return self
 
 
-_NOTHING = _Nothing()
+_NO_LOOKUP = _NoLookup()

@@ -1,7 +1,6 @@
 """One batch in one sharded module: what is under way, and what has to stay unchanged for its early lookup to hold."""
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import IntEnum, auto
 from typing import Any
@@ -11,7 +10,7 @@ from torchrec.distributed.embedding_types import KJTList
 from torchrec.distributed.types import Awaitable, LazyAwaitable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from ..runtime import is_profiled
+from ..runtime import NOTHING, is_profiled
 from ..schedules import WeightOwner
 from ..tables import num_writes, owners_of_parts, rates_of, spec_of
 from .deferred_update import DeferredUpdate
@@ -98,12 +97,12 @@ class ModuleContext:
         """Within this context output dists cut the graph of fused tables' embeddings, for `deferred`."""
         owners = owners_of_parts(self.module)
         if WeightOwner.FUSED_BACKWARD not in owners:
-            return nullcontext()
+            return NOTHING
         dists = [
             self.deferred.deferring(dist, part) if owner is WeightOwner.FUSED_BACKWARD else dist
             for part, (dist, owner) in enumerate(zip(self.module._output_dists, owners, strict=True))
         ]
-        return replaced(self.module, "_output_dists", dists)
+        return Replaced(self.module, "_output_dists", dists)
 
     def note_lookup(self, owner: WeightOwner) -> None:
         """Note what has to stay unchanged until the call, after an early lookup of this owner's tables."""
@@ -117,15 +116,20 @@ class ModuleContext:
         return any(num_writes(self.module, owner) != before for owner, before in self.num_writes.items())
 
 
-@contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Replace an attribute of an object or module of TorchRec's within this context."""
-    own = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, own)
+class Replaced:
+    """Replaces an attribute of an object or module of TorchRec's within this context."""
+
+    __slots__ = ("_name", "_own", "_owner", "_value")
+
+    def __init__(self, owner: Any, name: str, value: Any) -> None:
+        self._owner, self._name, self._value = owner, name, value
+
+    def __enter__(self) -> None:
+        self._own = getattr(self._owner, self._name)
+        setattr(self._owner, self._name, self._value)
+
+    def __exit__(self, *error: object) -> None:
+        setattr(self._owner, self._name, self._own)
 
 
 def wait_for(awaitable: Awaitable[Any]) -> Any:

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from ..runtime import LookupOrder
+from ..runtime import NOTHING, LookupOrder
 from ..tables import SetRates, tables_of, tbes_within
 from .pipelined_forward import other_forwards
 
@@ -62,7 +62,7 @@ def take_back(kernels: Kernels, num_lookups: list[int], order: LookupOrder) -> N
 def updates_at_present_rate(module: Any, set_rates: SetRates | None) -> AbstractContextManager[None]:
     """Within this context fused tables return embeddings whose backward takes the learning rate of its own time."""
     if set_rates is None or not torch.is_grad_enabled():
-        return nullcontext()
+        return NOTHING
     set_rates()
     # Every part with a TBE, also of the dense optimizer, which owns a part if one of its tables has a dense kernel.
     parts = [(lookup, tbes_within([lookup])) for lookup in tables_of(module)._lookups]

@@ -1,5 +1,6 @@
 """Find ids outside of their table, on the host in one pass over the ids."""
 
+from itertools import accumulate
 from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
@@ -19,6 +20,12 @@ def check_out_of_range_ids(given: OutOfRangeIds) -> OutOfRangeIds:
     if given not in get_args(OutOfRangeIds):
         raise ValueError(f"out_of_range_ids: {unknown_name_message('choice', str(given), get_args(OutOfRangeIds))}")
     return given
+
+
+def num_ids(kjt: KeyedJaggedTensor) -> list[int]:
+    """Return `kjt.length_per_key()`, which computes the strides of all features even if it knows its result."""
+    known: list[int] | None = kjt._length_per_key
+    return kjt.length_per_key() if known is None else known
 
 
 class IdRanges:
@@ -51,7 +58,8 @@ class IdRanges:
         # Mostly all ids fit into the smallest table. Calls into NumPy would take 40 us of a step.
         if values.numel() and (ends := torch.aminmax(values)).min.item() >= 0 and ends.max.item() < self._fewest:
             return None
-        counts, starts, last = kjt.length_per_key(), kjt.offset_per_key(), self._last[values.dtype]
+        counts, last = num_ids(kjt), self._last[values.dtype]
+        starts = [0, *accumulate(counts)]
         filled = [place for place, count in enumerate(counts) if count] if 0 in counts else None
         if filled == []:
             return None

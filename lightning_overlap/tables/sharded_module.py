@@ -1,10 +1,10 @@
 """Inspect a sharded module: its kernels, fused optimizers and tables; TorchRec's private names."""
 
 import functools
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeAlias, TypeVar
-from weakref import WeakKeyDictionary
 
 import torch
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
@@ -59,13 +59,14 @@ def check_torchrec(module: nn.Module) -> None:
 
 def read_once(read: Callable[[Any], list[R]]) -> Callable[[Any], list[R]]:
     """Cache the results of a function by module; a module's shards do not change."""
-    known: WeakKeyDictionary[nn.Module, list[R]] = WeakKeyDictionary()
+    known: dict[int, list[R]] = {}  # a WeakKeyDictionary would take twice the time, a dozen times in a step
 
     @functools.wraps(read)
     def read_or_remember(module: Any) -> list[R]:
-        found = known.get(module)
+        found = known.get(id(module))
         if found is None:
-            found = known[module] = read(module)
+            found = known[id(module)] = read(module)
+            weakref.finalize(module, known.pop, id(module)).atexit = False
         return found
 
     return read_or_remember

@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Iterable
 from functools import partial
+from operator import attrgetter
 from typing import Any, Self
 
 import torch
@@ -19,6 +20,7 @@ from .sharded_module import read_once, tbes
 from .supported_modules import sharded_modules
 
 _PARTS = ("_values", "_lengths", "_weights")
+_COUNT = attrgetter("_version")  # of writes
 _COUNTED_AT = "_counted_at"  # attribute of an input: write count of its lengths when its ids were counted
 
 
@@ -164,14 +166,14 @@ def _raise_lost_gradients(backward: int) -> None:
 
 def num_fused_writes(module: Any) -> tuple[int, ...]:
     """Return the write count of each weight of a module's fused tables, without updates by the fused backward."""
-    return tuple([weight._version for weight in _fused_weights(module)])
+    return tuple(map(_COUNT, _fused_weights(module)))
 
 
 def count_backwards(module: Any, answer: Any) -> None:
     """Count each backward of a module's answer outside of a training step: FBGEMM's kernels do not count its writes."""
 
     def count() -> None:
-        _num_backwards[module] = _num_backwards.get(module, 0) + 1
+        _num_backwards(module)[0] += 1
 
     queue = torch.autograd.Variable._execution_engine.queue_callback
     # Gradients of single columns do not reach the `values()` of a ConfigOrderKeyedTensor.
@@ -181,12 +183,14 @@ def count_backwards(module: Any, answer: Any) -> None:
             tensor.register_hook(lambda _: queue(count))
 
 
-_num_backwards: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # by sharded module
+@read_once
+def _num_backwards(module: Any) -> list[int]:
+    return [0]
 
 
 def num_writes(module: Any, owner: WeightOwner) -> tuple[int, ...]:
     """Return the counted backwards, then the write count of each weight that a lookup of this owner reads."""
     if owner is WeightOwner.LOOKUP:
         return ()
-    dense = dense_weights(module) if owner is WeightOwner.DENSE_OPTIMIZER else []
-    return (_num_backwards.get(module, 0), *num_fused_writes(module), *[weight._version for weight in dense])
+    dense = dense_weights(module) if owner is WeightOwner.DENSE_OPTIMIZER else ()
+    return (*_num_backwards(module), *map(_COUNT, _fused_weights(module)), *map(_COUNT, dense))

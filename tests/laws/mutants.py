@@ -117,7 +117,7 @@ BREAKS = {
         "sparse/module_context.py", "any(num_writes(self.module, owner) != before for", "any(False for"
     ),
     "a backward between two steps is no write of the tables": Break(
-        "tables/write_counts.py", "_num_backwards.get(module, 0) + 1", "0"
+        "tables/write_counts.py", "_num_backwards(module)[0] += 1", "pass"
     ),
     "an early lookup keeps the learning rate that somebody has changed by hand since": Break(
         "sparse/module_context.py", "if self.rates is not None and rates_of(self.module) != self.rates:", "if False:"

@@ -1,7 +1,7 @@
 """The stream of batches: it takes them from Lightning's fetcher and stages each for the executor."""
 
 from collections import deque
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -9,7 +9,7 @@ from lightning.pytorch.loops.fetchers import _DataFetcher
 from lightning.pytorch.trainer import call
 
 from ...distributed import ASK_FOR_LAST
-from ...runtime import BatchMemory, FetchedBatch, StageTimer, keeps_its_data
+from ...runtime import NOTHING, BatchMemory, FetchedBatch, StageTimer, keeps_its_data
 from . import sigterm
 from .epoch import Epoch
 
@@ -148,7 +148,7 @@ class BatchStream:
     def _next_of_inner(self, timer: StageTimer | None) -> FetchedBatch | None:
         for _ in range(2):
             if not self._inner_is_exhausted:
-                with suppress(StopIteration), nullcontext() if timer is None else timer.data():
+                with suppress(StopIteration), NOTHING if timer is None else timer.data():
                     batch, batch_idx, dataloader_idx = next(self.inner)
                     if self.inner.length is None:  # it holds the next batch; this batch was copied when it came
                         self._own_those_of_inner()

@@ -11,6 +11,7 @@ from lightning.pytorch.loops.fetchers import _DataFetcher, _PrefetchDataFetcher
 from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+from lightning.pytorch.trainer.states import RunningStage
 from torch.utils import data
 from typing_extensions import override
 
@@ -29,6 +30,11 @@ class _AutomaticOptimizationMixin(_AutomaticOptimization):
 
 
 class _FitLoopMixin(_FitLoop):
+    @property
+    def _results(self) -> Any:  # asked seven times in a step; Lightning compares the state's name each time
+        is_training = self.trainer.state.stage is RunningStage.TRAINING
+        return self.epoch_loop._results if is_training else super()._results
+
     @override
     def setup_data(self) -> None:
         if self._should_reload_train_dl and isinstance(self._data_fetcher, LookaheadFetcher):
@@ -111,6 +117,10 @@ class _EpochLoopMixin(_TrainingEpochLoop):
             self.scheduler_progress.reset_on_run()
             self.automatic_optimization.optim_progress.reset_on_run()
             self.val_loop.batch_progress.total.reset()
+
+    @override
+    def _should_accumulate(self) -> bool:  # asked six times in a step
+        return self.trainer.accumulate_grad_batches != 1 and super()._should_accumulate()
 
     @override
     def advance(self, data_fetcher: _DataFetcher) -> None:
