@@ -128,11 +128,8 @@ class Launcher(_MultiProcessingLauncher):
             tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
             state.update(gather(tensors, self._strategy.checkpoint_group))
 
-        handle = module.register_state_dict_post_hook(make_whole)  # type: ignore[no-untyped-call]
-        try:
+        with module.register_state_dict_post_hook(make_whole):  # type: ignore[no-untyped-call]
             return super()._collect_rank_zero_results(trainer, results)
-        finally:
-            handle.remove()
 
 
 _OTHERWISE = "or start a process per rank: run the script itself (start_method='popen', the default), or torchrun."
