@@ -299,12 +299,11 @@ class Executor:
             return False
 
         def run_once_there() -> None:
-            if self.queue.current is None or self._iteration != index:
-                return  # some hooks outlive their backward
-            with torch.enable_grad():  # a backward turns it off
-                while self._cursor in self.schedule.fills_backward_wait:
-                    self._run(self.schedule.steps[self._cursor])
-                    self._cursor += 1
+            if self.queue.current is not None and self._iteration == index:  # some hooks outlive their backward
+                with torch.enable_grad():  # a backward turns it off
+                    while self._cursor in self.schedule.fills_backward_wait:
+                        self._run(self.schedule.steps[self._cursor])
+                        self._cursor += 1
 
         return self._tables.register_backward_hook(current, stage, run_once_there)
 
