@@ -20,6 +20,12 @@ def unknown_name_message(kind: str, name: str, known: Iterable[str]) -> str:
     return f"unknown {kind} {name!r}.{hint} Known: {', '.join(known)}."
 
 
+def check_known(kind: str, name: str, known: Collection[str], where: str = "") -> None:
+    """Raise a ValueError that suggests the nearest names if a name is unknown; the message begins with `where`."""
+    if name not in known:
+        raise ValueError(where + unknown_name_message(kind, str(name), known))
+
+
 def some(names: Iterable[str], limit: int = 5) -> str:
     """Return the first `limit` names and the number of the others; "" without names."""
     names = list(names)

@@ -20,8 +20,8 @@ from torchrec.modules.embedding_modules import EmbeddingCollection
 from ..plugin import OverlapEmbeddingStrategy
 from ..schedules import Mode
 from ..tables import check_quantized_comms, check_sharding, find_tables, refuse_dense_owner, resolve_quantized_comms
-from ..text import some
-from .config_checks import AUTO, Config, check_arguments, check_known, modes, split_arm
+from ..text import check_known, some
+from .config_checks import AUTO, Config, check_arguments, modes, split_arm
 
 _T = TypeVar("_T")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, Union
 
 from ..schedules import MODES, STREAMS, Mode, Schedule, Stage
-from ..text import SCALES_LOSS, unknown_name_message
+from ..text import SCALES_LOSS, check_known, unknown_name_message
 
 Config = Mapping[str, Any]  # the composed config as plain dicts and lists, without OmegaConf's containers
 
@@ -155,12 +155,6 @@ def arms(config: Config) -> list[str]:
             raise ValueError(unknown_name_message("arm", pattern, known))
         chosen |= dict.fromkeys(fits)
     return [*(name for name in known if name in chosen), *(name for name in chosen if "+" in name)]
-
-
-def check_known(kind: str, name: str, known: Collection[str]) -> None:
-    """Raise a ValueError that suggests the nearest names if a name is unknown."""
-    if name not in known:
-        raise ValueError(unknown_name_message(kind, str(name), known))
 
 
 def check_arguments(where: str, node: Config, target: Callable[..., Any]) -> None:

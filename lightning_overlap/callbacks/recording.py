@@ -82,7 +82,6 @@ def watched_strategy(trainer: Trainer, callback: Callback) -> OverlapEmbeddingSt
     warnings.warn(
         f"{type(callback).__name__} has nothing to watch: {type(strategy).__name__} runs no sparse pipeline here. Use "
         "OverlapEmbeddingStrategy and a module with TorchRec tables.",
-        UserWarning,
         stacklevel=2,
     )
     return None

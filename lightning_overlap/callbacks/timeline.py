@@ -108,7 +108,7 @@ class OverlapTimeline(Callback):
             try:
                 self._write(folder, strategy, ranks)
             except OSError as err:  # a missing picture must not end the training
-                warnings.warn(f"OverlapTimeline could not write into {folder}: {err}", UserWarning, stacklevel=2)
+                warnings.warn(f"OverlapTimeline could not write into {folder}: {err}", stacklevel=2)
 
     def _write(self, folder: Path, strategy: OverlapEmbeddingStrategy, ranks: dict[Any, list[Span]]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -126,7 +126,6 @@ class OverlapTimeline(Callback):
             warnings.warn(
                 f"OverlapTimeline drew nothing: it needs {self._last} steps, training had {self._num_steps}. "
                 "Lower first_step or num_steps.",
-                UserWarning,
                 stacklevel=2,
             )
         self._forget()

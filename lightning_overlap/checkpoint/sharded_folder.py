@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map_only
 from typing_extensions import override
 
 from ..distributed import Group, together
-from ..text import some, unknown_name_message
+from ..text import check_known, some
 from .atomic import atomic_replace, being_replaced, remove, sibling, write_synced
 from .dense_state import empty_table_states, put_table_states, take_table_states
 from .safe_metadata import SafePlanner, SafeReader
@@ -43,8 +43,8 @@ _OTHER_TABLES = "Was it saved from other tables?"
 
 def check_format(checkpoint_format: str | None, async_checkpoint: bool) -> None:
     """Raise a ValueError if the format is unknown, or is "full" with `async_checkpoint`."""
-    if checkpoint_format is not None and checkpoint_format not in FORMATS:
-        raise ValueError(unknown_name_message("checkpoint_format", str(checkpoint_format), FORMATS))
+    if checkpoint_format is not None:
+        check_known("checkpoint_format", checkpoint_format, FORMATS)
     if checkpoint_format == FULL and async_checkpoint:
         raise ValueError(
             "async_checkpoint=True needs checkpoint_format='sharded', got 'full': training waits while a full "

@@ -313,6 +313,5 @@ def _warn_of_states_left_out(model: nn.Module, saved: set[str], averaged: set[st
         warnings.warn(
             f"{', '.join(sorted(averaged))}: saved in other column shards; each row's fused optimizer state is "
             "averaged over them, so training continues similarly, but not exactly as without the change.",
-            UserWarning,
             stacklevel=3,
         )

@@ -10,7 +10,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor, nn
+from torch import nn
 from torchrec.modules.mc_embedding_modules import BaseManagedCollisionEmbeddingCollection
 from typing_extensions import override
 
@@ -125,14 +125,10 @@ class Launcher(_MultiProcessingLauncher):
 
         # Lightning takes the module's state on every rank, and saves the state of rank 0 for the parent.
         def make_whole(_: nn.Module, state: dict[str, Any], *args: Any) -> None:
-            tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
-            state.update(gather(tensors, self._strategy.checkpoint_group))
+            state.update(gather(state, self._strategy.checkpoint_group))
 
-        handle = module.register_state_dict_post_hook(make_whole)  # type: ignore[no-untyped-call]
-        try:
+        with module.register_state_dict_post_hook(make_whole):  # type: ignore[no-untyped-call]
             return super()._collect_rank_zero_results(trainer, results)
-        finally:
-            handle.remove()
 
 
 _OTHERWISE = "or start a process per rank: run the script itself (start_method='popen', the default), or torchrun."

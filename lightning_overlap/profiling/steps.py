@@ -34,9 +34,8 @@ def noted_stages(spans: Iterable[Span]) -> frozenset[Stage] | None:
     return None
 
 
-def find_steps(spans: Iterable[Span]) -> list[Interval]:
+def find_steps(spans: Sequence[Span]) -> list[Interval]:
     """Return the steps of a timeline, by torch.profiler's marks, or else from a dense forward to the next."""
-    spans = list(spans)
     marked = [(span.start_ms, span.end_ms) for span in spans if is_step_mark(span.name)]
     if marked:
         return sorted(marked)

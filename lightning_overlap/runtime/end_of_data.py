@@ -86,6 +86,5 @@ class EndOfData:
             warnings.warn(
                 f"The data of another rank ended after {self.num_batches} batches. Rank {self._rank} has more and ends "
                 "there too: all ranks take the same number of batches.",
-                UserWarning,
                 stacklevel=2,
             )

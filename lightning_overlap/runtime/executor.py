@@ -300,15 +300,12 @@ class Executor:
 
         def run_once_there() -> None:
             if self.queue.current is not None and self._iteration == index:  # some hooks outlive their backward
-                self._run_left()
+                with torch.enable_grad():  # a backward turns it off
+                    while self._cursor in self.schedule.fills_backward_wait:
+                        self._run(self.schedule.steps[self._cursor])
+                        self._cursor += 1
 
         return self._tables.register_backward_hook(current, stage, run_once_there)
-
-    def _run_left(self) -> None:
-        with torch.enable_grad():  # a backward turns it off
-            while self._cursor in self.schedule.fills_backward_wait:
-                self._run(self.schedule.steps[self._cursor])
-                self._cursor += 1
 
     def _look_up_part(self, part: ModulePart) -> None:
         """Look up an updated part of a module for the next batch, while gradients of other parts are under way."""

@@ -8,7 +8,7 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from ..schedules import WeightOwner
-from ..text import unknown_name_message
+from ..text import check_known
 from .supported_modules import configs_of, spec_of, tables_of
 
 OutOfRangeIds: TypeAlias = Literal["error", "warning", "fbgemm"]
@@ -17,8 +17,7 @@ OutOfRangeIds: TypeAlias = Literal["error", "warning", "fbgemm"]
 
 def check_out_of_range_ids(given: OutOfRangeIds) -> OutOfRangeIds:
     """Return the strategy's argument; raise a ValueError if it is unknown."""
-    if given not in get_args(OutOfRangeIds):
-        raise ValueError(f"out_of_range_ids: {unknown_name_message('choice', str(given), get_args(OutOfRangeIds))}")
+    check_known("choice", given, get_args(OutOfRangeIds), "out_of_range_ids: ")
     return given
 
 

@@ -103,12 +103,11 @@ def _is_optimizer(kind: Any) -> bool:
     return isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
 
 
-def check_dense_optimizers(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+def check_dense_optimizers(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
     """Check that every table of a sharded model has one optimizer; raise a ValueError if one has two, or none.
 
     Optimizers lose parameters that sharding has replaced, with their state, to free memory. Rank 0 warns of it.
     """
-    optimizers = list(optimizers)
     parameters = [named for name, module in table_modules(model).items() for named in module.named_parameters(name)]
     fused = dict(in_backward_optimizer_filter(iter(parameters), include=True))
     refuse_dense_owner(fused, optimizers, fused_only_tables(model))
@@ -136,10 +135,9 @@ def check_dense_optimizers(model: nn.Module, optimizers: Iterable[torch.optim.Op
             "leave them untrained, set requires_grad=False."
         )
     has_rates = any(getattr(module, "trained_in_backward", None) for module in sharded_modules(model).values())
-    combined = [optimizer for optimizer in optimizers if isinstance(optimizer, DenseAndFused)]
-    lacks_rates = has_rates and not any(optimizer.fused_groups for optimizer in combined)
+    lacks_rates = has_rates and not any(getattr(optimizer, "fused_groups", ()) for optimizer in optimizers)
     for optimizer in optimizers:
-        _let_go_of_replaced(optimizer, lacks_rates and optimizer in combined, model)
+        _let_go_of_replaced(optimizer, lacks_rates and isinstance(optimizer, DenseAndFused), model)
 
 
 def _replaced(optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
@@ -233,10 +231,9 @@ def _table_of(name: str) -> str:
 
 
 def refuse_dense_owner(
-    fused: Mapping[str, nn.Parameter], optimizers: Iterable[torch.optim.Optimizer], fused_only: Collection[str] = ()
+    fused: Mapping[str, nn.Parameter], optimizers: Sequence[torch.optim.Optimizer], fused_only: Collection[str] = ()
 ) -> None:
     """Raise a ValueError if an optimizer has a weight of `fused` (by name) or is TorchRec's CombinedOptimizer."""
-    optimizers = list(optimizers)
     if any(isinstance(optimizer, CombinedOptimizer) for optimizer in optimizers):
         raise ValueError(
             "configure_optimizers returned TorchRec's CombinedOptimizer: it would run training_step once per "

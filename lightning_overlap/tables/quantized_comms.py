@@ -19,7 +19,7 @@ from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingColle
 from typing_extensions import override
 
 from ..distributed import Consensus
-from ..text import some, unknown_name_message
+from ..text import check_known, some
 from .supported_modules import sharding_types_of, table_modules
 from .table import Table
 
@@ -87,8 +87,7 @@ def resolve_quantized_comms(quantized_comms: QuantizedComms) -> QCommsConfig | N
             config = quantized_comms
         case [str(), str()]:
             for name in quantized_comms:
-                if name not in PRECISIONS:
-                    raise ValueError(f"quantized_comms: {unknown_name_message('precision', name, PRECISIONS)}")
+                check_known("precision", name, PRECISIONS, "quantized_comms: ")
             sizes = [_GROUP if name == "fp8" else None for name in quantized_comms]
             precisions = map(CommType, quantized_comms)
             config = QCommsConfig(*precisions, fp8_quantize_dim=sizes[0], fp8_quantize_dim_bwd=sizes[1])

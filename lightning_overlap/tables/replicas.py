@@ -18,7 +18,7 @@ from torchrec.distributed.types import ShardingPlan
 from torchrec.optim.fused import EmptyFusedOptimizer, FusedOptimizer
 from typing_extensions import override
 
-from ..text import some, unknown_name_message
+from ..text import check_known, some
 from .supported_modules import DATA_PARALLEL, table_modules
 from .table import KERNEL_EPS, Rule, Table, kind_of
 
@@ -65,8 +65,7 @@ def tables_to_replicate(
     for table in tables:
         known.setdefault(table.name, []).append(table)
     for name in sorted(given):
-        if name not in known:
-            raise ValueError(f"replicate_tables: {unknown_name_message('table', name, known)}")
+        check_known("table", name, known, "replicate_tables: ")
         if kinds.get(name, DATA_PARALLEL) != DATA_PARALLEL:
             raise ValueError(f"replicate_tables has {name!r}, but sharding makes it {kinds[name]!r}: remove one.")
         for table in known[name]:

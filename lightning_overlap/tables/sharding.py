@@ -21,7 +21,7 @@ from torchrec.modules.itep_embedding_modules import ITEPEmbeddingBagCollection, 
 from torchrec.modules.mc_modules import ManagedCollisionModule
 from typing_extensions import override
 
-from ..text import some, unknown_name_message
+from ..text import check_known, some
 from .names import answer_in_config_order, find_features_by_name
 from .optimizer_checks import FusedOptimizer, apply_fused_optimizer, check_fused_optimizer, warn_of_dense_tables
 from .plans import KeptPlan, divide_in_two, make_planner, plan_on_rank_zero, sharding_types
@@ -305,8 +305,7 @@ def check_sharding_types(sharding: Sharding) -> Sharding:
     kinds = [sharding] if isinstance(sharding, str) else sharding.values() if isinstance(sharding, Mapping) else []
     known = [kind.value for kind in ShardingType]
     for kind in kinds:
-        if kind not in known:
-            raise ValueError(f"sharding: {unknown_name_message('sharding type', str(kind), known)}")
+        check_known("sharding type", kind, known, "sharding: ")
     is_planner = callable(getattr(sharding, "plan", None))
     if not (sharding is None or is_planner or isinstance(sharding, (str, Mapping, ShardingPlan))):
         raise TypeError(
@@ -320,8 +319,7 @@ def check_sharding(sharding: Sharding, tables: list[Table], device: torch.device
     """Refuse, with a ValueError, tables that an unsharded model does not have, and types that a device lacks."""
     known = {table.name: table for table in tables}
     for name, kind in (_named_types(sharding, tables) or {}).items():
-        if name not in known:
-            raise ValueError(f"sharding: {unknown_name_message('table', name, known)}")
+        check_known("table", name, known, "sharding: ")
         possible = sharding_types(known[name].sharder, device.type)
         if kind not in possible:
             raise ValueError(

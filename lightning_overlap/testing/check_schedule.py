@@ -49,6 +49,5 @@ def check_laws(schedule: Schedule) -> None:
     batches = [_make_batch(index) for index in range(2 * schedule.depth + 1)]
     options: dict[str, Any] = {"sharding": _SHARDING, "fused_optimizer": (torch.optim.SGD, {"lr": 1.0})}
     for stream in STREAMS:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the data-parallel table gets no fused optimizer, as intended
+        with warnings.catch_warnings(action="ignore"):  # the data-parallel table gets no fused optimizer, as intended
             check_module(_Ranker, batches, schedule, num_steps=len(batches), stream=stream, **options)

@@ -90,7 +90,7 @@ class CheckedStreams(Streams):
 
     def following(self) -> Operators:
         """Follow all operators of the calling thread."""
-        return Operators(self._ran)
+        return Operators(self.ran)
 
     def watching(self, weights: Mapping[str, Tensor]) -> Operators:
         """Follow all operators of the calling thread; `weights` are parameters and tables by name."""
@@ -118,11 +118,6 @@ class CheckedStreams(Streams):
         at = bisect.bisect_right(self._since, number, key=lambda entry: entry[0]) - 1
         return self._since[at][1], True
 
-    def _ran(self, func: Any, args: Iterable[Any], result: Any) -> None:
-        self._note_nodes()
-        if not func.is_view:
-            self.ran(func, args, result)
-
     def _note_nodes(self) -> None:
         """Note the stream of the nodes made since the last call; it has not changed in between."""
         stream, _ = self.stream_of_operator()
@@ -132,6 +127,9 @@ class CheckedStreams(Streams):
 
     def ran(self, func: Any, args: Iterable[Any], result: Any) -> None:
         """Raise a `RaceError` if an operator is not ordered after a use of its memory on another stream."""
+        self._note_nodes()
+        if func.is_view:
+            return
         stream, in_backward = self.stream_of_operator()
         reads: list[str] = []
         writes: list[str] = []

@@ -237,8 +237,7 @@ class Answers(Watched):
         with strategy.saving():  # after deferred updates and running lookups
             self._states[num] = {}
             for name, module in self.modules.items():
-                tensors = {key: value for key, value in module.state_dict().items() if isinstance(value, Tensor)}
-                whole = {key: value.detach().clone() for key, value in gather(tensors, strategy.checkpoint_group)}
+                whole = {key: value.clone() for key, value in gather(module.state_dict(), strategy.checkpoint_group)}
                 self._states[num][name] = gather_objects(whole, strategy.checkpoint_group)[0]
 
     def _weights_of(self, module: LightningModule) -> dict[str, Tensor]:

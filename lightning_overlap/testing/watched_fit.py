@@ -169,8 +169,7 @@ def fit_unsharded(setting: Setting, module: LightningModule, watch: Callback) ->
     device = torch.device("cpu") if setting.accelerator == "cpu" else torch.device("cuda", torch.cuda.current_device())
     options = {**_QUIET, **setting.trainer_options, "limit_val_batches": 0, "callbacks": [watch]}
     trainer = Trainer(accelerator=setting.accelerator, devices=1, strategy=SingleDeviceStrategy(device), **options)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the fits in the mode show the warnings
+    with warnings.catch_warnings(action="ignore"):  # the fits in the mode show the warnings
         _fit_on(trainer, module, setting)
 
 

@@ -45,7 +45,7 @@ class Arm:
     @property
     def ahead(self) -> int:
         """Number of batches that lookups run ahead."""
-        return self.schedule.steps[self.schedule.position(Stage.EMBEDDING_LOOKUP)].offset
+        return self.schedule[Stage.EMBEDDING_LOOKUP].offset
 
     @property
     def held(self) -> tuple[int, int, bool, int]:

@@ -82,8 +82,7 @@ def run_python(page: str, folder: Path) -> list[str]:
     given = set(names)
     fits = mock.patch.object(Trainer, "__init__", _quiet(Trainer.__init__))
     kafka = mock.patch.dict(sys.modules, {"confluent_kafka": mock.MagicMock()})
-    with fits, kafka, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with fits, kafka, warnings.catch_warnings(action="ignore"):
         for block in blocks(ROOT / page):
             if block.language == "python":
                 _run(block, names)

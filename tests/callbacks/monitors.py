@@ -71,8 +71,7 @@ def run(
 ) -> dict[str, Any]:
     """Train under monitors and timelines, or none; return what they leave behind."""
     module, logger, printed = model(case), Kept(), io.StringIO()
-    with warnings.catch_warnings(record=True) as caught, contextlib.redirect_stdout(printed):
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught, contextlib.redirect_stdout(printed):
         trainer = make_trainer(make_strategy(module, pipeline), callbacks=list(callbacks), logger=logger, **options)
         trainer.fit(module, datamodule=data(case, num_steps))
     monitor = next((one for one in callbacks if isinstance(one, OverlapMonitor)), OverlapMonitor())
@@ -121,8 +120,7 @@ class Late(Model):
 
 def without_pipeline(strategy: type[DDPStrategy]) -> list[str]:
     """Return what monitor and timeline say of a module without tables, and of the strategies that they cannot watch."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         trainer = make_trainer(strategy(), callbacks=[OverlapMonitor(), OverlapTimeline()])
         trainer.fit(Dense())
     return [str(one.message) for one in caught if "Overlap" in str(one.message)]

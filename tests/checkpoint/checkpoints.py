@@ -93,8 +93,7 @@ def train(
     strategy = OverlapEmbeddingStrategy(pipeline=pipeline, sharding=build_plan(case, model, plan), **kwargs)
     limits: dict[str, Any] = {"max_epochs": epochs, "max_steps": max_steps}
     trainer = make_trainer(strategy, enable_checkpointing=True, callbacks=[saver, *callbacks], **limits)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         trainer.fit(model, datamodule=Batches(case, EPOCH), ckpt_path=resume)
     result = collect(model, trainer.optimizers[0], model.losses or [torch.zeros(())])
     said = [str(warning.message) for warning in caught if "optimizer" in str(warning.message)]

@@ -147,8 +147,7 @@ def train_from(
     path = None if resume is None else f"{folder}/{resume}.ckpt"
     if resume is not None:
         zeroed(model)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         trainer.fit(model, datamodule=StatefulBatches(kind, case=case), ckpt_path=path)
     result = collect(model, trainer.optimizers[0], model.losses or [torch.zeros(())])
     lr = trainer.optimizers[0].param_groups[0]["lr"]

@@ -130,8 +130,7 @@ def fit_and_crash(
             shutil.copytree(place, places[-1], symlinks=True, copy_function=_copy)
 
     no_exchange = mock.patch.object(atomic, "exchange", return_value=False)
-    with warnings.catch_warnings(), no_exchange if not exchanges else warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"), no_exchange if not exchanges else warnings.catch_warnings():
         with before_each_change(copy):
             _fit(place, how, save_last)
         copy()

@@ -81,8 +81,7 @@ def go_on(
     model: Any = zeroed(Plain(optimizer, groups, schedule))
     strategy = OverlapEmbeddingStrategy(sharding=sharding, fused_optimizer=fused, replicate_tables=replicated)
     trainer = make_trainer(strategy, max_epochs=epochs)
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as said:
         try:
             trainer.fit(model, datamodule=Batches(CASE, EPOCH), ckpt_path=path)
         except (RuntimeError, ValueError) as err:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 
-from lightning_overlap.deltas import Dense, Header, PartName, Rows, decode, encode
+from lightning_overlap.deltas import Dense, Header, PartName, Replica, Rows, decode, encode
 
 A, B, TOP = "model.ebc.embedding_bags.a.weight", "model.ebc.embedding_bags.b.weight", "model.top.weight"
 SHAPES = {A: (7, 4), B: (5, 2)}
@@ -190,6 +190,13 @@ class Training:
             fit=f"fit {self.fit}",
             found=self.found,
         )
+
+
+def updated(*args: Any, **kwargs: Any) -> Replica:
+    """Return a replica at the newest cut."""
+    replica = Replica(*args, **kwargs)
+    replica.update()
+    return replica
 
 
 def begun(sink: MemorySink) -> Training:

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from torch.utils.data import DataLoader
 from torchrec.distributed import sharding_plan
 from torchrec.distributed.types import ShardingPlan
 
@@ -23,6 +22,7 @@ from ..support.cases import NUM_ROWS, ROWWISE_ADAGRAD, Batches, Case, Model, Tab
 from ..support.fits import make_trainer
 from ..support.ranks import Ranks
 from .delta_fits import At, Files, Windows, differences, fit_with_deltas, halve, shards_of, stragglers
+from .histories import updated
 
 # few ids a batch: two batches of 8 leave most of the rows alone
 SHARDINGS = ("table_wise", "row_wise", "data_parallel")
@@ -30,9 +30,7 @@ MIXED = Case("resumes", tuple(TableSpec(f"t{n}", (f"f{n}",), sharding=one) for n
 
 
 class Small(Batches):
-    def train_dataloader(self) -> DataLoader:
-        rank = self.trainer.global_rank
-        return DataLoader([make_batch(self.case, i, rank, 4) for i in range(self.num_batches)], batch_size=None)
+    make = staticmethod(partial(make_batch, batch_size=4))
 
 
 def save(trainer: Trainer, module: LightningModule, path: str) -> None:
@@ -104,8 +102,7 @@ def test_a_sink_that_was_wiped_goes_on_from_an_old_checkpoint(two_ranks: Ranks, 
     sent, old = tmp_path / "sent", str(tmp_path / "old.ckpt")
     first = {"steps": 8, "after": [at_end(4, save, old)]}
     two_ranks.run(fits, str(sent), first, {"steps": 12, "ckpt_path": old, "before": [at_end(6, halve)]})
-    live = Replica(None, sent)
-    live.update()
+    live = updated(None, sent)
     assert live.position is not None
     assert live.position.cut == (2, 12)
     for path in sent.iterdir():
@@ -163,8 +160,7 @@ def states_of(replica: Replica) -> dict[str, torch.Tensor]:
 def test_states_have_their_names_under_every_plan(two_ranks: Ranks, tmp_path: Path, before: str, then: str) -> None:
     sent, saved = tmp_path / "sent", str(tmp_path / "saved.ckpt")
     first = two_ranks.run(fit_with_states, str(sent), before, 7, (at_end(4, save, saved),))
-    live = Replica(None, sent, optimizer_state=True)
-    live.update()
+    live = updated(None, sent, optimizer_state=True)
     second = two_ranks.run(fit_with_states, str(sent), then, 9, ckpt_path=saved)
     late = Replica(None, sent, optimizer_state=True)
     for replica, of_ranks in ((live, first), (live, second), (late, second)):

@@ -16,7 +16,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from torch.utils.data import DataLoader
 
 from lightning_overlap import MODES, EmbeddingDeltas, OverlapEmbeddingStrategy
-from lightning_overlap.deltas import Part, Piece, Replica, decode, parse_names
+from lightning_overlap.deltas import Part, Piece, decode, parse_names
 from lightning_overlap.deltas.recording import cuts, touched_rows
 from lightning_overlap.deltas.recording.copies import KeptMemory, copy_on_host
 from lightning_overlap.deltas.recording.touched_rows import TouchedRows
@@ -28,6 +28,7 @@ from ..support.pairs import in_turn
 from ..support.ranks import RankError, Ranks
 from ..tables import supported_modules as kinds
 from .delta_fits import At, Files, Fit, apply_in_order, differences, fit_expecting, fit_with_deltas, halve, stragglers
+from .histories import updated
 
 
 def _case(sharding: tuple[str, ...], **kwargs: object) -> Case:
@@ -60,9 +61,7 @@ def wrong(folder: Path, of_ranks: list[Fit], generation: int = 1) -> dict[object
         for cut, tables in after.items()
         if cut[0] == generation and cut != last and cut[1] in of_ranks[0][0]
     }
-    replica = Replica(None, folder)
-    replica.update()
-    for name, tables in (("end", after[last]), ("late", replica.state_dict())):
+    for name, tables in (("end", after[last]), ("late", updated(None, folder).state_dict())):
         found[name] = differences(tables, [last for _, last in of_ranks])
     return {cut: differing for cut, differing in found.items() if differing}
 
@@ -258,8 +257,7 @@ def test_a_dense_part_that_replicas_would_keep_is_refused(two_ranks: Ranks, tmp_
 
 def fit_warned(*args: Any, **kwargs: Any) -> tuple[Any, list[str]]:
     """Train as above; return its result, and what was warned of."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         found = fit_with_deltas(*args, **kwargs)
     return found, [str(one.message) for one in caught]
 

@@ -28,7 +28,7 @@ from lightning_overlap.deltas import (
     encode,
 )
 
-from .histories import SHAPES, TOP, A, B, MemorySink, Model, Training, assert_equal, begun, empty_tables, write
+from .histories import SHAPES, TOP, A, B, MemorySink, Model, Training, assert_equal, begun, empty_tables, updated, write
 
 
 @pytest.fixture
@@ -39,15 +39,12 @@ def training() -> Training:
 @pytest.fixture
 def replica(training: Training) -> Replica:
     """At the only cut."""
-    made = Replica(empty_tables(), training.sink)
-    made.update()
-    return made
+    return updated(empty_tables(), training.sink)
 
 
 def test_a_module_is_kept_up_to_date_with_its_dense_part_also_where_it_moves(training: Training) -> None:
     module = Model()
-    replica = Replica(module, training.sink)
-    replica.update()
+    replica = updated(module, training.sink)
     assert_equal(module.state_dict(), training.tables)
     assert all(parameter.requires_grad for parameter in module.parameters())
     for parameter in module.parameters():
@@ -59,8 +56,7 @@ def test_a_module_is_kept_up_to_date_with_its_dense_part_also_where_it_moves(tra
 
 def test_a_mapping_may_have_less_than_is_sent_and_more(training: Training) -> None:
     tables = {name: value for name, value in empty_tables().items() if name != TOP} | {"own": torch.ones(2)}
-    replica = Replica(tables, training.sink)
-    replica.update()
+    updated(tables, training.sink)
     assert_equal(tables, {A: training.tables[A], B: training.tables[B], "own": torch.ones(2)})
 
 
@@ -72,17 +68,15 @@ def test_every_bit_is_kept(dtype: torch.dtype) -> None:
     rows = Rows("t", "weight", (5, 4), 0, torch.tensor([4, 0, 2, 1, 3]), values)
     write(training, (rows,), tables={"t": (5, 4)}, after=None)
     for tables in (None, {"t": torch.zeros(5, 4, dtype=dtype)}):
-        replica = Replica(tables, training.sink)
-        replica.update()
-        assert torch.equal(replica.state_dict()["t"][rows.rows].view(torch.uint8), bits)
+        table = updated(tables, training.sink).state_dict()["t"]
+        assert torch.equal(table[rows.rows].view(torch.uint8), bits)
 
 
 def test_what_changes_while_it_is_applied_leaves_a_replica_without_a_state(
     training: Training, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A cut that is too large to be kept is read twice, its first chunk also for its header."""
-    replica = Replica(empty_tables(), training.sink, kept_bytes=0)
-    replica.update()
+    replica = updated(empty_tables(), training.sink, kept_bytes=0)
     training.cut(steps=1)
     name = max(training.sink.parts)
     rows = [Rows(A, "weight", SHAPES[A], 0, torch.tensor([1]), torch.ones(1, 4))]
@@ -214,9 +208,7 @@ def test_what_is_no_saved_state_is_told(training: Training, tmp_path: Path) -> N
     for name in ("text", "other.pt"):
         with pytest.raises(ReplicaError, match=f"{name} is not a state of a replica: "):
             Replica(None, training.sink, start=tmp_path / name)
-    replica = Replica(None, training.sink)
-    replica.update()
-    replica.save(tmp_path / "state.pt")
+    updated(None, training.sink).save(tmp_path / "state.pt")
     with pytest.raises(TablesError, match=r"is \(7, 4\) of torch.float32 in the saved state, and \(7, 5\) of"):
         Replica(empty_tables() | {A: torch.ones(7, 5)}, training.sink, start=tmp_path / "state.pt")
 
@@ -280,8 +272,7 @@ BAD_ROWS: dict[str, tuple[Rows, str]] = {
 def test_rows_that_do_not_fit_are_refused(training: Training, what: str) -> None:
     entry, said = BAD_ROWS[what]
     good = Rows(B, "weight", SHAPES[B], 0, torch.tensor([0]), torch.full((1, 2), 9.0))
-    replica = Replica(empty_tables(), training.sink, optimizer_state=True)
-    replica.update()
+    replica = updated(empty_tables(), training.sink, optimizer_state=True)
     name = write(training, (good, entry))
     with pytest.raises(TablesError, match=re.escape(said)) as err:
         replica.update()

@@ -1,5 +1,6 @@
 """The backend whose all-to-alls post receives first: it gives what gloo gives."""
 
+import contextlib
 import functools
 import time
 from datetime import timedelta
@@ -159,10 +160,7 @@ def test_an_exchange_is_over_without_a_wait(two_ranks: Ranks) -> None:
 
 @pytest.mark.slow
 def test_everyone_who_waits_hears_of_a_failure() -> None:
-    ranks = Ranks(2)  # of its own: the group is of no more use
-    try:
+    with contextlib.closing(Ranks(2)) as ranks:  # of its own: the group is of no more use
         text, _ = ranks.run(waits_in_vain)
-    finally:
-        ranks.close()
     assert text.startswith("['RuntimeError', 'RuntimeError']") or text.startswith("['DistBackendError'")
     assert text.endswith("True")

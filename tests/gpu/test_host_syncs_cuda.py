@@ -33,8 +33,7 @@ def syncs_of_steps(pipeline: str, stream: str) -> list[str]:
     model = Model(TABLE_WISE)
     plan = make_plan(TABLE_WISE, model, dist.get_world_size(), "cuda")
     strategy = OverlapEmbeddingStrategy(pipeline=pipeline, stream=stream, sharding=plan)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         make_trainer(strategy, "cuda", callbacks=[_Watch()]).fit(model, datamodule=Batches(TABLE_WISE, FIRST + NUM + 4))
     return [f"{w.filename}:{w.lineno}" for w in caught if re.search("synchronizing CUDA operation", str(w.message))]
 

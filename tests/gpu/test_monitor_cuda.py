@@ -38,8 +38,7 @@ def run(pipeline: str, stream: str, watched: bool) -> dict[str, Any]:
     strategy = OverlapEmbeddingStrategy(pipeline=pipeline, stream=stream, sharding=plan)
     monitor = OverlapMonitor(every_n_steps=4, table=False)
     callbacks = [*([monitor] if watched else []), _CountsSyncs()]
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         # More batches than `async_lookup` looks up ahead: the last steps of a fit look up nothing.
         data = Batches(TABLE_WISE, NUM_STEPS + 2)
         make_trainer(strategy, "cuda", callbacks=callbacks).fit(model, datamodule=data)

@@ -44,12 +44,8 @@ def _host_mapped(init: Any = SplitTableBatchedEmbeddingBagsCodegen.__init__) -> 
 
 def _train(case: Case) -> reference.Result:
     torch.use_deterministic_algorithms(True, warn_only=True)
-    own, reference.make_plan = reference.make_plan, _cached_plan
-    try:
-        with _host_mapped():
-            return reference.train(case, device_type="cuda")
-    finally:
-        reference.make_plan = own
+    with _host_mapped(), mock.patch.object(reference, "make_plan", _cached_plan):
+        return reference.train(case, device_type="cuda")
 
 
 def _fit(case: Case, stream: str, **trainer_kwargs: Any) -> tuple[reference.Result, int, list[str]]:
@@ -63,8 +59,7 @@ def _fit(case: Case, stream: str, **trainer_kwargs: Any) -> tuple[reference.Resu
     model = Model(case)
     plan = _cached_plan(case, model, dist.get_world_size(), "cuda")
     strategy = OverlapEmbeddingStrategy(pipeline="prefetch", stream=stream, sharding=plan, observer=observe)
-    with _host_mapped(), warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with _host_mapped(), warnings.catch_warnings(record=True, action="always") as caught:
         trainer = make_trainer(strategy, "cuda", **{"limit_val_batches": 0, **trainer_kwargs})
         trainer.fit(model, datamodule=Variant(case, "dataclass", NUM_STEPS))
     result = reference.collect(model, trainer.optimizers[0], model.losses)

@@ -135,8 +135,7 @@ def train_under_the_strategy(fit: Fit, **options: Any) -> Result:
         limit_val_batches=2 if fit.validate_every else 0,
         val_check_interval=fit.validate_every or None,
     )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         trainer.fit(module, datamodule=Data(fit))
     return collect(module, trainer.optimizers[0], module.losses)  # type: ignore[arg-type]
 

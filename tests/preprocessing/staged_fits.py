@@ -7,7 +7,6 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule
 from torch import Tensor
 from torch.distributed.optim import _apply_optimizer_in_backward
-from torch.utils.data import DataLoader
 from torchrec import EmbeddingBagConfig
 from torchrec.distributed.sharding_plan import table_wise
 from torchrec.distributed.test_utils.model_input import ModelInput
@@ -89,8 +88,7 @@ def make_input(index: int, rank: int) -> ModelInput:
 
 
 class Inputs(Batches):
-    def train_dataloader(self) -> DataLoader:
-        return DataLoader([make_input(i, dist.get_rank()) for i in range(self.num_batches)], batch_size=None)
+    make = staticmethod(lambda case, index, rank: make_input(index, rank))
 
 
 def with_preproc(pipeline: str | Schedule, make_module: type[WithPreproc] = WithPreproc) -> Outcome:

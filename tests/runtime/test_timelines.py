@@ -1,14 +1,12 @@
 """When each stage of a batch is issued, as whole timelines beside a drawing."""
 
-from collections.abc import Mapping
+from typing import Any
 
 import pytest
 
 from lightning_overlap.schedules.modes import MODES
-from lightning_overlap.schedules.schedule import Schedule
-from lightning_overlap.schedules.stages import WeightOwner
 
-from ..support.fakes import FakeTrainer, Timeline
+from ..support.fakes import FakeTrainer
 from .setups import ONE_FUSED, ONE_MIXED
 
 TIMELINES: dict[str, str] = {
@@ -55,19 +53,12 @@ lookup     |                  L0    L0                      L1       L1         
 host waits |               S0    D0          L0       S1       D1          L1    S2       D2          L2"""
 
 
-def timeline_of(schedule: Schedule, num_batches: int, modules: Mapping[str, frozenset[WeightOwner]]) -> Timeline:
-    """Return the timeline of a run, without the fetches that only found the end of the data."""
-    timeline = FakeTrainer(schedule, modules=modules).run(num_batches).timeline
-    timeline.events = [event for event in timeline.events if event[2] < num_batches]
-    return timeline
-
-
-@pytest.mark.parametrize("name", TIMELINES)
-def test_timeline_from_the_fill_to_the_drain(name: str) -> None:
-    timeline = timeline_of(MODES[name], 3, ONE_FUSED)
-    assert timeline.draw() == TIMELINES[name], f"got\n{timeline.draw()}"
-
-
-def test_timeline_with_tables_of_the_dense_optimizer() -> None:
-    timeline = timeline_of(MODES["fused_sparse_dist"], 3, ONE_MIXED)
-    assert timeline.draw() == MIXED_TIMELINE, f"got\n{timeline.draw()}"
+@pytest.mark.parametrize(
+    ("name", "modules", "drawing"),
+    [*((mode, ONE_FUSED, one) for mode, one in TIMELINES.items()), ("fused_sparse_dist", ONE_MIXED, MIXED_TIMELINE)],
+    ids=[*TIMELINES, "tables_of_the_dense_optimizer"],
+)
+def test_timeline_from_the_fill_to_the_drain(name: str, modules: Any, drawing: str) -> None:
+    timeline = FakeTrainer(MODES[name], modules=modules).run(3).timeline
+    timeline.events = [event for event in timeline.events if event[2] < 3]  # others only found the end of the data
+    assert timeline.draw() == drawing, f"got\n{timeline.draw()}"

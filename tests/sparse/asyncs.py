@@ -5,7 +5,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from ..checkpoint.resumes import SaveSteps, Stateful
-from ..support.cases import Batches, Case, Model, make_batch
+from ..support.cases import Batches, Case, Model
 from ..support.fits import make_strategy, make_trainer
 from ..support.reference import Result, collect
 from .variants import Variant
@@ -18,9 +18,8 @@ class Stretch(Batches):
     """Batches of one epoch after the other, no two alike."""
 
     def train_dataloader(self) -> DataLoader:
-        start, rank = self.trainer.current_epoch * self.num_batches, self.trainer.global_rank
-        batches = [make_batch(self.case, start + index, rank) for index in range(self.num_batches)]
-        return DataLoader(batches, batch_size=None)
+        start = self.trainer.current_epoch * self.num_batches
+        return self.loader_of(range(start, start + self.num_batches))
 
 
 class StatefulBatches(Batches):

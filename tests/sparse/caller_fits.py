@@ -66,8 +66,7 @@ def fit(
     trainer = make_trainer(
         OverlapEmbeddingStrategy(mode, sharding=plan, observer=observe, timeout=timeout, **others), **trainer_kwargs
     )
-    with warnings.catch_warnings(record=True) as caught, raises or nullcontext():
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught, raises or nullcontext():
         trainer.fit(module, datamodule=data)
     messages = [text for one in caught if any(word in (text := str(one.message)) for word in WORDS)]
     return Outcome(collect(module, trainer.optimizers[0], module.losses), early, messages)

@@ -23,14 +23,8 @@ class Variant(Batches):
         super().__init__(case, num_batches)
         self.make = getattr(caller_inputs, kind, make_batch)
 
-    def train_dataloader(self) -> DataLoader:
-        return self._loader(range(self.num_batches))
-
     def val_dataloader(self) -> DataLoader:
-        return self._loader(range(500, 502))
-
-    def _loader(self, indices: range) -> DataLoader:
-        return DataLoader([self.make(self.case, i, self.trainer.global_rank) for i in indices], batch_size=None)
+        return self.loader_of(range(500, 502))
 
 
 class GivesTensorDict(Model):

@@ -81,13 +81,17 @@ def make_batch(case: Case, index: int, rank: int, batch_size: int = BATCH_SIZE) 
 
 
 class Batches(LightningDataModule):
+    make: Callable[..., Any] = staticmethod(make_batch)  # a batch from the case, an index and the rank
+
     def __init__(self, case: Case, num_batches: int = NUM_STEPS) -> None:
         super().__init__()
         self.case, self.num_batches = case, num_batches
 
     def train_dataloader(self) -> DataLoader:
-        batches = [make_batch(self.case, index, self.trainer.global_rank) for index in range(self.num_batches)]
-        return DataLoader(batches, batch_size=None)
+        return self.loader_of(range(self.num_batches))
+
+    def loader_of(self, indices: range) -> DataLoader:
+        return DataLoader([self.make(self.case, index, self.trainer.global_rank) for index in indices], batch_size=None)
 
 
 class Model(LightningModule):

@@ -65,7 +65,7 @@ def on_ranks(ranks: Ranks, case: Case, staleness: int = 0, **options: Any) -> li
     return ranks.run_once(train, case, **options)
 
 
-def differences(actual: list[Result], expected: list[Result]) -> list[list[str]]:
+def differences(actual: list[Any], expected: list[Any]) -> list[list[str]]:
     return [mine.differences(theirs) for mine, theirs in zip(actual, expected, strict=True)]
 
 
@@ -188,10 +188,10 @@ def collect(module: Model, optimizer: torch.optim.Optimizer, losses: list[Tensor
     sharded = {name: child for name, child in module.named_modules() if isinstance(child, ShardedModule)}
     for child in sharded.values():
         for key, value in child.state_dict().items():
-            tables.update(_local(key.split(".")[-2], value))
+            tables.update(local(key.split(".")[-2], value))
         for key, states in child.fused_optimizer.state_dict()["state"].items():
             for kind, value in states.items():
-                fused_state.update(_local(f"{key.split('.')[-2]} {kind.split('.')[-1]}", value))
+                fused_state.update(local(f"{key.split('.')[-2]} {kind.split('.')[-1]}", value))
     dense_names = {}
     for name, parameter in module.named_parameters():
         inside = any(name.startswith(f"{outer}.") for outer in sharded)
@@ -230,14 +230,14 @@ def _sharders(case: Case, device: torch.device) -> list[Any] | None:
     return [kind(qcomm_codecs_registry=codecs) for kind in kinds]
 
 
-def _local(name: str, value: Any) -> dict[str, Tensor]:
+def local(name: str, value: Any) -> dict[str, Tensor]:
     if isinstance(value, ShardedTensor):
         return {
             f"{name} {shard.metadata.shard_offsets}": shard.tensor.detach().cpu().clone()
             for shard in value.local_shards()
         }
     if isinstance(value, DTensor):
-        value = value.to_local()
+        value = value.tolocal()
     return {name: value.detach().cpu().clone()} if isinstance(value, Tensor) else {}
 
 

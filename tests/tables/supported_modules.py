@@ -13,22 +13,22 @@ import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import PoolingMode
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import DenseTableBatchedEmbeddingBagsCodegen
-from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.distributed.optim import _apply_optimizer_in_backward
-from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 from torchrec import EmbeddingBagCollection, EmbeddingCollection, KeyedJaggedTensor
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.sharding_plan import get_default_sharders
-from torchrec.distributed.types import ShardedTensor, ShardingEnv, ShardingPlan
+from torchrec.distributed.types import ShardingEnv, ShardingPlan
 
 from lightning_overlap import OverlapEmbeddingStrategy, combined_optimizer
 from lightning_overlap.tables import sharding
 
 from ..sparse.update_rates import factor
+from ..support import cases
 from ..support.cases import NUM_DENSE, NUM_STEPS, dense_optimizer
 from ..support.cases import summed as sum_of_each
 from ..support.fits import make_trainer
@@ -56,7 +56,7 @@ from ..support.modules import (
     whole_dense,
     wide_ids,
 )
-from ..support.reference import set_fused_rates, set_rates
+from ..support.reference import local, set_fused_rates, set_rates
 from .foreign import Pool, hashed, pec, quantized
 
 
@@ -188,21 +188,15 @@ def make_batch(case: KindCase, index: int, rank: int) -> Batch:
     return Batch(torch.randn(BATCH_SIZE, NUM_DENSE, generator=generator), kjt, labels)
 
 
-class Batches(LightningDataModule):
-    def __init__(self, case: KindCase, num_batches: int = NUM_STEPS) -> None:
-        super().__init__()
-        self.case, self.num_batches = case, num_batches
-
-    def train_dataloader(self) -> DataLoader:
-        return self._loader(range(self.num_batches))
+class Batches(cases.Batches):
+    make = staticmethod(make_batch)
 
     def val_dataloader(self) -> DataLoader:
-        return self._loader(range(500, 503))
+        return self.loader_of(range(500, 503))
 
-    def _loader(self, indices: range) -> DataLoader:
-        batches = [make_batch(self.case, index, self.trainer.global_rank) for index in indices]
+    def loader_of(self, indices: range) -> DataLoader:
         # The loader draws a seed: not from the generator of all others.
-        return DataLoader(batches, batch_size=None, generator=torch.Generator())
+        return DataLoader(super().loader_of(indices).dataset, batch_size=None, generator=torch.Generator())
 
 
 class KindModel(LightningModule):
@@ -339,8 +333,7 @@ def fit_module(
 
     form = kwargs.pop("checkpoint_format", None)
     strategy = OverlapEmbeddingStrategy(pipeline, sharding=make_plan(module), observer=observe, checkpoint_format=form)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         trainer = make_trainer(strategy, **{"limit_val_batches": 0, **kwargs})
         trainer.fit(module, datamodule=data, ckpt_path=load)
     if save is not None:
@@ -365,21 +358,14 @@ def collect(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Te
     """Every local tensor: weights, buffers, the fused optimizers' state, the dense optimizer's."""
     found = {}
     for key, value in module.state_dict().items():
-        found.update(_local(key, value))
+        found.update(local(key, value))
     for name, inner in module.named_modules():
         if isinstance(inner, (ShardedEmbeddingBagCollection, ShardedEmbeddingCollection)):
             for key, states in inner.fused_optimizer.state_dict()["state"].items():
                 for kind, value in states.items():
-                    found.update(_local(f"fused {name}.{key} {kind}", value))
+                    found.update(local(f"fused {name}.{key} {kind}", value))
     parameters = {id(parameter): name for name, parameter in module.named_parameters()}
     for parameter, states in optimizer.state.items():
         for kind, value in states.items():
-            found.update(_local(f"dense {parameters[id(parameter)]} {kind}", value))
+            found.update(local(f"dense {parameters[id(parameter)]} {kind}", value))
     return found
-
-
-def _local(name: str, value: Any) -> dict[str, Tensor]:
-    if isinstance(value, ShardedTensor):
-        return {f"{name} {s.metadata.shard_offsets}": s.tensor.detach().clone() for s in value.local_shards()}
-    value = value.to_local() if isinstance(value, DTensor) else value
-    return {name: value.detach().clone()} if isinstance(value, Tensor) else {}

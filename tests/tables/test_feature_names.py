@@ -27,8 +27,8 @@ def elsewhere(kjt: KeyedJaggedTensor, index: int) -> KeyedJaggedTensor:
 
 
 class _Elsewhere(Batches):
-    def _loader(self, indices: range) -> DataLoader[Any]:
-        loader = super()._loader(indices)
+    def loader_of(self, indices: range) -> DataLoader[Any]:
+        loader = super().loader_of(indices)
         for index, batch in enumerate(loader.dataset):
             batch.kjt = elsewhere(batch.kjt, index)
         return loader
@@ -36,12 +36,12 @@ class _Elsewhere(Batches):
 
 class _ValidatesElsewhere(_Elsewhere):
     def train_dataloader(self) -> DataLoader[Any]:
-        return Batches._loader(self, range(self.num_batches))
+        return Batches.loader_of(self, range(self.num_batches))
 
 
 class _LacksOne(Batches):
-    def _loader(self, indices: range) -> DataLoader[Any]:
-        loader = super()._loader(indices)
+    def loader_of(self, indices: range) -> DataLoader[Any]:
+        loader = super().loader_of(indices)
         loader.dataset[2].kjt = loader.dataset[2].kjt.permute([0, 2])
         return loader
 

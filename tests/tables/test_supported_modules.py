@@ -23,6 +23,7 @@ from ..support.fits import make_trainer
 from ..support.modules import bags, plan_of, whole
 from ..support.pairs import rotated
 from ..support.ranks import RankError, Ranks
+from ..support.reference import differences
 from . import supported_modules
 from .supported_modules import CASES, Batches, KindModel, Outcome, make_plan
 
@@ -44,15 +45,11 @@ def _expected(ranks: Ranks, name: str, staleness: int = 0) -> list[Outcome]:
     return outcomes
 
 
-def _differences(actual: list[Outcome], expected: list[Outcome]) -> list[list[str]]:
-    return [mine.differences(theirs) for mine, theirs in zip(actual, expected, strict=True)]
-
-
 @pytest.mark.parametrize(("name", "pipeline", "num_ranks"), PAIRINGS)
 def test_same_as_the_plain_loop(get_ranks: Callable[..., Ranks], name: str, pipeline: str, num_ranks: int) -> None:
     case, staleness, ranks = CASES[name], MODES[pipeline].staleness, get_ranks(num_ranks)
     actual = ranks.run(supported_modules.fit, name, pipeline)
-    assert _differences(actual, _expected(ranks, name, staleness)) == [[]] * ranks.world_size
+    assert differences(actual, _expected(ranks, name, staleness)) == [[]] * ranks.world_size
     for rank, outcome in enumerate(actual):
         if case.plain:
             assert (outcome.num_early, len(outcome.messages)) == (0, int(rank == 0))
@@ -80,22 +77,22 @@ def test_a_lookup_before_the_step_is_seen(ranks: Ranks, name: str) -> None:
         if "modified by an inplace operation" not in str(err):
             raise
         return
-    assert all(_differences(actual, _expected(ranks, name)))
+    assert all(differences(actual, _expected(ranks, name)))
 
 
 @pytest.mark.parametrize("name", ["feature_processors", "feature_processors_beside_tables", "managed_bags"])
 def test_a_rate_that_moves(ranks: Ranks, name: str) -> None:
     """The gradient of feature processors' weights goes through the cut at the embeddings, too."""
     expected = ranks.run(supported_modules.train, name, rates_move=True)
-    assert all(_differences(expected, _expected(ranks, name)))
+    assert all(differences(expected, _expected(ranks, name)))
     actual = ranks.run(supported_modules.fit, name, "fused_sparse_dist", rates_move=True)
-    assert _differences(actual, expected) == [[]] * ranks.world_size
+    assert differences(actual, expected) == [[]] * ranks.world_size
 
 
 @pytest.mark.parametrize("name", ["feature_processors", "managed_bags", "managed_sequences", "variable_batch"])
 def test_validation_between_two_batches_leaves_training_alone(ranks: Ranks, name: str) -> None:
     actual = ranks.run(supported_modules.fit, name, "fused_sparse_dist", limit_val_batches=3, val_check_interval=4)
-    assert _differences(actual, _expected(ranks, name)) == [[]] * ranks.world_size
+    assert differences(actual, _expected(ranks, name)) == [[]] * ranks.world_size
 
 
 @pytest.mark.parametrize("name", ["feature_processors", "feature_processors_data_parallel", "managed_bags"])
@@ -123,7 +120,7 @@ def test_assigned_rows_are_not_saved_as_one_file(two_ranks: Ranks, tmp_path: Pat
 @pytest.mark.parametrize("name", ["sharded_by_another", "pool", "quantized"])
 def test_others_run_in_their_own_forward(ranks: Ranks, name: str) -> None:
     actual = ranks.run(supported_modules.fit, name, "fused_sparse_dist")
-    assert _differences(actual, _expected(ranks, name)) == [[]] * ranks.world_size
+    assert differences(actual, _expected(ranks, name)) == [[]] * ranks.world_size
     assert all(outcome.num_early == NUM_STEPS - 1 for outcome in actual)  # of the collection beside it
     if name == "sharded_by_another":
         [message] = actual[0].messages

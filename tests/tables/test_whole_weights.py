@@ -60,8 +60,7 @@ def made_before(way: str, *arguments: str) -> tuple[int, Tensor, str]:
     args = [f"--model.way={way}", *arguments]
     gc.disable()
     try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with warnings.catch_warnings(record=True, action="always") as caught:
             cli = LightningCLI(OnArrays, args=args, run=False, save_config_callback=None, trainer_defaults=defaults)
             for _ in range(2):
                 cli.trainer.fit_loop.epoch_progress.reset()

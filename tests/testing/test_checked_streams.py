@@ -40,8 +40,7 @@ def train(
 ) -> None:
     batches = [cases.make_batch(case, index, 0) for index in range(7)]
     options = {"sharding": cases.make_plan(case, Model(case), 1), "stream": stream}
-    with process_group("cpu"), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with process_group("cpu"), warnings.catch_warnings(action="ignore"):
         setting = Setting(lambda: module(case), batches, trainer_options=trainer_options, strategy_options=options)
         fit(setting, Mode(pipeline, frozen_window=frozen_window), Watched(), races=True)  # type: ignore[arg-type]
 

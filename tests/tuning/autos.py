@@ -83,13 +83,12 @@ def train(
     trainer = make_trainer(strategy, callbacks=[seen, *callbacks], num_sanity_val_steps=0, **kwargs)
     records: list[str] = []
     with (
-        warnings.catch_warnings(),
+        warnings.catch_warnings(action="ignore"),
         mock.patch.object(logging.getLogger("lightning.pytorch.lightning_overlap"), "info", records.append),
         mock.patch.object(tuner, "timestamps_of", return_value=clock),
         mock.patch.object(tuned, "step", step),
         mock.patch.object(tuner.TimedSource, "fetch", lambda source, *args: source._source.fetch(*args)),  # in no time
     ):
-        warnings.simplefilter("ignore")
         trainer.fit(module, datamodule=data, ckpt_path=path)
     result = collect(module, trainer.optimizers[0], module.losses or [torch.zeros(())])
     said = [text if text.startswith("pipeline") else text.splitlines()[0] for text in records if "auto" in text]

@@ -306,7 +306,6 @@ class EmbeddingDeltas(Callback):
                 f"{self._sink} is {behind} batches behind the training, more than max_lag_steps={self._max_lag_steps}: "
                 f"writing a cut takes longer than training {self._every} batches. {goes_on} Use a larger every_n_steps "
                 f"or a faster sink. Up to {waiting} rows are waiting on this rank.",
-                UserWarning,
                 stacklevel=2,
             )
 

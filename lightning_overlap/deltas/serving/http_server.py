@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ...text import unknown_name_message
+from ...text import check_known
 from .replica import Replica, ReplicaError
 
 _MOST_BYTES = 64 << 20
@@ -84,8 +84,7 @@ class _Handler(BaseHTTPRequestHandler):
             raise ValueError('a request must be {"table": name, "ids": [integers]}')
         with self.server.replica.reading() as position:
             tables = {name: tensor for name, tensor in self.server.replica.state_dict().items() if tensor.dim() == 2}
-            if table not in tables:
-                raise ValueError(unknown_name_message("table", table, tables))
+            check_known("table", table, tables)
             rows = tables[table].detach()
             if wrong := [each for each in ids if not 0 <= each < len(rows)]:
                 raise ValueError(f"{table} has rows 0 to {len(rows) - 1}, got {wrong[0]}")

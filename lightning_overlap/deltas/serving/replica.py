@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -49,7 +49,7 @@ class ReplicaError(RuntimeError):
     """A replica has no tables yet, or stopped following."""
 
 
-class Replica:
+class Replica(AbstractContextManager["Replica"]):
     """Keeps unsharded tables equal to a training's tables, cut by cut.
 
     A cut is read and checked completely before the first row is written, and written while no thread reads. So tables
@@ -224,9 +224,6 @@ class Replica:
             self._thread.join()
             self._thread = None
         self.sink.close()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
