@@ -24,41 +24,18 @@ from .bench_report import Turn
 from .config_checks import Config, per_step
 
 
-class Losses:
-    """Numbers of a run's steps, kept in large blocks: a small block of a step would stay where larger ones were freed.
-
-    To add a number does not make the host wait for the device.
-    """
-
-    _IN_BLOCK = 1024
-
-    def __init__(self) -> None:
-        self._blocks: list[Tensor] = []
-        self._num = 0
-
-    def __len__(self) -> int:
-        return self._num
-
-    def append(self, loss: Tensor) -> None:
-        """Add the number of a step, `()`."""
-        place = self._num % self._IN_BLOCK
-        if not place:
-            self._blocks.append(torch.empty(self._IN_BLOCK, device=loss.device))
-        self._blocks[-1][place] = loss.detach()
-        self._num += 1
-
-    def on_host(self) -> Tensor:
-        """Return the numbers by step, `(S,)`, float32."""
-        return torch.cat([torch.empty(0), *(block.cpu() for block in self._blocks)])[: self._num]
-
-
 class StepTimer(Callback):
     """Times every training step, from the end of the step before, and keeps its loss, without host-device syncs."""
 
     def __init__(self) -> None:
         self.step_ms: list[float] = []
-        self.losses = Losses()
+        self._losses: list[Tensor | float] = []
         self._last = 0.0
+
+    @property
+    def losses(self) -> Tensor:
+        """Losses by step, float32, on the host."""
+        return torch.tensor([*map(float, self._losses)])
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -75,7 +52,7 @@ class StepTimer(Callback):
         now = time.perf_counter()
         self.step_ms.append((now - self._last) * 1e3)
         self._last = now
-        self.losses.append(loss_of(trainer, outputs))
+        self._losses.append(to_keep(loss_of(trainer, outputs)))
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -92,6 +69,11 @@ def loss_of(trainer: Trainer, outputs: Any) -> Tensor:
     return loss * trainer.accumulate_grad_batches if trainer.accumulate_grad_batches > 1 else loss
 
 
+def to_keep(loss: Tensor) -> Tensor | float:
+    """Return a step's loss to keep for the whole run; on a CPU a number, as small kept tensors make a process grow."""
+    return loss.item() if loss.device.type == "cpu" else loss.detach()
+
+
 class Meter:
     """Times one turn's steps; the host waits for the device only before the first and after the last timed step."""
 
@@ -106,12 +88,12 @@ class Meter:
         self._clock = timestamps_of(device)
         self._marks: list[Any] = []
         self._cpu_marks: list[float] = []
-        self._losses = Losses()
+        self._losses: list[Tensor | float] = []
         self._memory: dict[str, int] = {}
 
     def after_step(self, loss: Tensor, strategy: OverlapEmbeddingStrategy | None) -> None:
         """Note the end of a step; the loss is read after the run. `strategy` is None if it is not ours."""
-        self._losses.append(loss)
+        self._losses.append(to_keep(loss))
         step = len(self._losses)
         if step == self._first:
             self._clock.wait()
@@ -139,7 +121,7 @@ class Meter:
     def turn(self) -> tuple[Turn, list[Span]]:
         """Return the measurements, and the spans to draw: none if no stages were recorded."""
         self._clock.wait()
-        losses_S = self._losses.on_host()
+        losses_S = torch.tensor([*map(float, self._losses)])  # S steps
         num, lane = self._per_optimizer_step, HOST_LANE if self._device.type == "cpu" else str(StreamName.COMPUTE)
         spans, steps = ([], []) if self._recorder is None else (self._recorder.spans(), self._recorder.windows())
         breakdowns = [break_down(spans, step, host_lane=lane) for step in steps]

@@ -11,7 +11,7 @@ import torch
 
 from lightning_overlap.apps import bench_report
 from lightning_overlap.apps.bench_report import ArmTurns, Turn, bound_ms, evaluate, table
-from lightning_overlap.apps.step_timers import Losses
+from lightning_overlap.apps.step_timers import to_keep
 
 
 def turn(*step_ms: float, **more: Any) -> Turn:
@@ -26,16 +26,12 @@ def base() -> ArmTurns:
     return ArmTurns("base", 0, [[fast, slow], [fast, slow]])
 
 
-@pytest.mark.parametrize("num", [0, 1, 1024, 2500])
-def test_losses_are_copied_in_order(num: int) -> None:
-    losses, given = Losses(), torch.rand(num, requires_grad=True)
-    with torch.no_grad():
-        given[1::2] = math.nan
-    for loss in given:
-        losses.append(loss)
-    assert len(losses) == num
-    assert losses.on_host().numpy().tobytes() == given.detach().numpy().tobytes()
-    assert not losses.on_host().requires_grad
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_loss_on_a_cpu_is_kept_exactly_and_not_as_a_tensor(dtype: torch.dtype) -> None:
+    losses = torch.rand(100, requires_grad=True).to(dtype)
+    kept = [to_keep(loss) for loss in losses]
+    assert torch.equal(torch.tensor([*map(float, kept)]), losses.detach().float())
+    assert {type(one) for one in kept} == {float}
 
 
 def test_the_bound_is_the_busiest_rank_or_the_wire() -> None:
