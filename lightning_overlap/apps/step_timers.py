@@ -29,13 +29,8 @@ class StepTimer(Callback):
 
     def __init__(self) -> None:
         self.step_ms: list[float] = []
-        self._losses: list[Tensor | float] = []
+        self.losses: list[Tensor | float] = []  # by step
         self._last = 0.0
-
-    @property
-    def losses(self) -> Tensor:
-        """Losses by step, float32, on the host."""
-        return torch.tensor([*map(float, self._losses)])
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -52,7 +47,7 @@ class StepTimer(Callback):
         now = time.perf_counter()
         self.step_ms.append((now - self._last) * 1e3)
         self._last = now
-        self._losses.append(to_keep(loss_of(trainer, outputs)))
+        self.losses.append(to_keep(loss_of(trainer, outputs)))
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

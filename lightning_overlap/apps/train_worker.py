@@ -60,8 +60,8 @@ def train_mode(config: Config, mode: Mode, folder: Path) -> train_report.ModeRes
     metrics |= trainer.callback_metrics
 
     num_steps = len(timer.step_ms)
-    ranks = gather_objects((timer.losses, timer.step_ms, peak_memory(strategy.root_device)))
-    all_losses, all_step_ms, peaks = zip(*ranks, strict=True)
+    mine = torch.tensor([*map(float, timer.losses)]), timer.step_ms, peak_memory(strategy.root_device)
+    all_losses, all_step_ms, peaks = zip(*gather_objects(mine), strict=True)
     losses_RS, step_ms_RS = torch.stack(all_losses).numpy(), np.array(all_step_ms)  # R ranks, S steps
     batch_size, slowest_ms = getattr(data, "batch_size", None), step_ms_RS[:, 1:].sum(axis=1).max()
     num_samples = (num_steps - 1) * trainer.world_size * (batch_size or 0)

@@ -26,23 +26,19 @@ def keep_freed_memory() -> bool:
     if len({ctypes.cast(one.malloc, ctypes.c_void_p).value for one in (process, libc)}) > 1:
         return False  # another library provides malloc: jemalloc, tcmalloc
     settings = ((_M_MMAP_THRESHOLD, MMAP_THRESHOLD), (_M_TRIM_THRESHOLD, TRIM_THRESHOLD), (_M_TOP_PAD, TOP_PAD))
-    accepted = [libc.mallopt(name, value) for name, value in settings]
-    return all(accepted)
+    return all(libc.mallopt(name, value) for name, value in settings)
 
 
 class GrowthLimit:
-    """Gives free memory back to the kernel whenever the process has grown too far.
+    """Gives free memory back to the kernel whenever the process has grown by `LEAST` bytes and by half.
 
-    A block that a step leaves behind (its loss, say) can lie where larger blocks were freed. These cannot be joined
-    again, and glibc takes new memory for the next block of their size, in each step anew. Source: glibc's bug 14581.
+    Small blocks that steps leave (losses, say) split what is freed, and glibc takes new memory (its bug 14581).
     """
 
-    EVERY = 64  # batches between two looks at the resident memory
-    LEAST = 256 << 20  # bytes; below this, and below half of what was resident, the process may grow
+    EVERY, LEAST = 64, 256 << 20  # batches between two looks at the resident memory; bytes
 
     def __init__(self) -> None:
-        self._num_batches = 0
-        self._usual: int | None = None  # resident bytes after the first batches; None: not known yet
+        self._num_batches = self._usual = 0  # resident bytes after the first batches; 0: not known yet
 
     def note_batch(self) -> None:
         """Count a batch; after some, compare the resident memory with the usual."""
@@ -51,8 +47,8 @@ class GrowthLimit:
             return
         with suppress(OSError, AttributeError):  # no /proc, or another C library
             resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-            if self._usual is None:
+            if not self._usual:
                 self._usual = resident
             elif resident - self._usual > max(self.LEAST, self._usual // 2):
                 ctypes.CDLL(None).malloc_trim(0)
-                self._usual = None  # the next steps take back the memory that they need
+                self._usual = 0  # the next steps take back the memory that they need

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loops.fetchers import _DataFetcher
@@ -20,6 +20,7 @@ from ..runtime import Executor, LookupOrder, Observer, Streams, make_streams
 from ..schedules import Mode, ModeName, Schedule, Stage, StreamName, StreamPolicy, resolve_mode, resolve_stream
 from ..sparse import SparseOptions, SparsePipeline, StaleRows
 from ..tables import FusedOptimizer, OutOfRangeIds, OverflowWatch, QuantizedComms, ReplicateTables, Sharding
+from ..text import check_known
 from ..tuning import TRIED, Auto, Tuner, resolve_auto
 from . import checkpoint_links, first_words, shortcuts, unsupported
 from .failure_hooks import FailsTogether
@@ -81,8 +82,7 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
         async_checkpoint: Write folders while training goes on, from a copy of this rank's shards on the host. The next
             save and the end of `fit` wait for the save under way, and raise its error.
         calm_libraries: Filter out log records and warnings of TorchRec and FBGEMM about their own calls.
-        keep_freed_memory: On a CPU, let glibc's malloc keep freed memory for the next step, and limit the growth that
-            kept tensors of steps cause (see docs/memory.md).
+        keep_freed_memory: On a CPU, let glibc's malloc keep freed memory for the next step (see docs/memory.md).
         **kwargs: Arguments of `DDPStrategy`. With a `start_method` of "spawn" or "fork" (in notebooks) the module of
             the process that starts the others stays unsharded and gets whole tables back.
 
@@ -119,7 +119,8 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
         self.stream, self._lookup_stream = stream, resolve_stream(stream)
         tables.check_fused_optimizer(fused_optimizer)
         self._release_features, self._copy_in_place = release_features, copy_in_place
-        self._out_of_range_ids = tables.check_out_of_range_ids(out_of_range_ids)
+        check_known("choice", out_of_range_ids, get_args(OutOfRangeIds), "out_of_range_ids: ")
+        self._out_of_range_ids = out_of_range_ids
         checkpoints.check_format(checkpoint_format, async_checkpoint)
         self.checkpoint_format, self.async_checkpoint = checkpoint_format, async_checkpoint
         super().__init__(**kwargs)

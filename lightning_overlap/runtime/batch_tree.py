@@ -89,7 +89,8 @@ class _LeavesOut(pickle.Pickler):
         if type(node) is weakref.ref:  # searched if it refers to a searched object; else it stays the same
             is_searched = id(node()) in self._searched
         else:
-            is_searched = type(node) in _CONTAINERS or (not isinstance(node, _KEPT) and _has_parts(node))
+            has_parts = getattr(node, "__dict__", None) or isinstance(node, (Mapping, Sequence)) or _slots(type(node))  # type: ignore[arg-type]
+            is_searched = type(node) in _CONTAINERS or (not isinstance(node, _KEPT) and bool(has_parts))
         if is_searched:
             self._searched[id(node)] = node
             return None
@@ -128,10 +129,6 @@ def _parts_of(cls: type) -> Callable[[Any], Any] | Sequence[str] | None:
     if issubclass(cls, _NOT_SEARCHED):
         return None
     return tuple(field.name for field in dataclasses.fields(cls)) if dataclasses.is_dataclass(cls) else _slots(cls)  # type: ignore[arg-type]
-
-
-def _has_parts(node: Any) -> bool:
-    return bool(getattr(node, "__dict__", None) or isinstance(node, (Mapping, Sequence)) or _slots(type(node)))  # type: ignore[arg-type]
 
 
 _FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType)

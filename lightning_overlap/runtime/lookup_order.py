@@ -6,7 +6,7 @@ from typing import Any
 
 from ..schedules import Stage, StreamName
 from .interfaces import Observer, StageTimer
-from .streams import DO_NOTHING, NOTHING, Streams
+from .streams import NOTHING, Streams
 
 
 class LookupOrder:
@@ -23,7 +23,7 @@ class LookupOrder:
         rank: int = 0,
     ) -> None:
         self.streams, self.lookup, self.rank = streams, lookup, rank
-        self.observe: Observer = observe or DO_NOTHING
+        self.observe: Observer = observe or (lambda kind, stage, index: None)
         self.timer: StageTimer | None = None  # told of every stage that either side issues
         self.num_told = 0  # the user's calls of `tables_changed()`
         self._written: Any = None  # event after the last write of a table on the compute stream

@@ -24,9 +24,9 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from ..distributed import PackedExchange, Part, gather_objects
 from ..runtime import InFlightBatch, Streams
-from ..tables import ids_fit_32_bits, input_dists_of, num_ids
+from ..tables import ids_fit_32_bits, input_dists_of
 from .input_sizes import Form, InputSizes, PartSizes, form_of, is_counted_on_device, is_device
-from .module_context import Replaced
+from .module_context import replaced
 from .pipelined_forward import other_forwards
 
 FEW_SEGMENTS, MANY_IDS = 16, 512
@@ -62,7 +62,8 @@ def splits_only(
         return
     narrow = narrow and ids_fit_32_bits(module)
     dists = input_dists_of(module)
-    all_to_alls = [one for one in (getattr(input_dist, "_dist", None) for input_dist in dists) if _sends(one)]
+    sends = (getattr(input_dist, "_dist", None) for input_dist in dists)
+    all_to_alls = [one for one in sends if isinstance(one, KJTAllToAll)]
     order = module._features_order if _is_ordered_when_packed(module, dists, kjt) else None
     if order is not None:
         vars(module)["_has_features_permute"] = False
@@ -77,10 +78,6 @@ def splits_only(
 def _is_faster(num_segments: int, num_ids: int) -> bool:
     """Whether ids are put in order sooner as segments of a packed tensor than by TorchRec's kernel."""
     return num_segments <= FEW_SEGMENTS or num_ids >= MANY_IDS * num_segments
-
-
-def _sends(input_dist: Any) -> bool:
-    return isinstance(input_dist, KJTAllToAll)
 
 
 def _is_ordered_when_packed(module: Any, dists: list[Any], kjt: KeyedJaggedTensor) -> bool:
@@ -98,7 +95,7 @@ def _is_ordered_when_packed(module: Any, dists: list[Any], kjt: KeyedJaggedTenso
         and not is_device(kjt.device())
         and not kjt.variable_stride_per_key()
         and kjt.weights_or_none() is None
-        and sum(num_ids(kjt)) == kjt.values().numel()  # a longer tensor has unused ids at its end
+        and sum(kjt._length_per_key or kjt.length_per_key()) == kjt.values().numel()  # else ids at its end are unused
     )
 
 
@@ -117,7 +114,7 @@ def _describe(
         elif order is None:
             input_splits = kjt.dist_splits(splits)
         else:
-            keys, of_features = [keys[feature] for feature in order], num_ids(kjt)
+            keys, of_features = [keys[feature] for feature in order], kjt._length_per_key or kjt.length_per_key()
             of_ids = iter([of_features[feature] for feature in order])
             input_splits = [[batch_size * num for num in splits], [sum(islice(of_ids, num)) for num in splits]]
         batch_sizes = [] if varies else [[batch_size] * group.size()]
@@ -268,12 +265,12 @@ def _lengths_known(lengths: list[int] | None) -> AbstractContextManager[None]:
         are_these = len(lengths) == len(of_kjt["keys"]) and sum(lengths) == of_kjt["values"].numel()
         return lengths if are_these else own(*args, **of_kjt)
 
-    return Replaced(jagged_tensor, "_maybe_compute_length_per_key", length_per_key)
+    return replaced(jagged_tensor, "_maybe_compute_length_per_key", length_per_key)
 
 
 def recats_cached() -> AbstractContextManager[None]:
     """Within this context TorchRec takes `recat`, the index that orders received features, from a cache."""
-    return Replaced(dist_data, "_get_recat", partial(_cached_recat, dist_data._get_recat))
+    return replaced(dist_data, "_get_recat", partial(_cached_recat, dist_data._get_recat))
 
 
 def _cached_recat(own: Any, *, batch_size_per_rank: list[int] | None, **splits: Any) -> Tensor | None:

@@ -23,11 +23,10 @@ from ..tables import (
 )
 from .answers import Answers
 from .inputs import SparseInputs
-from .module_context import ModuleContext, Progress, Replaced
+from .module_context import ModuleContext, Progress, replaced
 from .pipelined_forward import WRITTEN, PipelinedForwards
 from .update_rates import counting, take_back, updates_at_present_rate
 
-_OWNERS = tuple(WeightOwner)
 MAX_OVERWRITTEN = 3  # drops after which modules whose tables were written run in their own forward
 
 
@@ -66,7 +65,7 @@ class SparseLookups:
         self, inflight: InFlightBatch, owners: frozenset[WeightOwner], only: ModulePart | None = None
     ) -> None:
         """Look up the tables of these owners, or of one part alone, and start the all-to-all of their embeddings."""
-        for owner in _OWNERS:  # fused tables first: their embeddings travel while data-parallel tables are read
+        for owner in WeightOwner:  # fused tables first: their embeddings travel while data-parallel tables are read
             if owner in owners:
                 for name, state in inflight.modules.items():
                     parts = _parts_to_look_up(state, (owner,))
@@ -190,13 +189,13 @@ def _look_up_parts(state: ModuleContext, parts: list[int]) -> None:
     """Run the kernels of some parts and start their output dists; after the last part assemble the module's output."""
     module, started = state.module, state.output_dist_awaitables
     lookups = [lookup if part in parts else _NO_LOOKUP for part, lookup in enumerate(module._lookups)]
-    with Replaced(module, "_lookups", lookups):
+    with replaced(module, "_lookups", lookups):
         embeddings = module.compute(state.context, state.dist_input)
     for part in parts:
         started[part] = module._output_dists[part](embeddings[part], state.context.sharding_contexts[part])
     if len(started) == len(lookups):
         in_order = [started[part] for part in range(len(lookups))]
-        with Replaced(module, "_output_dists", [lambda output, context: output] * len(lookups)):
+        with replaced(module, "_output_dists", [lambda output, context: output] * len(lookups)):
             state.embeddings = module.output_dist(state.context, in_order)
         started.clear()
 

@@ -1,6 +1,7 @@
 """One batch in one sharded module: what is under way, and what has to stay unchanged for its early lookup to hold."""
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from enum import IntEnum, auto
 from typing import Any
@@ -102,7 +103,7 @@ class ModuleContext:
             self.deferred.deferring(dist, part) if owner is WeightOwner.FUSED_BACKWARD else dist
             for part, (dist, owner) in enumerate(zip(self.module._output_dists, owners, strict=True))
         ]
-        return Replaced(self.module, "_output_dists", dists)
+        return replaced(self.module, "_output_dists", dists)
 
     def note_lookup(self, owner: WeightOwner) -> None:
         """Note what has to stay unchanged until the call, after an early lookup of this owner's tables."""
@@ -116,20 +117,15 @@ class ModuleContext:
         return any(num_writes(self.module, owner) != before for owner, before in self.num_writes.items())
 
 
-class Replaced:
-    """Replaces an attribute of an object or module of TorchRec's within this context."""
-
-    __slots__ = ("_name", "_own", "_owner", "_value")
-
-    def __init__(self, owner: Any, name: str, value: Any) -> None:
-        self._owner, self._name, self._value = owner, name, value
-
-    def __enter__(self) -> None:
-        self._own = getattr(self._owner, self._name)
-        setattr(self._owner, self._name, self._value)
-
-    def __exit__(self, *error: object) -> None:
-        setattr(self._owner, self._name, self._own)
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Replace an attribute of an object or module of TorchRec's within this context."""
+    own = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, own)
 
 
 def wait_for(awaitable: Awaitable[Any]) -> Any:

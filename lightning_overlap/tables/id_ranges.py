@@ -1,30 +1,17 @@
 """Find ids outside of their table, on the host in one pass over the ids."""
 
 from itertools import accumulate
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from ..schedules import WeightOwner
-from ..text import check_known
 from .supported_modules import configs_of, spec_of, tables_of
 
 OutOfRangeIds: TypeAlias = Literal["error", "warning", "fbgemm"]
 """Handling of ids outside of their table: raise an error; warn and continue like FBGEMM; or leave it to FBGEMM."""
-
-
-def check_out_of_range_ids(given: OutOfRangeIds) -> OutOfRangeIds:
-    """Return the strategy's argument; raise a ValueError if it is unknown."""
-    check_known("choice", given, get_args(OutOfRangeIds), "out_of_range_ids: ")
-    return given
-
-
-def num_ids(kjt: KeyedJaggedTensor) -> list[int]:
-    """Return `kjt.length_per_key()`, which computes the strides of all features even if it knows its result."""
-    known: list[int] | None = kjt._length_per_key
-    return kjt.length_per_key() if known is None else known
 
 
 class IdRanges:
@@ -57,7 +44,8 @@ class IdRanges:
         # Mostly all ids fit into the smallest table. Calls into NumPy would take 40 us of a step.
         if values.numel() and (ends := torch.aminmax(values)).min.item() >= 0 and ends.max.item() < self._fewest:
             return None
-        counts, last = num_ids(kjt), self._last[values.dtype]
+        # `length_per_key()` computes strides even if it knows its result.
+        counts, last = kjt._length_per_key or kjt.length_per_key(), self._last[values.dtype]
         starts = [0, *accumulate(counts)]
         filled = [place for place, count in enumerate(counts) if count] if 0 in counts else None
         if filled == []:

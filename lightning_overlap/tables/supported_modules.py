@@ -51,13 +51,7 @@ _WITHOUT_CACHE = (DENSE, EmbeddingComputeKernel.FUSED.value, EmbeddingComputeKer
 
 def spec_of(module: nn.Module) -> ModuleSpec | None:
     """Return the spec of a module's class or nearest base class; None for an unknown kind."""
-    cls = type(module)
-    if cls not in _specs:
-        _specs[cls] = next((SUPPORTED_MODULES[base] for base in cls.__mro__ if base in SUPPORTED_MODULES), None)
-    return _specs[cls]
-
-
-_specs: dict[type, ModuleSpec | None] = {}  # by class; asked three times in a step
+    return next((SUPPORTED_MODULES[cls] for cls in type(module).__mro__ if cls in SUPPORTED_MODULES), None)
 
 
 def tables_of(module: Any) -> Any:

@@ -36,15 +36,10 @@ _TRAILER = re.compile(rb"CRC32:([0-9a-f]{8})")
 _NAME = re.compile(r"g(\d{6,})-s(\d{12})-r(\d{5})of(\d{5})-c(\d{5})of(\d{5})\.arrow")
 _COLUMNS = pa.schema(
     [
-        ("kind", pa.string()),
-        ("name", pa.string()),
-        ("field", pa.string()),
-        ("dtype", pa.string()),
+        *((name, pa.string()) for name in ("kind", "name", "field", "dtype")),
         ("shape", pa.list_(pa.int64())),
-        ("first_column", pa.int64()),
-        ("num_columns", pa.int64()),
-        ("rows", pa.large_binary()),
-        ("values", pa.large_binary()),
+        *((name, pa.int64()) for name in ("first_column", "num_columns")),
+        *((name, pa.large_binary()) for name in ("rows", "values")),
     ]
 )
 
