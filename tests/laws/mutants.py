@@ -64,8 +64,8 @@ BREAKS = {
     ),
     "lengths and ids that travelled in one all-to-all are put together in another order of ranks": Break(
         "distributed/packed_alltoall.py",
-        "by_rank = [pieces[place] for place in places]",
-        "by_rank = [pieces[place] for place in places[::-1]]",
+        "by_rank = map(pieces.__getitem__, places)",
+        "by_rank = map(pieces.__getitem__, places[::-1])",
     ),
     "batches of a loader that fills its memory anew are used as they are": Break(
         "runtime/batch_memory.py", "if self._is_trusted:", "if True:"
