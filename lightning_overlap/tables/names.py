@@ -34,11 +34,10 @@ class ConfigOrderKeyedTensor(KeyedTensor):  # type: ignore[misc]
     @override
     def values(self) -> Tensor:
         if self._in_order is None:
-            columns = self.to_dict()
             # The caller may first read the values under no_grad, and train on them afterwards.
             unordered = self._values
             with torch.inference_mode(unordered.is_inference()), torch.set_grad_enabled(unordered.requires_grad):
-                self._in_order = torch.cat([columns[key] for key in self.keys()], dim=self.key_dim())
+                self._in_order = torch.cat([*self.to_dict().values()], dim=self.key_dim())
         return self._in_order
 
     def __getitem__(self, key: str) -> Tensor:

@@ -24,7 +24,7 @@ def test_a_fit_equals_the_loop_by_hand(get_ranks: Callable[..., Ranks], seed: in
 
 def _with(use: str = "by_name", pipeline: str = "fused_sparse_dist", again: str = "", **settings: Any) -> Fit:
     tables = (Table("t0", ("f0",), 4, "table_wise", 1), Table("t1", ("f1",), 4, "table_wise", 0))
-    part = Part("c0", bool(again), "x", tables, use, checkpoint=again)
+    part = Part("c0", bool(again) and use == "by_name", "x", tables, use, checkpoint=again)
     return Fit(0, 2, (part,), pipeline, **settings)
 
 
@@ -37,6 +37,7 @@ FOUND = {
     "another_layout_on_another_rank": _with(layout="either"),
     "another_layout_from_the_first_batch_on": _with(layout="by_rank"),
     "checkpoint_around_the_lookup": _with(again="checkpoint"),
+    "values_in_a_reentrant_checkpoint": _with("values", again="checkpoint_reentrant"),
     # The early embeddings get no gradient, so nothing of their backward tells when to look up the next batch's.
     "reentrant_checkpoint_in_a_stale_mode": _with(pipeline="semi_sync", again="checkpoint_reentrant"),
 }
