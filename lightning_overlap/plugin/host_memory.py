@@ -38,7 +38,7 @@ class GrowthLimit:
     EVERY, LEAST = 64, 256 << 20  # batches between two looks at the resident memory; bytes
 
     def __init__(self) -> None:
-        self._num_batches = self._usual = 0  # resident bytes after the first batches; 0: not known yet
+        self._num_batches = self._usual = 0  # `_usual`: resident bytes after the first batches; 0: not known
 
     def note_batch(self) -> None:
         """Count a batch; after some, compare the resident memory with the usual."""

@@ -24,7 +24,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from ..distributed import PackedExchange, Part, gather_objects
 from ..runtime import InFlightBatch, Streams
-from ..tables import ids_fit_32_bits, input_dists_of
+from ..tables import ids_fit_32_bits, input_dists_of, num_ids
 from .input_sizes import Form, InputSizes, PartSizes, form_of, is_counted_on_device, is_device
 from .module_context import replaced
 from .pipelined_forward import other_forwards
@@ -62,8 +62,7 @@ def splits_only(
         return
     narrow = narrow and ids_fit_32_bits(module)
     dists = input_dists_of(module)
-    sends = (getattr(input_dist, "_dist", None) for input_dist in dists)
-    all_to_alls = [one for one in sends if isinstance(one, KJTAllToAll)]
+    all_to_alls = [one for each in dists if isinstance(one := getattr(each, "_dist", None), KJTAllToAll)]
     order = module._features_order if _is_ordered_when_packed(module, dists, kjt) else None
     if order is not None:
         vars(module)["_has_features_permute"] = False
@@ -95,7 +94,7 @@ def _is_ordered_when_packed(module: Any, dists: list[Any], kjt: KeyedJaggedTenso
         and not is_device(kjt.device())
         and not kjt.variable_stride_per_key()
         and kjt.weights_or_none() is None
-        and sum(kjt._length_per_key or kjt.length_per_key()) == kjt.values().numel()  # else ids at its end are unused
+        and sum(num_ids(kjt)) == kjt.values().numel()  # else ids at its end are unused
     )
 
 
@@ -114,7 +113,7 @@ def _describe(
         elif order is None:
             input_splits = kjt.dist_splits(splits)
         else:
-            keys, of_features = [keys[feature] for feature in order], kjt._length_per_key or kjt.length_per_key()
+            keys, of_features = [keys[feature] for feature in order], num_ids(kjt)
             of_ids = iter([of_features[feature] for feature in order])
             input_splits = [[batch_size * num for num in splits], [sum(islice(of_ids, num)) for num in splits]]
         batch_sizes = [] if varies else [[batch_size] * group.size()]

@@ -15,6 +15,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from ..distributed import PackedExchange, Part, check_none_batches, gather_objects
 from ..runtime import InFlightBatch, Streams
+from ..tables import num_ids
 
 
 class PartForm(NamedTuple):
@@ -146,8 +147,7 @@ class InputSizes:
                 if meta is not None and is_counted_on_device(meta._input):
                     self._counted.append(_Counted(len(self._columns), part, meta))
                 elif meta is not None and part.with_lengths:
-                    kjt, order = meta._input, getattr(meta, "order", None)
-                    counts = kjt._length_per_key or kjt.length_per_key()
+                    counts, order = num_ids(meta._input), getattr(meta, "order", None)
                     lengths = iter(counts if order is None else [counts[feature] for feature in order])
                 self._columns += meta.splits_tensors if meta is not None else [[0] * group.size()] * part.num_sizes
                 if part.with_lengths:

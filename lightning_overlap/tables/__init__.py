@@ -1,7 +1,7 @@
 """Find and shard a model's embedding tables, check their optimizers, and inspect the sharded modules."""
 
 from .combined_optimizer import combined_optimizer, optimizer_name, rate_setter
-from .id_ranges import IdRanges, OutOfRangeIds
+from .id_ranges import IdRanges, OutOfRangeIds, num_ids
 from .names import takes_weights, without_graph
 from .optimizer_checks import (
     FusedOptimizer,

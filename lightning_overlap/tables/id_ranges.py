@@ -14,6 +14,11 @@ OutOfRangeIds: TypeAlias = Literal["error", "warning", "fbgemm"]
 """Handling of ids outside of their table: raise an error; warn and continue like FBGEMM; or leave it to FBGEMM."""
 
 
+def num_ids(kjt: KeyedJaggedTensor) -> list[int]:
+    """Return `length_per_key()`, which computes the strides of all features even if it knows its result."""
+    return kjt._length_per_key or kjt.length_per_key()  # type: ignore[no-any-return]
+
+
 class IdRanges:
     """The valid ids of one sharded module; any ids, with managed collisions or for modules of unknown kinds."""
 
@@ -44,8 +49,7 @@ class IdRanges:
         # Mostly all ids fit into the smallest table. Calls into NumPy would take 40 us of a step.
         if values.numel() and (ends := torch.aminmax(values)).min.item() >= 0 and ends.max.item() < self._fewest:
             return None
-        # `length_per_key()` computes strides even if it knows its result.
-        counts, last = kjt._length_per_key or kjt.length_per_key(), self._last[values.dtype]
+        counts, last = num_ids(kjt), self._last[values.dtype]
         starts = [0, *accumulate(counts)]
         filled = [place for place, count in enumerate(counts) if count] if 0 in counts else None
         if filled == []:

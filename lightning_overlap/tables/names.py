@@ -35,8 +35,7 @@ class ConfigOrderKeyedTensor(KeyedTensor):  # type: ignore[misc]
     def values(self) -> Tensor:
         if self._in_order is None:
             # The caller may first read the values under no_grad, and train on them afterwards.
-            unordered = self._values
-            with torch.inference_mode(unordered.is_inference()), torch.set_grad_enabled(unordered.requires_grad):
+            with torch.inference_mode(self._values.is_inference()), torch.set_grad_enabled(self._values.requires_grad):
                 self._in_order = torch.cat([*self.to_dict().values()], dim=self.key_dim())
         return self._in_order
 

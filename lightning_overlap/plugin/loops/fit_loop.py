@@ -32,8 +32,7 @@ class _AutomaticOptimizationMixin(_AutomaticOptimization):
 class _FitLoopMixin(_FitLoop):
     @property
     def _results(self) -> Any:  # asked seven times in a step; Lightning compares the state's name each time
-        is_training = self.trainer.state.stage is RunningStage.TRAINING
-        return self.epoch_loop._results if is_training else super()._results
+        return self.epoch_loop._results if self.trainer.state.stage is RunningStage.TRAINING else super()._results
 
     @override
     def setup_data(self) -> None:
