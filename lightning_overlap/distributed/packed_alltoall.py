@@ -44,8 +44,8 @@ class PackedExchange:
                 pieces.append([*zip(flat.split_with_sizes(sent[-1]))])
             else:
                 found = flat.split_with_sizes([*map(width.__mul__, part.pieces)])
-                pieces.append([[found[place] for place in places] for places in part.places])
-        self._packed = torch.cat([piece for of_rank in zip(*pieces, strict=True) for part in of_rank for piece in part])
+                pieces.append([[*map(found.__getitem__, places)] for places in part.places])
+        self._packed = torch.cat([*chain.from_iterable(chain.from_iterable(zip(*pieces, strict=True)))])
         self._segments: list[list[slice]] = [[] for _ in parts]  # places in `_sizes`, by part and rank
         for rank in range(len(came[0])):
             for part, width, places in zip(parts, widths, self._segments, strict=True):

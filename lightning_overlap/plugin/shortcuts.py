@@ -77,11 +77,10 @@ def _call_callback_hooks(
 ) -> None:
     module, profiler = _running.get(id(trainer)), trainer.profiler  # type: ignore[attr-defined]
     is_silent = type(profiler) is PassThroughProfiler and _NAMES_OF_PROFILING.isdisjoint(vars(profiler))
-    if module is None or not is_silent or call.log.isEnabledFor(logging.DEBUG):
-        _silent.pop(id(trainer), None)
-    else:  # also for the hooks of module and strategy, which Lightning calls next
-        _silent[id(trainer)] = module
-    if monitoring_callbacks is not None or module is None or id(trainer) not in _silent:
+    if not is_silent or call.log.isEnabledFor(logging.DEBUG):
+        module = None
+    _silent[id(trainer)] = module  # also for the hooks of module and strategy, which Lightning calls next
+    if module is None or monitoring_callbacks is not None:
         _OWN["_call_callback_hooks"](trainer, hook_name, *args, monitoring_callbacks=monitoring_callbacks, **kwargs)
         return
     before = module._current_fx_name
@@ -129,7 +128,7 @@ _REPLACEMENTS = (
 """(module or class of Lightning, name of its attribute, replacement while any run goes on)."""
 _running: dict[int, LightningModule] = {}  # the modules of the trainers that run, by the trainer's id
 _logged: dict[tuple[int, str], _Logged] = {}  # by the module's id and the value's name
-_silent: dict[int, LightningModule] = {}  # those whose hooks nobody records: no profiler, no log at level DEBUG
+_silent: dict[int, LightningModule | None] = {}  # None: a profiler or a log at level DEBUG records the hooks
 
 
 def install(trainer: Trainer, undo: ExitStack) -> None:

@@ -38,7 +38,7 @@ def _collect(
     elif id(node) not in above:  # else an object that holds itself
         above = above | {id(node)}
         for step, child in children:
-            if isinstance(child, torch.Tensor):  # the most common leaf
+            if isinstance(child, torch.Tensor) or is_leaf(child):
                 found.append(((*path, step), child))
             else:
                 _collect(child, (*path, step), is_leaf, above, found)
@@ -109,10 +109,9 @@ def _children(node: Any) -> list[tuple[tuple[str, Any], Any]] | None:
         return [(("item", key), value) for key, value in parts(node)]
     if parts is None:
         return None
-    names = [name for name in parts if hasattr(node, name)]
-    if isinstance(parts, list):
-        names += getattr(node, "__dict__", ())
-    return [(("attr", name), getattr(node, name)) for name in names] if names or type(parts) is tuple else None
+    names = [*parts, *getattr(node, "__dict__", ())] if isinstance(parts, list) else parts
+    found = [(("attr", name), value) for name in names if (value := getattr(node, name, _ABSENT)) is not _ABSENT]
+    return found if found or isinstance(parts, tuple) else None
 
 
 @lru_cache(maxsize=256)  # `isinstance` is slow for abstract classes
@@ -135,6 +134,7 @@ _FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType)
 _NOT_SEARCHED = (type, ModuleType, *_FUNCTIONS, torch.nn.Module, Dataset, DataLoader)
 _KEPT = (torch.Tensor, np.ndarray, *_NOT_SEARCHED)
 _CONTAINERS = frozenset((dict, list, tuple))
+_ABSENT = object()
 _ATOMS = frozenset((type(None), bool, int, float, str, bytes))
 
 

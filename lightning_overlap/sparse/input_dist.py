@@ -113,8 +113,8 @@ def _describe(
         elif order is None:
             input_splits = kjt.dist_splits(splits)
         else:
-            keys, of_features = [keys[feature] for feature in order], num_ids(kjt)
-            of_ids = iter([of_features[feature] for feature in order])
+            keys, of_features = [*map(keys.__getitem__, order)], num_ids(kjt)
+            of_ids = map(of_features.__getitem__, order)
             input_splits = [[batch_size * num for num in splits], [sum(islice(of_ids, num)) for num in splits]]
         batch_sizes = [] if varies else [[batch_size] * group.size()]
         return Described(

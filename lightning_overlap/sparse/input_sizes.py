@@ -148,7 +148,7 @@ class InputSizes:
                     self._counted.append(_Counted(len(self._columns), part, meta))
                 elif meta is not None and part.with_lengths:
                     counts, order = num_ids(meta._input), getattr(meta, "order", None)
-                    lengths = iter(counts if order is None else [counts[feature] for feature in order])
+                    lengths = iter(counts) if order is None else map(counts.__getitem__, order)
                 self._columns += meta.splits_tensors if meta is not None else [[0] * group.size()] * part.num_sizes
                 if part.with_lengths:
                     self._columns += zip_longest(*[list(islice(lengths, num)) for num in part.splits], fillvalue=0)

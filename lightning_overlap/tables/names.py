@@ -27,7 +27,7 @@ class ConfigOrderKeyedTensor(KeyedTensor):  # type: ignore[misc]
     def __init__(self, in_plan_order: KeyedTensor, keys: list[str]) -> None:
         lengths = dict(zip(in_plan_order.keys(), in_plan_order.length_per_key(), strict=True))
         # The base class's methods use `_values` only for its device and memory, not for its order.
-        super().__init__(keys, [lengths[key] for key in keys], in_plan_order.values(), in_plan_order.key_dim())
+        super().__init__(keys, [*map(lengths.__getitem__, keys)], in_plan_order.values(), in_plan_order.key_dim())
         self._in_plan_order = in_plan_order
         self._in_order: Tensor | None = None
 
@@ -44,8 +44,9 @@ class ConfigOrderKeyedTensor(KeyedTensor):  # type: ignore[misc]
 
     @override
     def to_dict(self) -> dict[str, Tensor]:
-        columns = self._in_plan_order.to_dict()
-        return {key: columns[key] for key in self.keys()}
+        plan, names = self._in_plan_order, self.keys()
+        columns = dict(zip(plan.keys(), plan.values().split(plan.length_per_key(), dim=plan.key_dim()), strict=True))
+        return dict(zip(names, map(columns.__getitem__, names), strict=True))
 
     @override
     def record_stream(self, stream: torch.cuda.streams.Stream) -> None:
