@@ -47,4 +47,4 @@ if __name__ == "__main__":
     # batch_size=None: an item is a batch already. Lightning gives each of the two processes every other one.
     trainer.fit(ClickModel(), torch.utils.data.DataLoader(Clicks(), batch_size=None))
     if trainer.is_global_zero:
-        print(f"loss after {trainer.global_step} steps: {trainer.callback_metrics['loss']:.4f}")
+        print(f"loss after {trainer.global_step} steps: {trainer.callback_metrics['loss']:.6f}")
