@@ -144,7 +144,7 @@ def install(trainer: Trainer, undo: ExitStack) -> None:
 
 def _restore(trainer: Trainer) -> None:
     _running.pop(id(trainer), None)
-    _silent.pop(id(trainer), None)
+    _silent.clear()  # also of trainers with another strategy; a run that goes on asks again at its next callback hook
     _logged.clear()  # another run that goes on checks its values once more
     for place, name, mine in _REPLACEMENTS if not _running else ():
         if getattr(place, name) is mine:
