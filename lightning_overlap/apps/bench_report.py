@@ -73,6 +73,7 @@ def _evaluate(arm: ArmTurns, base: ArmTurns, ran: Mapping[str, ArmTurns], batch_
     ratios = [mine / of_base for mine, of_base in zip(*rounds, strict=True)]
     # The reference of the losses: for an arm `mode+fp16` it is `base+fp16`, if that ran.
     alike = ran.get(f"{base.name}+{arm.name.partition('+')[2]}", base)
+    final_losses = [sum(turn.final_loss for turn in turns) / len(turns) for turns in arm.rounds]
     return {
         "name": arm.name,
         "staleness": arm.staleness,
@@ -88,7 +89,8 @@ def _evaluate(arm: ArmTurns, base: ArmTurns, ran: Mapping[str, ArmTurns], batch_
             for name in memories
         },
         "exposed_ms": max(_by_rank(arm, "exposed_ms"), default=None),  # median per measured step
-        "final_loss": sum(turn.final_loss for turn in arm.rounds[0]) / len(by_rank),  # mean over ranks
+        "final_loss": sum(final_losses) / len(final_losses),  # mean over rounds and ranks
+        "final_loss_range": (min(final_losses), max(final_losses)),  # over rounds; the mean over ranks
         # Bit for bit, on every rank, in every step and round.
         "same_as_base": all(
             [turn.losses for turn in turns] == [turn.losses for turn in alike.rounds[0]] for turns in arm.rounds
@@ -160,14 +162,24 @@ def _hidden(times: tuple[float, float] | None) -> str:
 
 
 def notes(arms: Sequence[ArmTurns], results: Sequence[Result]) -> list[str]:
-    """Return a line for each arm whose rounds differ too much for a verdict, and for each arm that does not run."""
-    return [
-        f"{result['name']}: the rounds disagree, from {low:.2f} to {high:.2f} of base: no verdict. Close other "
-        "programs, or raise rounds and steps."
-        for result in results
-        for low, high in [result["of_base_range"]]
-        if high - low > MAX_SPREAD * result["of_base"]
-    ] + [f"{arm.name}: does not run here: {arm.failure}" for arm in arms if arm.failure is not None]
+    """Return a line for each arm whose times give no verdict, for losses that give none, and for what does not run."""
+    of_base = [
+        f"{result['name']} does not equal itself in all rounds, so 'same as base' says nothing: its sums are not "
+        "reproducible. Run with deterministic=true."
+        for result in results[:1]
+        if not result["same_as_base"]
+    ]
+    return (
+        of_base
+        + [
+            f"{result['name']}: the rounds disagree, from {low:.2f} to {high:.2f} of base: no verdict. Close other "
+            "programs, or raise rounds and steps."
+            for result in results
+            for low, high in [result["of_base_range"]]
+            if high - low > MAX_SPREAD * result["of_base"]
+        ]
+        + [f"{arm.name}: does not run here: {arm.failure}" for arm in arms if arm.failure is not None]
+    )
 
 
 def write(

@@ -35,6 +35,8 @@ def run(config: Config, folder: Path) -> None:
     """Train every arm in every round on this rank; rank 0 prints and writes the report."""
     logs_outside_of_a_trainer = ".*trying to .self.log\\(\\). but the .self.trainer."
     train_worker.prepare(config, logs_outside_of_a_trainer, "You defined a .validation_step. but have no")
+    if config["deterministic"]:
+        _be_deterministic()
     on_cuda = build.on_cuda(config)
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if on_cuda else torch.device("cpu")
     if on_cuda:
@@ -50,6 +52,13 @@ def run(config: Config, folder: Path) -> None:
         print(f"\nrun folder: {folder}", flush=True)
     dist.barrier(bench.group)
     dist.destroy_process_group()
+
+
+def _be_deterministic() -> None:
+    """Let this process, which trains nothing else, use deterministic algorithms; warn of operators that have none."""
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # as PyTorch's notes on reproducibility ask
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # a debugging aid, slow
+    torch.use_deterministic_algorithms(True, warn_only=True)
 
 
 class _Bench:

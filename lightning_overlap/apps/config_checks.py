@@ -83,6 +83,8 @@ def check(config: Config) -> None:
         return
     arms(config)
     _check_integers(config, rounds=1, steps=2, warm_up=1, measured_steps=0, num_batches=1)
+    if not isinstance(config["deterministic"], bool):
+        raise ValueError(f"deterministic must be true or false, got {config['deterministic']!r}.")
     for name, value in (config["latency"] or {}).items():
         check_known("latency", name, ("all_to_all_ms", "forward_ms", "backward_ms", "step_ms"))
         if not isinstance(value, int | float) or value < 0:

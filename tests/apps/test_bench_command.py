@@ -55,7 +55,7 @@ def test_ours_beside_plain_lightning_and_torchrec(tmp_path: Path) -> None:
 
 def test_latencies_are_put_on_top(tmp_path: Path) -> None:
     shorter = [f"latency.{part}_ms=5" for part in ("forward", "backward", "step")]
-    bench(tmp_path, "bench=virtual_latency", *SMALL, *shorter, "rounds=1", "arms=[torchrec/base]")
+    bench(tmp_path, "bench=virtual_latency", *SMALL, *shorter, "rounds=1", "deterministic=true", "arms=[torchrec/base]")
     _, arms = results(tmp_path)
     for arm in arms.values():
         # A sleep is never shorter: sizes, lengths with ids, embeddings, gradients one after the other, and 3 x 5 ms.

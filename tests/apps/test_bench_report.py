@@ -46,6 +46,24 @@ def test_the_bound_is_the_busiest_rank_or_the_wire() -> None:
     assert bound_ms(base(), all_reduce_ms=10) == 62
 
 
+def test_losses_are_of_all_rounds() -> None:
+    """One round's loss would hide a race that shows in another round."""
+    rounds = [[turn(1), turn(1)], [replace(turn(1), final_loss=0.7), replace(turn(1), final_loss=0.9)]]
+    [result] = evaluate([ArmTurns("base", 0, rounds)], batch_size=10)
+    assert result["final_loss"] == pytest.approx(0.65)
+    assert result["final_loss_range"] == pytest.approx((0.5, 0.8))
+
+
+def test_a_reference_that_does_not_equal_itself_gives_no_verdict() -> None:
+    arms = [ArmTurns("base", 0, [[turn(1)], [replace(turn(1), losses=b"cd")]]), ArmTurns("mode", 0, [[turn(1)]] * 2)]
+    results = evaluate(arms, batch_size=10)
+    assert [result["same_as_base"] for result in results] == [False, True]
+    assert bench_report.notes(arms, results)[0] == (
+        "base does not equal itself in all rounds, so 'same as base' says nothing: its sums are not reproducible. Run "
+        "with deterministic=true."
+    )
+
+
 def test_each_statistic_is_of_the_slowest_rank() -> None:
     mode = ArmTurns("mode", 0, [[turn(50, 50, 50), turn(70, 80, 90)], [turn(90, 90, 90), turn(70, 80, 90)]])
     _, result = evaluate([base(), mode], batch_size=10)
