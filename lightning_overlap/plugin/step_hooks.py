@@ -215,11 +215,20 @@ def _is_own(owner: Any, hook: str, base: type) -> bool:
     return getattr(getattr(owner, hook), "__func__", None) is not getattr(base, hook)
 
 
-def runs_between_backward_and_step(trainer: Trainer) -> bool:
-    """Whether a hook of the user or of a callback, which may read tables, runs between this backward and its step."""
+_HOOKS_AFTER = {  # stage -> hooks of modules and callbacks, and hooks of modules alone, that run before the next stage
+    Stage.DENSE_FORWARD: (("on_before_backward",), ("backward",)),
+    Stage.BACKWARD: (
+        ("on_after_backward", "on_before_optimizer_step"),
+        ("optimizer_step", "configure_gradient_clipping"),
+    ),
+}
+
+
+def hooks_run_after(trainer: Trainer, stage: Stage) -> bool:
+    """Whether a hook of the user or of a callback, which may read tables, runs between a stage and the next one."""
     module, callbacks = trainer.lightning_module, trainer.callbacks  # type: ignore[attr-defined]
-    hooks = ("on_after_backward", "on_before_optimizer_step")
-    of_module = (*hooks, "optimizer_step", "configure_gradient_clipping")
+    hooks, of_module_alone = _HOOKS_AFTER[stage]
+    of_module = (*hooks, *of_module_alone)
     return any(_is_own(module, hook, LightningModule) for hook in of_module) or any(
         _is_own(callback, hook, Callback)
         for callback in callbacks

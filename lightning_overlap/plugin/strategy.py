@@ -30,7 +30,7 @@ from .private_names import check_lightning
 from .processes import StartsProcesses
 from .run import Run
 from .split_backward import check_all_ranks, split_layers, why_whole
-from .step_hooks import WalksSteps, runs_between_backward_and_step
+from .step_hooks import WalksSteps, hooks_run_after
 
 STRATEGY_NAMES = {
     "overlap_embedding": "popen",
@@ -73,6 +73,8 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
             KeyedJaggedTensor to its module and read its keys and lengths, but not its values or weights.
         copy_in_place: On CUDA, allocate batches in the compute stream's memory pool, which activations can use again.
             The copy of a batch then begins after the forward.
+        max_queued_steps: On CUDA, how many steps the host may queue before the device has ended them; None: any number.
+            More take memory: blocks that two streams have used are free only once the device is past both uses.
         out_of_range_ids: On a CPU, what to do about an id that its table has no row for: "error", "warning" (once, then
             as FBGEMM does) or "fbgemm" (no check). On CUDA the kernels' `bounds_check_mode` alone decides.
         observer: Called with ("issue" | "wait", stage, batch) for every issued stage and every wait for a result.
@@ -102,6 +104,7 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
         replicate_tables: ReplicateTables = None,
         release_features: bool = False,
         copy_in_place: bool = False,
+        max_queued_steps: int | None = 2,
         out_of_range_ids: OutOfRangeIds = "error",
         observer: Observer | None = None,
         checkpoint_format: str | None = None,
@@ -119,6 +122,7 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
         self.stream, self._lookup_stream = stream, resolve_stream(stream)
         tables.check_fused_optimizer(fused_optimizer)
         self._release_features, self._copy_in_place = release_features, copy_in_place
+        self._max_queued_steps = _check_queued_steps(max_queued_steps)
         check_known("choice", out_of_range_ids, get_args(OutOfRangeIds), "out_of_range_ids: ")
         self._out_of_range_ids = out_of_range_ids
         checkpoints.check_format(checkpoint_format, async_checkpoint)
@@ -311,7 +315,12 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
         """Make the executor of training, or of the evaluation that has begun, with its source of batches."""
         run = self._run
         assert run is not None
-        make = partial(Executor, consensus=self._consensus, any_rank=self.any_rank)
+        make = partial(
+            Executor,
+            consensus=self._consensus,
+            any_rank=self.any_rank,
+            max_queued_steps=self._max_queued_steps,
+        )
         if not stream.trains:
             sparse, context = run.evaluating, self.precision_plugin.val_step_context
             assert sparse is not None
@@ -328,7 +337,7 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
             run.sparse.order,
             lookup_context=self.precision_plugin.train_step_context,
             num_before=lambda: epoch_loop.total_batch_idx + 1,
-            hooks_read_tables=partial(runs_between_backward_and_step, run.trainer),
+            hooks_run_after=partial(hooks_run_after, run.trainer),
             accumulates=epoch_loop._should_accumulate,
             weights=run.split,
         )
@@ -391,6 +400,14 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
             if name not in strategy_registry:
                 words = f"{what}, with `start_method` '{start_method}'"
                 strategy_registry.register(name, cls, description=words, start_method=start_method)
+
+
+def _check_queued_steps(number: int | None) -> int | None:
+    if number is not None and (not isinstance(number, int) or isinstance(number, bool)):
+        raise TypeError(f"max_queued_steps is a number of steps, or None for any number, got {number!r}.")
+    if number is not None and number < 1:
+        raise ValueError(f"max_queued_steps must be at least 1, got {number}. With None the host never waits.")
+    return number
 
 
 OverlapEmbeddingStrategy.register_strategies(StrategyRegistry)

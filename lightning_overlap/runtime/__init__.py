@@ -15,4 +15,4 @@ from .interfaces import (
 )
 from .lookup_order import LookupOrder
 from .profiler_ranges import RangesLeftOut, is_profiled
-from .streams import NOTHING, BatchCopies, CudaStreams, Streams, make_streams
+from .streams import NOTHING, BatchCopies, CudaStreams, Streams, make_streams, tensors_in

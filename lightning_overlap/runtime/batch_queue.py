@@ -9,13 +9,14 @@ from .end_of_data import EndOfData
 from .interfaces import BatchSource, InFlightBatch
 from .lookup_order import LookupOrder
 from .profiler_ranges import InStage
+from .run_ahead import RunAhead
 
 
 class BatchQueue:
     """Fetches batches and holds them until their step is over; `end` determines the last one on all ranks."""
 
-    def __init__(self, source: BatchSource, end: EndOfData, order: LookupOrder) -> None:
-        self._source, self._end, self._order = source, end, order
+    def __init__(self, source: BatchSource, end: EndOfData, order: LookupOrder, run_ahead: RunAhead) -> None:
+        self._source, self._end, self._order, self._run_ahead = source, end, order, run_ahead
         self.reset()
 
     def reset(self) -> None:
@@ -33,6 +34,7 @@ class BatchQueue:
         """Fetch batch `index`, and earlier batches that the source held back (`max_steps` seemed to exclude them)."""
         end, order = self._end, self._order
         while self.num_fetched <= index and (end.num_batches is None or self.num_fetched < end.num_batches):
+            self._run_ahead.wait()
             number = self.num_fetched
             with InStage(step.stage, number, order.rank), order.on(step.stage, number, step.stream):
                 fetched = self._source.fetch(number, order.timer)

@@ -1,7 +1,6 @@
 """Deferred updates of the tables: when each update is issued, and which streams and events it waits for."""
 
 from contextlib import suppress
-from typing import Any
 
 from ..schedules import Stage, Step, StreamName
 from .interfaces import InFlightBatch, OnUpdated, Updates
@@ -19,7 +18,6 @@ class DeferredUpdates:
     def reset(self) -> None:
         """Begin a run."""
         self.to_update: dict[int, InFlightBatch] = {}  # by number, the oldest first: their update is still to come
-        self._between_steps: Any = None  # event of `begin_iteration`; None if no update was deferred then
         self.num_stepped = 0  # batches of the epoch that have ended their optimizer step
         self.num_updated = 0  # batches of the epoch that have ended their backward: updates are applied or deferred
 
@@ -85,10 +83,9 @@ class DeferredUpdates:
             )
 
     def begin_iteration(self) -> None:
-        """Record an event after all work that evaluations, checkpoints and callbacks between two steps have issued."""
+        """Let go of the batches that are trained, except for their updates."""
         for inflight in self.to_update.values():
             inflight.batch = None  # trained: the update reads the received ids only
-        self._between_steps = self._streams.record(StreamName.COMPUTE) if self.to_update else None
 
     def start(self, inflight: InFlightBatch) -> None:
         """Start the all-to-all of the embeddings' gradients of a batch whose backward has ended."""
@@ -104,19 +101,16 @@ class DeferredUpdates:
         for inflight in self.due:
             self._make(step, inflight)
 
-    def make_up_to(
-        self, index: int, step: Step, overlaps_forward: bool, overlaps_dense: bool, updated: OnUpdated | None
-    ) -> None:
+    def make_up_to(self, index: int, step: Step, overlaps_dense: bool, updated: OnUpdated | None) -> None:
         """Issue the updates of all batches up to `index`; call `updated` after each part of a module by that batch."""
         for inflight in [inflight for inflight in self.to_update.values() if inflight.index <= index]:
             last = updated if inflight.index == index else None
-            self._make(step, inflight, overlaps_forward, overlaps_dense, last)
+            self._make(step, inflight, overlaps_dense, last)
 
     def _make(
         self,
         step: Step,
         inflight: InFlightBatch,
-        overlaps_forward: bool = False,
         overlaps_dense: bool = False,
         updated: OnUpdated | None = None,
     ) -> None:
@@ -124,11 +118,10 @@ class DeferredUpdates:
         self._order.observe("issue", step.stage, index)
         del self.to_update[index]
         with InStage(step.stage, index, self._order.rank):
-            # The update waits for readers of tables on the compute stream: code between two steps, or a module's own
-            # forward. It waits for no other forward, as it overlaps with that. `start` has let it wait for the
-            # backward: nothing else matters if it overlaps with the dense part.
-            after = self._between_steps if overlaps_forward else self._streams.record(StreamName.COMPUTE)
-            self._streams.wait(step.stream, None if overlaps_dense else after)
+            # The update waits for all that may have read the tables on the compute stream: code between two steps, and
+            # `training_step` itself. If it overlaps with the dense part, `start` has let it wait for both.
+            if not overlaps_dense:
+                self._streams.wait(step.stream, self._streams.record(StreamName.COMPUTE))
             with self._order.on(step.stage, index, step.stream):
                 self._tables.embedding_update(inflight, updated)
         self._order.note_update()

@@ -14,6 +14,7 @@ from .end_of_data import EndOfData
 from .interfaces import BatchSource, InFlightBatch, ModulePart, SparseStages, WeightGradients
 from .lookup_order import LookupOrder
 from .profiler_ranges import InStage, is_profiled
+from .run_ahead import RunAhead
 from .stage_issue import StageIssuer
 from .streams import CudaStreams
 from .table_writes import NUM_ASKS, TableWrites
@@ -37,7 +38,8 @@ class Executor:
         lookup_context: Callable[[], AbstractContextManager[Any]] = nullcontext,  # autocast, as for `training_step`
         num_before: Callable[[], int] = lambda: 0,  # batches trained so far, over all epochs
         any_rank: Callable[[bool], bool] = bool,  # whether any rank passed True: an all-reduce on the host
-        hooks_read_tables: Callable[[], bool] = bool,  # whether the user's hooks run between backward and end of step
+        hooks_run_after: Callable[[Stage], bool] = lambda stage: False,  # whether hooks of the user run next
+        max_queued_steps: int | None = None,  # how many steps the host may queue on the device; None: any number
         accumulates: Callable[[], bool] = lambda: False,  # whether the batch has no optimizer step of its own
         weights: WeightGradients | None = None,  # None if the backward computes the weight gradients
     ) -> None:
@@ -45,11 +47,12 @@ class Executor:
         self._inputs, self._lookups, self._tables = sparse
         self._order, self._streams = order, order.streams
         self._num_before, self._accumulates, self._weights = num_before, accumulates, weights
-        self._hooks_read_tables = hooks_read_tables
+        self._hooks_run_after = hooks_run_after
         self._first_batch = num_before()  # number of this epoch's batch 0 over all epochs
         self._trainer_stage: ExitStack | None = None  # the trainer's present stage, if it is profiled or timed
         self.end = EndOfData(source, consensus, order.rank, schedule.depth)
-        self.queue = BatchQueue(source, self.end, order)
+        self._run_ahead = RunAhead(order.streams, max_queued_steps)
+        self.queue = BatchQueue(source, self.end, order, self._run_ahead)
         self.updates = DeferredUpdates(self._tables, order)
         first = schedule.at(self._first_batch)
         trains = Stage.BACKWARD in first.training_stages
@@ -78,6 +81,7 @@ class Executor:
         self._finished_backward = False  # whether BACKWARD has ended before the trainer reports it
         self._in_forward = False  # of `training_step`, which with manual optimization contains all stages
         self._order.reset()
+        self._run_ahead.reset()
         self.queue.reset()
         self._stages.reset()
         self.updates.reset()
@@ -193,9 +197,6 @@ class Executor:
             self._after_stage(step.stage, current)
             self._cursor += 1
             self._run_steps()
-            if step.stage is Stage.DENSE_FORWARD and current.ran_unpipelined and self.schedule.has_sparse_stages:
-                # The coming backward writes tables on the compute stream, where early lookups must have read them.
-                self.wait_for_lookups()
         if stage is Stage.BACKWARD and self._weights is not None and self.schedule.splits_backward:
             self._weights.finish()
         if stage is not self.schedule.training_stages[-1]:
@@ -235,6 +236,7 @@ class Executor:
         try:
             yield
         finally:
+            self._order.lookup_waits()  # for a save, which reads the counts on the compute stream
             self._count_lookups_ahead(1)
 
     def _count_lookups_ahead(self, times: int) -> None:
@@ -263,6 +265,7 @@ class Executor:
 
     def _end_iteration(self) -> None:
         self.stage_done(self.schedule.training_stages[-1])
+        self._run_ahead.end_step()
         self.queue.in_flight.pop(self._iteration, None)
         self.queue.current = None
         schedule = self._schedules.at(self._first_batch + self._iteration + 1)
@@ -331,10 +334,7 @@ class Executor:
             self._run_deferred_lookup()
 
     def _after_backward(self, current: InFlightBatch) -> None:
-        if current.ran_unpipelined:
-            # The TBE backward of that module ran on the compute stream: the next lookup has to wait for it.
-            self._order.note_write()
-            current.ran_unpipelined = False
+        current.ran_unpipelined = False
         self.updates.num_updated = self._iteration + 1
         if current.defers_update:
             self.updates.start(current)
@@ -347,6 +347,8 @@ class Executor:
         """Begin the backward of the current batch's loss; `is_only`: the step's only one (automatic optimization)."""
         if self.queue.current is None:
             return
+        if self._hooks_run_after(Stage.DENSE_FORWARD):
+            self._order.compute_waits_for_update()  # a deferred one, which overlaps with the backward
         if is_only and self._weights is not None:
             self._weights.begin_backward(loss)
         # The user's on_after_backward comes before the trainer says that the backward is over.
@@ -356,7 +358,7 @@ class Executor:
             end = self.wait_for_lookups
         else:
             return
-        if loss.requires_grad and self._hooks_read_tables():
+        if loss.requires_grad and self._hooks_run_after(Stage.BACKWARD):
             engine = torch.autograd.Variable._execution_engine
             loss.register_hook(lambda _: engine.queue_callback(end))
 
@@ -378,11 +380,9 @@ class Executor:
         if stage is Stage.COPY_BATCH_TO_DEVICE:
             self.queue.fetch(step, index)
         elif stage is Stage.EMBEDDING_UPDATE:
-            current, overlaps_dense = self.queue.current, self.schedule.updates_before_step
-            host_waits = overlaps_dense and not self._streams.is_async
-            overlaps_forward = step.offset < 0 and not (current is not None and current.ran_unpipelined)
-            updated = self._look_up_part if host_waits else None
-            self.updates.make_up_to(index, step, overlaps_forward, overlaps_dense, updated)
+            overlaps_dense = self.schedule.updates_before_step
+            updated = self._look_up_part if overlaps_dense and not self._streams.is_async else None
+            self.updates.make_up_to(index, step, overlaps_dense, updated)
         elif stage is Stage.WEIGHT_GRADIENTS:
             if self._weights is not None:
                 self._order.observe("issue", stage, index)

@@ -12,7 +12,8 @@ from .streams import NOTHING, Streams
 class LookupOrder:
     """State that an executor shares with the sparse stages: streams, observer, timer, and the order of the two streams.
 
-    A module's own forward, and code between two steps, use the tables on the compute stream: one stream then waits.
+    All lookups and updates of tables run on the lookup stream, also those of a module's own forward. Code between two
+    steps uses the tables on the compute stream: one stream then waits.
     """
 
     def __init__(
@@ -26,12 +27,11 @@ class LookupOrder:
         self.observe: Observer = observe or (lambda kind, stage, index: None)
         self.timer: StageTimer | None = None  # told of every stage that either side issues
         self.num_told = 0  # the user's calls of `tables_changed()`
-        self._written: Any = None  # event after the last write of a table on the compute stream
         self._updated: Any = None  # event after the last update of a table on the lookup stream
 
     def reset(self) -> None:
-        """Begin a run: no table has been written."""
-        self._written = self._updated = None
+        """Begin a run: no table has been updated."""
+        self._updated = None
 
     def on(self, stage: Stage, batch: int, stream: StreamName) -> AbstractContextManager[Any]:
         """Make a stream current for a stage of a batch, and time the stage."""
@@ -54,14 +54,6 @@ class LookupOrder:
         """Let the lookup stream wait for all work issued on the compute stream."""
         self.streams.wait(self.lookup, self.streams.record(StreamName.COMPUTE))
 
-    def note_write(self) -> None:
-        """Note that tables were written on the compute stream."""
-        self._written = self.streams.record(StreamName.COMPUTE)
-
-    def wait_for_writes(self, stream: StreamName) -> None:
-        """Let a stream wait for the last write of a table on the compute stream."""
-        self.streams.wait(stream, self._written)
-
     def note_update(self) -> None:
         """Note that tables were updated on the lookup stream."""
         self._updated = self.streams.record(self.lookup)
@@ -70,18 +62,18 @@ class LookupOrder:
         """Let the compute stream wait for the last update of a table, but not for later lookups."""
         self.streams.wait(StreamName.COMPUTE, self._updated)
 
-    def hand_to_compute(self, value: Any, stream: StreamName) -> None:
-        """Let the compute stream use a value computed by the work issued on `stream` so far."""
-        self.streams.wait(StreamName.COMPUTE, self.streams.record(stream))
-        self.streams.record_stream(value, StreamName.COMPUTE)
+    def take_to_lookup(self, value: Any, stream: StreamName) -> None:
+        """Let the lookup stream use a value computed by the work issued on `stream` so far."""
+        self.streams.wait(self.lookup, self.streams.record(stream))
+        self.streams.record_stream(value, self.lookup)
 
     def hand_to_lookup(self, value: Any) -> None:
         """Let the lookup stream use a value allocated on another stream; does not order the two streams."""
         self.streams.record_stream(value, self.lookup)
 
-    def hand_to_caller(self, value: Any, event: Any, batch: int, *, is_first: bool) -> None:
-        """Let the compute and the current stream use embeddings after an event; the timer records first uses only."""
-        with self.timer.merge(batch) if is_first and self.timer is not None else NOTHING:
+    def hand_to_caller(self, value: Any, event: Any, batch: int | None) -> None:
+        """Let the compute and the current stream use embeddings after an event; the timer records it for `batch`."""
+        with self.timer.merge(batch) if batch is not None and self.timer is not None else NOTHING:
             self.streams.hand_to_caller(value, event)
 
 

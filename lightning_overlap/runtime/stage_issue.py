@@ -108,14 +108,13 @@ class StageIssuer:
             self._streams.wait(step.stream, event)
         current = self._queue.current
         if current is not None and current.ran_unpipelined:
-            self._streams.wait(step.stream, self._streams.record(StreamName.COMPUTE))
+            self._streams.wait(step.stream, self._streams.record(self._order.lookup))
 
     def _look_up(
         self, step: Step, inflight: InFlightBatch, owners: frozenset[WeightOwner], only: ModulePart | None
     ) -> None:
-        # Fused tables: the TBE backward ran on this stream, except after a module's own forward. Tables of the dense
-        # optimizer: its step was issued on the compute stream.
-        self._order.wait_for_writes(step.stream)
+        # Fused tables: the TBE backward ran on this stream. Tables of the dense optimizer: its step was issued on the
+        # compute stream.
         if WeightOwner.DENSE_OPTIMIZER in owners:
             self._streams.wait(step.stream, self._streams.record(StreamName.COMPUTE))
         if WeightOwner.FUSED_BACKWARD in owners:

@@ -1,10 +1,11 @@
 """Streams and events, CUDA's and their stand-ins on a CPU; `BatchCopies` copies batches from one stream to another."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch.autograd.graph import get_gradient_edge
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
@@ -39,8 +40,21 @@ class Streams:
     def record_stream(self, value: Any, name: StreamName) -> None:
         """Tell the caching allocator that a stream reads these tensors, nested or not, of another stream."""
 
+    def hold_leaves(self, leaves: Iterable[torch.Tensor]) -> list[Any]:
+        """Return the autograd nodes of leaves without a gradient of their own, such as tables of a fused optimizer.
+
+        Autograd lets a backward end by waiting for the streams of all leaves that it reaches. A node keeps the stream
+        on which it was made, and lives as long as anything holds it: as long as the caller keeps these nodes, backwards
+        wait for nothing there. Source: `GraphTask::exec_post_processing`, PyTorch 2.11 to 2.14.
+        """
+        with self.on(StreamName.IDLE):
+            return [get_gradient_edge(leaf).node for leaf in leaves if leaf.requires_grad]
+
     def hand_to_caller(self, value: Any, event: Any) -> None:
         """Let the compute stream and the current stream (perhaps the user's) use a value after an event."""
+
+    def take_from_caller(self, value: Any, name: StreamName) -> None:
+        """Let a stream use a value of the compute stream or of the current stream (perhaps the user's)."""
 
     def begin_step(self) -> None:
         """Take the current stream as the compute stream."""
@@ -52,6 +66,10 @@ class Streams:
     def is_over(self, event: Any) -> bool:
         """Whether the work before an event is done; does not block the host."""
         return True
+
+    def record_for_host(self, name: StreamName) -> Any:
+        """Return an event after all work issued on a stream so far, for which the host waits without using a CPU."""
+        return self.record(name)
 
     def let_host_wait(self, event: Any) -> None:
         """Block the host until the work before an event is done."""
@@ -76,6 +94,7 @@ class CudaStreams(Streams):
         urgent = {StreamName.MEMCPY, StreamName.DATA_DIST, StreamName.PREFETCH, lookup}
         self._streams = {name: torch.cuda.Stream(device, priority=-1) for name in StreamName if name in urgent}
         self._streams[StreamName.SIDE] = torch.cuda.Stream(device)  # nothing queues behind it
+        self._streams[StreamName.IDLE] = torch.cuda.Stream(device)
         self._lookup = lookup
         self.begin_step()
 
@@ -124,6 +143,13 @@ class CudaStreams(Streams):
             _record_stream(value, stream)
 
     @override
+    def take_from_caller(self, value: Any, name: StreamName) -> None:
+        for stream in {self[StreamName.COMPUTE], torch.cuda.current_stream(self.device)}:
+            if stream != self[name]:
+                self[name].wait_stream(stream)
+        _record_stream(value, self[name])
+
+    @override
     def begin_step(self) -> None:
         self._streams[StreamName.COMPUTE] = torch.cuda.current_stream(self.device)
 
@@ -132,15 +158,31 @@ class CudaStreams(Streams):
         return bool(event.query())
 
     @override
+    def record_for_host(self, name: StreamName) -> torch.cuda.Event:
+        event = torch.cuda.Event(blocking=True)
+        event.record(self[name])
+        return event
+
+    @override
     def let_host_wait(self, event: torch.cuda.Event) -> None:
         event.synchronize()
 
 
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """Return all tensors in a nested value, also in attributes of its objects; a tensor may occur twice."""
+    return [leaf for _, leaf in leaves(value, lambda node: False) if isinstance(leaf, torch.Tensor)]
+
+
 def _record_stream(value: Any, stream: torch.cuda.Stream) -> None:
+    # `KeyedJaggedTensor.record_stream` of TorchRec 1.8 leaves out `inverse_indices`: so every tensor that is found.
+    for tensor in tensors_in(value):
+        if tensor.is_cuda:
+            tensor.record_stream(stream)
+    # An object of the user's may hold tensors where nobody finds them.
     for _, leaf in leaves(value, lambda node: hasattr(node, "record_stream")):
-        if hasattr(leaf, "record_stream"):
+        if hasattr(leaf, "record_stream") and not isinstance(leaf, torch.Tensor):
             device = getattr(leaf, "device", None)
-            device = device() if callable(device) else device  # `Tensor.device`, or `KeyedJaggedTensor.device()`
+            device = device() if callable(device) else device  # `KeyedJaggedTensor.device()` is a method
             if device is None or torch.device(device).type == "cuda":
                 leaf.record_stream(stream)
 

@@ -64,4 +64,4 @@ class TableWrites:
         if self._lookups is not None:
             self._updates.refuse_writes()
             self._lookups.leave_overwritten(self._queue.ahead())
-            self._order.note_write()
+            self._order.lookup_waits()  # the user has written on the compute stream

@@ -54,6 +54,7 @@ class StreamName(_Name):
     PREFETCH = "prefetch"  # copies from UVM into the cache: FBGEMM needs a stream for them that is not the lookup's
     LOOKUP = "lookup"  # the embedding lookup; the stream policy determines the physical stream
     SIDE = "side"  # work that no step waits for: the counts of stale rows
+    IDLE = "idle"  # no work at all: a backward waits for nothing where it ends in leaves of this stream
 
 
 class WeightOwner(_Name):

@@ -10,7 +10,7 @@ from torchrec.distributed.types import LazyAwaitable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from ..dense import saving_is_hooked
-from ..runtime import NOTHING, InFlightBatch
+from ..runtime import NOTHING, InFlightBatch, tensors_in
 from ..schedules import Stage, StreamName
 from ..tables import (
     SentInput,
@@ -54,6 +54,7 @@ class Answers:
         self._send_next: Callable[[], None] | None = None  # until it was called, and until the step returns
         # Answers that `checkpoint()` may ask for again until the backward is over, by module and `id` of the input.
         self._kept: dict[tuple[str, int], tuple[SentInput, KeyedJaggedTensor, Any]] = {}
+        self._held: list[torch.Tensor] = []  # gradients of embeddings, until the backward is over
 
     def begin(self, inflight: InFlightBatch, send_next: Callable[[], None]) -> None:
         """Begin the step of a batch; `send_next` sends sizes and ids of coming batches."""
@@ -61,6 +62,7 @@ class Answers:
         for pipelined in self._forwards.values():
             pipelined.calls.clear()
         self._kept.clear()
+        self._held.clear()
         self._current = self._in_step = inflight
         # A mode that watches operators (of a host-sync audit) would not see the read of the sizes within the step.
         is_watched = torch._C._len_torch_function_stack() > 0 or torch._C._len_torch_dispatch_stack() > 0
@@ -81,6 +83,7 @@ class Answers:
             if state.progress is Progress.SERVED and not inflight.defers_update:
                 state.advance(Progress.UPDATED)
         self._kept.clear()
+        self._held.clear()
         if self._in_step is inflight:
             self._in_step = None
 
@@ -144,11 +147,12 @@ class Answers:
         # collectives of a repeated lookup would not match. So a lookup keeps its saved tensors, and is not repeated.
         checkpointed = inflight is not None and torch.is_grad_enabled() and saving_is_hooked()
         with _keeping_saved() if checkpointed else NOTHING:
-            found = self._on_compute_stream(pipelined.module, inflight, look_up_now)
+            found = self._on_lookup_stream(pipelined.module, inflight, look_up_now, (args, kwargs))
         # Between two steps and in evaluations no hook sees the end of a backward that may follow.
         watched = torch.is_grad_enabled() and (inflight is None or not self._options.trains)
         note = partial(count_backwards, pipelined.module) if watched else None
-        as_called = partial(_waited_for_as_called, keeps_saved=checkpointed, note=note)
+        batch = None if inflight is None else inflight.index
+        as_called = partial(self._received_as_called, batch, keeps_saved=checkpointed, note=note)
         answer = tuple(map(as_called, found)) if isinstance(found, tuple) else as_called(found)
         if checkpointed and not in_backward and isinstance(given, KeyedJaggedTensor):
             self._kept[pipelined.name, id(given)] = SentInput(given), given, answer
@@ -228,7 +232,8 @@ class Answers:
             with self._order.on_lookup(), _own_graph() if self._options.trains else NOTHING:
                 state.received = wait_for(state.embeddings)
             state.received_at = self._order.streams.record(self._order.lookup)
-        self._order.hand_to_caller(state.received, state.received_at, state.batch, is_first=is_first)
+            self._hold_gradients(state.received)
+        self._order.hand_to_caller(state.received, state.received_at, state.batch if is_first else None)
         if is_first and (send_next := self._send_next) is not None:
             assert self._current is not None
             # Staged methods run in the modes of the step, and tensors made in inference mode train nothing.
@@ -240,25 +245,67 @@ class Answers:
                     send_next()
         return state.received
 
-    def _on_compute_stream(self, module: Any, inflight: InFlightBatch | None, look_up_now: Callable[[], Any]) -> Any:
-        """Run a module's own lookup on the compute stream; without a backward it does not count for the optimizers."""
-        self._order.compute_waits()  # the lookup stream may still be writing the tables that this reads
+    def _hold_gradients(self, embeddings: Any) -> None:
+        """Hold the gradients of embeddings until the backward is over.
+
+        Autograd adds in place into a gradient that nobody else on the host holds. The lookup stream may still have to
+        read it then: its node was launched, and has let go of the gradient. Source: `can_accumulate_inplace`.
+        """
+        if self._order.streams.is_async and self._order.lookup is not StreamName.COMPUTE and self._options.trains:
+            for tensor in tensors_in(embeddings):
+                if tensor.requires_grad:
+                    tensor.register_hook(self._held.append)
+
+    def _received_as_called(
+        self, batch: int | None, found: Any, *, keeps_saved: bool, note: Callable[[Any], None] | None
+    ) -> Any:
+        """Return an answer of the lookup stream to the caller; an awaitable waits in the modes of the call."""
+        order = self._order
+
+        def hand_over(received: Any) -> Any:
+            self._hold_gradients(received)
+            order.hand_to_caller(received, order.streams.record(order.lookup), batch)
+            return received
+
+        def receive() -> Any:
+            with order.on_lookup(), _keeping_saved() if keeps_saved else NOTHING:
+                received = found.wait()
+            hand_over(received)
+            if note is not None:
+                note(received)
+            return received
+
+        return LazyEmbeddings(receive) if isinstance(found, LazyAwaitable) else hand_over(found)
+
+    def _on_lookup_stream(
+        self, module: Any, inflight: InFlightBatch | None, look_up_now: Callable[[], Any], given: Any
+    ) -> Any:
+        """Run a module's own lookup on the lookup stream; without a backward it does not count for the optimizers.
+
+        A step may look up the tables of a module several times. If two backwards ran on two streams, nothing would
+        order their updates of the same rows.
+        """
+        streams = self._order.streams
+        streams.take_from_caller(given, self._order.lookup)
         if self._options.set_rates is not None:
             self._options.set_rates()
         # No batch is in flight in an evaluation by hand, or if a module does its own fetching (`dataloader_iter`).
         trains = self._options.trains and (inflight is not None or torch.is_grad_enabled())
         stage = Stage.EMBEDDING_LOOKUP
-        timed = NOTHING if inflight is None else self._order.timed(stage, inflight.index, StreamName.COMPUTE)
+        timed = NOTHING if inflight is None else self._order.timed(stage, inflight.index, self._order.lookup)
         # FBGEMM 1.8 lacks kernels in inference mode on a CPU; there is no graph either way.
         own_mode = _outside_inference_mode(grad=False) if torch.is_inference_mode_enabled() else NOTHING
         if trains:
-            with timed, own_mode:
-                return look_up_now()
+            with self._order.on_lookup(), timed, own_mode:
+                found = look_up_now()
+            # The caller may change its input or the tables next. The kernels read both, and write row numbers.
+            streams.hand_to_caller((), streams.record(self._order.lookup))
+            return found
         num_lookups: list[int] = []
-        with without_backward(module), counting(tbes(module), num_lookups), timed, own_mode:
+        with self._order.on_lookup(), without_backward(module), counting(tbes(module), num_lookups), timed, own_mode:
             found = look_up_now()
-        self._order.lookup_waits()
         take_back(tbes(module), num_lookups, self._order)
+        streams.hand_to_caller((), streams.record(self._order.lookup))
         return found
 
     def _look_up_when_called(self, inflight: InFlightBatch, state: ModuleContext) -> Any:
@@ -266,7 +313,7 @@ class Answers:
         stream, _ = inflight.done[Stage.INPUT_DATA_DIST]
         with self._order.streams.on(stream):
             received = self._inputs.receive_input(inflight)
-        self._order.hand_to_compute(received, stream)
+        self._order.take_to_lookup(received, stream)
         dist_input, state.dist_input = state.dist_input, None
         found = state.module.compute_and_output_dist(state.context, dist_input)
         state.advance(Progress.LOOKED_UP)
@@ -285,21 +332,6 @@ def _in_words(form: tuple[torch.dtype, torch.dtype, torch.dtype | None, bool]) -
     told = [f"lengths of {lengths}", f"ids of {ids}"]
     told += [f"weights of {weights}"] if weights != "None" else []
     return ", ".join([*told, "batch sizes that vary by feature"] if varies == "True" else told)
-
-
-def _waited_for_as_called(found: Any, *, keeps_saved: bool, note: Callable[[Any], None] | None) -> Any:
-    """Return an awaitable that waits in the modes of the call, not of the first use, and notes the answer."""
-    if not isinstance(found, LazyAwaitable):
-        return found
-
-    def receive() -> Any:
-        with _keeping_saved() if keeps_saved else NOTHING:
-            answer = found.wait()
-        if note is not None:
-            note(answer)
-        return answer
-
-    return LazyEmbeddings(receive)
 
 
 def _keeping_saved() -> AbstractContextManager[Any]:

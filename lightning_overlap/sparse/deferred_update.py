@@ -226,7 +226,7 @@ class _AtLeaf(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
+        return gradient.detach(), None  # `AccumulateGrad` keeps a tensor that nobody else holds, and copies others
 
 
 def _at_leaf(leaf: Tensor) -> Tensor:

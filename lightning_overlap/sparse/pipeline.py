@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torchrec.distributed.types import ShardedModule
 
 from ..runtime import LookupOrder, SparseStages
+from ..tables import tbes
 from .answers import Answers
 from .inputs import SparseInputs
 from .lookup import SparseLookups
@@ -26,6 +27,7 @@ class SparsePipeline:
         options: SparseOptions,
     ) -> None:
         self.modules, self.order = modules, order
+        self._leaves: list[Any] = []  # autograd's nodes of the tables while it is attached
         self._forwards = forwards = PipelinedForwards(modules, group, order, options)
         self.inputs, self.updates = SparseInputs(forwards), TableUpdates(forwards)
         self.answers = Answers(forwards, self.inputs, self.updates)
@@ -39,6 +41,9 @@ class SparsePipeline:
 
     def attach(self) -> None:
         """Replace the modules' forwards until `detach`."""
+        # Else each backward on the lookup stream would end by waiting for all dense work that is queued.
+        kernels = [kernel for module in self.modules.values() for kernel in tbes(module)]
+        self._leaves = self.order.streams.hold_leaves(leaf for kernel in kernels for leaf in kernel.parameters())
         self._forwards.attach(self.answers.answer)
         self.inputs.staged.attach()
         self.updates.hold_replicas()
@@ -46,6 +51,7 @@ class SparsePipeline:
     def detach(self) -> None:
         """Give every module its former forward back and forget all batches, without a collective."""
         self._forwards.detach()
+        self._leaves = []
         self.inputs.staged.detach()
         self.updates.forget()
         self.answers.abandon()

@@ -84,14 +84,8 @@ class TableUpdates:
     def embedding_update(self, inflight: InFlightBatch, updated: Callable[[ModulePart], None] | None = None) -> None:
         """Wait for the gradients of a batch and update the tables; call `updated` after each part of a module."""
         self._to_come.pop(inflight.index, None)
-        # Autograd runs the TBE backward on the stream of its forward: for a module's own forward the compute stream.
-        on_compute = any(state.num_own_lookups for state in inflight.modules.values())
-        if on_compute:
-            self._order.compute_waits()
         for state in inflight.modules.values():
-            self._make(state, None if on_compute else updated)
-        if on_compute:
-            self._order.note_write()
+            self._make(state, updated)
 
     def drop_update(self, inflight: InFlightBatch) -> None:
         """Wait for the gradients of a batch and drop them; take its lookups back from the kernels' iteration counts."""
@@ -99,7 +93,6 @@ class TableUpdates:
         with self._order.on_lookup():  # where the gradients were allocated
             for state in inflight.modules.values():
                 state.deferred.drop()
-        self._order.compute_waits()  # where those of a module's own forward were allocated
         self.count_lookups(inflight, -1)
 
     def count_lookups(self, inflight: InFlightBatch, times: int) -> None:

@@ -119,7 +119,8 @@ class _AtPresentRate(torch.autograd.Function):
 
     On CUDA a backward runs on the stream of its forward, here the lookup stream, and so do the repeated forward and the
     inner backward: after the last update and before the next lookup. The only leaves of the inner graph are the
-    kernels' weights, which accumulate nothing (autograd joins no other stream) and are no part of DDP.
+    kernels' weights, which accumulate nothing and are no part of DDP. The inner backward ends by waiting for the stream
+    of their nodes, which is an idle one (`Streams.hold_leaves`), and not the compute stream.
     """
 
     @staticmethod

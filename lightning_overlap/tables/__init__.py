@@ -28,6 +28,7 @@ from .sharded_module import (
     clips_in_backward,
     forget_prefetched,
     kernel_of,
+    kernel_parameters,
     keys_in_backward,
     owners_of_parts,
     rates_of,

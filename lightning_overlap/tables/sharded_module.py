@@ -111,6 +111,14 @@ def tbes_within(lookups: Iterable[nn.Module]) -> list[SplitTableBatchedEmbedding
     return [part for part in parts if isinstance(part, SplitTableBatchedEmbeddingBagsCodegen)]
 
 
+@read_once
+def kernel_parameters(module: Any) -> list[nn.Parameter]:
+    """Return the parameters in a module's kernels, at which graphs end; the module's own are views of them."""
+    lookups = [] if spec_of(module) is None else tables_of(module)._lookups
+    parts = [part for lookup in lookups for part in lookup.modules()]
+    return [own for part in parts for _, own in nn.Module.named_parameters(part, recurse=False)]
+
+
 def clips_in_backward(module: Any) -> bool:
     """Return whether the kernels of a module clip all gradients of its fused tables (FBGEMM's `gradient_clipping`)."""
     trained: dict[str, Rule] | None = getattr(module, "trained_in_backward", None)

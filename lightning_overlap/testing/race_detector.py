@@ -40,9 +40,12 @@ class _Resource:
 class Races:
     """Follows streams, events and accesses. A resource is memory, of the stream that allocates it."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, frees: bool = False) -> None:
+        """`frees`: whether the caller says which memory is freed; only then can the allocator reuse it."""
         self._clocks = {name: dict.fromkeys(StreamName, 0) for name in StreamName}
         self._resources: dict[str, _Resource] = {}
+        self._frees = frees
+        self.not_recorded: dict[str, RaceError] = {}  # resources used on a stream that they were not recorded on
 
     def event(self, stream: StreamName) -> Clock:
         """Return a copy of a stream's clock."""
@@ -60,6 +63,16 @@ class Races:
             if name in self._resources:
                 self._resources[name].handed_to.add(stream)
 
+    def free(self, resource: str) -> None:
+        """Free memory, or raise a RaceError if the allocator may reuse it too early."""
+        if resource in self.not_recorded:
+            raise self.not_recorded.pop(resource)
+
+    def maker(self, resource: str) -> StreamName | None:
+        """Return the stream that has allocated a resource; None if it exists for the whole run."""
+        known = self._resources.get(resource)
+        return None if known is None or known.made is None else known.made.stream
+
     def do(
         self,
         by: str,
@@ -76,10 +89,13 @@ class Races:
             resource = self._resources.setdefault(name, _Resource())
             made = resource.made
             if made is not None and stream not in (made.stream, *resource.handed_to):
-                raise RaceError(
+                error = RaceError(
                     f"{access} uses the memory of {name}, which {made.by} allocated on {made.stream}: the allocator "
                     f"may reuse it for other work on {made.stream}. Missing: streams.record_stream(..., {stream})"
                 )
+                if not self._frees:
+                    raise error
+                self.not_recorded.setdefault(name, error)
             for first in resource.latest.values():
                 if (first.writes or access.writes) and self._clocks[stream][first.stream] < first.time:
                     raise RaceError(

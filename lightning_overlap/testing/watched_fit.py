@@ -28,7 +28,7 @@ from ..plugin import OverlapEmbeddingStrategy
 from ..profiling import HostSync, record_host_syncs
 from ..schedules import Stage, WeightOwner
 from ..sparse import EarlyEmbeddings, SparsePipeline
-from ..tables import owners_of, sharded_modules, table_modules, tbes
+from ..tables import kernel_parameters, owners_of, sharded_modules, table_modules, tbes
 from .checked_streams import CheckedStreams, Operators
 
 ModuleFactory = Callable[[], LightningModule]
@@ -219,13 +219,22 @@ class _FollowsMemory(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         weights = {name: weight.detach() for name, weight in pl_module.named_parameters()}
+        counters: dict[str, Tensor] = {}
+        leaves = list(pl_module.parameters())
         for name, module in sharded_modules(pl_module).items():
             weights |= {f"a table of {name} {at}": weight for at, weight in enumerate(fused_weights(module))}
-        self._open.enter_context(self._streams.watching(weights))
+            leaves += kernel_parameters(module)
+            counters |= {
+                f"the iteration count of kernel {at} of {name}": tbe.iter for at, tbe in enumerate(tbes(module))
+            }
+        self._open.enter_context(self._streams.watching(weights, counters, leaves))
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx % 3 == 1:
+            trainer.strategy.update_tables()  # makes pending updates, as before an evaluation
         if batch_idx % 3 == 2:
-            trainer.strategy.update_tables()  # makes pending updates, as before an evaluation or a save
+            with trainer.strategy.saving():
+                self._streams.read_weights(f"a save after the step of batch {batch_idx}", counters=True)
         self._streams.read_weights(f"a callback after the step of batch {batch_idx}")
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -79,8 +79,10 @@ BREAKS = {
     "what comes after the step does not wait for the update of the tables": Break(
         "runtime/executor.py", "self._order.compute_waits_for_update()\n            self._run", "self._run"
     ),
-    "a lookup does not wait for what a module's own forward has left to be written": Break(
-        "runtime/stage_issue.py", "        self._order.wait_for_writes(step.stream)\n", ""
+    "a module's own forward, and so its update of the tables, does not run on the lookup stream": Break(
+        "sparse/answers.py",
+        "            with self._order.on_lookup(), timed, own_mode:\n",
+        "            with timed, own_mode:\n",
     ),
     "tables of the dense optimizer are looked up early without a wait for its step": Break(
         "runtime/stage_issue.py", "        if WeightOwner.DENSE_OPTIMIZER in owners:\n", "        if False:\n"

@@ -34,12 +34,12 @@ def test_a_value_is_handed_to_the_stream_that_uses_it() -> None:
     """Other orders are left out one by one in `tests/testing`, where each is found to be a race."""
     streams, value = mock.Mock(), object()
     order = LookupOrder(streams, StreamName.LOOKUP)
-    order.hand_to_compute(value, StreamName.DATA_DIST)
+    order.take_to_lookup(value, StreamName.DATA_DIST)
     order.hand_to_lookup(value)
     assert streams.mock_calls == [
         mock.call.record(StreamName.DATA_DIST),
-        mock.call.wait(StreamName.COMPUTE, streams.record.return_value),
-        mock.call.record_stream(value, StreamName.COMPUTE),
+        mock.call.wait(StreamName.LOOKUP, streams.record.return_value),
+        mock.call.record_stream(value, StreamName.LOOKUP),
         mock.call.record_stream(value, StreamName.LOOKUP),
     ]
 

@@ -25,8 +25,7 @@ from ..support.ranks import Ranks
 
 
 def test_gradients_that_are_left_out_are_waited_for_where_their_memory_is_from() -> None:
-    """On another stream it would be given to other work before they have arrived: the compute stream after a module's
-    own forward."""
+    """On another stream it would be given to other work before they have arrived."""
     log: list[str] = []
 
     @contextmanager
@@ -36,13 +35,13 @@ def test_gradients_that_are_left_out_are_waited_for_where_their_memory_is_from()
         log.append("elsewhere")
 
     updates: Any = object.__new__(TableUpdates)
-    updates._order = SimpleNamespace(on_lookup=on_lookup, compute_waits=lambda: log.append("the compute stream waits"))
+    updates._order = SimpleNamespace(on_lookup=on_lookup)
     updates._to_come = {}
     updates.count_lookups = lambda inflight, times: log.append(f"counted {times}")
     deferred = SimpleNamespace(drop=lambda: log.append("dropped"))
     inflight: Any = SimpleNamespace(index=0, modules={"ebc": SimpleNamespace(deferred=deferred)})
     updates.drop_update(inflight)
-    assert log == ["on the lookup stream", "dropped", "elsewhere", "the compute stream waits", "counted -1"]
+    assert log == ["on the lookup stream", "dropped", "elsewhere", "counted -1"]
 
 
 def test_sizes_and_ids_are_sent_after_what_the_input_dists_stream_has_made() -> None:

@@ -10,9 +10,9 @@ from typing import Any
 from lightning_overlap.testing import RaceError
 
 ORDERING = {
-    *("wait", "record_stream", "hand_to_caller", "acquire", "wait_for_lookups", "note_write", "note_update"),
-    *("compute_waits", "lookup_waits", "wait_for_writes", "compute_waits_for_update"),
-    *("hand_to_compute", "hand_to_lookup", "begin_iteration"),
+    *("wait", "record_stream", "hand_to_caller", "acquire", "wait_for_lookups", "note_update"),
+    *("compute_waits", "lookup_waits", "compute_waits_for_update"),
+    *("take_to_lookup", "hand_to_lookup", "begin_iteration"),
 }
 NEED_MOST = ("fused_sparse_dist", "semi_sync_deferred", "prefetch")
 """Modes of which one or the other fails without almost any such statement: to be tried first."""

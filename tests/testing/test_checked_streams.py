@@ -1,5 +1,6 @@
 """Real fits on one rank whose streams follow every operator's memory: no race, and each wait left out is one."""
 
+import copy
 import warnings
 from functools import partial
 from types import ModuleType
@@ -13,10 +14,11 @@ from torch import Tensor
 
 from lightning_overlap import MODES, STREAMS, Mode
 from lightning_overlap.runtime import deferred_updates, executor, lookup_order, stage_issue
-from lightning_overlap.schedules.stages import StreamName
+from lightning_overlap.schedules.stages import Stage, StreamName
 from lightning_overlap.sparse import answers
-from lightning_overlap.testing import CheckedStreams, RaceError
-from lightning_overlap.testing.watched_fit import Setting, Watched, fit, process_group
+from lightning_overlap.tables import tbes
+from lightning_overlap.testing import CheckedStreams, RaceError, checked_streams
+from lightning_overlap.testing.watched_fit import Setting, Watched, _WatchedStrategy, fit, process_group
 
 from ..sparse.update_rates import Scheduled
 from ..support import cases, mutants
@@ -39,10 +41,13 @@ def train(
     **trainer_options: Any,
 ) -> None:
     batches = [cases.make_batch(case, index, 0) for index in range(7)]
-    options = {"sharding": cases.make_plan(case, Model(case), 1), "stream": stream}
+    # On a device the kernels alone check ids.
+    options = {"sharding": cases.make_plan(case, Model(case), 1), "stream": stream, "out_of_range_ids": "fbgemm"}
     with process_group("cpu"), warnings.catch_warnings(action="ignore"):
         setting = Setting(lambda: module(case), batches, trainer_options=trainer_options, strategy_options=options)
-        fit(setting, Mode(pipeline, frozen_window=frozen_window), Watched(), races=True)  # type: ignore[arg-type]
+        # A digest after each step would make pending updates at once.
+        watched = Watched(every_state=False)
+        fit(setting, Mode(pipeline, frozen_window=frozen_window), watched, races=True)  # type: ignore[arg-type]
 
 
 CASES = {
@@ -63,7 +68,7 @@ NOT_HERE = [
     *mutants.statements(deferred_updates, "start"),  # one rank sends no gradients,
     *mutants.statements(lookup_order, "lookup_waits"),
     *mutants.statements(lookup_order, "hand_to_lookup"),
-    *mutants.statements(lookup_order, "hand_to_compute"),  # and every lookup is early
+    *mutants.statements(lookup_order, "take_to_lookup"),  # and no id is sent early to a lookup that is not early
 ]
 STATEMENTS = [(file, *found) for file in FILES for found in mutants.statements(file) if found not in NOT_HERE]
 STATEMENTS += [(answers, *found) for found in mutants.statements(answers, "_receive_embeddings")]
@@ -73,7 +78,12 @@ STATEMENTS += [(answers, *found) for found in mutants.statements(answers, "_rece
 @pytest.mark.parametrize(("file", "line"), [entry[:2] for entry in STATEMENTS], ids=[entry[2] for entry in STATEMENTS])
 def test_a_wait_or_hand_over_that_is_left_out_is_a_race(file: ModuleType, line: int) -> None:
     runs = [partial(train, MIXED, pipeline) for pipeline in OVERLAPPING]
-    runs.append(partial(train, MIXED, "split_backward", module=ReadsTablesAfterBackward))
+    runs += [
+        partial(train, MIXED, "split_backward", module=ReadsTablesAfterBackward),
+        partial(train, MIXED, "semi_sync_deferred", module=ReadsTablesBeforeBackward),
+        partial(train, MIXED, "fused_sparse_dist", module=WritesTablesBetweenEpochs, max_epochs=2),
+        partial(train, cases.ROWWISE_ADAGRAD, "fused_sparse_dist"),  # SGD's kernels count no iterations
+    ]
     with mutants.without(file, line):  # the first run that has a race is enough
         assert any(mutants.races(run) for run in runs)
 
@@ -125,6 +135,80 @@ class MovesItsRates(ReadsTables, Scheduled):
     """Has each early lookup repeated within its backward."""
 
 
+class LooksUpTwice(ReadsTables):
+    """Looks up its tables a second time from batch 3 on: the gradients of both lookups are ready at the same time."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if batch_idx < 3:
+            return super().training_step(batch, batch_idx)
+        both = [{name: self.embeddings(name, batch) for name in sorted(self.case.collections)} for _ in range(2)]
+        keys = batch.inputs["sparse"][0].keys()
+        summed = {name: {key: both[0][name][key] + both[1][name][key] for key in keys} for name in both[0]}
+        return self.dense(batch, summed)
+
+
+class LooksUpOnAStreamOfItsOwn(ReadsTables):
+    """Calls its collection with a copy of the batch's input, which makes the lookup its own forward's."""
+
+    def embeddings(self, collection: str, batch: Any) -> Any:
+        streams: Any = self.trainer.strategy.streams
+        with streams.on(StreamName.PREFETCH):  # nothing orders it after the updates, which the strategy makes
+            kjt = batch.inputs["sparse"][0]
+            keys = kjt.keys()
+            streams.wait(StreamName.PREFETCH, streams.record(StreamName.COMPUTE))
+            streams.record_stream(kjt, StreamName.PREFETCH)
+            found = getattr(self, collection)(copy.copy(kjt))
+            found = {key: found[key] for key in keys}
+        streams.hand_to_caller(found, streams.record(StreamName.PREFETCH))
+        return found
+
+
+class ReadsKernels(Model):
+    """Reads the tables where they are; a `state_dict` would make pending updates first."""
+
+    def read(self) -> None:
+        for kernel in tbes(self.ebc):
+            self.norm = sum(weights.square().sum() for weights in kernel.split_embedding_weights())
+
+
+class ReadsTablesInItsStep(ReadsKernels):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.read()
+        return super().training_step(batch, batch_idx)
+
+
+class ReadsTablesBeforeBackward(ReadsKernels):
+    def on_before_backward(self, loss: Tensor) -> None:
+        self.read()
+
+
+class WritesTables(ReadsTables):
+    """Writes its tables after the step of batch 3; batch 4 looks up nothing, so an early lookup reads them next."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if batch_idx != 4:
+            return super().training_step(batch, batch_idx)
+        return torch.square(self.bottom(batch.dense)).mean()
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        strategy: Any = self.trainer.strategy
+        if batch_idx == 3:
+            with strategy.saving():  # makes pending updates, and waits for early lookups, which read the tables
+                pass
+            for kernel in tbes(self.ebc):
+                for weights in kernel.split_embedding_weights():
+                    weights.mul_(0.5)
+            strategy.tables_changed()
+        super().on_train_batch_end(outputs, batch, batch_idx)
+
+
+class WritesTablesBetweenEpochs(Model):
+    def on_train_epoch_end(self) -> None:
+        for kernel in tbes(self.ebc):
+            for weights in kernel.split_embedding_weights():
+                weights.mul_(0.5)
+
+
 class RecomputesItsLookup(ReadsTables):
     def embeddings(self, collection: str, batch: Any) -> Any:
         kjt = batch.inputs["sparse"][0]
@@ -146,18 +230,27 @@ USERS: dict[str, tuple[type[Model], dict[str, Any]]] = {
     "steps_by_hand": (StepsByHand, {}),
     "moves_its_rates": (MovesItsRates, {}),
     "recomputes_its_lookup": (RecomputesItsLookup, {}),
+    "looks_up_twice": (LooksUpTwice, {}),
+    "looks_up_on_a_stream_of_its_own": (LooksUpOnAStreamOfItsOwn, {}),
+    "writes_tables": (WritesTables, {}),
+    "reads_in_its_step": (ReadsTablesInItsStep, {}),
+    "reads_before_backward": (ReadsTablesBeforeBackward, {}),
 }
 
 
 @pytest.mark.parametrize(("name", "pipeline", "policy"), pairwise(USERS, MODES, ["dedicated", "data_dist"]))
-def test_the_users_code_finds_the_tables_written(name: str, pipeline: str, policy: str) -> None:
+def test_the_users_code_is_ordered_with_lookups_and_updates(name: str, pipeline: str, policy: str) -> None:
     module, options = USERS[name]
     train(TABLE_WISE, pipeline, policy, module, **options)
 
 
 @pytest.mark.parametrize(
     ("name", "pipeline", "policy"),
-    pairwise([name for name in USERS if name != "steps_by_hand"], ["sparse_dist", "fused_sparse_dist"], STREAMS),
+    pairwise(
+        [name for name in USERS if name not in ("steps_by_hand", "writes_tables")],
+        ["sparse_dist", "fused_sparse_dist"],
+        STREAMS,
+    ),
 )
 def test_no_race_in_a_frozen_window(name: str, pipeline: str, policy: str) -> None:
     module, options = USERS[name]
@@ -204,3 +297,55 @@ def test_a_race_of_the_users_own_hook_is_named() -> None:
     )
     with pytest.raises(AssertionError, match=f"(?s){message}"):
         check(TABLE_WISE, "fused_sparse_dist", ReadsOnAStreamOfItsOwn, stream="dedicated")
+
+
+def _known(monkeypatch: pytest.MonkeyPatch, pipeline: str) -> tuple[list[int], list[int]]:
+    """Train; return what the streams know of each other's work, in pieces of work that are still to come for them.
+
+    Of the compute stream, the lookup stream, as it comes to a lookup; of the lookup stream, the compute stream, as it
+    comes from a backward.
+    """
+    lookup_behind, compute_behind = [], []
+    observed, compute, lookup = _WatchedStrategy._observed, StreamName.COMPUTE, StreamName.LOOKUP
+
+    def note(self: Any, kind: str, stage: Stage, batch: int) -> None:
+        observed(self, kind, stage, batch)
+        clocks = {name: self.checked.record(name) for name in (compute, lookup)}
+        if (kind, stage) == ("issue", Stage.EMBEDDING_LOOKUP) and batch > 1:
+            lookup_behind.append(clocks[compute][compute] - clocks[lookup][compute])
+        if (kind, stage) == ("issue", Stage.BACKWARD):
+            compute_behind.append(clocks[lookup][lookup] - clocks[compute][lookup])
+
+    monkeypatch.setattr(_WatchedStrategy, "_observed", note)
+    train(TABLE_WISE, pipeline)
+    return lookup_behind, compute_behind
+
+
+def test_a_lookup_does_not_wait_for_the_weight_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    behind, _ = _known(monkeypatch, "split_backward")
+    assert len(behind) >= 4
+    assert all(behind), "a backward on the lookup stream has waited for the compute stream"
+
+
+def test_the_dense_optimizer_does_not_wait_for_the_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, behind = _known(monkeypatch, "fused_sparse_dist")
+    assert len(behind) >= 4
+    assert all(behind), "the backward has ended by waiting for the lookup stream"
+
+
+@pytest.mark.parametrize("leaves", [StreamName.COMPUTE, StreamName.LOOKUP])
+def test_where_the_graphs_of_tables_end_decides_who_waits(monkeypatch: pytest.MonkeyPatch, leaves: StreamName) -> None:
+    """Guards the two tests above: autograd makes the nodes of the tables on one stream or the other."""
+    hold = CheckedStreams.hold_leaves
+
+    def hold_on(self: CheckedStreams, tables: Any) -> list[Any]:
+        nodes = hold(self, tables)
+        for node in nodes:
+            node.metadata[checked_streams._STREAM_OF_LEAF] = leaves
+        return nodes
+
+    monkeypatch.setattr(CheckedStreams, "hold_leaves", hold_on)
+    lookup_behind, _ = _known(monkeypatch, "split_backward")
+    _, compute_behind = _known(monkeypatch, "fused_sparse_dist")
+    waits = compute_behind if leaves is StreamName.LOOKUP else lookup_behind
+    assert not all(waits), waits

@@ -107,7 +107,10 @@ SCHEDULES = sorted(
 )
 
 FILES = (executor, stage_issue, deferred_updates, lookup_order)
-OF_REAL_STAGES = ("hand_to_compute", "hand_to_lookup", "hand_to_caller", "_finish_backward")
+OF_REAL_STAGES = (
+    *("take_to_lookup", "hand_to_lookup", "hand_to_caller", "_finish_backward"),
+    *("begin_backward", "without_lookups_ahead"),
+)
 """What only real stages and a real backward ask for (`test_checked_streams.py`, `test_lookup_order.py`)."""
 
 MUTANTS = [

@@ -228,14 +228,14 @@ class FakeSparse:
             else:
                 if self._current is not None:
                     self._current.ran_unpipelined = True
-                self.streams.wait(self.lookup_stream, self.streams.record(StreamName.COMPUTE))
+                self.streams.take_from_caller(inflight.batch, self.lookup_stream)
+                state = FakeModuleInFlight(self.modules[name], name, inflight.index)
                 with self.streams.on(self.lookup_stream):
                     for index in sorted(self.to_update):
                         self._update(index)
+                    for owner in self.modules[name]:
+                        state.seen[owner] = self._read(inflight, name, owner, memory_of(inflight.batch), early=False)
                 self.streams.wait(StreamName.COMPUTE, self.streams.record(self.lookup_stream))
-                state = FakeModuleInFlight(self.modules[name], name, inflight.index)
-                for owner in self.modules[name]:
-                    state.seen[owner] = self._read(inflight, name, owner, memory_of(inflight.batch), early=False)
             for owner, saw in state.seen.items():
                 self.served.append(Served(inflight.index, name, owner, early, saw))
 
@@ -274,7 +274,7 @@ class FakeSparse:
         self.updates[WeightOwner.FUSED_BACKWARD].append(inflight.index)
         self.streams.wait(self.lookup_stream, self.streams.record(StreamName.COMPUTE))  # autograd does, and hands over
         for served in fused:
-            with self.streams.on(self.lookup_stream if served.early else StreamName.COMPUTE):
+            with self.streams.on(self.lookup_stream):
                 ids = memory_of(inflight.modules[served.module]) if served.early else []
                 writes = [table(served.module, served.owner)]
                 self._do(served.owner, inflight, served.module, reads=[gradients, *ids], writes=writes)

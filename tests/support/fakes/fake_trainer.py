@@ -52,6 +52,7 @@ class FakeTrainer:
         rank: int = 0,
         automatic: bool = True,
         left_from: Collection[Stage] = (),
+        max_queued_steps: int | None = None,
     ) -> None:
         self.schedule = schedule
         self.automatic = automatic
@@ -62,7 +63,7 @@ class FakeTrainer:
         self.sparse = sparse_type(modules, ready, self.streams, stream, observe, left_from)
         order = LookupOrder(self.streams, stream, observe, rank)
         stages = SparseStages(self.sparse, self.sparse, self.sparse)
-        self.executor = executor_type(schedule, self, stages, order, weights=self)
+        self.executor = executor_type(schedule, self, stages, order, weights=self, max_queued_steps=max_queued_steps)
         self.timeline = Timeline(schedule)
         self._num_batches = self._num_fetched = self._num_begun = self._max_in_flight = 0
         self._alive: WeakSet[FakeBatch] = WeakSet()

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from lightning_overlap.schedules import EARLY_OWNERS, Schedule, Stage, StreamName, WeightOwner
 from lightning_overlap.testing import CheckedStreams
+from lightning_overlap.testing.race_detector import Races
 
 _FUSED, _DENSE = frozenset({WeightOwner.FUSED_BACKWARD}), frozenset({WeightOwner.DENSE_OPTIMIZER})
 FAKE_MODULES: Mapping[str, frozenset[WeightOwner]] = {"fused": _FUSED, "dense": _DENSE, "both": EARLY_OWNERS}
@@ -54,6 +55,10 @@ class Mark(NamedTuple):
 
 class RecordingStreams(CheckedStreams):
     """Stands in for a device's streams where the work is fake: raises at a race."""
+
+    def __init__(self, lookup: StreamName = StreamName.LOOKUP) -> None:
+        super().__init__(lookup)
+        self._races = Races()  # no fake memory is freed: every use has to be recorded
 
     def do(
         self, mark: Mark, *, reads: Iterable[str] = (), writes: Iterable[str] = (), makes: Iterable[str] = ()
