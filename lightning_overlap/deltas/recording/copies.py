@@ -125,7 +125,7 @@ class DeviceCopy:
         states: bool,
     ) -> None:
         self._copying, self._streams = copying, order.streams
-        order.lookup_waits()  # updates of a module's own forward run on the compute stream
+        order.lookup_waits()  # the user may have written tables on the compute stream
         with order.on_lookup():
             self._gathered = [_gather(kernel, marks, states=states) for kernel, marks in kernels]
         self._event = order.streams.record(order.lookup)
