@@ -11,7 +11,8 @@ from typing import Any
 
 def sibling(path: Path, what: str) -> Path:
     """Return a name next to a checkpoint that searches for checkpoints skip."""
-    return path.with_name(f"{path.name}.{what}")
+    # Lightning's search for the checkpoints of requeued jobs takes every name with "hpc_ckpt_" in it.
+    return path.with_name(f"{path.name.replace('hpc_ckpt_', 'hpc_')}.{what}")
 
 
 def being_replaced(path: Path) -> Path:
