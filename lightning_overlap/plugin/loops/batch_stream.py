@@ -31,6 +31,7 @@ class BatchStream:
         self._memory = BatchMemory(trainer.strategy.root_device.type, is_own=is_own)
         self._own_those_of_inner()  # its iterator may be running
         self._iterated = False  # whether `iter(self.inner)` was called here
+        self._took = False  # whether a batch was asked of its iterator
         self.states = self._read_states()  # of the loaders after the last batch that was taken; may be empty
         self.forget()
 
@@ -45,6 +46,11 @@ class BatchStream:
     def begin_epoch(self) -> None:
         """Begin to iterate the loaders anew."""
         self.forget()
+        if self.states and not self._took and not self._iterated:
+            # Resumed in the validation after an epoch's last batch. A loader whose iterator is a generator takes up its
+            # state only when it is asked for a batch: the next epoch would begin, and end, where the last one ended.
+            with suppress(StopIteration):
+                next(self.inner.iterator)  # type: ignore[arg-type]
         self._memory.begin_epoch()
         self._iterate_inner()
         self.states = self._read_states()
@@ -148,6 +154,7 @@ class BatchStream:
     def _next_of_inner(self, timer: StageTimer | None) -> FetchedBatch | None:
         for _ in range(2):
             if not self._inner_is_exhausted:
+                self._took = True
                 with suppress(StopIteration), NOTHING if timer is None else timer.data():
                     batch, batch_idx, dataloader_idx = next(self.inner)
                     if self.inner.length is None:  # it holds the next batch; this batch was copied when it came

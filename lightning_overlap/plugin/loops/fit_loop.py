@@ -110,6 +110,13 @@ class _EpochLoopMixin(_TrainingEpochLoop):
     def reset(self) -> None:
         # By the loader's length Lightning's loop knows that a checkpoint is of an epoch's last batch. Some have none.
         begins_anew = self.restarted_on_train_batch_end and self.batch_progress.is_last_batch
+        fit_loop = self.trainer.fit_loop
+        in_epoch = fit_loop.restarted_mid_epoch or fit_loop.restarted_on_epoch_end
+        is_between = self.batch_progress.is_last_batch or self.batch_progress.total.ready == 0
+        starts_anew = self.restarted_on_last and is_between and not in_epoch
+        if starts_anew and self.restarting:  # type: ignore[has-type]
+            # Saved before an epoch, in a fit without `max_epochs`: Lightning would skip the epoch that begins.
+            self.restarting = False
         super().reset()
         if begins_anew and self.batch_progress.current.ready > 0:
             self.batch_progress.reset_on_run()
