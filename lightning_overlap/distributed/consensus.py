@@ -1,4 +1,4 @@
-"""Let all ranks agree at every step on the end of the data and on stops; they read the answer a step later."""
+"""Let all ranks agree at every step on the end of the data, stops and saves; they read the answer a step later."""
 
 import time
 import warnings
@@ -35,12 +35,13 @@ class StepFlags(NamedTuple):
     stop: bool  # was told to stop (SIGTERM)
     latest_none: int = -1  # number in the epoch of its last None batch before this one
     requested_interval: int = 0  # `MAX_INTERVAL` minus the number of batches until its next question
+    save: bool = False  # was told to save (a preemption signal)
 
 
 class Answer(NamedTuple):
     """An answer that may not have arrived yet."""
 
-    flags: Tensor  # of all ranks, one after the other: `(num_ranks * 6,)`, int32, on the host
+    flags: Tensor  # of all ranks, one after the other: `(num_ranks * 7,)`, int32, on the host
     work: dist.Work
 
     def wait(self) -> StepFlags:

@@ -1,7 +1,7 @@
 """The hooks of a strategy around checkpoints: which format is written and read, on every rank."""
 
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ class SavesShards(HasRun):
     checkpoint_format: str | None
     async_checkpoint: bool
     _newest: Path | None = None  # the newest checkpoint
+    _saves_at_once = False  # whether a checkpoint has to be complete when its save returns
 
     @override
     def forget_run(self) -> None:
@@ -57,6 +58,15 @@ class SavesShards(HasRun):
     def on_train_end(self) -> None:
         super().on_train_end()
         self.finish_save()
+
+    @contextmanager
+    def saving_at_once(self) -> Iterator[None]:
+        """Within this context a checkpoint is complete when its save returns, also with `async_checkpoint`."""
+        self._saves_at_once = True
+        try:
+            yield
+        finally:
+            self._saves_at_once = False
 
     @property
     @override
@@ -111,7 +121,8 @@ class SavesShards(HasRun):
         else:
             checkpoints.check_folder_path(filepath, storage_options)
             # Outside of training nothing would wait for it, nor raise its error.
-            asynchronous = self.async_checkpoint and self._running_trainer is not None and self._fits
+            in_fit = self._running_trainer is not None and self._fits
+            asynchronous = self.async_checkpoint and in_fit and not self._saves_at_once
             self._folder_saver.save(checkpoint, path, module, asynchronous=asynchronous, also=first)
         # From here on "last" finds this checkpoint as soon as it is complete.
         self._newest = path  # complete before `on_commit` calls anything

@@ -22,10 +22,10 @@ PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
     "_PredictionLoop": (*_OF_BOTH, "_predict_step", "_return_predictions", "_store_data_for_prediction_writer"),
     "_LoggerConnector": ("_current_fx", "_first_loop_iter"),
     "_ResultCollection": ("_extract_batch_size",),
-    "_SignalConnector": ("_sigterm_notifier_fn",),
+    "_SignalConnector": ("_sigterm_notifier_fn", "_slurm_sigusr_handler_fn"),
     "_TrainingEpochLoop": (
         *("_batches_that_stepped", "_broadcast_sigterm_tensor", "_build_kwargs", "_results", "_should_accumulate"),
-        *("_should_check_val_fx", "advance"),
+        *("_is_training_done", "_should_check_val_fx", "advance", "on_advance_end"),
     ),
     "CombinedLoader": ("_state_dicts",),
     "DDPStrategy": (

@@ -25,7 +25,7 @@ from ..tuning import TRIED, Auto, Tuner, resolve_auto
 from . import checkpoint_links, first_words, shortcuts, unsupported
 from .failure_hooks import FailsTogether
 from .host_memory import GrowthLimit, keep_freed_memory
-from .loops import BatchStream, LookaheadFetcher, StepArguments, evaluation_loops, fit_loop, sigterm
+from .loops import BatchStream, LookaheadFetcher, StepArguments, evaluation_loops, fit_loop, preemption, sigterm
 from .private_names import check_lightning
 from .processes import StartsProcesses
 from .run import Run
@@ -188,7 +188,7 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
         self._run.growth = GrowthLimit() if keeps else None
         check_lightning(trainer)
         undo = self._run.undo
-        for changes in (evaluation_loops, sigterm, shortcuts):
+        for changes in (evaluation_loops, preemption, sigterm, shortcuts):
             changes.install(trainer, undo)
         if fits:
             # Before super().setup(): configure_optimizers may ask for the number of steps, which sets up the data.

@@ -27,6 +27,7 @@ class EndOfData:
         self.answers: dict[int, Answer] = {}  # not read yet, by batch number
         self.num_batches: int | None = None  # that all ranks have, without None batches; None until it is known
         self.stop_agreed = False  # whether a rank was told to stop
+        self.save_agreed = False  # whether a rank was told to save
         self._poll_interval: PollInterval | None = None  # between questions; None if lengths are not known
         self._next_asked = 0  # if lengths are not known: the first batch that needs a question
         self._ask_all_from: float = 0  # if lengths are known: from this batch on each one needs a question
@@ -59,8 +60,8 @@ class EndOfData:
             if index < self._next_asked:
                 return
             requested_interval = MAX_INTERVAL - max(1, min(self._source.num_certain, MAX_INTERVAL))
-        last, stop = self._source.exhausted, self._source.stop_requested
-        flags = StepFlags(not lacks, lacks, last, stop, latest_none, requested_interval)
+        last, stop, save = self._source.exhausted, self._source.stop_requested, self._source.save_requested
+        flags = StepFlags(not lacks, lacks, last, stop, latest_none, requested_interval, save)
         self.answers.setdefault(index, self._consensus.ask(flags))
 
     def hear(self, index: int, in_flight: dict[int, InFlightBatch]) -> None:
@@ -69,6 +70,7 @@ class EndOfData:
             return
         said = self.answers.pop(index).wait()
         self.stop_agreed |= said.stop
+        self.save_agreed |= said.save
         if self._poll_interval is not None and index == self._asked_now_and_then:
             self._poll_interval.hear(said.requested_interval, self._source.num_batches)
         if self._poll_interval is None:

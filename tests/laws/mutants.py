@@ -24,6 +24,17 @@ class Break(NamedTuple):
 
 
 BREAKS = {
+    "a preemption signal saves where it finds a rank": Break(
+        "plugin/loops/preemption.py",
+        "if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:",
+        "if False:",
+    ),
+    "a preempted job is requeued at every step from then on": Break(
+        "plugin/loops/preemption.py", "self._is_over = self.saving = True", "self.saving = True"
+    ),
+    "SIGTERM ends a preempted fit before its checkpoint is saved": Break(
+        "plugin/loops/sigterm.py", "    preemption.finish(trainer)", "    pass"
+    ),
     "an update takes the learning rate that held at the lookup": Break(
         "sparse/update_rates.py", "if set_rates is None or not torch.is_grad_enabled():", "if True:"
     ),

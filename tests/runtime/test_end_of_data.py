@@ -49,7 +49,9 @@ def end_beside(said: Sequence[StepFlags], **data: Any) -> tuple[EndOfData, mock.
     """Return the end of a rank's data beside ranks that say what they are told to, and what they were asked by."""
     consensus = mock.Mock()
     consensus.ask.return_value.wait.side_effect = said
-    source: Any = SimpleNamespace(exhausted=False, length_known=False, num_certain=0, stop_requested=False)
+    source: Any = SimpleNamespace(
+        exhausted=False, length_known=False, num_certain=0, stop_requested=False, save_requested=False
+    )
     vars(source).update({"num_batches": float("inf"), **data})
     return EndOfData(source, consensus, rank=1, depth=2), consensus.ask
 
@@ -83,7 +85,7 @@ def test_ranks_that_know_how_many_batches_they_have_ask_for_some_and_for_the_las
 class Rank:
     """One of several ranks in lockstep, and its data: its n-th question goes with the n-th of each other one."""
 
-    length_known, num_batches, stop_requested = False, float("inf"), False
+    length_known, num_batches, stop_requested, save_requested = False, float("inf"), False, False
 
     def __init__(self, all_ranks: list[Rank], num: int, draw_certain: Callable[[], int]) -> None:
         self.all_ranks, self.num, self.draw_certain = all_ranks, num, draw_certain

@@ -10,7 +10,7 @@ from lightning.pytorch.trainer import call
 
 from ...distributed import ASK_FOR_LAST
 from ...runtime import NOTHING, BatchMemory, FetchedBatch, StageTimer, keeps_its_data
-from . import sigterm
+from . import preemption, sigterm
 from .epoch import Epoch
 
 NUM_AT_HAND = 2  # batches taken early from a loader of unknown length, so that ranks ask only every other batch
@@ -88,6 +88,12 @@ class BatchStream:
     def stop_requested(self) -> bool:
         """Whether this process received SIGTERM."""
         return sigterm.heard(self._trainer)
+
+    @property
+    def save_requested(self) -> bool:
+        """Whether this process received a preemption signal that is not dealt with yet."""
+        found = preemption.of(self._trainer)
+        return found is not None and found.wanted
 
     def fetch(self, index: int, timer: StageTimer | None) -> FetchedBatch | None:
         """Fetch batch `index` and stage it: Lightning's batch-transfer hooks run here, once per batch."""

@@ -1,15 +1,17 @@
 """Lightning's evaluation loops with a lookahead: `validate`, `test`, `predict`, and validation inside a fit."""
 
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
 from lightning.pytorch.loops.fetchers import _DataFetcher, _PrefetchDataFetcher
 from lightning.pytorch.loops.prediction_loop import _PredictionLoop
+from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
-from . import sigterm
+from . import preemption, sigterm
 from .fetcher import LookaheadFetcher
 from .fit_loop import mix_in
 
@@ -18,6 +20,7 @@ class _LookaheadMixin:
     _data_fetcher: _DataFetcher | None
     _is_sequential: bool
     _step: str  # the user's method for a batch
+    batch_progress: Any
     num_dataloaders: int
     trainer: Any
 
@@ -29,6 +32,7 @@ class _LookaheadMixin:
 
     def on_run_start(self) -> None:
         strategy = self.trainer.strategy
+        self._save_if_due()
         strategy.begin_evaluation(self._step)  # before the hooks and steps of the evaluation read the tables
         if isinstance(self._data_fetcher, LookaheadFetcher):
             self._data_fetcher.executor = strategy.make_executor(self._data_fetcher.stream)
@@ -37,6 +41,8 @@ class _LookaheadMixin:
     def on_run_end(self) -> Any:
         outputs = super().on_run_end()  # type: ignore[misc]
         self.trainer.strategy.end_evaluation()
+        if self.trainer.state.fn != TrainerFn.FITTING:  # a fit goes on, and asks at its next step
+            preemption.finish(self.trainer)
         return outputs
 
     def _step_arguments(self, batch: Any, batch_idx: int, dataloader_idx: int) -> tuple[Any, ...]:
@@ -55,8 +61,42 @@ class _LookaheadMixin:
 
     def _stop_together(self) -> None:
         executor = getattr(self._data_fetcher, "executor", None)  # of a LookaheadFetcher
+        found = preemption.of(self.trainer)
+        if found is not None and executor is not None:
+            found.hear(executor.end.save_agreed)
+        self._save_if_due()
         if executor is not None and executor.end.stop_agreed and not executor.is_last:
-            sigterm.leave(self.trainer)
+            with self._to_be_repeated():
+                sigterm.leave(self.trainer)
+
+    def _save_if_due(self) -> None:
+        """Save and requeue after a preemption signal; in a fit so that a resumed fit repeats the whole validation."""
+        found = preemption.of(self.trainer)
+        # The sanity check comes before the first step. Lightning saves no gradients of an accumulation. A fit that was
+        # told to stop ends after this validation.
+        if found is None or not found.due or self.trainer.sanity_checking:
+            return
+        accumulates = self.trainer.fit_loop.epoch_loop._should_accumulate
+        if self.trainer.state.fn != TrainerFn.FITTING or not (self.trainer.should_stop or accumulates()):
+            with self._to_be_repeated():
+                found.requeue()
+
+    @contextmanager
+    def _to_be_repeated(self) -> Iterator[None]:
+        """Within this context a checkpoint of a fit says that its validation broke off at its first batch."""
+        # Lightning would go on in the middle, without the metrics of the first part, or skip the rest.
+        if self.trainer.state.fn != TrainerFn.FITTING or self.trainer.sanity_checking:
+            yield
+            return
+        progress = self.batch_progress
+        before, total = progress.state_dict(), progress.total
+        total.ready = total.started = total.completed + 1
+        total.processed = total.completed
+        progress.reset_on_run()
+        try:
+            yield
+        finally:
+            progress.load_state_dict(before)
 
 
 class _EvaluationLoopMixin(_LookaheadMixin, _EvaluationLoop):

@@ -15,9 +15,11 @@ from lightning.pytorch.trainer.states import RunningStage
 from torch.utils import data
 from typing_extensions import override
 
-from . import sigterm
+from . import preemption, sigterm
 from .batch_stream import BatchStream
 from .fetcher import LookaheadFetcher, NoneFetcher, StepArguments
+
+_STOPS = "lightning_overlap_stops"  # entry of a preempted fit's checkpoint: it was told to stop early
 
 
 class _AutomaticOptimizationMixin(_AutomaticOptimization):
@@ -85,6 +87,7 @@ class _FitLoopMixin(_FitLoop):
     @override
     def on_load_checkpoint(self, state_dict: dict[str, Any]) -> None:
         super().on_load_checkpoint(state_dict)
+        self.trainer.should_stop |= state_dict.get(_STOPS, False)
         # configure_optimizers may have asked for the number of steps. The loaders that were made for that have neither
         # their own states of the checkpoint nor the data module's.
         self._combined_loader = None
@@ -95,14 +98,24 @@ class _FitLoopMixin(_FitLoop):
         fetcher = self._data_fetcher
         if "combined_loader" in state_dict and isinstance(fetcher, LookaheadFetcher):
             state_dict["combined_loader"] = fetcher.trained_states or None
+        found = preemption.of(self.trainer)
+        if found is not None and found.saving and self.trainer.should_stop:
+            # Lightning begins every fit with False: a requeued job would train on after an early stop.
+            state_dict[_STOPS] = True
         return state_dict
 
     @override
     def on_advance_end(self) -> None:
         self.trainer.strategy.end_epoch()  # type: ignore[attr-defined]
-        super().on_advance_end()
-        # A SIGTERM in the last steps of the epoch comes too late for the questions about batches.
+        with preemption.before_lightning_leaves(self.trainer):
+            super().on_advance_end()
+        # A signal in the last steps of the epoch comes too late for the questions about batches.
         _leave_if_agreed(self.trainer)
+
+    @override
+    def on_run_end(self) -> None:
+        super().on_run_end()
+        preemption.finish(self.trainer)  # a signal in the last epoch's end
 
 
 class _EpochLoopMixin(_TrainingEpochLoop):
@@ -136,6 +149,26 @@ class _EpochLoopMixin(_TrainingEpochLoop):
             _leave_if_agreed(self.trainer)
         super().advance(data_fetcher)
 
+    @override
+    def on_advance_end(self, data_fetcher: _DataFetcher) -> None:
+        found = preemption.of(self.trainer)
+        if found is None:
+            super().on_advance_end(data_fetcher)
+            return
+        if isinstance(data_fetcher, LookaheadFetcher) and data_fetcher.executor is not None:
+            found.hear(data_fetcher.executor.end.save_agreed)
+        with preemption.before_lightning_leaves(self.trainer):
+            super().on_advance_end(data_fetcher)
+        if found.due and self._is_between_steps(found):
+            found.requeue()
+
+    def _is_between_steps(self, found: preemption.Preemption) -> bool:
+        """Whether a fit that resumes here goes on exactly as this one does: with the next step of the epoch."""
+        # Lightning saves no gradients of an accumulation, repeats what follows a validation (a step of
+        # ReduceLROnPlateau), and loses the metrics of an epoch whose last step is over.
+        validated = found.validates and not self.val_loop.skip
+        return not (validated or self._should_accumulate() or self._is_training_done or self.done)
+
     def _look_at_next(self, fetcher: LookaheadFetcher) -> _DataFetcher:
         if fetcher.executor is None:
             fetcher.executor = self.trainer.strategy.make_executor(fetcher.stream)
@@ -160,6 +193,8 @@ class _EpochLoopMixin(_TrainingEpochLoop):
         if self.trainer.val_check_batch is None:
             # With a time interval each rank decides by its own clock, and a rank that validates alone waits forever.
             decision = self.trainer.strategy.broadcast(decision)
+        if (found := preemption.of(self.trainer)) is not None:
+            found.validates = decision
         return decision
 
 
@@ -179,7 +214,13 @@ def _step_arguments(epoch_loop: _TrainingEpochLoop) -> StepArguments:
 
 
 def _leave_if_agreed(trainer: Trainer) -> None:
-    if trainer.strategy.any_rank(sigterm.heard(trainer)):  # type: ignore[attr-defined]
+    """Ask all ranks about signals; all ranks call this and wait."""
+    found, strategy = preemption.of(trainer), trainer.strategy
+    wanted = found is not None and found.wanted
+    goes_on, unwanted = strategy.lowest([not sigterm.heard(trainer), not wanted])()  # type: ignore[attr-defined]
+    if found is not None:
+        found.hear(not unwanted)
+    if not goes_on:
         sigterm.leave(trainer)
 
 

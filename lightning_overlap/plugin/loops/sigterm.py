@@ -7,6 +7,8 @@ from typing import Any
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from . import preemption
+
 
 @dataclass(eq=False)
 class Sigterm:
@@ -39,5 +41,6 @@ def heard(trainer: Trainer) -> bool:
 
 def leave(trainer: Trainer) -> None:
     """Raise a SIGTERMException, as all ranks do now: Lightning then ends the run in its usual way."""
+    preemption.finish(trainer)  # it ends after that signal, not before
     trainer._signal_connector.received_sigterm = True
     raise SIGTERMException

@@ -75,7 +75,7 @@ class FakeTrainer:
 
     num_batches, num_certain = float("inf"), 0
     length_known = False  # where the data ends is a matter of each run
-    stop_requested = False  # nobody sends it a signal
+    stop_requested = save_requested = False  # nobody sends it a signal
 
     def fetch(self, index: int, timer: StageTimer | None) -> FetchedBatch | None:
         if index >= self._num_batches or self._hold.get(index, 0) >= self._num_begun:

@@ -1,0 +1,97 @@
+"""A preemption signal on any rank saves one checkpoint at the end of a step and requeues the job once (Slurm)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+from lightning.pytorch import Trainer
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+
+class Preemption:
+    """Replaces Lightning's handler of the requeue signal, which saves wherever the signal finds a rank.
+
+    The handler only notes the signal. The ranks learn of it with the questions about batches, as they learn of SIGTERM.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        # Lightning's own handler finalizes loggers, saves `hpc_ckpt_N.ckpt` and calls `scontrol requeue` on rank 0.
+        self._save_and_requeue: Any = trainer._signal_connector._slurm_sigusr_handler_fn
+        self._heard = False  # whether this process got the signal
+        self._agreed = False  # whether all ranks know that one of them did
+        self._is_over = False  # whether the job was requeued: once in a run
+        self.saving = False  # while the checkpoint is saved
+        self.validates = False  # whether a validation belongs to the latest step
+
+    def __call__(self, signum: int, frame: Any) -> None:
+        """Note the signal for the next question."""
+        self._heard = True
+
+    @property
+    def wanted(self) -> bool:
+        """Whether this process got the signal and the job is not requeued yet."""
+        return self._heard and not self._is_over
+
+    @property
+    def due(self) -> bool:
+        """Whether to save and requeue at the next suitable point; alike on all ranks."""
+        return (self._agreed or (self._heard and self._trainer.world_size == 1)) and not self._is_over
+
+    def hear(self, agreed: bool) -> None:
+        """Note an answer to a question about the signal, on all ranks alike."""
+        self._agreed |= agreed
+
+    def ask(self) -> None:
+        """Ask all ranks about the signal; all ranks call this and wait."""
+        strategy: Any = self._trainer.strategy
+        self.hear(strategy.any_rank(self.wanted))
+
+    def requeue(self) -> None:
+        """Save a checkpoint and requeue the job if that is due; all ranks call this at the same point."""
+        if not self.due:
+            return
+        strategy: Any = self._trainer.strategy
+        self._is_over = self.saving = True
+        try:
+            with strategy.saving_at_once():  # a requeued job is killed, with the thread of an asynchronous save
+                self._save_and_requeue(strategy.cluster_environment.requeue_signal, None)
+        finally:
+            self.saving = False
+
+
+def install(trainer: Trainer, undo: ExitStack) -> None:
+    """Let `Preemption` handle the requeue signal until `undo` is closed, if Lightning would handle it."""
+    environment = trainer.strategy.cluster_environment  # type: ignore[attr-defined]
+    if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
+        connector = trainer._signal_connector
+        # Lightning registers it when the run has been set up, and gives the former handlers back at the end of the run.
+        connector._slurm_sigusr_handler_fn = Preemption(trainer)  # type: ignore[method-assign, assignment]
+        undo.callback(vars(connector).pop, "_slurm_sigusr_handler_fn")
+
+
+def of(trainer: Trainer) -> Preemption | None:
+    """Return the handler of this run; None if Lightning does not requeue its job."""
+    found = vars(trainer._signal_connector).get("_slurm_sigusr_handler_fn")
+    return found if isinstance(found, Preemption) else None
+
+
+def finish(trainer: Trainer) -> None:
+    """Save and requeue at the last opportunity, if any rank got the signal; all ranks call this alike."""
+    if (preemption := of(trainer)) is not None:
+        preemption.ask()
+        preemption.requeue()
+
+
+@contextmanager
+def before_lightning_leaves(trainer: Trainer) -> Iterator[None]:
+    """On one rank Lightning itself raises a SIGTERMException within this context: save and requeue before that."""
+    try:
+        yield
+    except SIGTERMException:
+        if trainer.world_size == 1 and (preemption := of(trainer)) is not None:
+            preemption.requeue()
+        raise
