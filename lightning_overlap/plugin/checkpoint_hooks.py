@@ -15,7 +15,7 @@ from .. import checkpoint as checkpoints
 from ..checkpoint import FULL, SHARDED, FolderSaver
 from ..distributed import gather_objects
 from ..tables import hands_out_rows, has_tables
-from . import checkpoint_links
+from . import checkpoint_links, found_checkpoints
 from .run import HasRun
 
 # Entries of a checkpoint.
@@ -155,19 +155,25 @@ class SavesShards(HasRun):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         self._folder_saver.wait()
         checkpoint_path = self.broadcast(checkpoint_path)
-        path = Path(checkpoint_path)
-        if not _is_plain_file(checkpoint_path, None, self.checkpoint_io) and not checkpoints.is_folder(path):
-            # Lightning 2.5 has no such argument.
-            checkpoint = super().load_checkpoint(checkpoint_path, *([] if weights_only is None else [weights_only]))
-        elif not checkpoints.is_folder(path := checkpoints.resolve_path(path)):
-            checkpoint = checkpoints.load_file(path, weights_only=weights_only)
-        else:
+        options = [] if weights_only is None else [weights_only]  # Lightning 2.5 has no such argument
+        load_plain = partial(super().load_checkpoint, checkpoint_path, *options)
+
+        def read() -> tuple[Any, bool]:
+            path = Path(checkpoint_path)
+            if not _is_plain_file(checkpoint_path, None, self.checkpoint_io) and not checkpoints.is_folder(path):
+                return load_plain(), False
+            path = checkpoints.resolve_path(path)
+            is_folder = checkpoints.is_folder(path)
+            return (path if is_folder else checkpoints.load_file(path, weights_only=weights_only)), is_folder
+
+        checkpoint: Any = found_checkpoints.read_alike(read, checkpoint_path, self.checkpoint_group)
+        if isinstance(checkpoint, Path):  # of a folder, which all ranks read together
             load = partial(checkpoints.load_folder, weights_only=weights_only, with_optimizers=self._fits)
-            checkpoint = load(path, self._module, self.checkpoint_group, strict=self._module.strict_loading)
+            checkpoint = load(checkpoint, self._module, self.checkpoint_group, strict=self._module.strict_loading)
         states = checkpoint.pop(_LOADERS, [])
         if len(states) == self.world_size:  # else all ranks take the states of rank 0
             _fit_loop(checkpoint)[_LOADER] = states[self.global_rank] or []
-        return checkpoint
+        return checkpoint  # type: ignore[no-any-return]
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

@@ -12,6 +12,7 @@ _OF_BOTH = ["_build_kwargs", "_build_step_args_from_hook_kwargs", "_data_fetcher
 PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
     "lightning.pytorch.core.module": ("_load_from_checkpoint",),
     "lightning.pytorch.trainer.call": ("_call_callback_hooks", "_call_lightning_module_hook", "_call_strategy_hook"),
+    "_CheckpointConnector": ("resume_start",),
     "_DataLoaderIterDataFetcher": ("_batch", "_batch_idx", "_dataloader_idx", "_start_profiler", "_stop_profiler"),
     "_EvaluationLoop": (*_OF_BOTH, "_evaluation_step", "_is_sequential"),
     "_FitLoop": (
@@ -36,7 +37,7 @@ PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
     "ModelCheckpoint": ("_link_checkpoint",),
     "ModelPruning": ("_parameters_to_prune",),
     "Strategy": ("_layer_sync",),
-    "Trainer": ("_logger_connector", "_results", "_signal_connector", "_teardown"),
+    "Trainer": ("_checkpoint_connector", "_logger_connector", "_results", "_signal_connector", "_teardown"),
 }
 """By the module or class that has them. A name that this folder imports is not listed: the import itself fails."""
 
@@ -46,6 +47,7 @@ def check_lightning(trainer: Trainer) -> None:
     check_names("lightning", PRIVATE_NAMES, {"Trainer": trainer})
     owners = {
         "lightning.pytorch.trainer.call": call,
+        "_CheckpointConnector": trainer._checkpoint_connector,
         "_EvaluationLoop": trainer.validate_loop,
         "_FitLoop": trainer.fit_loop,
         "_PredictionLoop": trainer.predict_loop,

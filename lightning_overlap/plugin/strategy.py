@@ -22,7 +22,7 @@ from ..sparse import SparseOptions, SparsePipeline, StaleRows
 from ..tables import FusedOptimizer, OutOfRangeIds, OverflowWatch, QuantizedComms, ReplicateTables, Sharding
 from ..text import check_known
 from ..tuning import TRIED, Auto, Tuner, resolve_auto
-from . import checkpoint_links, first_words, shortcuts, unsupported
+from . import checkpoint_links, first_words, found_checkpoints, shortcuts, unsupported
 from .failure_hooks import FailsTogether
 from .host_memory import GrowthLimit, keep_freed_memory
 from .loops import BatchStream, LookaheadFetcher, StepArguments, evaluation_loops, fit_loop, preemption, sigterm
@@ -190,6 +190,7 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
         undo = self._run.undo
         for changes in (evaluation_loops, preemption, sigterm, shortcuts):
             changes.install(trainer, undo)
+        found_checkpoints.install(trainer, undo, self.gather)
         if fits:
             # Before super().setup(): configure_optimizers may ask for the number of steps, which sets up the data.
             fit_loop.install(trainer, undo)

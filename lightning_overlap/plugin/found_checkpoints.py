@@ -1,0 +1,65 @@
+"""Compare what all ranks find at `ckpt_path` before they load it: a rank that finds nothing would wait in vain."""
+
+import socket
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, TypeVar
+
+from lightning.pytorch import Trainer
+
+from ..distributed import Group, gather_objects
+
+T = TypeVar("T")
+
+_SHARE = (
+    "All ranks load the same checkpoint, and each reads it: keep it on a file system that all hosts share, and give "
+    "default_root_dir and the dirpath of ModelCheckpoint the same value on every rank."
+)
+
+
+def install(trainer: Trainer, undo: ExitStack, gather: Callable[[Any], list[Any]]) -> None:
+    """Let all ranks compare their `ckpt_path` before they load it, until `undo` is closed."""
+    connector = trainer._checkpoint_connector
+    connector.resume_start = partial(_resume, connector.resume_start, gather)  # type: ignore[method-assign]
+    undo.callback(vars(connector).pop, "resume_start")
+
+
+def _resume(
+    resume_start: Callable[..., None], gather: Callable[[Any], list[Any]], path: Any = None, *args: Any, **kwargs: Any
+) -> None:
+    """Call Lightning's `resume_start`, unless some ranks have a checkpoint to load and others have none."""
+    found = gather((None if not path else str(path), socket.gethostname()))
+    without = [f"rank {rank} (on {host})" for rank, (one, host) in enumerate(found) if one is None]
+    paths = [f"rank {rank} (on {host}) found {one}" for rank, (one, host) in enumerate(found) if one is not None]
+    if without and paths:
+        raise FileNotFoundError(
+            f"ckpt_path: {', '.join(without[:8])} found no checkpoint to load, {', '.join(paths[:8])}. {_SHARE}"
+        )
+    resume_start(path, *args, **kwargs)
+
+
+def read_alike(read: Callable[[], tuple[T, bool]], path: Any, group: Group) -> T:
+    """Return what a function reads at a path on every rank; it also says whether that is a folder.
+
+    Raises:
+        RuntimeError: Only some ranks could read it, or they found different things. If all fail, each raises its error.
+    """
+    content, is_folder, error = None, False, None
+    try:
+        content, is_folder = read()
+    except Exception as err:
+        error = err
+    said = None if error is None else f"{type(error).__name__}: {error}"
+    told: list[tuple[str | None, bool, str]] = gather_objects((said, is_folder, socket.gethostname()), group)
+    failed = [f"rank {rank} (on {host}): {err}" for rank, (err, _, host) in enumerate(told) if err is not None]
+    if error is not None and len(failed) == len(told):
+        raise error
+    if failed:
+        raise RuntimeError(f"some ranks cannot load {path}. {'; '.join(failed[:8])}. {_SHARE}") from error
+    if len({kind for _, kind, _ in told}) > 1:
+        names = {True: "a folder", False: "a file"}
+        kinds = [f"rank {rank} (on {host}): {names[kind]}" for rank, (_, kind, host) in enumerate(told)]
+        raise RuntimeError(f"the ranks find different checkpoints at {path}. {', '.join(kinds[:8])}. {_SHARE}")
+    assert content is not None
+    return content
