@@ -195,9 +195,9 @@ def left(trainer: Trainer, model: Model, before: dict[str, Any]) -> list[str]:
     for live in (trainer.fit_loop, trainer.fit_loop.epoch_loop):
         if not type(live).__module__.startswith("lightning.") or "overlap" in str(type(live).__mro__):
             found.append(type(live).__name__)
-    if "_sigterm_notifier_fn" in vars(trainer._signal_connector):
-        found.append("_sigterm_notifier_fn")
-    return found
+    changed = {"_sigterm_notifier_fn": trainer._signal_connector, "_slurm_sigusr_handler_fn": trainer._signal_connector}
+    changed |= {"resume_start": trainer._checkpoint_connector}
+    return found + [name for name, owner in changed.items() if name in vars(owner)]
 
 
 def _surroundings() -> dict[str, Any]:
