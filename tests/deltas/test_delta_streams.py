@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from lightning_overlap import MODES, EmbeddingDeltas
 from lightning_overlap.deltas.recording.copies import DeviceCopy, _gather_rows
 from lightning_overlap.deltas.recording.row_marks import DeviceMarks, HostMarks
-from lightning_overlap.testing import CheckedStreams
+from lightning_overlap.runtime import LookupOrder
+from lightning_overlap.schedules import StreamName
+from lightning_overlap.testing import CheckedStreams, RaceError
 
 from ..support.cases import ROWWISE_ADAGRAD, SEQUENCE, TWO_COLLECTIONS, Batch, MakesInput, Model
 from ..support.pairs import pairwise
@@ -45,6 +47,20 @@ class MakesAnInput(MakesInput):
 def test_no_race_beside_a_collection_in_its_own_forward(tmp_path: Path) -> None:
     _train("two_collections", "fused_sparse_dist", "dedicated", tmp_path, MakesAnInput)
     assert len(apply_in_order(tmp_path)) > 2
+
+
+@pytest.mark.parametrize("module", [Model, MakesInput])
+def test_rows_are_not_gathered_before_their_update(tmp_path: Path, module: type[Model]) -> None:
+    """All updates are on the lookup stream, also those of modules' own forwards; so rows are gathered there."""
+    gather = DeviceCopy.__init__
+
+    def elsewhere(*args: Any, **kwargs: Any) -> None:
+        with mock.patch.object(LookupOrder, "on_lookup", lambda order: order.streams.on(StreamName.SIDE)):
+            gather(*args, **kwargs)
+
+    _train("two_collections", "semi_sync", "dedicated", tmp_path / "ordered", module)
+    with mock.patch.object(DeviceCopy, "__init__", elsewhere), pytest.raises(RaceError):
+        _train("two_collections", "semi_sync", "dedicated", tmp_path / "unordered", module)
 
 
 def test_rows_are_gathered_on_the_lookup_stream_after_what_the_user_has_written() -> None:
