@@ -112,6 +112,9 @@ BREAKS = {
     "columns stay in the order of the sharding plan": Break(
         "tables/names.py", "return columns if columns.keys() == names else", "return columns if True else"
     ),
+    "sharding draws from the generators of the ranks": Break(
+        "plugin/strategy.py", "with isolate_rng(include_cuda=not on_cpu):", "if True:"
+    ),
     "features are taken from where they stood in the first batch": Break(
         "tables/sharding.py", "    find_features_by_name(model)\n", ""
     ),
