@@ -168,5 +168,5 @@ def together(action: Callable[[], T], group: Group) -> T:
 
 def warn_on_rank_zero(text: str) -> None:
     """Warn on one rank of what is the same on all."""
-    if dist.get_rank() == 0:
+    if not dist.is_initialized() or dist.get_rank() == 0:
         warnings.warn(text, UserWarning, stacklevel=3)

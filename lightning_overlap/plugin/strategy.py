@@ -277,6 +277,7 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
     def setup_optimizers(self, trainer: Trainer) -> None:
         super().setup_optimizers(trainer)
         tables.check_dense_optimizers(self._module, self.optimizers)
+        tables.check_schedulers(config.scheduler for config in self.lr_scheduler_configs)
 
     def _make_pipeline(self, schedule: Schedule, step: str) -> SparsePipeline:
         assert self.streams is not None
