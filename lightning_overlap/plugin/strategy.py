@@ -26,6 +26,7 @@ from ..tuning import TRIED, Auto, Tuner, resolve_auto
 from . import checkpoint_links, first_words, shortcuts, unsupported
 from .failure_hooks import FailsTogether
 from .host_memory import GrowthLimit, keep_freed_memory
+from .learning_rates import LearningRates
 from .loops import BatchStream, LookaheadFetcher, StepArguments, evaluation_loops, fit_loop, sigterm
 from .private_names import check_lightning
 from .processes import StartsProcesses
@@ -203,6 +204,7 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
             unsupported.warn_of_ignored_options(run.trainer, module, holds_updates=schedule.holds_updates)
         if schedule.holds_updates:
             unsupported.refuse_held_updates(module)
+        run.rates = LearningRates(run.trainer, self.gather) if self.world_size > 1 else None
         set_rates = tables.rate_setter(self.optimizers)
         for kernel in tables.replica_kernels(module):
             kernel.set_rates = set_rates
