@@ -2,7 +2,7 @@
 
 from .combined_optimizer import combined_optimizer, optimizer_name, rate_setter
 from .id_ranges import IdRanges, OutOfRangeIds, num_ids
-from .names import takes_weights, without_graph
+from .names import table_by_name, takes_weights, without_graph
 from .optimizer_checks import (
     FusedOptimizer,
     check_dense_optimizers,
@@ -59,6 +59,7 @@ from .supported_modules import (
 from .table import apply_table_optimizers, find_tables, has_tables, table_optimizers, training_sharders
 from .write_counts import (
     SentInput,
+    answer_tensors,
     count_backwards,
     count_writes,
     dense_weights,

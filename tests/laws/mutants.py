@@ -112,6 +112,9 @@ BREAKS = {
     "columns stay in the order of the sharding plan": Break(
         "tables/names.py", "return columns if columns.keys() == names else", "return columns if True else"
     ),
+    "tables that no gradient reaches are trained, as far as the log says": Break(
+        "plugin/step_hooks.py", "            self._run.sparse.gradients.end_backward()\n", "            pass\n"
+    ),
     "ranks whose learning rates differ train on": Break(
         "plugin/learning_rates.py", "crc32(repr(rates).encode()) >> 1", "1"
     ),
