@@ -36,12 +36,13 @@ class StepFlags(NamedTuple):
     latest_none: int = -1  # number in the epoch of its last None batch before this one
     requested_interval: int = 0  # `MAX_INTERVAL` minus the number of batches until its next question
     save: bool = False  # was told to save (a preemption signal)
+    rates: int = 0  # digest of its learning rates when the batch was fetched; in an answer -1 if they differ
 
 
 class Answer(NamedTuple):
     """An answer that may not have arrived yet."""
 
-    flags: Tensor  # of all ranks, one after the other: `(num_ranks * 7,)`, int32, on the host
+    flags: Tensor  # of all ranks, one after the other: `(num_ranks * 8,)`, int32, on the host
     work: dist.Work
 
     def wait(self) -> StepFlags:
@@ -49,7 +50,9 @@ class Answer(NamedTuple):
         self.work.wait()
         by_rank = [StepFlags(*row) for row in self.flags.view(-1, len(StepFlags._fields)).tolist()]
         check_none_batches({rank: flags.latest_none for rank, flags in enumerate(by_rank) if flags.has})
-        return StepFlags(*map(max, zip(*by_rank, strict=True)))
+        answer = StepFlags(*map(max, zip(*by_rank, strict=True)))
+        alike = len({flags.rates for flags in by_rank if flags.has}) <= 1
+        return answer if alike else answer._replace(rates=-1)
 
 
 def check_none_batches(latest: Mapping[int, int]) -> None:
@@ -169,5 +172,5 @@ def together(action: Callable[[], T], group: Group) -> T:
 
 def warn_on_rank_zero(text: str) -> None:
     """Warn on one rank of what is the same on all."""
-    if dist.get_rank() == 0:
+    if not dist.is_initialized() or dist.get_rank() == 0:
         warnings.warn(text, UserWarning, stacklevel=3)

@@ -13,11 +13,12 @@ from torch.distributed.constants import default_pg_timeout
 
 from ..dense import SplitLayers
 from ..distributed import Consensus, Lowest, groups
-from ..runtime import Executor, LookupOrder, StageTimer, Streams
+from ..runtime import Executor, LookupOrder, Rates, StageTimer, Streams
 from ..sparse import GradientStash, SparsePipeline
 from ..tables import KeptPlan, OverflowWatch, plan_of, sharded_modules
 from ..tuning import Tuner
 from .host_memory import GrowthLimit
+from .learning_rates import LearningRates
 
 
 class Run:
@@ -33,6 +34,7 @@ class Run:
         self.evaluating: SparsePipeline | None = None  # the pipeline of the current evaluation
         self.evaluator: Executor | None = None  # its executor, as soon as its loop wants the first batch
         self.overflow: OverflowWatch | None = None  # watches gradients that are sent in fewer bits
+        self.rates: LearningRates | None = None  # of a fit on several ranks, which compare them
         self.at_end: list[Callable[[], None]] = []  # called once training has written its last weight
         self.growth: GrowthLimit | None = None  # of this process on a CPU, if malloc keeps freed memory
         self.tuner: Tuner | None = None  # tries modes until it has chosen one, if the user has named none
@@ -191,6 +193,10 @@ class HasRun(DDPStrategy):
     def gather(self, value: Any) -> list[Any]:
         """Return every rank's value, any picklable object, by rank; all ranks call this and wait."""
         return [value] if self._consensus is None else self._consensus.gather(value)
+
+    def learning_rates(self) -> Rates:
+        """Return this rank's learning rates, for a comparison with other ranks'."""
+        return Rates() if self._run is None or self._run.rates is None else self._run.rates.now()
 
     def lowest(self, numbers: Sequence[int]) -> Lowest:
         """Start to find the minima over all ranks; return a function that waits for them. All ranks call this alike."""

@@ -119,6 +119,8 @@ class WalksSteps(HasRun):
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
         super().post_backward(closure_loss)
+        if self._run is not None and self._run.sparse is not None:
+            self._run.sparse.gradients.end_backward()
         if self._automatic:
             self._stage_done(Stage.BACKWARD)
         elif (executor := self._executor) is not None:

@@ -9,6 +9,7 @@ from lightning.pytorch.loops.fetchers import _DataFetcher
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.parsing import lightning_getattr, lightning_hasattr
+from lightning.pytorch.utilities.seed import isolate_rng
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
@@ -25,6 +26,7 @@ from ..tuning import TRIED, Auto, Tuner, resolve_auto
 from . import checkpoint_links, first_words, found_checkpoints, shortcuts, unsupported
 from .failure_hooks import FailsTogether
 from .host_memory import GrowthLimit, keep_freed_memory
+from .learning_rates import LearningRates
 from .loops import BatchStream, LookaheadFetcher, StepArguments, evaluation_loops, fit_loop, preemption, sigterm
 from .private_names import check_lightning
 from .processes import StartsProcesses
@@ -203,6 +205,7 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
             unsupported.warn_of_ignored_options(run.trainer, module, holds_updates=schedule.holds_updates)
         if schedule.holds_updates:
             unsupported.refuse_held_updates(module)
+        run.rates = LearningRates(run.trainer, self.gather) if self.world_size > 1 else None
         set_rates = tables.rate_setter(self.optimizers)
         for kernel in tables.replica_kernels(module):
             kernel.set_rates = set_rates
@@ -242,19 +245,21 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
             # From where `BatchSizeFinder` looks for it: data module, module, their hyperparameters.
             module, has_size = self._module, lightning_hasattr(self._module, "batch_size")
             batch_size = lightning_getattr(module, "batch_size") if has_size else None
-            tables.shard_tables(
-                self.model,
-                sharding=self.sharding,
-                fused_optimizer=self.fused_optimizer,
-                group=self._groups.tables,
-                device=self.root_device,
-                local_world_size=self.num_processes,
-                quantized_comms=self.quantized_comms,
-                replicate_tables=self.replicate_tables,
-                batch_size=batch_size if isinstance(batch_size, int) and batch_size > 0 else None,
-                # Between hosts on a CPU a part is updated and looked up while the other part's gradients arrive.
-                in_two_parts=self._schedule.updates_before_step and on_cpu and self.world_size > self.num_processes,
-            )
+            # DDPStrategy draws nothing here: from now on ranks toss the same coins, and dropout drops the same.
+            with isolate_rng(include_cuda=not on_cpu):
+                tables.shard_tables(
+                    self.model,
+                    sharding=self.sharding,
+                    fused_optimizer=self.fused_optimizer,
+                    group=self._groups.tables,
+                    device=self.root_device,
+                    local_world_size=self.num_processes,
+                    quantized_comms=self.quantized_comms,
+                    replicate_tables=self.replicate_tables,
+                    batch_size=batch_size if isinstance(batch_size, int) and batch_size > 0 else None,
+                    # Between hosts on a CPU a part is updated and looked up while the other part's gradients arrive.
+                    in_two_parts=self._schedule.updates_before_step and on_cpu and self.world_size > self.num_processes,
+                )
             ignored = tables.ShardedStateNames(self.model)
             DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self.model, ignored)
         super().model_to_device()
@@ -275,6 +280,7 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
     def setup_optimizers(self, trainer: Trainer) -> None:
         super().setup_optimizers(trainer)
         tables.check_dense_optimizers(self._module, self.optimizers)
+        tables.check_schedulers(config.scheduler for config in self.lr_scheduler_configs)
 
     def _make_pipeline(self, schedule: Schedule, step: str) -> SparsePipeline:
         assert self.streams is not None

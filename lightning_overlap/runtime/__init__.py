@@ -9,6 +9,7 @@ from .interfaces import (
     InFlightBatch,
     ModulePart,
     Observer,
+    Rates,
     SparseStages,
     StageTimer,
     Updates,

@@ -38,9 +38,10 @@ class BatchQueue:
             number = self.num_fetched
             with InStage(step.stage, number, order.rank), order.on(step.stage, number, step.stream):
                 fetched = self._source.fetch(number, order.timer)
-            end.ask(number, lacks=fetched is None, latest_none=-1 if fetched is None else fetched.latest_none)
             if fetched is None:
+                end.ask(number, lacks=True)
                 return
+            end.ask(number, lacks=False, latest_none=fetched.latest_none, rates=fetched.rates)
             order.observe("issue", step.stage, number)
             inflight = self.in_flight[number] = InFlightBatch(number, *fetched)
             inflight.done[step.stage] = (step.stream, order.streams.record(step.stream))

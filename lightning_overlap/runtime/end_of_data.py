@@ -3,7 +3,7 @@
 import warnings
 
 from ..distributed import ASK_FOR_LAST, MAX_INTERVAL, Answer, Consensus, PollInterval, StepFlags
-from .interfaces import BatchSource, InFlightBatch
+from .interfaces import NO_RATES, BatchSource, InFlightBatch, Rates
 
 
 class EndOfData:
@@ -32,12 +32,13 @@ class EndOfData:
         self._next_asked = 0  # if lengths are not known: the first batch that needs a question
         self._ask_all_from: float = 0  # if lengths are known: from this batch on each one needs a question
         self._asked_now_and_then = -1  # the last batch asked about before `_ask_all_from`
+        self._compare_rates = NO_RATES.compare
 
     def is_last(self, index: int, num_ahead: int) -> bool:
         """Whether a batch is known to be the last one, on all ranks; `num_ahead` batches after it are fetched."""
         return self.num_batches == index + 1 if self.asks else num_ahead == 0 and self._source.exhausted
 
-    def ask(self, index: int, *, lacks: bool, latest_none: int = -1) -> None:
+    def ask(self, index: int, *, lacks: bool, latest_none: int = -1, rates: Rates = NO_RATES) -> None:
         """Ask all ranks whether they have batch `index`, without None batches, if it needs a question; do not wait."""
         if self._consensus is None:
             return
@@ -61,7 +62,8 @@ class EndOfData:
                 return
             requested_interval = MAX_INTERVAL - max(1, min(self._source.num_certain, MAX_INTERVAL))
         last, stop, save = self._source.exhausted, self._source.stop_requested, self._source.save_requested
-        flags = StepFlags(not lacks, lacks, last, stop, latest_none, requested_interval, save)
+        flags = StepFlags(not lacks, lacks, last, stop, latest_none, requested_interval, save, rates.digest)
+        self._compare_rates = rates.compare
         self.answers.setdefault(index, self._consensus.ask(flags))
 
     def hear(self, index: int, in_flight: dict[int, InFlightBatch]) -> None:
@@ -69,6 +71,8 @@ class EndOfData:
         if index not in self.answers:
             return
         said = self.answers.pop(index).wait()
+        if said.rates < 0:
+            self._compare_rates()
         self.stop_agreed |= said.stop
         self.save_agreed |= said.save
         if self._poll_interval is not None and index == self._asked_now_and_then:

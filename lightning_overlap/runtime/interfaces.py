@@ -15,6 +15,20 @@ Observer = Callable[[str, Stage, int], None]
 """Called with ("issue" | "wait", stage, batch number) for every issued stage and every wait for a result."""
 
 
+def _nothing_to_compare() -> None:
+    """Take the place of `Rates.compare` on one rank, and in an evaluation."""
+
+
+class Rates(NamedTuple):
+    """The learning rates of this rank. Ranks send the digest with a batch."""
+
+    digest: int = 0  # not negative, below 1 << 31
+    compare: Callable[[], None] = _nothing_to_compare  # raises if the rates differ; if digests do, all ranks call it
+
+
+NO_RATES = Rates()
+
+
 class FetchedBatch(NamedTuple):
     """A batch from a source."""
 
@@ -23,6 +37,7 @@ class FetchedBatch(NamedTuple):
     dataloader_idx: int
     latest_none: int = -1  # number in its data loader of the last None batch before it in the epoch; -1: none
     loader_states: Any = None  # states of the data loaders after it, for checkpoints
+    rates: Rates = NO_RATES  # when it was fetched
 
 
 @dataclass(slots=True)
@@ -30,11 +45,12 @@ class InFlightBatch:
     """A batch in flight. It keeps alive every tensor that a queued kernel or collective still reads."""
 
     index: int  # number of batches fetched earlier in the epoch
-    batch: Any  # the same object that `training_step` gets; these five fields are those of `FetchedBatch`
+    batch: Any  # the same object that `training_step` gets; these six fields are those of `FetchedBatch`
     batch_idx: int = 0
     dataloader_idx: int = 0
     latest_none: int = -1
     loader_states: Any = None
+    rates: Rates = NO_RATES
     done: dict[Stage, tuple[StreamName, Any]] = field(default_factory=dict)  # stages issued: stream and event after it
     modules: dict[str, Any] = field(default_factory=dict)  # state of pipelined modules by name, of the sparse stages
     made: dict[Any, Any] = field(default_factory=dict)  # results of staged methods until the backward, by `StagedCalls`

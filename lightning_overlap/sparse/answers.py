@@ -21,6 +21,7 @@ from ..tables import (
     without_backward,
     without_graph,
 )
+from .gradient_watch import GradientWatch
 from .input_sizes import check_types
 from .inputs import SparseInputs
 from .module_context import ModuleContext, Progress, autocast_of, wait_for
@@ -42,8 +43,10 @@ from .update_rates import counting, take_back
 class Answers:
     """Answers the calls of all sharded modules of a model, which their pipelined forwards pass to `answer`."""
 
-    def __init__(self, forwards: PipelinedForwards, inputs: SparseInputs, updates: TableUpdates) -> None:
-        self._forwards, self._inputs, self._updates = forwards, inputs, updates
+    def __init__(
+        self, forwards: PipelinedForwards, inputs: SparseInputs, updates: TableUpdates, gradients: GradientWatch
+    ) -> None:
+        self._forwards, self._inputs, self._updates, self._gradients = forwards, inputs, updates, gradients
         self._order, self._options = order, options = forwards.order, forwards.options
         # Between hosts on a CPU, where the link is idle once all early embeddings of a step have arrived.
         self._sends_within = (
@@ -102,6 +105,7 @@ class Answers:
         given, step = only_input(args, kwargs), self._forwards.num_steps
         look_up_now = own_forward = partial(pipelined.original_forward, *args, **kwargs)
         self._forwards.refuse_trained_weights(pipelined, given)
+        self._gradients.note_call(pipelined.name)
         if inflight is not None:
             if not in_backward:
                 pipelined.calls.append((args, kwargs))
@@ -149,14 +153,19 @@ class Answers:
         with _keeping_saved() if checkpointed else NOTHING:
             found = self._on_lookup_stream(pipelined.module, inflight, look_up_now, (args, kwargs))
         # Between two steps and in evaluations no hook sees the end of a backward that may follow.
-        watched = torch.is_grad_enabled() and (inflight is None or not self._options.trains)
-        note = partial(count_backwards, pipelined.module) if watched else None
+        is_counted = torch.is_grad_enabled() and (inflight is None or not self._options.trains)
+        note = partial(self._note_answer, pipelined, is_counted=is_counted)
         batch = None if inflight is None else inflight.index
         as_called = partial(self._received_as_called, batch, keeps_saved=checkpointed, note=note)
         answer = tuple(map(as_called, found)) if isinstance(found, tuple) else as_called(found)
         if checkpointed and not in_backward and isinstance(given, KeyedJaggedTensor):
             self._kept[pipelined.name, id(given)] = SentInput(given), given, answer
         return answer
+
+    def _note_answer(self, pipelined: PipelinedForward, answer: Any, *, is_counted: bool) -> None:
+        if is_counted:
+            count_backwards(pipelined.module, answer)
+        self._gradients.watch(pipelined.name, answer)
 
     def _why_not_early(self, pipelined: PipelinedForward, state: ModuleContext, given: Any) -> str | None:
         if given is not state.kjt:
@@ -232,6 +241,7 @@ class Answers:
             with self._order.on_lookup(), _own_graph() if self._options.trains else NOTHING:
                 state.received = wait_for(state.embeddings)
             state.received_at = self._order.streams.record(self._order.lookup)
+            self._gradients.watch(state.name, state.received)
             self._hold_gradients(state.received)
         self._order.hand_to_caller(state.received, state.received_at, state.batch if is_first else None)
         if is_first and (send_next := self._send_next) is not None:
@@ -257,7 +267,7 @@ class Answers:
                     tensor.register_hook(self._held.append)
 
     def _received_as_called(
-        self, batch: int | None, found: Any, *, keeps_saved: bool, note: Callable[[Any], None] | None
+        self, batch: int | None, found: Any, *, keeps_saved: bool, note: Callable[[Any], None]
     ) -> Any:
         """Return an answer of the lookup stream to the caller; an awaitable waits in the modes of the call."""
         order = self._order
@@ -265,15 +275,13 @@ class Answers:
         def hand_over(received: Any) -> Any:
             self._hold_gradients(received)
             order.hand_to_caller(received, order.streams.record(order.lookup), batch)
+            note(received)
             return received
 
         def receive() -> Any:
             with order.on_lookup(), _keeping_saved() if keeps_saved else NOTHING:
                 received = found.wait()
-            hand_over(received)
-            if note is not None:
-                note(received)
-            return received
+            return hand_over(received)
 
         return LazyEmbeddings(receive) if isinstance(found, LazyAwaitable) else hand_over(found)
 

@@ -115,12 +115,13 @@ def check_types(mine: Mapping[str, str], group: dist.ProcessGroup) -> None:
 class InputSizes:
     """The exchange of the sizes of one batch: rows of int64, one row to each rank.
 
-                            module A                                                            module B
-        latest None batch | inputs found | part 0: sizes | ids per feature, 0, ... | part 1 ... | inputs found | ...
+                                    module A                                                        module B
+        latest None batch | rates | inputs found | part 0: sizes | ids per feature, 0, .. | part 1 .. | inputs found
 
-    Above `inputs found` is a checksum of the tensors' types. `sizes` are the numbers of elements of lengths, ids and
-    weights that go to that rank, and the batch size. Zeros fill the ids per feature up to the largest number of
-    features of any rank. `forms` has the same order on all ranks; one that lacks an input sends zeros.
+    `rates` is a digest of the learning rates. Above `inputs found` is a checksum of the tensors' types. `sizes` are the
+    numbers of elements of lengths, ids and weights that go to that rank, and the batch size. Zeros fill the ids per
+    feature up to the largest number of features of any rank. `forms` has the same order on all ranks; one that lacks an
+    input sends zeros.
 
     TorchRec 1.8 makes the host wait twice more, for the sizes it sends (an overflow check) and for the received ids per
     feature. Here one read tells both. A kernel adds what only the device knows (ids of row-wise tables).
@@ -130,7 +131,11 @@ class InputSizes:
         self, forms: Mapping[str, Form], inflight: InFlightBatch, group: dist.ProcessGroup, streams: Streams
     ) -> None:
         self._forms, self._group, self._streams = forms, group, streams
-        self._columns: list[Sequence[int]] = [[inflight.latest_none] * group.size()]
+        self._columns: list[Sequence[int]] = [
+            [inflight.latest_none] * group.size(),
+            [inflight.rates.digest] * group.size(),
+        ]
+        self._compare_rates = inflight.rates.compare
         self.exchange: PackedExchange | None = None  # the all-to-all with the rows, once it was started
         self.number = 0  # of the rows among its parts
         self._counted: list[_Counted] = []
@@ -181,6 +186,8 @@ class InputSizes:
             counted.tell(rows[size:])
         columns = iter(zip(*rows[:size], strict=True))
         check_none_batches(dict(enumerate(next(columns))))
+        if len(set(next(columns))) > 1:  # all ranks see it
+            self._compare_rates()
         known = {}
         for name, form in self._forms.items():
             found, parts = next(columns), []

@@ -9,6 +9,7 @@ from torchrec.distributed.types import ShardedModule
 from ..runtime import LookupOrder, SparseStages
 from ..tables import tbes
 from .answers import Answers
+from .gradient_watch import GradientWatch
 from .inputs import SparseInputs
 from .lookup import SparseLookups
 from .options import SparseOptions
@@ -30,7 +31,8 @@ class SparsePipeline:
         self._leaves: list[Any] = []  # autograd's nodes of the tables while it is attached
         self._forwards = forwards = PipelinedForwards(modules, group, order, options)
         self.inputs, self.updates = SparseInputs(forwards), TableUpdates(forwards)
-        self.answers = Answers(forwards, self.inputs, self.updates)
+        self.gradients = GradientWatch(forwards)
+        self.answers = Answers(forwards, self.inputs, self.updates, self.gradients)
         self.lookups = SparseLookups(forwards, self.inputs, self.answers)
         self.stages = SparseStages(self.inputs, self.lookups, self.updates)  # what an executor issues
 

@@ -2,7 +2,7 @@
 
 from .combined_optimizer import combined_optimizer, optimizer_name, rate_setter
 from .id_ranges import IdRanges, OutOfRangeIds, num_ids
-from .names import takes_weights, without_graph
+from .names import table_by_name, takes_weights, without_graph
 from .optimizer_checks import (
     FusedOptimizer,
     check_dense_optimizers,
@@ -21,6 +21,7 @@ from .quantized_comms import (
     resolve_quantized_comms,
 )
 from .replicas import ReplicateTables, check_replicate_tables, replica_kernels
+from .scheduler_checks import check_schedulers
 from .sharded_module import (
     SetRates,
     caching_tbes,
@@ -58,6 +59,7 @@ from .supported_modules import (
 from .table import apply_table_optimizers, find_tables, has_tables, table_optimizers, training_sharders
 from .write_counts import (
     SentInput,
+    answer_tensors,
     count_backwards,
     count_writes,
     dense_weights,

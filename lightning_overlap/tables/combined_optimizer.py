@@ -1,13 +1,16 @@
 """An optimizer for the dense part and the fused tables' learning rates, so that a scheduler changes both."""
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchrec.optim.keyed import KeyedOptimizer
 from typing_extensions import override
 
+from ..distributed import warn_on_rank_zero
+from ..text import some
 from .sharded_module import SetRates
 from .supported_modules import sharded_modules, tables_of
 from .table import Rule
@@ -20,9 +23,15 @@ class DenseAndFused(Optimizer):
 
     `fused` has initial learning rate -> this rank's fused optimizers, none for rates of other ranks' tables: all ranks
     have the same groups. The fused groups come last, without parameters, since the backward updates the tables.
+    `tables` has the names of the tables by rate, for messages.
     """
 
-    def __init__(self, dense: Optimizer, fused: dict[float, list[KeyedOptimizer]]) -> None:
+    def __init__(
+        self,
+        dense: Optimizer,
+        fused: dict[float, list[KeyedOptimizer]],
+        tables: Mapping[float, Iterable[str]] | None = None,
+    ) -> None:
         self.dense = dense
         self.fused_groups: list[dict[str, Any]] = [
             {
@@ -34,7 +43,12 @@ class DenseAndFused(Optimizer):
             for rate in fused
         ]
         self._fused_optimizers = list(fused.values())
+        self._tables = [some(sorted((tables or {}).get(rate, ()))) for rate in fused]
         self.defaults = dense.defaults
+        self.first_rates = [float(group["lr"]) for group in self.param_groups]
+        """The rate of each group before a scheduler sets it."""
+        self._rates = list(fused)  # of the fused groups when they were set last
+        self.is_told = False  # whether a warning has said that fused tables take the dense part's rate
         # Instead of the base class's constructor, which makes groups and state.
         self.__setstate__({})
 
@@ -58,13 +72,41 @@ class DenseAndFused(Optimizer):
 
     def set_fused_rates(self) -> None:
         """Pass the learning rates of the fused groups to this rank's kernels; cheap without changes."""
-        for group, optimizers in zip(self.fused_groups, self._fused_optimizers, strict=True):
-            rate = float(group["lr"])
+        rates = [float(group["lr"]) for group in self.fused_groups]
+        if rates != self._rates:
+            self._rates = rates
+            self._warn_if_overwritten()
+        for rate, optimizers in zip(rates, self._fused_optimizers, strict=True):
             for optimizer in optimizers:
                 [kernel_group] = optimizer.param_groups
                 if kernel_group["lr"] != rate:
                     kernel_group["lr"] = rate
                     optimizer.zero_grad()  # in TorchRec, only passes the rate to the kernel
+
+    def is_overwritten(self, rates: Sequence[float]) -> bool:
+        """Whether one number became the rate of a fused and of a dense group that began at different rates."""
+        num_dense = len(rates) - len(self.fused_groups)
+        return any(
+            rates[fused] == rates[dense] != 0 and self.first_rates[fused] != self.first_rates[dense]
+            for fused in range(max(0, num_dense), len(rates))
+            for dense in range(num_dense)
+        )
+
+    def described(self) -> str:
+        """Return the groups in their order, with their first rates."""
+        num_dense = len(self.first_rates) - len(self.fused_groups)
+        whose = ["dense"] * num_dense + [f"fused{tables and f' ({tables})'}" for tables in self._tables]
+        return ", ".join(f"{one} lr={rate:g}" for one, rate in zip(whose, self.first_rates, strict=True))
+
+    def _warn_if_overwritten(self) -> None:
+        now = [_on_host(group["lr"]) for group in self.param_groups]
+        if not self.is_told and self.is_overwritten(now):
+            self.is_told = True
+            warn_on_rank_zero(
+                "fused tables have got the learning rate of the dense part: a scheduler, or a loop over param_groups, "
+                f"gives all groups of combined_optimizer one rate.\n  groups: {self.described()}, now at "
+                f"{some(f'{rate:g}' for rate in now)}\nSet a rate for each group, or scale what each group has."
+            )
 
     @override
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -102,6 +144,10 @@ class DenseAndFused(Optimizer):
         return vars(self)
 
 
+def _on_host(rate: Any) -> float:
+    return math.nan if isinstance(rate, Tensor) and rate.device.type != "cpu" else float(rate)
+
+
 def combined_optimizer(module: nn.Module, dense: Optimizer) -> DenseAndFused:
     """Return an optimizer that steps like `dense` and also has the learning rates of `module`'s fused tables.
 
@@ -128,20 +174,22 @@ def combined_optimizer(module: nn.Module, dense: Optimizer) -> DenseAndFused:
             f"{type(dense).__name__}."
         )
     by_rate: dict[float, list[KeyedOptimizer]] = {}
+    tables: dict[float, set[str]] = {}
     for name, sharded in sharded_modules(module).items():
         trained: dict[str, Rule] | None = getattr(sharded, "trained_in_backward", None)
         if trained is None:
             raise ValueError(
                 f"{name} was not sharded by OverlapEmbeddingStrategy: its fused tables' rates are unknown."
             )
-        for rule in trained.values():
+        for table, rule in trained.items():
             by_rate.setdefault(rule.rate, [])
+            tables.setdefault(rule.rate, set()).add(table)
         for _, optimizer in tables_of(sharded).fused_optimizer.optimizers:  # of the kernels on this rank
             # All tables of a kernel have the same rate; frozen tables are not in `trained`.
             table = next(iter(optimizer.params)).split(".")[-2]
             if table in trained:
                 by_rate[trained[table].rate].append(optimizer)
-    return DenseAndFused(dense, dict(sorted(by_rate.items())))
+    return DenseAndFused(dense, dict(sorted(by_rate.items())), tables)
 
 
 def optimizer_name(optimizer: Optimizer) -> str:

@@ -82,6 +82,15 @@ def answer_in_config_order(model: nn.Module) -> None:
         module.names_in_order = [name for names in names_by_table for name in names]
 
 
+def table_by_name(module: Any) -> dict[str, str]:
+    """Return name of an embedding in a module's output -> its table; of a module of unknown kind nothing."""
+    if spec_of(module) is None:
+        return {}
+    configs = configs_of(tables_of(module))
+    by_table = zip(configs, get_embedding_names_by_table(configs), strict=True)
+    return {name: config.name for config, names in by_table for name in names}
+
+
 @functools.cache
 def _in_order(cls: Any) -> type:
     def ordered(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -60,6 +60,7 @@ def shard_tables(
 
     Weights keep their values; tables on `meta` are allocated as shards only. Collections that the user has sharded stay
     as they are. A ValueError says, on every rank and before any table is sharded, what cannot be done as asked.
+    This draws random numbers, more on some ranks than on others: the caller restores the generators.
 
     `batch_size` is samples per batch and rank, None if unknown. `in_two_parts` calls `divide_in_two` for a plan that is
     not the user's, unless numbers that are sent together share a scale (`sends_groups`).
@@ -101,6 +102,9 @@ def shard_tables(
     for table in (one for one in in_backward if one.parameter.requires_grad):
         trained[table.module][table.name] = table.rule
     before = dict(model.named_parameters())
+    if any(table.parameter.is_meta for table in tables):
+        # TorchRec initializes a rank's shards with the rank's generator, and these are often alike on all ranks.
+        torch.manual_seed(int(torch.randint(1 << 62, ())) + group.rank())
     with _local_world_size(local_world_size):
         env, sharders = ShardingEnv.from_process_group(group), training_sharders(codecs_of(quantized_comms, device))
         DistributedModelParallel(model, env, device, plan, sharders, init_data_parallel=False)

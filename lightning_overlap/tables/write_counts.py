@@ -176,11 +176,16 @@ def count_backwards(module: Any, answer: Any) -> None:
         _num_backwards(module)[0] += 1
 
     queue = torch.autograd.Variable._execution_engine.queue_callback
+    for tensor in answer_tensors(answer):
+        tensor.register_hook(lambda _: queue(count))
+
+
+def answer_tensors(answer: Any) -> list[Tensor]:
+    """Return the tensors of a module's answer that the gradient of each of its parts passes, if it needs one."""
     # Gradients of single columns do not reach the `values()` of a ConfigOrderKeyedTensor.
     parts = tree_leaves(answer, is_leaf=lambda part: isinstance(part, KeyedTensor))
-    for tensor in (part._values if isinstance(part, KeyedTensor) else part for part in parts):
-        if isinstance(tensor, Tensor) and tensor.requires_grad:
-            tensor.register_hook(lambda _: queue(count))
+    tensors = (part._values if isinstance(part, KeyedTensor) else part for part in parts)
+    return [tensor for tensor in tensors if isinstance(tensor, Tensor) and tensor.requires_grad]
 
 
 @read_once

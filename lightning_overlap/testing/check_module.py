@@ -43,6 +43,7 @@ class ModuleReport:
     early: Mapping[str, float]  # module -> share of batches, after the first, with embeddings from an early lookup
     plain: Mapping[str, str]  # module that ran its own forward -> the reason
     host_syncs: Mapping[str, float]  # place in the code -> syncs per step, without the read of sizes
+    trained: Mapping[str, bool]  # weight of a table -> whether training has changed any row of it
     split: tuple[str, ...] | None = None
     """Modules whose weight gradients came after the backward; None if the mode does not split the backward."""
 
@@ -139,6 +140,7 @@ def check_module(
         fit(setting, "base", plain)
         reference = f"plain training with updates delayed by {staleness}" if staleness else "base"
         syncs, *verdict_of_syncs = _host_syncs(again, max_host_syncs)
+        trained = _of_any_rank(first.changed_tables)
         num, most = len(setting.batches), first.most_in_flight
         compared = f"{len(first.losses)} losses, {len(first.states[max(first.states)])} weights and states"
         too_many = f"{most} batches in flight, the depth is {first.depth}" if most > first.depth else ""
@@ -158,6 +160,7 @@ def check_module(
                 "law 10: computes what the unsharded module computes",
                 *compare_with_unsharded(setting, pipeline, staleness),
             ),
+            Verdict("law 11: a gradient reaches the tables that are to be trained", *_trained(first, trained)),
         )
         report = ModuleReport(
             schedule,
@@ -167,6 +170,7 @@ def check_module(
             early=_shares(first),
             plain=first.plain_reasons if overlaps else {},
             host_syncs=syncs,
+            trained=trained,
             split=first.split if schedule.splits_backward else None,
         )
     broken = [f"{verdict.law}: {verdict.problem}" for verdict in report.verdicts if verdict.problem]
@@ -275,6 +279,18 @@ def _shares(watched: Watched) -> dict[str, float]:
         name: sum(modules.get(name, False) for modules in later) / max(1, sum(name in modules for modules in later))
         for name in names
     }
+
+
+def _of_any_rank(changed: Mapping[str, bool]) -> dict[str, bool]:
+    everyone = gather_objects(changed)
+    return {name: any(theirs.get(name, False) for theirs in everyone) for name in sorted(set().union(*everyone))}
+
+
+def _trained(watched: Watched, trained: Mapping[str, bool]) -> tuple[str, str]:
+    changed, constant = ([name for name, is_changed in trained.items() if is_changed is what] for what in (True, False))
+    said = f"rows changed of {some(changed)}" if changed else "no sharded table changed"
+    said += f"; no row changed of {some(constant)}" if constant and changed else ""
+    return "; ".join(watched.without_gradient.values()), said
 
 
 def _same_order(watched: Watched) -> tuple[str, str]:

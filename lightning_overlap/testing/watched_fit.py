@@ -73,7 +73,10 @@ class Watched(Callback):
         self.fused: frozenset[str] = frozenset()  # modules with tables that the fused backward writes
         self.syncs: list[HostSync] = []
         self.collectives: list[tuple[int, str, str]] = []  # (batch, operator, group) of the main thread's, in order
+        self._first_tables: dict[str, str] = {}  # digests before the first step
         self.left: list[str] = []  # objects that were not restored at the end
+        self.changed_tables: dict[str, bool] = {}  # weight of a table -> whether training has changed this rank's part
+        self.without_gradient: dict[str, str] = {}  # module with trained tables that no gradient has reached -> why
         self.automatic = True
         self.most_in_flight = 0  # the largest number of batches in flight at once
         self.depth = 0  # of the fit's schedules
@@ -100,6 +103,8 @@ class Watched(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         modules = sharded_modules(pl_module).items()
         self.fused = frozenset(name for name, module in modules if WeightOwner.FUSED_BACKWARD in owners_of(module))
+        if self._every_state:
+            self._first_tables = _table_digests(pl_module)
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -129,6 +134,12 @@ class Watched(Callback):
     def on_train_end(self, trainer: Any, pl_module: LightningModule) -> None:
         self.open.close()
         self.split = trainer.strategy.split_modules
+        if self._every_state:
+            with trainer.strategy.saving():
+                last = _table_digests(pl_module)
+            self.changed_tables = {name: digest != self._first_tables[name] for name, digest in last.items()}
+        if (run := trainer.strategy._run) is not None:
+            self.without_gradient = dict(run.sparse.gradients.without_gradient())
 
 
 def fit(setting: Setting, pipeline: Any, watched: Watched, *, races: bool = False) -> None:
@@ -143,6 +154,7 @@ def fit(setting: Setting, pipeline: Any, watched: Watched, *, races: bool = Fals
     with warnings.catch_warnings(), Operators(watched.ran), watched.open:
         for text in (
             "The lookup of .* is not overlapped",  # in the report
+            "no gradient reaches tables of",  # in the report
             "You defined a `validation_step` but have no",
             "Please use DTensor instead",  # torch's warning about TorchRec
         ):
@@ -281,6 +293,16 @@ def is_in(name: str, modules: Iterable[str]) -> bool:
     return name.startswith(tuple(f"{outer}." for outer in modules))
 
 
+def _table_digests(module: LightningModule) -> dict[str, str]:
+    weights = {
+        f"{outer}.{name}": value
+        for outer, child in table_modules(module).items()
+        for name, value in child.state_dict().items()
+        if name.endswith(".weight")
+    }
+    return {name: repr(_by_window({name: value})) for name, value in weights.items()}
+
+
 def _digests(module: LightningModule, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, str]:
     sharded = sharded_modules(module)
     weight_names = {id(weight): name for name, weight in module.named_parameters()}
@@ -296,6 +318,11 @@ def _digests(module: LightningModule, optimizers: Sequence[torch.optim.Optimizer
         for weight, state in optimizer.state.items():
             name = weight_names.get(id(weight), "of a weight")
             found |= {f"optimizer state {name} {kind}": value for kind, value in state.items()}
+    return _by_window(found)
+
+
+def _by_window(found: Mapping[str, Any]) -> dict[str, str]:
+    """Return a digest of each part of a tensor that this rank holds."""
     digests = {}
     for name, value in found.items():
         for window, tensor in local_parts(value) if isinstance(value, Tensor) else ():

@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Callable
 
 import pytest
+import torch
 
 from lightning_overlap import MODES
 
@@ -29,6 +30,16 @@ def test_columns_stand_in_the_order_of_the_configs_in_every_mode(two_ranks: Rank
     """TorchRec answers sharding type by sharding type, and rank by rank."""
     cases = [("bags", "copies_and_whole", pipeline) for pipeline in MODES]
     assert two_ranks.run(unsharded.check_all, cases) == [[], []]
+
+
+@pytest.mark.parametrize("place", ["every_type", "copies_and_whole"])
+def test_dropout_drops_what_it_drops_under_ddp(ranks: Ranks, place: str) -> None:
+    """Sharding draws no number of a rank's generators, whichever tables the rank has."""
+    expected = ranks.run_once(unsharded.losses_with_dropout, "whole", None)
+    for pipeline in (name for name, mode in MODES.items() if mode.staleness == 0):
+        found = ranks.run(unsharded.losses_with_dropout, place, pipeline)
+        for mine, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("pipeline", ["base", "fused_sparse_dist"])

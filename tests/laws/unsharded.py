@@ -7,19 +7,21 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule
-from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch import LightningModule, seed_everything
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor, nn
 from torch.distributed.optim import _apply_optimizer_in_backward
-from torchrec import EmbeddingBagCollection, EmbeddingCollection, KeyedJaggedTensor
+from torch.utils.data import DataLoader
+from torchrec import EmbeddingBagCollection, EmbeddingCollection, KeyedJaggedTensor, KeyedTensor
 from torchrec.distributed.sharding_plan import table_wise
 
-from lightning_overlap import MODES
+from lightning_overlap import MODES, OverlapEmbeddingStrategy
 from lightning_overlap.testing.unsharded import compare_with_unsharded, parts, waited
 from lightning_overlap.testing.watched_fit import Setting, process_group
 
 from ..support import modules
 from ..support.cases import make_collection
+from ..support.fits import make_trainer
 from ..support.modules import NUM_ROWS, copies, draw_weights, halves, own_parameters, plain_ids, plan_by_place, rows
 from .random_fits import Table
 
@@ -146,6 +148,38 @@ def check(name: str, place: str, pipeline: str, module: type[OneModule] = OneMod
 def check_all(names: list[tuple[str, str, str]]) -> list[str]:
     found = [(" ".join(case), check(*case)[0]) for case in names]
     return [f"{case}: {problem}" for case, problem in found if problem]
+
+
+class Drops(OneModule):
+    """Half of what it looks up is dropped; keeps its losses."""
+
+    def __init__(self, kind: Kind) -> None:
+        super().__init__(kind)
+        self.losses: list[Tensor] = []
+
+    def embeddings(self, batch: dict[str, Any]) -> Any:
+        rows = super().embeddings(batch)
+        return KeyedTensor(rows.keys(), rows.length_per_key(), nn.functional.dropout(rows.values(), 0.5))
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.losses.append(loss.detach())
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(own_parameters(self), 1.0)  # under DDPStrategy for tables too, at their fused rate
+
+
+def losses_with_dropout(place: str, pipeline: str | None) -> Tensor:
+    """Return the losses under a plan in a mode, or (None) of the unsharded module under DDPStrategy."""
+    kind = KINDS["bags"] if pipeline else replace(KINDS["bags"], fused_lr=None)
+    seed_everything(3, verbose=False)
+    module = Drops(kind)
+    plan = plan_by_place(module, lambda _: PLACES[place])
+    strategy = OverlapEmbeddingStrategy(pipeline, sharding=plan) if pipeline else DDPStrategy()
+    loader = DataLoader(make_batches(kind, 6), batch_size=None)
+    make_trainer(strategy).fit(module, loader)
+    return torch.stack(module.losses)
 
 
 # -- broken on purpose ------------------------------------------------------------------------------------------------

@@ -76,7 +76,7 @@ SCHEDULERS: dict[str, Any] = {
     "SequentialLR": lambda o: lr_scheduler.SequentialLR(
         o, [lr_scheduler.ConstantLR(o, 0.1, 2), lr_scheduler.ExponentialLR(o, 0.5)], [2]
     ),
-    "SWALR": lambda o: SWALR(o, swa_lr=0.05),
+    "SWALR": lambda o: SWALR(o, swa_lr=[0.05, 1.0]),
 }
 
 

@@ -16,6 +16,7 @@ from lightning_overlap.data import SyntheticDataModule
 from lightning_overlap.models import DLRM
 from lightning_overlap.testing import ModuleReport, check_module
 
+from ..sparse.callers import NoGrad
 from ..support import cases
 from ..support.cases import MIXED, TABLE_WISE, Model
 from ..support.fits import mode_and_options
@@ -51,6 +52,14 @@ class LeavesOneForward(Model):
         if dist.get_rank() == 1:
             ebc: Any = self.ebc
             ebc.forward = print
+
+
+class LeavesOneColumnOut(Model):
+    """The second table gets a gradient of zeros."""
+
+    def _pool(self, embeddings: Any, table: Any, feature: str) -> Any:
+        pooled = super()._pool(embeddings, table, feature)
+        return pooled.detach() if table.name == "t1" else pooled
 
 
 class SendsInItsOwnOrder(Model):
@@ -149,6 +158,24 @@ def test_a_module_in_its_own_forward_is_named_with_the_reason() -> None:
 def test_a_module_that_trains_otherwise_each_time() -> None:
     with pytest.raises(AssertionError, match="law 2: every run alike: at step 0: the loss is"):
         check(TABLE_WISE, "fused_sparse_dist", NeverTwiceAlike)
+
+
+def test_the_report_says_which_tables_were_trained(two_ranks: Ranks) -> None:
+    for report in two_ranks.run(check, MIXED, "semi_sync"):
+        assert report.trained == {f"ebc.embedding_bags.{name}.weight": True for name in ("d0", "d1", "t0", "t1")}
+    for report in two_ranks.run(check, TABLE_WISE, "fused_sparse_dist", LeavesOneColumnOut):
+        assert report.trained == {f"ebc.embedding_bags.t{at}.weight": at != 1 for at in range(3)}
+        assert "; no row changed of ebc.embedding_bags.t1.weight" in str(report)
+
+
+@pytest.mark.parametrize("pipeline", ["base", "fused_sparse_dist", "semi_sync"])
+def test_tables_that_no_gradient_reaches_break_a_law(two_ranks: Ranks, pipeline: str) -> None:
+    problem = "no gradient reaches tables of 'ebc' (t0, t1, t2): training_step calls the module without gradients"
+    law = "law 11: a gradient reaches the tables that are to be trained"
+    for text in two_ranks.run(what_is_said, TABLE_WISE, pipeline, NoGrad):
+        assert text.startswith(f"AssertionError: {law}: rank 0: {problem}")
+    with pytest.raises(AssertionError, match=law):
+        check(TABLE_WISE, pipeline, NoGrad)
 
 
 def test_ranks_that_send_in_another_order(two_ranks: Ranks) -> None:

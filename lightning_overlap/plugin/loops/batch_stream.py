@@ -9,7 +9,7 @@ from lightning.pytorch.loops.fetchers import _DataFetcher
 from lightning.pytorch.trainer import call
 
 from ...distributed import ASK_FOR_LAST
-from ...runtime import NOTHING, BatchMemory, FetchedBatch, StageTimer, keeps_its_data
+from ...runtime import NOTHING, BatchMemory, FetchedBatch, Rates, StageTimer, keeps_its_data
 from . import preemption, sigterm
 from .epoch import Epoch
 
@@ -23,6 +23,7 @@ class BatchStream:
     def __init__(self, inner: _DataFetcher, trainer: Trainer, *, trains: bool, sends_sizes: bool) -> None:
         self.inner, self.trains, self.epoch = inner, trains, Epoch(trainer, trains=trains)
         self._trainer, self._sends_sizes = trainer, sends_sizes
+        self._rates_now = trainer.strategy.learning_rates if trains else Rates  # type: ignore[attr-defined]
         # None batches (from the collate function) that the loop has not seen yet, each with the number of the epoch's
         # other batches before it. Lightning skips them, and all ranks have to skip the same.
         self.skipped: deque[tuple[int, FetchedBatch]] = deque()
@@ -109,7 +110,7 @@ class BatchStream:
         for ahead in range(index + 1 + len(self._buffered), index + 1 + self._num_to_buffer):
             if ahead < self.epoch.num_allowed:
                 self._buffer(ahead, timer)
-        return fetched._replace(batch=staged)
+        return fetched._replace(batch=staged, rates=self._rates_now())
 
     def _stage(self, fetched: FetchedBatch) -> Any:
         """Prepare a batch as Lightning's loops do before its step: convert, transfer hooks, copy to the device."""

@@ -1,0 +1,102 @@
+"""Find tables that a fit is said to train and that no gradient reaches."""
+
+import warnings
+from collections.abc import Collection, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..schedules import WeightOwner
+from ..tables import answer_tensors, owners_of, spec_of, table_by_name, tables_in_backward, tables_of
+from ..text import some
+from .pipelined_forward import PipelinedForwards
+
+NUM_BACKWARDS = 8
+"""Backwards of a fit after which tables without a gradient are warned of."""
+
+
+class GradientWatch:
+    """Watches which modules' embeddings get a gradient, until each table has got one.
+
+    DistributedDataParallel stops at a parameter without a gradient. A fused table has none to look for: if its module
+    is called under `no_grad`, or its embeddings are detached, nothing updates it, without a word. So the answers of a
+    module get hooks until the first gradient comes. Nothing is read from a device, and the ranks exchange nothing:
+    where a gradient reaches a module on one rank it has to on all, or its all-to-all would wait. As for
+    DistributedDataParallel, a gradient of zeros is one: bags share a tensor, and pass by table only for sequences.
+    """
+
+    def __init__(self, forwards: PipelinedForwards) -> None:
+        self._options = forwards.options
+        modules = dict(zip(forwards, forwards.modules, strict=True)) if self._options.trains else {}
+        trained = {name: _trained_tables(module) for name, module in modules.items()}
+        self._waiting = {name: tables for name, tables in trained.items() if tables}  # module -> without a gradient yet
+        self._tables = {name: table_by_name(modules[name]) for name in self._waiting}  # module -> embedding -> table
+        self._called: dict[str, bool] = {}  # of those waiting, those called in a step: whether with gradients enabled
+        self._num_left = NUM_BACKWARDS
+
+    def note_call(self, name: str) -> None:
+        """Note a call of a module in a step, in the caller's grad mode."""
+        if name in self._waiting:
+            self._called[name] = self._called.get(name, False) or torch.is_grad_enabled()
+
+    def watch(self, name: str, answer: Any) -> None:
+        """Note the first gradient that reaches a module's answer; of sequences, by table."""
+        if name not in self._waiting:
+            return
+        for tables, part in self._parts(name, answer):
+            for tensor in answer_tensors(part):
+                tensor.register_hook(partial(self._note_gradient, name, tables))
+
+    def _parts(self, name: str, answer: Any) -> Iterator[tuple[Collection[str], Any]]:
+        tables = self._tables[name]
+        if isinstance(answer, tuple):  # of managed collision modules
+            for part in answer:
+                yield from self._parts(name, part)
+        elif isinstance(answer, dict) and answer.keys() <= tables.keys():
+            yield from (((tables[key],), part) for key, part in answer.items())
+        else:
+            yield tuple(self._waiting[name]), answer
+
+    def _note_gradient(self, name: str, tables: Collection[str], gradient: Tensor | None) -> None:
+        # Autograd calls the hooks of all parts of a split, with None for those that no gradient reaches.
+        if gradient is not None and name in self._waiting:
+            self._waiting[name].difference_update(tables)
+            if not self._waiting[name]:
+                del self._waiting[name]
+
+    def end_backward(self) -> None:
+        """Count a backward; after `NUM_BACKWARDS` warn of the tables that no gradient has reached."""
+        if self._num_left:
+            self._num_left -= 1
+            if not self._num_left and self._options.rank == 0:
+                for name, problem in self.without_gradient().items():
+                    known = name, "no gradient"
+                    if known not in self._options.warned:
+                        self._options.warned.add(known)
+                        warnings.warn(f"{problem} (Seen in {NUM_BACKWARDS} backwards.)", stacklevel=2)
+
+    def without_gradient(self) -> Mapping[str, str]:
+        """Return module -> what is wrong, for modules with tables that no gradient has reached yet."""
+        problems, step = {}, self._options.step
+        for name, tables in self._waiting.items():
+            if name not in self._called:
+                why = f"{step} does not call the module"
+            elif not self._called[name]:
+                why = f"{step} calls the module without gradients (torch.no_grad or torch.inference_mode)"
+            else:
+                why = "their embeddings do not reach the loss (are they detached?)"
+            problems[name] = (
+                f"no gradient reaches tables of {name!r} ({some(sorted(tables))}): {why}. They stay as they are, but "
+                "their fused optimizer is to train them. To leave tables untrained, set requires_grad=False before fit."
+            )
+        return problems
+
+
+def _trained_tables(module: Any) -> set[str]:
+    trained = getattr(module, "trained_in_backward", None)
+    if trained is None:  # the user has sharded it
+        is_known = spec_of(module) is not None and WeightOwner.FUSED_BACKWARD in owners_of(module)
+        trained = tables_in_backward(tables_of(module)) if is_known else ()
+    return set(trained)
