@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils.hooks import RemovableHandle
 from torchrec.distributed import comm_ops, dist_data, types, utils
 from torchrec.distributed.types import LazyAwaitable, LazyGetItemMixin, ShardedModule
 from torchrec.sparse import jagged_tensor
@@ -20,6 +21,7 @@ from ..tables import (
     check_torchrec,
     has_model_parallel_tables,
     holds_sequences,
+    take_row_0_for_ids_outside,
     takes_weights,
     why_never_early,
 )
@@ -156,6 +158,7 @@ class PipelinedForwards(dict[str, PipelinedForward]):
         )
         self.modules, self.group, self.order, self.options = list(modules.values()), group, order, options
         self.num_steps = 0  # steps begun
+        self._row_0: list[RemovableHandle] = []  # hooks of kernels, while attached, if ids outside are no error
         key = f"lightning_overlap/{next(_num_made)}"  # all ranks make as many
         self._mismatches: Mismatches | None = None
         if group is not None and options.store is not None:
@@ -168,6 +171,8 @@ class PipelinedForwards(dict[str, PipelinedForward]):
             if present is not pipelined:
                 pipelined.former = present
                 pipelined.module.forward = pipelined
+        if self.options.out_of_range_ids != "error" and not self._row_0:
+            self._row_0 = [hook for one in self.values() for hook in take_row_0_for_ids_outside(one.module)]
         _RANGES.begin(self)
 
     def detach(self) -> None:
@@ -178,6 +183,9 @@ class PipelinedForwards(dict[str, PipelinedForward]):
                     del pipelined.module.forward
                 else:
                     pipelined.module.forward = pipelined.former
+        for hook in self._row_0:
+            hook.remove()
+        self._row_0 = []
         _RANGES.end(self)
         if self._mismatches is not None:
             self._mismatches.end()

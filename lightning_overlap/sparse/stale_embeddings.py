@@ -128,7 +128,9 @@ def _rows(ids: Any, places: Sequence[tuple[int, int, int]]) -> Tensor:
     rows = []
     for part, key, table in places:
         first, end = ids[part].offset_per_key()[key : key + 2]
-        rows.append(ids[part].values()[first:end].long() + (table << ROW_BITS))
+        of_key = ids[part].values()[first:end].long()
+        of_key = of_key * (of_key >> ROW_BITS == 0)  # an id outside, negative ones too: the kernel has taken row 0
+        rows.append(of_key + (table << ROW_BITS))
     return torch.cat(rows)
 
 

@@ -21,6 +21,7 @@ from .quantized_comms import (
     resolve_quantized_comms,
 )
 from .replicas import ReplicateTables, check_replicate_tables, replica_kernels
+from .row_zero import take_row_0_for_ids_outside
 from .sharded_module import (
     SetRates,
     caching_tbes,
