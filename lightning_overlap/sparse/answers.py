@@ -21,6 +21,7 @@ from ..tables import (
     without_backward,
     without_graph,
 )
+from .alike_calls import AlikeCalls
 from .input_sizes import check_types
 from .inputs import SparseInputs
 from .module_context import ModuleContext, Progress, autocast_of, wait_for
@@ -45,6 +46,8 @@ class Answers:
     def __init__(self, forwards: PipelinedForwards, inputs: SparseInputs, updates: TableUpdates) -> None:
         self._forwards, self._inputs, self._updates = forwards, inputs, updates
         self._order, self._options = order, options = forwards.order, forwards.options
+        compared = [one.name for one in forwards.values() if one.is_over_all]
+        self.alike = AlikeCalls(forwards.mismatches, compared, options)
         # Between hosts on a CPU, where the link is idle once all early embeddings of a step have arrived.
         self._sends_within = (
             options.multi_node and options.fills_waits and options.trains and not order.streams.is_async
@@ -63,6 +66,7 @@ class Answers:
             pipelined.calls.clear()
         self._kept.clear()
         self._held.clear()
+        self.alike.begin_step(self._forwards.num_steps, inflight.index)
         self._current = self._in_step = inflight
         # A mode that watches operators (of a host-sync audit) would not see the read of the sizes within the step.
         is_watched = torch._C._len_torch_function_stack() > 0 or torch._C._len_torch_dispatch_stack() > 0
@@ -102,6 +106,7 @@ class Answers:
         given, step = only_input(args, kwargs), self._forwards.num_steps
         look_up_now = own_forward = partial(pipelined.original_forward, *args, **kwargs)
         self._forwards.refuse_trained_weights(pipelined, given)
+        is_noted = False  # in `alike`
         if inflight is not None:
             if not in_backward:
                 pipelined.calls.append((args, kwargs))
@@ -111,6 +116,9 @@ class Answers:
             if state is not None and (
                 not state.served or (in_backward and state.embeddings is not None and state.served_in == step)
             ):
+                if state.votes and not in_backward:
+                    self._note_call(pipelined, inflight)  # before the ranks vote
+                    is_noted = True
                 reason = self._why_not_early(pipelined, state, given)
                 if state.served:
                     if reason is None:
@@ -121,6 +129,8 @@ class Answers:
                     state.served_in = step
                     self._forwards.served(pipelined.name)
                     if state.embeddings is not None:
+                        if pipelined.is_over_all and not (is_noted or in_backward):
+                            self.alike.note_quiet(pipelined.name, inflight)
                         state.advance(Progress.SERVED)
                         return self._serve(state)
                     look_up_now = partial(self._look_up_when_called, inflight, state)
@@ -131,6 +141,8 @@ class Answers:
                     "zero) if there are no ids."
                 )
                 self._forwards.check_all_ranks(pipelined.name, problem)
+            if not (is_noted or in_backward):
+                self._note_call(pipelined, inflight)
             if look_up_now is own_forward and not in_backward:
                 self._check_form(pipelined, given, inflight)
             inflight.ran_unpipelined = True
@@ -157,6 +169,15 @@ class Answers:
         if checkpointed and not in_backward and isinstance(given, KeyedJaggedTensor):
             self._kept[pipelined.name, id(given)] = SentInput(given), given, answer
         return answer
+
+    def _note_call(self, pipelined: PipelinedForward, inflight: InFlightBatch) -> None:
+        """Compare a call in which the module's own forward will run with those of other ranks."""
+        if not pipelined.is_over_all:
+            return
+        if has_model_parallel_tables(pipelined.module):
+            self.alike.note(pipelined.name, inflight)
+        elif torch.is_grad_enabled():  # data-parallel tables have collectives in the backward alone
+            self.alike.note_quiet(pipelined.name, inflight)
 
     def _why_not_early(self, pipelined: PipelinedForward, state: ModuleContext, given: Any) -> str | None:
         if given is not state.kjt:

@@ -160,9 +160,9 @@ class PipelinedForwards(dict[str, PipelinedForward]):
         self.num_steps = 0  # steps begun
         self._row_0: list[RemovableHandle] = []  # hooks of kernels, while attached, if ids outside are no error
         key = f"lightning_overlap/{next(_num_made)}"  # all ranks make as many
-        self._mismatches: Mismatches | None = None
+        self.mismatches: Mismatches | None = None  # None on one rank
         if group is not None and options.store is not None:
-            self._mismatches = Mismatches(options.store, key, group.size(), options.timeout_s)
+            self.mismatches = Mismatches(options.store, key, group.rank(), group.size(), options.timeout_s)
 
     def attach(self, answer: Answer) -> None:
         """Replace the modules' forwards; `answer` returns the embeddings of each call."""
@@ -187,8 +187,8 @@ class PipelinedForwards(dict[str, PipelinedForward]):
             hook.remove()
         self._row_0 = []
         _RANGES.end(self)
-        if self._mismatches is not None:
-            self._mismatches.end()
+        if self.mismatches is not None:
+            self.mismatches.end()
 
     def refuse_trained_weights(self, pipelined: PipelinedForward, given: Any) -> None:
         """Raise a RuntimeError if weights of ids would be sent that the loss trains: their gradients do not return."""
@@ -227,14 +227,20 @@ class PipelinedForwards(dict[str, PipelinedForward]):
 
     def served(self, call: str) -> None:
         """Note that this rank has made a call as before: from early embeddings, or with tensors of the same types."""
-        if self._mismatches is not None:
-            self._mismatches.served(call, self.num_steps)
+        if self.mismatches is not None:
+            self.mismatches.passed(("unusual", call), self.num_steps)
 
     def check_all_ranks(self, call: str, problem: str) -> None:
         """Raise a RuntimeError with `problem` if another rank has `served` a call, or does not make it in time."""
         # No collective can ask: ranks that have served the call issue none for it.
-        if self._mismatches is not None and not self._mismatches.all_ranks(call, self.num_steps):
+        if self.mismatches is not None and self.mismatches.other(("unusual", call), self.num_steps) is not None:
             raise RuntimeError(problem)
+
+    def end_calls(self) -> None:
+        """End the calls of a step: answer ranks that wait in `check_all_ranks` for a call that this rank left out."""
+        for pipelined in self.values():
+            if not pipelined.calls:
+                self.served(pipelined.name)
 
     def check_calls(self, begun: Container[str]) -> None:
         """Run modules unpipelined from now on that a step has called twice, or not at all though they have `begun`."""
@@ -244,7 +250,6 @@ class PipelinedForwards(dict[str, PipelinedForward]):
             if not pipelined.early:
                 continue
             if not num_calls:
-                self.served(pipelined.name)  # a rank that waits for this one in `check_all_ranks` waits in vain
                 if pipelined.name in begun:
                     self.run_unpipelined(pipelined, _NOT_FOR_ALL)
             elif num_calls > 1:
