@@ -16,6 +16,7 @@ from ..tables import (
     SentInput,
     count_backwards,
     has_model_parallel_tables,
+    no_samples,
     renew_counts,
     tbes,
     without_backward,
@@ -106,6 +107,8 @@ class Answers:
         given, step = only_input(args, kwargs), self._forwards.num_steps
         look_up_now = own_forward = partial(pipelined.original_forward, *args, **kwargs)
         self._forwards.refuse_trained_weights(pipelined, given)
+        if pipelined.has_sequences and isinstance(given, KeyedJaggedTensor) and not given.lengths().numel():
+            raise ValueError(no_samples(self._call(pipelined, inflight)))
         is_noted = False  # in `alike`
         if inflight is not None:
             if not in_backward:
@@ -235,8 +238,9 @@ class Answers:
             )
             self._forwards.check_all_ranks(own_call, problem)
 
-    def _call(self, pipelined: PipelinedForward, inflight: InFlightBatch) -> str:
-        return f"rank {self._options.rank} calls {pipelined.name!r} in {self._options.step} of batch {inflight.index}"
+    def _call(self, pipelined: PipelinedForward, inflight: InFlightBatch | None) -> str:
+        place = "" if inflight is None else f" in {self._options.step} of batch {inflight.index}"
+        return f"rank {self._options.rank} calls {pipelined.name!r}{place}"
 
     def _serve(self, state: ModuleContext) -> EarlyEmbeddings:
         if torch.is_grad_enabled() or not self._options.trains:

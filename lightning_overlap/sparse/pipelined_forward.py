@@ -21,6 +21,7 @@ from ..tables import (
     check_torchrec,
     has_model_parallel_tables,
     holds_sequences,
+    refuse_other_batch_sizes,
     take_row_0_for_ids_outside,
     takes_weights,
     why_never_early,
@@ -116,7 +117,7 @@ class PipelinedForward:
     def __init__(self, name: str, module: Any, group: dist.ProcessGroup | None, prefetches: bool) -> None:
         check_torchrec(module)
         self.name, self.module = name, module
-        self.ranges = IdRanges(module)
+        self.ranges, self.has_sequences = IdRanges(module), holds_sequences(module)
         present = vars(module).get("forward")
         self.original_forward: Callable[..., Any] = (
             present.original_forward if isinstance(present, PipelinedForward) else module.forward
@@ -158,7 +159,7 @@ class PipelinedForwards(dict[str, PipelinedForward]):
         )
         self.modules, self.group, self.order, self.options = list(modules.values()), group, order, options
         self.num_steps = 0  # steps begun
-        self._row_0: list[RemovableHandle] = []  # hooks of kernels, while attached, if ids outside are no error
+        self._hooks: list[RemovableHandle] = []  # of kernels and output dists, while attached
         key = f"lightning_overlap/{next(_num_made)}"  # all ranks make as many
         self.mismatches: Mismatches | None = None  # None on one rank
         if group is not None and options.store is not None:
@@ -171,8 +172,13 @@ class PipelinedForwards(dict[str, PipelinedForward]):
             if present is not pipelined:
                 pipelined.former = present
                 pipelined.module.forward = pipelined
-        if self.options.out_of_range_ids != "error" and not self._row_0:
-            self._row_0 = [hook for one in self.values() for hook in take_row_0_for_ids_outside(one.module)]
+        if not self._hooks:
+            if self.options.out_of_range_ids != "error":
+                self._hooks += [hook for one in self.values() for hook in take_row_0_for_ids_outside(one.module)]
+            if self.group is not None and "nccl" not in str(dist.get_backend(self.group)):
+                self._hooks += [
+                    hook for one in self.values() for hook in refuse_other_batch_sizes(one.name, one.module)
+                ]
         _RANGES.begin(self)
 
     def detach(self) -> None:
@@ -183,9 +189,9 @@ class PipelinedForwards(dict[str, PipelinedForward]):
                     del pipelined.module.forward
                 else:
                     pipelined.module.forward = pipelined.former
-        for hook in self._row_0:
+        for hook in self._hooks:
             hook.remove()
-        self._row_0 = []
+        self._hooks = []
         _RANGES.end(self)
         if self.mismatches is not None:
             self.mismatches.end()
@@ -290,7 +296,7 @@ class PipelinedForwards(dict[str, PipelinedForward]):
         inputs = [only_input(*call) for call in pipelined.calls]
         kjts = [given for given in inputs if isinstance(given, KeyedJaggedTensor)]
         varies = any(kjt.variable_stride_per_key() and kjt.device().type == "cpu" for kjt in kjts)
-        if varies and holds_sequences(pipelined.module) and self.options.rank == 0:
+        if varies and pipelined.has_sequences and self.options.rank == 0:
             self._warn_once(
                 pipelined,
                 "variable batch sizes",

@@ -1,5 +1,6 @@
 """Find and shard a model's embedding tables, check their optimizers, and inspect the sharded modules."""
 
+from .batch_sizes import no_samples, refuse_other_batch_sizes
 from .combined_optimizer import combined_optimizer, optimizer_name, rate_setter
 from .id_ranges import IdRanges, OutOfRangeIds, num_ids
 from .names import takes_weights, without_graph
