@@ -24,6 +24,7 @@ from .failures import tell_last as tell_last
 from .failures import timed_out as timed_out
 from .groups import CONSENSUS as CONSENSUS
 from .mismatches import Mismatches as Mismatches
+from .mismatches import Point as Point
 from .packed_alltoall import PackedExchange as PackedExchange
 from .packed_alltoall import Part as Part
 from .wrapped_work import Issue as Issue

@@ -22,6 +22,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from torch.distributed import Store as Store  # type: ignore[attr-defined]
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
+FAILED = "lightning_overlap/failures"  # in the store: how often a rank of this job has failed
 LEAVE_S = 3.0  # seconds that the first failing rank and the others wait for each other to print
 
 _MARK = "_lightning_overlap_cause"
@@ -29,7 +30,14 @@ _causes: dict[int, FirstCause] = {}
 """The `FirstCause` of the newest error, by its id. The error holds only this id: a store cannot be pickled."""
 _PLACE = re.compile(r"rank \d+ (was|had failed) |Another rank did not answer")
 """Notes that other ranks need not print: the first failing rank prints the same."""
-PEER_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "/gloo/", "NCCL")
+PEER_LOST = (
+    "Another rank has failed, for which",
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "/gloo/",
+    "NCCL",
+)
 _num_runs = itertools.count()
 _sockets: dict[int, str] = {}  # descriptor -> its socket at that time, since descriptors are reused
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from . import gloo_alltoall, gloo_device
 from .consensus import Consensus
-from .failures import default_store, remember_sockets
+from .failures import FAILED, default_store, remember_sockets
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,6 @@ class Groups:
 
 
 CONSENSUS = "consensus"  # name of its group
-_FAILURES = "lightning_overlap/failures"
 _made: dict[tuple[dist.ProcessGroup, str, timedelta, bool, int], Groups] = {}
 
 
@@ -46,7 +45,7 @@ def join(timeout: timedelta, *, multi_node: bool = False) -> Groups:
         return Groups(world)
     backend = dist.get_backend()
     # Rank 0's reading counts: if a rank joins first and fails at once, a slower rank would wait for new groups alone.
-    num_failures = [store.add(_FAILURES, 0)]
+    num_failures = [store.add(FAILED, 0)]
     dist.broadcast_object_list(num_failures, src=0)
     key = (world, backend, timeout, multi_node, num_failures[0])
     if key not in _made:
@@ -71,7 +70,7 @@ def forget() -> None:
     store = default_store()
     if store is not None:
         with contextlib.suppress(Exception):  # the store ends with its host rank
-            store.add(_FAILURES, 1)
+            store.add(FAILED, 1)
 
 
 @contextlib.contextmanager

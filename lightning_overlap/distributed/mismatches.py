@@ -1,59 +1,147 @@
-"""Find out whether all ranks run a module's own forward for the same call, where no collective can ask.
+"""Find out whether all ranks do the same at a point of a step, where no collective can ask.
 
-A rank that cannot serve a call from early embeddings reports it in the store and waits until all ranks have. A rank
-that served the call goes on, perhaps into a collective; so a thread of each rank answers waiting ranks.
+A rank that does something unusual there (it calls a module that it has not called before, calls it otherwise, or leaves
+the call out) reports it in the store and waits until all ranks have. A rank that does the usual thing goes on, perhaps
+into a collective that waits for the other rank; so a thread of each rank answers waiting ranks.
 """
 
 import contextlib
+import json
+import sys
 import threading
 import time
+from collections.abc import Callable
+from typing import NamedTuple, TypeAlias
 
-from .failures import Store
+from .failures import FAILED, Store
 
 LOOK_EVERY_S = 1.0
+ANNOUNCE_AFTER_S = 0.05  # ranks that do the same come within this time, mostly
+
+
+Point: TypeAlias = tuple[str | int, ...]  # a place in every step, where ranks do the usual thing or another one
+
+
+class Deed(NamedTuple):
+    """What a rank does at a point of a step."""
+
+    rank: int
+    what: str | None  # None: the usual thing
+    point: Point
+    step: int
 
 
 class Mismatches:
-    """The calls that some rank cannot serve from early embeddings; `key` begins all keys of a run in the store."""
+    """What some rank does otherwise than usual; `key` begins all keys of a run in the store."""
 
-    def __init__(self, store: Store, key: str, num_ranks: int, timeout_s: float) -> None:
+    def __init__(self, store: Store, key: str, rank: int, num_ranks: int, timeout_s: float) -> None:
         self._store, self._key = store, key
-        self._num_ranks, self._timeout_s = num_ranks, timeout_s
-        self._served: dict[str, int] = {}
+        self._rank, self._num_ranks, self._timeout_s = rank, num_ranks, timeout_s
+        self._num_failed = store.add(FAILED, 0)
+        self._passed: dict[Point, int] = {}
+        self._agreed: dict[Point, list[str]] = {}  # by point: the last keys in the store
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
 
     def end(self) -> None:
-        """End the thread that looks for waiting ranks."""
+        """End the thread that looks for waiting ranks; leave them an answer, unless this rank has failed."""
         thread, self._thread = self._thread, None
-        if thread is not None:
-            self._ended.set()
-            thread.join()
+        if thread is None:
+            return
+        self._ended.set()
+        thread.join()
+        if sys.exception() is None:  # a call of the store over a dead link would have no end
+            with contextlib.suppress(Exception):
+                self._store.set(f"{self._key}/gone/{self._rank}", json.dumps([*self._passed.items()]))
+                self._store.add(f"{self._key}/gone", 1)
 
-    def served(self, module: str, step: int) -> None:
-        """Note that this rank's call of a module was served early; the first call starts the thread."""
-        self._served[module] = step
+    def passed(self, point: Point, step: int) -> None:
+        """Note that this rank does the usual thing at a point and does not wait; the first note starts a thread."""
+        self._passed[point] = step
         if self._thread is None:
             self._ended.clear()
             self._thread = threading.Thread(target=self._look, name="early_lookup_mismatches", daemon=True)
             self._thread.start()
 
-    def all_ranks(self, module: str, step: int) -> bool:
-        """Wait until all ranks call this for the same module and step; False if one was served early or is too late."""
-        call = f"{self._key}/{module}/{step}"
-        self._store.add(call, 1)
-        deadline = time.monotonic() + self._timeout_s
-        while self._store.add(call, 0) < self._num_ranks:
-            if self._store.add(f"{call}/served", 0) or time.monotonic() > deadline:
-                return False
-            self._store.compare_set(f"{self._key}/waits", "", f"{step} {module}")  # once an earlier call is gone
-            time.sleep(0.01)
-        self._store.compare_set(f"{self._key}/waits", f"{step} {module}", "")
-        return True
+    def other(self, point: Point, step: int, what: str = "") -> Deed | None:
+        """Wait until all ranks do the same unusual thing at a point of a step; return None, or what another one does.
+
+        Raises a RuntimeError if another rank has failed, or does not come to the point in time.
+        """
+        mine = Deed(self._rank, what, point, step)
+        here = f"{self._name(mine)}/{what}"
+        began, pause_s, announced = time.monotonic(), 0.0005, False
+        num_here = self._store.add(here, 1)
+        while num_here < self._num_ranks:
+            waited_s = time.monotonic() - began
+            if waited_s > ANNOUNCE_AFTER_S:
+                if not announced:
+                    self._change_waiting(lambda waiting: [*waiting, mine])
+                    announced = True
+                found = self._found(mine)
+                if found is not None:
+                    # If all came, one of them has gone on since.
+                    return None if self._store.add(here, 0) >= self._num_ranks else found
+                if self._store.add(FAILED, 0) > self._num_failed:
+                    raise RuntimeError(f"Another rank has failed, for which this rank waited at {_in_words(point)}.")
+                if waited_s > self._timeout_s:
+                    raise RuntimeError(
+                        f"another rank did not come to {_in_words(point)} of step {step} within {self._timeout_s:g} s. "
+                        "If it is only slow, pass a longer timeout= to the strategy."
+                    )
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, 0.02)
+            num_here = self._store.add(here, 0)
+        if announced:
+            self._change_waiting(lambda waiting: [one for one in waiting if one != mine])
+        # When all ranks are here, they have left the time before, and nobody reads the key of the time before that.
+        keys = self._agreed.setdefault(point, [])
+        keys.append(here)
+        if len(keys) > 2:
+            self._store.delete_key(keys.pop(0))
+        return None
+
+    def _found(self, mine: Deed) -> Deed | None:
+        """Return what is known of another rank that does something else."""
+        for one in self._waiting():
+            if one[2:] == mine[2:] and one.what != mine.what:
+                return one
+        rank = self._store.compare_set(f"{self._name(mine)}/passed", "", "")
+        if rank:
+            return mine._replace(rank=int(rank), what=None)
+        if self._store.add(f"{self._key}/gone", 0):
+            for other in set(range(self._num_ranks)) - {self._rank}:
+                passed = json.loads(self._store.compare_set(f"{self._key}/gone/{other}", "", "") or b"[]")
+                if any(tuple(point) == mine.point and step >= mine.step for point, step in passed):
+                    return mine._replace(rank=other, what=None)
+        return None
+
+    def _name(self, deed: Deed) -> str:
+        return f"{self._key}/{'/'.join(map(str, deed.point))}/{deed.step}"
+
+    def _waiting(self) -> list[Deed]:
+        return _read(self._store.compare_set(f"{self._key}/waiting", "", ""))
+
+    def _change_waiting(self, change: Callable[[list[Deed]], list[Deed]]) -> None:
+        before = b""
+        while True:
+            after = json.dumps(change(_read(before))).encode()
+            found = self._store.compare_set(f"{self._key}/waiting", before.decode(), after.decode())
+            if found == after:
+                return
+            before = found
 
     def _look(self) -> None:
         with contextlib.suppress(Exception):  # the store ends with its host rank
             while not self._ended.wait(LOOK_EVERY_S):
-                step, _, module = self._store.compare_set(f"{self._key}/waits", "", "").decode().partition(" ")
-                if module and self._served.get(module, -1) >= int(step):
-                    self._store.add(f"{self._key}/{module}/{step}/served", 1)
+                for one in self._waiting():
+                    if self._passed.get(one.point, -1) >= one.step:
+                        self._store.compare_set(f"{self._name(one)}/passed", "", str(self._rank))
+
+
+def _read(waiting: bytes) -> list[Deed]:
+    return [Deed(rank, what, tuple(point), step) for rank, what, point, step in json.loads(waiting or b"[]")]
+
+
+def _in_words(point: Point) -> str:
+    return " ".join(map(str, point))

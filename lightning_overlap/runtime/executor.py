@@ -180,6 +180,8 @@ class Executor:
             return
         if current is None:
             return
+        if stage is Stage.DENSE_FORWARD and self._in_forward:  # a backward within the step (manual optimization)
+            self._lookups.end_part(current)
         position = self.schedule.position(stage)
         if self._cursor > position:
             if stage is Stage.BACKWARD and self.schedule.has_sparse_stages:

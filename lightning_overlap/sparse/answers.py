@@ -16,11 +16,13 @@ from ..tables import (
     SentInput,
     count_backwards,
     has_model_parallel_tables,
+    no_samples,
     renew_counts,
     tbes,
     without_backward,
     without_graph,
 )
+from .alike_calls import AlikeCalls
 from .gradient_watch import GradientWatch
 from .input_sizes import check_types
 from .inputs import SparseInputs
@@ -48,6 +50,8 @@ class Answers:
     ) -> None:
         self._forwards, self._inputs, self._updates, self._gradients = forwards, inputs, updates, gradients
         self._order, self._options = order, options = forwards.order, forwards.options
+        compared = [one.name for one in forwards.values() if one.is_over_all]
+        self.alike = AlikeCalls(forwards.mismatches, compared, options)
         # Between hosts on a CPU, where the link is idle once all early embeddings of a step have arrived.
         self._sends_within = (
             options.multi_node and options.fills_waits and options.trains and not order.streams.is_async
@@ -66,6 +70,7 @@ class Answers:
             pipelined.calls.clear()
         self._kept.clear()
         self._held.clear()
+        self.alike.begin_step(self._forwards.num_steps, inflight.index)
         self._current = self._in_step = inflight
         # A mode that watches operators (of a host-sync audit) would not see the read of the sizes within the step.
         is_watched = torch._C._len_torch_function_stack() > 0 or torch._C._len_torch_dispatch_stack() > 0
@@ -106,6 +111,9 @@ class Answers:
         look_up_now = own_forward = partial(pipelined.original_forward, *args, **kwargs)
         self._forwards.refuse_trained_weights(pipelined, given)
         self._gradients.note_call(pipelined.name)
+        if pipelined.has_sequences and isinstance(given, KeyedJaggedTensor) and not given.lengths().numel():
+            raise ValueError(no_samples(self._call(pipelined, inflight)))
+        is_noted = False  # in `alike`
         if inflight is not None:
             if not in_backward:
                 pipelined.calls.append((args, kwargs))
@@ -115,6 +123,9 @@ class Answers:
             if state is not None and (
                 not state.served or (in_backward and state.embeddings is not None and state.served_in == step)
             ):
+                if state.votes and not in_backward:
+                    self._note_call(pipelined, inflight)  # before the ranks vote
+                    is_noted = True
                 reason = self._why_not_early(pipelined, state, given)
                 if state.served:
                     if reason is None:
@@ -125,6 +136,8 @@ class Answers:
                     state.served_in = step
                     self._forwards.served(pipelined.name)
                     if state.embeddings is not None:
+                        if pipelined.is_over_all and not (is_noted or in_backward):
+                            self.alike.note_quiet(pipelined.name, inflight)
                         state.advance(Progress.SERVED)
                         return self._serve(state)
                     look_up_now = partial(self._look_up_when_called, inflight, state)
@@ -135,6 +148,8 @@ class Answers:
                     "zero) if there are no ids."
                 )
                 self._forwards.check_all_ranks(pipelined.name, problem)
+            if not (is_noted or in_backward):
+                self._note_call(pipelined, inflight)
             if look_up_now is own_forward and not in_backward:
                 self._check_form(pipelined, given, inflight)
             inflight.ran_unpipelined = True
@@ -166,6 +181,15 @@ class Answers:
         if is_counted:
             count_backwards(pipelined.module, answer)
         self._gradients.watch(pipelined.name, answer)
+
+    def _note_call(self, pipelined: PipelinedForward, inflight: InFlightBatch) -> None:
+        """Compare a call in which the module's own forward will run with those of other ranks."""
+        if not pipelined.is_over_all:
+            return
+        if has_model_parallel_tables(pipelined.module):
+            self.alike.note(pipelined.name, inflight)
+        elif torch.is_grad_enabled():  # data-parallel tables have collectives in the backward alone
+            self.alike.note_quiet(pipelined.name, inflight)
 
     def _why_not_early(self, pipelined: PipelinedForward, state: ModuleContext, given: Any) -> str | None:
         if given is not state.kjt:
@@ -223,8 +247,9 @@ class Answers:
             )
             self._forwards.check_all_ranks(own_call, problem)
 
-    def _call(self, pipelined: PipelinedForward, inflight: InFlightBatch) -> str:
-        return f"rank {self._options.rank} calls {pipelined.name!r} in {self._options.step} of batch {inflight.index}"
+    def _call(self, pipelined: PipelinedForward, inflight: InFlightBatch | None) -> str:
+        place = "" if inflight is None else f" in {self._options.step} of batch {inflight.index}"
+        return f"rank {self._options.rank} calls {pipelined.name!r}{place}"
 
     def _serve(self, state: ModuleContext) -> EarlyEmbeddings:
         if torch.is_grad_enabled() or not self._options.trains:

@@ -97,6 +97,8 @@ class SparseInputs:
             kjt = _input_in(searched, pipelined.path) if pipelined.early else None
             if kjt is None or pipelined.keys != frozenset(kjt.keys()):
                 continue
+            if pipelined.has_sequences and not kjt.lengths().numel():
+                continue  # TorchRec's lookup would fail; a call is refused by name
             module = pipelined.module
             state = ModuleContext(name, inflight.index, module, kjt, context=module.create_context())
             inflight.modules[name] = state

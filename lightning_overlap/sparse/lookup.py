@@ -108,11 +108,17 @@ class SparseLookups:
         finally:
             self._answers.end()
             self._inputs.staged.end()
+        self._forwards.end_calls()
+        self._answers.alike.end_part(inflight)
         if self._inputs.ready:
             self._forwards.check_calls(inflight.modules)
         for state in inflight.modules.values():
             if not state.served:
                 self._drop(state)
+
+    def end_part(self, inflight: InFlightBatch) -> None:
+        """End the part of a step before a backward in it; a RuntimeError if ranks call modules differently in it."""
+        self._answers.alike.end_part(inflight)
 
     def forget_received(self, inflight: InFlightBatch) -> None:
         """Let go of the embeddings and inputs of a batch whose backward is over."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils.hooks import RemovableHandle
 from torchrec.distributed import comm_ops, dist_data, types, utils
 from torchrec.distributed.types import LazyAwaitable, LazyGetItemMixin, ShardedModule
 from torchrec.sparse import jagged_tensor
@@ -20,6 +21,8 @@ from ..tables import (
     check_torchrec,
     has_model_parallel_tables,
     holds_sequences,
+    refuse_other_batch_sizes,
+    take_row_0_for_ids_outside,
     takes_weights,
     why_never_early,
 )
@@ -114,7 +117,7 @@ class PipelinedForward:
     def __init__(self, name: str, module: Any, group: dist.ProcessGroup | None, prefetches: bool) -> None:
         check_torchrec(module)
         self.name, self.module = name, module
-        self.ranges = IdRanges(module)
+        self.ranges, self.has_sequences = IdRanges(module), holds_sequences(module)
         present = vars(module).get("forward")
         self.original_forward: Callable[..., Any] = (
             present.original_forward if isinstance(present, PipelinedForward) else module.forward
@@ -156,10 +159,11 @@ class PipelinedForwards(dict[str, PipelinedForward]):
         )
         self.modules, self.group, self.order, self.options = list(modules.values()), group, order, options
         self.num_steps = 0  # steps begun
+        self._hooks: list[RemovableHandle] = []  # of kernels and output dists, while attached
         key = f"lightning_overlap/{next(_num_made)}"  # all ranks make as many
-        self._mismatches: Mismatches | None = None
+        self.mismatches: Mismatches | None = None  # None on one rank
         if group is not None and options.store is not None:
-            self._mismatches = Mismatches(options.store, key, group.size(), options.timeout_s)
+            self.mismatches = Mismatches(options.store, key, group.rank(), group.size(), options.timeout_s)
 
     def attach(self, answer: Answer) -> None:
         """Replace the modules' forwards; `answer` returns the embeddings of each call."""
@@ -168,6 +172,13 @@ class PipelinedForwards(dict[str, PipelinedForward]):
             if present is not pipelined:
                 pipelined.former = present
                 pipelined.module.forward = pipelined
+        if not self._hooks:
+            if self.options.out_of_range_ids != "error":
+                self._hooks += [hook for one in self.values() for hook in take_row_0_for_ids_outside(one.module)]
+            if self.group is not None and "nccl" not in str(dist.get_backend(self.group)):
+                self._hooks += [
+                    hook for one in self.values() for hook in refuse_other_batch_sizes(one.name, one.module)
+                ]
         _RANGES.begin(self)
 
     def detach(self) -> None:
@@ -178,9 +189,12 @@ class PipelinedForwards(dict[str, PipelinedForward]):
                     del pipelined.module.forward
                 else:
                     pipelined.module.forward = pipelined.former
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
         _RANGES.end(self)
-        if self._mismatches is not None:
-            self._mismatches.end()
+        if self.mismatches is not None:
+            self.mismatches.end()
 
     def refuse_trained_weights(self, pipelined: PipelinedForward, given: Any) -> None:
         """Raise a RuntimeError if weights of ids would be sent that the loss trains: their gradients do not return."""
@@ -219,14 +233,20 @@ class PipelinedForwards(dict[str, PipelinedForward]):
 
     def served(self, call: str) -> None:
         """Note that this rank has made a call as before: from early embeddings, or with tensors of the same types."""
-        if self._mismatches is not None:
-            self._mismatches.served(call, self.num_steps)
+        if self.mismatches is not None:
+            self.mismatches.passed(("unusual", call), self.num_steps)
 
     def check_all_ranks(self, call: str, problem: str) -> None:
         """Raise a RuntimeError with `problem` if another rank has `served` a call, or does not make it in time."""
         # No collective can ask: ranks that have served the call issue none for it.
-        if self._mismatches is not None and not self._mismatches.all_ranks(call, self.num_steps):
+        if self.mismatches is not None and self.mismatches.other(("unusual", call), self.num_steps) is not None:
             raise RuntimeError(problem)
+
+    def end_calls(self) -> None:
+        """End the calls of a step: answer ranks that wait in `check_all_ranks` for a call that this rank left out."""
+        for pipelined in self.values():
+            if not pipelined.calls:
+                self.served(pipelined.name)
 
     def check_calls(self, begun: Container[str]) -> None:
         """Run modules unpipelined from now on that a step has called twice, or not at all though they have `begun`."""
@@ -236,7 +256,6 @@ class PipelinedForwards(dict[str, PipelinedForward]):
             if not pipelined.early:
                 continue
             if not num_calls:
-                self.served(pipelined.name)  # a rank that waits for this one in `check_all_ranks` waits in vain
                 if pipelined.name in begun:
                     self.run_unpipelined(pipelined, _NOT_FOR_ALL)
             elif num_calls > 1:
@@ -277,7 +296,7 @@ class PipelinedForwards(dict[str, PipelinedForward]):
         inputs = [only_input(*call) for call in pipelined.calls]
         kjts = [given for given in inputs if isinstance(given, KeyedJaggedTensor)]
         varies = any(kjt.variable_stride_per_key() and kjt.device().type == "cpu" for kjt in kjts)
-        if varies and holds_sequences(pipelined.module) and self.options.rank == 0:
+        if varies and pipelined.has_sequences and self.options.rank == 0:
             self._warn_once(
                 pipelined,
                 "variable batch sizes",

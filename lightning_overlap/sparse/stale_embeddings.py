@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..runtime import Executor, InFlightBatch, Streams
-from ..schedules import Stage, StreamName
-from ..tables import TABLE_TYPES, keys_in_backward, tables_in_backward
+from ..schedules import Stage, StreamName, WeightOwner
+from ..tables import TABLE_TYPES, keys_in_backward, owners_of_parts, tables_in_backward
 from .pipeline import SparsePipeline
 
 ROW_BITS = 40  # a row is counted as `table << ROW_BITS | row`, so that one pass counts all tables of a rank
@@ -52,7 +52,12 @@ class StaleRows:
     ) -> None:
         self._sparse, self._executor, self._group = sparse, executor, group
         self._streams = sparse.order.streams
-        self._modules = {name: one for name, one in sparse.modules.items() if isinstance(one, TABLE_TYPES)}
+        # Replicas and tables of the dense optimizer are looked up after their update: no batch ahead has ids of theirs.
+        self._modules = {
+            name: one
+            for name, one in sparse.modules.items()
+            if isinstance(one, TABLE_TYPES) and WeightOwner.FUSED_BACKWARD in owners_of_parts(one)
+        }
         fused = [(name, table) for name, one in self._modules.items() for table in tables_in_backward(one)]
         self._number = {key: number for number, key in enumerate(fused)}
         names = [table for _, table in fused]
@@ -79,8 +84,10 @@ class StaleRows:
             for name in self._modules
             if name in batches[0].modules
         }
+        # A module that ran in its own forward in one of these batches has no ids of it, on all ranks alike.
+        ids = {name: of_module for name, of_module in ids.items() if None not in of_module}
         kept = [kjts for of_module in ids.values() for kjts in of_module]
-        if not kept or None in kept:
+        if not kept:
             return None
         self._streams.wait(StreamName.SIDE, self._streams.record(self._sparse.order.lookup))
         self._streams.record_stream(kept, StreamName.SIDE)
@@ -121,7 +128,9 @@ def _rows(ids: Any, places: Sequence[tuple[int, int, int]]) -> Tensor:
     rows = []
     for part, key, table in places:
         first, end = ids[part].offset_per_key()[key : key + 2]
-        rows.append(ids[part].values()[first:end].long() + (table << ROW_BITS))
+        of_key = ids[part].values()[first:end].long()
+        of_key = of_key * (of_key >> ROW_BITS == 0)  # an id outside, negative ones too: the kernel has taken row 0
+        rows.append(of_key + (table << ROW_BITS))
     return torch.cat(rows)
 
 

@@ -1,5 +1,6 @@
 """Find and shard a model's embedding tables, check their optimizers, and inspect the sharded modules."""
 
+from .batch_sizes import no_samples, refuse_other_batch_sizes
 from .combined_optimizer import combined_optimizer, optimizer_name, rate_setter
 from .id_ranges import IdRanges, OutOfRangeIds, num_ids
 from .names import table_by_name, takes_weights, without_graph
@@ -21,6 +22,7 @@ from .quantized_comms import (
     resolve_quantized_comms,
 )
 from .replicas import ReplicateTables, check_replicate_tables, replica_kernels
+from .row_zero import take_row_0_for_ids_outside
 from .scheduler_checks import check_schedulers
 from .sharded_module import (
     SetRates,

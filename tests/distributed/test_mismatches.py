@@ -10,13 +10,14 @@ import pytest
 import torch.distributed as dist
 
 from lightning_overlap.distributed import Mismatches, mismatches
+from lightning_overlap.distributed.failures import FAILED
 
 
 @pytest.fixture
 def ranks() -> Iterator[list[Mismatches]]:
     store = dist.HashStore()
     with mock.patch.object(mismatches, "LOOK_EVERY_S", 0.05):
-        made = [Mismatches(store, "run", 2, timeout_s=5) for _ in range(2)]
+        made = [Mismatches(store, "run", rank, 2, timeout_s=5) for rank in range(2)]
         yield made
         for one in made:
             one.end()
@@ -25,20 +26,64 @@ def ranks() -> Iterator[list[Mismatches]]:
 
 def test_all_ranks_leave_the_same_call_however_late_one_is(ranks: list[Mismatches]) -> None:
     for one in ranks:
-        one.served("ebc", 3)
+        one.passed(("ebc",), 3)
     with ThreadPoolExecutor(1) as pool:
-        first = pool.submit(ranks[0].all_ranks, "ebc", 4)
+        first = pool.submit(ranks[0].other, ("ebc",), 4)
         time.sleep(0.3)  # several looks, which find a call that nobody was served for
         assert not first.done()
-        assert ranks[1].all_ranks("ebc", 4)
-        assert first.result()
-        again = pool.submit(ranks[1].all_ranks, "ebc", 5)
-        assert ranks[0].all_ranks("ebc", 5)
-        assert again.result()
+        assert ranks[1].other(("ebc",), 4) is None
+        assert first.result() is None
+        again = pool.submit(ranks[1].other, ("ebc",), 5)
+        assert ranks[0].other(("ebc",), 5) is None
+        assert again.result() is None
 
 
 def test_a_rank_that_was_served_says_so_at_once(ranks: list[Mismatches]) -> None:
-    ranks[1].served("ebc", 4)
+    ranks[1].passed(("ebc",), 4)
     started = time.monotonic()
-    assert not ranks[0].all_ranks("ebc", 4)
+    other = ranks[0].other(("ebc",), 4)
+    assert other is not None
+    assert (other.rank, other.what) == (1, None)
     assert time.monotonic() - started < 4
+
+
+def test_a_rank_that_has_ended_has_left_its_answer(ranks: list[Mismatches]) -> None:
+    """It goes on where it waits for nobody, in the last batch of an evaluation."""
+    ranks[1].passed(("ebc",), 4)
+    ranks[1].end()
+    other = ranks[0].other(("ebc",), 4)
+    assert other is not None
+    assert (other.rank, other.what) == (1, None)
+
+
+def test_ranks_that_do_different_unusual_things_hear_of_each_other(ranks: list[Mismatches]) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(ranks[0].other, ("call", 1), 4, "ebc")
+        mine, theirs = ranks[1].other(("call", 1), 4, "second"), first.result()
+    assert mine is not None
+    assert theirs is not None
+    assert (mine.rank, mine.what, theirs.rank, theirs.what) == (0, "ebc", 1, "second")
+
+
+def test_a_rank_that_fails_is_not_waited_for(ranks: list[Mismatches]) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(ranks[0].other, ("call", 1), 4, "ebc")
+        ranks[1]._store.add(FAILED, 1)  # as `groups.forget` does
+        with pytest.raises(RuntimeError, match="Another rank has failed, for which this rank waited at call 1"):
+            waiting.result()
+
+
+def test_a_rank_that_is_late_is_told_as_late(ranks: list[Mismatches]) -> None:
+    ranks[0]._timeout_s = 0.2
+    with pytest.raises(RuntimeError, match=r"another rank did not come to call 1 of step 4 within 0\.2 s"):
+        ranks[0].other(("call", 1), 4)
+
+
+def test_the_store_does_not_grow(ranks: list[Mismatches]) -> None:
+    def go(rank: int) -> None:
+        for step in range(20):
+            assert ranks[rank].other(("call", 1), step) is None
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(go, range(2)))
+    assert ranks[0]._store.num_keys() < 10

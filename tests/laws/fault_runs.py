@@ -71,16 +71,16 @@ class Ended(NamedTuple):
     log: str
 
 
-def run_all(folder: Path, *runs: dict[str, Any]) -> list[list[Ended]]:
+def run_all(folder: Path, *runs: dict[str, Any], program: str = __name__) -> list[list[Ended]]:
     """Do runs one after the other; return how each rank of each ended. Rank r of run n writes to folder/n/log_r."""
-    return [_run_ranks(folder / str(num), arguments) for num, arguments in enumerate(runs)]
+    return [_run_ranks(program, folder / str(num), arguments) for num, arguments in enumerate(runs)]
 
 
-def _run_ranks(place: Path, arguments: dict[str, Any]) -> list[Ended]:
+def _run_ranks(program: str, place: Path, arguments: dict[str, Any]) -> list[Ended]:
     """Run two ranks; their exit codes may be negative: the signal. One that hangs is killed by SIGALRM."""
     place.mkdir()
     port, ranks = free_port(), []
-    command = [sys.executable, "-m", __name__, json.dumps({"folder": str(place), **arguments})]
+    command = [sys.executable, "-m", program, json.dumps({"folder": str(place), **arguments})]
     for rank in range(2):
         with (place / f"log_{rank}").open("wb") as log:
             environment = os.environ | torchrun_variables(rank, 2, 1, port)

@@ -157,8 +157,8 @@ def _wrong(change: Callable[[KeyedJaggedTensor], KeyedJaggedTensor]) -> Callable
     return made
 
 
-def _with_id(number: int) -> Callable[[Case, int, int], Batch]:
-    """Give feature f1 this id."""
+def with_id(number: int) -> Callable[[Case, int, int], Batch]:
+    """Give the second feature this id."""
 
     def change(kjt: KeyedJaggedTensor) -> KeyedJaggedTensor:
         kjt.values()[kjt.lengths()[:BATCH_SIZE].sum()] = number
@@ -167,7 +167,7 @@ def _with_id(number: int) -> Callable[[Case, int, int], Batch]:
     return _wrong(change)
 
 
-too_large = too_large_by_rows = _with_id(1000)
-negative, row_0 = _with_id(-1), _with_id(0)
+too_large = too_large_by_rows = with_id(1000)
+negative, row_0 = with_id(-1), with_id(0)
 floating = _wrong(lambda kjt: with_ids(kjt, kjt.values().float()))
 no_weights = _wrong(lambda kjt: with_ids(kjt, kjt.values()))

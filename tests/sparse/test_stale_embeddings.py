@@ -24,6 +24,8 @@ from ..testing.test_checked_streams import train
 
 NUM_STEPS = 14
 PREFIX = "overlap/stale_rows/"
+_COPIED = TableSpec("c0", ("f1", "f2"), "data_parallel", "second")
+COPIED_BESIDE = Case("copied_beside", (TableSpec("t0", ("f0",)), TableSpec("t1", ("f2",)), _COPIED))
 ROW_WISE = Case("row_wise", (TableSpec("t0", ("f0",)), TableSpec("r0", ("f1",), "row_wise")))
 
 
@@ -109,6 +111,23 @@ def test_equals_a_count_with_sets(get_ranks: Callable[..., Ranks], case: Case, s
     _check(ranks, case, staleness, told)
     shares = [share for one in told[0].shares.values() for share in one.values()]
     assert 0 < min(shares) < max(shares) < 1, "neither all rows nor none, or a wrong count could look right"
+
+
+@pytest.mark.parametrize(("staleness", "num_ranks"), [(2, 1), (2, 2), (4, 2)])
+@pytest.mark.parametrize("replicas", [["c0"], []], ids=["replicated", "of_the_dense_optimizer"])
+def test_a_collection_that_is_never_stale_hides_no_other(
+    get_ranks: Callable[..., Ranks], replicas: list[str], staleness: int, num_ranks: int
+) -> None:
+    """Its batches ahead are still to be looked up when those of the other collection are counted."""
+    options = {"pipeline": "async_lookup", "staleness": staleness, "replicate_tables": replicas}
+    if replicas:
+        options["fused_optimizer"] = (torch.optim.SGD, {"lr": 2.0})
+    told = get_ranks(num_ranks).run(_told, COPIED_BESIDE, NUM_STEPS, **options)
+    assert set(told[0].totals) == {"t0", "t1"}
+    assert len(told[0].shares) >= 2
+    for rank in told:
+        for step, shares in rank.shares.items():
+            assert shares == _expected(get_ranks(num_ranks), COPIED_BESIDE, staleness, step)
 
 
 @pytest.mark.parametrize("pipeline", MODES)

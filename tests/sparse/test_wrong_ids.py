@@ -1,17 +1,34 @@
 """Ids that an unsharded module refuses: named on the rank that has them, and no other rank waits for it."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torchrec import KeyedJaggedTensor
 
 from lightning_overlap import OverlapEmbeddingStrategy
+from lightning_overlap.sparse import stale_embeddings
 from lightning_overlap.tables import IdRanges
 
+from ..support.cases import (
+    COLUMN_WISE,
+    NUM_ROWS,
+    SEQUENCE,
+    TABLE_WISE,
+    WEIGHTED,
+    Batches,
+    Case,
+    Model,
+    TableSpec,
+    make_plan,
+)
 from ..support.ranks import RankError, Ranks
-from . import caller_fits
+from . import caller_fits, callers
+from .caller_inputs import with_id
 
 OUTSIDE = r"ValueError: rank {rank}, the input of 'ebc' for batch 3 of training_step: feature 'f1' has id {id}, but "
 TEXTS = {
@@ -55,6 +72,70 @@ def test_with_a_warning_it_goes_on_with_row_0(ranks: Ranks, pipeline: str) -> No
     [message] = warned[-1].messages
     assert "batch 3 of training_step: feature 'f1' has id 1000, but table" in message
     assert all(outcome.messages == [] for outcome in (*expected, *warned[:-1], *silent))
+
+
+_BY_ROWS = Case("by_rows", tuple(TableSpec(f"t{at}", (f"f{at}",), "row_wise") for at in range(2)))
+_COPIED = Case("copied", (TableSpec("t0", ("f0",)), TableSpec("d0", ("f1",), "data_parallel")))
+
+
+@dataclass
+class _Wrong:
+    case: Case
+    pipeline: str
+    num_ranks: int = 2
+    replicated: bool = False
+    row: int = 0  # that the id stands for
+    id: int = -1
+
+    def __str__(self) -> str:
+        kind = "replicated" if self.replicated else self.case.name
+        return f"{self.id}-{kind}-{self.pipeline}-{self.num_ranks}"
+
+
+def _train_with(id: int, wrong: _Wrong, out_of_range_ids: str) -> caller_fits.Outcome:
+    module, data = Model(wrong.case), Batches(wrong.case, callers.NUM_STEPS)
+    data.make = with_id(id)
+    options: dict[str, Any] = {"out_of_range_ids": out_of_range_ids}
+    if wrong.replicated:
+        options |= {"replicate_tables": ["d0"], "fused_optimizer": (torch.optim.SGD, {"lr": 2.0})}
+    plan = make_plan(wrong.case, module, dist.get_world_size())
+    return caller_fits.fit(module, plan, data, wrong.pipeline, options, limit_val_batches=0)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *(_Wrong(TABLE_WISE, pipeline, num) for pipeline in ("base", "fused_sparse_dist") for num in (1, 2)),
+        _Wrong(TABLE_WISE, "semi_sync_deferred"),
+        *(_Wrong(COLUMN_WISE, pipeline) for pipeline in ("base", "semi_sync")),
+        # FBGEMM sends -1 to the shard of the last rank.
+        *(_Wrong(_BY_ROWS, pipeline, row=NUM_ROWS // 2) for pipeline in ("base", "fused_sparse_dist")),
+        _Wrong(_BY_ROWS, "sparse_dist", 1),
+        *(_Wrong(SEQUENCE, pipeline, num) for pipeline, num in (("base", 1), ("fused_sparse_dist", 2))),
+        *(_Wrong(_COPIED, pipeline, id=id) for pipeline in ("base", "fused_sparse_dist") for id in (-1, 1000)),
+        *(_Wrong(_COPIED, "semi_sync", num, replicated=True) for num in (1, 2)),
+        _Wrong(_COPIED, "base", replicated=True, id=1000),
+        _Wrong(WEIGHTED, "fused_sparse_dist"),
+    ],
+    ids=str,
+)
+def test_minus_one_is_an_id_outside_as_any_other(get_ranks: Callable[..., Ranks], wrong: _Wrong) -> None:
+    """FBGEMM's own check leaves -1 to its kernels, and its dense kernels check nothing: both raise an error."""
+    ranks = get_ranks(wrong.num_ranks)
+    expected = ranks.run(_train_with, wrong.row, wrong, "error")
+    for choice in ("warning", "fbgemm"):
+        for mine, theirs in zip(ranks.run(_train_with, wrong.id, wrong, choice), expected, strict=True):
+            assert mine.result.differences(theirs.result) == []
+            assert mine.early == theirs.early
+
+
+def test_stale_rows_of_ids_outside_stay_in_their_table() -> None:
+    """The ids are counted as they came: FBGEMM may have corrected a copy."""
+    kjt = KeyedJaggedTensor(["f0", "f1"], torch.tensor([3, -1, -1, 2**62, 2]), lengths=torch.tensor([2, 3]))
+    rows = stale_embeddings._rows([kjt], [(0, 0, 0), (0, 1, 1)])
+    assert [divmod(row, 1 << stale_embeddings.ROW_BITS) for row in rows.tolist()] == [
+        *((0, 3), (0, 0), (1, 0), (1, 0), (1, 2))
+    ]
 
 
 def test_the_first_feature_with_an_id_outside_is_found() -> None:

@@ -191,7 +191,7 @@ class FakeSparse:
         """No staged methods, no cache, no replicas and no counts; lookups are over at once, and nothing is held."""
 
     make_inputs = forget_prefetched = count_lookups = _nothing
-    update_replicas = hold_replicas = forget_received = _nothing
+    update_replicas = hold_replicas = forget_received = end_part = _nothing
 
     def _update(self, index: int) -> None:
         self.begin(Stage.EMBEDDING_UPDATE, index)

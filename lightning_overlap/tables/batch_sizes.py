@@ -1,0 +1,64 @@
+"""Name batch sizes that gloo or TorchRec cannot handle: module, tables, ranks and what to do."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NoReturn
+
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+from torchrec.distributed.sharding.rw_sharding import RwPooledEmbeddingDist
+from torchrec.distributed.types import ShardingType
+
+from ..text import some
+from .supported_modules import spec_of, tables_of
+
+
+def refuse_other_batch_sizes(name: str, module: Any) -> list[RemovableHandle]:
+    """Let backwards raise a RuntimeError if batch sizes differ by rank and the module has row-wise pooled tables.
+
+    gloo gathers their gradients from all ranks, and can gather only equal sizes; other tables, and lookups without a
+    backward, take any sizes. Returns handles that undo this.
+    """
+    if spec_of(module) is None:
+        return []
+    tables = tables_of(module)
+    kinds = (ShardingType.ROW_WISE.value, ShardingType.TABLE_ROW_WISE.value)
+    by_rows = some(table for table, one in tables.module_sharding_plan.items() if one.sharding_type in kinds)
+    hook = partial(_watch_sizes, f"the row-wise tables {by_rows} of {name!r}")
+    dists = [one for one in tables._output_dists if isinstance(one, RwPooledEmbeddingDist)]
+    return [one.register_forward_hook(hook) for one in dists]
+
+
+def _watch_sizes(tables: str, output_dist: Any, args: tuple[Any, ...], awaitable: Any) -> None:
+    context = args[1] if len(args) > 1 else None
+    if context is None or context.variable_batch_per_feature:
+        return
+    sizes = list(context.batch_size_per_rank)
+    if len(set(sizes)) > 1:
+        awaitable.callbacks.append(partial(_refuse_backward, tables, sizes))
+
+
+def _refuse_backward(tables: str, sizes: list[int], embeddings: Tensor) -> Tensor:
+    if embeddings.requires_grad:
+        embeddings.register_hook(_refusing(tables, sizes))
+    return embeddings
+
+
+def _refusing(tables: str, sizes: list[int]) -> Callable[[Tensor], NoReturn]:
+    def refuse(gradient: Tensor) -> NoReturn:
+        by_rank = some((f"{size} on rank {rank}" for rank, size in enumerate(sizes)), 8)
+        raise RuntimeError(
+            f"the batch sizes differ by rank ({by_rank}), and gloo gathers the gradients of {tables} only if they are "
+            "equal. Give all ranks batches of one size (drop_last=True of the DataLoader, or samples without ids that "
+            "do not count in the loss), or shard these tables table_wise or column_wise."
+        )
+
+    return refuse
+
+
+def no_samples(call: str) -> str:
+    """Return the error about sequences of no samples, which TorchRec 1.8 cannot take apart."""
+    return (
+        f"{call} with an input of no samples (a batch size of 0), whose sequences TorchRec cannot return. Give it one "
+        "sample without ids (lengths of zero) that does not count in the loss, or leave the batch out on all ranks."
+    )
