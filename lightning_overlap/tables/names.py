@@ -85,8 +85,10 @@ def answer_in_config_order(model: nn.Module) -> None:
 @functools.cache
 def _in_order(cls: Any) -> type:
     def ordered(method: Callable[..., Any]) -> Callable[..., Any]:
-        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            answer = method(self, *args, **kwargs)
+        def call(self: Any, ctx: Any, *args: Any, **kwargs: Any) -> Any:
+            answer = method(self, ctx, *args, **kwargs)
+            if self.summed_means is not None:
+                answer.callbacks.append(partial(self.summed_means.divide, ctx.divisor))
             answer.callbacks.append(partial(_put_in_order, self.names_in_order))
             return answer
 
@@ -108,6 +110,7 @@ def find_features_by_name(model: nn.Module) -> None:
     for module in (*table_modules(model).values(), *managed):
         module.takes_weights = takes_weights(module)
         module.takes_numbers = module not in managed  # whether ids are row numbers
+        module.summed_means = tables_of(module).summed_means  # of `divide_means_by_name`
         if not hasattr(module, "known_features"):
             module.__class__ = _by_name(module.__class__)
             module.known_features = module.known_inverse = None  # of the first input, in its order
@@ -126,6 +129,8 @@ def _by_name(cls: Any) -> type:
             features = _checked(self, features)
             if features.keys() != self.known_features:
                 features = _as_known(self, features)
+            if self.summed_means is not None:
+                ctx.divisor = self.summed_means.divisors(features)
         return cls.input_dist(self, ctx, features)
 
     return type(cls.__name__, (cls,), {"__module__": cls.__module__, "input_dist": input_dist})

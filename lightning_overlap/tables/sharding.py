@@ -22,6 +22,7 @@ from torchrec.modules.mc_modules import ManagedCollisionModule
 from typing_extensions import override
 
 from ..text import check_known, some
+from .mean_pooling import divide_means_by_name
 from .names import answer_in_config_order, find_features_by_name
 from .optimizer_checks import FusedOptimizer, apply_fused_optimizer, check_fused_optimizer, warn_of_dense_tables
 from .plans import KeptPlan, divide_in_two, make_planner, plan_on_rank_zero, sharding_types
@@ -184,6 +185,7 @@ def _check_sharded_modules(
 
 def _watch(model: nn.Module) -> None:
     """Let modules go by names as the unsharded ones do, be copied, and count writes to their tables."""
+    divide_means_by_name(model)
     answer_in_config_order(model)
     find_features_by_name(model)
     watch_tables(model)
