@@ -329,4 +329,4 @@ def refused_while_rank_0_is_late() -> str:
         return join(*args, **kwargs)
 
     with mock.patch.object(groups, "join", late):
-        return refuse("unknown_table")
+        return refuse("impossible_type")
