@@ -15,6 +15,7 @@ from ..schedules import Stage, StreamName
 from ..tables import SentInput, has_model_parallel_tables, renew_counts, watch_lengths
 from .input_dist import InputExchange, recats_cached, splits_only
 from .input_sizes import check_types, types_in
+from .misfits import wrong_lengths
 from .module_context import ModuleContext, Progress, wait_for
 from .pipelined_forward import PipelinedForwards, inputs_of
 
@@ -97,6 +98,7 @@ class SparseInputs:
             kjt = _input_in(searched, pipelined.path) if pipelined.early else None
             if kjt is None or pipelined.keys != frozenset(kjt.keys()):
                 continue
+            self._forwards.refuse_misfit(pipelined, kjt, inflight)
             module = pipelined.module
             state = ModuleContext(name, inflight.index, module, kjt, context=module.create_context())
             inflight.modules[name] = state
@@ -164,7 +166,8 @@ def note_lengths(kjts: Iterable[KeyedJaggedTensor]) -> None:
     for kjt in kjts:
         if kjt.device().type == "cpu":
             renew_counts(kjt)  # a data loader may yield it again, with other lengths
-            kjt.sync()
+            if wrong_lengths(kjt) is None:  # else the module that gets it refuses it by name
+                kjt.sync()
             watch_lengths([kjt])
 
 

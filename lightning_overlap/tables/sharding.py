@@ -22,8 +22,8 @@ from torchrec.modules.mc_modules import ManagedCollisionModule
 from typing_extensions import override
 
 from ..text import check_known, some
-from .mean_pooling import divide_means_by_name
-from .names import answer_in_config_order, find_features_by_name
+from .kernel_checks import check_kernels, check_kernels_of_sharded
+from .names import answer_in_config_order, divide_means_by_name, find_features_by_name
 from .optimizer_checks import FusedOptimizer, apply_fused_optimizer, check_fused_optimizer, warn_of_dense_tables
 from .plans import KeptPlan, divide_in_two, make_planner, plan_on_rank_zero, sharding_types
 from .quantized_comms import check_plan, check_quantized_comms, codecs_of, sends_groups
@@ -67,6 +67,7 @@ def shard_tables(
     """
     tables, fused = find_tables(model), check_fused_optimizer(fused_optimizer)
     _check_sharded_modules(model, sharding, fused, quantized_comms)
+    check_kernels_of_sharded(model, device)
     if not tables:
         _watch(model)  # of modules that the user has sharded
         return
@@ -82,6 +83,7 @@ def shard_tables(
     )
     whole = to_replicate if num_ranks > 1 else ()
     plan = make_plan(model, sharding, group, device, local_world_size, quantized_comms, whole)
+    check_kernels(model, tables, plan, device)
     divides = in_two_parts and named is not None and not sends_groups(quantized_comms)
     second = divide_in_two(plan, model) if divides else {}
     replicas = replicas_in(plan, tables, to_replicate, num_ranks)

@@ -124,7 +124,7 @@ BREAKS = {
         "tables/names.py", "return columns if columns.keys() == names else", "return columns if True else"
     ),
     "a mean over rows of all ranks divides columns of other tables as well": Break(
-        "tables/mean_pooling.py", "numbers.get(name, 0)", "numbers.get(name, 1)"
+        "tables/names.py", "numbers.get(name, 0)", "numbers.get(name, 1)"
     ),
     "features are taken from where they stood in the first batch": Break(
         "tables/sharding.py", "    find_features_by_name(model)\n", ""

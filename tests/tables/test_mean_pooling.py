@@ -11,8 +11,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardingEnv
 from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection
 
-from lightning_overlap.tables.mean_pooling import divide_means_by_name
-from lightning_overlap.tables.names import answer_in_config_order, find_features_by_name
+from lightning_overlap.tables.names import answer_in_config_order, divide_means_by_name, find_features_by_name
 
 from ..support import modules
 from ..support.ranks import Ranks
