@@ -91,6 +91,7 @@ def shard_tables(
     _refuse_sequences_as_bags(dense, replicas, device)
     dense = [table for table in dense if table not in replicas]
     in_backward = [table for table in tables if table not in dense]
+    frozen = [table for table in tables if not table.parameter.requires_grad]
     apply_fused_optimizer(in_backward, fused, device)
     if dist.get_rank() == 0:
         warn_of_dense_tables(dense)
@@ -123,6 +124,7 @@ def shard_tables(
     for name, of_module in trained.items():
         sharded: Any = model.get_submodule(name)
         sharded.trained_in_backward, sharded.quantized_comms = of_module, quantized_comms
+        sharded.frozen_tables = [table.name for table in frozen if table.module == name]
         sharded.asked_for = {"sharding": sharding, "fused_optimizer": fused}
         sharded.second_part = second.get(name, [])
         replicated = sorted(table.name for table in replicas if table.module == name)
