@@ -1,5 +1,6 @@
 """`OverlapEmbeddingStrategy`: takes the user's options, and makes a run's shards, streams, pipelines and executors."""
 
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any, get_args
@@ -164,6 +165,7 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
         assert self.model is not None
         self.stop_run()  # a run whose callback raised in on_exception was not stopped
         fits = trainer.state.fn == TrainerFn.FITTING
+        self._check_collections(self.model)
         if tables.has_tables(self.model):
             self._begin_run(trainer, self.model, fits)
         super().setup(trainer)
@@ -176,6 +178,14 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
             self.streams = make_streams(self.root_device, lookup_stream)
         if fits:
             self._begin_fit(self._run, self.streams, sends_embeddings)
+
+    def _check_collections(self, model: nn.Module) -> None:
+        """Refuse options that name tables which nothing shards; warn once of collections that no sharder takes."""
+        tables.check_named_tables(model, self.sharding, self.replicate_tables)
+        for one in tables.collections_left_whole(model):
+            if self.global_rank == 0 and (one.name, one.message) not in self._warned:
+                self._warned.add((one.name, one.message))
+                warnings.warn(one.message, stacklevel=2)
 
     def _begin_run(self, trainer: Trainer, model: nn.Module, fits: bool) -> None:
         on_cpu = self.root_device.type == "cpu"

@@ -159,6 +159,8 @@ class Answers:
                 look_up_now = partial(_look_up_deferring, inflight.modules.setdefault(name, own), look_up_now)
         if isinstance(given, KeyedJaggedTensor):
             renew_counts(given)
+        if not in_backward:
+            self._forwards.refuse_misfit(pipelined, given, inflight)
         if not in_backward and (outside := self._forwards.ids_outside(pipelined, given, inflight)) is not None:
             raise ValueError(outside)
         self._updates.make_before_forward(pipelined.name)

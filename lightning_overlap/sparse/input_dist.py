@@ -88,7 +88,6 @@ def _is_ordered_when_packed(module: Any, dists: list[Any], kjt: KeyedJaggedTenso
         and len(kjt.keys()) == len(module._features_order)  # else TorchRec would cut the input
         and _is_faster(len(module._features_order), kjt.values().numel())
         and not module._has_uninitialized_input_dist
-        and not module._has_mean_pooling_callback
         and not module._enabled_feature_score_auto_collection
         and not module._free_features_storage_early
         and not is_device(kjt.device())

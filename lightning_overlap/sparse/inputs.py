@@ -15,6 +15,7 @@ from ..schedules import Stage, StreamName
 from ..tables import SentInput, has_model_parallel_tables, renew_counts, watch_lengths
 from .input_dist import InputExchange, recats_cached, splits_only
 from .input_sizes import check_types, types_in
+from .misfits import wrong_lengths
 from .module_context import ModuleContext, Progress, wait_for
 from .pipelined_forward import PipelinedForwards, inputs_of
 
@@ -99,6 +100,7 @@ class SparseInputs:
                 continue
             if pipelined.has_sequences and not kjt.lengths().numel():
                 continue  # TorchRec's lookup would fail; a call is refused by name
+            self._forwards.refuse_misfit(pipelined, kjt, inflight)
             module = pipelined.module
             state = ModuleContext(name, inflight.index, module, kjt, context=module.create_context())
             inflight.modules[name] = state
@@ -166,7 +168,8 @@ def note_lengths(kjts: Iterable[KeyedJaggedTensor]) -> None:
     for kjt in kjts:
         if kjt.device().type == "cpu":
             renew_counts(kjt)  # a data loader may yield it again, with other lengths
-            kjt.sync()
+            if wrong_lengths(kjt) is None:  # else the module that gets it refuses it by name
+                kjt.sync()
             watch_lengths([kjt])
 
 

@@ -26,6 +26,7 @@ from ..tables import (
     takes_weights,
     why_never_early,
 )
+from .misfits import misfit
 from .options import SparseOptions
 
 _num_made = itertools.count()
@@ -213,6 +214,19 @@ class PipelinedForwards(dict[str, PipelinedForward]):
                 "take a FeatureProcessedEmbeddingBagCollection, or .detach() the weights."
             )
 
+    def refuse_misfit(self, pipelined: PipelinedForward, given: Any, inflight: InFlightBatch | None) -> None:
+        """Raise a ValueError if lengths, ids and weights of an input do not fit each other."""
+        problem = misfit(given) if isinstance(given, KeyedJaggedTensor) else None
+        if problem is not None:
+            raise ValueError(
+                f"{self._input_of(pipelined, inflight)}: {problem}. Give one length for each feature and sample, "
+                "feature by feature, and as many ids (and weights, if any) as the lengths sum up to."
+            )
+
+    def _input_of(self, pipelined: PipelinedForward, inflight: InFlightBatch | None) -> str:
+        where = "" if inflight is None else f" for batch {inflight.index} of {self.options.step}"
+        return f"rank {self.options.rank}, the input of {pipelined.name!r}{where}"
+
     def ids_outside(self, pipelined: PipelinedForward, given: Any, inflight: InFlightBatch | None) -> str | None:
         """Return the error about an id of an input that is no row; None if there is none, or only a warning."""
         options = self.options
@@ -221,8 +235,7 @@ class PipelinedForwards(dict[str, PipelinedForward]):
         if (found := pipelined.ranges.first_outside(given)) is None:
             return None
         feature, problem = found
-        where = "" if inflight is None else f" for batch {inflight.index} of {options.step}"
-        text = f"rank {options.rank}, the input of {pipelined.name!r}{where}: {problem}."
+        text = f"{self._input_of(pipelined, inflight)}: {problem}."
         if options.out_of_range_ids == "error":
             return (
                 f"{text} Map ids to rows in the dataset, or raise num_embeddings. With out_of_range_ids='warning' the "

@@ -41,6 +41,7 @@ from .sharded_module import (
 )
 from .sharding import ShardedStateNames, Sharding, check_sharding, check_sharding_types, make_plan, shard_tables
 from .shards import KernelShards, TableShard, kernel_shards, table_lines
+from .subclasses import check_named_tables, collections_left_whole
 from .supported_modules import (
     TABLE_TYPES,
     hands_out_rows,

@@ -1,7 +1,13 @@
-"""Make sharded modules go by names as unsharded modules do: columns of their output, features of their input.
+"""Make sharded modules go by names as unsharded modules do: columns and means of their output, features of their input.
 
 TorchRec orders columns by the sharding plan, and finds features of every input at their places in the first input.
+
+Kernels of tables that are sharded by rows sum (`pooling_type_to_pooling_mode`, TorchRec 1.8). TorchRec divides means by
+position. That divides columns of other tables if tables share features or the plan has another order. It divides by the
+sum of the weights where other kernels divide by the number of ids, and leaves out `grid_shard`.
 """
+
+from __future__ import annotations
 
 import copy
 import functools
@@ -13,12 +19,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import register_pytree_node, tree_map_only
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+from torchrec.distributed.types import ShardingType
+from torchrec.modules.embedding_configs import PoolingType
 from torchrec.modules.embedding_modules import get_embedding_names_by_table
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from typing_extensions import override
 
 from ..text import some
 from .supported_modules import configs_of, hands_out_rows, sharded_modules, spec_of, table_modules, tables_of
+
+_SUMMED = (ShardingType.ROW_WISE.value, ShardingType.TABLE_ROW_WISE.value, ShardingType.GRID_SHARD.value)
+"""Sharding types whose kernels sum where a mean is asked for."""
 
 
 class ConfigOrderKeyedTensor(KeyedTensor):  # type: ignore[misc]
@@ -94,8 +105,10 @@ def table_by_name(module: Any) -> dict[str, str]:
 @functools.cache
 def _in_order(cls: Any) -> type:
     def ordered(method: Callable[..., Any]) -> Callable[..., Any]:
-        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            answer = method(self, *args, **kwargs)
+        def call(self: Any, ctx: Any, *args: Any, **kwargs: Any) -> Any:
+            answer = method(self, ctx, *args, **kwargs)
+            if self.summed_means is not None:
+                answer.callbacks.append(partial(self.summed_means.divide, ctx.divisor))
             answer.callbacks.append(partial(_put_in_order, self.names_in_order))
             return answer
 
@@ -117,6 +130,7 @@ def find_features_by_name(model: nn.Module) -> None:
     for module in (*table_modules(model).values(), *managed):
         module.takes_weights = takes_weights(module)
         module.takes_numbers = module not in managed  # whether ids are row numbers
+        module.summed_means = tables_of(module).summed_means  # of `divide_means_by_name`
         if not hasattr(module, "known_features"):
             module.__class__ = _by_name(module.__class__)
             module.known_features = module.known_inverse = None  # of the first input, in its order
@@ -135,6 +149,8 @@ def _by_name(cls: Any) -> type:
             features = _checked(self, features)
             if features.keys() != self.known_features:
                 features = _as_known(self, features)
+            if self.summed_means is not None:
+                ctx.divisor = self.summed_means.divisors(features)
         return cls.input_dist(self, ctx, features)
 
     return type(cls.__name__, (cls,), {"__module__": cls.__module__, "input_dist": input_dist})
@@ -190,3 +206,65 @@ def _as_known(module: Any, kjt: KeyedJaggedTensor) -> KeyedJaggedTensor:
         rows = [inverse[0].index(key) for key in module.known_inverse]
         ordered._inverse_indices = (module.known_inverse, inverse[1][rows])
     return ordered
+
+
+def divide_means_by_name(model: nn.Module) -> None:
+    """Let every sharded collection of a model divide its own means (`SummedMeans`), and TorchRec none."""
+    for module in table_modules(model).values():
+        if not hasattr(module, "summed_means"):
+            means = _features_of_means(module)
+            module.summed_means = SummedMeans(means) if means else None
+            module._has_mean_pooling_callback = False
+
+
+def _features_of_means(module: Any) -> dict[str, str]:
+    """Return output name -> feature of the outputs that have to be means, and that kernels sum."""
+    if not isinstance(module, ShardedEmbeddingBagCollection):
+        return {}
+    configs, plan = configs_of(module), module.module_sharding_plan
+    return {
+        name: feature
+        for config, names in zip(configs, get_embedding_names_by_table(configs), strict=True)
+        if config.pooling is PoolingType.MEAN and plan[config.name].sharding_type in _SUMMED
+        for name, feature in zip(names, config.feature_names, strict=True)
+    }
+
+
+class SummedMeans:
+    """The outputs of a collection that are divided by the number of ids of their feature."""
+
+    def __init__(self, features: dict[str, str]) -> None:
+        self._features = features  # output name -> feature
+        self._keys: list[str] = []  # of the last input
+        self._rows: Tensor | None = None  # where these features are among the keys, on the input's device
+        self._places: Tensor | None = None  # for each column of the answer, its divisor's column
+
+    def divisors(self, kjt: KeyedJaggedTensor) -> Tensor:
+        """Return `(B, 1 + outputs)`, float32: ones, and for each of these outputs the number of ids, at least 1."""
+        if kjt.variable_stride_per_key():
+            lengths = self._lengths_of_samples(kjt)
+        else:
+            if self._rows is None or self._keys != kjt.keys():
+                self._keys = list(kjt.keys())
+                rows = [*map(self._keys.index, self._features.values())]
+                self._rows = torch.tensor(rows, device=kjt.device())
+            lengths = kjt.lengths().view(len(self._keys), kjt.stride()).index_select(0, self._rows)
+        divisors = torch.ones(lengths.shape[1], 1 + lengths.shape[0], device=lengths.device)
+        divisors[:, 1:] = lengths.clamp(min=1).T
+        return divisors
+
+    def _lengths_of_samples(self, kjt: KeyedJaggedTensor) -> Tensor:
+        """Return the lengths `(outputs, B)` where features have batch sizes of their own (`inverse_indices`)."""
+        names, inverse = kjt.inverse_indices()
+        lengths = dict(zip(kjt.keys(), kjt.lengths().split(kjt.stride_per_key()), strict=True))
+        return torch.stack([lengths[one][inverse[names.index(one)]] for one in self._features.values()])
+
+    def divide(self, divisors: Tensor, columns: KeyedTensor) -> KeyedTensor:
+        """Return a collection's answer with these outputs divided; the others stay as they are, bit for bit."""
+        values, names, dims = columns.values(), columns.keys(), columns.length_per_key()
+        if self._places is None:
+            numbers = {name: number for number, name in enumerate(self._features, start=1)}
+            places = [numbers.get(name, 0) for name, dim in zip(names, dims, strict=True) for _ in range(dim)]
+            self._places = torch.tensor(places, device=values.device)
+        divided = (values / divisors.index_select(1, self._places)).to(values.dtype)
+        return KeyedTensor(names, dims, divided, columns.key_dim())

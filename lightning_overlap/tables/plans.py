@@ -12,18 +12,13 @@ from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.types import ShardingOption
 from torchrec.distributed.types import ModuleSharder, ShardingPlan, ShardingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
-from torchrec.modules.mc_embedding_modules import (
-    ManagedCollisionEmbeddingBagCollection,
-    ManagedCollisionEmbeddingCollection,
-)
 from typing_extensions import override
 
 from ..text import some
+from .kernel_checks import MANAGED, ROW_WISE_PLAN
 from .quantized_comms import Codecs
 from .supported_modules import DENSE, sharded_modules
 from .table import training_sharders
-
-_MANAGED = (ManagedCollisionEmbeddingBagCollection, ManagedCollisionEmbeddingCollection)
 
 
 @dataclass
@@ -75,9 +70,8 @@ def plan_on_rank_zero(
         gc.collect()  # TorchRec's planner leaves a reference cycle with the modules and their unsharded tables
     dist.broadcast_object_list(outcome, src=dist.get_global_rank(group, 0), group=group)
     if not isinstance(outcome[0], ShardingPlan):
-        managed = [name for name, module in model.named_modules() if isinstance(module, _MANAGED)]
-        way_out = f" TorchRec's planner rejects most modules like {some(managed)}: pass a ShardingPlan with row_wise() "
-        way_out += "for their tables (torchrec.distributed.sharding_plan)."
+        managed = [name for name, module in model.named_modules() if isinstance(module, MANAGED)]
+        way_out = f" TorchRec's planner rejects most modules like {some(managed)}: pass {ROW_WISE_PLAN}."
         raise ValueError(
             f"no sharding plan for this model on {group.size()} ranks.{way_out if managed else ''} The planner said: "
             f"{outcome[0]}"

@@ -27,6 +27,7 @@ PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
     ),
     "ShardedEmbeddingCollection": (
         *("_embedding_configs", "_env", "_input_dists", "_lookups", "_output_dists", "_sharding_type_to_sharding"),
+        "_use_index_dedup",
     ),
     "ShardedFeatureProcessedEmbeddingBagCollection": ("_embedding_bag_collection", "_feature_processors"),
     "ShardedManagedCollisionEmbeddingBagCollection": ("_embedding_module", "_managed_collision_collection"),

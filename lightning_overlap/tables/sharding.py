@@ -1,6 +1,7 @@
 """Shard the tables of a model in place: the user's argument, the plan, and checks before training starts."""
 
 import copyreg
+import functools
 import itertools
 import os
 import warnings
@@ -22,7 +23,8 @@ from torchrec.modules.mc_modules import ManagedCollisionModule
 from typing_extensions import override
 
 from ..text import check_known, some
-from .names import answer_in_config_order, find_features_by_name
+from .kernel_checks import check_kernels, check_kernels_of_sharded
+from .names import answer_in_config_order, divide_means_by_name, find_features_by_name
 from .optimizer_checks import FusedOptimizer, apply_fused_optimizer, check_fused_optimizer, warn_of_dense_tables
 from .plans import KeptPlan, divide_in_two, make_planner, plan_on_rank_zero, sharding_types
 from .quantized_comms import check_plan, check_quantized_comms, codecs_of, sends_groups
@@ -67,6 +69,7 @@ def shard_tables(
     """
     tables, fused = find_tables(model), check_fused_optimizer(fused_optimizer)
     _check_sharded_modules(model, sharding, fused, quantized_comms)
+    check_kernels_of_sharded(model, device)
     if not tables:
         _watch(model)  # of modules that the user has sharded
         return
@@ -82,6 +85,7 @@ def shard_tables(
     )
     whole = to_replicate if num_ranks > 1 else ()
     plan = make_plan(model, sharding, group, device, local_world_size, quantized_comms, whole)
+    check_kernels(model, tables, plan, device)
     divides = in_two_parts and named is not None and not sends_groups(quantized_comms)
     second = divide_in_two(plan, model) if divides else {}
     replicas = replicas_in(plan, tables, to_replicate, num_ranks)
@@ -89,6 +93,7 @@ def shard_tables(
     _refuse_sequences_as_bags(dense, replicas, device)
     dense = [table for table in dense if table not in replicas]
     in_backward = [table for table in tables if table not in dense]
+    frozen = [table for table in tables if not table.parameter.requires_grad]
     apply_fused_optimizer(in_backward, fused, device)
     if dist.get_rank() == 0:
         warn_of_dense_tables(dense)
@@ -124,6 +129,7 @@ def shard_tables(
     for name, of_module in trained.items():
         sharded: Any = model.get_submodule(name)
         sharded.trained_in_backward, sharded.quantized_comms = of_module, quantized_comms
+        sharded.frozen_tables = [table.name for table in frozen if table.module == name]
         sharded.asked_for = {"sharding": sharding, "fused_optimizer": fused}
         sharded.second_part = second.get(name, [])
         replicated = sorted(table.name for table in replicas if table.module == name)
@@ -188,15 +194,43 @@ def _check_sharded_modules(
 
 def _watch(model: nn.Module) -> None:
     """Let modules go by names as the unsharded ones do, be copied, and count writes to their tables."""
+    divide_means_by_name(model)
     answer_in_config_order(model)
     find_features_by_name(model)
     watch_tables(model)
+    for module in table_modules(model).values():
+        if not hasattr(type(module), "qconfig"):
+            module.__class__ = _unquantized(module.__class__)
     for module in sharded_modules(model).values():  # it has process groups and hooks, which cannot be pickled
         copyreg.pickle(type(module), _left_behind)
 
 
+def _refuse_quantization(module: Any, qconfig: Any) -> NoReturn:
+    """Raise a RuntimeError when torch.ao.quantization marks a module; it has no quantized form of sharded modules."""
+    kind = getattr(module, "kind", type(module).__name__)
+    raise RuntimeError(
+        f"the tables of a {kind} are sharded, and quantization would leave them as they are. Save a checkpoint with "
+        "checkpoint_format='full', make the module anew without a Trainer, load the checkpoint there, and quantize "
+        "that one (docs/migration.md, 'Out again, to serving'). Dense parts can be quantized by themselves: "
+        "quantize_dynamic(module.top)."
+    )
+
+
+def _no_qconfig(module: Any) -> NoReturn:
+    raise AttributeError(f"{type(module).__name__} has no attribute 'qconfig'")
+
+
+@functools.cache
+def _unquantized(cls: type) -> type:
+    """Return a subclass of the same name that torch.ao.quantization cannot pass over."""
+    qconfig = property(_no_qconfig, _refuse_quantization)
+    return type(cls.__name__, (cls,), {"__module__": cls.__module__, "qconfig": qconfig})
+
+
 class ShardsLeftBehind(nn.Module):
     """Replaces a sharded module of class `kind` in a copy of a model: shards belong to a process and its ranks."""
+
+    qconfig = property(_no_qconfig, _refuse_quantization)
 
     def __init__(self, kind: str) -> None:
         super().__init__()

@@ -116,7 +116,9 @@ def table_lines(model: nn.Module, optimizers: Iterable[Optimizer], *, scheduled:
             is_second = table in getattr(module, "second_part", ())
             kind = "table_wise, second part" if is_second else parameter.sharding_type
             trainer = "nothing (requires_grad=False)"
-            if owner := owner_of.get(id(weights.get(table))):
+            if table in getattr(module, "frozen_tables", ()):
+                pass
+            elif owner := owner_of.get(id(weights.get(table))):
                 trainer = f"{owner} of configure_optimizers"
             elif rule := (fused or {}).get(table):
                 kind = "replicated" if kind == DATA_PARALLEL else kind

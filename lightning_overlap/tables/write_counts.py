@@ -4,7 +4,7 @@ import weakref
 from collections.abc import Iterable
 from functools import partial
 from operator import attrgetter
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from typing_extensions import override
 from ..schedules import WeightOwner
 from .replicas import replica_kernels
 from .sharded_module import read_once, tbes
-from .supported_modules import sharded_modules
+from .supported_modules import sharded_modules, table_modules
 
 _PARTS = ("_values", "_lengths", "_weights")
 _COUNT = attrgetter("_version")  # of writes
@@ -92,20 +92,97 @@ class WatchedTable(TableBatchedEmbeddingSlice):  # type: ignore[misc]
 
     @override
     def requires_grad_(self, requires_grad: bool = True) -> Self:
-        if self.requires_grad and not requires_grad:
-            raise RuntimeError(
-                f"{self.name_in_model} cannot be frozen (requires_grad=False) any more: the table is sharded, and its "
-                "kernel trains every row that is looked up. Freeze it before fit, in __init__ or configure_model; to "
-                "keep it constant for a while, schedule its learning rate with combined_optimizer."
-            )
+        if not requires_grad:
+            _refuse_to_freeze(self.name_in_model)
         return self
 
 
+class FrozenTable(WatchedTable):
+    """The weight of a table that was frozen when it was sharded: no optimizer gets a gradient of it."""
+
+    __slots__ = ()
+
+    # TorchRec's weights of kernels need gradients, whatever the unsharded weights did.
+    requires_grad = property(lambda self: False, lambda self, value: self.requires_grad_(value))
+    grad = property(lambda self: None, lambda self, value: None)
+
+    @override
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        if requires_grad:
+            _refuse_to_unfreeze(self.name_in_model)
+        return self
+
+
+class TableElsewhere(nn.Parameter):
+    """The empty weight of a table without a shard on this rank: as `WatchedTable`, so that all ranks raise alike."""
+
+    __slots__ = ()
+    name_in_model: str
+
+    requires_grad = property(
+        Tensor.requires_grad.__get__,  # type: ignore[attr-defined]
+        lambda self, value: self.requires_grad_(value),
+    )
+
+    @override
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        if not requires_grad:
+            _refuse_to_freeze(self.name_in_model)
+        return self
+
+
+class FrozenTableElsewhere(TableElsewhere):
+    """The same, as `FrozenTable`."""
+
+    __slots__ = ()
+
+    requires_grad = property(lambda self: False, lambda self, value: self.requires_grad_(value))
+
+    @override
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        if requires_grad:
+            _refuse_to_unfreeze(self.name_in_model)
+        return self
+
+
+def _refuse_to_freeze(name: str) -> NoReturn:
+    raise RuntimeError(
+        f"{name} cannot be frozen (requires_grad=False) any more: the table is sharded, and its kernel trains every "
+        "row that is looked up. Freeze it before fit, in __init__ or configure_model; to keep it constant for a while, "
+        "schedule its learning rate with combined_optimizer."
+    )
+
+
+def _refuse_to_unfreeze(name: str) -> NoReturn:
+    raise RuntimeError(
+        f"{name} cannot be unfrozen (requires_grad=True) any more: the table was frozen when it was sharded, and "
+        "nothing trains it. Make the module anew, with requires_grad=True before fit, and load a checkpoint; to train "
+        "a table later, leave it unfrozen and schedule its learning rate with combined_optimizer."
+    )
+
+
 def watch_tables(model: nn.Module) -> None:
-    """Count writes to the `weight.data` of sharded tables, and refuse gradients of weights, which no step applies."""
+    """Count writes to the `weight.data` of sharded tables, and refuse gradients of weights, which no step applies.
+
+    From now on tables cannot be frozen or unfrozen, on any rank: their kernels stay as they were made.
+    """
+    frozen = {
+        id(weight)
+        for module in sharded_modules(model).values()
+        for name, weight in module.named_parameters()
+        if name.rpartition(".")[0].rpartition(".")[2] in getattr(module, "frozen_tables", ())
+    }
+    elsewhere = {
+        id(weight) for module in table_modules(model).values() for weight in module.parameters() if not weight.numel()
+    }
     for name, parameter in model.named_parameters():
+        kinds: tuple[type, type] | None = None
         if type(parameter) is TableBatchedEmbeddingSlice:
-            parameter.__class__ = WatchedTable
+            kinds = WatchedTable, FrozenTable
+        elif type(parameter) is nn.Parameter and id(parameter) in elsewhere:
+            kinds = TableElsewhere, FrozenTableElsewhere
+        if kinds is not None:
+            parameter.__class__ = kinds[id(parameter) in frozen]
             vars(parameter)["name_in_model"] = name
     for module in sharded_modules(model).values():
         _refuse_gradients(module)

@@ -96,6 +96,15 @@ class Fit:
         )
 
     @property
+    def is_plain_arithmetic(self) -> bool:
+        """Whether an unsharded loop trains the same numbers, except for rounding."""
+        # A kernel updates for each call. RowWiseAdagrad's state is a mean over the columns of a shard.
+        once = all(part.calls != "twice" for part in self.parts)
+        columns = any(table.sharding == "column_wise" for part in self.parts for table in part.tables)
+        by_optimizer = {"sgd": True, "adagrad": once, "rowwise": once and not columns}
+        return not self.stale and by_optimizer[self.optimizer]
+
+    @property
     def kjts(self) -> dict[str, tuple[str, ...]]:
         read: dict[str, set[str]] = {}
         for part in self.parts:
@@ -158,7 +167,9 @@ def _draw_part(pick: Choose, choose: Choose, at: int, weighted: bool) -> Part:
 
     def draw_table(number: int) -> Table:
         own_dim = dim if sequence else choose([4, 8])
-        pooling = "sum" if sequence or weighted else choose(["sum", "sum", "mean"])
+        pooling = choose(["sum", "mean"])
+        if sequence or (weighted and kjt == "x"):  # an unsharded collection refuses means of weighted ids
+            pooling = "sum"
         return Table(f"t{at}{number}", choose(features), own_dim, choose(shardings), choose([0, 1]), pooling)
 
     tables = tuple(draw_table(number) for number in range(choose([2, 1, 3])))

@@ -4,6 +4,7 @@ import dataclasses
 import datetime
 import logging
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from ..support.fits import make_trainer, mode_and_options
 from ..support.reference import Result, collect
 from .random_fits import ORDERED, Fit, Part
 from .random_models import Data, Net, make_batch, make_plan, opened
+from .random_unsharded import differences_from_unsharded
 
 COLLECTIVE_TIMEOUT = datetime.timedelta(seconds=20)
 NOT_DRAWN = "plain training fails: "
@@ -26,10 +28,13 @@ EVERY_SECOND_BATCH = Auto(warm_up=1, settle=1, block=1, rounds=1)  # switches to
 
 
 class _Loop:
-    """Training by hand. With a staleness, each batch is looked up so many updates early."""
+    """Training by hand. With a staleness, each batch is looked up so many updates early.
 
-    def __init__(self, fit: Fit, staleness: int) -> None:
-        self.fit, self.staleness = fit, staleness
+    `means`: for each part the answers that are divided by their numbers of ids, and the feature of each.
+    """
+
+    def __init__(self, fit: Fit, staleness: int, means: Mapping[str, Mapping[str, str]]) -> None:
+        self.fit, self.staleness, self.means = fit, staleness, means
         self.module = Net(fit)
         weights = {part.name: getattr(self.module, part.name).state_dict() for part in fit.parts}
         self.dmp = DistributedModelParallel(
@@ -56,8 +61,15 @@ class _Loop:
 
     def _look_up(self, part: Part, kjt: KeyedJaggedTensor, batch: int) -> Any:
         """Wait where the module is called: under the grad mode of the call, not of the first use."""
-        early = self.embeddings.pop((batch, part.name), None)
-        return getattr(self.module, part.name)(kjt).wait() if early is None else early
+        answer = self.embeddings.pop((batch, part.name), None)
+        if answer is None:
+            answer = getattr(self.module, part.name)(kjt).wait()
+        if part.sequence:
+            return answer
+        columns, lengths = answer.to_dict(), dict(zip(kjt.keys(), kjt.lengths().view(len(kjt.keys()), -1), strict=True))
+        for name, feature in self.means[part.name].items():
+            columns[name] = columns[name] / lengths[feature].clamp(min=1).float().unsqueeze(1)
+        return columns
 
     def _look_ahead(self, index: int) -> None:
         for ahead in range(index, min(index + self.staleness + 1, self.fit.num_batches)):
@@ -106,14 +118,21 @@ class _Loop:
 
 
 def train(fit: Fit, staleness: int = 0) -> Result:
-    """Plain DistributedModelParallel, with two other ways to the same numbers.
+    """Plain DistributedModelParallel, with three other ways to the same numbers.
 
-    Without `checkpoint()`, which needs other collectives on some ranks; and by names, where the order of columns
-    counts: TorchRec's own is another than that of the unsharded module.
+    Without `checkpoint()`, which needs other collectives on some ranks; by names, where the order of columns counts:
+    TorchRec's own is another than that of the unsharded module; and with sums that are divided by hand in the place of
+    row-wise means, since TorchRec divides columns of other tables.
     """
-    uses = ["by_name" if part.use in ORDERED else part.use for part in fit.parts]
-    parts = tuple(dataclasses.replace(part, checkpoint="", use=use) for part, use in zip(fit.parts, uses, strict=True))
-    return _Loop(dataclasses.replace(fit, parts=parts), staleness).train()
+    parts, means = [], {}
+    for part in fit.parts:
+        summed = [table for table in part.tables if table.sharding == "row_wise" and table.pooling == "mean"]
+        of_answers = zip(part.keys, [(table, one) for table in part.tables for one in table.features], strict=True)
+        means[part.name] = {name: feature for name, (table, feature) in of_answers if table in summed}
+        tables = [dataclasses.replace(table, pooling="sum") if table in summed else table for table in part.tables]
+        use = "by_name" if part.use in ORDERED else part.use
+        parts.append(dataclasses.replace(part, checkpoint="", use=use, tables=tuple(tables)))
+    return _Loop(dataclasses.replace(fit, parts=tuple(parts)), staleness, means).train()
 
 
 def train_under_the_strategy(fit: Fit, **options: Any) -> Result:
@@ -143,7 +162,8 @@ def train_under_the_strategy(fit: Fit, **options: Any) -> Result:
 def differences(fit: Fit) -> list[str]:
     """Train a fit under the strategy and as it should be; return what is not equal bit for bit, or `NOT_DRAWN`.
 
-    A stale mode whose delays no loop can tell is compared with its own deferring form.
+    A stale mode whose delays no loop can tell is compared with its own deferring form. Where the arithmetic is that of
+    the unsharded module, it is compared with that as well, to rounding.
     """
     if fit.stale and not fit.delays_are_defined:
         held = fit.pipeline == "semi_sync_deferred"
@@ -154,4 +174,5 @@ def differences(fit: Fit) -> list[str]:
         expected = train(fit, fit.staleness if fit.stale else 0)
     except Exception as err:
         return [f"{NOT_DRAWN}{type(err).__name__}: {err}"]
-    return train_under_the_strategy(fit).differences(expected)
+    trained = train_under_the_strategy(fit)
+    return trained.differences(expected) + differences_from_unsharded(fit, trained)

@@ -28,6 +28,18 @@ def _with(use: str = "by_name", pipeline: str = "fused_sparse_dist", again: str 
     return Fit(0, 2, (part,), pipeline, **settings)
 
 
+_ROWS = (
+    Table("t0", ("f0",), 4, "row_wise", 0, "mean"),
+    Table("t1", ("f3",), 8, "row_wise", 0),
+    Table("t2", ("f3", "f1"), 4, "table_wise", 1),
+    Table("t3", ("f1",), 4, "row_wise", 0, "mean"),
+)
+
+
+def _with_means(pipeline: str, use: str = "values", **settings: Any) -> Fit:
+    return Fit(0, 2, (Part("c0", False, "x", _ROWS, use),), pipeline, **settings)
+
+
 FOUND = {
     "columns_in_the_order_of_the_configs": _with("values"),
     "no_grad": _with("no_grad"),
@@ -40,6 +52,9 @@ FOUND = {
     "values_in_a_reentrant_checkpoint": _with("values", again="checkpoint_reentrant"),
     # The early embeddings get no gradient, so nothing of their backward tells when to look up the next batch's.
     "reentrant_checkpoint_in_a_stale_mode": _with(pipeline="semi_sync", again="checkpoint_reentrant"),
+    "means_by_rows_beside_other_tables": _with_means("fused_sparse_dist"),
+    "means_by_rows_with_deferred_updates": _with_means("semi_sync_deferred", "by_name"),
+    "means_by_rows_of_empty_bags_and_in_an_evaluation": _with_means("split_backward", empty=True, validate_every=3),
 }
 """What random fits have found, each as simple as it gets."""
 

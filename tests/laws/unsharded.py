@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.utils.data import DataLoader
 from torchrec import EmbeddingBagCollection, EmbeddingCollection, KeyedJaggedTensor, KeyedTensor
-from torchrec.distributed.sharding_plan import table_wise
+from torchrec.distributed.sharding_plan import grid_shard, table_row_wise, table_wise
 
 from lightning_overlap import MODES, OverlapEmbeddingStrategy
 from lightning_overlap.testing.unsharded import compare_with_unsharded, parts, waited
@@ -53,12 +53,23 @@ def columns(table: int) -> Any:
     return halves(table + 1, table) if table % 2 else whole(table)
 
 
+def rows_of_a_host(table: int) -> Any:
+    return table_row_wise(host_index=0)
+
+
+def grid(table: int) -> Any:
+    return grid_shard(host_indexes=[0])
+
+
 PLACES: dict[str, modules.Placement] = {
     "whole": whole,
     "columns": columns,
     "rows": rows,
     "copies": copies,
     "copies_and_whole": lambda table: (copies, whole)[table % 2](table),
+    "rows_and_others": lambda table: (whole, rows, copies, rows)[table % 4](table),
+    "rows_of_a_host": lambda table: (rows, rows_of_a_host, whole, grid)[table % 4](table),
+    "rows_and_whole": lambda table: (whole, rows)[table % 2](table),
     "every_type": lambda table: (rows, columns, whole, columns)[table % 4](table),
 }
 
@@ -74,6 +85,10 @@ class Kind:
 KINDS = {
     "bags": Kind(shared_bags, ("copies_and_whole", "columns")),
     "bags_of_every_type": Kind(shared_bags, ("every_type", "copies")),
+    "means_by_rows": Kind(shared_bags, ("rows_and_others", "rows")),
+    "means_by_rows_of_a_host": Kind(shared_bags, ("rows_of_a_host", "rows_of_a_host")),
+    "variable_batch_means_by_rows": Kind(modules.means, ("rows_and_whole", "rows"), modules.variable_batch_alike),
+    "weighted_means": Kind(modules.weighted_means, ("rows", "whole"), weighted_ids, fused_lr=None),
     "weighted_bags": Kind(weighted_bags, ("whole", "rows"), weighted_ids),
     "bags_that_ignore_weights": Kind(shared_bags, ("columns", "copies_and_whole"), weighted_ids),
     "sequences": Kind(shared_sequences, ("whole", "columns")),

@@ -241,15 +241,47 @@ def warnings_of(trainer_kwargs: dict[str, Any]) -> list[str]:
     return [str(w.message) for w in caught if "fused" in str(w.message) or "in backward" in str(w.message)]
 
 
-def frozen_table() -> bool:
-    """A table without gradient stays as it is, the others move."""
-    model = untrained()
+def frozen_table(sharding: str) -> list[str]:
+    """Return the tables that two fits move, of which `t1` has no gradient though all optimizers know it."""
+    model = _TrainsWhatNeedsIt(TABLE_WISE, fused_optimizer=False)
     weight = model.ebc.embedding_bags["t1"].weight.requires_grad_(False)
-    before = {name: value.clone() for name, value in model.ebc.state_dict().items()}
-    fit_model(model, sharding="table_wise", fused_optimizer=SGD)
+    before: dict[str, Tensor] = {name.split(".")[-2]: value.clone() for name, value in model.ebc.state_dict().items()}
+    for _ in range(2):
+        fit_model(model, sharding=sharding, fused_optimizer=None if sharding == "data_parallel" else SGD)
     assert weight.requires_grad is False
-    after = {name: shard.tensor for name, value in model.ebc.state_dict().items() for shard in value.local_shards()}
-    return all(torch.equal(shard, before[name]) == ("t1" in name) for name, shard in after.items())
+    kept = {name.split(".")[-2]: part for name, part in model.ebc.named_parameters()}
+    assert [name for name, part in kept.items() if not part.requires_grad] == ["t1"]
+    shards = local_shards(model).items()
+    return [name for name, (shard, row) in shards if not torch.equal(shard, before[name][row : row + len(shard)])]
+
+
+class _TrainsWhatNeedsIt(Model):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        own = in_backward_optimizer_filter(self.named_parameters())
+        return torch.optim.SGD([part for _, part in own if part.requires_grad], 0.2)
+
+
+def local_shards(model: Model) -> dict[str, tuple[Tensor, int]]:
+    """Return this rank's shard of each table, and its first row."""
+    found = {}
+    for name, value in model.ebc.state_dict().items():
+        shards = value.local_shards() if hasattr(value, "local_shards") else [None]
+        for shard in shards:
+            row = 0 if shard is None else shard.metadata.shard_offsets[0]
+            found[name.split(".")[-2]] = (value if shard is None else shard.tensor, row)
+    return found
+
+
+def changed_between_two_fits(unfreezes: bool, sharding: str) -> str:
+    """Return what is said of a table that is given its gradient back after a fit, or loses it."""
+    model = _TrainsWhatNeedsIt(TABLE_WISE, fused_optimizer=False)
+    model.ebc.embedding_bags["t1"].weight.requires_grad_(not unfreezes)
+    fit_model(model, sharding=sharding, fused_optimizer=None if sharding == "data_parallel" else SGD)
+    try:
+        model.ebc.requires_grad_(unfreezes)
+    except RuntimeError as err:
+        return str(err)
+    return ""
 
 
 def data_parallel_tables() -> dict[str, Tensor]:
@@ -329,4 +361,4 @@ def refused_while_rank_0_is_late() -> str:
         return join(*args, **kwargs)
 
     with mock.patch.object(groups, "join", late):
-        return refuse("unknown_table")
+        return refuse("impossible_type")

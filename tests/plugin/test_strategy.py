@@ -115,8 +115,27 @@ def test_optimizers_of_two_classes_with_one_dict_of_arguments(two_ranks: Ranks) 
         assert arguments == {"lr": 1.0}
 
 
-def test_a_table_without_gradient_is_not_trained(ranks: Ranks) -> None:
-    assert all(ranks.run(strategies.frozen_table))
+@pytest.mark.parametrize("sharding", ["table_wise", "row_wise", "data_parallel"])
+def test_a_table_without_gradient_is_not_trained(ranks: Ranks, sharding: str) -> None:
+    moved = [name for of_rank in ranks.run(strategies.frozen_table, sharding) for name in of_rank]
+    assert set(moved) == {"t0", "t2"}
+
+
+@pytest.mark.parametrize("sharding", ["table_wise", "data_parallel"])
+@pytest.mark.parametrize(
+    ("unfreezes", "said"),
+    [
+        (True, "ebc.embedding_bags.t1.weight cannot be unfrozen (requires_grad=True) any more"),
+        (False, "ebc.embedding_bags.t0.weight cannot be frozen (requires_grad=False) any more"),
+    ],
+)
+def test_a_table_stays_frozen_or_trained_between_two_fits(
+    two_ranks: Ranks, unfreezes: bool, said: str, sharding: str
+) -> None:
+    """On every rank, also where the table has no shard."""
+    for message in two_ranks.run(strategies.changed_between_two_fits, unfreezes, sharding):
+        assert said in message
+        assert "combined_optimizer" in message
 
 
 def test_data_parallel_tables_are_the_same_on_all_ranks(two_ranks: Ranks) -> None:
@@ -194,7 +213,7 @@ def test_options_that_a_sharded_module_does_not_follow_are_named(two_ranks: Rank
 
 def test_a_rank_that_is_late_is_not_left_alone_by_one_that_fails_first(two_ranks: Ranks) -> None:
     one, other = two_ranks.run(strategies.refused_while_rank_0_is_late, timeout_s=60)
-    assert "unknown table" in one
+    assert "is not possible on cpu" in one
     assert one == other
 
 

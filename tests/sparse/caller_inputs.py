@@ -171,3 +171,18 @@ too_large = too_large_by_rows = with_id(1000)
 negative, row_0 = with_id(-1), with_id(0)
 floating = _wrong(lambda kjt: with_ids(kjt, kjt.values().float()))
 no_weights = _wrong(lambda kjt: with_ids(kjt, kjt.values()))
+
+
+def _parts(values: int, lengths: int, weights: int | None = None) -> Callable[[KeyedJaggedTensor], KeyedJaggedTensor]:
+    """Leave out so many of the last values, lengths and weights."""
+
+    def change(kjt: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        own = None if weights is None else kjt.weights()[: len(kjt.weights()) - weights]
+        kept = kjt.values()[: len(kjt.values()) - values], kjt.lengths()[: len(kjt.lengths()) - lengths]
+        return KeyedJaggedTensor(kjt.keys(), kept[0], lengths=kept[1], weights=own)
+
+    return _wrong(change)
+
+
+too_few_ids = too_few_ids_by_rows = _parts(2, 0)
+too_few_lengths, one_length_less, too_few_weights = _parts(0, 3), _parts(0, 1), _parts(0, 0, 2)

@@ -192,10 +192,14 @@ CASES = {  # where it is not `TABLE_WISE`
     "keyword": cases.SEQUENCE,
     "clamps_before_the_step": ONE_TABLE,
     "too_large_by_rows": BY_ROWS,
+    "too_few_ids_by_rows": BY_ROWS,
+    "too_few_weights": cases.WEIGHTED,
 }
 _CLASSES = {
     **dict.fromkeys(("plain", "mixed", "types_change", "types_differ", "types_differ_later"), Model),
     **dict.fromkeys(("too_large", "too_large_by_rows", "negative", "row_0", "floating", "no_weights"), Model),
+    **dict.fromkeys(("too_few_ids", "too_few_ids_by_rows", "too_few_lengths", "one_length_less"), Model),
+    "too_few_weights": Model,
     **by_name(vars(caller_inputs)),
     **by_name(vars(variants)),
     **by_name(vars(update_rates)),

@@ -31,10 +31,16 @@ from . import caller_fits, callers
 from .caller_inputs import with_id
 
 OUTSIDE = r"ValueError: rank {rank}, the input of 'ebc' for batch 3 of training_step: feature 'f1' has id {id}, but "
+MISFIT = r"ValueError: rank {rank}, the input of 'ebc' for batch 3 of training_step: it"
 TEXTS = {
     "too_large": OUTSIDE.replace("{id}", "1000"),
     "too_large_by_rows": OUTSIDE.replace("{id}", "1000"),
     "negative": OUTSIDE.replace("{id}", "-1"),
+    "too_few_ids": rf"{MISFIT}s lengths sum up to \d+ ids \(f0: .*\), but it has \d+: they end within feature 'f2'",
+    "too_few_ids_by_rows": rf"{MISFIT}s lengths sum up to .*: they end within feature 'f\d'",
+    "too_few_lengths": rf"{MISFIT}s lengths sum up to .*: \d+ are left after the last feature, 'f2'",
+    "one_length_less": rf"{MISFIT} has 47 lengths, which is no multiple of its 3 features \(f0, f1, f2\)",
+    "too_few_weights": rf"{MISFIT} has \d+ weights for \d+ ids \(features f0, f1, f2\)",
     "floating": r"TypeError: the ids for a Sharded\w+ \(features f0, f1, f2\) must be .* got torch.float32",
     "no_weights": r"ValueError: a Sharded\w+ with is_weighted=True got a KeyedJaggedTensor without weights",
 }
@@ -46,6 +52,15 @@ TEXTS = {
         ("too_large", "base", 2),
         ("too_large_by_rows", "semi_sync_deferred", 2),
         ("negative", "fused_sparse_dist", 2),
+        ("too_few_ids", "base", 1),
+        ("too_few_ids", "fused_sparse_dist", 2),
+        ("too_few_ids_by_rows", "semi_sync", 2),
+        ("too_few_lengths", "fused_sparse_dist", 1),
+        ("too_few_lengths", "base", 2),
+        ("one_length_less", "base", 1),
+        ("one_length_less", "split_backward", 2),
+        ("too_few_weights", "base", 2),
+        ("too_few_weights", "fused_sparse_dist", 1),
         ("floating", "base", 1),
         ("floating", "fused_sparse_dist", 2),
         ("no_weights", "base", 2),

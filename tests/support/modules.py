@@ -1,5 +1,6 @@
 """TorchRec modules of every kind, ids for them, and plans made of placements, without the package under test."""
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -31,6 +32,11 @@ def _configs(kind: type, num: int) -> list[Any]:
 
 def bags(num: int = 3, *, weighted: bool = False) -> EmbeddingBagCollection:
     return EmbeddingBagCollection(tables=_configs(torchrec.EmbeddingBagConfig, num), is_weighted=weighted)
+
+
+def means(num: int = 3) -> EmbeddingBagCollection:
+    tables = [dataclasses.replace(one, pooling=torchrec.PoolingType.MEAN) for one in bags(num).embedding_bag_configs()]
+    return EmbeddingBagCollection(tables=tables)
 
 
 def sequences(num: int = 3) -> torchrec.EmbeddingCollection:
@@ -107,6 +113,14 @@ def fused_bags() -> nn.Module:
     return FusedEmbeddingBagCollection(tables, optimizer_type=torch.optim.SGD, optimizer_kwargs={"lr": 2.0})
 
 
+def weighted_means() -> nn.Module:
+    """Means over weighted ids; the unfused collection refuses them."""
+    tables = _configs(torchrec.EmbeddingBagConfig, 2)
+    tables[0].pooling = torchrec.PoolingType.MEAN
+    options = {"optimizer_type": torch.optim.SGD, "optimizer_kwargs": {"lr": 2.0}, "is_weighted": True}
+    return FusedEmbeddingBagCollection(tables, **options)
+
+
 def plain_ids(generator: torch.Generator, num_ids: int = NUM_ROWS) -> KeyedJaggedTensor:
     lengths = torch.randint(0, MAX_LENGTH + 1, (len(FEATURES) * BATCH_SIZE,), generator=generator)
     values = torch.randint(0, num_ids, (int(lengths.sum()),), generator=generator)
@@ -118,9 +132,9 @@ def wide_ids(generator: torch.Generator) -> KeyedJaggedTensor:
     return plain_ids(generator, 3 * NUM_ROWS)
 
 
-def variable_batch(generator: torch.Generator) -> KeyedJaggedTensor:
+def variable_batch(generator: torch.Generator, sizes: list[int] | None = None) -> KeyedJaggedTensor:
     """Of each feature only so many samples, each used by several rows of the batch (`inverse_indices`)."""
-    sizes = torch.randint(2, BATCH_SIZE + 1, (len(FEATURES),), generator=generator).tolist()
+    sizes = sizes or torch.randint(2, BATCH_SIZE + 1, (len(FEATURES),), generator=generator).tolist()
     lengths = torch.randint(0, MAX_LENGTH + 1, (sum(sizes),), generator=generator)
     indices = [torch.randint(0, size, (BATCH_SIZE,), generator=generator) for size in sizes]
     return KeyedJaggedTensor(
@@ -130,6 +144,11 @@ def variable_batch(generator: torch.Generator) -> KeyedJaggedTensor:
         stride_per_key_per_rank=[[size] for size in sizes],
         inverse_indices=(list(FEATURES), torch.stack(indices)),
     )
+
+
+def variable_batch_alike(generator: torch.Generator) -> KeyedJaggedTensor:
+    """The same with equal sizes on all ranks: gloo gathers no others, as row-wise tables need it."""
+    return variable_batch(generator, [3, 8, 5])
 
 
 def draw_weights(module: nn.Module, seed: int, scale: float) -> None:
@@ -169,9 +188,13 @@ def halves(first: int, second: int) -> Any:
 
 def plan_of(module: nn.Module, tables: Mapping[str, Any]) -> Any:
     size = dist.get_world_size()
-    return sharding_plan.construct_module_sharding_plan(
+    plan: Any = sharding_plan.construct_module_sharding_plan(
         module, per_param_sharding=dict(tables), local_size=size, world_size=size, device_type="cpu"
     )
+    for how in plan.values():  # TorchRec's functions for these types take no kernel, and a CPU would get the dense one
+        if how.sharding_type in ("table_row_wise", "grid_shard"):
+            how.compute_kernel = "fused"
+    return plan
 
 
 def plan_by_place(module: nn.Module, place_of: Callable[[nn.Module], Placement | None]) -> ShardingPlan:

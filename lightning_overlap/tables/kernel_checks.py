@@ -1,0 +1,122 @@
+"""Refuse tables that FBGEMM's kernels cannot look up or train, by name and before any table is sharded.
+
+Without this a kernel fails in the first step, or on the ranks of the table alone while the others wait.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torchrec.distributed.embedding import ShardedEmbeddingCollection, get_ec_index_dedup
+from torchrec.distributed.types import ParameterSharding, ShardingPlan
+from torchrec.modules.embedding_modules import (
+    EmbeddingBagCollectionInterface,
+    EmbeddingCollection,
+    EmbeddingCollectionInterface,
+)
+from torchrec.modules.mc_embedding_modules import (
+    ManagedCollisionEmbeddingBagCollection,
+    ManagedCollisionEmbeddingCollection,
+)
+from torchrec.types import DataType
+
+from ..text import some
+from .supported_modules import (
+    DATA_PARALLEL,
+    DENSE,
+    configs_of,
+    hands_out_rows,
+    sharded_modules,
+    table_modules,
+    tables_of,
+)
+from .table import Table
+
+MANAGED = (ManagedCollisionEmbeddingBagCollection, ManagedCollisionEmbeddingCollection)
+_BAGS = (EmbeddingBagCollectionInterface,)
+_WITH_CONFIGS = (*_BAGS, EmbeddingCollectionInterface)
+_OF_SEQUENCES = (EmbeddingCollection, ManagedCollisionEmbeddingCollection)
+_ON_CPU = (DataType.FP32, DataType.FP16)  # types of tables that FBGEMM 1.8 looks up on a CPU
+
+ROW_WISE_PLAN = (
+    "a ShardingPlan with row_wise(compute_kernel='fused') for each of its tables (torchrec.distributed.sharding_plan)"
+)
+"""How to shard managed collision modules; on a CPU TorchRec takes the dense kernel unless another one is named."""
+
+
+def check_kernels(model: nn.Module, tables: list[Table], plan: ShardingPlan, device: torch.device) -> None:
+    """Raise a ValueError if a plan asks for kernels that a table cannot have; all ranks raise alike."""
+    planned = [(table, how) for table in tables if (how := table.planned(plan)) is not None]
+    _refuse_widths(planned, device)
+    _refuse_dense_managed(
+        table.path for table, how in planned if table.sharder.module_type in MANAGED and how.compute_kernel == DENSE
+    )
+    if device.type == "cpu":
+        types = {name: _data_types(model.get_submodule(name)) for name in {table.module: None for table in tables}}
+        _refuse_types({table.path: types[table.module][table.name] for table in tables})
+        of_sequences = [table.path for table in tables if table.sharder.module_type in _OF_SEQUENCES]
+        _refuse_dedup(of_sequences if get_ec_index_dedup() else [])
+
+
+def check_kernels_of_sharded(model: nn.Module, device: torch.device) -> None:
+    """The same for modules that their user has sharded."""
+    for name, module in sharded_modules(model).items():
+        plan: Any = getattr(tables_of(module), "module_sharding_plan", {}) if hands_out_rows(module) else {}
+        _refuse_dense_managed(f"{name}.{table}" for table, how in plan.items() if how.compute_kernel == DENSE)
+    modules = table_modules(model).items() if device.type == "cpu" else ()
+    for name, module in modules:
+        _refuse_types({f"{name}.{config.name}": config.data_type for config in configs_of(module)})
+        if isinstance(module, ShardedEmbeddingCollection) and module._use_index_dedup:
+            _refuse_dedup([f"{name}.{config.name}" for config in configs_of(module)])
+
+
+def _refuse_widths(planned: list[tuple[Table, ParameterSharding]], device: torch.device) -> None:
+    wrong: dict[str, tuple[Table, int]] = {}
+    for table, how in planned:
+        shards = [] if how.sharding_spec is None else how.sharding_spec.shards
+        widths = [shard.shard_sizes[1] for shard in shards] or [table.parameter.shape[1]]
+        odd = next((width for width in widths if width % 4), None)
+        if how.compute_kernel != DENSE and odd is not None:
+            wrong[table.path] = table, odd
+    if not wrong:
+        return
+    whole = {table.name: DATA_PARALLEL for table, _ in wrong.values() if not table.is_pooled_if_whole(device)}
+    dense = f", or leave it whole, to the optimizer of configure_optimizers: sharding={whole}" if whole else ""
+    raise ValueError(
+        f"{some(f'{path} (a shard with {odd} columns)' for path, (_, odd) in wrong.items())}: FBGEMM's fused kernels "
+        "take multiples of 4. Make embedding_dim a multiple of 4, and of 4 for each shard if columns are "
+        f"sharded{dense}."
+    )
+
+
+def _refuse_dense_managed(paths: Iterable[str]) -> None:
+    if found := some(paths):
+        raise ValueError(
+            f"{found}: the plan gives tables of a managed collision module the dense kernel, which cannot reset rows "
+            f"that get other ids. Pass {ROW_WISE_PLAN}."
+        )
+
+
+def _data_types(collection: nn.Module) -> dict[str, DataType]:
+    """Return table -> type, by the configs: TorchRec's unsharded tables may have another one."""
+    parts = [part for part in collection.modules() if isinstance(part, _WITH_CONFIGS)]
+    configs = [one.embedding_bag_configs() if isinstance(one, _BAGS) else one.embedding_configs() for one in parts]
+    return {config.name: config.data_type for of_part in configs for config in of_part}
+
+
+def _refuse_types(types: dict[str, DataType]) -> None:
+    if wrong := some(f"{path} ({kind})" for path, kind in types.items() if kind not in _ON_CPU):
+        raise ValueError(
+            f"{wrong}: on a CPU FBGEMM looks up tables of DataType.FP32 and DataType.FP16 only. Set one of them as the "
+            "data_type of the table's config, or train on CUDA."
+        )
+
+
+def _refuse_dedup(paths: list[str]) -> None:
+    if paths:
+        raise ValueError(
+            f"{some(paths)}: set_ec_index_dedup(True), or use_index_dedup=True of a sharder, is for CUDA only: FBGEMM "
+            "has no jagged_unique_indices for a CPU. Call set_ec_index_dedup(False) before fit, and leave "
+            "use_index_dedup out."
+        )

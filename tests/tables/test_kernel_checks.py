@@ -1,0 +1,165 @@
+"""What FBGEMM's kernels lack is refused by table and name on every rank, before any table is sharded."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torchrec
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from torchrec import KeyedJaggedTensor
+from torchrec.distributed import embedding
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.mc_embeddingbag import ManagedCollisionEmbeddingBagCollectionSharder
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.sharding_plan import row_wise
+from torchrec.distributed.types import ShardingEnv
+from torchrec.types import DataType
+
+from lightning_overlap import OverlapEmbeddingStrategy
+from lightning_overlap.tables.kernel_checks import check_kernels_of_sharded
+
+from ..support import modules
+from ..support.fits import make_trainer
+from ..support.ranks import Ranks
+
+WITH_DENSE_KERNEL = "the plan's"
+
+
+class OneCollection(LightningModule):
+    def __init__(self, collection: nn.Module) -> None:
+        super().__init__()
+        self.tables = collection
+        self.top = nn.Linear(1, 1)
+
+    def training_step(self, kjt: KeyedJaggedTensor, batch_idx: int) -> Tensor:
+        answer = self.tables(kjt)
+        columns = answer[0] if isinstance(answer, tuple) else answer
+        return self.top(columns["f0"].sum(dim=1, keepdim=True)).mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.top.parameters(), 0.1)
+
+
+def _config(kind: type, name: str, dim: int = 8, data_type: DataType = DataType.FP32) -> Any:
+    feature = name.replace("t", "f")
+    return kind(name=name, feature_names=[feature], num_embeddings=40, embedding_dim=dim, data_type=data_type)
+
+
+def bags(dim: int = 8, data_type: DataType = DataType.FP32) -> nn.Module:
+    kind = torchrec.EmbeddingBagConfig
+    return torchrec.EmbeddingBagCollection(tables=[_config(kind, "t0", dim, data_type), _config(kind, "t1")])
+
+
+def sequences(dim: int = 8, data_type: DataType = DataType.FP32) -> nn.Module:
+    configs = [_config(torchrec.EmbeddingConfig, f"t{at}", dim, data_type) for at in range(2)]
+    return torchrec.EmbeddingCollection(tables=configs)
+
+
+@contextmanager
+def _deduplicating(wanted: bool) -> Iterator[None]:
+    embedding.EC_INDEX_DEDUP = wanted
+    try:
+        yield
+    finally:
+        embedding.EC_INDEX_DEDUP = False
+
+
+BUILD: dict[str, tuple[Callable[[], nn.Module], Any]] = {
+    "six_columns": (lambda: bags(6), "table_wise"),
+    "six_columns_by_rows": (lambda: bags(6), {"t0": "row_wise"}),
+    "six_columns_of_sequences": (lambda: sequences(6), "table_wise"),
+    "six_columns_whole": (lambda: bags(6), {"t0": "data_parallel", "t1": "table_wise"}),
+    "bf16": (lambda: bags(data_type=DataType.BF16), "table_wise"),
+    "bf16_whole": (lambda: bags(data_type=DataType.BF16), {"t0": "data_parallel"}),
+    "bf16_sequences": (lambda: sequences(data_type=DataType.BF16), "row_wise"),
+    "fp16": (lambda: bags(data_type=DataType.FP16), "table_wise"),
+    "unique_ids": (sequences, "table_wise"),
+    "managed_by_the_planner": (modules.managed_bags, None),
+    "managed_dense": (modules.managed_bags, WITH_DENSE_KERNEL),
+    "managed_sequences_dense": (modules.managed_sequences, WITH_DENSE_KERNEL),
+}
+
+
+def attempt(name: str) -> str:
+    """Return the error of a fit; '' if there is none."""
+    build, sharding = BUILD[name]
+    module = OneCollection(build())
+    if sharding == WITH_DENSE_KERNEL:
+        sharding = modules.plan_by_place(module, lambda _: lambda table: row_wise())
+    if name == "six_columns_whole":  # the dense optimizer trains it
+        module.configure_optimizers = lambda: torch.optim.SGD(  # type: ignore[method-assign]
+            [*module.top.parameters(), module.tables.embedding_bags["t0"].weight], 0.1
+        )
+    strategy = OverlapEmbeddingStrategy(
+        sharding=sharding, fused_optimizer=(torch.optim.SGD, {"lr": 0.1}), replicate_tables=False
+    )
+    batches = [modules.plain_ids(torch.Generator().manual_seed(at)) for at in range(3)]
+    with _deduplicating(name == "unique_ids"):
+        try:
+            make_trainer(strategy).fit(module, DataLoader(batches, batch_size=None))
+        except ValueError as err:
+            return str(err)
+    return ""
+
+
+REFUSED = {
+    "six_columns": ["tables.t0 (a shard with 6 columns): FBGEMM's fused kernels take multiples of 4", "data_parallel"],
+    "six_columns_by_rows": ["tables.t0 (a shard with 6 columns)"],
+    "six_columns_of_sequences": ["tables.t0 (a shard with 6 columns), tables.t1 (a shard with 6 columns)"],
+    "bf16": ["tables.t0 (BF16): on a CPU FBGEMM looks up tables of DataType.FP32 and DataType.FP16 only"],
+    "bf16_whole": ["tables.t0 (BF16)"],
+    "bf16_sequences": ["tables.t0 (BF16), tables.t1 (BF16)"],
+    "unique_ids": ["tables.t0, tables.t1: set_ec_index_dedup(True)", "Call set_ec_index_dedup(False) before fit"],
+    "managed_by_the_planner": ["planner rejects most modules like tables", "row_wise(compute_kernel='fused')"],
+    "managed_dense": ["tables.t0, tables.t1: the plan gives", "row_wise(compute_kernel='fused')"],
+    "managed_sequences_dense": ["tables.t0, tables.t1: the plan gives"],
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_on_every_rank(two_ranks: Ranks, name: str) -> None:
+    for message in two_ranks.run(attempt, name):
+        assert [part for part in REFUSED[name] if part not in message] == [], message
+    # No advice that would be refused as well.
+    assert ("data_parallel" in message) == (name in ("six_columns", "six_columns_by_rows"))
+
+
+@pytest.mark.parametrize("name", ["six_columns_whole", "fp16"])
+def test_what_kernels_can_do_is_trained(two_ranks: Ranks, name: str) -> None:
+    assert two_ranks.run(attempt, name) == ["", ""]
+
+
+def _sharded_by_hand(collection: nn.Module, sharder: Any, kernel: str | None) -> str:
+    model = nn.Module()
+    model.tables = collection
+    plan = modules.plan_by_place(model, lambda _: lambda table: row_wise(compute_kernel=kernel))
+    env = ShardingEnv.from_process_group(dist.group.WORLD)
+    DistributedModelParallel(model, env, torch.device("cpu"), plan, [sharder], init_data_parallel=False)
+    try:
+        check_kernels_of_sharded(model, torch.device("cpu"))
+    except ValueError as err:
+        return str(err)
+    return ""
+
+
+def sharded_by_hand() -> list[str]:
+    fused = "fused"
+    return [
+        _sharded_by_hand(sequences(), EmbeddingCollectionSharder(use_index_dedup=True), fused),
+        _sharded_by_hand(sequences(data_type=DataType.BF16), EmbeddingCollectionSharder(), fused),
+        _sharded_by_hand(modules.managed_bags(), ManagedCollisionEmbeddingBagCollectionSharder(), "dense"),
+        _sharded_by_hand(modules.managed_bags(), ManagedCollisionEmbeddingBagCollectionSharder(), fused),
+    ]
+
+
+def test_modules_that_their_user_has_sharded_are_checked_too(two_ranks: Ranks) -> None:
+    for unique, bf16, dense, fused in two_ranks.run(sharded_by_hand):
+        assert "tables.t0, tables.t1: set_ec_index_dedup(True), or use_index_dedup=True of a sharder" in unique
+        assert "tables.t0 (BF16), tables.t1 (BF16)" in bf16
+        assert "tables.t0, tables.t1: the plan gives" in dense
+        assert fused == ""
