@@ -2,7 +2,7 @@
 
 from .batch_sizes import no_samples, refuse_other_batch_sizes
 from .combined_optimizer import combined_optimizer, optimizer_name, rate_setter
-from .id_ranges import IdRanges, OutOfRangeIds, num_ids
+from .id_ranges import IdRanges, OutOfRangeIds, num_ids, take_row_0_for_ids_outside
 from .names import table_by_name, takes_weights, without_graph
 from .optimizer_checks import (
     FusedOptimizer,
@@ -22,7 +22,6 @@ from .quantized_comms import (
     resolve_quantized_comms,
 )
 from .replicas import ReplicateTables, check_replicate_tables, replica_kernels
-from .row_zero import take_row_0_for_ids_outside
 from .scheduler_checks import check_schedulers
 from .sharded_module import (
     SetRates,
