@@ -88,7 +88,7 @@ def test_a_batch_has_one_all_to_all_of_ids(two_ranks: Ranks, case: Case) -> None
 def take_on_other_streams() -> None:
     streams, group = CheckedStreams(), dist.group.WORLD
     assert group is not None
-    with streams.watching({}):
+    with streams.watching({}, {}, []):
         with streams.on(StreamName.DATA_DIST):
             parts = [Part(torch.arange(num) + 1, [num], [num]) for num in (5, 3)]
             exchange = PackedExchange(parts, group, streams)
