@@ -40,15 +40,17 @@ class Streams:
     def record_stream(self, value: Any, name: StreamName) -> None:
         """Tell the caching allocator that a stream reads these tensors, nested or not, of another stream."""
 
-    def hold_leaves(self, leaves: Iterable[torch.Tensor]) -> list[Any]:
-        """Return the autograd nodes of leaves without a gradient of their own, such as tables of a fused optimizer.
+    def hold_leaves(self, leaves: Iterable[torch.Tensor], name: StreamName) -> list[Any]:
+        """Return the autograd nodes of leaves, which belong to a stream as long as the caller keeps them.
 
-        Autograd lets a backward end by waiting for the streams of all leaves that it reaches. A node keeps the stream
-        on which it was made, and lives as long as anything holds it: as long as the caller keeps these nodes, backwards
-        wait for nothing there. Source: `GraphTask::exec_post_processing`, PyTorch 2.11 to 2.14.
+        A node keeps the stream on which it was made, and lives as long as anything holds it. Autograd lets a backward
+        end by waiting for the streams of all leaves that it reaches, with a gradient or without. So leaves without a
+        gradient, such as the tables of a fused optimizer, belong to `StreamName.IDLE`, where it waits for nothing.
+        Source: `GraphTask::exec_post_processing`, PyTorch 2.11 to 2.14.
         """
-        with self.on(StreamName.IDLE):
-            return [get_gradient_edge(leaf).node for leaf in leaves if leaf.requires_grad]
+        # An evaluation on CUDA is in inference mode, where no node is made.
+        with self.on(name), torch.inference_mode(False), torch.enable_grad():
+            return [get_gradient_edge(leaf).node for leaf in leaves if leaf.requires_grad and leaf.is_leaf]
 
     def hand_to_caller(self, value: Any, event: Any) -> None:
         """Let the compute stream and the current stream (perhaps the user's) use a value after an event."""

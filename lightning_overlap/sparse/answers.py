@@ -83,6 +83,8 @@ class Answers:
     def abandon(self) -> None:
         """Forget the step."""
         self._current = self._in_step = self._send_next = None
+        self._kept.clear()
+        self._held.clear()
 
     def forget(self, inflight: InFlightBatch) -> None:
         """Let go of the embeddings of a batch whose backward is over."""
@@ -170,10 +172,11 @@ class Answers:
         with _keeping_saved() if checkpointed else NOTHING:
             found = self._on_lookup_stream(pipelined.module, inflight, look_up_now, (args, kwargs))
         # Between two steps and in evaluations no hook sees the end of a backward that may follow.
-        is_counted = torch.is_grad_enabled() and (inflight is None or not self._options.trains)
+        in_step = inflight is not None and self._options.trains
+        is_counted = torch.is_grad_enabled() and not in_step
         note = partial(self._note_answer, pipelined, is_counted=is_counted)
         batch = None if inflight is None else inflight.index
-        as_called = partial(self._received_as_called, batch, keeps_saved=checkpointed, note=note)
+        as_called = partial(self._received_as_called, batch, in_step=in_step, keeps_saved=checkpointed, note=note)
         answer = tuple(map(as_called, found)) if isinstance(found, tuple) else as_called(found)
         if checkpointed and not in_backward and isinstance(given, KeyedJaggedTensor):
             self._kept[pipelined.name, id(given)] = SentInput(given), given, answer
@@ -269,7 +272,7 @@ class Answers:
                 state.received = wait_for(state.embeddings)
             state.received_at = self._order.streams.record(self._order.lookup)
             self._gradients.watch(state.name, state.received)
-            self._hold_gradients(state.received)
+            self._order_backward(state.received, in_step=True)
         self._order.hand_to_caller(state.received, state.received_at, state.batch if is_first else None)
         if is_first and (send_next := self._send_next) is not None:
             assert self._current is not None
@@ -282,25 +285,39 @@ class Answers:
                     send_next()
         return state.received
 
-    def _hold_gradients(self, embeddings: Any) -> None:
-        """Hold the gradients of embeddings until the backward is over.
+    def _order_backward(self, embeddings: Any, *, in_step: bool) -> None:
+        """Order a backward through embeddings of the lookup stream with the compute stream.
 
         Autograd adds in place into a gradient that nobody else on the host holds. The lookup stream may still have to
-        read it then: its node was launched, and has let go of the gradient. Source: `can_accumulate_inplace`.
+        read it then: its node was launched, and has let go of the gradient. So gradients are held until the backward is
+        over. Source: `can_accumulate_inplace`.
+
+        With `in_step` False no executor sees that end: between two steps, in an evaluation, or if a module does its own
+        fetching. Then the compute stream waits for the update of the tables at the end of the backward.
         """
-        if self._order.streams.is_async and self._order.lookup is not StreamName.COMPUTE and self._options.trains:
-            for tensor in tensors_in(embeddings):
-                if tensor.requires_grad:
-                    tensor.register_hook(self._held.append)
+        if not self._order.streams.is_async or self._order.lookup is StreamName.COMPUTE:
+            return
+        for tensor in tensors_in(embeddings):
+            if tensor.requires_grad:
+                tensor.register_hook(self._held.append)
+                if not in_step:
+                    tensor.register_hook(self._call_at_end)
+
+    def _call_at_end(self, gradient: torch.Tensor) -> None:
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+
+    def _end_backward(self) -> None:
+        self._held.clear()
+        self._order.compute_waits()
 
     def _received_as_called(
-        self, batch: int | None, found: Any, *, keeps_saved: bool, note: Callable[[Any], None]
+        self, batch: int | None, found: Any, *, in_step: bool, keeps_saved: bool, note: Callable[[Any], None]
     ) -> Any:
         """Return an answer of the lookup stream to the caller; an awaitable waits in the modes of the call."""
         order = self._order
 
         def hand_over(received: Any) -> Any:
-            self._hold_gradients(received)
+            self._order_backward(received, in_step=in_step)
             order.hand_to_caller(received, order.streams.record(order.lookup), batch)
             note(received)
             return received
@@ -320,7 +337,7 @@ class Answers:
         A step may look up the tables of a module several times. If two backwards ran on two streams, nothing would
         order their updates of the same rows.
         """
-        streams = self._order.streams
+        streams, batch = self._order.streams, None if inflight is None else inflight.index
         streams.take_from_caller(given, self._order.lookup)
         if self._options.set_rates is not None:
             self._options.set_rates()
@@ -334,13 +351,13 @@ class Answers:
             with self._order.on_lookup(), timed, own_mode:
                 found = look_up_now()
             # The caller may change its input or the tables next. The kernels read both, and write row numbers.
-            streams.hand_to_caller((), streams.record(self._order.lookup))
+            self._order.hand_to_caller(given, streams.record(self._order.lookup), batch)
             return found
         num_lookups: list[int] = []
         with self._order.on_lookup(), without_backward(module), counting(tbes(module), num_lookups), timed, own_mode:
             found = look_up_now()
         take_back(tbes(module), num_lookups, self._order)
-        streams.hand_to_caller((), streams.record(self._order.lookup))
+        self._order.hand_to_caller(given, streams.record(self._order.lookup), batch)
         return found
 
     def _look_up_when_called(self, inflight: InFlightBatch, state: ModuleContext) -> Any:

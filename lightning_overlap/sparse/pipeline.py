@@ -1,13 +1,14 @@
 """The sparse stages of a model's sharded modules, put together: inputs, lookups, updates, and the modules' forwards."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch.distributed as dist
 from torchrec.distributed.types import ShardedModule
 
-from ..runtime import LookupOrder, SparseStages
-from ..tables import tbes
+from ..runtime import LookupOrder, SparseStages, Streams
+from ..schedules import StreamName
+from ..tables import kernel_parameters, tbes
 from .answers import Answers
 from .gradient_watch import GradientWatch
 from .inputs import SparseInputs
@@ -15,6 +16,22 @@ from .lookup import SparseLookups
 from .options import SparseOptions
 from .pipelined_forward import PipelinedForwards
 from .table_updates import TableUpdates
+
+
+def _hold_leaves(modules: Iterable[Any], streams: Streams) -> list[Any]:
+    """Return autograd's nodes of all weights in sharded modules, each on the stream where it belongs."""
+    nodes = []
+    for module in modules:
+        fused = [leaf for kernel in tbes(module) for leaf in kernel.parameters()]
+        # Else a backward on the lookup stream would end by waiting for all dense work that is queued, and a backward of
+        # the loss for the update of the tables. Kernels that prefetch wait for the stream of their own leaf instead.
+        idle = [leaf for kernel in tbes(module) if not kernel.prefetch_pipeline for leaf in kernel.parameters()]
+        nodes += streams.hold_leaves(idle, StreamName.IDLE)
+        # The optimizer reads gradients of its own weights on the compute stream.
+        known = {id(leaf) for leaf in fused}
+        dense = [leaf for leaf in (*module.parameters(), *kernel_parameters(module)) if id(leaf) not in known]
+        nodes += streams.hold_leaves(dense, StreamName.COMPUTE)
+    return nodes
 
 
 class SparsePipeline:
@@ -28,7 +45,7 @@ class SparsePipeline:
         options: SparseOptions,
     ) -> None:
         self.modules, self.order = modules, order
-        self._leaves: list[Any] = []  # autograd's nodes of the tables while it is attached
+        self._leaves: list[Any] = []  # autograd's nodes of the modules' weights while it is attached
         self._forwards = forwards = PipelinedForwards(modules, group, order, options)
         self.inputs, self.updates = SparseInputs(forwards), TableUpdates(forwards)
         self.gradients = GradientWatch(forwards)
@@ -43,9 +60,7 @@ class SparsePipeline:
 
     def attach(self) -> None:
         """Replace the modules' forwards until `detach`."""
-        # Else each backward on the lookup stream would end by waiting for all dense work that is queued.
-        kernels = [kernel for module in self.modules.values() for kernel in tbes(module)]
-        self._leaves = self.order.streams.hold_leaves(leaf for kernel in kernels for leaf in kernel.parameters())
+        self._leaves = _hold_leaves(self.modules.values(), self.order.streams)
         self._forwards.attach(self.answers.answer)
         self.inputs.staged.attach()
         self.updates.hold_replicas()

@@ -51,6 +51,10 @@ class CheckedStreams(Streams):
     - At the end, the stream of the caller waits for the streams of all leaves that the backward has reached, with a
       gradient or without. No other stream waits for another.
 
+    It sees operators, not edges. So it takes every gradient that an operator of a node reads for one that came to the
+    node along an edge, and every sum of two gradients for the engine's own: a race between a hook of the user's and a
+    node that share a gradient by other means is not found.
+
     Source: `InputMetadata` (a node's stream), `InputBuffer::add` (who waits for whom), `Engine::evaluate_function` (its
     guard, and the leaves' streams) and `GraphTask::exec_post_processing` (the end) of PyTorch 2.11 to 2.14.
     """
@@ -199,10 +203,10 @@ class CheckedStreams(Streams):
         return stream
 
     @override
-    def hold_leaves(self, leaves: Iterable[Tensor]) -> list[Any]:
-        nodes = super().hold_leaves(leaves)
+    def hold_leaves(self, leaves: Iterable[Tensor], name: StreamName) -> list[Any]:
+        nodes = super().hold_leaves(leaves, name)
         for node in nodes:
-            node.metadata.setdefault(_STREAM_OF_LEAF, StreamName.IDLE)
+            node.metadata.setdefault(_STREAM_OF_LEAF, name)
         return nodes
 
     def _reach_leaf(self, gradients: Any) -> None:

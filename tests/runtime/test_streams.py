@@ -3,10 +3,12 @@
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torchrec import KeyedJaggedTensor
 
 from lightning_overlap.runtime import streams
+from lightning_overlap.schedules import StreamName
 
 
 @dataclass
@@ -50,3 +52,12 @@ def test_an_object_with_a_record_stream_of_its_own_is_told() -> None:
     batch = make_batch()
     streams._record_stream(batch, "stream")  # type: ignore[arg-type]
     assert batch.opaque.recorded_on == "stream"
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])
+def test_leaves_are_held_in_any_mode(mode: Any) -> None:
+    """An evaluation on CUDA begins in inference mode."""
+    weight, view = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2)).view(2)
+    with mode():
+        [node] = streams.Streams().hold_leaves([weight, view, torch.ones(2)], StreamName.IDLE)
+    assert (weight * 2).grad_fn.next_functions[0][0] is node  # type: ignore[union-attr]

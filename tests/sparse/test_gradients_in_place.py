@@ -87,8 +87,26 @@ def test_a_gradient_that_the_lookup_stream_reads_is_not_added_to(pipeline: str, 
 
 def test_autograd_does_add_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the test above."""
-    monkeypatch.setattr(Answers, "_hold_gradients", lambda self, embeddings: None)
+    monkeypatch.setattr(Answers, "_order_backward", lambda self, embeddings, **_: None)
     assert any(_shared_memory(AddsTheDensePart, "fused_sparse_dist"))
+
+
+def test_no_gradient_is_held_after_a_backward_between_steps() -> None:
+    held: list[int] = []
+
+    class TrainsBetweenSteps(AddsTheDensePart):
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            sparse: Any = self.trainer.strategy._run.sparse  # type: ignore[attr-defined]
+            with torch.enable_grad():
+                self.ebc(batch.inputs["sparse"][0]).values().sum().backward()
+            held.append(len(sparse.answers._held))
+
+    with process_group("cpu"):
+        model = TrainsBetweenSteps(ONE_TABLE)
+        strategy = make_strategy(model, "fused_sparse_dist", stream="dedicated")
+        strategy.streams = CheckedStreams(StreamName.LOOKUP)
+        make_trainer(strategy, limit_val_batches=0).fit(model, datamodule=Batches(ONE_TABLE, 4))
+    assert held == [0] * 4
 
 
 def test_no_gradient_is_held_after_its_backward(monkeypatch: pytest.MonkeyPatch) -> None:

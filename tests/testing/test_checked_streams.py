@@ -171,6 +171,18 @@ class ReadsKernels(Model):
             self.norm = sum(weights.square().sum() for weights in kernel.split_embedding_weights())
 
 
+class TrainsBetweenSteps(ReadsKernels):
+    """Runs a forward and a backward of its own after each other step, and reads the tables that it has updated."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx % 2:
+            strategy: Any = self.trainer.strategy
+            strategy.update_tables()  # as before every write
+            with torch.enable_grad():
+                self(batch).backward()
+            self.read()
+
+
 class ReadsTablesInItsStep(ReadsKernels):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.read()
@@ -233,6 +245,7 @@ USERS: dict[str, tuple[type[Model], dict[str, Any]]] = {
     "looks_up_twice": (LooksUpTwice, {}),
     "looks_up_on_a_stream_of_its_own": (LooksUpOnAStreamOfItsOwn, {}),
     "writes_tables": (WritesTables, {}),
+    "trains_between_steps": (TrainsBetweenSteps, {}),
     "reads_in_its_step": (ReadsTablesInItsStep, {}),
     "reads_before_backward": (ReadsTablesBeforeBackward, {}),
 }
@@ -247,7 +260,7 @@ def test_the_users_code_is_ordered_with_lookups_and_updates(name: str, pipeline:
 @pytest.mark.parametrize(
     ("name", "pipeline", "policy"),
     pairwise(
-        [name for name in USERS if name not in ("steps_by_hand", "writes_tables")],
+        [name for name in USERS if name not in ("steps_by_hand", "writes_tables", "trains_between_steps")],
         ["sparse_dist", "fused_sparse_dist"],
         STREAMS,
     ),
@@ -338,10 +351,10 @@ def test_where_the_graphs_of_tables_end_decides_who_waits(monkeypatch: pytest.Mo
     """Guards the two tests above: autograd makes the nodes of the tables on one stream or the other."""
     hold = CheckedStreams.hold_leaves
 
-    def hold_on(self: CheckedStreams, tables: Any) -> list[Any]:
-        nodes = hold(self, tables)
+    def hold_on(self: CheckedStreams, tables: Any, name: StreamName) -> list[Any]:
+        nodes = hold(self, tables, name)
         for node in nodes:
-            node.metadata[checked_streams._STREAM_OF_LEAF] = leaves
+            node.metadata[checked_streams._STREAM_OF_LEAF] = leaves if name is StreamName.IDLE else name
         return nodes
 
     monkeypatch.setattr(CheckedStreams, "hold_leaves", hold_on)
