@@ -74,6 +74,8 @@ class Fit:
     skips_losses: bool = False
     late_rank: int | None = None
     num_hosts: int = 1
+    dropout: float = 0.0
+    shuffled: bool = False
 
     @property
     def stale(self) -> bool:
@@ -155,6 +157,8 @@ def of_seed(seed: int, without: Collection[str] = ()) -> Fit:
         skips_losses=skips == "losses",
         late_rank=choose([None, 0, 1]) if num_ranks > 1 else None,
         num_hosts=choose([1, 2]) if num_ranks > 1 else 1,
+        dropout=choose([0.0, 0.0, 0.3]),
+        shuffled=choose([False, False, True]),
     )
 
 

@@ -19,7 +19,7 @@ from lightning_overlap.tuning import Auto
 from ..support.fits import make_trainer, mode_and_options
 from ..support.reference import Result, collect
 from .random_fits import ORDERED, Fit, Part
-from .random_models import Data, Net, make_batch, make_plan, opened
+from .random_models import Data, Net, make_batch, make_plan, opened, order_of, seed_dropout
 from .random_unsharded import differences_from_unsharded
 
 COLLECTIVE_TIMEOUT = datetime.timedelta(seconds=20)
@@ -52,8 +52,10 @@ class _Loop:
         self.num_steps = 0
 
     def train(self) -> Result:
-        for _ in range(self.fit.epochs):
+        seed_dropout(self.fit, dist.get_rank())
+        for epoch in range(self.fit.epochs):
             self.embeddings.clear()
+            self.order = order_of(self.fit, epoch)
             for index in range(self.fit.num_batches):
                 if self.num_steps != self.fit.max_steps:
                     self._step(index)
@@ -73,7 +75,7 @@ class _Loop:
 
     def _look_ahead(self, index: int) -> None:
         for ahead in range(index, min(index + self.staleness + 1, self.fit.num_batches)):
-            inside = opened(self.fit, make_batch(self.fit, ahead, dist.get_rank()))
+            inside = opened(self.fit, make_batch(self.fit, self.order[ahead], dist.get_rank()))
             for part in self.fit.parts:
                 if (ahead, part.name) not in self.embeddings:
                     with torch.set_grad_enabled(part.use != "no_grad"):
@@ -87,7 +89,7 @@ class _Loop:
             self._look_ahead(index)
         if fit.manual or index % fit.accumulate == 0:
             self.optimizer.zero_grad()
-        loss = self.module.training_step(make_batch(fit, index, dist.get_rank()), index)
+        loss = self.module.training_step(make_batch(fit, self.order[index], dist.get_rank()), index)
         if loss is not None:
             (loss / fit.accumulate).backward()
             if last:
@@ -154,6 +156,7 @@ def train_under_the_strategy(fit: Fit, **options: Any) -> Result:
         limit_val_batches=2 if fit.validate_every else 0,
         val_check_interval=fit.validate_every or None,
     )
+    seed_dropout(fit, dist.get_rank())  # set-up draws nothing from now on
     with warnings.catch_warnings(action="ignore"):
         trainer.fit(module, datamodule=Data(fit))
     return collect(module, trainer.optimizers[0], module.losses)  # type: ignore[arg-type]

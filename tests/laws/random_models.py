@@ -11,7 +11,7 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from torch import Tensor, nn
 from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from torchrec import KeyedJaggedTensor
 from torchrec.distributed.types import ShardingPlan
 from torchrec.optim import RowWiseAdagrad
@@ -67,6 +67,19 @@ def _make_kjt(fit: Fit, name: str, index: int, size: int, generator: torch.Gener
     )
 
 
+def order_of(fit: Fit, epoch: int) -> list[int]:
+    """Return the numbers of the batches of an epoch, in order, as PyTorch's DistributedSampler documents it."""
+    if not fit.shuffled:
+        return list(range(fit.num_batches))
+    generator = torch.Generator().manual_seed(fit.seed + epoch)
+    return torch.randperm(fit.num_batches, generator=generator).tolist()  # type: ignore[no-any-return]
+
+
+def seed_dropout(fit: Fit, rank: int) -> None:
+    """Seed the generator that dropout draws from: another one on each rank."""
+    torch.manual_seed(fit.seed * 1009 + rank)
+
+
 class _Rank(Dataset[Any]):
     def __init__(self, fit: Fit, numbers: range) -> None:
         self.fit, self.numbers = fit, numbers
@@ -84,10 +97,17 @@ class Data(LightningDataModule):
         self.fit = fit
 
     def train_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(_Rank(self.fit, range(self.fit.num_batches)), batch_size=None)
+        return self._loader(range(self.fit.num_batches), shuffled=self.fit.shuffled)
 
     def val_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(_Rank(self.fit, range(1000, 1002)), batch_size=None)
+        return self._loader(range(1000, 1002), shuffled=False)
+
+    def _loader(self, numbers: range, *, shuffled: bool) -> DataLoader[Any]:
+        batches = _Rank(self.fit, numbers)
+        # All ranks have the same order. Lightning tells the sampler of each epoch.
+        sampler = DistributedSampler(batches, 1, 0, seed=self.fit.seed) if shuffled else None
+        # An iterator draws a seed for its workers: from its own generator, not from that of dropout.
+        return DataLoader(batches, batch_size=None, sampler=sampler, generator=torch.Generator())
 
 
 LookUp = Callable[[Part, KeyedJaggedTensor, int], Any]  # collection, its input and the batch -> what it answers
@@ -119,7 +139,8 @@ class Net(LightningModule):
         merged = [torch.relu(self.bottom(inside.dense))]
         for part in self.fit.parts:
             merged.append(self._answer(part, self._input(part, inside), index, size))
-        logits = self.top(torch.cat(merged, dim=1)).squeeze(1)
+        kept = nn.functional.dropout(torch.cat(merged, dim=1), self.fit.dropout, self.training)
+        logits = self.top(kept).squeeze(1)
         return nn.functional.binary_cross_entropy_with_logits(logits, inside.labels)
 
     def _input(self, part: Part, inside: Batch) -> KeyedJaggedTensor:

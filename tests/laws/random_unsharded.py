@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..support.reference import Result
 from .random_fits import Fit
-from .random_models import Net, make_batch
+from .random_models import Net, make_batch, order_of, seed_dropout
 
 TOLERANCE, OF_ADAGRAD = 1e-4, 1e-3
 """Rounding is 1e-6 in most fits; a wrong column is off by 0.01 to 1 in the first step. Adagrad enlarges rounding."""
@@ -29,18 +29,29 @@ class _Loop:
         self.optimizer = self.module.configure_optimizers()
         self.losses: list[Tensor] = []  # of this rank
         self.num_steps = 0
+        self.generators: dict[int, Tensor] = {}  # by rank: the state of its generator, which dropout draws from
 
     def train(self) -> None:
-        for _ in range(self.fit.epochs):
+        for rank in range(self.fit.num_ranks):
+            seed_dropout(self.fit, rank)
+            self.generators[rank] = torch.get_rng_state()
+        for epoch in range(self.fit.epochs):
+            order = order_of(self.fit, epoch)
             for index in range(self.fit.num_batches):
                 if self.num_steps != self.fit.max_steps:
-                    self._step(index)
+                    self._step(index, order[index])
 
-    def _step(self, index: int) -> None:
+    def _forward(self, index: int, number: int, rank: int) -> Tensor | None:
+        torch.set_rng_state(self.generators[rank])
+        loss = self.module.training_step(make_batch(self.fit, number, rank), index)
+        self.generators[rank] = torch.get_rng_state()
+        return loss
+
+    def _step(self, index: int, number: int) -> None:
         fit, module = self.fit, self.module
         if fit.manual or index % fit.accumulate == 0:
             self.optimizer.zero_grad()
-        losses = [module.training_step(make_batch(fit, index, rank), index) for rank in range(fit.num_ranks)]
+        losses = [self._forward(index, number, rank) for rank in range(fit.num_ranks)]
         self.losses.append(module.losses[dist.get_rank() - fit.num_ranks])
         given = [loss for loss in losses if loss is not None]
         if given:

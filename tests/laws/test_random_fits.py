@@ -17,7 +17,7 @@ def _check(get_ranks: Callable[..., Ranks], fit: Fit) -> None:
         assert found == [] or NOT_DRAWN in found[0], f"{fit}\nagain: make fuzz SEED={fit.seed}"
 
 
-@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("seed", range(30))
 def test_a_fit_equals_the_loop_by_hand(get_ranks: Callable[..., Ranks], seed: int) -> None:
     _check(get_ranks, of_seed(seed))
 
@@ -50,6 +50,7 @@ FOUND = {
     "another_layout_from_the_first_batch_on": _with(layout="by_rank"),
     "checkpoint_around_the_lookup": _with(again="checkpoint"),
     "values_in_a_reentrant_checkpoint": _with("values", again="checkpoint_reentrant"),
+    "dropout": _with(dropout=0.3, epochs=2, shuffled=True),
     # The early embeddings get no gradient, so nothing of their backward tells when to look up the next batch's.
     "reentrant_checkpoint_in_a_stale_mode": _with(pipeline="semi_sync", again="checkpoint_reentrant"),
     "means_by_rows_beside_other_tables": _with_means("fused_sparse_dist"),
