@@ -10,6 +10,7 @@ from torchrec import KeyedJaggedTensor
 
 from lightning_overlap import StreamName
 from lightning_overlap.distributed import PackedExchange, Part
+from lightning_overlap.runtime.run_ahead import RunAhead
 from lightning_overlap.runtime.streams import CudaStreams, make_streams
 from lightning_overlap.schedules.modes import STREAMS
 
@@ -99,3 +100,51 @@ def test_sizes_are_read_on_another_stream_than_the_ids_that_they_came_with(monke
         assert seen.tolist() == [1]
     streams[StreamName.DATA_DIST].synchronize()
     assert torch.equal(taken, ids)
+
+
+def test_the_host_waits_for_the_step_before_the_last() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    streams = CudaStreams(device, StreamName.LOOKUP)
+    streams.begin_step()
+    ahead, ends = RunAhead(streams, 2), []
+    torch.cuda.synchronize()
+    for _ in range(3):
+        ahead.wait()
+        torch.cuda._sleep(BUSY_CYCLES)
+        ends.append(streams.record(StreamName.COMPUTE))
+        ahead.end_step()
+    ahead.wait()
+    assert ends[1].query()
+    torch.cuda.synchronize()
+
+
+def test_leaves_that_are_held_belong_to_the_idle_stream() -> None:
+    """A backward on a stream of its own then waits for nothing that the stream of the leaf's first use has queued."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    streams = CudaStreams(device, StreamName.LOOKUP)
+    streams.begin_step()
+    weight = torch.nn.Parameter(torch.ones(2, device=device))
+    with torch.inference_mode():
+        held = streams.hold_leaves([weight], StreamName.IDLE)
+    with streams.on(StreamName.LOOKUP):
+        loss = _Lookup.apply(weight)
+    torch.cuda._sleep(BUSY_CYCLES)
+    with streams.on(StreamName.LOOKUP):
+        loss.backward()
+    after = streams.record(StreamName.LOOKUP)
+    after.synchronize()
+    assert not streams.record(StreamName.COMPUTE).query(), "the lookup stream has waited for the compute stream"
+    torch.cuda.synchronize()
+    assert held
+
+
+class _Lookup(torch.autograd.Function):
+    """Takes a table and returns no gradient for it, as FBGEMM's fused kernels do."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        return weight.sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> None:
+        return None
