@@ -25,7 +25,7 @@ from typing_extensions import override
 
 from ..distributed import Issue, WrappedWork, groups, wrap_collectives
 from ..plugin import OverlapEmbeddingStrategy
-from ..tables import codecs_of, find_tables, make_plan, training_sharders
+from ..tables import codecs_of, find_tables, make_plan, seed_shards, training_sharders
 from . import build, config_checks
 from .config_checks import Config
 from .step_timers import loss_of
@@ -66,7 +66,8 @@ class Job:
             quantized_comms=strategy.quantized_comms,
         )
         sharders = training_sharders(codecs_of(strategy.quantized_comms, self.device))
-        torch.manual_seed(self.config["seed"])  # sharding initializes the tables
+        torch.manual_seed(self.config["seed"])  # sharding initializes the tables, as in our arms
+        seed_shards(group.rank())
         env = ShardingEnv.from_process_group(group)
         return DistributedModelParallel(model, env, device=self.device, plan=plan, sharders=sharders)
 

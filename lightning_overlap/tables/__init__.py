@@ -38,7 +38,15 @@ from .sharded_module import (
     tbes_within,
     without_backward,
 )
-from .sharding import ShardedStateNames, Sharding, check_sharding, check_sharding_types, make_plan, shard_tables
+from .sharding import (
+    ShardedStateNames,
+    Sharding,
+    check_sharding,
+    check_sharding_types,
+    make_plan,
+    seed_shards,
+    shard_tables,
+)
 from .shards import KernelShards, TableShard, kernel_shards, table_lines
 from .subclasses import check_named_tables, collections_left_whole
 from .supported_modules import (

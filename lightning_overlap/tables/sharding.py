@@ -108,8 +108,7 @@ def shard_tables(
         trained[table.module][table.name] = table.rule
     before = dict(model.named_parameters())
     if any(table.parameter.is_meta for table in tables):
-        # TorchRec initializes a rank's shards with the rank's generator, and these are often alike on all ranks.
-        torch.manual_seed(int(torch.randint(1 << 62, ())) + group.rank())
+        seed_shards(group.rank())
     with _local_world_size(local_world_size):
         env, sharders = ShardingEnv.from_process_group(group), training_sharders(codecs_of(quantized_comms, device))
         DistributedModelParallel(model, env, device, plan, sharders, init_data_parallel=False)
@@ -139,6 +138,14 @@ def shard_tables(
         if id(parameter) not in kept:
             vars(parameter)[NAME_BEFORE] = name
     _watch(model)
+
+
+def seed_shards(rank: int) -> None:
+    """Seed this rank's generator, by its present state, for the values of shards of tables on `meta`.
+
+    TorchRec draws a rank's shards from the rank's generator, and generators are often alike on all ranks.
+    """
+    torch.manual_seed(int(torch.randint(1 << 62, ())) + rank)
 
 
 def _initial_weights(model: nn.Module, tables: list[Table]) -> dict[str, dict[str, nn.Parameter]]:

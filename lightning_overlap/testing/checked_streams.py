@@ -257,7 +257,7 @@ class CheckedStreams(Streams):
             self._sums[self._name(result, "a sum of gradients")] = reads
             self._makers[self._name(result)] = set()
             return
-        results = _tensors_of(result) if used else self._on_device(result)
+        results = tensors_of(result) if used else self._on_device(result)
         made = [self._name(tensor, str(func)) for tensor in results]
         if in_backward:
             self._acquire_gradients(stream, used)
@@ -293,7 +293,7 @@ class CheckedStreams(Streams):
 
     def _on_device(self, value: Any) -> list[Tensor]:
         """Return the tensors that would be on the device: scalars only if they are watched, or made of such tensors."""
-        return [one for one in _tensors_of(value) if one.numel() > 1 or self._known(one) is not None]
+        return [one for one in tensors_of(value) if one.numel() > 1 or self._known(one) is not None]
 
     def _known(self, tensor: Tensor) -> str | None:
         held, name = self._names.get(tensor.untyped_storage()._cdata, (None, ""))
@@ -311,7 +311,7 @@ class CheckedStreams(Streams):
         return name
 
 
-def _tensors_of(value: Any) -> list[Tensor]:
+def tensors_of(value: Any) -> list[Tensor]:
     """Return the tensors in an operator's argument or result."""
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.numel() > 0]
 

@@ -4,7 +4,6 @@ Imports nothing of the package under test.
 """
 
 import dataclasses
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,10 +14,8 @@ from ..support.reference import Result
 from .random_fits import Fit
 from .random_models import Net, make_batch, order_of, seed_dropout
 
-TOLERANCE, OF_ADAGRAD = 1e-4, 1e-3
-"""Rounding is 1e-6 in most fits; a wrong column is off by 0.01 to 1 in the first step. Adagrad enlarges rounding."""
-FEW = 0.01
-"""Share of a table's numbers that may be further off where a small gradient makes a large step (Adagrad)."""
+TOLERANCE = 1e-4
+"""Rounding is 1e-6 in most fits; a wrong column is off by 0.01 to 1 in the first step."""
 
 
 class _Loop:
@@ -78,24 +75,20 @@ def differences_from_unsharded(fit: Fit, trained: Result) -> list[str]:
     loop = _Loop(fit)
     loop.train()
     weights: dict[str, Any] = dict(loop.module.named_parameters())
-    is_adagrad = fit.optimizer != "sgd"
-    close = partial(_close, tolerance=OF_ADAGRAD if is_adagrad else TOLERANCE)
     tables = {name.split(".")[-2]: weight for name, weight in weights.items() if ".embedding" in name}
     found = [
         f"losses from step {step}, unsharded {theirs:.6g} and not {mine:.6g}"
         for step, (mine, theirs) in enumerate(zip(trained.losses.tolist(), loop.losses, strict=True))
-        if not close(torch.tensor(mine), theirs)
+        if not _close(torch.tensor(mine), theirs)
     ][:1]
     for name, shard in trained.tables.items():
         table, _, offsets = name.partition(" ")
         row, column = map(int, offsets.strip("[]").split(",")) if offsets else (0, 0)
         same = tables[table].detach()[row : row + shard.shape[0], column : column + shard.shape[1]]
-        few = max(1.0, FEW * same.numel()) if is_adagrad else 0.0
-        found += [] if close(shard, same, few=few) else [f"tables {name}, unsharded"]
-    found += [f"dense {name}, unsharded" for name, one in trained.dense.items() if not close(one, weights[name])]
+        found += [] if _close(shard, same) else [f"tables {name}, unsharded"]
+    found += [f"dense {name}, unsharded" for name, one in trained.dense.items() if not _close(one, weights[name])]
     return found
 
 
-def _close(mine: Tensor, theirs: Tensor, *, tolerance: float, few: float = 0.0) -> bool:
-    """Whether at most so `few` numbers are further apart than rounding."""
-    return int((~torch.isclose(mine, theirs.detach(), rtol=tolerance, atol=tolerance)).sum()) <= few
+def _close(mine: Tensor, theirs: Tensor) -> bool:
+    return torch.allclose(mine, theirs.detach(), rtol=TOLERANCE, atol=TOLERANCE)

@@ -27,6 +27,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from lightning_overlap import OverlapEmbeddingStrategy, combined_optimizer
 from lightning_overlap.distributed import default_store, groups
+from lightning_overlap.distributed.failures import FAILED
 from lightning_overlap.plugin.first_words import LOGGER
 
 from ..support import cases
@@ -352,11 +353,11 @@ def refused_while_rank_0_is_late() -> str:
     fit_model(sharding="table_wise")
     join, store = groups.join, default_store()
     assert store is not None
-    before = store.add(groups._FAILURES, 0)
+    before = store.add(FAILED, 0)
 
     def late(*args: Any, **kwargs: Any) -> groups.Groups:
         deadline = time.monotonic() + 1
-        while dist.get_rank() == 0 and store.add(groups._FAILURES, 0) == before and time.monotonic() < deadline:
+        while dist.get_rank() == 0 and store.add(FAILED, 0) == before and time.monotonic() < deadline:
             time.sleep(0.01)
         return join(*args, **kwargs)
 
