@@ -3,9 +3,11 @@
 import dataclasses
 import datetime
 import logging
+import os
 import warnings
 from collections.abc import Mapping
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -156,8 +158,9 @@ def train_under_the_strategy(fit: Fit, **options: Any) -> Result:
         limit_val_batches=2 if fit.validate_every else 0,
         val_check_interval=fit.validate_every or None,
     )
-    seed_dropout(fit, dist.get_rank())  # set-up draws nothing from now on
-    with warnings.catch_warnings(action="ignore"):
+    with warnings.catch_warnings(action="ignore"), mock.patch.dict(os.environ):
+        os.environ.pop("PL_GLOBAL_SEED", None)  # of an earlier `seed_everything`: Lightning would seed anew
+        seed_dropout(fit, dist.get_rank())  # set-up draws nothing from now on
         trainer.fit(module, datamodule=Data(fit))
     return collect(module, trainer.optimizers[0], module.losses)  # type: ignore[arg-type]
 
