@@ -169,10 +169,12 @@ ModeName: TypeAlias = Literal[
 _EXACT = (BASE, SPARSE_DIST, FUSED_SPARSE_DIST, FUSED_SPARSE_DIST_AFTER_OPTIMIZER, SPLIT_BACKWARD, PREFETCH)
 _STALE = (SEMI_SYNC, SEMI_SYNC_DEFERRED, ASYNC_LOOKUP)
 MODES: Mapping[str, Schedule] = MappingProxyType({schedule.name: schedule for schedule in (*_EXACT, *_STALE)})
+"""The modes by name, the exact ones first: `MODES["semi_sync"]` is its table, and `.staleness` its staleness."""
 
 StreamPolicy: TypeAlias = Literal["current", "data_dist", "dedicated"]
 """The names of `STREAMS`, for editors and type checkers."""
 
-STREAMS: Mapping[str, StreamName] = MappingProxyType(  # stream policy -> the stream of early lookups
+STREAMS: Mapping[str, StreamName] = MappingProxyType(
     {"current": StreamName.COMPUTE, "data_dist": StreamName.DATA_DIST, "dedicated": StreamName.LOOKUP}
 )
+"""Stream policy, for the strategy's `stream=`, to the stream of early lookups."""

@@ -25,27 +25,44 @@ _SIZES = "/lightning_overlap/sparse/input_sizes.py"  # has a step's only host sy
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The result of checking one law."""
+    """The result of checking one law.
+
+    Attributes:
+        law: The law.
+        problem: How it is broken, or "".
+        said: What was compared, if it holds.
+    """
 
     law: str
-    problem: str  # how it is broken, or ''
-    said: str  # what was compared, if it holds
+    problem: str
+    said: str
 
 
 @dataclass(frozen=True, slots=True)
 class ModuleReport:
-    """The result of `check_module`; `str()` returns it as a table."""
+    """The result of `check_module`; `str()` returns it as a table.
 
-    schedule: Schedule  # of the checked mode
-    num_steps: int  # of each fit
+    Attributes:
+        schedule: The table of the checked mode.
+        num_steps: Steps of each fit.
+        num_ranks: Ranks of each fit.
+        verdicts: The result for each law.
+        early: Module -> share of batches, after the first, with embeddings from an early lookup.
+        plain: Module that ran its own forward -> the reason.
+        host_syncs: Place in the code -> syncs per step, without the read of sizes.
+        trained: Weight of a table -> whether training has changed any row of it.
+        split: Modules whose weight gradients came after the backward; None if the mode does not split the backward.
+    """
+
+    schedule: Schedule
+    num_steps: int
     num_ranks: int
-    verdicts: tuple[Verdict, ...]  # by law
-    early: Mapping[str, float]  # module -> share of batches, after the first, with embeddings from an early lookup
-    plain: Mapping[str, str]  # module that ran its own forward -> the reason
-    host_syncs: Mapping[str, float]  # place in the code -> syncs per step, without the read of sizes
-    trained: Mapping[str, bool]  # weight of a table -> whether training has changed any row of it
+    verdicts: tuple[Verdict, ...]
+    early: Mapping[str, float]
+    plain: Mapping[str, str]
+    host_syncs: Mapping[str, float]
+    trained: Mapping[str, bool]
     split: tuple[str, ...] | None = None
-    """Modules whose weight gradients came after the backward; None if the mode does not split the backward."""
 
     @property
     def holds(self) -> bool:

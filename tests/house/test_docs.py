@@ -1,11 +1,16 @@
 """The tables of docs/: each row has a status, says why where it has to, and names a test that exists."""
 
 import ast
+import pkgutil
 import re
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+
+import lightning_overlap
+import lightning_overlap.testing
 
 from ..laws import mutants
 
@@ -84,3 +89,20 @@ def test_a_mutant_changes_one_place_and_names_its_tests(mutant: mutants.Mutant) 
     for test in mutant.tests:
         file, _, name = test.partition("::")
         assert f"def {name.partition('[')[0]}(" in (ROOT / "tests" / file).read_text(encoding="utf-8") or not name
+
+
+def public_names(face: ModuleType) -> set[str]:
+    """Return the names that an `__init__` offers; also those that it imports for type checkers only and makes later."""
+    tree = ast.parse(Path(str(face.__file__)).read_text(encoding="utf-8"))
+    imports = [alias for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names]
+    names = {alias.asname for alias in imports if alias.asname is not None}
+    return {name for name in names if not isinstance(getattr(face, name), ModuleType)}
+
+
+@pytest.mark.parametrize("face", [lightning_overlap, lightning_overlap.testing], ids=lambda face: face.__name__)
+def test_the_api_page_has_every_public_name(face: ModuleType) -> None:
+    page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    documented = [pkgutil.resolve_name(path) for path in re.findall(r"^::: (\S+)$", page, flags=re.MULTILINE)]
+    names = public_names(face)
+    assert names >= ({"Mode", "Replica"} if face is lightning_overlap else {"check_module"})
+    assert not sorted(name for name in names if not any(getattr(face, name) is one for one in documented))
