@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import re
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -200,6 +201,40 @@ def refuse(name: str) -> str:
         (REFUSED | REFUSED_IN_A_STEP)[name]()
     assert bool(steps) == (name in REFUSED_IN_A_STEP)
     return f"{caught.type.__name__}: {caught.value}"
+
+
+class TwoBackwards(cases.ByHand, Model):
+    """Two tasks share the embeddings; each has its own layer, optimizer and backward."""
+
+    def __init__(self) -> None:
+        super().__init__(TABLE_WISE)
+        torch.manual_seed(3)
+        self.one, self.other = nn.Linear(8, 1), nn.Linear(8, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        pooled = self.ebc(batch.inputs["sparse"][0])["f0"]
+        for task, optimizer in zip((self.one, self.other), self.optimizers(), strict=True):
+            optimizer.zero_grad()
+            loss = (task(pooled) - 1).square().mean()
+            self.manual_backward(loss, retain_graph=task is self.one)
+            optimizer.step()
+        self.losses.append(loss.detach())
+
+    def configure_optimizers(self) -> list[torch.optim.Optimizer]:
+        for layer in (self.bottom, self.top):
+            layer.requires_grad_(False)
+        return [torch.optim.SGD(task.parameters(), 0.01) for task in (self.one, self.other)]
+
+
+def two_backwards_as_told() -> tuple[list[Tensor], Tensor]:
+    """Train with what the error offers first; return the losses, and the weight that the second backward trains."""
+    with pytest.raises(RuntimeError, match="got no gradient") as caught:
+        fit_model(TwoBackwards())
+    offered = re.search(r"OverlapEmbeddingStrategy\((\w+)=True\)", str(caught.value))
+    assert offered is not None
+    model = TwoBackwards()
+    fit_model(model, num_steps=12, **{offered[1]: True})
+    return model.losses, model.other.weight.detach().clone()
 
 
 def fit_dense_shards(trainer_kwargs: dict[str, Any], cls: type[Model] = Model) -> Model:

@@ -158,7 +158,7 @@ NO_FUSED_OPTIMIZER = [
     "\n  apply_optimizer_in_backward(RowWiseAdagrad, self.ebc.parameters(), {'lr': 0.01})\n",
     "begin with ten times its rate: 0.01 for 1e-3. If SGD or",
 ]
-WAYS_OUT = [f"OverlapEmbeddingStrategy({option}=True)" for option in ("static_graph", "find_unused_parameters")]
+WAYS_OUT = [f"OverlapEmbeddingStrategy({option}=True)" for option in ("find_unused_parameters", "static_graph")]
 
 
 def test_shards_of_the_dense_optimizer_are_not_clipped_by_hand_but_the_dense_part_is(two_ranks: Ranks) -> None:
@@ -198,6 +198,12 @@ def test_refused_on_every_rank(two_ranks: Ranks, name: str, parts: list[str]) ->
     for message in two_ranks.run(strategies.refuse, name):
         assert "DDPStrategy" not in message
         assert [part for part in parts if part not in message] == [], message
+
+
+def test_the_remedy_offered_first_for_two_backwards_of_a_step_trains_both(two_ranks: Ranks) -> None:
+    (losses, other), (_, other_of_rank_1) = two_ranks.run(strategies.two_backwards_as_told)
+    assert losses[-1] < losses[0]
+    assert torch.equal(other, other_of_rank_1)
 
 
 def test_shards_of_the_dense_optimizer_are_clipped_by_value(two_ranks: Ranks) -> None:
