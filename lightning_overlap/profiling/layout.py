@@ -103,15 +103,9 @@ class Picture:
     ) -> None:
         if not any(ranks.values()):
             raise ValueError("there is nothing to draw: no rank has spans. Record at least one step.")
-        self.panels: list[Panel] = []
-        for rank, spans in ranks.items():
-            if spans:
-                window = steady_window(spans, num_steps)
-                start, end = min(span.start_ms for span in spans), max(span.end_ms for span in spans)
-                first, last = self.panels[0].window if self.panels else window
-                if min(end, last) - max(start, first) > _ONE_CLOCK * (last - first):
-                    window = first, last
-                self.panels.append(_panel(rank, spans, window, resolution, (overlapped or {}).get(rank)))
+        windows = _windows({rank: spans for rank, spans in ranks.items() if spans}, num_steps)
+        of_rank = overlapped or {}
+        self.panels = [_panel(rank, ranks[rank], one, resolution, of_rank.get(rank)) for rank, one in windows.items()]
         self._spans = [span for panel in self.panels for rows in panel.lanes.values() for row in rows for span in row]
         staged = [span.batch is not None for span in self._spans if span.stage is not None]
         self._by_batch = 2 * sum(staged) > len(staged)
@@ -147,6 +141,19 @@ class Picture:
             carries = SHORT[span.stage]
         short = f"wait: {carries}" if is_wait else carries
         return short if span.batch is None or not self._by_batch else f"{short} {span.batch}"
+
+
+def _windows(ranks: Mapping[int | str, Sequence[Span]], num_steps: int) -> dict[int | str, Interval]:
+    """Return what to draw of each rank: one time range if their clocks agree, else ranges of one length if possible."""
+    windows: dict[int | str, Interval] = {}
+    ends = {rank: max(span.end_ms for span in spans) for rank, spans in ranks.items()}
+    for rank, spans in ranks.items():
+        first, last = next(iter(windows.values()), steady_window(spans, num_steps))
+        share = min(ends[rank], last) - max(min(span.start_ms for span in spans), first)
+        agrees = share > _ONE_CLOCK * (last - first)
+        windows[rank] = (first, last) if agrees else steady_window(spans, num_steps)
+    longest = max(end - start for start, end in windows.values())
+    return {rank: (start, max(end, min(start + longest, ends[rank]))) for rank, (start, end) in windows.items()}
 
 
 def _panel(
