@@ -68,8 +68,8 @@ def _load(cls: Any, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:
     except IsADirectoryError as err:
         if isinstance(checkpoint_path, (str, Path)) and is_folder(Path(checkpoint_path)):
             err.add_note(
-                f"{checkpoint_path} is a sharded checkpoint, a folder with a file for each rank. To load it into the "
-                "unsharded module, make one file of it:\n"
+                f"{checkpoint_path} is a sharded checkpoint, a folder with the shards of all ranks. To load it into "
+                "the unsharded module, make one file of it:\n"
                 f"  python -m lightning.pytorch.utilities.consolidate_checkpoint {checkpoint_path}\n"
                 f"  {cls.__name__}.load_from_checkpoint('{checkpoint_path}.consolidated', weights_only=True)\n"
                 "or save with OverlapEmbeddingStrategy(checkpoint_format='full'). To continue with a Trainer, pass the "

@@ -126,8 +126,8 @@ def _name_unused_parameters(exception: BaseException, model: Any, strategy: str)
             without = [name for name, p in named if p.requires_grad and p.grad is None]
     which = f": {some(without)}" if without else ", here or on another rank"
     exception.args = (
-        f"some dense parameters got no gradient from the loss of training_step{which}. If this is intended, or if a step "
-        f"has several backwards, give the strategy DistributedDataParallel's argument {strategy}"
+        f"some dense parameters got no gradient from the loss of training_step{which}. If this is intended, or if a "
+        f"step has several backwards, give the strategy DistributedDataParallel's argument {strategy}"
         "(find_unused_parameters=True), which looks for them in every backward. "
         f"{strategy}(static_graph=True) is faster, but needs steps of one backward in which every batch of every rank "
         "uses the same parameters (DistributedModelParallel's default). Or set requires_grad=False.",

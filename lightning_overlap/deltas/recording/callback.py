@@ -88,7 +88,7 @@ class EmbeddingDeltas(Callback):
         self.run: str | None = None
         """Identifies the training, over all of its resumes; None before the first fit."""
         self.generation = 0
-        """Number of this fit in the run, see `deltas.Header`."""
+        """Generation of the newest cut; every fit begins a new one, and may end with one more."""
         self._forget_fit()
 
     def _forget_fit(self) -> None:
