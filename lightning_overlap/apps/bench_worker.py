@@ -17,7 +17,6 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 from .. import versions
 from ..distributed import gather_objects
-from ..plugin import keep_freed_memory
 from ..profiling import Span, overlapped_by, timestamps_of, write_png
 from ..schedules import Schedule
 from ..tables import find_tables
@@ -41,8 +40,6 @@ def run(config: Config, folder: Path) -> None:
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if on_cuda else torch.device("cpu")
     if on_cuda:
         torch.cuda.set_device(device)
-    else:
-        keep_freed_memory()  # as the strategy does: arms of TorchRec get the same allocator
     dist.init_process_group("nccl" if on_cuda else "gloo", timeout=TIMEOUT)
     bench = _Bench(config, folder, device)
     turns = bench.all_rounds()

@@ -12,7 +12,7 @@ from functools import partial
 
 import torch.distributed as dist
 
-from . import gloo_alltoall, gloo_device
+from . import gloo_alltoall
 from .consensus import Consensus
 from .failures import FAILED, default_store, remember_sockets
 
@@ -35,8 +35,7 @@ def join(timeout: timedelta, *, multi_node: bool = False) -> Groups:
     """Return the groups of this process, which its runs share; every rank calls this after a barrier.
 
     After a run that failed on any rank, all ranks make new groups. Between hosts gloo uses both directions of a link at
-    once. Within a host its own all-to-all is faster, as its threads make the system calls and not the training thread;
-    there its groups share a device.
+    once. Within a host its own all-to-all is faster: its threads make the system calls, not the training thread.
     """
     world, store = dist.group.WORLD, default_store()
     assert world is not None
@@ -51,13 +50,12 @@ def join(timeout: timedelta, *, multi_node: bool = False) -> Groups:
     if key not in _made:
         for other in [other for other in _made if (other[0], other[-1]) != (world, num_failures[0])]:
             del _made[other]
-        of_host = "gloo" if backend != "gloo" or multi_node else gloo_device.register()
-        of_tables = backend if backend != "gloo" else gloo_alltoall.register() if multi_node else of_host
+        of_tables = gloo_alltoall.register() if backend == "gloo" and multi_node else backend
         make = partial(dist.new_group, timeout=timeout)
         with remember_sockets():
             _made[key] = Groups(
-                consensus=Consensus(make(backend=of_host, group_desc=CONSENSUS)),
-                checkpoints=make(backend=of_host, group_desc="checkpoints"),
+                consensus=Consensus(make(backend="gloo", group_desc=CONSENSUS)),
+                checkpoints=make(backend="gloo", group_desc="checkpoints"),
                 tables=make(backend=of_tables, group_desc="tables"),
                 lookahead=make(backend=of_tables, group_desc="lookahead"),
             )

@@ -1,6 +1,5 @@
 """The Lightning side: the strategy and its hooks; `loops/` feeds and ends Lightning's loops."""
 
 from . import first_words
-from .host_memory import keep_freed_memory
 from .loops import logged_step
 from .strategy import OverlapEmbeddingStrategy

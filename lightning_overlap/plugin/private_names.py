@@ -11,7 +11,7 @@ from ..versions import check_names
 _OF_BOTH = ["_build_kwargs", "_build_step_args_from_hook_kwargs", "_data_fetcher", "_verify_dataloader_idx_requirement"]
 PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
     "lightning.pytorch.core.module": ("_load_from_checkpoint",),
-    "lightning.pytorch.trainer.call": ("_call_callback_hooks", "_call_lightning_module_hook", "_call_strategy_hook"),
+    "lightning.pytorch.trainer.call": ("_call_strategy_hook",),
     "_CheckpointConnector": ("resume_start",),
     "_DataLoaderIterDataFetcher": ("_batch", "_batch_idx", "_dataloader_idx", "_start_profiler", "_stop_profiler"),
     "_EvaluationLoop": (*_OF_BOTH, "_evaluation_step", "_is_sequential"),
@@ -21,8 +21,6 @@ PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
     ),
     "_MultiProcessingLauncher": ("_collect_rank_zero_results", "_start_method", "_strategy", "_wrapping_function"),
     "_PredictionLoop": (*_OF_BOTH, "_predict_step", "_return_predictions", "_store_data_for_prediction_writer"),
-    "_LoggerConnector": ("_current_fx", "_first_loop_iter"),
-    "_ResultCollection": ("_extract_batch_size",),
     "_SignalConnector": ("_sigterm_notifier_fn", "_slurm_sigusr_handler_fn"),
     "_TrainingEpochLoop": (
         *("_batches_that_stepped", "_broadcast_sigterm_tensor", "_build_kwargs", "_results", "_should_accumulate"),
@@ -33,11 +31,11 @@ PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
         *("_configure_launcher", "_ddp_comm_hook", "_ddp_kwargs", "_launcher", "_lightning_module", "_model"),
         *("_optimizers", "_start_method"),
     ),
-    "LightningModule": ("_current_fx_name", "_on_before_batch_transfer", "_trainer"),
+    "LightningModule": ("_on_before_batch_transfer",),
     "ModelCheckpoint": ("_link_checkpoint",),
     "ModelPruning": ("_parameters_to_prune",),
     "Strategy": ("_layer_sync",),
-    "Trainer": ("_checkpoint_connector", "_logger_connector", "_results", "_signal_connector", "_teardown"),
+    "Trainer": ("_checkpoint_connector", "_signal_connector", "_teardown"),
 }
 """By the module or class that has them. A name that this folder imports is not listed: the import itself fails."""
 

@@ -17,7 +17,6 @@ from ..runtime import Executor, LookupOrder, Rates, StageTimer, Streams
 from ..sparse import GradientStash, SparsePipeline
 from ..tables import KeptPlan, OverflowWatch, plan_of, sharded_modules
 from ..tuning import Tuner
-from .host_memory import GrowthLimit
 from .learning_rates import LearningRates
 
 
@@ -36,7 +35,6 @@ class Run:
         self.overflow: OverflowWatch | None = None  # watches gradients that are sent in fewer bits
         self.rates: LearningRates | None = None  # of a fit on several ranks, which compare them
         self.at_end: list[Callable[[], None]] = []  # called once training has written its last weight
-        self.growth: GrowthLimit | None = None  # of this process on a CPU, if malloc keeps freed memory
         self.tuner: Tuner | None = None  # tries modes until it has chosen one, if the user has named none
 
     def finish(self) -> None:

@@ -43,8 +43,6 @@ class WalksSteps(HasRun):
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         device = device or self.root_device
-        if self._run is not None and self._run.growth is not None:
-            self._run.growth.note_batch()
         loaded = keyed_jagged_tensors(batch)
         note_lengths(loaded)
         timer = None if self.lookup_order is None else self.lookup_order.timer

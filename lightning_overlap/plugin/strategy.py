@@ -24,9 +24,8 @@ from ..sparse import SparseOptions, SparsePipeline, StaleRows
 from ..tables import FusedOptimizer, OutOfRangeIds, OverflowWatch, QuantizedComms, ReplicateTables, Sharding
 from ..text import check_known
 from ..tuning import TRIED, Auto, Tuner, resolve_auto
-from . import checkpoint_links, first_words, found_checkpoints, shortcuts, unsupported
+from . import checkpoint_links, first_words, found_checkpoints, unsupported
 from .failure_hooks import FailsTogether
-from .host_memory import GrowthLimit, keep_freed_memory
 from .learning_rates import LearningRates
 from .loops import BatchStream, LookaheadFetcher, StepArguments, evaluation_loops, fit_loop, preemption, sigterm
 from .private_names import check_lightning
@@ -87,7 +86,6 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
         async_checkpoint: Write folders while training goes on, from a copy of this rank's shards on the host. The next
             save and the end of `fit` wait for the save under way, and raise its error.
         calm_libraries: Filter out log records and warnings of TorchRec and FBGEMM about their own calls.
-        keep_freed_memory: On a CPU, let glibc's malloc keep freed memory for the next step (see docs/memory.md).
         **kwargs: Arguments of `DDPStrategy`. With a `start_method` of "spawn" or "fork" (in notebooks) the module of
             the process that starts the others stays unsharded and gets whole tables back.
 
@@ -113,7 +111,6 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
         checkpoint_format: str | None = None,
         async_checkpoint: bool = False,
         calm_libraries: bool = True,
-        keep_freed_memory: bool = True,
         **kwargs: Any,
     ) -> None:
         unsupported.check_arguments(type(self), kwargs, pipeline)
@@ -138,7 +135,7 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
         tables.check_replicate_tables(replicate_tables)
         if not (observer is None or callable(observer)):
             raise TypeError(f"observer is called with (kind, stage, batch), got {observer!r}.")
-        self._observer, self._calm_libraries, self._keep_freed_memory = observer, calm_libraries, keep_freed_memory
+        self._observer, self._calm_libraries = observer, calm_libraries
         self._warned: set[tuple[str, str | None]] = set()
 
     @override
@@ -190,17 +187,15 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
     def _begin_run(self, trainer: Trainer, model: nn.Module, fits: bool) -> None:
         on_cpu = self.root_device.type == "cpu"
         first_words.calm_libraries(self._calm_libraries)
-        keeps = self._keep_freed_memory and on_cpu and keep_freed_memory()
         unsupported.refuse_precision(self.precision_plugin.precision)
         if fits:
             static_graph = bool(self._ddp_kwargs.get("static_graph"))
             unsupported.refuse_fit(trainer, model, on_cpu=on_cpu, static_graph=static_graph)
         self.join_groups()
         self._run = Run(trainer)
-        self._run.growth = GrowthLimit() if keeps else None
         check_lightning(trainer)
         undo = self._run.undo
-        for changes in (evaluation_loops, preemption, sigterm, shortcuts):
+        for changes in (evaluation_loops, preemption, sigterm):
             changes.install(trainer, undo)
         found_checkpoints.install(trainer, undo, self.gather)
         if fits:

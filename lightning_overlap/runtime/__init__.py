@@ -15,5 +15,5 @@ from .interfaces import (
     Updates,
 )
 from .lookup_order import LookupOrder
-from .profiler_ranges import RangesLeftOut, is_profiled
+from .profiler_ranges import is_profiled
 from .streams import NOTHING, BatchCopies, CudaStreams, Streams, make_streams, tensors_in

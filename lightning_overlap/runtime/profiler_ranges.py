@@ -1,49 +1,19 @@
 """Name the stage and the batch to a profiler and in errors, at next to no cost while no profiler runs."""
 
 import os
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 from functools import partial
-from types import ModuleType, TracebackType
+from types import TracebackType
 from typing import Any
 
 import torch
 
 from ..schedules import Stage
-from .streams import NOTHING
 
 is_profiled: Callable[[], bool] = torch._C._autograd._profiler_enabled
 """Whether a profiler may see this thread now."""
 if "KINETO_USE_DAEMON" in os.environ:  # a daemon may start a profiler unseen by this thread
     is_profiled = partial(bool, True)
-
-
-class RangesLeftOut:
-    """Skips the profiler ranges, a dozen a step, of modules that import `record_function`, while no profiler runs."""
-
-    def __init__(self, modules: Sequence[ModuleType]) -> None:
-        self._modules = modules
-        self._users: set[int] = set()
-
-    def begin(self, user: object) -> None:
-        """Skip the ranges until this user's `end`."""
-        if not self._users:
-            for module in self._modules:
-                if vars(module).get("record_function") is torch.autograd.profiler.record_function:  # not another's
-                    module.record_function = _range_if_profiled  # type: ignore[attr-defined]
-        self._users.add(id(user))
-
-    def end(self, user: object) -> None:
-        """Restore the ranges, if there is no other user."""
-        self._users.discard(id(user))
-        if not self._users:
-            for module in self._modules:
-                if vars(module).get("record_function") is _range_if_profiled:
-                    module.record_function = torch.autograd.profiler.record_function  # type: ignore[attr-defined]
-
-
-def _range_if_profiled(name: str, args: str | None = None) -> AbstractContextManager[Any]:
-    return torch.autograd.profiler.record_function(name, args) if is_profiled() else NOTHING
 
 
 class InStage:

@@ -9,13 +9,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.utils.hooks import RemovableHandle
-from torchrec.distributed import comm_ops, dist_data, types, utils
 from torchrec.distributed.types import LazyAwaitable, LazyGetItemMixin, ShardedModule
-from torchrec.sparse import jagged_tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from ..distributed import Mismatches, gather_objects
-from ..runtime import InFlightBatch, LookupOrder, Path, RangesLeftOut, is_profiled, leaves
+from ..runtime import InFlightBatch, LookupOrder, Path, is_profiled, leaves
 from ..tables import (
     IdRanges,
     check_torchrec,
@@ -30,7 +28,6 @@ from .misfits import misfit
 from .options import SparseOptions
 
 _num_made = itertools.count()
-_RANGES = RangesLeftOut([comm_ops, dist_data, types, utils, jagged_tensor])
 
 # Why a module runs in its own forward, and how to avoid it.
 WRITTEN = (
@@ -180,7 +177,6 @@ class PipelinedForwards(dict[str, PipelinedForward]):
                 self._hooks += [
                     hook for one in self.values() for hook in refuse_other_batch_sizes(one.name, one.module)
                 ]
-        _RANGES.begin(self)
 
     def detach(self) -> None:
         """Give every module its former forward back."""
@@ -193,7 +189,6 @@ class PipelinedForwards(dict[str, PipelinedForward]):
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        _RANGES.end(self)
         if self.mismatches is not None:
             self.mismatches.end()
 

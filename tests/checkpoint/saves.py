@@ -18,7 +18,6 @@ from torch.distributed.checkpoint import FileSystemWriter
 
 from lightning_overlap import OverlapEmbeddingStrategy
 from lightning_overlap.checkpoint import full_file, sharded_folder
-from lightning_overlap.plugin.host_memory import TOP_PAD
 
 from ..support import cases
 from ..support.cases import TABLE_WISE, Batches, Case, Model, make_plan
@@ -120,8 +119,7 @@ def fail_beside_a_save(path: str, *, disk_is_full: bool) -> tuple[str, list[str]
 def memory_of_saving(path: str, checkpoint_format: str) -> float:
     """Return the peak of this process's memory while saving, beyond what it held before, in tables."""
     case = dataclasses.replace(TABLE_WISE, tables=tuple(cases.TableSpec(f"t{i}", (f"f{i}",)) for i in range(6)))
-    # A table is more than the heap grows by at once: a copy that fits there stays resident after it is freed.
-    num_rows = 5 * TOP_PAD // 4 // (8 * 4)
+    num_rows = (80 << 20) // (8 * 4)  # a table of 80 MiB: malloc gives so large a block back once it is freed
     with mock.patch.object(cases, "NUM_ROWS", num_rows):
         model = Model(case, device="meta")
         plan = make_plan(case, model, dist.get_world_size())

@@ -4,13 +4,11 @@ import os
 import sys
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
-from lightning_overlap.distributed import gloo_device, groups
+from lightning_overlap.distributed import groups
 
 from ..support import interpreters
 from ..support.ranks import Ranks
@@ -34,35 +32,6 @@ def joined_by_turns() -> tuple[bool, bool, bool]:
 def test_runs_of_one_timeout_share_their_groups(two_ranks: Ranks) -> None:
     """A group has threads, which gloo wakes a hundred times a second for as long as the process lives."""
     assert two_ranks.run(joined_by_turns) == [(True, True, True)] * 2
-
-
-def devices_and_sums() -> tuple[bool, str, float, bool]:
-    made = groups.join(timedelta(seconds=33))
-    of_group = [_device(group) for group in (dist.group.WORLD, made.tables, made.lookahead, made.checkpoints)]
-    value = torch.full((1,), dist.get_rank() + 1.0)
-    dist.all_reduce(value, group=made.tables)
-    late = dist.new_group(backend=dist.get_backend(made.tables), timeout=timedelta(seconds=0.5))
-    try:  # the other rank takes no part
-        dist.barrier(group=late) if dist.get_rank() == 0 else None
-        waited = dist.get_rank() == 1
-    except RuntimeError as err:
-        waited = "500ms" in str(err)
-    dist.barrier()
-    return len(set(of_group)) == 1, made.tables._get_backend_name(), value.item(), waited  # type: ignore[attr-defined]
-
-
-def _device(group: Any) -> Any:
-    return group._get_backend(torch.device("cpu")).options._devices[0]
-
-
-def test_groups_within_a_host_share_the_device_of_the_default_group(two_ranks: Ranks) -> None:
-    """TorchRec takes another way for a backend with the name "custom"; each group keeps its own timeout."""
-    assert two_ranks.run(devices_and_sums) == [(True, "gloo", 3.0, True)] * 2
-
-
-def test_another_torch_makes_a_device_for_each_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(dist.ProcessGroupGloo, "_Options")
-    assert gloo_device.register() == "gloo"
 
 
 PROGRAM = """

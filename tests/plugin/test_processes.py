@@ -24,7 +24,6 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
 from lightning_overlap import Mode, OverlapEmbeddingStrategy
-from lightning_overlap.plugin import host_memory
 from lightning_overlap.plugin.processes import own_memory
 
 from ..support import interpreters, reference
@@ -301,76 +300,6 @@ def test_a_missing_checkpoint_is_told_in_lightnings_words(ranks: Ranks, tmp_path
     path = str(tmp_path / name)
     for said in ranks.run(missing_checkpoint, fn, path):
         assert said == [f"FileNotFoundError: Checkpoint file not found: {path}"] * 2
-
-
-_ALLOCATES = """
-import resource, runpy, sys
-kept = runpy.run_path(sys.argv[1])["keep_freed_memory"]()
-def num_faults():
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    blocks = [b"x" * (4 << 20) for _ in range(8)]
-    del blocks
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-num_faults()
-print(kept, num_faults())
-"""
-
-
-@pytest.mark.parametrize(
-    ("variables", "keeps"),
-    [({}, True), ({"MALLOC_ARENA_MAX": "2"}, False), ({"GLIBC_TUNABLES": "glibc.malloc.arena_max=2"}, False)],
-)
-def test_freed_memory_is_used_again(variables: dict[str, str], keeps: bool) -> None:
-    """The second time that a process touches 32 MiB it gets pages that it has had."""
-    free = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
-    command = [sys.executable, "-c", _ALLOCATES, host_memory.__file__]
-    done = subprocess.run(command, env={**free, **variables}, capture_output=True, text=True, check=True, timeout=120)
-    kept, num_faults = done.stdout.split()
-    assert kept == str(keeps)
-    assert (int(num_faults) < 100) == keeps
-
-
-_GROWS = """
-import ctypes, pathlib, resource, runpy, sys
-own = runpy.run_path(sys.argv[1])
-own["keep_freed_memory"]()
-libc, limit = ctypes.CDLL(None), own["GrowthLimit"]()
-libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
-def resident():
-    for _ in range(limit.EVERY):
-        limit.note_batch()
-    return int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() >> 20
-first = resident()
-blocks = []
-for _ in range(int(sys.argv[2]) // 4):
-    blocks.append(libc.malloc(4 << 20))
-    ctypes.memset(blocks[-1], 1, 4 << 20)
-    libc.malloc(1 << 10)  # lives on between two blocks
-for block in blocks:
-    libc.free(block)
-print(resident() - first, resident() - first)
-"""
-
-
-@pytest.mark.parametrize(("grown", "left"), [(500, 0), (200, 200)])
-def test_a_process_that_has_grown_gives_free_memory_back(grown: int, left: int) -> None:
-    free = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
-    command = [sys.executable, "-c", _GROWS, host_memory.__file__, str(grown)]
-    done = subprocess.run(command, env=free, capture_output=True, text=True, check=True, timeout=120)
-    assert [abs(int(mebibytes) - left) < 40 for mebibytes in done.stdout.split()] == [True, True]
-
-
-def count_batches(keep: bool) -> int:
-    model = Model(TABLE_WISE)
-    with mock.patch.object(host_memory.GrowthLimit, "note_batch") as noted:
-        trainer = make_trainer(make_strategy(model, keep_freed_memory=keep))
-        trainer.fit(model, datamodule=Batches(TABLE_WISE, NUM_STEPS))
-    return noted.call_count
-
-
-@pytest.mark.parametrize("keep", [True, False])
-def test_growth_is_limited_if_the_strategy_keeps_freed_memory(ranks: Ranks, keep: bool) -> None:
-    assert set(ranks.run(count_batches, keep)) == {NUM_STEPS * keep}
 
 
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node=2")
