@@ -16,7 +16,6 @@ try:
     from .callbacks import OverlapMonitor as OverlapMonitor
     from .callbacks import OverlapTimeline as OverlapTimeline
     from .plugin import OverlapEmbeddingStrategy as OverlapEmbeddingStrategy
-    from .preprocessing import staged as staged
     from .tables import combined_optimizer as combined_optimizer
 except (ImportError, OSError) as err:  # OSError: a shared library of FBGEMM does not load
     err.add_note(versions.what_is_supported())

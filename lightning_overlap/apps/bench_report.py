@@ -40,7 +40,6 @@ class ArmTurns:
     staleness: int  # in batches
     rounds: list[list[Turn]] = field(default_factory=list)  # [round][rank]
     failure: str | None = None
-    frozen_window: bool = False  # whether tables are updated at the optimizer step
 
     @property
     def by_rank(self) -> list[tuple[Turn, ...]]:
@@ -77,7 +76,6 @@ def _evaluate(arm: ArmTurns, base: ArmTurns, ran: Mapping[str, ArmTurns], batch_
     return {
         "name": arm.name,
         "staleness": arm.staleness,
-        "frozen_window": arm.frozen_window,
         "step_ms_median": max(_by_rank(arm, "step_ms")),
         "step_ms_p90": max(_by_rank(arm, "step_ms", 90)),
         "cpu_ms": max(_by_rank(arm, "cpu_ms"), default=None),  # less sensitive to other programs than the step time
@@ -134,8 +132,6 @@ def table(results: Sequence[Result]) -> str:
         why = "" if reference else result["name"].partition("+")[2]
         if result["staleness"]:
             why = f"staleness {result['staleness']}"
-        elif result["frozen_window"]:
-            why = "frozen window"
         cells = [or_dash(result[name], form) for name, (_, form) in _FORMS.items()]
         cells += [f"{result['peak_memory'][name] / 2**20:,.0f} MiB" for name in memories]
         same = f"yes{reference}" if result["same_as_base"] else f"no ({why})" if why else f"NO{reference}"

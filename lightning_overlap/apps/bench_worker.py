@@ -97,7 +97,7 @@ class _Bench:
         arms = []
         for name in config_checks.arms(self.config):
             if (schedule := self._schedule_of(name)) is not None:
-                arms.append(ArmTurns(name, schedule.staleness, frozen_window=schedule.holds_updates))
+                arms.append(ArmTurns(name, schedule.staleness))
             else:
                 arms.append(ArmTurns(name, int(config_checks.split_arm(name)[0] == "torchrec/semi_sync")))
         shifts = [number % len(arms) for number in range(self.config["rounds"])]

@@ -15,7 +15,7 @@ from ..text import SCALES_LOSS, check_known, unknown_name_message
 Config = Mapping[str, Any]  # the composed config as plain dicts and lists, without OmegaConf's containers
 
 AUTO = "auto"  # as a mode's name: the strategy starts with `fused_sparse_dist` and chooses a mode during training
-SWITCHES = ("start_batch", "end_batch", "stash_gradients")  # options of a `Mode` that keep its schedule
+SWITCHES = ("start_batch", "end_batch")  # options of a `Mode` that keep its schedule
 MODE_OPTIONS = tuple(field.name for field in fields(Mode) if field.name != "name")
 METRICS = ("val", "test")  # prefixes of reported metrics
 
@@ -130,8 +130,7 @@ def per_step(config: Config) -> int:
 def our_arms(config: Config) -> dict[str, tuple[Schedule, str]]:
     """Return every mode: `mode` uses the config's stream, `mode/stream` another stream."""
     own: dict[str, tuple[Schedule, str]] = {}
-    windows = [Mode("fused_sparse_dist", frozen_window=True).schedule] if per_step(config) > 1 else []
-    for schedule in (*MODES.values(), *windows):
+    for schedule in MODES.values():
         own[schedule.name] = (schedule, config["stream"]["name"])
         if looks_up_early(schedule):
             others = (stream for stream in STREAMS if stream != config["stream"]["name"])

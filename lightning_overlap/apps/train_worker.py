@@ -69,7 +69,6 @@ def train_mode(config: Config, mode: Mode, folder: Path) -> train_report.ModeRes
         "mode": schedule.name,
         "stream": config["stream"]["name"] if num_steps and looks_up_early(schedule) else "-",
         "staleness": schedule.staleness,
-        "frozen_window": schedule.holds_updates,
         "num_ranks": trainer.world_size,
         "peak_memory": {name: max(peak[name] for peak in peaks) for name in peaks[0]},  # largest rank, bytes
         "metrics": {name: float(value) for name, value in metrics.items() if not num_steps or name.startswith(METRICS)},

@@ -17,21 +17,18 @@ from .table_state import Piece, dense_kernel_tables, local_parts, split_like, ta
 State = dict[str, Any]
 
 
-def by_name(
-    optimizer: Optimizer, state: Mapping[str, Any], model: nn.Module, more: Mapping[Tensor, Mapping[str, Tensor]]
-) -> State:
-    """Return an optimizer's `state_dict()`, `state`, by parameter names; `more` has further kinds by parameter."""
+def by_name(optimizer: Optimizer, state: Mapping[str, Any], model: nn.Module) -> State:
+    """Return an optimizer's `state_dict()`, `state`, by parameter names."""
     if isinstance(optimizer, KeyedOptimizer):  # its state_dict lacks the parameter groups
         state = {"state": optimizer.state, "param_groups": optimizer.param_groups}
     if "param_groups" not in state:
         return dict(state)
     groups, states = [], {}
-    saved_groups, own_groups = state["param_groups"], optimizer.param_groups
-    for names, group, own in zip(names_of(optimizer, model), saved_groups, own_groups, strict=True):
+    for names, group in zip(names_of(optimizer, model), state["param_groups"], strict=True):
         groups.append({**group, "params": names})
-        for name, key, weight in zip(names, group["params"], own["params"], strict=True):
-            if key in state["state"] or weight in more:
-                states[name] = {**state["state"].get(key, {}), **more.get(weight, {})}
+        for name, key in zip(names, group["params"], strict=True):
+            if key in state["state"]:
+                states[name] = state["state"][key]
     return {**state, "state": states, "param_groups": groups}
 
 

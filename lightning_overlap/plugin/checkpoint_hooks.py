@@ -22,7 +22,6 @@ from .run import HasRun
 _LOADERS, _LOADER = "loader_states", "combined_loader"  # states of every rank's data loaders; Lightning's, of this rank
 _ASSIGNING_RANKS = "managed_collision_ranks"  # number of ranks whose managed collision modules assigned rows to ids
 _CHOICE = "lightning_overlap_auto"  # the mode that `pipeline="auto"` has chosen
-_NUM_STASHED = "num_stashed_gradients"  # of an optimizer's state: number of steps whose gradients are stashed in it
 
 
 class SavesShards(HasRun):
@@ -79,10 +78,7 @@ class SavesShards(HasRun):
         state = super().optimizer_state(optimizer)
         if not self._is_sharded:
             return state
-        named = checkpoints.by_name(optimizer, state, self._module, self._stash.as_state(optimizer))
-        if self._stash.num(optimizer) and "state" in named:
-            named[_NUM_STASHED] = self._stash.num(optimizer)
-        return named
+        return checkpoints.by_name(optimizer, state, self._module)
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
@@ -200,8 +196,6 @@ class SavesShards(HasRun):
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         checkpoints.load_dense(checkpoint, self.optimizers, self._module)
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
-            self._stash.take_from(optimizer, state.get(_NUM_STASHED, 0))
 
     @property
     def _fits(self) -> bool:

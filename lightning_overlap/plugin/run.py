@@ -1,6 +1,6 @@
 """State that the base classes of the strategy share: the current run, and the objects that outlive it."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from functools import partial
@@ -14,8 +14,8 @@ from torch.distributed.constants import default_pg_timeout
 from ..dense import SplitLayers
 from ..distributed import Consensus, Lowest, groups
 from ..runtime import Executor, LookupOrder, Rates, StageTimer, Streams
-from ..sparse import GradientStash, SparsePipeline
-from ..tables import KeptPlan, OverflowWatch, plan_of, sharded_modules
+from ..sparse import SparsePipeline
+from ..tables import KeptPlan, plan_of, sharded_modules
 from ..tuning import Tuner
 from .learning_rates import LearningRates
 
@@ -32,9 +32,7 @@ class Run:
         self.pipelines: dict[str, SparsePipeline] = {}  # of evaluations, by the user's method (`validation_step`, ...)
         self.evaluating: SparsePipeline | None = None  # the pipeline of the current evaluation
         self.evaluator: Executor | None = None  # its executor, as soon as its loop wants the first batch
-        self.overflow: OverflowWatch | None = None  # watches gradients that are sent in fewer bits
         self.rates: LearningRates | None = None  # of a fit on several ranks, which compare them
-        self.at_end: list[Callable[[], None]] = []  # called once training has written its last weight
         self.tuner: Tuner | None = None  # tries modes until it has chosen one, if the user has named none
 
     def finish(self) -> None:
@@ -42,8 +40,6 @@ class Run:
         if self.executor is not None:
             self.executor.drain()
             self.executor.wait_for_lookups()
-        if self.overflow is not None:
-            self.overflow.finish()
         if self.tuner is not None:
             self.tuner.finish()
 
@@ -89,7 +85,6 @@ class HasRun(DDPStrategy):
         self.checkpoint_group: dist.ProcessGroup | None = None  # gloo, of all ranks, for checkpoints alone
         self._consensus: Consensus | None = None
         self.streams: Streams | None = None  # of the stages; None before the tables are sharded
-        self._stash = GradientStash()  # dense gradients that wait for their optimizer step
 
     def stop_run(self) -> None:
         """Drop the work in flight of the run that goes on, if any, and undo its changes."""
@@ -141,11 +136,6 @@ class HasRun(DDPStrategy):
         if self.lookup_order is not None:
             self.lookup_order.timer = timer
 
-    def call_at_end(self, do: Callable[[], None]) -> None:
-        """Call a function at the end of this fit, after all hooks and after the steps of stashed gradients."""
-        if self._run is not None:
-            self._run.at_end.append(do)
-
     def update_tables(self) -> None:
         """Make the updates of tables that a deferring schedule has deferred; all ranks call this."""
         if self._executor is not None:
@@ -161,7 +151,7 @@ class HasRun(DDPStrategy):
         """Announce that a callback or a hook has written tables between two steps; all ranks call this alike.
 
         The early lookups of coming batches are dropped and repeated in the batches' own steps. Raises a RuntimeError if
-        an update of tables is still to come (`defer_update`, `frozen_window`), or if the ids of the next batches were
+        an update of tables is still to come (`defer_update`), or if the ids of the next batches were
         released (`release_features`).
         """
         if self._executor is not None:

@@ -1,9 +1,7 @@
 """The hooks of a strategy inside a step: each tells the executor how far the trainer is."""
 
 import contextlib
-import itertools
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable
 from operator import methodcaller
 from typing import Any
 
@@ -18,7 +16,7 @@ from typing_extensions import override
 from ..runtime import NOTHING, BatchCopies, CudaStreams
 from ..schedules import Stage, StreamName
 from ..sparse import count_anew, keyed_jagged_tensors, note_lengths
-from ..tables import count_writes, optimizer_name, watch_lengths
+from ..tables import count_writes, watch_lengths
 from .loops import StagedBatch
 from .run import HasRun
 
@@ -26,7 +24,6 @@ from .run import HasRun
 class WalksSteps(HasRun):
     """The hooks of a strategy around the parts of a step, which drive the executor; else they are DDPStrategy's."""
 
-    _stash_gradients: bool
     _release_features: bool
     _copy_in_place: bool
 
@@ -86,8 +83,6 @@ class WalksSteps(HasRun):
         if self.streams is not None and self._transferred is not None:
             self.streams.wait(StreamName.COMPUTE, self._transferred)  # the hook may have read what this step writes
             self._transferred = None
-        if self._run is not None and self._run.overflow is not None:
-            self._run.overflow.step()
         with staged.executor.forward():
             output = super().training_step(*staged.arguments)
         if not self._automatic:
@@ -132,14 +127,7 @@ class WalksSteps(HasRun):
         model: LightningModule | nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        step = partial(super().optimizer_step, optimizer, model=model, **kwargs)
-        executor = self._executor if self._stash_gradients else None
-        delay = 0 if executor is None else executor.lasting_staleness  # in optimizer steps
-        if not delay and not self._stash.num(optimizer):
-            output = step(closure=closure)
-        else:
-            output = step(closure=partial(self._exchange_gradients, optimizer, closure, delay, itertools.count()))
-            self._apply_stashed(optimizer, step, delay)
+        output = super().optimizer_step(optimizer, closure, model, **kwargs)
         if self._automatic:
             self._stage_done(Stage.OPTIMIZER_STEP)
         return output
@@ -151,37 +139,11 @@ class WalksSteps(HasRun):
         if run is not None and run.tuner is not None and run.executor is not None:
             run.tuner.step()
 
-    def _exchange_gradients(
-        self, optimizer: Optimizer, closure: Callable[[], Any], delay: int, calls: Iterator[int]
-    ) -> Any:
-        if next(calls) > 0:  # as LBFGS does
-            raise RuntimeError(
-                f"{optimizer_name(optimizer)} asks for its gradients several times in a step, so they cannot be "
-                "those of an earlier one: train without stash_gradients."
-            )
-        output = closure()
-        self._stash.exchange(optimizer, delay)
-        return output
-
-    def _apply_stashed(self, optimizer: Optimizer, step: Callable[..., Any], delay: int = 0) -> None:
-        """Make an optimizer step for each of the stashed gradients except the last `delay`; clipping works as usual."""
-        while self._stash.num(optimizer) > delay:
-            step(closure=partial(self._stash.show_oldest, optimizer))
-
     @override
     def on_train_end(self) -> None:
         super().on_train_end()
         if self._run is not None:
             self._run.finish()
-        for optimizer in self.optimizers:
-            self._apply_stashed(optimizer, partial(super().optimizer_step, optimizer))
-        while self._run is not None and self._run.at_end:  # a run that searches for a learning rate comes here twice
-            self._run.at_end.pop(0)()
-
-    @property
-    def has_stashed_gradients(self) -> bool:
-        """Whether any gradients are stashed; the end of `fit` applies the remaining ones."""
-        return any(self._stash.num(optimizer) for optimizer in self.optimizers)
 
     @property
     def _automatic(self) -> bool:

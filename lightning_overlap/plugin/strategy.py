@@ -21,7 +21,7 @@ from ..distributed import default_store
 from ..runtime import Executor, LookupOrder, Observer, Streams, make_streams
 from ..schedules import Mode, ModeName, Schedule, Stage, StreamName, StreamPolicy, resolve_mode, resolve_stream
 from ..sparse import SparseOptions, SparsePipeline, StaleRows
-from ..tables import FusedOptimizer, OutOfRangeIds, OverflowWatch, QuantizedComms, ReplicateTables, Sharding
+from ..tables import FusedOptimizer, OutOfRangeIds, QuantizedComms, ReplicateTables, Sharding
 from ..text import check_known
 from ..tuning import TRIED, Auto, Tuner, resolve_auto
 from . import checkpoint_links, first_words, found_checkpoints, unsupported
@@ -67,7 +67,7 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
             data-parallel, for the optimizer of `configure_optimizers`.
         quantized_comms: Precision in which embeddings and their gradients are sent between ranks: "fp16", "bf16",
             "fp8", "int8" or "mx4", one for each direction (`("fp16", "bf16")`), or TorchRec's `QCommsConfig`; None:
-            full precision. The strategy warns of gradients that are too large or too small for FP16.
+            full precision. TorchRec sends 65504 for a number that FP16 cannot hold, and rounds small ones to zero.
         replicate_tables: Tables that every rank holds whole; their fused optimizer updates them alike on all ranks.
             None: tables with fewer rows than a rank's `batch_size` (of the data module or the module), unless
             `sharding` names their sharding type; a number: tables with fewer rows; names: these tables; False: none.
@@ -117,7 +117,7 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
         auto = resolve_auto(pipeline)
         self._tuner = None if auto is None else Tuner(auto, stream)
         mode = resolve_mode(TRIED[0] if auto is not None or isinstance(pipeline, Auto) else pipeline)
-        self._mode, self._stash_gradients = mode, mode.stash_gradients
+        self._mode = mode
         self._schedule, self._schedules = mode.schedule, self._tuner or mode.schedules
         self.stream, self._lookup_stream = stream, resolve_stream(stream)
         tables.check_fused_optimizer(fused_optimizer)
@@ -207,9 +207,7 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
         module, schedule, is_first = self._module, self.schedule, self.global_rank == 0
         unsupported.refuse_clipping(run.trainer, module, run.undo)
         if is_first:
-            unsupported.warn_of_ignored_options(run.trainer, module, holds_updates=schedule.holds_updates)
-        if schedule.holds_updates:
-            unsupported.refuse_held_updates(module)
+            unsupported.warn_of_ignored_options(run.trainer, module)
         run.rates = LearningRates(run.trainer, self.gather) if self.world_size > 1 else None
         set_rates = tables.rate_setter(self.optimizers)
         for kernel in tables.replica_kernels(module):
@@ -228,9 +226,6 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
             tell = first_words.tell if is_first else first_words.tell_nobody
             begin = partial(run.tuner.begin, moves_lookups=sends_embeddings, splits=whole is None)
             begin(self.root_device, streams, self.gather, tell, per_step=run.trainer.accumulate_grad_batches)
-        if self.quantized_comms is not None and self._consensus is not None:
-            run.overflow = OverflowWatch(module, self._consensus, warns=is_first)
-            run.undo.callback(run.overflow.stop)
         if is_first:
             mode = first_words.of_mode(self._mode) if self._tuner is None else self._tuner.first_words
             mode += f" (the backward runs whole: {whole})" if schedule.splits_backward and whole else ""
@@ -301,12 +296,10 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
             warned=self._warned,
             prefetches=schedule.step_of(Stage.PREFETCH) is not None,
             releases=self._release_features and trains,
-            holds_updates=self.schedule.holds_updates and trains,
             multi_node=self.world_size > self.num_processes,
             any_rank=self.any_rank,
             out_of_range_ids=self._out_of_range_ids,
             timeout_s=self.timeout_s,
-            model=module,
             # With manual optimization there may be several backwards, and it is not known which tables each writes.
             fills_waits=trains and module.automatic_optimization,
         )
@@ -350,7 +343,6 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
             lookup_context=self.precision_plugin.train_step_context,
             num_before=lambda: epoch_loop.total_batch_idx + 1,
             hooks_run_after=partial(hooks_run_after, run.trainer),
-            accumulates=epoch_loop._should_accumulate,
             weights=run.split,
         )
         return run.executor

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torchrec.modules.hash_mc_modules import HashZchManagedCollisionModule
 
 from ..schedules import Mode
-from ..tables import clips_in_backward, find_tables, sharded_modules, tables_in_dense_shards, why_never_held
+from ..tables import clips_in_backward, find_tables, sharded_modules, tables_in_dense_shards
 from ..text import SCALES_LOSS, some, unknown_name_message
 
 _TRUE = (
@@ -106,18 +106,6 @@ def _why_refused(callback: Callback, model: nn.Module) -> str | None:
     return None
 
 
-def refuse_held_updates(module: LightningModule) -> None:
-    """Refuse a module whose tables cannot be updated with the optimizer step."""
-    if not module.automatic_optimization:
-        raise ValueError(
-            "frozen_window=True: with manual optimization it is not known which backwards share an optimizer step. "
-            "Use automatic optimization with Trainer(accumulate_grad_batches=...)."
-        )
-    for name, sharded in sharded_modules(module).items():
-        if why := why_never_held(sharded):
-            raise ValueError(f"frozen_window=True: the tables of {name!r} cannot wait for the optimizer step: {why}.")
-
-
 def refuse_clipping(trainer: Trainer, module: LightningModule, undo: ExitStack) -> None:
     """Refuse, until `undo` is closed, to clip by a norm of shards with a dense kernel: it differs between ranks."""
     names = tables_in_dense_shards(module) if trainer.world_size > 1 else []
@@ -147,12 +135,12 @@ def refuse_clipping(trainer: Trainer, module: LightningModule, undo: ExitStack) 
     undo.callback(vars(plugin).pop, "clip_grad_by_norm", None)
 
 
-def warn_of_ignored_options(trainer: Trainer, model: nn.Module, *, holds_updates: bool) -> None:
+def warn_of_ignored_options(trainer: Trainer, model: nn.Module) -> None:
     """Warn of the trainer's options that have no effect on fused tables: accumulation and clipping of gradients."""
-    if not holds_updates and (accumulates := _accumulates(trainer)):
+    if accumulates := _accumulates(trainer):
         warnings.warn(
             f"{accumulates} accumulates dense gradients only: fused tables are updated inside the backward of every "
-            "batch. pipeline=Mode('fused_sparse_dist', frozen_window=True) updates them with the optimizer step.",
+            "batch.",
             stacklevel=2,
         )
     if trainer.gradient_clip_val and not all(map(clips_in_backward, sharded_modules(model).values())):

@@ -1,6 +1,6 @@
 """Walk a schedule: batches in flight, streams and events, and when each stage is issued."""
 
-from .batch_memory import BatchMemory, keeps_its_data
+from .batch_memory import BatchMemory, allocates_batches
 from .batch_tree import Path, leaves, resolve
 from .executor import Executor
 from .interfaces import (

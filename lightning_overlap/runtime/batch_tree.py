@@ -1,19 +1,14 @@
 """Walk a batch: dataclasses, NamedTuples, tuples, lists, mappings, plain objects, nested in any way."""
 
 import dataclasses
-import io
-import pickle
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from operator import methodcaller
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
-from typing_extensions import override
 
 Path = tuple[tuple[str, Any], ...]  # steps from a batch to a leaf: `("attr", name)` or `("item", key)`
 
@@ -59,50 +54,6 @@ def path_text(path: Path) -> str:
     return "batch" + "".join(f".{key}" if kind == "attr" else f"[{key!r}]" for kind, key in path)
 
 
-def with_leaves(batch: Any, change: Callable[[Any], Any]) -> Any:
-    """Return a copy of a batch with replaced leaves, or the batch itself if `change` replaces none.
-
-    NumPy arrays are leaves here, all attributes of an object are searched, and `change` is called once for each leaf
-    but numbers and strings. An object that cannot be pickled raises an error.
-    """
-    written = io.BytesIO()
-    pickler = _LeavesOut(written, change)
-    pickler.dump(batch)
-    if all(new is leaf for leaf, new in pickler.found.values()):
-        return batch
-    reader = pickle.Unpickler(io.BytesIO(written.getbuffer()))
-    reader.persistent_load = lambda number: pickler.found[number][1]  # type: ignore[method-assign]
-    return reader.load()
-
-
-class _LeavesOut(pickle.Pickler):
-    def __init__(self, file: io.BytesIO, change: Callable[[Any], Any]) -> None:
-        super().__init__(file, pickle.HIGHEST_PROTOCOL)
-        self._change = change
-        self._searched: dict[int, Any] = {}
-        self.found: dict[int, tuple[Any, Any]] = {}  # leaves by `id`, each with its replacement
-
-    @override
-    def persistent_id(self, node: Any) -> int | None:
-        if type(node) in _ATOMS:
-            return None
-        if type(node) is weakref.ref:  # searched if it refers to a searched object; else it stays the same
-            is_searched = id(node()) in self._searched
-        else:
-            has_parts = getattr(node, "__dict__", None) or isinstance(node, (Mapping, Sequence)) or _slots(type(node))  # type: ignore[arg-type]
-            is_searched = type(node) in _CONTAINERS or (not isinstance(node, _KEPT) and bool(has_parts))
-        if is_searched:
-            self._searched[id(node)] = node
-            return None
-        if id(node) not in self.found:
-            self.found[id(node)] = (node, self._change(node))
-        return id(node)
-
-    @override
-    def reducer_override(self, node: Any) -> Any:
-        return (weakref.ref, (node(),)) if type(node) is weakref.ref else NotImplemented
-
-
 def _children(node: Any) -> list[tuple[tuple[str, Any], Any]] | None:
     parts = _parts_of(node.__class__)
     if callable(parts):
@@ -132,8 +83,6 @@ def _parts_of(cls: type) -> Callable[[Any], Any] | Sequence[str] | None:
 
 _FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType)
 _NOT_SEARCHED = (type, ModuleType, *_FUNCTIONS, torch.nn.Module, Dataset, DataLoader)
-_KEPT = (torch.Tensor, np.ndarray, *_NOT_SEARCHED)
-_CONTAINERS = frozenset((dict, list, tuple))
 _ABSENT = object()
 _ATOMS = frozenset((type(None), bool, int, float, str, bytes))
 

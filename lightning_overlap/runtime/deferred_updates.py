@@ -9,7 +9,7 @@ from .profiler_ranges import InStage
 
 
 class DeferredUpdates:
-    """Owns the deferred updates of a run; one is *held* while it waits for an optimizer step, else it is *due*."""
+    """Owns the deferred updates of a run: those whose backward has ended and that the tables do not have yet."""
 
     def __init__(self, tables: Updates, order: LookupOrder) -> None:
         self._tables, self._order, self._streams = tables, order, order.streams
@@ -26,55 +26,8 @@ class DeferredUpdates:
         inflight.num_unseen = inflight.index - min(self.to_update, default=self.num_updated)
         inflight.defers_update = defers and self._tables.can_defer_updates
 
-    def hold(self, inflight: InFlightBatch) -> None:
-        """Let the updates from this batch on wait for `note_step`, also the updates of modules' own forwards."""
-        inflight.is_held = True
-        inflight.defers_update = self._tables.can_defer_updates
-
-    def note_step(self, index: int) -> None:
-        """Note that the optimizer step of a batch has ended: the updates up to it are due."""
-        self.num_stepped = index + 1
-        for inflight in self.to_update.values():
-            inflight.is_held = False
-        self._tables.update_replicas()  # at once, as the next lookup reads tables of the dense optimizer and replicas
-
-    @property
-    def held(self) -> list[InFlightBatch]:
-        """Batches whose update waits for an optimizer step."""
-        return [inflight for inflight in self.to_update.values() if inflight.is_held]
-
-    @property
-    def due(self) -> list[InFlightBatch]:
-        """Batches whose update waits for no optimizer step, the oldest first."""
-        return [inflight for inflight in self.to_update.values() if not inflight.is_held]
-
-    def drop_held(self) -> None:
-        """Drop the updates whose optimizer step will not come; all ranks call this alike."""
-        for inflight in self.held:
-            del self.to_update[inflight.index]
-            self._tables.drop_update(inflight)
-        self._tables.hold_replicas()
-
-    def make_for_second_forward(self, inflight: InFlightBatch) -> None:
-        """Make all updates: a second forward of a batch (LBFGS) sees the update of the first forward's backward."""
-        if any(held is not inflight for held in self.held):
-            raise RuntimeError(
-                "the optimizer runs several forwards in a step, and each forward must see the previous forward's "
-                "update, but frozen_window=True applies updates after the step: train without frozen_window."
-            )
-        is_held, inflight.is_held = inflight.is_held, False
-        self.make_all()
-        inflight.is_held = is_held
-        self._tables.update_replicas()
-
     def refuse_writes(self) -> None:
         """Raise a RuntimeError if an update is still to come: it would change the tables that the user has written."""
-        if self.held:
-            raise RuntimeError(
-                "tables were written between two batches of one optimizer step, but their updates wait for that step "
-                "(frozen_window) and would change the written values. Write tables after the step, or train without "
-                "frozen_window."
-            )
         if self.to_update:
             raise RuntimeError(
                 "tables were written between two steps, while an update of theirs is still to come "
@@ -96,9 +49,9 @@ class DeferredUpdates:
         self.to_update[inflight.index] = inflight
 
     def make_all(self) -> None:
-        """Issue all due updates, on all ranks alike; later work on the compute stream finds the tables updated."""
+        """Issue all updates, on all ranks alike; later work on the compute stream finds the tables updated."""
         step = Step(Stage.EMBEDDING_UPDATE, 0, self._order.lookup)
-        for inflight in self.due:
+        for inflight in list(self.to_update.values()):
             self._make(step, inflight)
 
     def make_up_to(self, index: int, step: Step, overlaps_dense: bool, updated: OnUpdated | None) -> None:
@@ -131,11 +84,9 @@ class DeferredUpdates:
     def settle(self, timeout_s: float) -> str | None:
         """After an error, make the updates that the dense weights have; return in words which of them is missing."""
         for index in [index for index in self.to_update if index >= self.num_stepped]:
-            inflight = self.to_update.pop(index)  # it gets neither the dense step nor the update
-            inflight.is_held = True  # no module's own forward makes it either
             with suppress(RuntimeError):  # a broken device must not hide what broke it
-                self._tables.count_lookups(inflight, -1)
-        if not (due := self.due):
+                self._tables.forget_update(self.to_update.pop(index))  # it gets no dense step either
+        if not (due := list(self.to_update.values())):
             return None
         missing = f"the update of batch {due[0].index} is missing in the tables"
         try:

@@ -40,13 +40,12 @@ class Executor:
         any_rank: Callable[[bool], bool] = bool,  # whether any rank passed True: an all-reduce on the host
         hooks_run_after: Callable[[Stage], bool] = lambda stage: False,  # whether hooks of the user run next
         max_queued_steps: int | None = None,  # how many steps the host may queue on the device; None: any number
-        accumulates: Callable[[], bool] = lambda: False,  # whether the batch has no optimizer step of its own
         weights: WeightGradients | None = None,  # None if the backward computes the weight gradients
     ) -> None:
         self._schedules = schedule
         self._inputs, self._lookups, self._tables = sparse
         self._order, self._streams = order, order.streams
-        self._num_before, self._accumulates, self._weights = num_before, accumulates, weights
+        self._num_before, self._weights = num_before, weights
         self._hooks_run_after = hooks_run_after
         self._first_batch = num_before()  # number of this epoch's batch 0 over all epochs
         self._trainer_stage: ExitStack | None = None  # the trainer's present stage, if it is profiled or timed
@@ -71,8 +70,8 @@ class Executor:
         self._reset()
 
     def _use_schedule(self, schedule: Schedule) -> None:
-        """Take a mode's table from the next iteration on; `frozen_window` has a second table, `accumulating`."""
-        self.schedule = self._stages.schedule = self._last_of_window = schedule
+        """Take a mode's table from the next iteration on."""
+        self.schedule = self._stages.schedule = schedule
 
     def _reset(self) -> None:
         self._begin_trainer_stage(None)
@@ -101,12 +100,6 @@ class Executor:
             return f"after batch {self._iteration}"
         step = self.schedule.steps[self._cursor]
         return f"at {step.stage} of batch {self._iteration + step.offset}"
-
-    @property
-    def lasting_staleness(self) -> int:
-        """The smaller staleness of the tables for the current and the next batch, as the mode may change in between."""
-        batch = self._first_batch + self._iteration
-        return min(self._schedules.at(batch).staleness, self._schedules.at(batch + 1).staleness)
 
     @property
     def num_in_flight(self) -> int:
@@ -146,14 +139,9 @@ class Executor:
         assert current is not None, "next_batch() comes first"
         self._order.observe("issue", Stage.DENSE_FORWARD, current.index)
         if current.consumed:
-            self.updates.make_for_second_forward(current)
+            self.updates.make_all()  # a second forward (LBFGS) sees the update of the first forward's backward
         else:
             self.writes.check()
-            if (accumulating := self._last_of_window.accumulating) is not None:
-                # The two tables differ below DENSE_FORWARD only.
-                table = accumulating if self._accumulates() else self._last_of_window
-                self.schedule = self._stages.schedule = table
-                self.updates.hold(current)
         if self._weights is not None:  # a second forward of a batch has a backward of its own
             self._weights.begin_step(splits=self.schedule.splits_backward and not current.consumed)
         current.consumed = True
@@ -221,7 +209,6 @@ class Executor:
     def drain(self) -> None:
         """Drop the batches that were fetched ahead; complete their collectives, on all ranks alike."""
         self.updates.make_all()
-        self.updates.drop_held()
         for answer in self.end.answers.values():
             answer.wait()
         ahead = self.queue.ahead()
@@ -242,7 +229,7 @@ class Executor:
             self._count_lookups_ahead(1)
 
     def _count_lookups_ahead(self, times: int) -> None:
-        for inflight in [*self.queue.ahead(), *self.updates.held]:
+        for inflight in self.queue.ahead():
             self._tables.count_lookups(inflight, times)
 
     def abandon(self) -> None:
@@ -271,7 +258,7 @@ class Executor:
         self.queue.in_flight.pop(self._iteration, None)
         self.queue.current = None
         schedule = self._schedules.at(self._first_batch + self._iteration + 1)
-        if schedule is not self._last_of_window:
+        if schedule is not self.schedule:
             self.updates.make_all()
             self._use_schedule(schedule)
             self._fill(self._iteration + 1)
@@ -326,8 +313,8 @@ class Executor:
         if stage is Stage.BACKWARD:
             self._after_backward(current)
             return
-        if stage is Stage.OPTIMIZER_STEP and self.schedule is self._last_of_window:
-            self.updates.note_step(self._iteration)
+        if stage is Stage.OPTIMIZER_STEP:
+            self.updates.num_stepped = self._iteration + 1
         if current.consumed and not self._in_forward:
             self._stages.discover(current)
         if stage is Stage.OPTIMIZER_STEP:

@@ -58,9 +58,7 @@ class StageIssuer:
             self.issue(self.schedule[previous], inflight, owners)
         self._order.observe("issue", stage, inflight.index)
         with InStage(stage, inflight.index, self._order.rank):
-            if stage is Stage.INPUT_SPLITS_DIST:
-                self._inputs.make_inputs(inflight)
-            elif stage is not Stage.INPUT_DATA_DIST:
+            if stage not in (Stage.INPUT_SPLITS_DIST, Stage.INPUT_DATA_DIST):
                 self.receive_input(step, inflight)
             if stage is Stage.PREFETCH:
                 self._order_prefetch(step)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Protocol, TypeVar
 
 from ..text import unknown_name_message
-from .modes import ASYNC_LOOKUP, FUSED_SPARSE_DIST, MODES, STREAMS, ModeName, async_lookup, defer_update, frozen_window
+from .modes import ASYNC_LOOKUP, FUSED_SPARSE_DIST, MODES, STREAMS, ModeName, async_lookup, defer_update
 from .schedule import Schedule, check_number
 from .stages import Stage, StreamName
 
@@ -70,12 +70,6 @@ class Mode:
         defer_update: In a stale mode, overlap the all-to-all of gradients with the optimizer step and the next forward,
             and update the tables afterwards. The staleness does not change. An evaluation, a checkpoint and the end of
             an epoch see up-to-date tables; a callback at the end of a batch does not see that batch's update.
-        frozen_window: With `accumulate_grad_batches=k`, in an exact mode with sparse stages: update the tables at the
-            optimizer step, with the k batches' updates in order. All k lookups see the tables as of the previous
-            step, so only one lookup in k waits for an update. Otherwise each batch's backward updates the tables.
-        stash_gradients: In a mode of staleness k, each step of the dense optimizers applies the gradients from k steps
-            earlier, which are as old as the embeddings. The first k steps apply nothing; the end of `fit` applies the
-            gradients of the last k steps. A checkpoint holds the waiting gradients.
         start_batch: The first batch of a stale mode, counted over all epochs. Earlier batches train exactly, as in
             `fused_sparse_dist`. The switch loses no batch, repeats no lookup, and does not wait for the device.
         end_batch: The batch that returns to exact training; it still uses lookups that are under way.
@@ -88,19 +82,11 @@ class Mode:
     name: ModeName | Schedule = "fused_sparse_dist"
     staleness: int | None = None
     defer_update: bool = False
-    frozen_window: bool = False
-    stash_gradients: bool = False
     start_batch: int = 0
     end_batch: int | None = None
 
     def __post_init__(self) -> None:
-        schedule = self.schedule
-        _ = self.schedules  # raises an error if these batches cannot be
-        if self.stash_gradients and not schedule.staleness:
-            raise ValueError(
-                f"stash_gradients: {schedule.name!r} has a staleness of 0, so no gradient would be late. Use it with "
-                "semi_sync or async_lookup."
-            )
+        _ = self.schedules  # raises an error if a name is unknown or an option does not fit
 
     @property
     def schedule(self) -> Schedule:
@@ -124,7 +110,7 @@ class Mode:
             schedule = async_lookup(self.staleness)
         if self.defer_update:
             schedule = defer_update(schedule)
-        return frozen_window(schedule) if self.frozen_window else schedule
+        return schedule
 
     @property
     def schedules(self) -> Schedules:

@@ -125,36 +125,6 @@ def defer_update(schedule: Schedule) -> Schedule:
     return Schedule(f"{schedule.name}_deferred", tuple(steps))
 
 
-def frozen_window(schedule: Schedule) -> Schedule:
-    """Return an exact mode that updates the tables at the optimizer step, for all its batches in order.
-
-    The lookups of these batches see none of each other's updates. So within the window an early lookup need not wait
-    for a backward (`Schedule.accumulating`), and its ids are sent a batch earlier.
-    Raises a ValueError for a mode with a staleness, with a cache, with a split backward or without early lookups.
-    """
-    obstacles = {
-        f"has a staleness of {schedule.staleness}, but a window sees all earlier updates": schedule.staleness,
-        "updates the tables of each batch while its weight gradients are computed": schedule.splits_backward,
-        "leaves the lookup to the modules": not schedule.has_sparse_stages,
-        "keeps rows in a cache until their backward": schedule.prefetches,
-    }
-    for obstacle, is_there in obstacles.items():
-        if is_there:
-            raise ValueError(
-                f"frozen_window: {schedule.name!r} {obstacle}. Use it with sparse_dist, fused_sparse_dist or "
-                "fused_sparse_dist_after_optimizer."
-            )
-    lookup = schedule[_LOOKUP]
-    ahead = lookup.offset > 0
-    steps = [
-        replace(step, offset=step.offset + ahead) if step.stage in (_COPY, _SPLITS, _DATA) else step
-        for step in schedule
-        if not (ahead and step is lookup)
-    ]
-    steps += [Step(_UPDATE, 0, lookup.stream), *([lookup] if ahead else [])]
-    return Schedule(f"{schedule.name}_frozen_window", tuple(steps))
-
-
 SEMI_SYNC_DEFERRED = defer_update(SEMI_SYNC)
 """`semi_sync` with embedding and gradient communication off the critical path: still staleness 1."""
 

@@ -139,25 +139,6 @@ class Schedule:
         left_out = {Stage.WEIGHT_GRADIENTS} | ({Stage.EMBEDDING_UPDATE} if self.updates_before_step else set())
         return Schedule(self.name, tuple(step for step in self.steps if step.stage not in left_out))
 
-    @property
-    def holds_updates(self) -> bool:
-        """Whether the updates of all batches of an optimizer step are applied at that step (`frozen_window`)."""
-        return self.accumulating is not None
-
-    @cached_property
-    def accumulating(self) -> AccumulatingSchedule | None:
-        """The table for a batch whose optimizer step comes with a later batch: lookups need not wait for `BACKWARD`."""
-        update = self.step_of(Stage.EMBEDDING_UPDATE)
-        if update is None or update.offset < 0 or self.staleness or self.updates_before_step:
-            return None
-        steps = [step for step in self.steps if step is not update]
-        lookup, sent = self[Stage.EMBEDDING_LOOKUP], self[Stage.INPUT_DATA_DIST]
-        forward = self.position(Stage.DENSE_FORWARD)
-        if lookup.offset > 0 and (sent.offset > lookup.offset or steps.index(sent) < forward):
-            steps.remove(lookup)
-            steps.insert(forward + 1, lookup)
-        return AccumulatingSchedule(self.name, tuple(steps))
-
     @cached_property
     def sends_after_forward(self) -> tuple[Step, ...]:
         """The steps right below `DENSE_FORWARD` that send sizes and ids; between hosts on a CPU they run inside it."""
@@ -225,25 +206,14 @@ class Schedule:
         return self._positions[stage] > self._positions[other]
 
 
-class _WithoutUpdates(Schedule):
-    """A derived table that updates no fused table: no lookup is stale or waits for an update."""
-
-    staleness = 0
-    fills_backward_wait = range(0)
-
-
-class EvaluationSchedule(_WithoutUpdates):
+class EvaluationSchedule(Schedule):
     """The table of an evaluation, derived by `Schedule.evaluation`: its only training stage is the forward."""
 
     training_stages: ClassVar[tuple[Stage, ...]] = (Stage.DENSE_FORWARD,)
 
+    staleness = 0  # it updates no table
+    fills_backward_wait = range(0)
     dense_owned_lookup = None  # no optimizer step follows
-
-
-class AccumulatingSchedule(_WithoutUpdates):
-    """The table of a batch without an optimizer step, derived by `Schedule.accumulating`; it writes no weights."""
-
-    defers_update = True  # to the optimizer step of a later batch
 
 
 def check_number(name: str, value: object, *, least: int = 0, instead: str = "") -> None:

@@ -3,7 +3,6 @@
 A *part* of a module is one sharding of its tables: one entry of TorchRec's `_input_dists`, `_lookups`, `_output_dists`.
 """
 
-from .delayed_gradients import GradientStash
 from .inputs import count_anew, keyed_jagged_tensors, note_lengths
 from .options import SparseOptions
 from .pipeline import SparsePipeline

@@ -155,10 +155,6 @@ class Answers:
             if look_up_now is own_forward and not in_backward:
                 self._check_form(pipelined, given, inflight)
             inflight.ran_unpipelined = True
-            if self._options.holds_updates:
-                name, index = pipelined.name, inflight.index
-                own = ModuleContext(name, index, pipelined.module, given, progress=Progress.SERVED)
-                look_up_now = partial(_look_up_deferring, inflight.modules.setdefault(name, own), look_up_now)
         if isinstance(given, KeyedJaggedTensor):
             renew_counts(given)
         if not in_backward:
@@ -276,8 +272,8 @@ class Answers:
         self._order.hand_to_caller(state.received, state.received_at, state.batch if is_first else None)
         if is_first and (send_next := self._send_next) is not None:
             assert self._current is not None
-            # Staged methods run in the modes of the step, and tensors made in inference mode train nothing.
-            other_modes = self._inputs.staged.is_used or torch.is_inference_mode_enabled() or saving_is_hooked()
+            # Tensors made in inference mode train nothing.
+            other_modes = torch.is_inference_mode_enabled() or saving_is_hooked()
             states = self._current.modules.values()
             if not other_modes and all(one.embeddings is None or one.received is not None for one in states):
                 self._send_next = None
@@ -371,12 +367,6 @@ class Answers:
         state.advance(Progress.LOOKED_UP)
         state.advance(Progress.SERVED)
         return found
-
-
-def _look_up_deferring(state: ModuleContext, look_up_now: Callable[[], Any]) -> Any:
-    """Run a module's own forward; its update waits for the optimizer step, as after early lookups."""
-    with state.deferring_update(), counting(tbes(state.module), state.num_own_lookups):
-        return look_up_now()
 
 
 def _in_words(form: tuple[torch.dtype, torch.dtype, torch.dtype | None, bool]) -> str:

@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.nn import ModuleList
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from ..preprocessing import StagedCalls
 from ..runtime import InFlightBatch, Path, resolve
 from ..schedules import Stage, StreamName
 from ..tables import SentInput, has_model_parallel_tables, renew_counts, watch_lengths
@@ -26,9 +25,6 @@ class SparseInputs:
     def __init__(self, forwards: PipelinedForwards) -> None:
         self._forwards, self._group, self._order = forwards, forwards.group, forwards.order
         self._options = options = forwards.options
-        self.staged = StagedCalls(
-            options.model, step=options.step, trains=options.trains, rank=options.rank, warned=options.warned
-        )
         self._exchange = None if self._group is None else InputExchange(self._group, self._order.streams)
         # Modules that have columns in the exchange of sizes, alike on all ranks, also if they run unpipelined later.
         self._taking_part: list[str] = []
@@ -45,7 +41,7 @@ class SparseInputs:
     def begin_step(self, inflight: InFlightBatch) -> None:
         """Before the first step, find the batch's inputs, which the step may take out of it; check their types."""
         if not self.ready:
-            self._at_first = inputs_of(self.staged.searched(inflight))
+            self._at_first = inputs_of(inflight.batch)
         is_first, self._is_first = self._is_first, False
         if is_first and self._group is not None and has_model_parallel_tables(ModuleList(self._forwards.modules)):
             with_weights = any(getattr(module, "takes_weights", True) is not False for module in self._forwards.modules)
@@ -59,13 +55,10 @@ class SparseInputs:
 
     def discover(self, inflight: InFlightBatch) -> None:
         """Find the inputs of the modules' calls in the staged batch; all ranks call this after the same forward."""
-        self.staged.discover(inflight)
-        self._forwards.discover([*self._at_first, *inputs_of(self.staged.made_in(inflight))])
+        self._forwards.discover(self._at_first)
         self._at_first = []
         self._taking_part = [name for name, pipelined in self._forwards.items() if pipelined.early]
         self.ready = True
-        if self.staged.is_used:
-            self.keep_features("staged methods may be called anew in their step, with the ids of the batch")
         if names := ", ".join(repr(one.name) for one in self._forwards.values() if one.path is None):
             self.keep_features(f"{self._options.step} makes the input of {names} itself, perhaps of ids to be released")
 
@@ -76,26 +69,11 @@ class SparseInputs:
             if self._options.rank == 0:
                 warnings.warn(f"release_features=True releases nothing: {reason}.", UserWarning, stacklevel=2)
 
-    def make_inputs(self, inflight: InFlightBatch) -> None:
-        """Call the staged methods for a batch on the stream of its copy, for which every reader of the batch waits."""
-        if not self.staged.is_used:
-            return
-        streams, (stream, _) = self._order.streams, inflight.done[Stage.COPY_BATCH_TO_DEVICE]
-        if self.staged.state_has_changed():
-            streams.wait(stream, streams.record(StreamName.COMPUTE))
-        with streams.on(stream):
-            made = self.staged.make(inflight)
-        watch_lengths(keyed_jagged_tensors(made))
-        for reader in (StreamName.DATA_DIST, StreamName.COMPUTE):
-            streams.record_stream(made, reader)
-        inflight.done[Stage.COPY_BATCH_TO_DEVICE] = (stream, streams.record(stream))
-
     def input_splits_dist(self, inflight: InFlightBatch) -> None:
         """Start the all-to-all of sizes. Source: `_start_data_dist`, `_fuse_input_dist_splits`, TorchRec 1.8."""
-        searched = self.staged.searched(inflight)
-        kjts = inputs_of(searched) if self._group is not None else []
+        kjts = inputs_of(inflight.batch) if self._group is not None else []
         for name, pipelined in self._forwards.items():
-            kjt = _input_in(searched, pipelined.path) if pipelined.early else None
+            kjt = _input_in(inflight.batch, pipelined.path) if pipelined.early else None
             if kjt is None or pipelined.keys != frozenset(kjt.keys()):
                 continue
             if pipelined.has_sequences and not kjt.lengths().numel():
@@ -104,9 +82,8 @@ class SparseInputs:
             module = pipelined.module
             state = ModuleContext(name, inflight.index, module, kjt, context=module.create_context())
             inflight.modules[name] = state
-            # The step may pass another input with the same keys, from the batch or made by staged methods.
-            alike = [path for path, other in kjts if pipelined.keys == frozenset(other.keys())]
-            state.num_found = sum(self.staged.are_alike(path, pipelined.path) for path in alike)
+            # The step may pass another input of the batch that has the same keys.
+            state.num_found = sum(pipelined.keys == frozenset(other.keys()) for _, other in kjts)
             # TorchRec may keep the object that it is given and replace its weights. `copy.copy` takes 10 microseconds.
             sent: KeyedJaggedTensor = object.__new__(type(kjt))
             vars(sent).update(vars(kjt))
@@ -130,9 +107,8 @@ class SparseInputs:
             self._order.observe("wait", Stage.INPUT_SPLITS_DIST, inflight.index)
             self._exchange.start_data(inflight)
         if self.releases:
-            searched = self.staged.searched(inflight)
             # Modules that run in their own forward will read their ids in the step.
-            read_later = [_input_in(searched, one.path) for one in self._forwards.values() if not one.early]
+            read_later = [_input_in(inflight.batch, one.path) for one in self._forwards.values() if not one.early]
             for state in inflight.modules.values():
                 if all(state.kjt is not kjt for kjt in read_later):
                     release(state.kjt)

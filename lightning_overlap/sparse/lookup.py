@@ -102,12 +102,10 @@ class SparseLookups:
         """Serve early embeddings during the step of a batch; `inflight.ran_unpipelined` if a module runs its own."""
         self._inputs.begin_step(inflight)
         self._answers.begin(inflight, send_next)
-        self._inputs.staged.begin(inflight)
         try:
             yield
         finally:
             self._answers.end()
-            self._inputs.staged.end()
         self._forwards.end_calls()
         self._answers.alike.end_part(inflight)
         if self._inputs.ready:
@@ -123,7 +121,6 @@ class SparseLookups:
     def forget_received(self, inflight: InFlightBatch) -> None:
         """Let go of the embeddings and inputs of a batch whose backward is over."""
         self._answers.forget(inflight)
-        self._inputs.staged.forget(inflight)
 
     def drop_lookups(self, inflight: InFlightBatch) -> None:
         """Wait for the early lookups of a batch and drop them: its modules will run in their own forward."""

@@ -36,7 +36,7 @@ _NEXT = {
     Progress.RECEIVED: (Progress.LOOKED_UP, Progress.DROPPED),
     Progress.LOOKED_UP: (Progress.SERVED, Progress.DROPPED),
     Progress.SERVED: (Progress.UPDATED,),
-    Progress.DROPPED: (Progress.UPDATED,),  # by its own forward, with `frozen_window`
+    Progress.DROPPED: (),
     Progress.UPDATED: (Progress.UPDATED,),
 }
 
@@ -72,7 +72,6 @@ class ModuleContext:
     received: Any = None  # the embeddings, once waited for, until the backward is over
     received_at: Any = None  # event on the lookup stream after which `received` can be read
     num_lookups: list[int] = field(default_factory=list)  # what the early lookup added to each kernel's iteration count
-    num_own_lookups: list[int] = field(default_factory=list)  # what its own forward added, with `frozen_window`
     ids: KJTList | None = None  # the ids that were looked up, if `SparseLookups.keep_ids` is set
 
     def advance(self, to: Progress) -> None:

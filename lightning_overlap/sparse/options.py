@@ -3,8 +3,6 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from torch import nn
-
 from ..distributed import Store
 from ..tables import OutOfRangeIds, SetRates
 
@@ -24,8 +22,6 @@ class SparseOptions:
     multi_node: bool = False  # whether ranks are on several hosts, where traffic and late ranks cost most
     fills_waits: bool = True  # whether steps may run inside a backward, while it waits for other ranks
     prefetches: bool = False  # whether the schedule has a `PREFETCH` step: tables in a UVM cache can be looked up early
-    holds_updates: bool = False  # whether all updates of an optimizer step come with that step (`frozen_window`)
-    model: nn.Module | None = None  # its staged methods are called before a batch's step (`preprocessing.staged`)
     out_of_range_ids: OutOfRangeIds = "error"  # what to do about ids that are no row of their table; on a CPU only
     timeout_s: float = 1800  # how long a rank waits for a late rank, in seconds
 

@@ -62,14 +62,11 @@ class SparsePipeline:
         """Replace the modules' forwards until `detach`."""
         self._leaves = _hold_leaves(self.modules.values(), self.order.streams)
         self._forwards.attach(self.answers.answer)
-        self.inputs.staged.attach()
-        self.updates.hold_replicas()
 
     def detach(self) -> None:
         """Give every module its former forward back and forget all batches, without a collective."""
         self._forwards.detach()
         self._leaves = []
-        self.inputs.staged.detach()
         self.updates.forget()
         self.answers.abandon()
         self.inputs.forget()

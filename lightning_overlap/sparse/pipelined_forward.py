@@ -43,9 +43,9 @@ _NOT_AT_FIRST = "it was not called for the first batch"
 _NOT_FOR_ALL = "it was not called for a batch that has its input"
 
 _CALL = (
-    "To overlap it, call it once per {step} with a KeyedJaggedTensor that is part of the batch (made in the dataset, "
-    "the collate function, on_before_batch_transfer or on_after_batch_transfer), or that a method decorated with "
-    "@lightning_overlap.staged makes of the batch."
+    "To overlap it, call it once per {step} with a KeyedJaggedTensor that is part of the batch. The dataset or the "
+    "collate function can make it, or the module's hook: `def on_after_batch_transfer(self, batch, dataloader_idx): "
+    "batch['sparse'] = self.make_inputs(batch); return batch`."
 )
 _WRITE_SELDOM = (
     "To overlap it, write its tables seldom, for example once an epoch: each time one lookup is repeated. Or train "

@@ -8,7 +8,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..runtime import InFlightBatch, ModulePart
 from ..schedules import Stage, WeightOwner
-from ..tables import owners_of_parts, replica_kernels, tbes
+from ..tables import owners_of_parts, tbes
 from .deferred_update import before_gradients
 from .module_context import ModuleContext, Progress
 from .pipelined_forward import PipelinedForwards
@@ -23,13 +23,10 @@ class TableUpdates:
         self._multi_node, is_async = options.multi_node, self._order.streams.is_async
         # Only on a CPU, where the host itself waits for the gradient all-to-all.
         self._fills_waits = options.fills_waits and options.trains and group is not None and not is_async
-        self.can_defer_updates = options.trains and (group is not None or is_async or options.holds_updates)
-        """Whether an update can come later than its backward; on a CPU with one rank only `frozen_window` needs it."""
+        self.can_defer_updates = options.trains and (group is not None or is_async)
+        """Whether an update can come later than its backward; on a CPU with one rank there is nothing to hide."""
         self._hooks: list[RemovableHandle] = []
         self._to_come: dict[int, InFlightBatch] = {}  # batches whose gradients are sent and whose update is to come
-        # Only the pipeline of training holds updates: an evaluation's has the same kernels and must not drop them.
-        holding = forwards.modules if options.holds_updates else []
-        self._holding_replicas = [kernel for module in holding for kernel in replica_kernels(module)]
 
     def register_backward_hook(self, inflight: InFlightBatch, stage: Stage, call: Callable[[], None]) -> bool:
         """Let the backward of a batch call a function, perhaps repeatedly, where it waits for ranks before it writes.
@@ -87,40 +84,23 @@ class TableUpdates:
         for state in inflight.modules.values():
             self._make(state, updated)
 
-    def drop_update(self, inflight: InFlightBatch) -> None:
-        """Wait for the gradients of a batch and drop them; take its lookups back from the kernels' iteration counts."""
+    def forget_update(self, inflight: InFlightBatch) -> None:
+        """Leave the tables without the update of a batch, after an error; waits for no rank."""
         self._to_come.pop(inflight.index, None)
-        with self._order.on_lookup():  # where the gradients were allocated
-            for state in inflight.modules.values():
-                state.deferred.drop()
         self.count_lookups(inflight, -1)
 
     def count_lookups(self, inflight: InFlightBatch, times: int) -> None:
         """Add a batch's lookups to the iteration counts of fused optimizers; with `times=-1` subtract them."""
         for state in inflight.modules.values():
-            for num_lookups in (state.num_lookups, state.num_own_lookups):
-                take_back(tbes(state.module), [-times * num for num in num_lookups], self._order)
-
-    def update_replicas(self) -> None:
-        """Make the updates of replicated tables that wait for an optimizer step (`frozen_window`)."""
-        for kernel in self._holding_replicas:
-            kernel.update_held()
-
-    def hold_replicas(self) -> None:
-        """With `frozen_window`, let updates of replicated tables wait from now on; drop those that wait already."""
-        for kernel in self._holding_replicas:
-            kernel.held = []
+            take_back(tbes(state.module), [-times * num for num in state.num_lookups], self._order)
 
     def forget(self) -> None:
-        """Forget the updates that are to come; let each backward update replicated tables itself again."""
+        """Forget the updates that are to come."""
         self._to_come.clear()
-        for kernel in self._holding_replicas:
-            kernel.held = None
 
     def make_before_forward(self, name: str) -> None:
-        """Make the deferred updates of the module `name`, except those that wait for an optimizer step."""
-        due = [self._to_come[index] for index in sorted(self._to_come) if not self._to_come[index].is_held]
-        waiting = [inflight for inflight in due if name in inflight.modules]
+        """Make the deferred updates of the module `name`, the oldest first."""
+        waiting = [self._to_come[index] for index in sorted(self._to_come) if name in self._to_come[index].modules]
         if waiting:
             self._order.lookup_waits()  # for the backward, which has left the gradients
             with self._order.on_lookup():

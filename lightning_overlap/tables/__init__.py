@@ -14,7 +14,6 @@ from .optimizer_checks import (
 )
 from .plans import KeptPlan, plan_of
 from .quantized_comms import (
-    OverflowWatch,
     QuantizedComms,
     check_quantized_comms,
     codecs_of,
@@ -64,7 +63,6 @@ from .supported_modules import (
     tables_in_dense_shards,
     tables_of,
     why_never_early,
-    why_never_held,
 )
 from .table import apply_table_optimizers, find_tables, has_tables, table_optimizers, training_sharders
 from .write_counts import (

@@ -189,14 +189,13 @@ class ReplicaKernel(DenseTableBatchedEmbeddingBagsCodegen):  # type: ignore[misc
     """A dense kernel that updates its tables in the backward, identically on all ranks.
 
     Every call uses a new leaf, so that two calls in a step make two updates, like a fused kernel. An update waits for
-    its all-reduce at the end of the backward, when all other collectives have started, or at the optimizer step. Like
-    FBGEMM's it does not change `Tensor._version` (`write_counts.py`).
+    its all-reduce at the end of the backward, when all other collectives have started. Like FBGEMM's kernels it does
+    not change `Tensor._version` (`write_counts.py`).
     """
 
     optimizers: list[ReplicaOptimizer]  # in the order of their tables
     group: dist.ProcessGroup  # the ranks to sum gradients over
     set_rates: Callable[[], None] | None  # passes the scheduler's rates to the optimizers before an update
-    held: list[tuple[Tensor, Any]] | None  # (gradient, all-reduce) of updates for `update_held`; None: none waits
 
     @override
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -221,17 +220,7 @@ class ReplicaKernel(DenseTableBatchedEmbeddingBagsCodegen):  # type: ignore[misc
         if get_gradient_division():
             gradient.div_(self.group.size())
         work = dist.all_reduce(gradient, group=self.group, async_op=True)
-        if self.held is not None:
-            self.held.append((gradient, work))
-            return
         torch.autograd.Variable._execution_engine.queue_callback(partial(self._update, gradient, work))
-
-    def update_held(self) -> None:
-        """Make the waiting updates, in order, on the current stream."""
-        if self.held:
-            held, self.held = self.held, []
-            for gradient, work in held:
-                self._update(gradient, work)
 
     @torch.no_grad()
     def _update(self, gradient: Tensor, work: Any) -> None:
@@ -258,7 +247,7 @@ def make_replicas(model: nn.Module, modules: Iterable[str], trained: Mapping[str
                 kernel = part.emb_module
                 assert isinstance(kernel, DenseTableBatchedEmbeddingBagsCodegen)
                 kernel.__class__ = ReplicaKernel
-                kernel.group, kernel.set_rates, kernel.held = module._env.process_group, None, None
+                kernel.group, kernel.set_rates = module._env.process_group, None
                 tables = [
                     (trained[name][one.name], one.embedding_dim, *weights[one.name]) for one in group.embedding_tables
                 ]

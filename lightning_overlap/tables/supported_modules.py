@@ -175,15 +175,6 @@ def why_never_early(module: Any, group: dist.ProcessGroup | None = None, *, pref
     return f"its tables are sharded over ranks {ranks}, not over all ranks {everyone} (2D sharding or another group)"
 
 
-def why_never_held(module: Any) -> str | None:
-    """Return why the updates of a module's tables cannot wait for an optimizer step (`frozen_window`), or None."""
-    kind = spec_of(module)
-    if kind is None or kind.owner is not None:
-        known = ", ".join(cls.__name__ for cls in TABLE_TYPES)
-        return f"only the updates of {known} can wait, got {type(module).__name__}"
-    return _why_cached(tables_of(module), False)
-
-
 def _why_cached(tables: Any, prefetches: bool) -> str | None:
     """Return why an early lookup may evict rows from a cache that a backward needs, or None; a prefetch locks them."""
     plan = tables.module_sharding_plan

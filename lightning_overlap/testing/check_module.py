@@ -125,7 +125,7 @@ def check_module(
     Raises:
         AssertionError: A law is broken; the message names the law, the step, and the weight or module.
         TypeError: `make_module` is a module; each fit needs a new module, because a fit shards it.
-        ValueError: The data has fewer than two batches, or `frozen_window` or `stash_gradients` is set.
+        ValueError: The data has fewer than two batches.
     """
     if isinstance(make_module, nn.Module):
         raise TypeError(
@@ -133,12 +133,6 @@ def check_module(
             "`lambda: MyModule(...)`."
         )
     mode = resolve_mode(pipeline)
-    for name in ("frozen_window", "stash_gradients"):
-        if getattr(mode, name):
-            raise ValueError(
-                f"check_module compares with plain training, which has no {name}, got {name}={getattr(mode, name)}. "
-                "Check the mode without it."
-            )
     schedule = mode.schedule
     overlaps = schedule.has_sparse_stages
     first_words.calm_libraries(strategy_options.get("calm_libraries", True))  # before making data and modules

@@ -79,13 +79,12 @@ def test_each_statistic_is_of_the_slowest_rank() -> None:
 def test_one_other_bit_on_any_rank_in_any_round_is_not_the_same() -> None:
     other = base().rounds
     other[1][1] = replace(other[1][1], losses=b"ac")
-    arms = [base(), ArmTurns("x", 0, other), ArmTurns("y", 1, other), ArmTurns("z", 0, other, frozen_window=True)]
+    arms = [base(), ArmTurns("x", 0, other), ArmTurns("y", 1, other)]
     results = evaluate(arms, None)[1:]
     assert not any(result["same_as_base"] for result in results)
     lines = table(results).splitlines()
     assert lines[2].endswith(" NO")
     assert lines[3].endswith("no (staleness 1)")
-    assert lines[4].endswith("no (frozen window)")
 
 
 def test_the_table_and_the_file_have_each_arm(tmp_path: Path) -> None:

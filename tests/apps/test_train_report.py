@@ -9,9 +9,9 @@ import pytest
 from lightning_overlap.apps import train_report
 
 
-def result(mode: str, losses: list[float], staleness: int = 0, frozen: bool = False) -> train_report.ModeResult:
+def result(mode: str, losses: list[float], staleness: int = 0) -> train_report.ModeResult:
     summary = {
-        **{"mode": mode, "stream": "-", "staleness": staleness, "frozen_window": frozen, "num_ranks": 1},
+        **{"mode": mode, "stream": "-", "staleness": staleness, "num_ranks": 1},
         **{"step_ms_median": 1.0, "step_ms_p90": 1.0, "samples_per_s": None, "losses_sha256": "0" * 64},
         **{"num_steps": len(losses), "final_loss": losses[-1], "peak_memory": {"resident": 2**20}},
         "metrics": {"test_auc": 0.75},
@@ -27,7 +27,6 @@ def result(mode: str, losses: list[float], staleness: int = 0, frozen: bool = Fa
         ([0.5, 0.25], result("two", [0.5, 0.125]), "no; two (staleness 0) differs from one from step 1 on", False),
         ([0.0, 0.5], result("two", [-0.0, 0.5]), "no; two (staleness 0) differs from one from step 0 on", False),
         ([0.5], result("two", [0.0], staleness=1), "no; two (staleness 1) differs from one from step 0 on", True),
-        ([0.5, 0.25], result("two", [0.5], frozen=True), "two (frozen window) differs from one from step 1 on", True),
     ],
 )
 def test_equal_means_each_bit_and_stale_modes_may_differ(

@@ -130,9 +130,8 @@ COPIED = {"replicate_tables": ["t3"], "fused_optimizer": (torch.optim.SGD, {"lr"
 WITH_STATE = {"replicate_tables": ["t3"], "fused_optimizer": (torch.optim.Adagrad, {"lr": 1.0})}
 OPTIONS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "quantized_comms": ("fused_sparse_dist", {"quantized_comms": "fp16"}, {}),
-    "stash_gradients": ("semi_sync", {"stash_gradients": True}, {}),
     "start_and_end": ("semi_sync", {"start_batch": 3, "end_batch": 8}, {}),
-    "replicated_and_frozen": ("fused_sparse_dist", {"frozen_window": True, **COPIED}, {"accumulate_grad_batches": 2}),
+    "replicated_and_accumulated": ("fused_sparse_dist", COPIED, {"accumulate_grad_batches": 2}),
     "replicated_and_late": ("async_lookup", {"staleness": 3, **COPIED}, {}),
     "replicated_with_states": ("semi_sync_deferred", WITH_STATE, {"deltas": {"optimizer_state": True}}),
 }

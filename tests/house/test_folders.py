@@ -16,7 +16,7 @@ FLOORS = (  # from the ground up; each file or folder imports from those on the 
     ("text", "versions"),
     ("schedules", "distributed", "data"),
     ("models", "runtime", "dense"),
-    ("profiling", "tables", "preprocessing"),
+    ("profiling", "tables"),
     ("sparse", "tuning"),
     ("checkpoint",),
     ("plugin",),

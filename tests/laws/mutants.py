@@ -56,20 +56,6 @@ BREAKS = {
         "            _go_on([*received, *self._sent.to_apply], retain_graph=True)\n"
         "            _go_on([*received, *self._sent.to_apply], retain_graph=retain_graph)\n",
     ),
-    "in a frozen window the updates are made in another order": Break(
-        "runtime/deferred_updates.py", "if inflight.index <= index]:", "if inflight.index <= index][::-1]:"
-    ),
-    "in a frozen window an evaluation finds updates made whose optimizer step is to come": Break(
-        "runtime/deferred_updates.py",
-        "for inflight in self.to_update.values() if not inflight.is_held]",
-        "for inflight in self.to_update.values()]",
-    ),
-    "a module's own forward in a frozen window updates in its backward": Break(
-        "sparse/answers.py", "if self._options.holds_updates:", "if False:"
-    ),
-    "the youngest stashed gradients are applied first": Break(
-        "sparse/delayed_gradients.py", "waiting.popleft()", "waiting.pop()"
-    ),
     "a lookup without an update is counted by the fused optimizers": Break(
         "sparse/update_rates.py", "    if any(num_lookups):\n", "    if False:\n"
     ),
@@ -79,7 +65,7 @@ BREAKS = {
         "by_rank = map(pieces.__getitem__, places[::-1])",
     ),
     "batches of a loader that fills its memory anew are used as they are": Break(
-        "runtime/batch_memory.py", "if self._is_trusted:", "if True:"
+        "runtime/batch_memory.py", "if self._allocates:", "if True:"
     ),
     "an exact mode looks up above its backward": Break(
         "schedules/modes.py", ", Step(_LOOKUP, 1, _SIDE),", "[:-1], Step(_LOOKUP, 1, _SIDE), _FUSED[-1],"

@@ -127,11 +127,8 @@ def _fit(data: Refilled, pipeline: str, options: dict[str, Any], **kwargs: Any) 
     return model, trainer
 
 
-def train(
-    kind: Kind, pipeline: str, sized: bool, data: type[Refilled] = Refilled, frozen_window: bool = False, **kwargs: Any
-) -> Result:
-    options = {"frozen_window": frozen_window}
-    model, trainer = _fit(data(kind, sized, NUM), pipeline, options, limit_val_batches=0, **kwargs)
+def train(kind: Kind, pipeline: str, sized: bool, data: type[Refilled] = Refilled, **kwargs: Any) -> Result:
+    model, trainer = _fit(data(kind, sized, NUM), pipeline, {}, limit_val_batches=0, **kwargs)
     return collect(model, trainer.optimizers[0], model.losses)
 
 

@@ -12,9 +12,9 @@ from ..sparse.update_rates import TWO_RATES, factor
 from ..support.cases import TABLE_WISE, Batches, Model
 from ..support.fits import make_strategy, make_trainer
 from ..support.windows import Window, train_windows
-from . import windows
+from . import accumulated
+from .accumulated import Data, _Stream
 from .faults import Fault, Faulty
-from .windows import Data, _Stream
 
 Nones = tuple[tuple[int, ...], ...]  # of each rank: the batches that are None
 
@@ -61,13 +61,12 @@ def train(
     return model.seen, said
 
 
-def accumulate(pipeline: str, sized: bool, frozen_window: bool) -> list[str]:
+def accumulate(pipeline: str, sized: bool) -> list[str]:
     """Skip batches 1 and 7 of nine; return what differs from the loop by hand with these windows."""
     steps = [Window(batches, 3) for batches in ((0, 2), (3, 4, 5), (6, 8))]
-    kwargs = {"options": {"frozen_window": frozen_window}, "data": {"nones": (1, 7), "sized": sized}}
-    result = windows.train(TWO_RATES, 3, pipeline=pipeline, model="scheduled", lengths=(9,), **kwargs)
-    by_hand = train_windows(TWO_RATES, steps, updates_in_backward=not frozen_window, factor=factor)
-    return result.differences(by_hand)
+    kwargs = {"data": {"nones": (1, 7), "sized": sized}}
+    result = accumulated.train(TWO_RATES, 3, pipeline=pipeline, model="scheduled", lengths=(9,), **kwargs)
+    return result.differences(train_windows(TWO_RATES, steps, factor=factor))
 
 
 def terminate(pipeline: str, rank: int, sized: bool) -> int:

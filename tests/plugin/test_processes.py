@@ -23,7 +23,7 @@ from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
-from lightning_overlap import Mode, OverlapEmbeddingStrategy
+from lightning_overlap import OverlapEmbeddingStrategy
 from lightning_overlap.plugin.processes import own_memory
 
 from ..support import interpreters, reference
@@ -275,12 +275,9 @@ def test_memory_that_ranks_share_becomes_their_own() -> None:
     assert all(torch.equal(value, before[key]) for key, value in module.state_dict().items())
 
 
-STASHED = Mode("semi_sync", stash_gradients=True)
-
-
 @pytest.mark.parametrize(
     ("how", "tables", "pipeline"),
-    [*((how, True, STASHED) for how in COPIES), ("deepcopy", False, STASHED), ("pickle", True, "auto")],
+    [*((how, True, "semi_sync") for how in COPIES), ("deepcopy", False, "semi_sync"), ("pickle", True, "auto")],
 )
 def test_a_copied_trainer_trains_as_the_original(two_ranks: Ranks, how: str, tables: bool, pipeline: Any) -> None:
     for found in two_ranks.run(copies_train_alike, how, tables, pipeline):

@@ -44,7 +44,7 @@ def test_an_update_whose_step_is_not_over_is_dropped(updates: DeferredUpdates, t
     updates.num_stepped = 4
     assert updates.settle(1) is None
     assert batches(tables.embedding_update) == [3]
-    tables.count_lookups.assert_called_once_with(mock.ANY, -1)
+    assert batches(tables.forget_update) == [4]
 
 
 def test_an_update_that_cannot_be_made_is_named(updates: DeferredUpdates, tables: mock.Mock) -> None:

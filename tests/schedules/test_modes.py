@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from lightning_overlap.schedules.mode import Mode, resolve_stream
-from lightning_overlap.schedules.modes import MODES, STREAMS, frozen_window
+from lightning_overlap.schedules.modes import MODES, STREAMS
 from lightning_overlap.schedules.schedule import Schedule, Step
 from lightning_overlap.schedules.stages import Stage, StreamName
 
@@ -61,29 +61,3 @@ def test_a_stream_policy_goes_by_its_name() -> None:
         resolve_stream("dedicate")
     with pytest.raises(TypeError, match=r"stream must be a name \(current, .*\), got None"):
         resolve_stream(None)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("name", "last", "within"),
-    [
-        ("sparse_dist", "L0 S1 F0 C2 D1 B0 O0 U0", "L0 S1 F0 C2 D1 B0 O0"),
-        ("fused_sparse_dist", "C3 F0 S3 D2 B0 O0 U0 L1", "C3 F0 L1 S3 D2 B0 O0"),
-    ],
-)
-def test_the_tables_of_a_frozen_window(name: str, last: str, within: str) -> None:
-    """Of its last batch, with the step, and of those before it: their lookups need not wait for a backward."""
-    window = frozen_window(MODES[name])
-    assert window.accumulating is not None
-    assert (issued(window), issued(window.accumulating)) == (last, within)
-    assert Mode(name, frozen_window=True).schedule == window  # type: ignore[arg-type]
-    assert (window.staleness, window.depth) == (0, MODES[name].depth + (name != "sparse_dist"))
-
-
-def test_a_lookup_whose_ids_come_late_stays_below_the_backward() -> None:
-    """A user's table that sends ids of N+1 after the forward of N: the lookup would wait for them there."""
-    steps = "copy_batch_to_device+1/memcpy dense_forward+0/compute input_splits_dist+1/data_dist"
-    rest = "input_data_dist+1/data_dist backward+0/compute optimizer_step+0/compute"
-    own = Schedule.parse(f"own: {steps} {rest} embedding_update+0/lookup embedding_lookup+1/lookup")
-    assert own.holds_updates
-    assert own.accumulating is not None
-    assert " ".join(map(str, own.accumulating)) == f"{steps} {rest} embedding_lookup+1/lookup"

@@ -41,11 +41,10 @@ def test_semi_sync_is_the_case_of_one() -> None:
 
 
 STALENESS_2, BOTH = {"staleness": 2}, {"start_batch": 3, "end_batch": 3}
-DEFERS, FROZEN = {"defer_update": True}, {"frozen_window": True}
+DEFERS = {"defer_update": True}
 AUTO = "'auto' compares modes of equal losses and takes no mode options"
 NO_MODE = "'auto' is not a mode: the strategy's pipeline='auto' compares modes of equal losses. Name one of them"
 NEEDS = "'fused_sparse_dist' looks up after the backward and needs its update by then"
-SPLITS = "frozen_window: 'split_backward' updates the tables of each batch while its weight gradients are computed"
 
 
 @pytest.mark.parametrize(
@@ -62,10 +61,6 @@ SPLITS = "frozen_window: 'split_backward' updates the tables of each batch while
         (SEMI_SYNC, BOTH, ValueError, "end_batch must be larger than start_batch=3, got 3"),
         (BASE, {"start_batch": 3}, ValueError, "'base' is always exact. Use them with a stale mode (semi_sync,"),
         ("fused_sparse_dist", DEFERS, ValueError, NEEDS),
-        ("base", FROZEN, ValueError, "frozen_window: 'base' leaves the lookup to the modules"),
-        ("prefetch", FROZEN, ValueError, "frozen_window: 'prefetch' keeps rows in a cache"),
-        ("semi_sync", FROZEN, ValueError, "frozen_window: 'semi_sync' has a staleness of 1"),
-        ("split_backward", FROZEN, ValueError, SPLITS),
     ],
 )
 def test_what_cannot_be(pipeline: Any, options: dict[str, Any], error: type[Exception], message: str) -> None:

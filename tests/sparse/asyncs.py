@@ -11,7 +11,7 @@ from ..support.reference import Result, collect
 from .variants import Variant
 
 NUM_STEPS = 14  # more than elsewhere: they are exact, stale and exact again
-OPTIONS = ("staleness", "defer_update", "stash_gradients", "start_batch", "end_batch", "gradient_as_bucket_view")
+OPTIONS = ("staleness", "defer_update", "start_batch", "end_batch", "gradient_as_bucket_view")
 
 
 class Stretch(Batches):

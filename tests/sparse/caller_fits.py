@@ -26,7 +26,7 @@ from . import caller_inputs
 from .callers import MODELS, NUM_STEPS
 from .variants import Variant
 
-WORDS = ("not overlapped", "@staged", "release_features", "has id")  # in messages that tests ask for
+WORDS = ("not overlapped", "release_features", "has id")  # in messages that tests ask for
 
 
 @dataclass

@@ -8,7 +8,6 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from torchrec import KeyedJaggedTensor
 
-from ..preprocessing.staged_models import STAGED
 from ..support import cases
 from ..support.cases import ROWWISE_ADAGRAD, TABLE_WISE, TWO_COLLECTIONS, Batch, Case, Model, TableSpec
 from . import caller_inputs, update_rates, variants
@@ -204,7 +203,6 @@ _CLASSES = {
     **by_name(vars(variants)),
     **by_name(vars(update_rates)),
     **by_name(globals()),
-    **STAGED,
     "made_in_step": cases.MakesInput,
     "hashes_raw_ids": caller_inputs.HashesInPlace,
     "two_tasks_at_once": caller_inputs.OneOfTwoTasks,

@@ -38,7 +38,6 @@ def test_runs_plain_and_says_why_once(two_ranks: Ranks, model: str, early: int, 
     assert "'ebc'" in message
     assert reason in message
     assert "on_after_batch_transfer" in message  # what to do
-    assert "@lightning_overlap.staged" in message
     assert other.messages == []  # one rank speaks
 
 

@@ -47,7 +47,6 @@ Factor = Callable[[int], float]  # step -> what the learning rates are multiplie
 AfterStep = Callable[[int, Model], None]  # called with the step's index and the module
 Seen = Callable[[int], int]
 """Batch -> how many updates the lookup of its fused tables sees: those of all batches before that one."""
-Waiting = Callable[[int], int]  # step -> how many steps' dense gradients are still to be applied once it is over
 
 
 def unchanged(step: int) -> float:
@@ -90,22 +89,10 @@ class Switching:
         return max(self.start, batch - self.staleness)
 
 
-@dataclass(frozen=True)
-class Waits:
-    num: int  # in all steps from one to another
-    start: int = 0
-    end: int = 1 << 30
-
-    def __call__(self, step: int) -> int:
-        return self.num if self.start <= step < self.end - 1 else 0
-
-
 def train_delayed(
     case: Case,
     seen: Seen | None = Delayed(1),
     *,
-    waiting: Waiting | None = None,
-    clip: float | None = None,
     num_steps: int = NUM_STEPS,
     device_type: str = "cpu",
     after_step: AfterStep | None = None,
@@ -113,8 +100,7 @@ def train_delayed(
 ) -> Result:
     """The same with delayed updates: tables of the fused backward are looked up `seen(N)` updates into training.
 
-    Data-parallel tables, in collections of their own, are looked up after the dense optimizer's step. With `waiting`,
-    dense gradients are applied later, oldest first, each in a step of its own, clipped to a norm of `clip`.
+    Data-parallel tables, in collections of their own, are looked up after the dense optimizer's step.
     """
     split = case if seen is None else split_data_parallel(case)
     rank, dmp, module, optimizer, device = set_up(split, device_type)
@@ -129,17 +115,6 @@ def train_delayed(
             set_fused_rates(dmp, factor(index))  # kernels take the rate of an update with its lookup
             embeddings[index] = {name: module.embeddings(name, batches[index]) for name in early}
 
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    stashed: list[list[Tensor | None]] = []
-
-    def step_late(num_left: int) -> None:
-        while len(stashed) > num_left:
-            for parameter, gradient in zip(parameters, stashed.pop(0), strict=True):
-                parameter.grad = gradient
-            if clip is not None:
-                torch.nn.utils.clip_grad_norm_(parameters, clip)
-            optimizer.step()
-
     losses = []
     for index in range(num_steps):
         look_up(index)
@@ -153,14 +128,9 @@ def train_delayed(
         losses.append(loss.detach())
         loss.backward()
         set_rates(optimizer, factor(index))
-        if waiting is None:
-            optimizer.step()
-        else:
-            stashed.append([None if p.grad is None else p.grad.clone() for p in parameters])  # views of DDP's buckets
-            step_late(waiting(index))
+        optimizer.step()
         if after_step is not None:
             after_step(index, module)
-    step_late(0)
     return collect(module, optimizer, losses)
 
 

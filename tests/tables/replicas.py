@@ -11,7 +11,7 @@ from torchrec.optim import RowWiseAdagrad
 from lightning_overlap import OverlapEmbeddingStrategy
 from lightning_overlap.tables import sharded_modules
 
-from ..laws.windows import Data
+from ..laws.accumulated import Data
 from ..sparse.callers import PenalizesAll, TwoBackwards
 from ..sparse.update_rates import Scheduled, factor
 from ..support.cases import NUM_STEPS, Batch, Batches, Case, MakesInput, Model, TableSpec

@@ -98,13 +98,12 @@ def test_updated_whenever_a_sharded_table_is(
     ("optimizer", "pipeline", "model"),
     [("rowwise", "fused_sparse_dist", "Model"), ("adagrad", "sparse_dist", "MakesInput"), ("sgd", "base", "Model")],
 )
-def test_a_frozen_window_holds_their_updates_too(two_ranks: Ranks, optimizer: str, pipeline: str, model: str) -> None:
-    """Also where a module runs its own forward, with validations within windows, and a last window of two batches."""
+def test_accumulated_gradients(two_ranks: Ranks, optimizer: str, pipeline: str, model: str) -> None:
+    """Also where a module runs its own forward, and with validations between the batches of an optimizer step."""
     case, k = case_of(optimizer), 4
-    options = {"frozen_window": pipeline != "base"}
     kwargs = {"accumulate_grad_batches": k, "val_check_interval": 3, "limit_val_batches": 2}
-    ours = two_ranks.run(replicas.fit, case, pipeline, model, options, **kwargs)
-    expected = two_ranks.run_once(train_windows, case, windows_of(NUM_STEPS, k), updates_in_backward=pipeline == "base")
+    ours = two_ranks.run(replicas.fit, case, pipeline, model, **kwargs)
+    expected = two_ranks.run_once(train_windows, case, windows_of(NUM_STEPS, k))
     assert_close(ours, expected)
 
 

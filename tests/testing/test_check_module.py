@@ -127,14 +127,6 @@ def test_options_of_a_mode_and_of_the_strategy(two_ranks: Ranks, pipeline: str, 
     assert all(report.holds for report in two_ranks.run(check, MIXED, pipeline, **options))
 
 
-@pytest.mark.parametrize(
-    ("pipeline", "option"), [("fused_sparse_dist", "frozen_window"), ("semi_sync", "stash_gradients")]
-)
-def test_options_without_a_reference_are_refused(pipeline: str, option: str) -> None:
-    with pytest.raises(ValueError, match=f"plain training, which has no {option}, got {option}=True"):
-        check_module(lambda: Model(TABLE_WISE), [], mode_and_options(pipeline, {option: True})[0])
-
-
 def test_a_read_of_the_loss_is_reported_or_breaks_the_law() -> None:
     report = check(TABLE_WISE, "fused_sparse_dist", cases.ReadsItsLoss)
     [(place, num)] = report.host_syncs.items()

@@ -36,8 +36,6 @@ def train(
     pipeline: str,
     stream: str = "dedicated",
     module: type[Model] = Model,
-    *,
-    frozen_window: bool = False,
     **trainer_options: Any,
 ) -> None:
     batches = [cases.make_batch(case, index, 0) for index in range(7)]
@@ -47,7 +45,7 @@ def train(
         setting = Setting(lambda: module(case), batches, trainer_options=trainer_options, strategy_options=options)
         # A digest after each step would make pending updates at once.
         watched = Watched(every_state=False)
-        fit(setting, Mode(pipeline, frozen_window=frozen_window), watched, races=True)  # type: ignore[arg-type]
+        fit(setting, Mode(pipeline), watched, races=True)  # type: ignore[arg-type]
 
 
 CASES = {
@@ -255,19 +253,6 @@ USERS: dict[str, tuple[type[Model], dict[str, Any]]] = {
 def test_the_users_code_is_ordered_with_lookups_and_updates(name: str, pipeline: str, policy: str) -> None:
     module, options = USERS[name]
     train(TABLE_WISE, pipeline, policy, module, **options)
-
-
-@pytest.mark.parametrize(
-    ("name", "pipeline", "policy"),
-    pairwise(
-        [name for name in USERS if name not in ("steps_by_hand", "writes_tables", "trains_between_steps")],
-        ["sparse_dist", "fused_sparse_dist"],
-        STREAMS,
-    ),
-)
-def test_no_race_in_a_frozen_window(name: str, pipeline: str, policy: str) -> None:
-    module, options = USERS[name]
-    train(MIXED, pipeline, policy, module, frozen_window=True, **{"accumulate_grad_batches": 3, **options})
 
 
 class ScalesInItsHook(Model):

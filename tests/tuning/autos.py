@@ -17,7 +17,7 @@ from lightning_overlap.runtime import Streams
 from lightning_overlap.tuning import Arm, Auto, tuner
 
 from ..checkpoint.resumes import SaveSteps
-from ..laws.windows import MODELS, Data
+from ..laws.accumulated import MODELS, Data
 from ..support.cases import Case, Model
 from ..support.fits import make_strategy, make_trainer
 from ..support.reference import Result, collect

@@ -9,7 +9,7 @@ import pytest
 from lightning_overlap import MODES
 from lightning_overlap.tuning import TRIED, Arm, Auto
 
-from ..laws.windows import ALL_KINDS
+from ..laws.accumulated import ALL_KINDS
 from ..support.cases import MIXED, ROWWISE_ADAGRAD, SEQUENCE, TABLE_WISE, Case
 from ..support.ranks import Ranks
 from ..support.reference import Result, train
@@ -68,7 +68,7 @@ def test_manual_optimization_and_modules_that_run_their_own_forward(two_ranks: R
 def test_accumulated_gradients(ranks: Ranks) -> None:
     """Blocks are as long as whole optimizer steps: 4 batches in the place of 2, so that nothing is chosen here."""
     fits = ranks.run(autos.train, ALL_KINDS, MS, accumulate_grad_batches=4)
-    expected = ranks.run_once(train_windows, ALL_KINDS, windows_of(NUM_STEPS, 4), updates_in_backward=True)
+    expected = ranks.run_once(train_windows, ALL_KINDS, windows_of(NUM_STEPS, 4))
     modes = _two_rounds(ranks, block=5)
     _check(ranks, fits, expected, modes[:NUM_STEPS])
     assert fits[0].state == {}

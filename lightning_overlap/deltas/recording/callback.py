@@ -333,14 +333,6 @@ class EmbeddingDeltas(Callback):
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._is_sending and self._strategy.has_stashed_gradients:
-            # these are applied after all hooks, which may save them
-            self._strategy.call_at_end(lambda: self._finish(steps=True))
-        else:
-            self._finish(steps=False)
-
-    def _finish(self, *, steps: bool) -> None:
-        """Write the rest of this fit; `steps` tells that the dense optimizer stepped after the last batch."""
         if not self._is_sending:
             return
         self._strategy.update_tables()
@@ -350,7 +342,7 @@ class EmbeddingDeltas(Callback):
         self._writer.wait()
         self._together(lambda: None, self._writer.error)
         changed = self._is_rewritten
-        left = self._step != self._last or bool(self._touched.most) or changed or steps
+        left = self._step != self._last or bool(self._touched.most) or changed
         is_void = self._strategy.any_rank(self._is_void)
         if self._strategy.any_rank(left) or is_void:
             after = (self.generation, self._last)

@@ -9,7 +9,7 @@ from lightning.pytorch.loops.fetchers import _DataFetcher
 from lightning.pytorch.trainer import call
 
 from ...distributed import ASK_FOR_LAST
-from ...runtime import NOTHING, BatchMemory, FetchedBatch, Rates, StageTimer, keeps_its_data
+from ...runtime import NOTHING, BatchMemory, FetchedBatch, Rates, StageTimer, allocates_batches
 from . import preemption, sigterm
 from .epoch import Epoch
 
@@ -28,8 +28,8 @@ class BatchStream:
         # other batches before it. Lightning skips them, and all ranks have to skip the same.
         self.skipped: deque[tuple[int, FetchedBatch]] = deque()
         self._buffered: deque[FetchedBatch] = deque()  # taken from the loader, not staged yet
-        is_own = all(map(keeps_its_data, inner.combined_loader.flattened))
-        self._memory = BatchMemory(trainer.strategy.root_device.type, is_own=is_own)
+        allocates = all(map(allocates_batches, inner.combined_loader.flattened))
+        self._memory = BatchMemory(trainer.strategy.root_device.type, allocates=allocates)
         self._own_those_of_inner()  # its iterator may be running
         self._iterated = False  # whether `iter(self.inner)` was called here
         self._took = False  # whether a batch was asked of its iterator
@@ -52,7 +52,6 @@ class BatchStream:
             # state only when it is asked for a batch: the next epoch would begin, and end, where the last one ended.
             with suppress(StopIteration):
                 next(self.inner.iterator)  # type: ignore[arg-type]
-        self._memory.begin_epoch()
         self._iterate_inner()
         self.states = self._read_states()
 

@@ -188,9 +188,9 @@ class FakeSparse:
         self.pending -= {(Stage.BACKWARD, inflight.index, name) for name in self.modules}
 
     def _nothing(self, *args: Any) -> None:
-        """No staged methods, no cache, no replicas and no counts; lookups are over at once, and nothing is held."""
+        """No cache, no replicas and no counts; lookups are over at once, and nothing is held."""
 
-    make_inputs = forget_prefetched = count_lookups = _nothing
+    forget_prefetched = count_lookups = _nothing
     update_replicas = hold_replicas = forget_received = end_part = _nothing
 
     def _update(self, index: int) -> None:
