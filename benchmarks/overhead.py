@@ -1,9 +1,9 @@
-"""What the strategy costs by itself, with a tiny model: the executor, and a whole step beside plain Lightning.
+"""What the strategy costs by itself, with a tiny model: the walker, and a whole step beside plain Lightning.
 
-    python benchmarks/overhead.py               # the executor alone, then 1 and 2 CPU ranks: about two minutes
+    python benchmarks/overhead.py               # the walker alone, then 1 and 2 CPU ranks: about two minutes
     python benchmarks/overhead.py --profile     # and where the time of a step goes, by function
 
-The executor alone walks each mode's schedule with stages that do nothing, on the host's streams. The step: a model of
+The walker alone walks each mode's schedule with stages that do nothing, on the host's streams. The step: a model of
 two small tables and two linear layers, on CPU ranks; `plain` is DDPStrategy with the same tables sharded by TorchRec by
 hand, under the same plan, so that both have the same collectives. Rounds take turns; the ratio is of medians.
 """
@@ -52,7 +52,7 @@ def main() -> None:
         subprocess.check_call([*launcher, *sys.argv], env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
-# -- the executor alone -------------------------------------------------------------------------------------------
+# -- the walker alone -------------------------------------------------------------------------------------------
 
 
 class _Nothing:
@@ -79,25 +79,25 @@ class _Nothing:
 
 def _measure_executor(num_steps: int = 5000) -> None:
     from lightning_overlap import MODES, Stage, StreamName
-    from lightning_overlap.runtime.executor import Executor
+    from lightning_overlap.runtime.walker import Walker
     from lightning_overlap.runtime.interfaces import SparseStages
     from lightning_overlap.runtime.lookup_order import LookupOrder
     from lightning_overlap.runtime.streams import Streams
 
-    print("the executor alone, microseconds per step (median of 5 runs)")
+    print("the walker alone, microseconds per step (median of 5 runs)")
     for name, schedule in MODES.items():
         runs = []
         for _ in range(5):
             nothing: Any = _Nothing()
             stages = SparseStages(nothing, nothing, nothing)
-            executor = Executor(schedule, nothing, stages, LookupOrder(Streams(), StreamName.LOOKUP))
+            walker = Walker(schedule, nothing, stages, LookupOrder(Streams(), StreamName.LOOKUP))
             start = time.perf_counter()
             for _ in range(num_steps):
-                executor.next_batch()
-                with executor.forward():
+                walker.next_batch()
+                with walker.forward():
                     pass
                 for stage in (Stage.DENSE_FORWARD, Stage.BACKWARD, Stage.OPTIMIZER_STEP):
-                    executor.stage_done(stage)
+                    walker.after(stage)
             runs.append((time.perf_counter() - start) / num_steps * 1e6)
         print(f"  {name:36s}{statistics.median(runs):8.1f}")
 

@@ -38,8 +38,8 @@ class FailsTogether(SavesShards):
         _name_unused_parameters(exception, self.model, type(self).__name__)
         super().on_exception(exception)
         self.note_cause(exception)
-        executor = self._executor
-        if executor is not None and (missing := executor.updates.settle(SAVE_TIMEOUT_S)) is not None:
+        walker = self._walker
+        if walker is not None and (missing := walker.updates.settle(SAVE_TIMEOUT_S)) is not None:
             exception.add_note(f"{missing}, the dense part has it: resume from a checkpoint")
         if self._first_cause is not None:
             tell_last(exception, self._first_cause)
@@ -54,9 +54,9 @@ class FailsTogether(SavesShards):
                 f"Another rank did not answer within {self.timeout_s:g} s: see its last message. If it is only slow, "
                 "pass a longer timeout= to the strategy."
             )
-        executor = self._executor
-        place = "outside of training" if executor is None else executor.place
-        if executor is not None:
+        walker = self._walker
+        place = "outside of training" if walker is None else walker.place
+        if walker is not None:
             exception.add_note(f"rank {self.global_rank} was {place}")
         if self._first_cause is not None:
             self._first_cause.note(exception, place)
@@ -84,8 +84,8 @@ class FailsTogether(SavesShards):
             return
         # Shorter than the group's timeout: a rank that fails because it has waited for this one does not count.
         timeout_s = min(SAVE_TIMEOUT_S, self.timeout_s / 2)
-        executor = self._executor
-        place = "" if executor is None else f"{executor.place} of {executor.queue.num_fetched}"
+        walker = self._walker
+        place = "" if walker is None else f"{walker.place} of {walker.batches.num_fetched}"
         self._all_failed = self._first_cause.all_failed(self.world_size, place, timeout_s)
         if not self._all_failed:
             first.add_note(f"no checkpoint of it was saved: other ranks did not fail there within {timeout_s:g} s")

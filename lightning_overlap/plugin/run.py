@@ -13,7 +13,7 @@ from torch.distributed.constants import default_pg_timeout
 
 from ..dense import SplitLayers
 from ..distributed import Consensus, Lowest, groups
-from ..runtime import Executor, LookupOrder, Rates, StageTimer, Streams
+from ..runtime import Rates, StageTimer, Streams, Telemetry, Walker
 from ..sparse import SparsePipeline
 from ..tables import KeptPlan, plan_of, sharded_modules
 from ..tuning import Tuner
@@ -25,21 +25,22 @@ class Run:
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
+        self.num_tables_changed = 0  # calls of `tables_changed()`
         self.undo = ExitStack()  # undoes the changes of Lightning's objects and of the module when it is closed
         self.sparse: SparsePipeline | None = None  # of training, as soon as the tables are sharded
-        self.executor: Executor | None = None  # of training, as soon as the fit loop wants its first batch
+        self.walker: Walker | None = None  # of training, as soon as the fit loop wants its first batch
         self.split: SplitLayers | None = None  # the layers whose backward is split, if the mode splits any
         self.pipelines: dict[str, SparsePipeline] = {}  # of evaluations, by the user's method (`validation_step`, ...)
         self.evaluating: SparsePipeline | None = None  # the pipeline of the current evaluation
-        self.evaluator: Executor | None = None  # its executor, as soon as its loop wants the first batch
+        self.evaluator: Walker | None = None  # its walker, as soon as its loop wants the first batch
         self.rates: LearningRates | None = None  # of a fit on several ranks, which compare them
         self.tuner: Tuner | None = None  # tries modes until it has chosen one, if the user has named none
 
     def finish(self) -> None:
         """Complete the work that training has started, on all ranks alike."""
-        if self.executor is not None:
-            self.executor.drain()
-            self.executor.wait_for_lookups()
+        if self.walker is not None:
+            self.walker.drain()
+            self.walker.wait_for_lookups()
         if self.tuner is not None:
             self.tuner.finish()
 
@@ -58,11 +59,11 @@ class Run:
 
     def stop(self) -> None:
         """Drop all work in flight, without a collective, and give the modules their own forwards back."""
-        if self.executor is not None:
+        if self.walker is not None:
             with suppress(RuntimeError):  # a broken device must not hide what broke it
-                self.executor.wait_for_lookups()
-            self.executor.abandon()
-            self.executor = None
+                self.walker.wait_for_lookups()
+            self.walker.abandon()
+            self.walker = None
         self.abandon_evaluation()
         self.undo.close()
 
@@ -106,9 +107,9 @@ class HasRun(DDPStrategy):
         return None if self._run is None else self._run.trainer
 
     @property
-    def _executor(self) -> Executor | None:
-        """The executor of training; None before its first batch, and outside of a fit."""
-        return None if self._run is None else self._run.executor
+    def _walker(self) -> Walker | None:
+        """The walker of training; None before its first batch, and outside of a fit."""
+        return None if self._run is None else self._run.walker
 
     @property
     def sharding_plan(self) -> KeptPlan:
@@ -118,28 +119,33 @@ class HasRun(DDPStrategy):
         return plan_of(self.lightning_module)
 
     @property
-    def lookup_order(self) -> LookupOrder | None:
-        """The order of lookups and updates on this fit's streams; None outside of a fit, and without tables."""
-        return None if self._run is None or self._run.sparse is None else self._run.sparse.order
+    def telemetry(self) -> Telemetry | None:
+        """What tells profilers and timers of this fit's stages; None outside of a fit, and without tables."""
+        return None if self._run is None or self._run.sparse is None else self._run.sparse.telemetry
+
+    @property
+    def num_tables_changed(self) -> int:
+        """How often `tables_changed` was called in this run."""
+        return 0 if self._run is None else self._run.num_tables_changed
 
     @property
     def num_in_flight(self) -> int:
         """Batches fetched whose step is not over, or whose update of the tables is still to come."""
-        return 0 if self._executor is None else self._executor.num_in_flight
+        return 0 if self._walker is None else self._walker.num_in_flight
 
     def num_pending_updates(self) -> int:
         """Return the number of batches that have ended their step and not yet updated the tables."""
-        return 0 if self._executor is None else len(self._executor.updates.to_update)
+        return 0 if self._walker is None else len(self._walker.updates.to_update)
 
     def watch(self, timer: StageTimer | None) -> None:
         """Let a timer record the coming steps of this fit; None stops recording."""
-        if self.lookup_order is not None:
-            self.lookup_order.timer = timer
+        if self.telemetry is not None:
+            self.telemetry.timer = timer
 
     def update_tables(self) -> None:
         """Make the updates of tables that a deferring schedule has deferred; all ranks call this."""
-        if self._executor is not None:
-            self._executor.updates.make_all()
+        if self._walker is not None:
+            self._walker.updates.make_all()
 
     def end_epoch(self) -> None:
         """Make the updates that are left in an epoch; all ranks call this."""
@@ -154,23 +160,23 @@ class HasRun(DDPStrategy):
         an update of tables is still to come (`defer_update`), or if the ids of the next batches were
         released (`release_features`).
         """
-        if self._executor is not None:
-            self._executor.writes.tables_changed()
-        if self.lookup_order is not None:
-            self.lookup_order.num_told += 1
+        if self._walker is not None:
+            self._walker.writes.tables_changed()
+        if self._run is not None:
+            self._run.num_tables_changed += 1
 
     @contextmanager
     def saving(self) -> Iterator[None]:
         """Within this context tables and kernels' iteration counts have the state after the last trained batch."""
         if self._run is not None:
             self._run.disturbs("save")
-        if (executor := self._executor) is None:
+        if (walker := self._walker) is None:
             yield
             return
-        executor.updates.make_all()
-        with executor.without_lookups_ahead():
-            executor.wait_for_lookups()
-            executor.writes.ask()
+        walker.updates.make_all()
+        with walker.without_lookups_ahead():
+            walker.wait_for_lookups()
+            walker.writes.poll_next()
             yield
 
     def join_groups(self) -> None:

@@ -9,17 +9,17 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ..dense import LateAllReduce, SplitLayers
-from ..runtime import Updates
+from ..sparse import SparsePipeline
 from ..tables import sharded_modules
 from ..text import some
 from .first_words import tell
 
 
 def why_whole(
-    module: LightningModule, optimizers: list[Optimizer], ddp_options: Mapping[str, Any], updates: Updates
+    module: LightningModule, optimizers: list[Optimizer], ddp_options: Mapping[str, Any], sparse: SparsePipeline
 ) -> str | None:
     """Return why a fit cannot split its backward, or None."""
-    if not updates.can_defer_updates:
+    if not sparse.can_defer_updates:
         return "one rank on a CPU waits for nobody"
     if not module.automatic_optimization:
         return "with manual optimization a step may have several backwards"

@@ -1,4 +1,4 @@
-"""The hooks of a strategy inside a step: each tells the executor how far the trainer is."""
+"""The hooks of a strategy inside a step: each tells the walker how far the trainer is."""
 
 import contextlib
 from collections.abc import Callable
@@ -22,7 +22,7 @@ from .run import HasRun
 
 
 class WalksSteps(HasRun):
-    """The hooks of a strategy around the parts of a step, which drive the executor; else they are DDPStrategy's."""
+    """The hooks of a strategy around the parts of a step, which drive the walker; else they are DDPStrategy's."""
 
     _release_features: bool
     _copy_in_place: bool
@@ -42,7 +42,7 @@ class WalksSteps(HasRun):
         device = device or self.root_device
         loaded = keyed_jagged_tensors(batch)
         note_lengths(loaded)
-        timer = None if self.lookup_order is None else self.lookup_order.timer
+        timer = None if self.telemetry is None else self.telemetry.timer
         with NOTHING if timer is None else timer.copy(), self._placing_copies(device):
             if device.type == "cuda" and not _has_own_hook(self.lightning_module, "transfer_batch_to_device"):
                 # Lightning passes non_blocking to tensors only: the host would wait for the others.
@@ -52,7 +52,7 @@ class WalksSteps(HasRun):
             streams = self.streams if has_hook else None
             if streams is not None:
                 # The user's hook may read what training_step writes. Without such a hook the copies do not wait.
-                streams.wait(StreamName.MEMCPY, streams.record(StreamName.COMPUTE))
+                streams.order(StreamName.COMPUTE, then=StreamName.MEMCPY)
             batch = super().batch_to_device(batch, device, dataloader_idx)
             staged = keyed_jagged_tensors(batch)
             if has_hook:
@@ -83,7 +83,7 @@ class WalksSteps(HasRun):
         if self.streams is not None and self._transferred is not None:
             self.streams.wait(StreamName.COMPUTE, self._transferred)  # the hook may have read what this step writes
             self._transferred = None
-        with staged.executor.forward():
+        with staged.walker.forward():
             output = super().training_step(*staged.arguments)
         if not self._automatic:
             # The user's own backwards and steps lie inside training_step, and end with it at the latest.
@@ -105,9 +105,9 @@ class WalksSteps(HasRun):
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
         super().pre_backward(closure_loss)
-        self._stage_done(Stage.DENSE_FORWARD)
-        if (executor := self._executor) is not None:
-            executor.begin_backward(closure_loss, is_only=self._automatic)
+        self._after(Stage.DENSE_FORWARD)
+        if (walker := self._walker) is not None:
+            walker.begin_backward(closure_loss, is_only=self._automatic)
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
@@ -115,9 +115,9 @@ class WalksSteps(HasRun):
         if self._run is not None and self._run.sparse is not None:
             self._run.sparse.gradients.end_backward()
         if self._automatic:
-            self._stage_done(Stage.BACKWARD)
-        elif (executor := self._executor) is not None:
-            executor.wait_for_lookups()  # the rest of training_step may read the tables
+            self._after(Stage.BACKWARD)
+        elif (walker := self._walker) is not None:
+            walker.wait_for_lookups()  # the rest of training_step may read the tables
 
     @override
     def optimizer_step(
@@ -129,14 +129,14 @@ class WalksSteps(HasRun):
     ) -> Any:
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
         if self._automatic:
-            self._stage_done(Stage.OPTIMIZER_STEP)
+            self._after(Stage.OPTIMIZER_STEP)
         return output
 
     def end_optimization(self) -> None:
-        """Tell the executor that the optimization of a batch is over, with a step of the optimizer or without."""
-        self._stage_done(Stage.OPTIMIZER_STEP)
+        """Tell the walker that the optimization of a batch is over, with a step of the optimizer or without."""
+        self._after(Stage.OPTIMIZER_STEP)
         run = self._run
-        if run is not None and run.tuner is not None and run.executor is not None:
+        if run is not None and run.tuner is not None and run.walker is not None:
             run.tuner.step()
 
     @override
@@ -150,18 +150,18 @@ class WalksSteps(HasRun):
         module = self._lightning_module
         return module is not None and module.automatic_optimization
 
-    def _stage_done(self, stage: Stage) -> None:
-        if (executor := self._executor) is not None:
-            executor.stage_done(stage)
+    def _after(self, stage: Stage) -> None:
+        if (walker := self._walker) is not None:
+            walker.after(stage)
 
 
 def _evaluate(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     staged = args[0] if args else None
     if not isinstance(staged, StagedBatch):
         return step(*args, **kwargs)
-    with staged.executor.forward():
+    with staged.walker.forward():
         output = step(*staged.arguments)
-    staged.executor.stage_done(Stage.DENSE_FORWARD)
+    staged.walker.after(Stage.DENSE_FORWARD)
     return output
 
 

@@ -18,7 +18,7 @@ from typing_extensions import override
 from .. import checkpoint as checkpoints
 from .. import tables
 from ..distributed import default_store
-from ..runtime import Executor, LookupOrder, Observer, Streams, make_streams
+from ..runtime import Observer, Streams, Telemetry, Walker, make_streams
 from ..schedules import Mode, ModeName, Schedule, Stage, StreamName, StreamPolicy, resolve_mode, resolve_stream
 from ..sparse import SparseOptions, SparsePipeline, StaleRows
 from ..tables import FusedOptimizer, OutOfRangeIds, QuantizedComms, ReplicateTables, Sharding
@@ -215,7 +215,7 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
         run.sparse = self._make_pipeline(schedule, "training_step")
         run.undo.callback(run.sparse.detach)
         run.sparse.attach()
-        whole = why_whole(module, self.optimizers, self._ddp_kwargs, run.sparse.updates)
+        whole = why_whole(module, self.optimizers, self._ddp_kwargs, run.sparse)
         check_all_ranks(schedule.name, whole, self.gather)
         if whole is None and (schedule.splits_backward or self._tuner is not None):
             run.split = split_layers(module, self.model, self._ddp_comm_hook, self.gather)
@@ -303,9 +303,9 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
             # With manual optimization there may be several backwards, and it is not known which tables each writes.
             fills_waits=trains and module.automatic_optimization,
         )
-        stream = StreamName.COMPUTE if lookup is None else lookup.stream
-        order = LookupOrder(self.streams, stream, self._observer if trains else None, self.global_rank)
-        return SparsePipeline(tables.sharded_modules(module), self._groups.lookahead, order, options)
+        self.streams.lookup = StreamName.COMPUTE if lookup is None else lookup.stream
+        telemetry = Telemetry(self._observer if trains else None, self.global_rank)
+        return SparsePipeline(tables.sharded_modules(module), self._groups.lookahead, self.streams, telemetry, options)
 
     def look_ahead(
         self, inner: _DataFetcher, step_arguments: StepArguments, next_number: Callable[[], int] | None = None
@@ -316,12 +316,12 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
         stream = BatchStream(inner, self._run.trainer, trains=trains, sends_sizes=sends_sizes)
         return LookaheadFetcher(stream, step_arguments, next_number)
 
-    def make_executor(self, stream: BatchStream) -> Executor:
-        """Make the executor of training, or of the evaluation that has begun, with its source of batches."""
+    def make_walker(self, stream: BatchStream) -> Walker:
+        """Make the walker of training, or of the evaluation that has begun, with its source of batches."""
         run = self._run
         assert run is not None
         make = partial(
-            Executor,
+            Walker,
             consensus=self._consensus,
             any_rank=self.any_rank,
             max_queued_steps=self._max_queued_steps,
@@ -329,23 +329,26 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
         if not stream.trains:
             sparse, context = run.evaluating, self.precision_plugin.val_step_context
             assert sparse is not None
-            run.evaluator = make(self.schedule.evaluation, stream, sparse.stages, sparse.order, lookup_context=context)
+            run.evaluator = make(
+                self.schedule.evaluation, stream, sparse, sparse.streams, sparse.telemetry, lookup_context=context
+            )
             return run.evaluator
         assert run.sparse is not None
         epoch_loop = run.trainer.fit_loop.epoch_loop
         runs_whole = self.schedule.splits_backward and run.split is None
         schedules = self.schedule.with_whole_backward if runs_whole else self._schedules
-        run.executor = make(
+        run.walker = make(
             schedules,
             stream if self._tuner is None else self._tuner.timed(stream),
-            run.sparse.stages,
-            run.sparse.order,
+            run.sparse,
+            run.sparse.streams,
+            run.sparse.telemetry,
             lookup_context=self.precision_plugin.train_step_context,
             num_before=lambda: epoch_loop.total_batch_idx + 1,
             hooks_run_after=partial(hooks_run_after, run.trainer),
             weights=run.split,
         )
-        return run.executor
+        return run.walker
 
     def begin_evaluation(self, step: str) -> None:
         """Update the tables, and replace the modules' forwards for an evaluation; all ranks call this."""
@@ -365,15 +368,15 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
         if run.evaluator is not None:
             run.evaluator.drain()
         run.abandon_evaluation()
-        if run.executor is not None:
-            run.executor.writes.ask()  # before the next training batch: the evaluation may have written tables
+        if run.walker is not None:
+            run.walker.writes.poll_next()  # before the next training batch: the evaluation may have written tables
 
     def stale_rows(self) -> StaleRows | None:
         """Return a counter of the rows that this fit reads stale; None in exact modes, and without fused tables."""
         run, groups = self._run, self._groups
         if not self.schedule.staleness or run is None or run.sparse is None or groups is None:
             return None
-        rows = StaleRows(run.sparse, lambda: run.executor, groups.lookahead)
+        rows = StaleRows(run.sparse, lambda: run.walker, groups.lookahead)
         return rows if rows.tables else None
 
     @override

@@ -1,19 +1,15 @@
-"""Walk a schedule: batches in flight, streams and events, and when each stage is issued."""
+"""Walk a schedule: batches in flight, streams and events, and when each row is run."""
 
 from .batch_memory import BatchMemory, allocates_batches
 from .batch_tree import Path, leaves, resolve
-from .executor import Executor
-from .interfaces import (
-    BatchSource,
-    FetchedBatch,
-    InFlightBatch,
-    ModulePart,
-    Observer,
-    Rates,
-    SparseStages,
-    StageTimer,
-    Updates,
-)
-from .lookup_order import LookupOrder
-from .profiler_ranges import is_profiled
-from .streams import NOTHING, BatchCopies, CudaStreams, Streams, make_streams, tensors_in
+from .flight import FetchedBatch, Flight, ModulePart, OnUpdated, Rates
+from .interfaces import BatchSource, Observer, SparseStages, StageTimer
+from .streams import NOTHING, BatchCopies, CudaStreams, Made, Streams, make_streams, tensors_in
+from .telemetry import Telemetry, is_profiled
+from .walker import Walker
+
+__all__ = [
+    *("NOTHING", "BatchCopies", "BatchMemory", "BatchSource", "CudaStreams", "FetchedBatch", "Flight", "Made"),
+    *("ModulePart", "Observer", "OnUpdated", "Path", "Rates", "SparseStages", "StageTimer", "Streams", "Telemetry"),
+    *("Walker", "allocates_batches", "is_profiled", "leaves", "make_streams", "resolve", "tensors_in"),
+]

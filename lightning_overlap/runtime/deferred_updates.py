@@ -1,30 +1,34 @@
-"""Deferred updates of the tables: when each update is issued, and which streams and events it waits for."""
+"""Deferred updates: when each update is made, and which streams and events it waits for."""
 
+import time
 from contextlib import suppress
+from typing import Any
 
 from ..schedules import Stage, Step, StreamName
-from .interfaces import InFlightBatch, OnUpdated, Updates
-from .lookup_order import LookupOrder
-from .profiler_ranges import InStage
+from .flight import Flight, OnUpdated
+from .interfaces import SparseStages
+from .streams import Streams
+from .telemetry import Telemetry
 
 
 class DeferredUpdates:
     """Owns the deferred updates of a run: those whose backward has ended and that the tables do not have yet."""
 
-    def __init__(self, tables: Updates, order: LookupOrder) -> None:
-        self._tables, self._order, self._streams = tables, order, order.streams
+    def __init__(self, sparse: SparseStages, streams: Streams, telemetry: Telemetry) -> None:
+        self._sparse, self._streams, self._telemetry = sparse, streams, telemetry
         self.reset()
 
     def reset(self) -> None:
-        """Begin a run."""
-        self.to_update: dict[int, InFlightBatch] = {}  # by number, the oldest first: their update is still to come
+        """Begin a run: no table has been updated."""
+        self.to_update: dict[int, Flight] = {}  # by number, the oldest first: their update is still to come
         self.num_stepped = 0  # batches of the epoch that have ended their optimizer step
         self.num_updated = 0  # batches of the epoch that have ended their backward: updates are applied or deferred
+        self._updated: Any = None  # event after the last update of a table on the lookup stream
 
-    def note_lookup(self, inflight: InFlightBatch, *, defers: bool) -> None:
+    def note_lookup(self, flight: Flight, *, defers: bool) -> None:
         """Note at the lookup of a batch's fused tables its staleness, and whether its update is deferred."""
-        inflight.num_unseen = inflight.index - min(self.to_update, default=self.num_updated)
-        inflight.defers_update = defers and self._tables.can_defer_updates
+        flight.num_unseen = flight.index - min(self.to_update, default=self.num_updated)
+        flight.defers_update = defers and self._sparse.can_defer_updates
 
     def refuse_writes(self) -> None:
         """Raise a RuntimeError if an update is still to come: it would change the tables that the user has written."""
@@ -37,61 +41,67 @@ class DeferredUpdates:
 
     def begin_iteration(self) -> None:
         """Let go of the batches that are trained, except for their updates."""
-        for inflight in self.to_update.values():
-            inflight.batch = None  # trained: the update reads the received ids only
+        for flight in self.to_update.values():
+            flight.batch = None  # trained: the update reads the received ids only
 
-    def start(self, inflight: InFlightBatch) -> None:
+    def start(self, flight: Flight) -> None:
         """Start the all-to-all of the embeddings' gradients of a batch whose backward has ended."""
         # After the all-reduce of dense gradients: the optimizer waits for that, and both would share the link.
-        self._order.lookup_waits()
-        with self._order.on(Stage.BACKWARD, inflight.index, self._order.lookup):
-            self._tables.start_update(inflight)
-        self.to_update[inflight.index] = inflight
+        self._streams.order(StreamName.COMPUTE, then=self._streams.lookup)
+        stage, stream = Stage.BACKWARD, self._streams.lookup
+        with self._streams.on(stream), self._telemetry.timed(stage, flight.index, stream):
+            flight.send_gradients()
+        self.to_update[flight.index] = flight
 
     def make_all(self) -> None:
-        """Issue all updates, on all ranks alike; later work on the compute stream finds the tables updated."""
-        step = Step(Stage.EMBEDDING_UPDATE, 0, self._order.lookup)
-        for inflight in list(self.to_update.values()):
-            self._make(step, inflight)
+        """Make all updates, on all ranks alike; later work on the compute stream finds the tables updated."""
+        row = Step(Stage.EMBEDDING_UPDATE, 0, self._streams.lookup)
+        for flight in list(self.to_update.values()):
+            self._make(row, flight)
 
-    def make_up_to(self, index: int, step: Step, overlaps_dense: bool, updated: OnUpdated | None) -> None:
-        """Issue the updates of all batches up to `index`; call `updated` after each part of a module by that batch."""
-        for inflight in [inflight for inflight in self.to_update.values() if inflight.index <= index]:
-            last = updated if inflight.index == index else None
-            self._make(step, inflight, overlaps_dense, last)
+    def make_up_to(self, index: int, row: Step, overlaps_dense: bool, updated: OnUpdated | None) -> None:
+        """Make the updates of all batches up to `index`; call `updated` after each part of a module by that batch."""
+        for flight in [flight for flight in self.to_update.values() if flight.index <= index]:
+            self._make(row, flight, overlaps_dense, updated if flight.index == index else None)
 
-    def _make(
-        self,
-        step: Step,
-        inflight: InFlightBatch,
-        overlaps_dense: bool = False,
-        updated: OnUpdated | None = None,
-    ) -> None:
-        index = inflight.index
-        self._order.observe("issue", step.stage, index)
+    def _make(self, row: Step, flight: Flight, overlaps_dense: bool = False, updated: OnUpdated | None = None) -> None:
+        index, stage = flight.index, row.stage
+        self._telemetry.observe("issue", stage, index)
         del self.to_update[index]
-        with InStage(step.stage, index, self._order.rank):
+        with self._telemetry.stage(stage, index):
             # The update waits for all that may have read the tables on the compute stream: code between two steps, and
             # `training_step` itself. If it overlaps with the dense part, `start` has let it wait for both.
             if not overlaps_dense:
-                self._streams.wait(step.stream, self._streams.record(StreamName.COMPUTE))
-            with self._order.on(step.stage, index, step.stream):
-                self._tables.embedding_update(inflight, updated)
-        self._order.note_update()
-        if step.offset == 0 and not overlaps_dense:
-            self._order.compute_waits_for_update()  # code between two steps finds the tables updated
+                self._streams.order(StreamName.COMPUTE, then=row.stream)
+            with self._streams.on(row.stream), self._telemetry.timed(stage, index, row.stream):
+                flight.update(updated)
+        self.note_update()
+        if row.offset == 0 and not overlaps_dense:
+            self.order_compute()  # code between two steps finds the tables updated
+
+    def note_update(self) -> None:
+        """Note that tables were updated on the lookup stream."""
+        self._updated = self._streams.record(self._streams.lookup)
+
+    def order_compute(self) -> None:
+        """Let the compute stream wait for the last update of a table, but not for later lookups."""
+        self._streams.wait(StreamName.COMPUTE, self._updated)
 
     def settle(self, timeout_s: float) -> str | None:
         """After an error, make the updates that the dense weights have; return in words which of them is missing."""
         for index in [index for index in self.to_update if index >= self.num_stepped]:
             with suppress(RuntimeError):  # a broken device must not hide what broke it
-                self._tables.forget_update(self.to_update.pop(index))  # it gets no dense step either
+                self.to_update.pop(index).forget_update()  # it gets no dense step either
         if not (due := list(self.to_update.values())):
             return None
         missing = f"the update of batch {due[0].index} is missing in the tables"
+        deadline = time.monotonic() + timeout_s
         try:
-            if self._tables.gradients_are_there(due, timeout_s):
-                self.make_all()
+            while not all(flight.gradients_are_there() for flight in due):
+                if time.monotonic() > deadline:
+                    return missing
+                time.sleep(0.01)
+            self.make_all()
         except Exception as err:
             return f"{type(err).__name__}: {err}; {missing}"
-        return missing if self.to_update else None
+        return None

@@ -1,7 +1,8 @@
 """Streams and events, CUDA's and their stand-ins on a CPU; `BatchCopies` copies batches from one stream to another."""
 
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,19 +13,24 @@ from typing_extensions import override
 from ..schedules import StreamName
 from .batch_tree import leaves
 
-
-class _Nothing:  # as `nullcontext`
-    __enter__ = __exit__ = staticmethod("".format)  # takes anything; a function of Python's would take 1 us
-
-
-NOTHING: AbstractContextManager[Any] = _Nothing()  # type: ignore[assignment]
+NOTHING: AbstractContextManager[Any] = nullcontext()
 _TO = torch.ops.aten._to_copy.default
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A value that the work on a stream has made, and an event after that work."""
+
+    value: Any
+    on: StreamName
+    event: Any
 
 
 class Streams:
     """Streams and events of a device; here of a CPU: every stream is the calling thread, and every event is None."""
 
     is_async = False  # whether the host only launches work; else it does all work and waits for every collective
+    lookup = StreamName.COMPUTE  # all lookups and updates of tables run there, also those of a module's own forward
 
     def on(self, name: StreamName) -> AbstractContextManager[Any]:
         """Make a stream current."""
@@ -40,6 +46,28 @@ class Streams:
     def record_stream(self, value: Any, name: StreamName) -> None:
         """Tell the caching allocator that a stream reads these tensors, nested or not, of another stream."""
 
+    def made(self, value: Any, on: StreamName) -> Made:
+        """Return a value with an event after all work issued on a stream so far, which has made the value."""
+        return Made(value, on, self.record(on))
+
+    def use(self, made: Made, on: StreamName) -> Any:
+        """Let a stream use a value: it waits for the value, and the caching allocator learns of it; return the value.
+
+        Reading the memory of another stream needs both, so nothing but this method and its two siblings does either.
+        """
+        if made.on is not on:
+            self.wait(on, made.event)
+            self.record_stream(made.value, on)
+        return made.value
+
+    def order(self, first: StreamName, then: StreamName) -> None:
+        """Let later work on the stream `then` start after all work issued on `first` so far."""
+        self.wait(then, self.record(first))
+
+    def on_lookup(self) -> AbstractContextManager[Any]:
+        """Make the lookup stream current."""
+        return self.on(self.lookup)
+
     def hold_leaves(self, leaves: Iterable[torch.Tensor], name: StreamName) -> list[Any]:
         """Return the autograd nodes of leaves, which belong to a stream as long as the caller keeps them.
 
@@ -52,10 +80,11 @@ class Streams:
         with self.on(name), torch.inference_mode(False), torch.enable_grad():
             return [get_gradient_edge(leaf).node for leaf in leaves if leaf.requires_grad and leaf.is_leaf]
 
-    def hand_to_caller(self, value: Any, event: Any) -> None:
-        """Let the compute stream and the current stream (perhaps the user's) use a value after an event."""
+    def use_by_caller(self, made: Made) -> Any:
+        """Let the compute stream and the current stream (perhaps the user's) use a value; return it."""
+        return made.value
 
-    def take_from_caller(self, value: Any, name: StreamName) -> None:
+    def use_of_caller(self, value: Any, on: StreamName) -> None:
         """Let a stream use a value of the compute stream or of the current stream (perhaps the user's)."""
 
     def begin_step(self) -> None:
@@ -138,18 +167,19 @@ class CudaStreams(Streams):
         _record_stream(value, self[name])
 
     @override
-    def hand_to_caller(self, value: Any, event: torch.cuda.Event) -> None:
+    def use_by_caller(self, made: Made) -> Any:
         compute, current = self[StreamName.COMPUTE], torch.cuda.current_stream(self.device)
         for stream in (compute,) if current == compute else (compute, current):
-            stream.wait_event(event)
-            _record_stream(value, stream)
+            stream.wait_event(made.event)
+            _record_stream(made.value, stream)
+        return made.value
 
     @override
-    def take_from_caller(self, value: Any, name: StreamName) -> None:
+    def use_of_caller(self, value: Any, on: StreamName) -> None:
         for stream in {self[StreamName.COMPUTE], torch.cuda.current_stream(self.device)}:
-            if stream != self[name]:
-                self[name].wait_stream(stream)
-        _record_stream(value, self[name])
+            if stream != self[on]:
+                self[on].wait_stream(stream)
+        _record_stream(value, self[on])
 
     @override
     def begin_step(self) -> None:
@@ -220,7 +250,7 @@ class BatchCopies(TorchDispatchMode):
         form = kwargs.get("memory_format") or torch.preserve_format
         with self._streams.on(StreamName.COMPUTE):
             placed = torch.empty_like(source, dtype=kwargs.get("dtype"), device=device, memory_format=form)
-        self._streams.wait(StreamName.MEMCPY, self._streams.record(StreamName.COMPUTE))
-        self._streams.record_stream(placed, StreamName.MEMCPY)  # a batch may be dropped before its copy is over
+        # A batch may be dropped before its copy is over.
+        self._streams.use(self._streams.made(placed, StreamName.COMPUTE), on=StreamName.MEMCPY)
         with self._streams.on(StreamName.MEMCPY):
             return placed.copy_(source, non_blocking=bool(kwargs.get("non_blocking")))

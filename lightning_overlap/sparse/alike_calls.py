@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TypeAlias
 
 from ..distributed import Mismatches, Point
-from ..runtime import InFlightBatch
+from .flight import SparseFlight
 from .options import SparseOptions
 
 _ADVICE = (
@@ -46,7 +46,7 @@ class AlikeCalls:
         self._step, self._batch, self._part = step, batch, (is_again, 0)
         self._num_calls, self._num_quiet = 0, dict.fromkeys(self._names, 0)
 
-    def note(self, name: str, inflight: InFlightBatch) -> None:
+    def note(self, name: str, inflight: SparseFlight) -> None:
         """Note a call with a collective, before it; raises a RuntimeError if another rank does something else."""
         if self._mismatches is None:
             return
@@ -68,7 +68,7 @@ class AlikeCalls:
         # All ranks leave out the calls before it, or make it in addition.
         order[place : order.index(name, place) if is_later else place] = [] if is_later else [name]
 
-    def note_quiet(self, name: str, inflight: InFlightBatch) -> None:
+    def note_quiet(self, name: str, inflight: SparseFlight) -> None:
         """Note a quiet call; raises a RuntimeError if it is more than usual and another rank does not make it."""
         if self._mismatches is None:
             return
@@ -80,7 +80,7 @@ class AlikeCalls:
             usual[name] = before + 1
         self._mismatches.passed(self._quiet_end(name, before), self._step)
 
-    def end_part(self, inflight: InFlightBatch) -> None:
+    def end_part(self, inflight: SparseFlight) -> None:
         """End a part of a step; raises a RuntimeError if another rank has made a call that this rank has left out."""
         mismatches, step = self._mismatches, self._step
         if mismatches is None:
@@ -105,13 +105,13 @@ class AlikeCalls:
         self._part = self._part[0], self._part[1] + 1
 
     def _left_out(
-        self, name: str, inflight: InFlightBatch, rank: int, other: int, is_again: bool = False
+        self, name: str, inflight: SparseFlight, rank: int, other: int, is_again: bool = False
     ) -> RuntimeError:
         """Return the error about a call that a rank leaves out and another rank makes."""
         again = " once more" if is_again else ""
         return self._error(f"does not call {name!r}{again}", inflight, rank, f"rank {other} does")
 
-    def _error(self, does: str, inflight: InFlightBatch, rank: int, other: str) -> RuntimeError:
+    def _error(self, does: str, inflight: SparseFlight, rank: int, other: str) -> RuntimeError:
         num_backwards = self._part[1]
         part = f", after {num_backwards} backwards of the step" if num_backwards else ""
         place = f"{self._options.step} of batch {inflight.index}{part}"

@@ -10,7 +10,7 @@ from torchrec.distributed.types import LazyAwaitable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from ..dense import saving_is_hooked
-from ..runtime import NOTHING, InFlightBatch, tensors_in
+from ..runtime import NOTHING, tensors_in
 from ..schedules import Stage, StreamName
 from ..tables import (
     SentInput,
@@ -23,6 +23,7 @@ from ..tables import (
     without_graph,
 )
 from .alike_calls import AlikeCalls
+from .flight import SparseFlight
 from .gradient_watch import GradientWatch
 from .input_sizes import check_types
 from .inputs import SparseInputs
@@ -49,21 +50,22 @@ class Answers:
         self, forwards: PipelinedForwards, inputs: SparseInputs, updates: TableUpdates, gradients: GradientWatch
     ) -> None:
         self._forwards, self._inputs, self._updates, self._gradients = forwards, inputs, updates, gradients
-        self._order, self._options = order, options = forwards.order, forwards.options
+        self._streams, self._telemetry = forwards.streams, forwards.telemetry
+        self._options = options = forwards.options
         compared = [one.name for one in forwards.values() if one.is_over_all]
         self.alike = AlikeCalls(forwards.mismatches, compared, options)
         # Between hosts on a CPU, where the link is idle once all early embeddings of a step have arrived.
         self._sends_within = (
-            options.multi_node and options.fills_waits and options.trains and not order.streams.is_async
+            options.multi_node and options.fills_waits and options.trains and not self._streams.is_async
         )
-        self._current: InFlightBatch | None = None  # the batch whose step runs, until the step returns
-        self._in_step: InFlightBatch | None = None  # the same batch, until its backward is over
+        self._current: SparseFlight | None = None  # the batch whose step runs, until the step returns
+        self._in_step: SparseFlight | None = None  # the same batch, until its backward is over
         self._send_next: Callable[[], None] | None = None  # until it was called, and until the step returns
         # Answers that `checkpoint()` may ask for again until the backward is over, by module and `id` of the input.
         self._kept: dict[tuple[str, int], tuple[SentInput, KeyedJaggedTensor, Any]] = {}
         self._held: list[torch.Tensor] = []  # gradients of embeddings, until the backward is over
 
-    def begin(self, inflight: InFlightBatch, send_next: Callable[[], None]) -> None:
+    def begin(self, inflight: SparseFlight, send_next: Callable[[], None]) -> None:
         """Begin the step of a batch; `send_next` sends sizes and ids of coming batches."""
         self._forwards.num_steps += 1
         for pipelined in self._forwards.values():
@@ -86,7 +88,7 @@ class Answers:
         self._kept.clear()
         self._held.clear()
 
-    def forget(self, inflight: InFlightBatch) -> None:
+    def forget(self, inflight: SparseFlight) -> None:
         """Let go of the embeddings of a batch whose backward is over."""
         for state in inflight.modules.values():
             state.received = None
@@ -183,7 +185,7 @@ class Answers:
             count_backwards(pipelined.module, answer)
         self._gradients.watch(pipelined.name, answer)
 
-    def _note_call(self, pipelined: PipelinedForward, inflight: InFlightBatch) -> None:
+    def _note_call(self, pipelined: PipelinedForward, inflight: SparseFlight) -> None:
         """Compare a call in which the module's own forward will run with those of other ranks."""
         if not pipelined.is_over_all:
             return
@@ -205,7 +207,7 @@ class Answers:
             return WRITTEN_IN_STEP
         return None
 
-    def _all_ranks_take_early(self, pipelined: PipelinedForward, inflight: InFlightBatch, reason: str | None) -> bool:
+    def _all_ranks_take_early(self, pipelined: PipelinedForward, inflight: SparseFlight, reason: str | None) -> bool:
         """Whether all ranks serve this call early; else all run its own forward from now on. `reason`: why not here."""
         if inflight.modules[pipelined.name].votes:
             if self._options.any_rank(reason is not None):
@@ -222,7 +224,7 @@ class Answers:
             self._forwards.run_unpipelined(pipelined, reason)
         return reason is None
 
-    def _check_form(self, pipelined: PipelinedForward, given: Any, inflight: InFlightBatch) -> None:
+    def _check_form(self, pipelined: PipelinedForward, given: Any, inflight: SparseFlight) -> None:
         """Check an input's types on all ranks: at the first such call of a step, and if they have changed since."""
         # A module's own forward sends these tensors, and gloo ends the process on data of another size than expected.
         if not isinstance(given, KeyedJaggedTensor):
@@ -248,7 +250,7 @@ class Answers:
             )
             self._forwards.check_all_ranks(own_call, problem)
 
-    def _call(self, pipelined: PipelinedForward, inflight: InFlightBatch | None) -> str:
+    def _call(self, pipelined: PipelinedForward, inflight: SparseFlight | None) -> str:
         place = "" if inflight is None else f" in {self._options.step} of batch {inflight.index}"
         return f"rank {self._options.rank} calls {pipelined.name!r}{place}"
 
@@ -261,15 +263,16 @@ class Answers:
     def _receive_embeddings(self, state: ModuleContext) -> Any:
         """Wait for the embeddings on the lookup stream; let the compute stream and the current one use them."""
         is_first = state.received is None
-        if is_first:
-            self._order.observe("wait", Stage.EMBEDDING_LOOKUP, state.batch)
+        if state.received is None:
+            self._telemetry.observe("wait", Stage.EMBEDDING_LOOKUP, state.batch)
             assert state.embeddings is not None
-            with self._order.on_lookup(), _own_graph() if self._options.trains else NOTHING:
-                state.received = wait_for(state.embeddings)
-            state.received_at = self._order.streams.record(self._order.lookup)
-            self._gradients.watch(state.name, state.received)
-            self._order_backward(state.received, in_step=True)
-        self._order.hand_to_caller(state.received, state.received_at, state.batch if is_first else None)
+            with self._streams.on_lookup(), _own_graph() if self._options.trains else NOTHING:
+                received = wait_for(state.embeddings)
+            state.received = self._streams.made(received, on=self._streams.lookup)
+            self._gradients.watch(state.name, received)
+            self._order_backward(received, in_step=True)
+        with self._telemetry.merge(state.batch if is_first else None):
+            received = self._streams.use_by_caller(state.received)
         if is_first and (send_next := self._send_next) is not None:
             assert self._current is not None
             # Tensors made in inference mode train nothing.
@@ -279,7 +282,7 @@ class Answers:
                 self._send_next = None
                 with torch.enable_grad(), torch.autocast("cpu", enabled=False):
                     send_next()
-        return state.received
+        return received
 
     def _order_backward(self, embeddings: Any, *, in_step: bool) -> None:
         """Order a backward through embeddings of the lookup stream with the compute stream.
@@ -288,10 +291,10 @@ class Answers:
         read it then: its node was launched, and has let go of the gradient. So gradients are held until the backward is
         over. Source: `can_accumulate_inplace`.
 
-        With `in_step` False no executor sees that end: between two steps, in an evaluation, or if a module does its own
+        With `in_step` False no walker sees that end: between two steps, in an evaluation, or if a module does its own
         fetching. Then the compute stream waits for the update of the tables at the end of the backward.
         """
-        if not self._order.streams.is_async or self._order.lookup is StreamName.COMPUTE:
+        if not self._streams.is_async or self._streams.lookup is StreamName.COMPUTE:
             return
         for tensor in tensors_in(embeddings):
             if tensor.requires_grad:
@@ -304,64 +307,65 @@ class Answers:
 
     def _end_backward(self) -> None:
         self._held.clear()
-        self._order.compute_waits()
+        self._streams.order(self._streams.lookup, then=StreamName.COMPUTE)
 
     def _received_as_called(
         self, batch: int | None, found: Any, *, in_step: bool, keeps_saved: bool, note: Callable[[Any], None]
     ) -> Any:
         """Return an answer of the lookup stream to the caller; an awaitable waits in the modes of the call."""
-        order = self._order
+        streams = self._streams
 
         def hand_over(received: Any) -> Any:
             self._order_backward(received, in_step=in_step)
-            order.hand_to_caller(received, order.streams.record(order.lookup), batch)
+            with self._telemetry.merge(batch):
+                streams.use_by_caller(streams.made(received, on=streams.lookup))
             note(received)
             return received
 
         def receive() -> Any:
-            with order.on_lookup(), _keeping_saved() if keeps_saved else NOTHING:
+            with streams.on_lookup(), _keeping_saved() if keeps_saved else NOTHING:
                 received = found.wait()
             return hand_over(received)
 
         return LazyEmbeddings(receive) if isinstance(found, LazyAwaitable) else hand_over(found)
 
     def _on_lookup_stream(
-        self, module: Any, inflight: InFlightBatch | None, look_up_now: Callable[[], Any], given: Any
+        self, module: Any, inflight: SparseFlight | None, look_up_now: Callable[[], Any], given: Any
     ) -> Any:
         """Run a module's own lookup on the lookup stream; without a backward it does not count for the optimizers.
 
         A step may look up the tables of a module several times. If two backwards ran on two streams, nothing would
         order their updates of the same rows.
         """
-        streams, batch = self._order.streams, None if inflight is None else inflight.index
-        streams.take_from_caller(given, self._order.lookup)
+        streams = self._streams
+        streams.use_of_caller(given, on=streams.lookup)
         if self._options.set_rates is not None:
             self._options.set_rates()
         # No batch is in flight in an evaluation by hand, or if a module does its own fetching (`dataloader_iter`).
         trains = self._options.trains and (inflight is not None or torch.is_grad_enabled())
         stage = Stage.EMBEDDING_LOOKUP
-        timed = NOTHING if inflight is None else self._order.timed(stage, inflight.index, self._order.lookup)
+        timed = NOTHING if inflight is None else self._telemetry.timed(stage, inflight.index, self._streams.lookup)
         # FBGEMM 1.8 lacks kernels in inference mode on a CPU; there is no graph either way.
         own_mode = _outside_inference_mode(grad=False) if torch.is_inference_mode_enabled() else NOTHING
         if trains:
-            with self._order.on_lookup(), timed, own_mode:
+            with self._streams.on_lookup(), timed, own_mode:
                 found = look_up_now()
             # The caller may change its input or the tables next. The kernels read both, and write row numbers.
-            self._order.hand_to_caller(given, streams.record(self._order.lookup), batch)
+            streams.use_by_caller(streams.made(given, on=streams.lookup))
             return found
         num_lookups: list[int] = []
-        with self._order.on_lookup(), without_backward(module), counting(tbes(module), num_lookups), timed, own_mode:
+        with self._streams.on_lookup(), without_backward(module), counting(tbes(module), num_lookups), timed, own_mode:
             found = look_up_now()
-        take_back(tbes(module), num_lookups, self._order)
-        self._order.hand_to_caller(given, streams.record(self._order.lookup), batch)
+        take_back(tbes(module), num_lookups, self._streams)
+        streams.use_by_caller(streams.made(given, on=streams.lookup))
         return found
 
-    def _look_up_when_called(self, inflight: InFlightBatch, state: ModuleContext) -> Any:
+    def _look_up_when_called(self, inflight: SparseFlight, state: ModuleContext) -> Any:
         """Look up ids that were sent early, at the module's call (managed collision: the lookup itself writes)."""
-        stream, _ = inflight.done[Stage.INPUT_DATA_DIST]
-        with self._order.streams.on(stream):
+        stream = inflight.done[Stage.INPUT_DATA_DIST].on
+        with self._streams.on(stream):
             received = self._inputs.receive_input(inflight)
-        self._order.take_to_lookup(received, stream)
+        self._streams.use(self._streams.made(received, on=stream), on=self._streams.lookup)
         dist_input, state.dist_input = state.dist_input, None
         found = state.module.compute_and_output_dist(state.context, dist_input)
         state.advance(Progress.LOOKED_UP)

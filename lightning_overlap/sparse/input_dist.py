@@ -23,8 +23,9 @@ from torchrec.sparse import jagged_tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from ..distributed import PackedExchange, Part, gather_objects
-from ..runtime import InFlightBatch, Streams
+from ..runtime import Streams
 from ..tables import ids_fit_32_bits, input_dists_of, num_ids
+from .flight import SparseFlight
 from .input_sizes import Form, InputSizes, PartSizes, form_of, is_counted_on_device, is_device
 from .module_context import replaced
 from .pipelined_forward import other_forwards
@@ -149,7 +150,7 @@ class InputExchange:
         self._forms: dict[str, Form] = {}  # agreed on at the first batch in which any rank has an input for the module
         self.waiting: list[InputSizes] = []  # of batches whose ids are to be sent, the oldest first; alike on all ranks
 
-    def start_sizes(self, taking_part: list[str], inflight: InFlightBatch) -> None:
+    def start_sizes(self, taking_part: list[str], inflight: SparseFlight) -> None:
         """Start the exchange of sizes of modules, the same on all ranks, whether or not this batch has their inputs.
 
         With it the ranks compare their None batches, even if no module takes part. The sizes travel with the ids of an
@@ -169,7 +170,7 @@ class InputExchange:
             inflight.sizes.send()
         self.waiting.append(inflight.sizes)
 
-    def start_data(self, inflight: InFlightBatch) -> None:
+    def start_data(self, inflight: SparseFlight) -> None:
         """Read a batch's sizes; start one all-to-all for all. Source: `FusedKJTListSplitsAwaitable`, TorchRec 1.8."""
         sizes, inflight.sizes = inflight.sizes, None
         if sizes in self.waiting:

@@ -14,8 +14,9 @@ from torchrec.distributed.embedding_sharding import KJTSplitsAllToAllMeta
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from ..distributed import PackedExchange, Part, check_none_batches, gather_objects
-from ..runtime import InFlightBatch, Streams
+from ..runtime import Streams
 from ..tables import num_ids
+from .flight import SparseFlight
 
 
 class PartForm(NamedTuple):
@@ -128,7 +129,7 @@ class InputSizes:
     """
 
     def __init__(
-        self, forms: Mapping[str, Form], inflight: InFlightBatch, group: dist.ProcessGroup, streams: Streams
+        self, forms: Mapping[str, Form], inflight: SparseFlight, group: dist.ProcessGroup, streams: Streams
     ) -> None:
         self._forms, self._group, self._streams = forms, group, streams
         self._columns: list[Sequence[int]] = [

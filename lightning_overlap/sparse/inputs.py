@@ -9,9 +9,10 @@ from torch import Tensor
 from torch.nn import ModuleList
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from ..runtime import InFlightBatch, Path, resolve
+from ..runtime import Path, resolve
 from ..schedules import Stage, StreamName
 from ..tables import SentInput, has_model_parallel_tables, renew_counts, watch_lengths
+from .flight import SparseFlight
 from .input_dist import InputExchange, recats_cached, splits_only
 from .input_sizes import check_types, types_in
 from .misfits import wrong_lengths
@@ -23,9 +24,10 @@ class SparseInputs:
     """Finds the inputs of all sharded modules of a model, and sends their ids; see `SparsePipeline`."""
 
     def __init__(self, forwards: PipelinedForwards) -> None:
-        self._forwards, self._group, self._order = forwards, forwards.group, forwards.order
+        self._forwards, self._group = forwards, forwards.group
+        self._streams, self._telemetry = forwards.streams, forwards.telemetry
         self._options = options = forwards.options
-        self._exchange = None if self._group is None else InputExchange(self._group, self._order.streams)
+        self._exchange = None if self._group is None else InputExchange(self._group, self._streams)
         # Modules that have columns in the exchange of sizes, alike on all ranks, also if they run unpipelined later.
         self._taking_part: list[str] = []
         self._is_first = True
@@ -38,7 +40,7 @@ class SparseInputs:
         if self._exchange is not None:
             self._exchange.waiting.clear()
 
-    def begin_step(self, inflight: InFlightBatch) -> None:
+    def begin_step(self, inflight: SparseFlight) -> None:
         """Before the first step, find the batch's inputs, which the step may take out of it; check their types."""
         if not self.ready:
             self._at_first = inputs_of(inflight.batch)
@@ -53,8 +55,8 @@ class SparseInputs:
                 types[f"the input of features {', '.join(kjt.keys())}"] = types_in([*sent], sent.values())
             check_types(types, self._group)
 
-    def discover(self, inflight: InFlightBatch) -> None:
-        """Find the inputs of the modules' calls in the staged batch; all ranks call this after the same forward."""
+    def discover(self) -> None:
+        """Find the inputs of the modules' calls in the batch; all ranks call this after the same forward."""
         self._forwards.discover(self._at_first)
         self._at_first = []
         self._taking_part = [name for name, pipelined in self._forwards.items() if pipelined.early]
@@ -69,7 +71,7 @@ class SparseInputs:
             if self._options.rank == 0:
                 warnings.warn(f"release_features=True releases nothing: {reason}.", UserWarning, stacklevel=2)
 
-    def input_splits_dist(self, inflight: InFlightBatch) -> None:
+    def input_splits_dist(self, inflight: SparseFlight) -> None:
         """Start the all-to-all of sizes. Source: `_start_data_dist`, `_fuse_input_dist_splits`, TorchRec 1.8."""
         kjts = inputs_of(inflight.batch) if self._group is not None else []
         for name, pipelined in self._forwards.items():
@@ -96,15 +98,15 @@ class SparseInputs:
         if self._exchange is not None and (self._taking_part or self._options.trains):
             self._exchange.start_sizes(self._taking_part, inflight)
 
-    def input_data_dist(self, inflight: InFlightBatch) -> None:
+    def input_data_dist(self, inflight: SparseFlight) -> None:
         """Read the sizes on the host, the one host sync of the step; start the all-to-all of lengths, ids, weights."""
         if self._exchange is None:
             for state in inflight.modules.values():
-                self._order.observe("wait", Stage.INPUT_SPLITS_DIST, inflight.index)
+                self._telemetry.observe("wait", Stage.INPUT_SPLITS_DIST, inflight.index)
                 with recats_cached():
                     state.tensors_awaitable, state.splits_awaitable = wait_for(state.splits_awaitable), None
         elif inflight.sizes is not None:
-            self._order.observe("wait", Stage.INPUT_SPLITS_DIST, inflight.index)
+            self._telemetry.observe("wait", Stage.INPUT_SPLITS_DIST, inflight.index)
             self._exchange.start_data(inflight)
         if self.releases:
             # Modules that run in their own forward will read their ids in the step.
@@ -114,22 +116,22 @@ class SparseInputs:
                     release(state.kjt)
                     state.sent.forget_ids()
 
-    def receive_input(self, inflight: InFlightBatch) -> list[Any]:
+    def receive_input(self, inflight: SparseFlight) -> list[Any]:
         """Wait for the ids that this rank receives and assemble them; return all that holds them, for other streams."""
         received: list[Any] = []
         for state in inflight.modules.values():
             if state.tensors_awaitable is not None:
-                self._order.observe("wait", Stage.INPUT_DATA_DIST, inflight.index)
+                self._telemetry.observe("wait", Stage.INPUT_DATA_DIST, inflight.index)
                 state.dist_input, state.tensors_awaitable = wait_for(state.tensors_awaitable), None
                 state.advance(Progress.RECEIVED)
             received += [state.dist_input, state.context]
         return received
 
-    def drain(self, inflight: InFlightBatch) -> None:
+    def drain(self, inflight: SparseFlight) -> None:
         """Complete the exchanges of sizes and ids that were started for a batch."""
         if inflight.sizes is not None or any(state.splits_awaitable is not None for state in inflight.modules.values()):
-            streams = self._order.streams  # the splits were made on the input dist's stream, and are sent from this one
-            streams.wait(StreamName.COMPUTE, streams.record(StreamName.DATA_DIST))
+            # The splits were made on the input dist's stream, and are sent from this one.
+            self._streams.order(StreamName.DATA_DIST, then=StreamName.COMPUTE)
             self.input_data_dist(inflight)
         self.receive_input(inflight)
 

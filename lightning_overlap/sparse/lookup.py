@@ -9,7 +9,7 @@ from typing import Any
 
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from ..runtime import NOTHING, InFlightBatch, ModulePart
+from ..runtime import NOTHING, ModulePart
 from ..schedules import StreamName, WeightOwner
 from ..tables import (
     caching_tbes,
@@ -22,6 +22,7 @@ from ..tables import (
     tbes,
 )
 from .answers import Answers
+from .flight import SparseFlight
 from .inputs import SparseInputs
 from .module_context import ModuleContext, Progress, replaced
 from .pipelined_forward import WRITTEN, PipelinedForwards
@@ -35,26 +36,27 @@ class SparseLookups:
 
     def __init__(self, forwards: PipelinedForwards, inputs: SparseInputs, answers: Answers) -> None:
         self._forwards, self._inputs, self._answers = forwards, inputs, answers
-        self._order, self._options, self._modules = forwards.order, forwards.options, forwards.modules
+        self._streams, self._telemetry = forwards.streams, forwards.telemetry
+        self._options, self._modules = forwards.options, forwards.modules
         self.keep_ids = False  # whether batches that are looked up from now on keep their ids until their step is over
         self._num_drops = 0  # of lookups whose tables were written afterwards
         self._written: set[str] = set()  # modules whose tables this rank has found written at these drops
         self._seen: Any = None  # rates and writes at the last search
 
-    def prefetch(self, inflight: InFlightBatch) -> None:
+    def prefetch(self, inflight: SparseFlight) -> None:
         """Copy the rows that the lookup will read into the cache. Source: `prefetch_embeddings`, TorchRec 1.8."""
         for state in inflight.modules.values():
             if caching_tbes(state.module):
-                stream = self._order.streams[self._order.lookup]  # reads and updates the prefetched rows
+                stream = self._streams[self._streams.lookup]  # reads and updates the prefetched rows
                 state.module.prefetch(state.dist_input, forward_stream=stream, ctx=state.context)
 
     def forget_prefetched(self) -> None:
         """Drop prefetches without a lookup: FBGEMM matches prefetches to lookups by their order alone."""
-        with self._order.streams.on(StreamName.PREFETCH):
+        with self._streams.on(StreamName.PREFETCH):
             for module in self._modules:
                 forget_prefetched(module)
 
-    def has_lookup(self, inflight: InFlightBatch, owners: frozenset[WeightOwner]) -> bool:
+    def has_lookup(self, inflight: SparseFlight, owners: frozenset[WeightOwner]) -> bool:
         """Whether a batch has tables of these owners that are still to be looked up."""
         return any(
             state.progress <= Progress.RECEIVED and _parts_to_look_up(state, owners)
@@ -62,7 +64,7 @@ class SparseLookups:
         )
 
     def embedding_lookup(
-        self, inflight: InFlightBatch, owners: frozenset[WeightOwner], only: ModulePart | None = None
+        self, inflight: SparseFlight, owners: frozenset[WeightOwner], only: ModulePart | None = None
     ) -> None:
         """Look up the tables of these owners, or of one part alone, and start the all-to-all of their embeddings."""
         for owner in WeightOwner:  # fused tables first: their embeddings travel while data-parallel tables are read
@@ -98,7 +100,7 @@ class SparseLookups:
             self._take_back(state)
 
     @contextmanager
-    def forward(self, inflight: InFlightBatch, send_next: Callable[[], None]) -> Iterator[None]:
+    def forward(self, inflight: SparseFlight, send_next: Callable[[], None]) -> Iterator[None]:
         """Serve early embeddings during the step of a batch; `inflight.ran_unpipelined` if a module runs its own."""
         self._inputs.begin_step(inflight)
         self._answers.begin(inflight, send_next)
@@ -114,15 +116,15 @@ class SparseLookups:
             if not state.served:
                 self._drop(state)
 
-    def end_part(self, inflight: InFlightBatch) -> None:
+    def end_part(self, inflight: SparseFlight) -> None:
         """End the part of a step before a backward in it; a RuntimeError if ranks call modules differently in it."""
         self._answers.alike.end_part(inflight)
 
-    def forget_received(self, inflight: InFlightBatch) -> None:
+    def forget_received(self, inflight: SparseFlight) -> None:
         """Let go of the embeddings and inputs of a batch whose backward is over."""
         self._answers.forget(inflight)
 
-    def drop_lookups(self, inflight: InFlightBatch) -> None:
+    def drop_lookups(self, inflight: SparseFlight) -> None:
         """Wait for the early lookups of a batch and drop them: its modules will run in their own forward."""
         for name, state in list(inflight.modules.items()):
             if state.has_lookups:
@@ -136,7 +138,7 @@ class SparseLookups:
             state.tensors_awaitable.wait()
             state.tensors_awaitable = None
         if state.has_lookups:
-            with self._order.on_lookup():  # where the embeddings were allocated
+            with self._streams.on_lookup():  # where the embeddings were allocated
                 for awaitable in [*state.output_dist_awaitables.values(), state.embeddings]:
                     if awaitable is not None:
                         awaitable.wait()
@@ -144,7 +146,7 @@ class SparseLookups:
         state.advance(Progress.DROPPED)
 
     def _take_back(self, state: ModuleContext) -> None:
-        take_back(tbes(state.module), state.num_lookups, self._order)
+        take_back(tbes(state.module), state.num_lookups, self._streams)
         state.num_lookups = []
 
     @cached_property
@@ -152,7 +154,7 @@ class SparseLookups:
         known = [module for module in self._modules if spec_of(module) is not None]
         return any(WeightOwner.DENSE_OPTIMIZER in owners_of_parts(one) and dense_weights(one) for one in known)
 
-    def is_overwritten(self, batches: Iterable[InFlightBatch]) -> bool:
+    def is_overwritten(self, batches: Iterable[SparseFlight]) -> bool:
         """Whether tables of this rank, or their rates, were written since one of these batches was looked up."""
         # The usual case: no write since the last search, which left no overwritten lookup.
         rates = [rates_of(module) for module in self._modules] if self._options.holds_rates else []
@@ -162,7 +164,7 @@ class SparseLookups:
         self._seen = seen
         return any(_is_overwritten(state) for inflight in batches for state in inflight.modules.values())
 
-    def leave_overwritten(self, batches: Iterable[InFlightBatch]) -> None:
+    def leave_overwritten(self, batches: Iterable[SparseFlight]) -> None:
         """Drop the early lookups of these batches, on all ranks alike: the tables were written afterwards."""
         if self._inputs.releases:
             raise RuntimeError(

@@ -11,7 +11,7 @@ from torchrec.distributed.embedding_types import KJTList
 from torchrec.distributed.types import Awaitable, LazyAwaitable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from ..runtime import NOTHING, is_profiled
+from ..runtime import NOTHING, Made, is_profiled
 from ..schedules import WeightOwner
 from ..tables import num_writes, owners_of_parts, rates_of, spec_of
 from .deferred_update import DeferredUpdate
@@ -69,8 +69,7 @@ class ModuleContext:
     votes: bool = False  # whether all ranks vote at the call: on some rank another input has the same keys
     served_in: int = -1  # forward that got the embeddings (`PipelinedForwards.num_steps`); LBFGS runs several in a step
     without_graph: bool = False  # whether a call under `no_grad` got them: a reentrant `checkpoint()` repeats it later
-    received: Any = None  # the embeddings, once waited for, until the backward is over
-    received_at: Any = None  # event on the lookup stream after which `received` can be read
+    received: Made | None = None  # the embeddings, once waited for, until the backward is over
     num_lookups: list[int] = field(default_factory=list)  # what the early lookup added to each kernel's iteration count
     ids: KJTList | None = None  # the ids that were looked up, if `SparseLookups.keep_ids` is set
 

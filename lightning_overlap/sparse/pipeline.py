@@ -6,10 +6,11 @@ from typing import Any
 import torch.distributed as dist
 from torchrec.distributed.types import ShardedModule
 
-from ..runtime import LookupOrder, SparseStages, Streams
+from ..runtime import FetchedBatch, Flight, Streams, Telemetry
 from ..schedules import StreamName
 from ..tables import kernel_parameters, tbes
 from .answers import Answers
+from .flight import SparseFlight
 from .gradient_watch import GradientWatch
 from .inputs import SparseInputs
 from .lookup import SparseLookups
@@ -41,17 +42,17 @@ class SparsePipeline:
         self,
         modules: Mapping[str, ShardedModule[Any, Any, Any, Any]],
         group: dist.ProcessGroup | None,
-        order: LookupOrder,
+        streams: Streams,
+        telemetry: Telemetry,
         options: SparseOptions,
     ) -> None:
-        self.modules, self.order = modules, order
+        self.modules, self.streams, self.telemetry = modules, streams, telemetry
         self._leaves: list[Any] = []  # autograd's nodes of the modules' weights while it is attached
-        self._forwards = forwards = PipelinedForwards(modules, group, order, options)
+        self._forwards = forwards = PipelinedForwards(modules, group, streams, telemetry, options)
         self.inputs, self.updates = SparseInputs(forwards), TableUpdates(forwards)
         self.gradients = GradientWatch(forwards)
         self.answers = Answers(forwards, self.inputs, self.updates, self.gradients)
         self.lookups = SparseLookups(forwards, self.inputs, self.answers)
-        self.stages = SparseStages(self.inputs, self.lookups, self.updates)  # what an executor issues
 
     @property
     def unpipelined(self) -> dict[str, str]:
@@ -60,7 +61,7 @@ class SparsePipeline:
 
     def attach(self) -> None:
         """Replace the modules' forwards until `detach`."""
-        self._leaves = _hold_leaves(self.modules.values(), self.order.streams)
+        self._leaves = _hold_leaves(self.modules.values(), self.streams)
         self._forwards.attach(self.answers.answer)
 
     def detach(self) -> None:
@@ -70,4 +71,35 @@ class SparsePipeline:
         self.updates.forget()
         self.answers.abandon()
         self.inputs.forget()
-        self.order.reset()
+
+    # What a walker asks (`runtime.SparseStages`).
+
+    @property
+    def ready(self) -> bool:
+        """Whether it is known which input of a batch feeds which module."""
+        return self.inputs.ready
+
+    @property
+    def can_defer_updates(self) -> bool:
+        """Whether an update can come later than its backward."""
+        return self.updates.can_defer_updates
+
+    def make_flight(self, index: int, fetched: FetchedBatch) -> SparseFlight:
+        """Return a flight for a batch that was copied to the device."""
+        return SparseFlight(index, *fetched, pipeline=self)
+
+    def discover(self, current: Flight) -> None:
+        """Learn from a forward which input feeds which module; all ranks call this after the same forward."""
+        self.inputs.discover()
+
+    def forget_prefetched(self) -> None:
+        """Drop prefetches without a lookup."""
+        self.lookups.forget_prefetched()
+
+    def are_overwritten(self, flights: Iterable[Flight]) -> bool:
+        """Whether tables of this rank, or their rates, were written since one of these batches was looked up."""
+        return self.lookups.is_overwritten(flights)  # type: ignore[arg-type]
+
+    def drop_overwritten(self, flights: Iterable[Flight]) -> None:
+        """Drop the early lookups of these batches, on all ranks alike: the tables were written afterwards."""
+        self.lookups.leave_overwritten(flights)  # type: ignore[arg-type]

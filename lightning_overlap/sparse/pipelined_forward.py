@@ -13,7 +13,7 @@ from torchrec.distributed.types import LazyAwaitable, LazyGetItemMixin, ShardedM
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from ..distributed import Mismatches, gather_objects
-from ..runtime import InFlightBatch, LookupOrder, Path, is_profiled, leaves
+from ..runtime import Path, Streams, Telemetry, is_profiled, leaves
 from ..tables import (
     IdRanges,
     check_torchrec,
@@ -24,6 +24,7 @@ from ..tables import (
     takes_weights,
     why_never_early,
 )
+from .flight import SparseFlight
 from .misfits import misfit
 from .options import SparseOptions
 
@@ -149,13 +150,15 @@ class PipelinedForwards(dict[str, PipelinedForward]):
         self,
         modules: Mapping[str, ShardedModule[Any, Any, Any, Any]],
         group: dist.ProcessGroup | None,
-        order: LookupOrder,
+        streams: Streams,
+        telemetry: Telemetry,
         options: SparseOptions,
     ) -> None:
         super().__init__(
             (name, PipelinedForward(name, module, group, options.looks_up_cached)) for name, module in modules.items()
         )
-        self.modules, self.group, self.order, self.options = list(modules.values()), group, order, options
+        self.modules, self.group, self.options = list(modules.values()), group, options
+        self.streams, self.telemetry = streams, telemetry
         self.num_steps = 0  # steps begun
         self._hooks: list[RemovableHandle] = []  # of kernels and output dists, while attached
         key = f"lightning_overlap/{next(_num_made)}"  # all ranks make as many
@@ -209,7 +212,7 @@ class PipelinedForwards(dict[str, PipelinedForward]):
                 "take a FeatureProcessedEmbeddingBagCollection, or .detach() the weights."
             )
 
-    def refuse_misfit(self, pipelined: PipelinedForward, given: Any, inflight: InFlightBatch | None) -> None:
+    def refuse_misfit(self, pipelined: PipelinedForward, given: Any, inflight: SparseFlight | None) -> None:
         """Raise a ValueError if lengths, ids and weights of an input do not fit each other."""
         problem = misfit(given) if isinstance(given, KeyedJaggedTensor) else None
         if problem is not None:
@@ -218,11 +221,11 @@ class PipelinedForwards(dict[str, PipelinedForward]):
                 "feature by feature, and as many ids (and weights, if any) as the lengths sum up to."
             )
 
-    def _input_of(self, pipelined: PipelinedForward, inflight: InFlightBatch | None) -> str:
+    def _input_of(self, pipelined: PipelinedForward, inflight: SparseFlight | None) -> str:
         where = "" if inflight is None else f" for batch {inflight.index} of {self.options.step}"
         return f"rank {self.options.rank}, the input of {pipelined.name!r}{where}"
 
-    def ids_outside(self, pipelined: PipelinedForward, given: Any, inflight: InFlightBatch | None) -> str | None:
+    def ids_outside(self, pipelined: PipelinedForward, given: Any, inflight: SparseFlight | None) -> str | None:
         """Return the error about an id of an input that is no row; None if there is none, or only a warning."""
         options = self.options
         if options.out_of_range_ids == "fbgemm" or not isinstance(given, KeyedJaggedTensor):

@@ -8,9 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..runtime import Executor, InFlightBatch, Streams
+from ..runtime import Streams, Walker
 from ..schedules import Stage, StreamName, WeightOwner
 from ..tables import TABLE_TYPES, keys_in_backward, owners_of_parts, tables_in_backward
+from .flight import SparseFlight
 from .pipeline import SparsePipeline
 
 ROW_BITS = 40  # a row is counted as `table << ROW_BITS | row`, so that one pass counts all tables of a rank
@@ -48,10 +49,10 @@ class StaleRows:
     """Counts the stale rows of single batches: each rank those of its shards, then the ranks add up; no host wait."""
 
     def __init__(
-        self, sparse: SparsePipeline, executor: Callable[[], Executor | None], group: dist.ProcessGroup | None
+        self, sparse: SparsePipeline, walker: Callable[[], Walker | None], group: dist.ProcessGroup | None
     ) -> None:
-        self._sparse, self._executor, self._group = sparse, executor, group
-        self._streams = sparse.order.streams
+        self._sparse, self._walker, self._group = sparse, walker, group
+        self._streams = sparse.streams
         # Replicas and tables of the dense optimizer are looked up after their update: no batch ahead has ids of theirs.
         self._modules = {
             name: one
@@ -65,9 +66,9 @@ class StaleRows:
 
     @property
     def staleness(self) -> int:
-        """Staleness of the schedule that the executor walks now, in batches; 0 before its first batch."""
-        executor = self._executor()
-        return 0 if executor is None else executor.schedule.staleness
+        """Staleness of the schedule that is walked now, in batches; 0 before the first batch."""
+        walker = self._walker()
+        return 0 if walker is None else walker.schedule.staleness
 
     def keep_ids(self, keep: bool) -> None:
         """Set whether coming lookups keep their ids; `count` needs the ids of the last `staleness + 1` lookups."""
@@ -75,8 +76,8 @@ class StaleRows:
 
     def count(self) -> StaleCounts | None:
         """Start to count the rows of the batch looked up last, if it missed updates; all ranks call this together."""
-        executor = self._executor()
-        batches = [] if executor is None else _looked_up_last(executor.queue.in_flight)
+        walker = self._walker()
+        batches = [] if walker is None else _looked_up_last(walker.batches.in_flight)  # type: ignore[arg-type]
         if not batches:
             return None
         ids: dict[str, list[Any]] = {
@@ -89,8 +90,7 @@ class StaleRows:
         kept = [kjts for of_module in ids.values() for kjts in of_module]
         if not kept:
             return None
-        self._streams.wait(StreamName.SIDE, self._streams.record(self._sparse.order.lookup))
-        self._streams.record_stream(kept, StreamName.SIDE)
+        self._streams.use(self._streams.made(kept, on=self._streams.lookup), on=StreamName.SIDE)
         with self._streams.on(StreamName.SIDE), torch.no_grad():
             counts = self._count(ids)
         batches[0].counted = counts  # so that a failed fit frees the counts with the batch
@@ -114,7 +114,7 @@ class StaleRows:
         return StaleCounts(self.tables, on_host, self._streams, self._streams.record(StreamName.SIDE))
 
 
-def _looked_up_last(in_flight: Mapping[int, InFlightBatch]) -> list[InFlightBatch]:
+def _looked_up_last(in_flight: Mapping[int, SparseFlight]) -> list[SparseFlight]:
     """Return the batch looked up last, then those whose updates it did not see; [] unless all are still in flight."""
     latest = max((index for index, batch in in_flight.items() if Stage.EMBEDDING_LOOKUP in batch.done), default=None)
     if latest is None or not (num_unseen := in_flight[latest].num_unseen):

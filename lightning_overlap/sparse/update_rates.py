@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from ..runtime import NOTHING, LookupOrder
+from ..runtime import NOTHING, Streams
 from ..tables import SetRates, tables_of, tbes_within
 from .pipelined_forward import other_forwards
 
@@ -49,13 +49,13 @@ def counting(kernels: Kernels, counted: list[int]) -> Iterator[None]:
     counted[:] = [a + b for a, b in zip(counted, done, strict=True)] if counted else done
 
 
-def take_back(kernels: Kernels, num_lookups: list[int], order: LookupOrder) -> None:
+def take_back(kernels: Kernels, num_lookups: list[int], streams: Streams) -> None:
     """Subtract lookups without an update from the kernels' iteration counts; negative numbers add lookups.
 
     FBGEMM 1.8 counts lookups, not updates, and Adam corrects its bias by that count.
     """
     if any(num_lookups):
-        with order.on_lookup():
+        with streams.on_lookup():
             _uncount(kernels, num_lookups)
 
 

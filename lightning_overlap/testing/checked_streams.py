@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
-from ..runtime import Streams, tensors_in
+from ..runtime import Made, Streams, tensors_in
 from ..schedules import StreamName
 from .race_detector import Clock, Races
 
@@ -78,7 +78,7 @@ class CheckedStreams(Streams):
         self._leaves: list[Tensor] = []  # the watched leaves
         self._weights: list[str] = []
         self._counters: list[str] = []
-        self.doing = "start"  # the executor's last event; errors name it as their place
+        self.doing = "start"  # the walker's last event; errors name it as their place
 
     def __getitem__(self, name: StreamName) -> StreamName:
         return self._lookup if name is StreamName.LOOKUP else name
@@ -119,16 +119,17 @@ class CheckedStreams(Streams):
         self._races.record_stream(self.memory_of(value), self[name])
 
     @override
-    def hand_to_caller(self, value: Any, event: Clock) -> None:
+    def use_by_caller(self, made: Made) -> Any:
         for name in dict.fromkeys((StreamName.COMPUTE, self._current)):
-            self.wait(name, event)
-            self.record_stream(value, name)
+            self.wait(name, made.event)
+            self.record_stream(made.value, name)
+        return made.value
 
     @override
-    def take_from_caller(self, value: Any, name: StreamName) -> None:
+    def use_of_caller(self, value: Any, on: StreamName) -> None:
         for stream in dict.fromkeys((StreamName.COMPUTE, self._current)):
-            self.wait(name, self.record(stream))
-        self.record_stream(value, name)
+            self.wait(on, self.record(stream))
+        self.record_stream(value, on)
 
     def following(self) -> Operators:
         """Follow all operators of the calling thread."""

@@ -1,4 +1,4 @@
-"""`benchmarks/overhead.py`: the executor alone runs with sparse stages that do nothing."""
+"""`benchmarks/overhead.py`: the walker alone runs with sparse stages that do nothing."""
 
 import runpy
 from pathlib import Path

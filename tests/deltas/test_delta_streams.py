@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from lightning_overlap import MODES, EmbeddingDeltas
 from lightning_overlap.deltas.recording.copies import DeviceCopy, _gather_rows
 from lightning_overlap.deltas.recording.row_marks import DeviceMarks, HostMarks
-from lightning_overlap.runtime import LookupOrder
 from lightning_overlap.schedules import StreamName
 from lightning_overlap.testing import CheckedStreams, RaceError
 
@@ -55,7 +54,7 @@ def test_rows_are_not_gathered_before_their_update(tmp_path: Path, module: type[
     gather = DeviceCopy.__init__
 
     def elsewhere(*args: Any, **kwargs: Any) -> None:
-        with mock.patch.object(LookupOrder, "on_lookup", lambda order: order.streams.on(StreamName.SIDE)):
+        with mock.patch.object(CheckedStreams, "on_lookup", lambda streams: streams.on(StreamName.SIDE)):
             gather(*args, **kwargs)
 
     _train("two_collections", "semi_sync", "dedicated", tmp_path / "ordered", module)
@@ -65,9 +64,9 @@ def test_rows_are_not_gathered_before_their_update(tmp_path: Path, module: type[
 
 def test_rows_are_gathered_on_the_lookup_stream_after_what_the_user_has_written() -> None:
     """Updates are on the lookup stream; code between two steps writes on the compute stream."""
-    order = mock.MagicMock()
-    copied = DeviceCopy([], order, None, states=False)
-    assert [call[0] for call in order.mock_calls[:2]] == ["lookup_waits", "on_lookup"]
+    streams = mock.MagicMock()
+    copied = DeviceCopy([], streams, None, states=False)
+    assert streams.mock_calls[:2] == [mock.call.order(StreamName.COMPUTE, then=streams.lookup), mock.call.on_lookup()]
     assert copied.rows() == []
 
 

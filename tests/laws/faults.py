@@ -36,7 +36,7 @@ class Fault:
     group: bool = False  # the whole process group gets the signal, as a terminal sends it
     happened: bool = False
 
-    def stage_done(self, place: str, batch: int) -> None:
+    def after(self, place: str, batch: int) -> None:
         if self.happened or (place, batch) != (self.place, self.batch) or int(os.environ["RANK"]) not in self.ranks:
             return
         self.happened = True
@@ -45,7 +45,7 @@ class Fault:
         os.kill(0 if self.group else os.getpid(), self.signum)
 
     def observe(self, kind: str, stage: Any, batch: int) -> None:
-        self.stage_done(f"{kind} {stage}", batch)
+        self.after(f"{kind} {stage}", batch)
 
     def __str__(self) -> str:
         return f"{self.place} of batch {self.batch}"
@@ -70,7 +70,7 @@ def index_of(batch: Batch) -> int:
 
 def _fails_at(place: str) -> Callable[..., Batch]:
     def hook(self: Faulty, batch: Batch, *args: Any) -> Batch:
-        self.fault.stage_done(place, index_of(batch))
+        self.fault.after(place, index_of(batch))
         return batch
 
     return hook
@@ -86,24 +86,24 @@ class Faulty(Model):
     on_after_batch_transfer = _fails_at("on_after_batch_transfer")
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
-        self.fault.stage_done("on_train_batch_start", batch_idx)
+        self.fault.after("on_train_batch_start", batch_idx)
 
     def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
         loss = super().training_step(batch, batch_idx)
-        self.fault.stage_done("training_step", batch_idx)
+        self.fault.after("training_step", batch_idx)
         return loss
 
     def on_after_backward(self) -> None:
-        self.fault.stage_done("on_after_backward", self.trainer.fit_loop.epoch_loop.batch_idx)
+        self.fault.after("on_after_backward", self.trainer.fit_loop.epoch_loop.batch_idx)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        self.fault.stage_done("validation_step", index_of(batch))
+        self.fault.after("validation_step", index_of(batch))
         super().validation_step(batch, batch_idx)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        self.fault.stage_done("configure_optimizers", 0)
+        self.fault.after("configure_optimizers", 0)
         optimizer = dense_optimizer(self)
-        optimizer.register_step_post_hook(lambda *_: self.fault.stage_done("optimizer.step", self.trainer.global_step))
+        optimizer.register_step_post_hook(lambda *_: self.fault.after("optimizer.step", self.trainer.global_step))
         return optimizer
 
 
@@ -112,7 +112,7 @@ class FaultyCallback(Callback):
         self.fault = fault
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
-        self.fault.stage_done("callback", trainer.fit_loop.epoch_loop.batch_idx)
+        self.fault.after("callback", trainer.fit_loop.epoch_loop.batch_idx)
 
 
 class _FaultyDataset(Dataset):
@@ -124,7 +124,7 @@ class _FaultyDataset(Dataset):
 
     def __getitem__(self, place: int) -> Batch:
         index = self.indices[place]
-        self.fault.stage_done("__getitem__", index)
+        self.fault.after("__getitem__", index)
         if self.fault.place == "worker" and self.fault.batch == index:
             os._exit(3)  # as if the kernel had killed it for its memory
         return make_batch(self.case, index, self.rank)
@@ -132,7 +132,7 @@ class _FaultyDataset(Dataset):
 
 class _FaultyLoader(DataLoader):
     def __iter__(self) -> Iterator[Batch]:
-        self.dataset.fault.stage_done("__iter__", 0)
+        self.dataset.fault.after("__iter__", 0)
         return super().__iter__()
 
 

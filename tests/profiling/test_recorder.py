@@ -12,17 +12,16 @@ import pytest
 from lightning_overlap.profiling.overlap import break_down
 from lightning_overlap.profiling.recorder import SpanRecorder
 from lightning_overlap.profiling.spans import Category, exclusive
-from lightning_overlap.runtime.lookup_order import LookupOrder
-from lightning_overlap.runtime.streams import Streams
+from lightning_overlap.runtime import Streams, Telemetry
 from lightning_overlap.schedules.stages import Stage, StreamName
 
 from .virtual import VirtualClock
 
 
 def timed(recorder: SpanRecorder, stage: Stage, batch: int, stream: StreamName) -> Any:
-    order = LookupOrder(Streams())
-    order.timer = recorder
-    return order.timed(stage, batch, stream)
+    telemetry = Telemetry()
+    telemetry.timer = recorder
+    return telemetry.timed(stage, batch, stream)
 
 
 def test_an_inner_stage_takes_its_time_from_the_outer_one(monkeypatch: pytest.MonkeyPatch) -> None:

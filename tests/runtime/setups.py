@@ -1,4 +1,4 @@
-"""What the tests of the executor have in common: modules, and the modes that overlap."""
+"""What the tests of the walker have in common: modules, and the modes that overlap."""
 
 import pytest
 from hypothesis import strategies as st

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_overlap.runtime.streams import BatchCopies
+from lightning_overlap.runtime.streams import BatchCopies, Streams
 from lightning_overlap.schedules.stages import StreamName
 
 
-class Log(TorchDispatchMode):
+class Log(Streams, TorchDispatchMode):
     """Streams that log, and a mode that logs operators with the stream that is current."""
 
     def __init__(self) -> None:

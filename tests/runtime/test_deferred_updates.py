@@ -1,56 +1,74 @@
 """Deferred updates: each is made once, the oldest first; after an error those of finished steps are completed."""
 
+from typing import Any
 from unittest import mock
 
 import pytest
 
+from lightning_overlap.runtime import Flight, Streams, Telemetry
 from lightning_overlap.runtime.deferred_updates import DeferredUpdates
-from lightning_overlap.runtime.interfaces import InFlightBatch
-from lightning_overlap.runtime.lookup_order import LookupOrder
-from lightning_overlap.runtime.streams import Streams
-from lightning_overlap.schedules.stages import StreamName
+
+
+class LoggedFlight(Flight):
+    """Notes which of its stages were run."""
+
+    def __init__(self, index: int, log: list[str]) -> None:
+        super().__init__(index, None)
+        self.log = log
+        self.error: Exception | None = None
+        self.has_gradients = True
+
+    def send_gradients(self) -> None:
+        self.log.append(f"send {self.index}")
+
+    def update(self, updated: Any = None) -> None:
+        if self.error is not None:
+            raise self.error
+        self.log.append(f"update {self.index}")
+
+    def forget_update(self) -> None:
+        self.log.append(f"forget {self.index}")
+
+    def gradients_are_there(self) -> bool:
+        return self.has_gradients
 
 
 @pytest.fixture
-def tables() -> mock.Mock:
-    return mock.Mock(can_defer_updates=True)
+def log() -> list[str]:
+    return []
 
 
 @pytest.fixture
-def updates(tables: mock.Mock) -> DeferredUpdates:
-    updates = DeferredUpdates(tables, LookupOrder(Streams(), StreamName.LOOKUP))
+def updates(log: list[str]) -> DeferredUpdates:
+    updates = DeferredUpdates(mock.Mock(can_defer_updates=True), Streams(), Telemetry())
     for index in (3, 4):
-        updates.start(InFlightBatch(index, None))
+        updates.start(LoggedFlight(index, log))
     return updates
 
 
-def batches(method: mock.Mock) -> list[int]:
-    return [call.args[0].index for call in method.mock_calls]
-
-
-def test_each_is_made_once_and_the_oldest_first(updates: DeferredUpdates, tables: mock.Mock) -> None:
-    inflight = InFlightBatch(5, None)
-    updates.note_lookup(inflight, defers=True)
-    assert inflight.num_unseen == 2
+def test_each_is_made_once_and_the_oldest_first(updates: DeferredUpdates, log: list[str]) -> None:
+    flight = Flight(5, None)
+    updates.note_lookup(flight, defers=True)
+    assert flight.num_unseen == 2
     with pytest.raises(RuntimeError, match="an update of theirs is still to come"):
         updates.refuse_writes()
     for _ in range(2):
         updates.make_all()
     updates.refuse_writes()
-    assert batches(tables.start_update) == batches(tables.embedding_update) == [3, 4]
+    assert log == ["send 3", "send 4", "update 3", "update 4"]
 
 
-def test_an_update_whose_step_is_not_over_is_dropped(updates: DeferredUpdates, tables: mock.Mock) -> None:
+def test_an_update_whose_step_is_not_over_is_dropped(updates: DeferredUpdates, log: list[str]) -> None:
     updates.num_stepped = 4
     assert updates.settle(1) is None
-    assert batches(tables.embedding_update) == [3]
-    assert batches(tables.forget_update) == [4]
+    assert log[2:] == ["forget 4", "update 3"]
 
 
-def test_an_update_that_cannot_be_made_is_named(updates: DeferredUpdates, tables: mock.Mock) -> None:
+def test_an_update_that_cannot_be_made_is_named(updates: DeferredUpdates, log: list[str]) -> None:
     updates.num_stepped = 5
-    tables.gradients_are_there.return_value = False
-    assert updates.settle(1) == "the update of batch 3 is missing in the tables"
-    tables.gradients_are_there.return_value = True
-    tables.embedding_update.side_effect = RuntimeError("link down")
+    flight = updates.to_update[3]
+    assert isinstance(flight, LoggedFlight)
+    flight.has_gradients = False
+    assert updates.settle(0.05) == "the update of batch 3 is missing in the tables"
+    flight.has_gradients, flight.error = True, RuntimeError("link down")
     assert updates.settle(1) == "RuntimeError: link down; the update of batch 3 is missing in the tables"

@@ -1,4 +1,4 @@
-"""What an evaluation runs is derived from a mode's table, and the executor walks it like any other."""
+"""What an evaluation runs is derived from a mode's table, and the walker walks it like any other."""
 
 import pytest
 from hypothesis import given, settings

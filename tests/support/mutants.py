@@ -10,13 +10,12 @@ from typing import Any
 from lightning_overlap.testing import RaceError
 
 ORDERING = {
-    *("wait", "record_stream", "hand_to_caller", "acquire", "wait_for_lookups", "note_update"),
-    *("compute_waits", "lookup_waits", "compute_waits_for_update"),
-    *("take_to_lookup", "hand_to_lookup", "begin_iteration"),
+    *("wait", "use", "order", "record_stream", "use_by_caller", "use_of_caller"),
+    *("wait_for_lookups", "note_update", "order_compute"),
 }
 NEED_MOST = ("fused_sparse_dist", "semi_sync_deferred", "prefetch")
 """Modes of which one or the other fails without almost any such statement: to be tried first."""
-RECEIVERS = {"self", "self.streams", "self._streams", "self._order", "self._stages"}
+RECEIVERS = {"self", "streams", "self.streams", "self._streams", "self.updates"}
 
 
 def statements(module: ModuleType, function: str = "") -> Iterator[tuple[int, str]]:

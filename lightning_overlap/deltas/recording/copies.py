@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...runtime import LookupOrder
+from ...runtime import Made, Streams
+from ...schedules import StreamName
 from ...tables import KernelShards, TableShard
 from ..parts import WEIGHT, Rows
 from .row_marks import DeviceMarks
@@ -119,20 +120,20 @@ class DeviceCopy:
     def __init__(
         self,
         kernels: Iterable[tuple[KernelShards, DeviceMarks]],
-        order: LookupOrder,
+        streams: Streams,
         copying: torch.cuda.Stream | None,
         *,
         states: bool,
     ) -> None:
-        self._copying, self._streams = copying, order.streams
-        order.lookup_waits()  # the user may have written tables on the compute stream
-        with order.on_lookup():
+        self._copying, self._streams = copying, streams
+        streams.order(StreamName.COMPUTE, then=streams.lookup)  # the user may have written tables on the compute stream
+        with streams.on_lookup():
             self._gathered = [_gather(kernel, marks, states=states) for kernel, marks in kernels]
-        self._event = order.streams.record(order.lookup)
+        self._event = streams.record(streams.lookup)
 
     def wait_copied(self) -> None:
         """Let the current stream wait until the rows are gathered; the host does not wait."""
-        self._streams.hand_to_caller((), self._event)
+        self._streams.use_by_caller(Made((), self._streams.lookup, self._event))
 
     def rows(self) -> list[Rows]:
         """Copy the gathered rows to the host and return them; call this once, in any thread."""

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...runtime import LookupOrder
+from ...runtime import Made, Streams
+from ...schedules import StreamName
 from ...tables import kernel_shards, num_fused_writes, sharded_modules
 from ..parts import Rows
 from .copies import DeviceCopy, Field, HostCopy, KeptMemory, RowCopy, copy_on_host, fields_of
@@ -22,13 +23,21 @@ class TouchedRows:
     fields of tables without marks: the dense optimizer's and, on rank 0, replicated tables.
     """
 
-    def __init__(self, model: nn.Module, order: LookupOrder, *, states: bool = False) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        streams: Streams,
+        *,
+        rank: int,
+        states: bool = False,
+        num_changed: Callable[[], int] = lambda: 0,  # calls of `tables_changed()` so far
+    ) -> None:
         kernels = kernel_shards(model)
         self._modules = list(sharded_modules(model).values())
         self._kernels = [kernel for kernel in kernels if kernel.is_fused]
-        self._order, self._states = order, states
-        self._on_device = order.streams.is_async
-        others = [kernel for kernel in kernels if not kernel.is_fused and not (kernel.is_replicated and order.rank)]
+        self._streams, self._states, self._num_changed = streams, states, num_changed
+        self._on_device = streams.is_async
+        others = [kernel for kernel in kernels if not kernel.is_fused and not (kernel.is_replicated and rank)]
         self.dense = [field for kernel in others for fields in fields_of(kernel, states=states) for field in fields]
         self._marks = self._new_marks()
         self._spare_marks: list[Any] | None = None
@@ -56,7 +65,8 @@ class TouchedRows:
             num_rows = [shard.weight.shape[0] for shard in kernel.shards]
             if self._on_device:
                 marks = DeviceMarks(num_rows, kernel.table_of_feature, kernel.shards[0].weight.device)
-                self._order.hand_to_lookup(marks.tensors)
+                # New memory, which only updates use.
+                self._streams.use(Made(marks.tensors, StreamName.COMPUTE, None), on=self._streams.lookup)
                 found.append(marks)
             else:
                 found.append(HostMarks(num_rows, kernel.table_of_feature, copies=not kernel.receives_ids))
@@ -109,7 +119,7 @@ class TouchedRows:
         self._writes_before, self._is_whole = self.num_writes, None
         if self._on_device:
             kernels = zip(self._kernels, marks, strict=True)
-            self._copy = DeviceCopy(kernels, self._order, self._to_host, states=self._states)
+            self._copy = DeviceCopy(kernels, self._streams, self._to_host, states=self._states)
         else:  # the spare marks, of the previous copy, are empty
             self._marks, self._spare_marks = self._spare_marks or self._new_marks(), marks
             self._copy = HostCopy(self._copier.submit(self._copy_on_host, marks), self._kept)
@@ -145,7 +155,7 @@ class TouchedRows:
     @property
     def num_writes(self) -> int:
         """In-place writes to this rank's fused tables, except by their backward, plus `tables_changed()` calls."""
-        return sum(write for module in self._modules for write in num_fused_writes(module)) + self._order.num_told
+        return sum(write for module in self._modules for write in num_fused_writes(module)) + self._num_changed()
 
     def begin_base(self) -> None:
         """Remove all marks, and bring the memory of all tables up to date."""

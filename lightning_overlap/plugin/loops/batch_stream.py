@@ -1,4 +1,4 @@
-"""The stream of batches: it takes them from Lightning's fetcher and stages each for the executor."""
+"""The stream of batches: it takes them from Lightning's fetcher and stages each for the walker."""
 
 from collections import deque
 from contextlib import suppress

@@ -35,7 +35,7 @@ class _LookaheadMixin:
         self._save_if_due()
         strategy.begin_evaluation(self._step)  # before the hooks and steps of the evaluation read the tables
         if isinstance(self._data_fetcher, LookaheadFetcher):
-            self._data_fetcher.executor = strategy.make_executor(self._data_fetcher.stream)
+            self._data_fetcher.walker = strategy.make_walker(self._data_fetcher.stream)
         super().on_run_start()  # type: ignore[misc]
 
     def on_run_end(self) -> Any:
@@ -60,12 +60,12 @@ class _LookaheadMixin:
             self._data_fetcher = fetcher
 
     def _stop_together(self) -> None:
-        executor = getattr(self._data_fetcher, "executor", None)  # of a LookaheadFetcher
+        walker = getattr(self._data_fetcher, "walker", None)  # of a LookaheadFetcher
         found = preemption.of(self.trainer)
-        if found is not None and executor is not None:
-            found.hear(executor.end.save_agreed)
+        if found is not None and walker is not None:
+            found.hear(walker.batches.save_agreed)
         self._save_if_due()
-        if executor is not None and executor.end.stop_agreed and not executor.is_last:
+        if walker is not None and walker.batches.stop_agreed and not walker.is_last:
             with self._to_be_repeated():
                 sigterm.leave(self.trainer)
 

@@ -1,4 +1,4 @@
-"""The fetcher from which Lightning's loops take staged batches: it adapts the stream of batches and the executor."""
+"""The fetcher from which Lightning's loops take staged batches: it adapts the stream of batches and the walker."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from lightning.pytorch.loops.fetchers import _DataFetcher, _DataLoaderIterDataFetcher
 from typing_extensions import override
 
-from ...runtime import Executor, InFlightBatch
+from ...runtime import Flight, Walker
 from .batch_stream import BatchStream
 
 StepArguments = Callable[[Any, int, int], tuple[Any, ...]]  # from (batch, batch_idx, dataloader_idx)
@@ -17,10 +17,10 @@ StepArguments = Callable[[Any, int, int], tuple[Any, ...]]  # from (batch, batch
 
 @dataclass(slots=True)
 class StagedBatch:
-    """Replaces the batch in the strategy's step: the arguments of the user's step, and the executor around it."""
+    """Replaces the batch in the strategy's step: the arguments of the user's step, and the walker around it."""
 
     arguments: tuple[Any, ...]
-    executor: Executor
+    walker: Walker
 
 
 def _of_inner(name: str) -> Any:
@@ -29,7 +29,7 @@ def _of_inner(name: str) -> Any:
 
 
 class LookaheadFetcher(_DataLoaderIterDataFetcher):
-    """Gives a loop the batches that the executor has staged, and the None batches between them."""
+    """Gives a loop the batches that the walker has staged, and the None batches between them."""
 
     # Lightning's loops do no batch transfer for this base class, their fetcher for `dataloader_iter`.
     def __init__(
@@ -38,7 +38,7 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
         # Not `super().__init__()`: it would reset the inner fetcher through the properties below.
         self.inner, self.iterator, self.done = stream.inner, None, stream.inner.done
         self.stream = stream
-        self.executor: Executor | None = None  # the loop sets it before it takes the first batch
+        self.walker: Walker | None = None  # the loop sets it before it takes the first batch
         self._step_arguments, self._next_number = step_arguments, next_number
         self._forget()
 
@@ -51,10 +51,10 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
     def _forget(self) -> None:
         self._batch: Any = None
         self._peeked = False  # whether `_batch` is still to be delivered
-        self._waiting: InFlightBatch | None = None  # the executor's batch, after the None batches before it
+        self._waiting: Flight | None = None  # the walker's batch, after the None batches before it
         self._num_delivered = 0  # batches of this epoch that are not None, `_batch` included
         self._num_none_left: int | None = None  # None batches that end the epoch; None until its last batch is known
-        self._has_ended = False  # whether the executor said that the epoch is over
+        self._has_ended = False  # whether the walker said that the epoch is over
         self.trained_states: Any = self.stream.states  # of the loaders after the batch being trained; may be empty
 
     @override
@@ -68,31 +68,31 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
     def drop(self) -> None:
         """Drop the batches that were fetched ahead, on all ranks alike."""
         self.stream.forget()
-        if self.executor is not None:
-            self.executor.drain()
+        if self.walker is not None:
+            self.walker.drain()
         self._forget()
 
     @override
     def __next__(self) -> StagedBatch:  # type: ignore[override]
         self.peek()
-        assert self.executor is not None
+        assert self.walker is not None
         self._peeked = False
-        current = self.executor.queue.current
+        current = self.walker.batches.current
         if self._batch is not None and current is not None:
             self.trained_states = current.loader_states
-        is_last = self._waiting is None and (self._has_ended or self.executor.is_last)
+        is_last = self._waiting is None and (self._has_ended or self.walker.is_last)
         self.done = is_last and self._count_none_at_end() == 0
-        return StagedBatch(self._step_arguments(self._batch, self._batch_idx, self._dataloader_idx), self.executor)
+        return StagedBatch(self._step_arguments(self._batch, self._batch_idx, self._dataloader_idx), self.walker)
 
     def peek(self) -> Any:
-        """Return the batch that `next` will deliver; begin the executor's iteration for it."""
+        """Return the batch that `next` will deliver; begin the walker's iteration for it."""
         if self._peeked:
             return self._batch
-        assert self.executor is not None, "the loop sets it"
-        # A None batch comes after the executor has begun the batch that follows: by then all ranks have compared them.
+        assert self.walker is not None, "the loop sets it"
+        # A None batch comes after the walker has begun the batch that follows: by then all ranks have compared them.
         if self._waiting is None and not self._has_ended:
-            self.stream.epoch.allow(self.executor.num_trained)
-            self._waiting = self.executor.next_batch()
+            self.stream.epoch.allow(self.walker.num_trained)
+            self._waiting = self.walker.next_batch()
             self._has_ended = self._waiting is None
         if self._waiting is None and not self._count_none_at_end():
             self.done = True
@@ -119,8 +119,8 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
 
     @override
     def teardown(self) -> None:
-        if self.executor is not None:
-            self.executor.abandon()
+        if self.walker is not None:
+            self.walker.abandon()
         self.inner.teardown()
 
 

@@ -155,8 +155,8 @@ class _EpochLoopMixin(_TrainingEpochLoop):
         if found is None:
             super().on_advance_end(data_fetcher)
             return
-        if isinstance(data_fetcher, LookaheadFetcher) and data_fetcher.executor is not None:
-            found.hear(data_fetcher.executor.end.save_agreed)
+        if isinstance(data_fetcher, LookaheadFetcher) and data_fetcher.walker is not None:
+            found.hear(data_fetcher.walker.batches.save_agreed)
         with preemption.before_lightning_leaves(self.trainer):
             super().on_advance_end(data_fetcher)
         if found.due and self._is_between_steps(found):
@@ -170,15 +170,15 @@ class _EpochLoopMixin(_TrainingEpochLoop):
         return not (validated or self._should_accumulate() or self._is_training_done or self.done)
 
     def _look_at_next(self, fetcher: LookaheadFetcher) -> _DataFetcher:
-        if fetcher.executor is None:
-            fetcher.executor = self.trainer.strategy.make_executor(fetcher.stream)
+        if fetcher.walker is None:
+            fetcher.walker = self.trainer.strategy.make_walker(fetcher.stream)
         try:
             batch = fetcher.peek()
         except StopIteration:
             if not self.restarting:
                 raise
             return fetcher  # resumed in the validation after an epoch's last batch, which the loop still has to run
-        if fetcher.executor.end.stop_agreed:
+        if fetcher.walker.batches.stop_agreed:
             sigterm.leave(self.trainer)
         return NoneFetcher(fetcher) if batch is None else fetcher
 

@@ -1,4 +1,4 @@
-"""An executor over fake batches, tables and streams, without TorchRec and Lightning, and the laws of such runs."""
+"""An walker over fake batches, tables and streams, without TorchRec and Lightning, and the laws of such runs."""
 
 from .fake_sparse import FakeSparse, InjectedError
 from .fake_trainer import FakeTrainer, Run

@@ -1,11 +1,11 @@
-"""A trainer that drives an executor over fake batches."""
+"""A trainer that drives an walker over fake batches."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from weakref import WeakSet
 
-from lightning_overlap.runtime import Executor, FetchedBatch, LookupOrder, Observer, SparseStages, StageTimer
+from lightning_overlap.runtime import FetchedBatch, Observer, StageTimer, Telemetry, Walker
 from lightning_overlap.schedules import Schedule, Stage, StreamName, WeightOwner
 
 from .fake_sparse import FakeSparse, Served, cache, table
@@ -35,7 +35,7 @@ class Run:
 
 
 class FakeTrainer:
-    """Drives an executor as the strategy does, over fake batches and a `FakeSparse`.
+    """Drives an walker as the strategy does, over fake batches and a `FakeSparse`.
 
     With `automatic` it reports each stage; with manual optimization it only knows when all are over.
     """
@@ -47,7 +47,7 @@ class FakeTrainer:
         modules: Mapping[str, frozenset[WeightOwner]] = FAKE_MODULES,
         ready: bool = True,
         streams: RecordingStreams | None = None,
-        executor_type: type[Executor] = Executor,
+        walker_type: type[Walker] = Walker,
         sparse_type: type[FakeSparse] = FakeSparse,
         rank: int = 0,
         automatic: bool = True,
@@ -61,9 +61,11 @@ class FakeTrainer:
         stream = StreamName.COMPUTE if lookup is None else lookup.stream
         observe: Observer = lambda *event: self.timeline.record(*event)  # noqa: E731
         self.sparse = sparse_type(modules, ready, self.streams, stream, observe, left_from)
-        order = LookupOrder(self.streams, stream, observe, rank)
-        stages = SparseStages(self.sparse, self.sparse, self.sparse)
-        self.executor = executor_type(schedule, self, stages, order, weights=self, max_queued_steps=max_queued_steps)
+        self.streams.lookup = stream
+        telemetry = Telemetry(observe, rank)
+        self.walker = walker_type(
+            schedule, self, self.sparse, self.streams, telemetry, weights=self, max_queued_steps=max_queued_steps
+        )
         self.timeline = Timeline(schedule)
         self._num_batches = self._num_fetched = self._num_begun = self._max_in_flight = 0
         self._alive: WeakSet[FakeBatch] = WeakSet()
@@ -89,13 +91,13 @@ class FakeTrainer:
         return FetchedBatch(batch, index, 0)
 
     def _nothing(self, *args: object, **kwargs: object) -> None:
-        """The trainer is the executor's `WeightGradients` too, whose other methods have nothing to do."""
+        """The trainer is the walker's `WeightGradients` too, whose other methods have nothing to do."""
 
     begin_step = end_forward = begin_backward = finish = _nothing
 
     def compute(self) -> None:
-        assert self.executor.queue.current is not None
-        batch = self.executor.queue.current.index
+        assert self.walker.batches.current is not None
+        batch = self.walker.batches.current.index
         if Stage.BACKWARD in self.sparse.stages[batch]:
             self.sparse.begin(Stage.WEIGHT_GRADIENTS, batch)
         self.streams.do(Mark(Stage.WEIGHT_GRADIENTS, batch))
@@ -116,7 +118,7 @@ class FakeTrainer:
         self.timeline = Timeline(self.schedule)
         self._num_batches, self._hold = num_batches, hold
         self._num_fetched = self._num_begun = self._max_in_flight = 0
-        self.executor.wait_for_lookups()  # as the strategy does at the end of a run
+        self.walker.wait_for_lookups()  # as the strategy does at the end of a run
         sparse = self.sparse
         self.streams.do(Mark("the load of the weights", -1), writes=[*self.tables, sparse.loaded])
         run = Run(self.schedule, self.timeline, sparse.stages, sparse.served, sparse.updates, self.streams)
@@ -125,7 +127,7 @@ class FakeTrainer:
                 self._num_begun += 1
                 if not self._train_next(run.trained, skip, repeat):
                     break
-            self.executor.drain()
+            self.walker.drain()
         except Exception as err:
             err.add_note(str(run))
             raise
@@ -135,27 +137,27 @@ class FakeTrainer:
         return run
 
     def _train_next(self, trained: list[int], skip: Collection[int], repeat: Collection[int]) -> bool:
-        inflight = self.executor.next_batch()
+        inflight = self.walker.next_batch()
         if inflight is None:
             return False
         trained.append(inflight.index)
         for _ in range(2 if inflight.index in repeat else 1):
-            with self.executor.forward():
+            with self.walker.forward():
                 self.sparse.call_modules(inflight)
             if inflight.index in skip:
                 return True
             if self.automatic:
-                self.executor.stage_done(Stage.DENSE_FORWARD)
+                self.walker.after(Stage.DENSE_FORWARD)
             self.sparse.backward(inflight)
             if self.automatic:
-                self.executor.stage_done(Stage.BACKWARD)
+                self.walker.after(Stage.BACKWARD)
         self.sparse.step(inflight)
-        self.executor.stage_done(Stage.OPTIMIZER_STEP)
+        self.walker.after(Stage.OPTIMIZER_STEP)
         self.streams.do(Mark("a callback after the step", inflight.index), reads=self.tables)
         if inflight.index == self._num_batches // 2:
-            self.executor.updates.make_all()  # as the strategy does
+            self.walker.updates.make_all()  # as the strategy does
             self.streams.do(Mark("a reader of updated tables", inflight.index), reads=self.tables)
-            self.executor.wait_for_lookups()  # as a module's own forward does
+            self.walker.wait_for_lookups()  # as a module's own forward does
             caches = [cache(name) for name in self.sparse.modules]
             self.streams.do(Mark("an evaluation after the step", inflight.index), reads=self.tables, writes=caches)
         return True

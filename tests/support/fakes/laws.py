@@ -4,14 +4,14 @@ from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
-from lightning_overlap.runtime import Executor
+from lightning_overlap.runtime import Walker
 from lightning_overlap.schedules import SPARSE_STAGES, Schedule, Stage, StreamName, WeightOwner
 
 from .fake_trainer import FakeTrainer, Run
 from .recording import FAKE_MODULES, RecordingStreams
 
 
-def check_laws(schedule: Schedule, *, executor_type: type[Executor] = Executor) -> None:
+def check_laws(schedule: Schedule, *, walker_type: type[Walker] = Walker) -> None:
     """Check that a schedule does what it says, over 0 to 2 x depth fake batches.
 
     1. Each stage of each batch runs once, in order.
@@ -25,7 +25,7 @@ def check_laws(schedule: Schedule, *, executor_type: type[Executor] = Executor) 
     """
     nums, left = range(2 * schedule.depth + 1), ((), tuple(Stage), (Stage.INPUT_SPLITS_DIST,))
     for num_batches, ready, left_from in product(nums, (True, False), left):
-        trainer = FakeTrainer(schedule, ready=ready, executor_type=executor_type, left_from=left_from)
+        trainer = FakeTrainer(schedule, ready=ready, walker_type=walker_type, left_from=left_from)
         run = trainer.run(num_batches)
         check_stages(run, num_batches, ready=ready)
         check_in_flight(run)
@@ -33,7 +33,7 @@ def check_laws(schedule: Schedule, *, executor_type: type[Executor] = Executor) 
     lookups = StreamName.COMPUTE, StreamName.DATA_DIST, StreamName.LOOKUP
     parts = (FAKE_MODULES, *({name: owners} for name, owners in FAKE_MODULES.items()))
     for lookup, ready, modules in product(lookups, (True, False), parts):
-        options: dict[str, Any] = {"ready": ready, "modules": modules, "executor_type": executor_type}
+        options: dict[str, Any] = {"ready": ready, "modules": modules, "walker_type": walker_type}
         trainer = FakeTrainer(schedule, streams=RecordingStreams(lookup), **options)
         for _ in range(2):  # a second run: on weights that were loaded anew
             trainer.run(2 * schedule.depth + 1)

@@ -12,9 +12,10 @@ from unittest import mock
 import pytest
 
 from lightning_overlap.distributed import ASK_FOR_LAST, MAX_INTERVAL, StepFlags
-from lightning_overlap.runtime.end_of_data import EndOfData
-from lightning_overlap.runtime.interfaces import InFlightBatch
-from lightning_overlap.schedules.schedule import Schedule
+from lightning_overlap.runtime import FetchedBatch, Flight, Streams, Telemetry
+from lightning_overlap.runtime.batches import Batches
+from lightning_overlap.runtime.run_ahead import RunAhead
+from lightning_overlap.schedules import Schedule, Stage, Step, StreamName
 
 from ..support.fakes import check_in_flight
 from ..support.schedules import run_schedule
@@ -43,56 +44,64 @@ def test_a_batch_that_the_source_held_back_is_trained_all_the_same(mode: Schedul
 
 
 GOES_ON = StepFlags(has=True, lacks=False, last=False, stop=False)
+COPY = Step(Stage.COPY_BATCH_TO_DEVICE, 0, StreamName.MEMCPY)
 
 
-def end_beside(said: Sequence[StepFlags], **data: Any) -> tuple[EndOfData, mock.Mock]:
-    """Return the end of a rank's data beside ranks that say what they are told to, and what they were asked by."""
+def batches_of(source: Any, consensus: Any, depth: int) -> Batches:
+    def make_flight(index: int, fetched: FetchedBatch) -> Flight:
+        return Flight(index, *fetched)
+
+    streams = Streams()
+    return Batches(source, make_flight, consensus, depth, streams, Telemetry(rank=1), RunAhead(streams, None))
+
+
+def beside(results: Sequence[StepFlags], **data: Any) -> tuple[Batches, mock.Mock]:
+    """Return a rank's batches beside ranks that say what they are told to, and the polls of this rank."""
     consensus = mock.Mock()
-    consensus.ask.return_value.wait.side_effect = said
+    consensus.ask.return_value.wait.side_effect = results
     source: Any = SimpleNamespace(
         exhausted=False, length_known=False, num_certain=0, stop_requested=False, save_requested=False
     )
+    source.fetch = lambda index, timer: FetchedBatch(None, index, 0)
     vars(source).update({"num_batches": float("inf"), **data})
-    return EndOfData(source, consensus, rank=1, depth=2), consensus.ask
+    return batches_of(source, consensus, depth=2), consensus.ask
 
 
 def test_all_ranks_end_where_the_first_of_them_does() -> None:
-    end, asked = end_beside([GOES_ON, GOES_ON._replace(lacks=True)])
-    in_flight = {index: InFlightBatch(index, None) for index in (0, 1)}
+    batches, polled = beside([GOES_ON, GOES_ON._replace(lacks=True)])
     for index in (0, 1):
-        end.ask(index, lacks=False)
-    end.hear(0, in_flight)
-    assert (end.num_batches, list(in_flight)) == (None, [0, 1])
+        batches.fetch(COPY, index)
+    assert batches.get(0) is not None
+    assert (batches.num_batches, list(batches.in_flight)) == (None, [0, 1])
     with pytest.warns(UserWarning, match="another rank ended after 1 batches. Rank 1 has more"):
-        end.hear(1, in_flight)
-    assert (end.num_batches, list(in_flight)) == (1, [0])
-    assert end.is_last(0, num_ahead=0)
+        assert batches.get(1) is None
+    assert (batches.num_batches, list(batches.in_flight)) == (1, [0])
+    assert batches.is_last(0)
     soon = GOES_ON._replace(requested_interval=MAX_INTERVAL - 1)  # nothing is certain of the next batch
-    assert asked.mock_calls[:2] == [mock.call(soon), mock.call(soon)]
+    assert polled.mock_calls[:2] == [mock.call(soon), mock.call(soon)]
 
 
-def test_ranks_that_know_how_many_batches_they_have_ask_for_some_and_for_the_last_ones() -> None:
-    """No rank can run out of batches between two questions, unless most of those left are None."""
-    end, _ = end_beside([GOES_ON] * 100, length_known=True, num_batches=1000)
-    asked = []
+def test_ranks_that_know_how_many_batches_they_have_poll_some_and_the_last_ones() -> None:
+    """No rank can run out of batches between two polls, unless most of those left are None."""
+    batches, _ = beside([GOES_ON] * 100, length_known=True, num_batches=1000)
+    polled = []
     for index in range(1000):
-        end.ask(index, lacks=False)
-        asked += list(end.answers)
-        end.hear(index, {})
-    assert asked == [0, 255, 510, 755, 877, 938, 969, 984, *range(1000 - ASK_FOR_LAST, 1000)]
+        batches.fetch(COPY, index)
+        polled += list(batches.polls)
+        batches.get(index)
+    assert polled == [0, 255, 510, 755, 877, 938, 969, 984, *range(1000 - ASK_FOR_LAST, 1000)]
 
 
 class Rank:
-    """One of several ranks in lockstep, and its data: its n-th question goes with the n-th of each other one."""
+    """One of several ranks in lockstep, and its data: its n-th poll goes with the n-th of each other one."""
 
     length_known, num_batches, stop_requested, save_requested = False, float("inf"), False, False
 
     def __init__(self, all_ranks: list[Rank], num: int, draw_certain: Callable[[], int]) -> None:
         self.all_ranks, self.num, self.draw_certain = all_ranks, num, draw_certain
-        self.asked: list[StepFlags] = []
+        self.polled: list[StepFlags] = []
         self.num_fetched = 0
-        source: Any = self
-        self.end = EndOfData(source, source, rank=0, depth=3)
+        self.batches = batches_of(self, self, depth=3)
 
     @property
     def exhausted(self) -> bool:
@@ -102,43 +111,47 @@ class Rank:
     def num_certain(self) -> int:
         return min(self.draw_certain(), self.num - self.num_fetched)
 
+    def fetch(self, index: int, timer: Any) -> FetchedBatch | None:
+        if self.exhausted:
+            return None
+        self.num_fetched += 1
+        return FetchedBatch(None, index, 0)
+
     def ask(self, flags: StepFlags) -> Any:
-        self.asked.append(flags)
-        return SimpleNamespace(wait=partial(self._wait, len(self.asked) - 1))
+        self.polled.append(flags)
+        return SimpleNamespace(wait=partial(self._wait, len(self.polled) - 1))
 
     def _wait(self, number: int) -> StepFlags:
-        said = [rank.asked[number] for rank in self.all_ranks]  # no rank may have asked fewer questions
-        return StepFlags(*(max(flags) for flags in zip(*said, strict=True)))
+        all_flags = [rank.polled[number] for rank in self.all_ranks]  # no rank may have polled less often
+        return StepFlags(*(max(flags) for flags in zip(*all_flags, strict=True)))
 
     def fetch_to(self, index: int) -> None:
-        while self.num_fetched <= index and self.end.num_batches is None:
-            lacks, fetched = self.exhausted, self.num_fetched
-            self.num_fetched += not lacks
-            self.end.ask(fetched, lacks=lacks)
-            if lacks:
-                return
+        while self.num_fetched <= index and self.batches.num_batches is None and not self.exhausted:
+            self.batches.fetch(COPY, self.num_fetched)
+        if self.num_fetched <= index and self.batches.num_batches is None:
+            self.batches.fetch(COPY, self.num_fetched)
 
 
 @pytest.mark.filterwarnings("ignore:The data of another rank ended")
 @pytest.mark.parametrize("ahead", [0, 1, 2, 4])
-def test_ranks_without_lengths_agree_and_ask_for_every_other_batch(ahead: int) -> None:
+def test_ranks_without_lengths_agree_and_poll_every_other_batch(ahead: int) -> None:
     for seed in range(400):
         draw = Random(seed)
         certain = draw.choice([[2], [0, 1, 2]])  # they have up to two batches at hand beyond the one fetched last
         nums = [draw.randint(0, 25) for _ in range(draw.choice([2, 3]))]
         if not any(nums):
-            continue  # the executor ends with the batch that it does not get
+            continue  # the walker ends with the batch that it does not get
         ranks: list[Rank] = []
         ranks += [Rank(ranks, num, partial(draw.choice, certain)) for num in nums]
         for iteration in range(-ahead, 27):
             for rank in ranks:
                 rank.fetch_to(iteration + ahead)
             for rank in ranks:
-                rank.end.hear(iteration + ahead, {})
-            assert len({rank.end.num_batches for rank in ranks}) == 1, seed
+                rank.batches.get(iteration + ahead)
+            assert len({rank.batches.num_batches for rank in ranks}) == 1, seed
             if iteration >= 0 and min(nums) > 0:
-                assert {rank.end.is_last(iteration, 0) for rank in ranks} == {iteration + 1 == min(nums)}, seed
-        assert {rank.end.num_batches for rank in ranks} == {min(nums)}, seed
-        assert len({len(rank.asked) for rank in ranks}) == 1, seed
+                assert {rank.batches.is_last(iteration) for rank in ranks} == {iteration + 1 == min(nums)}, seed
+        assert {rank.batches.num_batches for rank in ranks} == {min(nums)}, seed
+        assert len({len(rank.polled) for rank in ranks}) == 1, seed
         if certain == [2]:
-            assert len(ranks[0].asked) <= min(nums) / 2 + 2, seed
+            assert len(ranks[0].polled) <= min(nums) / 2 + 2, seed

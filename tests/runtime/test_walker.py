@@ -1,4 +1,4 @@
-"""The executor over fake tables: laws, discovery, steps that are skipped or repeated, failures."""
+"""The walker over fake tables: laws, discovery, steps that are skipped or repeated, failures."""
 
 import pytest
 from hypothesis import given, settings
@@ -73,9 +73,9 @@ def test_a_failure_in_any_stage_of_any_batch_reaches_the_caller(mode: Schedule, 
                 trainer.run(num_batches, fail_at=(stage, batch))
             if stage not in TRAINING_STAGES:  # the trainer's own traceback names those
                 assert f"raised in stage {stage} of batch {batch} on rank 3" in caught.value.__notes__
-            trainer.executor.abandon()
-            assert len(trainer.executor.queue.in_flight) == (trainer.executor.queue.current is not None)
-            assert trainer.executor.queue.current is None
+            trainer.walker.abandon()
+            assert len(trainer.walker.batches.in_flight) == (trainer.walker.batches.current is not None)
+            assert trainer.walker.batches.current is None
             run = trainer.run(num_batches)
             check_stages(run, num_batches, ready=trainer.sparse.served[0].early)
             check_staleness(run)
@@ -86,9 +86,9 @@ def test_an_abandoned_run_issues_nothing_more(mode: Schedule) -> None:
     with pytest.raises(InjectedError):
         trainer.run(4, fail_at=(Stage.DENSE_FORWARD, 1))
     events = list(trainer.timeline.events)
-    trainer.executor.abandon()
-    trainer.executor.drain()
-    trainer.executor.stage_done(Stage.OPTIMIZER_STEP)
+    trainer.walker.abandon()
+    trainer.walker.drain()
+    trainer.walker.after(Stage.OPTIMIZER_STEP)
     assert trainer.timeline.events == events
 
 

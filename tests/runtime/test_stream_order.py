@@ -5,7 +5,7 @@ from unittest import mock
 
 import pytest
 
-from lightning_overlap.runtime.lookup_order import LookupOrder
+from lightning_overlap.runtime import Made, Streams
 from lightning_overlap.schedules.modes import FUSED_SPARSE_DIST, PREFETCH, STREAMS
 from lightning_overlap.schedules.stages import StreamName
 
@@ -17,10 +17,10 @@ class WritesCachesBack(FakeTrainer):
     """Writes caches back on the lookup stream after each step, as `EmbeddingDeltas` does."""
 
     def _train_next(self, *args: Any) -> bool:
-        goes_on, order = super()._train_next(*args), self.executor._order
-        order.lookup_waits()
-        with order.on_lookup():
-            mark = Mark("the cache written back after the step", self.executor.num_trained - 1)
+        goes_on = super()._train_next(*args)
+        self.streams.order(StreamName.COMPUTE, then=self.streams.lookup)
+        with self.streams.on_lookup():
+            mark = Mark("the cache written back after the step", self.walker.num_trained - 1)
             self.streams.do(mark, writes=[cache(name) for name in self.sparse.modules])
         return goes_on
 
@@ -30,23 +30,21 @@ def test_a_prefetch_comes_after_the_cache_is_written_back(policy: str) -> None:
     WritesCachesBack(PREFETCH, streams=RecordingStreams(STREAMS[policy])).run(2 * PREFETCH.depth + 1)
 
 
-def test_a_value_is_handed_to_the_stream_that_uses_it() -> None:
+def test_a_stream_that_uses_a_value_waits_for_it_and_is_recorded() -> None:
     """Other orders are left out one by one in `tests/testing`, where each is found to be a race."""
-    streams, value = mock.Mock(), object()
-    order = LookupOrder(streams, StreamName.LOOKUP)
-    order.take_to_lookup(value, StreamName.DATA_DIST)
-    order.hand_to_lookup(value)
-    assert streams.mock_calls == [
-        mock.call.record(StreamName.DATA_DIST),
-        mock.call.wait(StreamName.LOOKUP, streams.record.return_value),
-        mock.call.record_stream(value, StreamName.LOOKUP),
-        mock.call.record_stream(value, StreamName.LOOKUP),
-    ]
+    streams, value = Streams(), object()
+    with mock.patch.multiple(streams, wait=mock.DEFAULT, record_stream=mock.DEFAULT) as called:
+        made = Made(value, StreamName.DATA_DIST, mock.sentinel.event)
+        assert streams.use(made, on=StreamName.DATA_DIST) is value
+        assert not called["wait"].called
+        assert streams.use(made, on=StreamName.LOOKUP) is value
+    called["wait"].assert_called_once_with(StreamName.LOOKUP, mock.sentinel.event)
+    called["record_stream"].assert_called_once_with(value, StreamName.LOOKUP)
 
 
 @pytest.mark.parametrize("policy", STREAMS)
 def test_waiting_for_lookups_orders_the_compute_stream_behind_them(policy: str) -> None:
     trainer = FakeTrainer(FUSED_SPARSE_DIST, streams=RecordingStreams(STREAMS[policy]))
     trainer.run(9, stop_after=4)
-    trainer.executor.wait_for_lookups()
+    trainer.walker.wait_for_lookups()
     trainer.streams.do(Mark("a write of the user's, on the compute stream", 99), writes=trainer.tables)
