@@ -272,7 +272,7 @@ class Answers:
             self._gradients.watch(state.name, received)
             self._order_backward(received, in_step=True)
         with self._telemetry.merge(state.batch if is_first else None):
-            received = self._streams.use_by_caller(state.received)
+            self._streams.use_by_caller(state.received)
         if is_first and (send_next := self._send_next) is not None:
             assert self._current is not None
             # Tensors made in inference mode train nothing.
@@ -282,7 +282,7 @@ class Answers:
                 self._send_next = None
                 with torch.enable_grad(), torch.autocast("cpu", enabled=False):
                     send_next()
-        return received
+        return state.received.value
 
     def _order_backward(self, embeddings: Any, *, in_step: bool) -> None:
         """Order a backward through embeddings of the lookup stream with the compute stream.

@@ -74,24 +74,24 @@ BREAKS = {
         "schedules/modes.py", '{staleness}", staleness)', '{staleness}", max(1, staleness - 1))'
     ),
     "what comes after the step does not wait for the update of the tables": Break(
-        "runtime/executor.py", "self._order.compute_waits_for_update()\n            self._run", "self._run"
+        "runtime/walker.py",
+        "            self.updates.order_compute()\n            self._look_up_dense_tables()",
+        "            self._look_up_dense_tables()",
     ),
     "a module's own forward, and so its update of the tables, does not run on the lookup stream": Break(
         "sparse/answers.py",
-        "            with self._order.on_lookup(), timed, own_mode:\n",
+        "            with self._streams.on_lookup(), timed, own_mode:\n",
         "            with timed, own_mode:\n",
     ),
     "tables of the dense optimizer are looked up early without a wait for its step": Break(
-        "runtime/stage_issue.py", "        if WeightOwner.DENSE_OPTIMIZER in owners:\n", "        if False:\n"
+        "runtime/walker.py", "        if WeightOwner.DENSE_OPTIMIZER in owners:\n", "        if False:\n"
     ),
     "embeddings looked up early are served though the ids were changed in place since": Break(
         "sparse/answers.py", "if not state.sent.is_unchanged(state.kjt):", "if False:"
     ),
     "all-to-alls that were started for batches to come are not completed where training stops early": Break(
-        "runtime/executor.py",
-        "        for inflight in ahead:\n"
-        "            self._inputs.drain(inflight)\n"
-        "            self._lookups.drop_lookups(inflight)\n",
+        "runtime/walker.py",
+        "        for flight in ahead:\n            flight.drain()\n            flight.drop()\n",
         "",
     ),
     "the early lookups of a fit that failed stand in for the modules' own forwards from then on": Break(
@@ -101,7 +101,7 @@ BREAKS = {
         "plugin/loops/fit_loop.py", 'state_dict["combined_loader"] = fetcher.trained_states or None', "pass"
     ),
     "ranks end a batch after the one that the first of them lacks": Break(
-        "runtime/end_of_data.py", "index if said.lacks else index + 1", "index + 1"
+        "runtime/batches.py", "index if result.lacks else index + 1", "index + 1"
     ),
     "the host reads the sizes of an input dist once more": Break(
         "sparse/input_sizes.py", "self._group.rank()\n", "self._group.rank()\n        received.tolist()\n"
@@ -134,7 +134,7 @@ BREAKS = {
         "sparse/module_context.py", "if self.rates is not None and rates_of(self.module) != self.rates:", "if False:"
     ),
     "a rank that sees written tables leaves its early lookup aside without the others": Break(
-        "runtime/table_writes.py", "everyone = self._asks and self._any_rank(written)", "everyone = written"
+        "runtime/table_writes.py", "everyone = self._polls and self._any_rank(written)", "everyone = written"
     ),
     "an old checkpoint is removed before the new one has its name": Break(
         "checkpoint/atomic.py", "        path.rename(being_replaced(path))\n", "        discard(path)\n"

@@ -61,7 +61,8 @@ def test_no_race_in_any_mode(name: str, pipeline: str, policy: str) -> None:
 FILES = (walker, deferred_updates, table_writes)
 NOT_HERE = [
     *mutants.statements(walker, "_order_prefetch"),  # a CPU has no tables in a cache,
-    *mutants.statements(deferred_updates, "start"),  # and one rank sends no gradients
+    *mutants.statements(deferred_updates, "start"),  # one rank sends no gradients,
+    *mutants.statements(table_writes, "_drop_lookups"),  # and the next lookup is a module's own, which waits by itself
 ]
 STATEMENTS = [(file, *found) for file in FILES for found in mutants.statements(file) if found not in NOT_HERE]
 STATEMENTS += [(answers, *found) for found in mutants.statements(answers, "_receive_embeddings")]
@@ -84,7 +85,7 @@ def test_a_wait_or_hand_over_that_is_left_out_is_a_race(file: ModuleType, line: 
 def test_the_files_without_anything_left_out_have_no_race() -> None:
     with mutants.unchanged([*FILES, answers]):
         train(MIXED, "semi_sync")
-    assert len(STATEMENTS) >= 18
+    assert len(STATEMENTS) >= 15
 
 
 class ReadsTables(Model):
@@ -152,7 +153,7 @@ class LooksUpOnAStreamOfItsOwn(ReadsTables):
             streams.record_stream(kjt, StreamName.PREFETCH)
             found = getattr(self, collection)(copy.copy(kjt))
             found = {key: found[key] for key in keys}
-        streams.hand_to_caller(found, streams.record(StreamName.PREFETCH))
+        streams.use_by_caller(streams.made(found, on=StreamName.PREFETCH))
         return found
 
 
