@@ -65,7 +65,7 @@ class WalksSteps(HasRun):
         sparse = None if self._run is None or not self._release_features else self._run.sparse
         if sparse is not None and any(kjt is own for kjt in staged for own in loaded):
             reason = "no copy of them is made, so the data loader's own objects would lose their values"
-            sparse.inputs.keep_features(f"the batch's KeyedJaggedTensors are on {device} already and {reason}")
+            sparse.discovery.keep_features(f"the batch's KeyedJaggedTensors are on {device} already and {reason}")
         return batch
 
     def _placing_copies(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:

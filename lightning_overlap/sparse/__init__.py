@@ -3,8 +3,8 @@
 A *part* of a module is one sharding of its tables: one entry of TorchRec's `_input_dists`, `_lookups`, `_output_dists`.
 """
 
-from .inputs import count_anew, keyed_jagged_tensors, note_lengths
+from .batch_inputs import count_anew, keyed_jagged_tensors, note_lengths
+from .embeddings import EarlyEmbeddings
 from .options import SparseOptions
 from .pipeline import SparsePipeline
-from .pipelined_forward import EarlyEmbeddings
 from .stale_embeddings import StaleCounts, StaleRows

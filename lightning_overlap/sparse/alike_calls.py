@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from ..distributed import Mismatches, Point
-from .flight import SparseFlight
 from .options import SparseOptions
+
+if TYPE_CHECKING:
+    from .flight import SparseFlight
 
 _ADVICE = (
     "All ranks have to call sharded modules alike, since they wait for each other. On a rank that does not need the "

@@ -168,15 +168,6 @@ class DeferredUpdate:
             self._sent = None
         self._under_way.clear()
 
-    def drop(self) -> None:
-        """Wait for the gradients that were sent, and leave the tables as they are."""
-        for work in self.works:
-            work.wait()
-        self._backwards.clear()
-        self._sent = None
-        self._at_embeddings.clear()
-        self._under_way.clear()
-
     def _apply_sent(self, cuts: list[_Cut], *, retain_graph: bool) -> None:
         assert self._sent is not None
         # The second half of each collective has given its dummy tensor a gradient.

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..schedules import WeightOwner
 from ..tables import answer_tensors, owners_of, spec_of, table_by_name, tables_in_backward, tables_of
 from ..text import some
-from .pipelined_forward import PipelinedForwards
+from .options import SparseOptions
 
 NUM_BACKWARDS = 8
 """Backwards of a fit after which tables without a gradient are warned of."""
@@ -27,9 +27,9 @@ class GradientWatch:
     DistributedDataParallel, a gradient of zeros is one: bags share a tensor, and pass by table only for sequences.
     """
 
-    def __init__(self, forwards: PipelinedForwards) -> None:
-        self._options = forwards.options
-        modules = dict(zip(forwards, forwards.modules, strict=True)) if self._options.trains else {}
+    def __init__(self, all_modules: Mapping[str, Any], options: SparseOptions) -> None:
+        self._options = options
+        modules = all_modules if options.trains else {}
         trained = {name: _trained_tables(module) for name, module in modules.items()}
         self._waiting = {name: tables for name, tables in trained.items() if tables}  # module -> without a gradient yet
         self._tables = {name: table_by_name(modules[name]) for name in self._waiting}  # module -> embedding -> table

@@ -1,11 +1,13 @@
 """The input dist of all sharded modules: one exchange of sizes, then lengths, ids and weights in one all-to-all."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import islice, repeat
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -25,10 +27,11 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from ..distributed import PackedExchange, Part, gather_objects
 from ..runtime import Streams
 from ..tables import ids_fit_32_bits, input_dists_of, num_ids
-from .flight import SparseFlight
 from .input_sizes import Form, InputSizes, PartSizes, form_of, is_counted_on_device, is_device
-from .module_context import replaced
-from .pipelined_forward import other_forwards
+from .replacing import other_forwards, replaced
+
+if TYPE_CHECKING:
+    from .flight import SparseFlight
 
 FEW_SEGMENTS, MANY_IDS = 16, 512
 """A segment costs 1.6 us (one thread), so many segments with few ids each are left to TorchRec's kernel."""

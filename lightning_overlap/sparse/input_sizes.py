@@ -1,9 +1,11 @@
 """The exchange of sizes before ids are sent: how many elements of each tensor, and how many ids of each feature."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import islice, repeat, zip_longest
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from zlib import crc32
 
 import torch
@@ -16,7 +18,9 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from ..distributed import PackedExchange, Part, check_none_batches, gather_objects
 from ..runtime import Streams
 from ..tables import num_ids
-from .flight import SparseFlight
+
+if TYPE_CHECKING:
+    from .flight import SparseFlight
 
 
 class PartForm(NamedTuple):

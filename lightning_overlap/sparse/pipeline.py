@@ -1,22 +1,129 @@
-"""The sparse stages of a model's sharded modules, put together: inputs, lookups, updates, and the modules' forwards."""
+"""The sparse stages of a model's sharded modules, put together: what a walker and its flights use."""
 
-from collections.abc import Iterable, Mapping
+import itertools
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch.distributed as dist
 from torchrec.distributed.types import ShardedModule
 
+from ..distributed import Mismatches
 from ..runtime import FetchedBatch, Flight, Streams, Telemetry
 from ..schedules import StreamName
-from ..tables import kernel_parameters, tbes
-from .answers import Answers
+from ..tables import forget_prefetched, kernel_parameters, tbes
+from .alike_calls import AlikeCalls
+from .backward_fill import BackwardFill
+from .discovery import Discovery
 from .flight import SparseFlight
 from .gradient_watch import GradientWatch
-from .inputs import SparseInputs
-from .lookup import SparseLookups
+from .input_dist import InputExchange
+from .module_forward import ModuleForward
+from .module_forwards import ModuleForwards
 from .options import SparseOptions
-from .pipelined_forward import PipelinedForwards
-from .table_updates import TableUpdates
+from .overwritten import OverwrittenLookups
+from .present_step import PresentStep
+
+_num_made = itertools.count()
+
+
+class SparsePipeline:
+    """The sparse stages of a model's outermost sharded modules; only the input dist sends its traffic in `group`."""
+
+    def __init__(
+        self,
+        modules: Mapping[str, ShardedModule[Any, Any, Any, Any]],
+        group: dist.ProcessGroup | None,
+        streams: Streams,
+        telemetry: Telemetry,
+        options: SparseOptions,
+    ) -> None:
+        self.modules, self.group, self.options = modules, group, options
+        self.streams, self.telemetry = streams, telemetry
+        self.keep_ids = False  # whether batches that are looked up from now on keep their ids until their step is over
+        self.to_update: dict[int, SparseFlight] = {}  # batches whose gradients are sent and whose update is to come
+        key = f"lightning_overlap/{next(_num_made)}"  # all ranks make as many
+        self.mismatches: Mismatches | None = None  # None on one rank
+        if group is not None and options.store is not None:
+            self.mismatches = Mismatches(options.store, key, group.rank(), group.size(), options.timeout_s)
+        # Between hosts on a CPU, where the link is idle once all early embeddings of a step have arrived.
+        sends_within = options.multi_node and options.fills_waits and options.trains and not streams.is_async
+        self.step = PresentStep(streams, sends_within=sends_within)
+        self.exchange = None if group is None else InputExchange(group, streams)
+        self.forwards = ModuleForwards(self)
+        self.discovery = Discovery(self, self.forwards)
+        self.gradients = GradientWatch(modules, options)
+        compared = [one.name for one in self.forwards.values() if one.is_over_all]
+        self.alike = AlikeCalls(self.mismatches, compared, options)
+        self.backward_fill = BackwardFill(options, streams, num_ranks=1 if group is None else group.size())
+        self._overwritten = OverwrittenLookups(self)
+        # Called in the place of `ModuleForward.answer`, with the same arguments after the forward, by a check of a run.
+        self.watch_call: Callable[[ModuleForward, tuple[Any, ...], dict[str, Any]], Any] | None = None
+        self._leaves: list[Any] = []  # autograd's nodes of the modules' weights while it is attached
+
+    @property
+    def unpipelined(self) -> dict[str, str]:
+        """Names of the modules known so far to run in their own forward, each with the reason."""
+        return {name: one.unpipelined_reason for name, one in self.forwards.items() if one.unpipelined_reason}
+
+    def attach(self) -> None:
+        """Replace the modules' forwards until `detach`."""
+        self._leaves = _hold_leaves(self.modules.values(), self.streams)
+        self.forwards.attach()
+
+    def detach(self) -> None:
+        """Give every module its former forward back and forget all batches, without a collective."""
+        self.forwards.detach()
+        if self.mismatches is not None:
+            self.mismatches.end()
+        self._leaves = []
+        self.to_update.clear()
+        self.step.abandon()
+        if self.exchange is not None:
+            self.exchange.waiting.clear()
+
+    def update_before_forward(self, name: str) -> None:
+        """Make the deferred updates of the module `name`, the oldest first, before its own forward."""
+        waiting = [self.to_update[index] for index in sorted(self.to_update) if name in self.to_update[index].modules]
+        if waiting:
+            # For the backward, which has left the gradients.
+            self.streams.order(StreamName.COMPUTE, then=self.streams.lookup)
+            with self.streams.on_lookup():
+                for flight in waiting:
+                    flight.modules[name].update()
+
+    # What a walker asks (`runtime.SparseStages`).
+
+    @property
+    def ready(self) -> bool:
+        """Whether it is known which input of a batch feeds which module."""
+        return self.discovery.ready
+
+    @property
+    def can_defer_updates(self) -> bool:
+        """Whether an update can come later than its backward; on a CPU with one rank there is nothing to hide."""
+        return self.options.trains and (self.group is not None or self.streams.is_async)
+
+    def make_flight(self, index: int, fetched: FetchedBatch) -> SparseFlight:
+        """Return a flight for a batch that was copied to the device."""
+        return SparseFlight(index, *fetched, pipeline=self)
+
+    def discover(self, current: Flight) -> None:
+        """Learn from a forward which input feeds which module; all ranks call this after the same forward."""
+        self.discovery.discover()
+
+    def forget_prefetched(self) -> None:
+        """Drop prefetches without a lookup: FBGEMM matches prefetches to lookups by their order alone."""
+        with self.streams.on(StreamName.PREFETCH):
+            for module in self.modules.values():
+                forget_prefetched(module)
+
+    def are_overwritten(self, flights: Iterable[Flight]) -> bool:
+        """Whether tables of this rank, or their rates, were written since one of these batches was looked up."""
+        return self._overwritten.are_there(flights)  # type: ignore[arg-type]
+
+    def drop_overwritten(self, flights: Iterable[Flight]) -> None:
+        """Drop the early lookups of these batches, on all ranks alike: the tables were written afterwards."""
+        self._overwritten.drop(flights)  # type: ignore[arg-type]
 
 
 def _hold_leaves(modules: Iterable[Any], streams: Streams) -> list[Any]:
@@ -33,73 +140,3 @@ def _hold_leaves(modules: Iterable[Any], streams: Streams) -> list[Any]:
         dense = [leaf for leaf in (*module.parameters(), *kernel_parameters(module)) if id(leaf) not in known]
         nodes += streams.hold_leaves(dense, StreamName.COMPUTE)
     return nodes
-
-
-class SparsePipeline:
-    """The sparse stages of a model's outermost sharded modules; only the input dist sends its traffic in `group`."""
-
-    def __init__(
-        self,
-        modules: Mapping[str, ShardedModule[Any, Any, Any, Any]],
-        group: dist.ProcessGroup | None,
-        streams: Streams,
-        telemetry: Telemetry,
-        options: SparseOptions,
-    ) -> None:
-        self.modules, self.streams, self.telemetry = modules, streams, telemetry
-        self._leaves: list[Any] = []  # autograd's nodes of the modules' weights while it is attached
-        self._forwards = forwards = PipelinedForwards(modules, group, streams, telemetry, options)
-        self.inputs, self.updates = SparseInputs(forwards), TableUpdates(forwards)
-        self.gradients = GradientWatch(forwards)
-        self.answers = Answers(forwards, self.inputs, self.updates, self.gradients)
-        self.lookups = SparseLookups(forwards, self.inputs, self.answers)
-
-    @property
-    def unpipelined(self) -> dict[str, str]:
-        """Names of the modules known so far to run in their own forward, each with the reason."""
-        return {name: one.unpipelined_reason for name, one in self._forwards.items() if one.unpipelined_reason}
-
-    def attach(self) -> None:
-        """Replace the modules' forwards until `detach`."""
-        self._leaves = _hold_leaves(self.modules.values(), self.streams)
-        self._forwards.attach(self.answers.answer)
-
-    def detach(self) -> None:
-        """Give every module its former forward back and forget all batches, without a collective."""
-        self._forwards.detach()
-        self._leaves = []
-        self.updates.forget()
-        self.answers.abandon()
-        self.inputs.forget()
-
-    # What a walker asks (`runtime.SparseStages`).
-
-    @property
-    def ready(self) -> bool:
-        """Whether it is known which input of a batch feeds which module."""
-        return self.inputs.ready
-
-    @property
-    def can_defer_updates(self) -> bool:
-        """Whether an update can come later than its backward."""
-        return self.updates.can_defer_updates
-
-    def make_flight(self, index: int, fetched: FetchedBatch) -> SparseFlight:
-        """Return a flight for a batch that was copied to the device."""
-        return SparseFlight(index, *fetched, pipeline=self)
-
-    def discover(self, current: Flight) -> None:
-        """Learn from a forward which input feeds which module; all ranks call this after the same forward."""
-        self.inputs.discover()
-
-    def forget_prefetched(self) -> None:
-        """Drop prefetches without a lookup."""
-        self.lookups.forget_prefetched()
-
-    def are_overwritten(self, flights: Iterable[Flight]) -> bool:
-        """Whether tables of this rank, or their rates, were written since one of these batches was looked up."""
-        return self.lookups.is_overwritten(flights)  # type: ignore[arg-type]
-
-    def drop_overwritten(self, flights: Iterable[Flight]) -> None:
-        """Drop the early lookups of these batches, on all ranks alike: the tables were written afterwards."""
-        self.lookups.leave_overwritten(flights)  # type: ignore[arg-type]

@@ -72,7 +72,7 @@ class StaleRows:
 
     def keep_ids(self, keep: bool) -> None:
         """Set whether coming lookups keep their ids; `count` needs the ids of the last `staleness + 1` lookups."""
-        self._sparse.lookups.keep_ids = keep
+        self._sparse.keep_ids = keep
 
     def count(self) -> StaleCounts | None:
         """Start to count the rows of the batch looked up last, if it missed updates; all ranks call this together."""

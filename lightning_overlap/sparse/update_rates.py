@@ -14,7 +14,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from ..runtime import NOTHING, Streams
 from ..tables import SetRates, tables_of, tbes_within
-from .pipelined_forward import other_forwards
+from .replacing import other_forwards
 
 Kernels: TypeAlias = list[SplitTableBatchedEmbeddingBagsCodegen]
 

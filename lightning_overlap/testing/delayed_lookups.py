@@ -1,6 +1,6 @@
 """The reference of a stale mode: plain training whose lookups read old tables."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -41,16 +41,16 @@ class DelayedLookups(Watched):
             self._weights[num] = {name: _copies(sharded) for name, sharded in sharded_modules(module).items()}
 
     @override
-    def serve(self, step: str, answer: Callable[..., Any], pipelined: Any, args: Any, kwargs: Any) -> Any:
+    def serve(self, step: str, forward: Any, args: Any, kwargs: Any) -> Any:
         num, names = self._delays.get(self.batch, (0, frozenset[str]()))
-        if step != "training_step" or pipelined.name not in names:
-            return super().serve(step, answer, pipelined, args, kwargs)
-        now = _copies(pipelined.module)
-        _write(pipelined.module, self._weights[num][pipelined.name])
+        if step != "training_step" or forward.name not in names:
+            return super().serve(step, forward, args, kwargs)
+        now = _copies(forward.module)
+        _write(forward.module, self._weights[num][forward.name])
         try:
-            return super().serve(step, answer, pipelined, args, kwargs)
+            return super().serve(step, forward, args, kwargs)
         finally:
-            _write(pipelined.module, now)
+            _write(forward.module, now)
 
 
 def _copies(module: Any) -> list[Tensor]:

@@ -163,12 +163,12 @@ class Answers(Watched):
         self._given: dict[str, Any] = {}  # module -> the arguments of its last call
 
     @override
-    def serve(self, step: str, answer: Callable[..., Any], pipelined: Any, args: Any, kwargs: Any) -> Any:
+    def serve(self, step: str, forward: Any, args: Any, kwargs: Any) -> Any:
         given = None
         with suppress(RuntimeError):  # a tensor with a graph cannot be copied
             given = copy.deepcopy((args, kwargs))
-        embeddings = super().serve(step, answer, pipelined, args, kwargs)
-        self._answered(pipelined.name, step, given, embeddings)
+        embeddings = super().serve(step, forward, args, kwargs)
+        self._answered(forward.name, step, given, embeddings)
         return embeddings
 
     def _answered(self, name: str, step: str, given: Any, embeddings: Any) -> None:

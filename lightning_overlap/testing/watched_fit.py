@@ -81,14 +81,14 @@ class Watched(Callback):
         self.most_in_flight = 0  # the largest number of batches in flight at once
         self.depth = 0  # of the fit's schedules
 
-    def serve(self, step: str, answer: Callable[..., Any], pipelined: Any, args: Any, kwargs: Any) -> Any:
+    def serve(self, step: str, forward: Any, args: Any, kwargs: Any) -> Any:
         """Answer a call of a sharded module in the user's method `step`; note whether its lookup was early."""
-        embeddings = answer(pipelined, args, kwargs)
+        embeddings = forward.answer(args, kwargs)
         if step == "training_step":
             modules = self.early.setdefault(self.batch, {})
-            modules[pipelined.name] = modules.get(pipelined.name, True) and isinstance(embeddings, EarlyEmbeddings)
-            if pipelined.unpipelined_reason is not None:
-                self.plain_reasons[pipelined.name] = pipelined.unpipelined_reason
+            modules[forward.name] = modules.get(forward.name, True) and isinstance(embeddings, EarlyEmbeddings)
+            if forward.unpipelined_reason is not None:
+                self.plain_reasons[forward.name] = forward.unpipelined_reason
         return embeddings
 
     def ran(self, func: Any, args: Iterable[Any], result: Any) -> None:
@@ -278,8 +278,7 @@ class _WatchedStrategy(OverlapEmbeddingStrategy):
 
     def _make_pipeline(self, schedule: Any, step: str) -> SparsePipeline:
         pipeline = super()._make_pipeline(schedule, step)
-        own = pipeline.answers.answer
-        pipeline.answers.answer = partial(self._watched.serve, step, own)  # type: ignore[method-assign]
+        pipeline.watch_call = partial(self._watched.serve, step)
         return pipeline
 
 

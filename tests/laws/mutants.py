@@ -39,10 +39,10 @@ BREAKS = {
         "sparse/update_rates.py", "if set_rates is None or not torch.is_grad_enabled():", "if True:"
     ),
     "a call under `no_grad` gets its embeddings with their graph": Break(
-        "sparse/answers.py", "if torch.is_grad_enabled() or not self._options.trains:", "if True:"
+        "sparse/module_flight.py", "if torch.is_grad_enabled() or not self.pipeline.options.trains:", "if True:"
     ),
     "after the update of one part of the tables the other part is looked up": Break(
-        "sparse/lookup.py", "if (name, part) == only]", "if (name, part) != only]"
+        "sparse/module_flight.py", "if only in (None, part)]", "if only != part]"
     ),
     "a layer that is called twice loses the weight gradients of one call": Break(
         "dense/split_layers.py", "for call in of_layer]", "for call in of_layer[:1]]"
@@ -79,15 +79,15 @@ BREAKS = {
         "            self._look_up_dense_tables()",
     ),
     "a module's own forward, and so its update of the tables, does not run on the lookup stream": Break(
-        "sparse/answers.py",
-        "            with self._streams.on_lookup(), timed, own_mode:\n",
+        "sparse/module_forward.py",
+        "            with streams.on_lookup(), timed, own_mode:\n",
         "            with timed, own_mode:\n",
     ),
     "tables of the dense optimizer are looked up early without a wait for its step": Break(
         "runtime/walker.py", "        if WeightOwner.DENSE_OPTIMIZER in owners:\n", "        if False:\n"
     ),
     "embeddings looked up early are served though the ids were changed in place since": Break(
-        "sparse/answers.py", "if not state.sent.is_unchanged(state.kjt):", "if False:"
+        "sparse/module_forward.py", "if not found.sent.is_unchanged(found.kjt):", "if False:"
     ),
     "all-to-alls that were started for batches to come are not completed where training stops early": Break(
         "runtime/walker.py",
@@ -125,13 +125,13 @@ BREAKS = {
         "tables/sharding.py", "    find_features_by_name(model)\n", ""
     ),
     "nobody notices that a callback has written tables between two steps": Break(
-        "sparse/module_context.py", "any(num_writes(self.module, owner) != before for", "any(False for"
+        "sparse/module_flight.py", "any(num_writes(self.module, owner) != before for", "any(False for"
     ),
     "a backward between two steps is no write of the tables": Break(
         "tables/write_counts.py", "_num_backwards(module)[0] += 1", "pass"
     ),
     "an early lookup keeps the learning rate that somebody has changed by hand since": Break(
-        "sparse/module_context.py", "if self.rates is not None and rates_of(self.module) != self.rates:", "if False:"
+        "sparse/module_flight.py", "if self.rates is not None and rates_of(self.module) != self.rates:", "if False:"
     ),
     "a rank that sees written tables leaves its early lookup aside without the others": Break(
         "runtime/table_writes.py", "everyone = self._polls and self._any_rank(written)", "everyone = written"

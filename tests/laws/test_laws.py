@@ -66,7 +66,7 @@ def _fit_with_every_lookup_at_its_row(case: Case) -> object:
     # Nobody notices that tables were written after their lookup: else it would be left aside, and all be well.
     with (
         mock.patch.object(Schedule, "dense_owned_lookup", None),
-        mock.patch("lightning_overlap.sparse.module_context.num_writes", return_value=()),
+        mock.patch("lightning_overlap.sparse.module_flight.num_writes", return_value=()),
     ):
         return fit(case, Schedule("all_before_the_step", MODES["fused_sparse_dist"].steps))
 

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import MeanMetric
 
 from lightning_overlap import OverlapEmbeddingStrategy
-from lightning_overlap.sparse.answers import Answers
+from lightning_overlap.sparse.module_flight import ModuleFlight
 
 from ..support.cases import TABLE_WISE, Batch, Model, make_batch
 from ..support.fits import make_trainer
@@ -291,11 +291,11 @@ def early_embeddings() -> Iterator[list[str]]:
     """Note the step whenever embeddings of an early lookup are used."""
     used: list[str] = []
 
-    def receive(self: Any, *args: Any, own: Any = Answers._receive_embeddings) -> Any:
-        used.append(self._options.step)
+    def receive(self: Any, *args: Any, own: Any = ModuleFlight._receive) -> Any:
+        used.append(self.pipeline.options.step)
         return own(self, *args)
 
-    with mock.patch.object(Answers, "_receive_embeddings", receive):
+    with mock.patch.object(ModuleFlight, "_receive", receive):
         yield used
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_overlap import MODES, Mode
 from lightning_overlap.schedules.stages import StreamName
-from lightning_overlap.sparse.answers import Answers
+from lightning_overlap.sparse.present_step import PresentStep
 from lightning_overlap.testing import CheckedStreams
 from lightning_overlap.testing.watched_fit import process_group
 
@@ -87,7 +87,7 @@ def test_a_gradient_that_the_lookup_stream_reads_is_not_added_to(pipeline: str, 
 
 def test_autograd_does_add_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the test above."""
-    monkeypatch.setattr(Answers, "_order_backward", lambda self, embeddings, **_: None)
+    monkeypatch.setattr(PresentStep, "order_backward", lambda self, embeddings, **_: None)
     assert any(_shared_memory(AddsTheDensePart, "fused_sparse_dist"))
 
 
@@ -99,7 +99,7 @@ def test_no_gradient_is_held_after_a_backward_between_steps() -> None:
             sparse: Any = self.trainer.strategy._run.sparse  # type: ignore[attr-defined]
             with torch.enable_grad():
                 self.ebc(batch.inputs["sparse"][0]).values().sum().backward()
-            held.append(len(sparse.answers._held))
+            held.append(len(sparse.step.held))
 
     with process_group("cpu"):
         model = TrainsBetweenSteps(ONE_TABLE)
@@ -111,13 +111,13 @@ def test_no_gradient_is_held_after_a_backward_between_steps() -> None:
 
 def test_no_gradient_is_held_after_its_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     held: list[list[Tensor]] = []
-    forget = Answers.forget
+    end_backward = PresentStep.end_backward
 
-    def note(self: Answers, inflight: Any) -> None:
-        assert self._held, "the gradient of this step"
-        forget(self, inflight)
-        held.append(list(self._held))
+    def note(self: PresentStep, flight: Any) -> None:
+        assert self.held, "the gradient of this step"
+        end_backward(self, flight)
+        held.append(list(self.held))
 
-    monkeypatch.setattr(Answers, "forget", note)
+    monkeypatch.setattr(PresentStep, "end_backward", note)
     _shared_memory(AddsTheDensePart, "fused_sparse_dist")
     assert held == [[]] * 6

@@ -15,7 +15,7 @@ ORDERING = {
 }
 NEED_MOST = ("fused_sparse_dist", "semi_sync_deferred", "prefetch")
 """Modes of which one or the other fails without almost any such statement: to be tried first."""
-RECEIVERS = {"self", "streams", "self.streams", "self._streams", "self.updates"}
+RECEIVERS = {"self", "streams", "self.streams", "self._streams", "self.updates", "pipeline.streams"}
 
 
 def statements(module: ModuleType, function: str = "") -> Iterator[tuple[int, str]]:

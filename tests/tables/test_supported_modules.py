@@ -63,7 +63,7 @@ def test_same_as_the_plain_loop(get_ranks: Callable[..., Ranks], name: str, pipe
 def _fit_looked_up_before_the_step(name: str) -> Outcome:
     with (
         mock.patch.object(Schedule, "dense_owned_lookup", None),
-        mock.patch("lightning_overlap.sparse.module_context.num_writes", return_value=()),  # else it is left aside
+        mock.patch("lightning_overlap.sparse.module_flight.num_writes", return_value=()),  # else it is left aside
     ):
         return supported_modules.fit(name, Schedule("all_before_the_step", MODES["fused_sparse_dist"].steps))
 

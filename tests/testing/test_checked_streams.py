@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_overlap import MODES, STREAMS, Mode
 from lightning_overlap.runtime import deferred_updates, table_writes, walker
 from lightning_overlap.schedules.stages import Stage, StreamName
-from lightning_overlap.sparse import answers
+from lightning_overlap.sparse import module_flight
 from lightning_overlap.tables import tbes
 from lightning_overlap.testing import CheckedStreams, RaceError, checked_streams
 from lightning_overlap.testing.watched_fit import Setting, Watched, _WatchedStrategy, fit, process_group
@@ -65,7 +65,7 @@ NOT_HERE = [
     *mutants.statements(table_writes, "_drop_lookups"),  # and the next lookup is a module's own, which waits by itself
 ]
 STATEMENTS = [(file, *found) for file in FILES for found in mutants.statements(file) if found not in NOT_HERE]
-STATEMENTS += [(answers, *found) for found in mutants.statements(answers, "_receive_embeddings")]
+STATEMENTS += [(module_flight, *found) for found in mutants.statements(module_flight, "_receive")]
 
 
 @pytest.mark.slow
@@ -83,7 +83,7 @@ def test_a_wait_or_hand_over_that_is_left_out_is_a_race(file: ModuleType, line: 
 
 
 def test_the_files_without_anything_left_out_have_no_race() -> None:
-    with mutants.unchanged([*FILES, answers]):
+    with mutants.unchanged([*FILES, module_flight]):
         train(MIXED, "semi_sync")
     assert len(STATEMENTS) >= 15
 

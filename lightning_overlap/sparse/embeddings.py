@@ -1,0 +1,46 @@
+"""Embeddings that are waited for at their first use, not where the module is called."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torchrec.distributed.types import LazyAwaitable, LazyGetItemMixin
+
+from ..runtime import is_profiled
+
+
+class LazyEmbeddings(LazyGetItemMixin[str, Any], LazyAwaitable[Any]):  # type: ignore[misc]
+    """Embeddings that `receive` waits for at their first use, in the grad mode of the call, not of that use."""
+
+    def __init__(self, receive: Callable[[], Any]) -> None:
+        super().__init__()
+        self._receive, self._mode = receive, _grad_mode()
+
+    # Methods of an EmbeddingCollection's dict that TorchRec's awaitables lack.
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.keys())
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.keys()
+
+    def __len__(self) -> int:
+        return len(self.keys())
+
+    def wait(self) -> Any:
+        """Return the embeddings; without a profiler, skip TorchRec's `wait`, whose profiler range takes 5 us."""
+        return super().wait() if is_profiled() or self.callbacks else self._wait_impl()
+
+    def _wait_impl(self) -> Any:
+        if _grad_mode() == self._mode:
+            return self._receive()
+        grad, inference = self._mode
+        with torch.inference_mode(inference), torch.set_grad_enabled(grad):
+            return self._receive()
+
+
+class EarlyEmbeddings(LazyEmbeddings):
+    """Embeddings of an early lookup; a bottom MLP that runs before their first use overlaps with the all-to-all."""
+
+
+def _grad_mode() -> tuple[bool, bool]:
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled()

@@ -1,0 +1,95 @@
+"""The user's step that runs, and its backward: which batch it has, and what is kept until the backward is over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from ..runtime import Streams, tensors_in
+from ..schedules import StreamName
+from ..tables import SentInput
+
+if TYPE_CHECKING:
+    from .flight import SparseFlight
+
+
+class PresentStep:
+    """State of one step of the user's, from its begin to the end of its backward."""
+
+    def __init__(self, streams: Streams, *, sends_within: bool) -> None:
+        self._streams, self._sends_within = streams, sends_within
+        self.number = 0  # steps begun
+        self.current: SparseFlight | None = None  # the batch whose step runs, until the step returns
+        self.in_backward: SparseFlight | None = None  # the same batch, until its backward is over
+        self._send_next: Callable[[], None] | None = None  # until it was called, and until the step returns
+        # Answers that `checkpoint()` may ask for again until the backward is over, by module and `id` of the input.
+        self.kept: dict[tuple[str, int], tuple[SentInput, KeyedJaggedTensor, Any]] = {}
+        self.held: list[torch.Tensor] = []  # gradients of embeddings, until the backward is over
+
+    def begin(self, flight: SparseFlight, send_next: Callable[[], None]) -> None:
+        """Begin the step of a batch; `send_next` sends sizes and ids of coming batches."""
+        self.number += 1
+        self._forget_kept()
+        self.current = self.in_backward = flight
+        # A mode that watches operators (of a host-sync audit) would not see the read of the sizes within the step.
+        is_watched = torch._C._len_torch_function_stack() > 0 or torch._C._len_torch_dispatch_stack() > 0
+        self._send_next = send_next if self._sends_within and not is_watched else None
+
+    def end(self) -> None:
+        """End the step; its backward may follow."""
+        self.current = self._send_next = None
+
+    def end_backward(self, flight: SparseFlight) -> None:
+        """Let go of what only the backward of a batch has read."""
+        self._forget_kept()
+        if self.in_backward is flight:
+            self.in_backward = None
+
+    def abandon(self) -> None:
+        """Forget the step."""
+        self.current = self.in_backward = self._send_next = None
+        self._forget_kept()
+
+    def _forget_kept(self) -> None:
+        self.kept.clear()
+        self.held.clear()
+
+    def send_next_if_idle(self) -> None:
+        """Send sizes and ids of coming batches, once all early embeddings of the step have arrived."""
+        send_next = self._send_next
+        if send_next is None:
+            return
+        assert self.current is not None
+        flights = self.current.modules.values()
+        if all(one.embeddings is None or one.received is not None for one in flights):
+            self._send_next = None
+            with torch.enable_grad(), torch.autocast("cpu", enabled=False):
+                send_next()
+
+    def order_backward(self, embeddings: Any, *, in_step: bool) -> None:
+        """Order a backward through embeddings of the lookup stream with the compute stream.
+
+        Autograd adds in place into a gradient that nobody else on the host holds. The lookup stream may still have to
+        read it then: its node was launched, and has let go of the gradient. So gradients are held until the backward is
+        over. Source: `can_accumulate_inplace`.
+
+        With `in_step` False no walker sees that end: between two steps, in an evaluation, or if a module does its own
+        fetching. Then the compute stream waits for the update of the tables at the end of the backward.
+        """
+        if not self._streams.is_async or self._streams.lookup is StreamName.COMPUTE:
+            return
+        for tensor in tensors_in(embeddings):
+            if tensor.requires_grad:
+                tensor.register_hook(self.held.append)
+                if not in_step:
+                    tensor.register_hook(self._call_at_end)
+
+    def _call_at_end(self, gradient: torch.Tensor) -> None:
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+
+    def _end_backward(self) -> None:
+        self.held.clear()
+        self._streams.order(self._streams.lookup, then=StreamName.COMPUTE)
