@@ -162,7 +162,7 @@ def _name(block: Block) -> str:
 @pytest.mark.parametrize("block", [block for block in IN_SHELL if block not in SCRIPTS], ids=_name)
 def test_shell_lines_are_understood(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(OWN_PROJECT)  # type: ignore[no-untyped-call]
+    monkeypatch.syspath_prepend(OWN_PROJECT)
     for program, *words in commands(block.text):
         PROGRAMS[program](words, tmp_path)
 
