@@ -1,6 +1,6 @@
 """Order two streams: the lookup stream, which reads and updates tables, and the compute stream."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -27,6 +27,8 @@ class LookupOrder:
         self.observe: Observer = observe or (lambda kind, stage, index: None)
         self.timer: StageTimer | None = None  # told of every stage that either side issues
         self.num_told = 0  # the user's calls of `tables_changed()`
+        # Waits of those that read tables beside the steps (copies of rows): called before tables are written in place.
+        self.readers: list[Callable[[], None]] = []
         self._updated: Any = None  # event after the last update of a table on the lookup stream
 
     def reset(self) -> None:
