@@ -1,16 +1,17 @@
 """State that the base classes of the strategy share: the current run, and the objects that outlive it."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from torch.distributed.constants import default_pg_timeout
 
+from ..checkpoint import Piece
 from ..dense import SplitLayers
 from ..distributed import Consensus, Lowest, groups
 from ..runtime import Executor, LookupOrder, Rates, StageTimer, Streams
@@ -73,9 +74,23 @@ class Run:
         self.undo.close()
 
 
+class WeightAverages(Protocol):
+    """What keeps averages of a module's weights: the strategy loads them, and saves the weights without them."""
+
+    def memory(self) -> Mapping[str, Piece]:
+        """Return the memory of averages by the weights' names in `state_dict`, to load into; all ranks call this."""
+
+    def load(self, checkpoint: Mapping[str, Any]) -> None:
+        """Take the averages of a checkpoint whose weights are in the module; all ranks call this."""
+
+    def trained_weights(self) -> AbstractContextManager[Any]:
+        """Return a context within which the module has its trained weights, if an evaluation has swapped them out."""
+
+
 class HasRun(DDPStrategy):
     """Base of the strategy's other base classes: state that several of them need, and questions between ranks."""
 
+    averages: WeightAverages | None = None  # of a callback, which sets it before this strategy's set-up
     _tuner: Tuner | None = None  # with `pipeline="auto"`: tries modes, or has chosen one
 
     def __init__(self, **kwargs: Any) -> None:
@@ -176,14 +191,35 @@ class HasRun(DDPStrategy):
         """Within this context tables and kernels' iteration counts have the state after the last trained batch."""
         if self._run is not None:
             self._run.disturbs("save")
+        trained = nullcontext() if self.averages is None else self.averages.trained_weights()
         if (executor := self._executor) is None:
-            yield
+            with trained:
+                yield
             return
         executor.updates.make_all()
-        with executor.without_lookups_ahead():
+        with trained, executor.without_lookups_ahead():
             executor.wait_for_lookups()
             executor.writes.ask()
             yield
+
+    @contextmanager
+    def between_lookups(self) -> Iterator[None]:
+        """Within this context the compute stream may read and write tables: after all that was issued, before the rest.
+
+        Early lookups are not repeated: write values that are the same again before training goes on.
+        """
+        run = self._run
+        training, evaluating = (None, None) if run is None else (run.sparse, run.evaluating)
+        for wait in [] if training is None else training.order.readers:
+            wait()
+        orders = [sparse.order for sparse in (training, evaluating) if sparse is not None]
+        for order in orders:
+            order.compute_waits()
+        try:
+            yield
+        finally:
+            for order in orders:
+                order.lookup_waits()
 
     def join_groups(self) -> None:
         """Join the process groups of the coming run; all ranks call this at the same point."""
