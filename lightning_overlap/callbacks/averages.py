@@ -20,7 +20,7 @@ from ..text import check_known, some
 from ..updated_rows import UpdateWatch, num_other_writes
 from .row_averages import RowAverages, chunks, uncounted
 
-VISITED_WHOLE = 2  # samples, at the start and after a write by hand, that visit all rows
+VISITED_WHOLE = 2  # samples after a write by hand that visit all rows: code that has written once will write again
 
 AskedTables: TypeAlias = bool | Collection[str]
 
@@ -61,7 +61,7 @@ class Averages:
         self._watch: UpdateWatch | None = None
         self._order: LookupOrder | None = None
         self._writes = 0  # by hand, until the last sample
-        self._num_whole = VISITED_WHOLE  # further samples that visit all rows
+        self.num_whole = 0  # further samples that visit all rows
         self._whole_at = 0  # the last sample after which all rows were up to date
 
     def _row_averages(
@@ -95,7 +95,6 @@ class Averages:
         self.unwatch()
         self._order = order
         self._writes = self._num_writes
-        self._num_whole = VISITED_WHOLE
         self._watch = UpdateWatch([kernel for kernel, _ in self._rows], self._before_update)
         if order is not None:
             order.hand_to_lookup([tensor for _, rows in self._rows for tensor in rows.tensors])
@@ -123,8 +122,8 @@ class Averages:
 
     @property
     def visits_all(self) -> bool:
-        """Whether the next sample visits all rows: at first, and once the tables were written by hand."""
-        return bool(self._rows) and (self._num_whole > 0 or self._num_writes != self._writes)
+        """Whether the next sample visits all rows: for a while after the tables were written by hand."""
+        return bool(self._rows) and (self.num_whole > 0 or self._num_writes != self._writes)
 
     @torch.no_grad()
     def sample(self) -> bool:
@@ -149,7 +148,7 @@ class Averages:
         whole, writes = self.visits_all, self._num_writes
         was_written, self._writes = writes != self._writes, writes
         is_late = was_written and self._whole_at != self.num_samples and bool(self._rows)
-        self._num_whole = VISITED_WHOLE if was_written else max(0, self._num_whole - 1)
+        self.num_whole = VISITED_WHOLE if was_written else max(0, self.num_whole - 1)
         self.num_samples += 1
         for _, rows in self._rows:
             rows.sample(visits_all=whole)
@@ -157,10 +156,10 @@ class Averages:
             self._whole_at = self.num_samples
         return is_late
 
-    def begin(self, num_samples: int) -> None:
-        """Take `pieces` as the averages after `num_samples` samples."""
+    def begin(self, num_samples: int, num_whole: int = 0) -> None:
+        """Take `pieces` as the averages after `num_samples` samples; the next `num_whole` samples visit all rows."""
         self.num_samples = self._whole_at = num_samples
-        self._num_whole = VISITED_WHOLE
+        self.num_whole = num_whole
         for _, rows in self._rows:
             rows.begin(num_samples)
 

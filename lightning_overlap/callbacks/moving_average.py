@@ -15,7 +15,7 @@ from ..plugin import OverlapEmbeddingStrategy
 from ..text import some
 from .averages import AskedTables, Averages
 
-STATE = "averaging"  # entry of a checkpoint: number of samples, step of the last sample
+STATE = "averaging"  # entry of a checkpoint: number of samples, step of the last one, names of what is averaged
 
 
 class ExponentialMovingAverage(Callback):
@@ -250,9 +250,11 @@ class ExponentialMovingAverage(Callback):
         if self._is_open:  # of the averages as weights
             return
         self.bring_up_to_date()
-        checkpoint[STATE] = {"num_samples": self.num_samples, "last_step": self._last}
+        checkpoint[STATE] = state = {"num_samples": self.num_samples, "last_step": self._last}
         if self.num_samples:
-            checkpoint[AVERAGES] = dict(self._made().pieces)
+            averages = self._made()
+            state |= {"num_whole": averages.num_whole, "names": sorted(averages.pieces)}
+            checkpoint[AVERAGES] = dict(averages.pieces)
 
     def memory(self) -> Mapping[str, Piece]:
         """Return the memory of the averages by name; the strategy loads a checkpoint into it."""
@@ -265,7 +267,7 @@ class ExponentialMovingAverage(Callback):
         if module is None or self._strategy is None:
             return
         is_first = self._strategy.global_rank == 0
-        if not state or not state["num_samples"] or not saved:
+        if not state or not state["num_samples"]:
             self._forget(module)
             self._last = -1 if not state else state["last_step"]
             if state is None and is_first:
@@ -276,12 +278,13 @@ class ExponentialMovingAverage(Callback):
                 )
             return
         averages = self._made()
-        names = set(saved) & set(averages.pieces)
+        there = set(state["names"])
+        names = there & set(averages.pieces)
         if isinstance(saved, Mapping):  # of a file; a folder's are loaded
             averages.fill({name: saved[name] for name in names})
-        new, unused = sorted(set(averages.pieces) - names), sorted(set(saved) - names)
+        new, unused = sorted(set(averages.pieces) - names), sorted(there - names)
         averages.take_weights(module, new)
-        averages.begin(state["num_samples"])
+        averages.begin(state["num_samples"], state["num_whole"])
         self._last = state["last_step"]
         if (new or unused) and is_first:
             warnings.warn(

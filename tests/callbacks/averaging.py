@@ -1,5 +1,6 @@
 """Functions that ranks run: fits with averages, beside a plain average of all weights at every sample."""
 
+import ast
 import contextlib
 import warnings
 from collections.abc import Callable, Sequence
@@ -8,12 +9,14 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_overlap import ExponentialMovingAverage
 from lightning_overlap.checkpoint import local_parts
 
+from ..checkpoint.resumes import StatefulBatches
 from ..support.cases import Batches, Case, Model, TableSpec, make_batch
 from ..support.fits import make_strategy, make_trainer
 
@@ -259,3 +262,94 @@ def validate_while_training(case: Case, pipeline: str, ema: dict[str, Any], **kw
 
 def differing(mine: Parts, theirs: Parts) -> list[str]:
     return sorted(name for name in mine.keys() | theirs.keys() if not torch.equal(mine[name], theirs[name]))
+
+
+class SavesAt(Callback):
+    """Saves after some steps, in the middle of validations too; goes before or behind the averaging callback."""
+
+    def __init__(self, folder: str, steps: Sequence[int]) -> None:
+        self.folder, self.steps = folder, steps
+        self.weights: dict[str, Parts] = {}
+
+    def _save(self, trainer: Trainer, module: LightningModule, name: str) -> None:
+        trainer.save_checkpoint(f"{self.folder}/{name}.ckpt")
+        average = next(one for one in trainer.callbacks if isinstance(one, ExponentialMovingAverage))
+        with average.trained_weights():
+            self.weights[name] = parts_of(module.state_dict())
+
+    def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
+        if trainer.global_step in self.steps:
+            self._save(trainer, module, f"step={trainer.global_step}")
+
+    def on_validation_batch_end(self, trainer: Trainer, module: LightningModule, _: Any, __: Any, index: int) -> None:
+        if index == 1 and trainer.global_step in self.steps:
+            self._save(trainer, module, f"validating={trainer.global_step}")
+
+
+class StatefulData(StatefulBatches):
+    def __init__(self, case: Case, num_steps: int) -> None:
+        super().__init__("own-sized", num_steps, case)
+
+    def val_dataloader(self) -> DataLoader:
+        batches = [make_batch(self.case, index, self.trainer.global_rank) for index in range(100, 103)]
+        return DataLoader(batches, batch_size=None)
+
+
+def train_saving(case: Case, pipeline: str, folder: str, steps: Sequence[int], resume: str | None, **kwargs: Any) -> Any:
+    """Train two epochs, or go on from a checkpoint of the folder; `first` saves before the sample of its step."""
+    saver = SavesAt(folder, steps)
+    own: dict[str, Any] = {"data": StatefulData, "num_steps": 8, "max_epochs": 2, "val_check_interval": 3}
+    own["callbacks" if kwargs.pop("first", False) else "last"] = [saver]
+    found = train(case, pipeline, ckpt_path=resume and f"{folder}/{resume}.ckpt", **{**own, **kwargs})
+    found.seen["saved"] = saver.weights
+    return found
+
+
+def whole(of_ranks: Sequence[Averaged], what: str = "averages") -> dict[str, Tensor]:
+    """Put the parts of all ranks together."""
+    found: dict[str, Tensor] = {}
+    for one in of_ranks:
+        parts = [(*key.partition(" ")[::2], part) for key, part in getattr(one, what).items()]
+        windows = [(name, ast.literal_eval(window), part) for name, window, part in parts]
+        for name, window, part in windows:
+            if name not in found:
+                everyone = [ast.literal_eval(key.partition(" ")[2]) for other in of_ranks for key in getattr(other, what)
+                            if key.partition(" ")[0] == name]
+                size = [max(ends[dim][1] for ends in everyone) for dim in range(len(window))]
+                found[name] = torch.full(size, torch.nan) if part.is_floating_point() else torch.zeros_like(part)
+            found[name][tuple(slice(*ends) for ends in window)] = part
+    return found
+
+
+def load_and_validate(case: Case, path: str, **kwargs: Any) -> Averaged:
+    """Validate a checkpoint with a module of other weights, and return the weights that validation steps have."""
+    average = ExponentialMovingAverage(0.9, tables=True)
+    module = SeesWeights(case)
+    with torch.no_grad():
+        for weight in module.parameters():
+            weight.zero_()
+    callbacks = [average] if kwargs.pop("averages", True) else []
+    trainer = make_trainer(make_strategy(module, "fused_sparse_dist"), callbacks=callbacks)
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        trainer.validate(module, datamodule=Evaluations(case, 1), ckpt_path=path)
+    warned = [str(one.message) for one in caught if "verage" in str(one.message)]
+    return Averaged(0, module.seen_in[-1][1], parts_of(module.state_dict()), torch.zeros(()), average.num_samples, warned)
+
+
+def save_averages(case: Case, path: str, **kwargs: Any) -> Averaged:
+    """Train, and save the averages as the module's weights, in the fit or after it."""
+
+    def save(trainer: Trainer, module: Any, *_: Any) -> dict[str, Any]:
+        average = next(one for one in trainer.callbacks if isinstance(one, ExponentialMovingAverage))
+        with average.averaged():
+            trainer.save_checkpoint(path)
+        return {"state": average.averaged_state_dict()}
+
+    if kwargs.pop("in_fit"):
+        kwargs |= {"last": [At("on_train_batch_end", [7], save)], "num_steps": 7}
+        return train(case, "semi_sync_deferred", after=state_of, **kwargs)
+    return train(case, "semi_sync_deferred", after=save, num_steps=7, **kwargs)
+
+
+def saves_last(folder: str) -> ModelCheckpoint:
+    return ModelCheckpoint(folder, save_last=True)
