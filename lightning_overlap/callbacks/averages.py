@@ -5,6 +5,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from ..checkpoint import Piece, fill_from_whole, local_parts, map_shards
 from ..runtime import LookupOrder
@@ -37,7 +38,7 @@ class Averages:
     def __init__(self, module: nn.Module, *, decay: float, tables: AskedTables, use_buffers: bool) -> None:
         self.num_samples = 0
         self.is_swapped = False
-        self._decay = decay
+        self._decay, self._move = decay, get_ema_multi_avg_fn(decay)
         self._modules = list(sharded_modules(module).values())
         asked, dense = _names(module, tables, use_buffers=use_buffers)
         self.pieces: dict[str, Piece] = {}
@@ -142,7 +143,7 @@ class Averages:
             weights, averages = ([*side] for side in zip(*self._moved, strict=True))
             if any(weight.dtype != average.dtype for weight, average in self._moved):
                 weights = [weight.to(average.dtype) for weight, average in self._moved]
-            torch._foreach_lerp_(averages, weights, 1 - self._decay)
+            self._move(averages, weights, self.num_samples)
         for weight, average in self._copied:
             average.copy_(weight)
         whole, writes = self.visits_all, self._num_writes

@@ -250,7 +250,8 @@ class ExponentialMovingAverage(Callback):
         if self._is_open:  # of the averages as weights
             return
         self.bring_up_to_date()
-        checkpoint[STATE] = state = {"num_samples": self.num_samples, "last_step": self._last}
+        state: dict[str, Any] = {"num_samples": self.num_samples, "last_step": self._last}
+        checkpoint[STATE] = state
         if self.num_samples:
             averages = self._made()
             state |= {"num_whole": averages.num_whole, "names": sorted(averages.pieces)}

@@ -93,7 +93,7 @@ def write_file(content: dict[str, Any] | None, path: Path, group: Group, *, also
 
 
 def load_file(path: Path, *, weights_only: bool | None) -> dict[str, Any]:
-    """Read a checkpoint file; weights, averages and optimizer states of tables stay on the disk until they are copied."""
+    """Read a checkpoint file; weights, averages and states of tables stay on the disk until they are copied."""
     checkpoint = read_file(path, weights_only=weights_only, mmap=zipfile.is_zipfile(path))
     copied_later = ("state_dict", FUSED, TABLE_OPTIMIZERS, AVERAGES)
     return {

@@ -102,7 +102,8 @@ def weights_in_backward(model: nn.Module) -> set[str]:
     """Return the names in `state_dict` of the tables that a backward updates, replicas too; alike on all ranks."""
     found = set()
     for name, module in table_modules(model).items():
-        plan, owned = module.module_sharding_plan, {key for key, _ in in_backward_optimizer_filter(module.named_parameters())}
+        plan = module.module_sharding_plan
+        owned = {key for key, _ in in_backward_optimizer_filter(module.named_parameters())}  # by the dense optimizer
         for key in module.state_dict():
             how = plan.get(key.split(".")[-2])
             is_dense = how is not None and how.compute_kernel == DENSE

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ..runtime import LookupOrder
-from ..tables import KernelShards, kernel_shards, num_fused_writes, sharded_modules
+from ..tables import kernel_shards, num_fused_writes, sharded_modules
 from .row_marks import DeviceMarks, HostMarks
 from .update_watch import UpdateWatch
 

@@ -138,7 +138,8 @@ class RowNumbers:
         positions_N = torch.arange(indices_N.numel(), device=indices_N.device)
         feature_N = torch.searchsorted(ends[1:].long().contiguous(), positions_N, right=True)
         feature_N.clamp_(max=self._first_F.numel() - 1)
-        return valid(indices_N.long(), self._num_rows_F[feature_N]) + self._first_F[feature_N]
+        rows_N: Tensor = valid(indices_N.long(), self._num_rows_F[feature_N]) + self._first_F[feature_N]
+        return rows_N
 
 
 class DeviceMarks:

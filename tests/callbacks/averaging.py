@@ -247,15 +247,19 @@ def validate_while_training(case: Case, pipeline: str, ema: dict[str, Any], **kw
         return {
             "validations": num,
             "answers": torch.stack(module.answers),
-            "in_fit": [
-                differing(seen, kept.before[place // per][0]) for place, (_, seen) in enumerate(in_fit) if per
-            ],
-            "weights_back": [differing(now, before) for now, (_, before) in zip(kept.after, kept.before, strict=False)],
+            "in_fit": [differing(seen, kept.before[place // per][0]) for place, (_, seen) in enumerate(in_fit) if per],
+            "weights_back": [differing(now, before) for now, (_, before) in zip(kept.after, kept.before, strict=True)],
             "later": [differing(seen, weights | averages) for _, seen in module.seen_in],
             "in_the_end": differing(parts_of(module.state_dict()), weights),
         }
 
-    own = {"model": SeesWeights, "data": Evaluations, "callbacks": [kept], "after": evaluate, "last": [KeepsWeights(kept)]}
+    own = {
+        "model": SeesWeights,
+        "data": Evaluations,
+        "callbacks": [kept],
+        "after": evaluate,
+        "last": [KeepsWeights(kept)],
+    }
     found = train(case, pipeline, ema=ema, **own, **kwargs)
     return {**found.seen, "losses": found.losses, "weights": found.weights, "off_by": found.off_by}
 
@@ -295,7 +299,9 @@ class StatefulData(StatefulBatches):
         return DataLoader(batches, batch_size=None)
 
 
-def train_saving(case: Case, pipeline: str, folder: str, steps: Sequence[int], resume: str | None, **kwargs: Any) -> Any:
+def train_saving(
+    case: Case, pipeline: str, folder: str, steps: Sequence[int], resume: str | None, **kwargs: Any
+) -> Any:
     """Train two epochs, or go on from a checkpoint of the folder; `first` saves before the sample of its step."""
     saver = SavesAt(folder, steps)
     own: dict[str, Any] = {"data": StatefulData, "num_steps": 8, "max_epochs": 2, "val_check_interval": 3}
@@ -307,16 +313,16 @@ def train_saving(case: Case, pipeline: str, folder: str, steps: Sequence[int], r
 
 def whole(of_ranks: Sequence[Averaged], what: str = "averages") -> dict[str, Tensor]:
     """Put the parts of all ranks together."""
-    found: dict[str, Tensor] = {}
+    windows: dict[str, list[tuple[list[tuple[int, int]], Tensor]]] = {}
     for one in of_ranks:
-        parts = [(*key.partition(" ")[::2], part) for key, part in getattr(one, what).items()]
-        windows = [(name, ast.literal_eval(window), part) for name, window, part in parts]
-        for name, window, part in windows:
-            if name not in found:
-                everyone = [ast.literal_eval(key.partition(" ")[2]) for other in of_ranks for key in getattr(other, what)
-                            if key.partition(" ")[0] == name]
-                size = [max(ends[dim][1] for ends in everyone) for dim in range(len(window))]
-                found[name] = torch.full(size, torch.nan) if part.is_floating_point() else torch.zeros_like(part)
+        for key, part in getattr(one, what).items():
+            name, _, window = key.partition(" ")
+            windows.setdefault(name, []).append((ast.literal_eval(window), part))
+    found: dict[str, Tensor] = {}
+    for name, parts in windows.items():
+        size = [max(window[dim][1] for window, _ in parts) for dim in range(parts[0][1].dim())]
+        found[name] = torch.zeros(size, dtype=parts[0][1].dtype)
+        for window, part in parts:
             found[name][tuple(slice(*ends) for ends in window)] = part
     return found
 
@@ -333,7 +339,9 @@ def load_and_validate(case: Case, path: str, **kwargs: Any) -> Averaged:
     with warnings.catch_warnings(record=True, action="always") as caught:
         trainer.validate(module, datamodule=Evaluations(case, 1), ckpt_path=path)
     warned = [str(one.message) for one in caught if "verage" in str(one.message)]
-    return Averaged(0, module.seen_in[-1][1], parts_of(module.state_dict()), torch.zeros(()), average.num_samples, warned)
+    return Averaged(
+        0, module.seen_in[-1][1], parts_of(module.state_dict()), torch.zeros(()), average.num_samples, warned
+    )
 
 
 def save_averages(case: Case, path: str, **kwargs: Any) -> Averaged:
