@@ -55,7 +55,7 @@ def _unknown_key(err: BaseException | None) -> str | None:
     key = str(err.full_key)
     above, _, name = key.rpartition(".")
     if above:
-        return unknown_name_message("key", key, [f"{above}.{known}" for known in err.parent_node])
+        return unknown_name_message("key", key, [f"{above}.{known}" for known in map(str, err.parent_node)])
     own = "" if "/" in name else f" To add a key of your own, write +{name}=..."
     return unknown_name_message("key", name, [*map(str, err.parent_node), _EXPERIMENT]) + own
 
