@@ -1,6 +1,7 @@
 # Two commands are enough on a fresh machine: `make train` and `make test`. Each installs once, into .venv.
 #   make test PYTHON=/path/to/python3.12     another interpreter
 #   make test VARIANT=cuda                   fbgemm's CUDA build in place of its CPU build
+#   make train TORCH_INDEX=ADDRESS           torch's CPU build from the index that pytorch.org's install page shows
 
 VARIANT ?= cpu
 PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13 python; do \
@@ -118,8 +119,8 @@ $(LOCKED): $(LOCKS) $(OVERLAY) requirements/check_lock.py
 	@"$(PYTHON)" -m venv --clear $(VENV)
 	@$(PIP) install --no-deps $$(grep -hE '^(setuptools|wheel)==' $(LOCKS))
 	@echo "installing into $(VENV): torch and the packages of $(LOCKS)"
-	@$(PIP) install --no-compile --no-warn-conflicts --constraint requirements/$(VARIANT).lock \
-		$$(grep '^torch==' requirements/$(VARIANT).lock)
+	@$(if $(TORCH_INDEX),$(PIP) install $(AS_LOCKED) -i "$(TORCH_INDEX)",$(PIP) install --no-compile --no-warn-conflicts \
+		--constraint requirements/$(VARIANT).lock) $$(grep '^torch==' requirements/$(VARIANT).lock)
 	@$(PIP) install $(AS_LOCKED) $(LOCKS:%=-r %)
 	@$(if $(OVERLAY),$(PIP) install $(AS_LOCKED) -r $(OVERLAY))
 	@$(BIN)/python requirements/check_lock.py $(LOCKS) $(OVERLAY)

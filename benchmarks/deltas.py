@@ -119,10 +119,11 @@ def _timed_parts(spent: Spent) -> Iterator[None]:
     from lightning_overlap import EmbeddingDeltas
     from lightning_overlap.deltas.recording.touched_rows import TouchedRows
     from lightning_overlap.deltas.recording.writer import CutWriter
+    from lightning_overlap.updated_rows import MarkedRows, UpdateWatch
 
-    watch: Any = TouchedRows._watch
-    calls = {
-        "mark": (TouchedRows, "_before_update"),
+    watch: Any = UpdateWatch._watch
+    calls: dict[str, tuple[Any, str]] = {
+        "mark": (MarkedRows, "_mark_lookup"),
         "wait": (TouchedRows, "wait_copied"),
         "cut": (EmbeddingDeltas, "on_train_batch_end"),
         "copier": (TouchedRows, "_copy_on_host"),
@@ -133,7 +134,7 @@ def _timed_parts(spent: Spent) -> Iterator[None]:
             call = _method(spent.timed(what, getattr(owner, name)))
             stack.enter_context(mock.patch.object(owner, name, call))
         watched = _method(lambda self, kernel: spent.timed("mark", watch(self, kernel)))
-        stack.enter_context(mock.patch.object(TouchedRows, "_watch", watched))
+        stack.enter_context(mock.patch.object(UpdateWatch, "_watch", watched))
         yield
 
 

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from torchrec.distributed.fbgemm_qcomm_codec import QCommsConfig
 from torchrec.modules.embedding_modules import EmbeddingCollection
 
+from ..data import RecDataModule
 from ..plugin import OverlapEmbeddingStrategy
 from ..schedules import Mode
 from ..tables import check_quantized_comms, check_sharding, find_tables, refuse_dense_owner, resolve_quantized_comms
@@ -24,12 +25,6 @@ from ..text import check_known, some
 from .config_checks import AUTO, Config, check_arguments, modes, split_arm
 
 _T = TypeVar("_T")
-
-TRAINER_DEFAULTS: Mapping[str, Any] = {  # where the command differs from `Trainer`
-    "enable_model_summary": False,
-    "num_sanity_val_steps": 0,
-    "use_distributed_sampler": False,  # the data modules deal out rows to ranks themselves
-}
 
 
 def num_ranks(config: Config) -> int:
@@ -49,6 +44,18 @@ def num_ranks(config: Config) -> int:
     return found if isinstance(found, int) else len(found)
 
 
+def trainer_defaults(config: Config) -> dict[str, Any]:
+    """Return the arguments in which the command differs from `Trainer`, if the config does not set them.
+
+    The package's data modules deal out rows to ranks themselves, and a benchmark takes each rank's batches as they are.
+    The loaders of any other data module get Lightning's sampler, so that each rank trains its own rows.
+    """
+    made_by = _target_of("data", config["data"])
+    deals_out = isinstance(made_by, type) and issubclass(made_by, RecDataModule)
+    own = {"use_distributed_sampler": False} if deals_out or "arms" in config else {}
+    return {"enable_model_summary": False, "num_sanity_val_steps": 0, **own}
+
+
 def build_data(config: Config) -> LightningDataModule:
     """Return the data module of the config."""
     return _build("data", config["data"], LightningDataModule)
@@ -57,7 +64,7 @@ def build_data(config: Config) -> LightningDataModule:
 def build_model(config: Config, data: LightningDataModule) -> LightningModule:
     """Return the model of the config; it gets the data's `table_sizes` and `num_dense` if it takes them."""
     from_data = {name: getattr(data, name) for name in ("table_sizes", "num_dense") if hasattr(data, name)}
-    taken = inspect.signature(get_object(config["model"]["_target_"])).parameters
+    taken = inspect.signature(_target_of("model", config["model"])).parameters
     node = {name: value for name, value in from_data.items() if name in taken} | config["model"]
     return _build("model", node, LightningModule)
 
@@ -103,7 +110,7 @@ def build_trainer(
         strategy=strategy,
         callbacks=extra_callbacks + callbacks,
         logger=loggers or False,
-        **{**TRAINER_DEFAULTS, **enabled, **config["trainer"]},
+        **{**trainer_defaults(config), **enabled, **config["trainer"]},
     )
 
 
@@ -119,10 +126,10 @@ def complete(config: Config) -> dict[str, Any]:
     """Return the config with all defaults of data, model and trainer filled in, as a record of the run."""
     filled, in_yaml = dict(config), (str, int, float, tuple, list, dict, type(None))
     for group in ("data", "model"):
-        parameters = inspect.signature(get_object(config[group]["_target_"])).parameters.values()
+        parameters = inspect.signature(_target_of(group, config[group])).parameters.values()
         defaults = {p.name: p.default for p in parameters if isinstance(p.default, in_yaml)}
         filled[group] = {**defaults, **config[group]}
-    filled["trainer"] = {**TRAINER_DEFAULTS, **config["trainer"]}
+    filled["trainer"] = {**trainer_defaults(config), **config["trainer"]}
     return filled
 
 
@@ -181,9 +188,7 @@ def on_cuda(config: Config) -> bool:
 
 def _build(where: str, node: Config, kind: type[_T]) -> _T:
     """Instantiate `_target_`; its errors reach the caller unchanged."""
-    if "_target_" not in node:
-        raise ValueError(f"{where} has no _target_, the class or function to call, got {dict(node)}.")
-    check_arguments(where, node, get_object(node["_target_"]))
+    check_arguments(where, node, _target_of(where, node))
     try:
         made = instantiate(dict(node), _convert_="all")
     except InstantiationException as err:
@@ -193,6 +198,28 @@ def _build(where: str, node: Config, kind: type[_T]) -> _T:
     if not isinstance(made, kind):
         raise TypeError(f"{where}._target_ must make a {kind.__name__}, got {type(made).__name__}.")
     return made
+
+
+def _target_of(where: str, node: Config) -> Any:
+    """Return the class or function that `_target_` names.
+
+    Raises:
+        ValueError: There is no `_target_`.
+        ImportError: It cannot be imported.
+    """
+    if "_target_" not in node:
+        raise ValueError(f"{where} has no _target_, the class or function to call, got {dict(node)}.")
+    path = str(node["_target_"])
+    try:
+        return get_object(path)
+    except ImportError as err:
+        package = path.partition(".")[0]
+        if find_spec(package) is not None:
+            raise
+        raise ModuleNotFoundError(
+            f"{where}._target_ is {path!r}, and Python does not find {package!r}. Install your package "
+            "(pip install -e .), or start in the folder that has it, with PYTHONPATH=. before the command."
+        ) from err
 
 
 def _target_name(node: Config) -> str:

@@ -1,5 +1,6 @@
 """Shared parts of the Hydra commands: options that no config file names, running on all ranks, one-line errors."""
 
+import difflib
 import os
 import re
 import sys
@@ -11,13 +12,14 @@ from typing import Any, NoReturn, cast
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from ..distributed import is_told_last
 from ..text import unknown_name_message
 from . import build, config_checks, launch
 
 _OPTION = re.compile(r"(data|model|trainer|pipeline|stream|sharding|comms|logger|callbacks|strategy|latency)\.[\w.]+=")
+_EXPERIMENT = "experiment"  # a config group without a key of its own
 _WANTS_TRACEBACK = os.environ.get("HYDRA_FULL_ERROR") == "1"
 
 
@@ -33,6 +35,8 @@ def main(hydra_main: Callable[[], Any]) -> None:
         if isinstance(err, MissingConfigException) and err.options:
             group, _, name = str(err.missing_cfg_file).rpartition("/")
             _fail(unknown_name_message(group, name, err.options), exit_code=2)
+        if (unknown := _unknown_key(err.__cause__)) is not None:
+            _fail(unknown, exit_code=2)
         if _WANTS_TRACEBACK:
             raise
         if isinstance(err, OSError):
@@ -44,6 +48,28 @@ def main(hydra_main: Callable[[], Any]) -> None:
         _fail(f"{err}{because}")
 
 
+def _unknown_key(err: BaseException | None) -> str | None:
+    """Return the message for an override whose key no config has; None if `err` is about something else."""
+    if not isinstance(err, ConfigAttributeError | ConfigKeyError) or not isinstance(err.parent_node, DictConfig):
+        return None
+    key = str(err.full_key)
+    above, _, name = key.rpartition(".")
+    if above:
+        return unknown_name_message("key", key, [f"{above}.{known}" for known in map(str, err.parent_node)])
+    own = "" if "/" in name else f" To add a key of your own, write +{name}=..."
+    return unknown_name_message("key", name, [*map(str, err.parent_node), _EXPERIMENT]) + own
+
+
+def _refuse_added_typos(composed: DictConfig) -> None:
+    """Refuse `+pipline=base`: it would add a key that nothing reads, beside the one that was meant."""
+    given = [override.partition("=")[0] for override in HydraConfig.get().overrides.task]
+    added = {key.lstrip("+") for key in given if key.startswith("+") and not {".", "/", "@"} & set(key)}
+    known = {_EXPERIMENT, *map(str, composed)} - added
+    for key in sorted(added - known):
+        if near := difflib.get_close_matches(key, known, n=1, cutoff=0.8):
+            raise ValueError(f"+{key}=... adds a key that nothing reads. Did you mean {near[0]}=...?")
+
+
 def add_or_override(argument: str) -> str:
     """Let `data.batch_size=8` set an option that no config file names; most defaults are only in Python."""
     return f"++{argument}" if _OPTION.match(argument) else argument
@@ -52,6 +78,7 @@ def add_or_override(argument: str) -> str:
 def run_job(job: Callable[[dict[str, Any], Path], float | None], composed: DictConfig) -> float | None:
     """Check the config and call `job(config, run folder)`; errors that a user can fix end the process with one line."""
     try:
+        _refuse_added_typos(composed)
         config = cast("dict[str, Any]", OmegaConf.to_container(composed, resolve=True, throw_on_missing=True))
         config_checks.check(config)
         return job(config, Path(HydraConfig.get().runtime.output_dir))

@@ -4,6 +4,7 @@ from .atomic import discard, discard_with_leftovers, lead, links_to
 from .dense_state import by_name
 from .full_file import gather, gather_checkpoint, load_dense, load_file, load_fused, write_file
 from .sharded_folder import (
+    AVERAGES,
     FULL,
     SHARDED,
     FolderSaver,
@@ -13,4 +14,4 @@ from .sharded_folder import (
     load_folder,
     resolve_path,
 )
-from .table_state import check_tables, local_parts
+from .table_state import Piece, check_tables, fill_from_whole, local_parts, map_shards

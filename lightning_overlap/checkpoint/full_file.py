@@ -16,6 +16,7 @@ from .atomic import atomic_replace, remove, sibling, write_synced
 from .dense_state import State, empty_table_states, load_by_name, put_table_states
 from .plain_state import take_plain_state
 from .sharded_folder import (
+    AVERAGES,
     FUSED,
     FUSED_CLASSES,
     MODEL,
@@ -32,7 +33,7 @@ from .table_state import Loading, fill_from_whole, local_parts
 def gather_checkpoint(checkpoint: dict[str, Any], model: nn.Module, group: Group) -> dict[str, Any] | None:
     """Return Lightning's checkpoint with unsharded tensors on rank 0; None on other ranks. Every rank calls this."""
     state = take_state(checkpoint, model)
-    gathered = {part: dict(gather(state.get(part, {}), group)) for part in (MODEL, FUSED, TABLE_OPTIMIZERS)}
+    gathered = {part: dict(gather(state.get(part, {}), group)) for part in (MODEL, FUSED, TABLE_OPTIMIZERS, AVERAGES)}
     if not is_rank_zero(group):
         return None
     weights = gathered.pop(MODEL)
@@ -92,9 +93,9 @@ def write_file(content: dict[str, Any] | None, path: Path, group: Group, *, also
 
 
 def load_file(path: Path, *, weights_only: bool | None) -> dict[str, Any]:
-    """Read a checkpoint file; weights and optimizer states of tables stay on the disk until they are copied."""
+    """Read a checkpoint file; weights, averages and states of tables stay on the disk until they are copied."""
     checkpoint = read_file(path, weights_only=weights_only, mmap=zipfile.is_zipfile(path))
-    copied_later = ("state_dict", FUSED, TABLE_OPTIMIZERS)
+    copied_later = ("state_dict", FUSED, TABLE_OPTIMIZERS, AVERAGES)
     return {
         key: value if key in copied_later else apply_to_collection(value, Tensor, Tensor.clone)
         for key, value in checkpoint.items()

@@ -27,7 +27,7 @@ from ..text import check_known, some
 from .atomic import atomic_replace, being_replaced, remove, sibling, write_synced
 from .dense_state import empty_table_states, put_table_states, take_table_states
 from .safe_metadata import SafePlanner, SafeReader
-from .table_state import Loading, fused_classes, fused_state, on_host
+from .table_state import Loading, Piece, check_sizes, fused_classes, fused_state, on_host
 
 METADATA_NAME = "meta.pt"
 """The file that marks a checkpoint folder and has the unsharded state: loops, callbacks, dense optimizers."""
@@ -37,6 +37,8 @@ SHARDED, FULL = FORMATS = "sharded", "full"  # a folder written by all ranks; on
 State: TypeAlias = dict[str, dict[str, Any]]  # part -> name -> piece of state
 MODEL, FUSED, TABLE_OPTIMIZERS = "model", "fused_optimizer", "table_optimizers"
 """Parts of a folder: weights, state of fused optimizers, state of dense optimizers for shards of tables."""
+AVERAGES = "averages"
+"""Part of a folder, and entry of a checkpoint: averages of weights by the names of the weights in `state_dict`."""
 FUSED_CLASSES = "fused_optimizer_classes"  # entry of a checkpoint
 _OTHER_TABLES = "Was it saved from other tables?"
 
@@ -74,6 +76,7 @@ def take_state(checkpoint: dict[str, Any], model: nn.Module) -> State:
         checkpoint[FUSED_CLASSES] = fused_classes(model)
         state[FUSED] = {str(key): piece for key, piece in fused_state(model).items()}
         state[TABLE_OPTIMIZERS] = take_table_states(checkpoint["optimizer_states"], model)
+    state[AVERAGES] = checkpoint.pop(AVERAGES, {})
     # An empty part would be an object of the folder, and ranks differ in their parts.
     return {part: values for part, values in state.items() if values}
 
@@ -208,12 +211,20 @@ def resolve_path(path: Path) -> Path:
 
 
 def load_folder(
-    path: Path, model: nn.Module, group: Group, *, weights_only: bool | None, strict: bool, with_optimizers: bool
+    path: Path,
+    model: nn.Module,
+    group: Group,
+    *,
+    weights_only: bool | None,
+    strict: bool,
+    with_optimizers: bool,
+    averages: Callable[[], Mapping[str, Piece]] | None = None,
 ) -> dict[str, Any]:
     """Read a checkpoint folder into a sharded module, in place; return Lightning's checkpoint. All ranks call this.
 
-    `with_optimizers` also loads the optimizer state of tables. Raises a RuntimeError if the folder is damaged, or of
-    another model or another fused optimizer.
+    `with_optimizers` also loads the optimizer state of tables, and `averages` returns memory by name for averages of
+    weights; the names of those that were loaded are in the checkpoint's `AVERAGES`. Raises a RuntimeError if the folder
+    is damaged, or of another model or another fused optimizer.
     """
     state_dict = model.state_dict()  # shares the module's memory: filling it loads the module
     saved = _saved(path, [key for key, value in state_dict.items() if not isinstance(value, Tensor)])
@@ -224,6 +235,9 @@ def load_folder(
     if with_optimizers and "optimizer_states" in rest:
         loading = together(partial(Loading, model, saved[FUSED], rest.get(FUSED_CLASSES, {})), group)
         state[FUSED], state[TABLE_OPTIMIZERS] = loading.pieces, empty_table_states(saved[TABLE_OPTIMIZERS], model)
+    if averages is not None and (there := saved.get(AVERAGES)):
+        state[AVERAGES] = {key: piece for key, piece in averages().items() if key in there}
+        check_sizes(state[AVERAGES], {key: size for key, (size, _) in there.items()})
     state = {part: values for part, values in state.items() if values}
     try:
         reader, planner = SafeReader(path), SafePlanner(weights_only)
@@ -236,7 +250,8 @@ def load_folder(
     if loading is not None:
         loading.finish()
         put_table_states(state.get(TABLE_OPTIMIZERS, {}), rest["optimizer_states"])
-    return {**rest, "state_dict": {**state_dict, **state.get(MODEL, {})}, FUSED: None}  # None: already loaded
+    loaded = {FUSED: None, AVERAGES: sorted(state.get(AVERAGES, {}))}  # None: already loaded
+    return {**rest, "state_dict": {**state_dict, **state.get(MODEL, {})}, **loaded}
 
 
 def _saved(path: Path, objects: Sequence[str]) -> dict[str, dict[str, Any]]:

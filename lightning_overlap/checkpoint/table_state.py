@@ -163,10 +163,15 @@ def check_tables(model: nn.Module, weights: Mapping[str, Any]) -> None:
 
 
 def _check_shapes(pieces: Mapping[str, Piece], whole: Mapping[str, Tensor]) -> None:
+    check_sizes(pieces, {key: whole[key].shape for key in pieces})
+
+
+def check_sizes(pieces: Mapping[str, Piece], saved: Mapping[str, torch.Size]) -> None:
+    """Raise a RuntimeError if a piece was saved with another size."""
     for key, piece in pieces.items():
-        if tuple(piece.size()) != tuple(whole[key].shape):
+        if tuple(piece.size()) != tuple(saved[key]):
             raise RuntimeError(
-                f"{key} was saved with shape {tuple(whole[key].shape)}, this model has {tuple(piece.size())}. "
+                f"{key} was saved with shape {tuple(saved[key])}, this model has {tuple(piece.size())}. "
                 "Was the checkpoint saved from other tables?"
             )
 

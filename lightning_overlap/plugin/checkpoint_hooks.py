@@ -164,7 +164,12 @@ class SavesShards(HasRun):
 
         checkpoint: Any = found_checkpoints.read_alike(read, checkpoint_path, self.checkpoint_group)
         if isinstance(checkpoint, Path):  # of a folder, which all ranks read together
-            load = partial(checkpoints.load_folder, weights_only=weights_only, with_optimizers=self._fits)
+            load = partial(
+                checkpoints.load_folder,
+                weights_only=weights_only,
+                with_optimizers=self._fits,
+                averages=None if self.averages is None else self.averages.memory,
+            )
             checkpoint = load(checkpoint, self._module, self.checkpoint_group, strict=self._module.strict_loading)
         states = checkpoint.pop(_LOADERS, [])
         if len(states) == self.world_size:  # else all ranks take the states of rank 0
@@ -186,6 +191,8 @@ class SavesShards(HasRun):
         except RuntimeError as err:
             err.add_note("The checkpoint's module has other tables or another dense part than this module.")
             raise
+        if self.averages is not None:
+            self.averages.load(checkpoint)
         if self._fits and self._is_sharded:
             if self._tuner is not None:
                 self._tuner.load_state_dict(checkpoint.get(_CHOICE, {}))

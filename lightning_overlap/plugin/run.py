@@ -1,19 +1,21 @@
 """State that the base classes of the strategy share: the current run, and the objects that outlive it."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from torch.distributed.constants import default_pg_timeout
 
+from ..checkpoint import Piece
 from ..dense import SplitLayers
 from ..distributed import Consensus, Lowest, groups
-from ..runtime import Rates, StageTimer, Streams, Telemetry, Walker
+from ..runtime import Rates, StageTimer, Streams, TableAccess, Telemetry, Walker
+from ..schedules import StreamName
 from ..sparse import SparsePipeline
 from ..tables import KeptPlan, plan_of, sharded_modules
 from ..tuning import Tuner
@@ -25,7 +27,6 @@ class Run:
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
-        self.num_tables_changed = 0  # calls of `tables_changed()`
         self.undo = ExitStack()  # undoes the changes of Lightning's objects and of the module when it is closed
         self.sparse: SparsePipeline | None = None  # of training, as soon as the tables are sharded
         self.walker: Walker | None = None  # of training, as soon as the fit loop wants its first batch
@@ -68,9 +69,23 @@ class Run:
         self.undo.close()
 
 
+class WeightAverages(Protocol):
+    """What keeps averages of a module's weights: the strategy loads them, and saves the weights without them."""
+
+    def memory(self) -> Mapping[str, Piece]:
+        """Return the memory of averages by the weights' names in `state_dict`, to load into; all ranks call this."""
+
+    def load(self, checkpoint: Mapping[str, Any]) -> None:
+        """Take the averages of a checkpoint whose weights are in the module; all ranks call this."""
+
+    def trained_weights(self) -> AbstractContextManager[Any]:
+        """Return a context within which the module has its trained weights, if an evaluation has swapped them out."""
+
+
 class HasRun(DDPStrategy):
     """Base of the strategy's other base classes: state that several of them need, and questions between ranks."""
 
+    averages: WeightAverages | None = None  # of a callback, which sets it before this strategy's set-up
     _tuner: Tuner | None = None  # with `pipeline="auto"`: tries modes, or has chosen one
 
     def __init__(self, **kwargs: Any) -> None:
@@ -124,9 +139,9 @@ class HasRun(DDPStrategy):
         return None if self._run is None or self._run.sparse is None else self._run.sparse.telemetry
 
     @property
-    def num_tables_changed(self) -> int:
-        """How often `tables_changed` was called in this run."""
-        return 0 if self._run is None else self._run.num_tables_changed
+    def table_access(self) -> TableAccess | None:
+        """Who uses the tables of this fit beside its steps; None outside of a fit, and without tables."""
+        return None if self._run is None or self._run.sparse is None else self._run.sparse.table_access
 
     @property
     def num_in_flight(self) -> int:
@@ -162,22 +177,43 @@ class HasRun(DDPStrategy):
         """
         if self._walker is not None:
             self._walker.writes.tables_changed()
-        if self._run is not None:
-            self._run.num_tables_changed += 1
+        if self.table_access is not None:
+            self.table_access.num_changed += 1
 
     @contextmanager
     def saving(self) -> Iterator[None]:
         """Within this context tables and kernels' iteration counts have the state after the last trained batch."""
         if self._run is not None:
             self._run.disturbs("save")
+        trained = nullcontext() if self.averages is None else self.averages.trained_weights()
         if (walker := self._walker) is None:
-            yield
+            with trained:
+                yield
             return
         walker.updates.make_all()
-        with walker.without_lookups_ahead():
+        with trained, walker.without_lookups_ahead():
             walker.wait_for_lookups()
             walker.writes.poll_next()
             yield
+
+    @contextmanager
+    def between_lookups(self) -> Iterator[None]:
+        """Within this context the compute stream may read and write tables: after all that was issued, before the rest.
+
+        Early lookups are not repeated: write values that are the same again before training goes on.
+        """
+        run = self._run
+        training, evaluating = (None, None) if run is None else (run.sparse, run.evaluating)
+        for wait in [] if training is None else training.table_access.readers:
+            wait()
+        streams = None if training is None and evaluating is None else self.streams
+        if streams is not None:
+            streams.order(streams.lookup, then=StreamName.COMPUTE)
+        try:
+            yield
+        finally:
+            if streams is not None:
+                streams.order(StreamName.COMPUTE, then=streams.lookup)
 
     def join_groups(self) -> None:
         """Join the process groups of the coming run; all ranks call this at the same point."""

@@ -85,9 +85,9 @@ def _why_refused(callback: Callback, model: nn.Module) -> str | None:
     if isinstance(callback, _AVERAGING):
         return (
             "it has copied the module with its whole tables and pairs the copy's parameters with the sharded module's. "
-            "Average the dense modules alone: in a callback of your own, make "
-            "torch.optim.swa_utils.AveragedModel(module.top) in on_fit_start and call its "
-            "update_parameters(module.top) in on_train_batch_end"
+            "Use lightning_overlap.ExponentialMovingAverage(decay=0.999), which averages the dense part and, with "
+            "tables=True, the tables (docs/optimizers.md, 'Averages of weights'). For an average of another kind, make "
+            "torch.optim.swa_utils.AveragedModel(module.top) of the dense modules in a callback of your own"
         )
     if isinstance(callback, callbacks.BaseFinetuning) and not all(one.parameter.requires_grad for one in tables):
         return (

@@ -5,11 +5,12 @@ from .batch_tree import Path, leaves, resolve
 from .flight import FetchedBatch, Flight, ModulePart, OnUpdated, Rates
 from .interfaces import BatchSource, Observer, SparseStages, StageTimer
 from .streams import NOTHING, BatchCopies, CudaStreams, Made, Streams, make_streams, tensors_in
+from .table_access import TableAccess
 from .telemetry import Telemetry, is_profiled
 from .walker import Walker
 
 __all__ = [
     *("NOTHING", "BatchCopies", "BatchMemory", "BatchSource", "CudaStreams", "FetchedBatch", "Flight", "Made"),
-    *("ModulePart", "Observer", "OnUpdated", "Path", "Rates", "SparseStages", "StageTimer", "Streams", "Telemetry"),
-    *("Walker", "allocates_batches", "is_profiled", "leaves", "make_streams", "resolve", "tensors_in"),
+    *("ModulePart", "Observer", "OnUpdated", "Path", "Rates", "SparseStages", "StageTimer", "Streams", "TableAccess"),
+    *("Telemetry", "Walker", "allocates_batches", "is_profiled", "leaves", "make_streams", "resolve", "tensors_in"),
 ]

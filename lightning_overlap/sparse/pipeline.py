@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torchrec.distributed.types import ShardedModule
 
 from ..distributed import Mismatches
-from ..runtime import FetchedBatch, Flight, Streams, Telemetry
+from ..runtime import FetchedBatch, Flight, Streams, TableAccess, Telemetry
 from ..schedules import StreamName
 from ..tables import forget_prefetched, kernel_parameters, tbes
 from .alike_calls import AlikeCalls
@@ -38,7 +38,7 @@ class SparsePipeline:
         options: SparseOptions,
     ) -> None:
         self.modules, self.group, self.options = modules, group, options
-        self.streams, self.telemetry = streams, telemetry
+        self.streams, self.telemetry, self.table_access = streams, telemetry, TableAccess(streams)
         self.keep_ids = False  # whether batches that are looked up from now on keep their ids until their step is over
         self.to_update: dict[int, SparseFlight] = {}  # batches whose gradients are sent and whose update is to come
         key = f"lightning_overlap/{next(_num_made)}"  # all ranks make as many

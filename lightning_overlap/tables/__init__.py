@@ -46,7 +46,7 @@ from .sharding import (
     seed_shards,
     shard_tables,
 )
-from .shards import KernelShards, TableShard, kernel_shards, table_lines
+from .shards import KernelShards, TableShard, kernel_shards, table_lines, table_names, weights_in_backward
 from .subclasses import check_named_tables, collections_left_whole
 from .supported_modules import (
     TABLE_TYPES,

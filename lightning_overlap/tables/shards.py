@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from ..text import some
 from .combined_optimizer import optimizer_name
@@ -84,6 +85,30 @@ def kernel_shards(model: nn.Module) -> list[KernelShards]:
                 is_replicated = plan[tables[0].name].sharding_type == DATA_PARALLEL
                 receives_ids = module._env.world_size > 1 and not is_replicated
                 found.append(KernelShards(part.emb_module, shards, features, is_replicated, receives_ids))
+    return found
+
+
+def table_names(model: nn.Module) -> dict[str, str]:
+    """Return the name of the weight in `state_dict` -> name of the table, of all sharded tables; alike on all ranks."""
+    return {
+        f"{name}.{key}": key.split(".")[-2]
+        for name, module in table_modules(model).items()
+        for key in module.state_dict()
+        if key.split(".")[-2] in module.module_sharding_plan
+    }
+
+
+def weights_in_backward(model: nn.Module) -> set[str]:
+    """Return the names in `state_dict` of the tables that a backward updates, replicas too; alike on all ranks."""
+    found = set()
+    for name, module in table_modules(model).items():
+        plan = module.module_sharding_plan
+        owned = {key for key, _ in in_backward_optimizer_filter(module.named_parameters())}  # by the dense optimizer
+        for key in module.state_dict():
+            how = plan.get(key.split(".")[-2])
+            is_dense = how is not None and how.compute_kernel == DENSE
+            if how is not None and not (is_dense and (how.sharding_type != DATA_PARALLEL or key in owned)):
+                found.add(f"{name}.{key}")
     return found
 
 

@@ -61,7 +61,7 @@ def commands(text: str) -> Iterator[list[str]]:
 
 
 def run_program(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{folder}", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, *arguments]
     done: subprocess.CompletedProcess[str] = interpreters.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, timeout=100

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hydra import compose, initialize_config_module
 from hydra.utils import get_object
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningDataModule, LightningModule
 from omegaconf import OmegaConf
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 
@@ -126,6 +126,36 @@ def test_comms_reach_the_strategy(name: str) -> None:
 def test_bad_words_are_answered_before_a_rank_starts(overrides: list[str], message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=re.escape(message)):
         check(*overrides)
+
+
+@pytest.mark.parametrize("group", ["data", "model"])
+def test_a_class_that_python_does_not_find_or_that_no_config_names(group: str) -> None:
+    message = (
+        f"{group}._target_ is 'shop_of_mine.Things', and Python does not find 'shop_of_mine'. Install your package"
+    )
+    with pytest.raises(ModuleNotFoundError, match=re.escape(message)):
+        check(f"{group}._target_=shop_of_mine.Things")
+    with pytest.raises(ImportError, match="Nowhere"):
+        check(f"{group}._target_={__name__}.Nowhere")
+    with pytest.raises(ValueError, match=f"{group} has no _target_"):
+        check(f"~{group}._target_")
+
+
+class DealsOutNothing(LightningDataModule):
+    pass
+
+
+def test_lightning_deals_out_the_rows_of_a_data_module_that_does_not() -> None:
+    given = [
+        build.complete(composed(*overrides, command=command))["trainer"].get("use_distributed_sampler")
+        for command, *overrides in (
+            ("config", f"data._target_={__name__}.DealsOutNothing"),
+            ("config",),
+            ("config", "trainer.use_distributed_sampler=true"),
+            ("bench", f"data._target_={__name__}.DealsOutNothing"),  # trains each rank's batches as they are
+        )
+    ]
+    assert given == [None, False, True, False]
 
 
 class WithoutFusedOptimizer(LightningModule):

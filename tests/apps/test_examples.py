@@ -2,6 +2,7 @@
 
 import difflib
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -55,3 +56,20 @@ def test_a_project_moves_over(tmp_path: Path) -> None:
     old, new_auc, served = map(float, found.groups())
     assert 0.6 < old < new_auc
     assert served == pytest.approx(new_auc, abs=2e-6)
+
+
+def test_a_project_of_ones_own_trains_and_its_checkpoint_is_tested(tmp_path: Path) -> None:
+    """Each rank trains its own half of the 20,000 rows, though the data module knows no ranks."""
+    shutil.copytree(ROOT / "examples" / "own_project", tmp_path, dirs_exist_ok=True)
+    run_program(tmp_path, "-m", "shop.make_visits", "visits")
+    command = ("-m", "lightning_overlap.train", "--config-dir", "configs", "experiment=wide", "trainer.max_epochs=2")
+    trained = run_program(tmp_path, *command).stdout
+    assert re.search(r"^steps +158$", trained, flags=re.MULTILINE), trained  # 2 * ceil(20_000 / 2 / 128)
+    auc = _test_auc(trained)
+    assert auc > 0.7
+    [last] = tmp_path.glob("outputs/*/*/logs/*/checkpoints/last.ckpt")
+    assert _test_auc(run_program(tmp_path, *command, f"ckpt_path={last}", "task=test").stdout) == auc
+
+
+def _test_auc(said: str) -> float:
+    return float(re.findall(r"test.auc +(0\.\d+)", said)[-1])

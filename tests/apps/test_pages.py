@@ -6,6 +6,7 @@ import json
 import os
 import pkgutil
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -29,6 +30,7 @@ from .pages import PAGES, ROOT, Block, blocks, commands
 from .pages import run_python as run_python_of
 from .test_conf import composed
 
+OWN_PROJECT = ROOT / "examples" / "own_project"
 RUN_ELSEWHERE = {"README.md", "docs/quickstart.md"}  # by test_readme.py
 BLOCKS = [block for page in PAGES for block in blocks(page)]
 WITH_PYTHON = sorted({block.page for block in BLOCKS if block.language == "python"} - RUN_ELSEWHERE)
@@ -38,10 +40,16 @@ SCRIPTS = [block for block in IN_SHELL if block.text.startswith("#!")]
 
 def test_every_block_says_what_it_is() -> None:
     """```text for drawings and what a program says. Only these are not run, for the reason on the page."""
-    assert {block.language for block in BLOCKS} == {"python", "bash", "text"}
+    assert {block.language for block in BLOCKS} == {"python", "bash", "text", "yaml"}
     assert {(block.page, block.why_not_run) for block in BLOCKS if block.why_not_run} == {
         ("docs/deltas_sinks.md", "by a broker")  # made and looked at, below
     }
+
+
+@pytest.mark.parametrize("block", [block for block in BLOCKS if block.language == "yaml"], ids=lambda block: block.page)
+def test_a_config_is_that_of_the_example(block: Block) -> None:
+    first, _, text = block.text.partition("\n")
+    assert (OWN_PROJECT / first.removeprefix("# ")).read_text(encoding="utf-8") == text
 
 
 @pytest.mark.parametrize("page", WITH_PYTHON)
@@ -73,12 +81,16 @@ def _pip(words: list[str], folder: Path) -> None:
 
 def _command(name: str) -> Callable[[list[str], Path], None]:
     def run(words: list[str], folder: Path) -> None:
+        if "--config-dir" in words:
+            place = words.index("--config-dir")
+            words[place : place + 2] = [f"hydra.searchpath=[file://{OWN_PROJECT / words[place + 1]}]"]
+        words = [word.replace("pkg://shop.configs", f"file://{OWN_PROJECT / 'configs'}") for word in words]
         overrides = [word for word in words if not word.startswith("-")]
         assert set(words) - set(overrides) <= {"-m", "--help"}
         for word in words:
             if word.startswith("ckpt_path="):  # a checkpoint that a reader has
                 checkpoint = folder / word.removeprefix("ckpt_path=")
-                checkpoint.parent.mkdir(parents=True)
+                checkpoint.parent.mkdir(parents=True, exist_ok=True)
                 checkpoint.touch()
         jobs = [overrides]
         if "-m" in words:
@@ -131,6 +143,9 @@ PROGRAMS: dict[str, Callable[[list[str], Path], Any]] = {  # the readers of a li
     "python": _python,
     "torchrun": _torchrun,
     "curl": _curl,
+    "cp": lambda words, folder: shutil.copytree(ROOT / words[1], folder / words[2]),
+    "cd": lambda words, folder: os.chdir(folder / words[0]),
+    "export": lambda words, folder: None,
 }
 
 
@@ -147,6 +162,7 @@ def _name(block: Block) -> str:
 @pytest.mark.parametrize("block", [block for block in IN_SHELL if block not in SCRIPTS], ids=_name)
 def test_shell_lines_are_understood(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(OWN_PROJECT)
     for program, *words in commands(block.text):
         PROGRAMS[program](words, tmp_path)
 

@@ -148,11 +148,14 @@ def summary_of(folder: Path) -> dict[str, Any]:
     ("arguments", "code", "said"),
     [
         (("pipeline=fused_sparse_dst",), 2, "unknown pipeline 'fused_sparse_dst'. Did you mean 'fused_sparse_dist'"),
-        (("sed=3",), 1, "Could not override 'sed'."),
+        (("sed=3",), 2, "unknown key 'sed'. Did you mean 'seed'"),
+        (("pipline=base",), 2, "unknown key 'pipline'. Did you mean 'pipeline'"),
+        (("hydra.rn.dir=here",), 2, "unknown key 'hydra.rn'. Did you mean 'hydra.run'"),
+        (("+pipline=base",), 1, "Did you mean pipeline=...?"),
         (("experiment=adult_income", "data.path=../no/adult.gz"), 1, "FileNotFoundError: '../no/adult.gz' does not"),
         (SMALL, 1, "the run folder cannot be written. Start the command in a writable folder"),
     ],
-    ids=["name", "option", "data", "folder"],
+    ids=["name", "option", "group", "nested", "added", "data", "folder"],
 )
 def test_what_is_wrong_is_said_without_a_traceback(
     tmp_path: Path, arguments: tuple[str, ...], code: int, said: str

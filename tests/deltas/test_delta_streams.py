@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from lightning_overlap import MODES, EmbeddingDeltas
 from lightning_overlap.deltas.recording.copies import DeviceCopy, _gather_rows
-from lightning_overlap.deltas.recording.row_marks import DeviceMarks, HostMarks
 from lightning_overlap.schedules import StreamName
 from lightning_overlap.testing import CheckedStreams, RaceError
+from lightning_overlap.updated_rows import DeviceMarks, HostMarks
 
 from ..support.cases import ROWWISE_ADAGRAD, SEQUENCE, TWO_COLLECTIONS, Batch, MakesInput, Model
 from ..support.pairs import pairwise

@@ -19,8 +19,8 @@ from lightning_overlap import MODES, EmbeddingDeltas, OverlapEmbeddingStrategy
 from lightning_overlap.deltas import Part, Piece, decode, parse_names
 from lightning_overlap.deltas.recording import cuts, touched_rows
 from lightning_overlap.deltas.recording.copies import KeptMemory, copy_on_host
-from lightning_overlap.deltas.recording.touched_rows import TouchedRows
 from lightning_overlap.tuning import Auto
+from lightning_overlap.updated_rows import MarkedRows, UpdateWatch
 
 from ..support.cases import Batches, Case, TableSpec, make_batch
 from ..support.fits import QUIET, make_trainer
@@ -160,15 +160,16 @@ def test_a_cut_in_many_chunks(two_ranks: Ranks, tmp_path: Path) -> None:
 
 
 def fit_marking_lookups(*args: Any, **kwargs: Any) -> Any:
-    def watch(self: TouchedRows, kernel: int) -> Any:
+    def watch(self: UpdateWatch, kernel: int) -> Any:
         def looked_up(module: Any, args: Any, kwargs: Any, answer: Any) -> None:
             if answer.requires_grad:
-                self._marks[kernel].add(kwargs["indices"].clone(), kwargs["offsets"], None)
-                answer.register_hook(lambda _: self.wait_copied())
+                marked: MarkedRows = self._before_update.__self__  # type: ignore[attr-defined]
+                marked.marks[kernel].add(kwargs["indices"].clone(), kwargs["offsets"], None)
+                answer.register_hook(lambda _: marked._before_update())
 
         return looked_up
 
-    with mock.patch.object(TouchedRows, "_watch", watch):
+    with mock.patch.object(UpdateWatch, "_watch", watch):
         return fit_with_deltas(*args, **kwargs)
 
 

@@ -17,7 +17,7 @@ FLOORS = (  # from the ground up; each file or folder imports from those on the 
     ("schedules", "distributed", "data"),
     ("models", "runtime", "dense"),
     ("profiling", "tables"),
-    ("sparse", "tuning"),
+    ("sparse", "tuning", "updated_rows"),
     ("checkpoint",),
     ("plugin",),
     ("callbacks", "deltas"),
@@ -31,7 +31,7 @@ _NO_LIGHTNING = {"lightning", "pytorch_lightning", *_NO_CONFIGS}
 _NO_TORCHREC = {"torchrec", "fbgemm_gpu", *_NO_LIGHTNING}
 LEAVES_ALONE = {
     **dict.fromkeys(("distributed", "runtime", "dense", "profiling", "tuning"), _NO_TORCHREC),
-    **dict.fromkeys(("tables", "sparse", "checkpoint"), _NO_LIGHTNING),
+    **dict.fromkeys(("tables", "sparse", "updated_rows", "checkpoint"), _NO_LIGHTNING),
     **dict.fromkeys(("plugin", "testing", "deltas"), _NO_CONFIGS),
 }
 # Folders, and the only others that import them; rooms of `deltas/`, and those that each may import.

@@ -47,6 +47,31 @@ def test_ranks_that_skip_the_same_batches_end_together(two_ranks: Ranks, pipelin
             assert seen[-1] == "validation"
 
 
+WITHOUT = "data loader of rank 1 has no batch in epoch"
+
+
+@pytest.mark.parametrize("pipeline", ["base", "fused_sparse_dist", "semi_sync_deferred"])
+def test_a_fit_in_which_one_rank_has_no_batch_fails_on_every_rank(two_ranks: Ranks, pipeline: str) -> None:
+    for num_trained, failed, _ in two_ranks.run(uneven.train_without_batches, pipeline, 0, False):
+        assert num_trained == 0
+        assert f"{WITHOUT} 0" in failed
+
+
+@pytest.mark.parametrize("sized", [True, False], ids=["sized", "unsized"])
+def test_a_rank_that_may_be_without_batches_is_named_on_every_rank(two_ranks: Ranks, sized: bool) -> None:
+    for num_trained, failed, said in two_ranks.run(uneven.train_without_batches, "fused_sparse_dist", 0, True, sized):
+        assert (num_trained, failed) == (0, "")
+        assert f"{WITHOUT} 0" in said[0]
+
+
+@pytest.mark.parametrize("pipeline", ["base", "fused_sparse_dist"])
+def test_an_epoch_after_the_first_in_which_one_rank_has_no_batch(two_ranks: Ranks, pipeline: str) -> None:
+    """It is an uneven end: what was trained before counts, and every rank names the one that has ended."""
+    for num_trained, failed, said in two_ranks.run(uneven.train_without_batches, pipeline, 1, False):
+        assert (num_trained, failed) == (5, "")
+        assert f"{WITHOUT} 1" in said[0]
+
+
 SO_FAR = "the last one so far is batch"
 NONE_ALONE: dict[str, tuple[Any, dict[str, Any], str]] = {
     "the_first": (((0,), ()), {}, f"{SO_FAR} 0 on rank 0, none on rank 1"),

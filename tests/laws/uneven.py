@@ -61,6 +61,31 @@ def train(
     return model.seen, said
 
 
+class _EmptyInAnEpoch(Data):
+    """From epoch `since` on rank 1 has no batches; with `allowed`, Lightning's flag says that it may."""
+
+    def __init__(self, since: int, allowed: bool, sized: bool) -> None:
+        super().__init__(TABLE_WISE, 5, sized=sized)
+        self.since, self.allow_zero_length_dataloader_with_multiple_devices = since, allowed
+
+    def train_dataloader(self) -> Any:
+        self.lengths = 5, 5 if self.trainer.current_epoch < self.since else 0
+        return super().train_dataloader()
+
+
+def train_without_batches(pipeline: str, since: int, allowed: bool, sized: bool = False) -> tuple[int, str, list[str]]:
+    """Return how many batches were trained in two epochs, the error, and what was said about ranks without batches."""
+    model, failed = Counts(), ""
+    kwargs = {"max_epochs": 2, "num_sanity_val_steps": 0, "reload_dataloaders_every_n_epochs": 1}
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        try:
+            _fit(model, _EmptyInAnEpoch(since, allowed, sized), pipeline, **kwargs)
+        except RuntimeError as error:
+            failed = str(error)
+    said = [str(one.message) for one in caught if "no batch in epoch" in str(one.message)]
+    return len([one for one in model.seen if one != "validation"]), failed, said
+
+
 def accumulate(pipeline: str, sized: bool) -> list[str]:
     """Skip batches 1 and 7 of nine; return what differs from the loop by hand with these windows."""
     steps = [Window(batches, 3) for batches in ((0, 2), (3, 4, 5), (6, 8))]

@@ -123,20 +123,14 @@ class EmbeddingDeltas(Callback):
             )
         self._run_sends_dense = self._sends_dense
         self._forget_fit()
-        if (streams := strategy.streams) is None or strategy.telemetry is None:
+        if (access := strategy.table_access) is None:
             raise ValueError(
                 f"EmbeddingDeltas has nothing to send: {type(pl_module).__name__} has no TorchRec tables. Remove the "
                 "callback."
             )
         self._strategy = strategy
         self._writer = CutWriter(self._sink, min(self._sink_timeout_s, strategy.timeout_s / 2))
-        self._touched = touched = TouchedRows(
-            pl_module,
-            streams,
-            rank=strategy.global_rank,
-            states=self._states,
-            num_changed=lambda: strategy.num_tables_changed,
-        )
+        self._touched = touched = TouchedRows(pl_module, access, rank=strategy.global_rank, states=self._states)
         self._is_sending = True
         dense: dict[str, Tensor] = {}
         if self._sends_dense and not strategy.global_rank:

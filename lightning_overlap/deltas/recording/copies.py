@@ -14,8 +14,8 @@ from torch import Tensor
 from ...runtime import Made, Streams
 from ...schedules import StreamName
 from ...tables import KernelShards, TableShard
+from ...updated_rows import DeviceMarks
 from ..parts import WEIGHT, Rows
-from .row_marks import DeviceMarks
 
 GATHERED_AT_ONCE = 1 << 17  # most rows to gather at once from tables of different widths: the index is large
 ALIGNED_TO = 64  # alignment of each tensor in lent memory, in bytes

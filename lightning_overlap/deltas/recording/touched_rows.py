@@ -1,45 +1,30 @@
 """The rows that updates have written since the last copy."""
 
-from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ...runtime import Made, Streams
-from ...schedules import StreamName
-from ...tables import kernel_shards, num_fused_writes, sharded_modules
+from ...runtime import TableAccess
+from ...tables import KernelShards
+from ...updated_rows import HostMarks, MarkedRows
 from ..parts import Rows
 from .copies import DeviceCopy, Field, HostCopy, KeptMemory, RowCopy, copy_on_host, fields_of
-from .row_marks import DeviceMarks, HostMarks
 
 
 class TouchedRows:
     """Marks rows when the fused backward writes them; copies marked rows, overlapped with the next forward.
 
-    A forward hook of each kernel gets the ids of a lookup, and a hook of its output's autograd node runs right before
-    the backward that updates these rows, in every mode. A lookup without a backward marks nothing. `dense` has the
-    fields of tables without marks: the dense optimizer's and, on rank 0, replicated tables.
+    `dense` has the fields of tables without marks: the dense optimizer's and, on rank 0, replicated tables.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        streams: Streams,
-        *,
-        rank: int,
-        states: bool = False,
-        num_changed: Callable[[], int] = lambda: 0,  # calls of `tables_changed()` so far
-    ) -> None:
-        kernels = kernel_shards(model)
-        self._modules = list(sharded_modules(model).values())
-        self._kernels = [kernel for kernel in kernels if kernel.is_fused]
-        self._streams, self._states, self._num_changed = streams, states, num_changed
-        self._on_device = streams.is_async
-        others = [kernel for kernel in kernels if not kernel.is_fused and not (kernel.is_replicated and rank)]
+    def __init__(self, model: nn.Module, access: TableAccess, *, rank: int, states: bool = False) -> None:
+        self._marked = MarkedRows(model, access, self._before_update)
+        self._access, self._streams, self._states = access, access.streams, states
+        self._on_device = access.streams.is_async
+        others = [kernel for kernel in self._marked.others if not (kernel.is_replicated and rank)]
         self.dense = [field for kernel in others for fields in fields_of(kernel, states=states) for field in fields]
-        self._marks = self._new_marks()
         self._spare_marks: list[Any] | None = None
         self._kept = KeptMemory()
         self._copier = ThreadPoolExecutor(1, "copy of touched rows")
@@ -48,80 +33,47 @@ class TouchedRows:
         self._copy: RowCopy | None = None
         self._writes_before = 0
         self._is_whole: bool | None = True
-        self._handles = [
-            kernel.kernel.register_forward_hook(self._watch(number), with_kwargs=True)
-            for number, kernel in enumerate(self._kernels)
-        ]
+        access.readers.append(self._before_update)
 
     def detach(self) -> None:
         """Stop marking, and wait for a running copy on the host."""
-        for handle in self._handles:
-            handle.remove()
+        self._marked.detach()
+        self._access.readers.remove(self._before_update)
         self._copier.shutdown()
 
-    def _new_marks(self) -> list[Any]:
-        found: list[DeviceMarks | HostMarks] = []
-        for kernel in self._kernels:
-            num_rows = [shard.weight.shape[0] for shard in kernel.shards]
-            if self._on_device:
-                marks = DeviceMarks(num_rows, kernel.table_of_feature, kernel.shards[0].weight.device)
-                # New memory, which only updates use.
-                self._streams.use(Made(marks.tensors, StreamName.COMPUTE, None), on=self._streams.lookup)
-                found.append(marks)
-            else:
-                found.append(HostMarks(num_rows, kernel.table_of_feature, copies=not kernel.receives_ids))
-        return found
+    @property
+    def _kernels(self) -> list[KernelShards]:
+        return self._marked.kernels
 
-    def _watch(self, kernel: int) -> Callable[..., None]:
-        def looked_up(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], answer: Any) -> None:
-            node = answer.grad_fn if isinstance(answer, Tensor) else None
-            if node is not None:
-                node.register_prehook(lambda _: self._before_update(kernel, args, kwargs))
-
-        return looked_up
-
-    def _before_update(self, kernel: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Mark the rows that a backward is about to write, after a running copy has read their old values."""
+    def _before_update(self) -> None:
+        """Let a running copy read the old values of the rows that are about to be written."""
         if self._copy is not None or self._is_whole is None:
             self.settle()
             self.wait_copied()  # on a device every stream that writes tables must wait, not only the first
-        indices = kwargs["indices"] if "indices" in kwargs else args[0]
-        offsets = kwargs["offsets"] if "offsets" in kwargs else args[1]
-        sizes = kwargs.get("batch_size_per_feature_per_rank")
-        batch_sizes = None if sizes is None else tuple(sum(of_feature) for of_feature in sizes)
-        self._marks[kernel].add(indices, offsets, batch_sizes)
 
     def mark(self, name: str, rows: Tensor) -> None:
         """Mark rows `(N,)`, int64, on the host, of an unsharded table by its name; rows of other ranks are skipped."""
-        for kernel, marks in zip(self._kernels, self._marks, strict=True):
-            for table, shard in enumerate(kernel.shards):
-                if shard.name == name:
-                    own = rows - shard.first_row
-                    marks.add_rows(table, own[(own >= 0) & (own < shard.weight.shape[0])])
+        self._marked.mark(name, rows)
 
     @property
     def most(self) -> int:
         """An upper bound of the number of marked rows."""
-        return sum(marks.most for marks in self._marks)
+        return self._marked.most
 
     def marked(self) -> list[dict[str, Tensor]]:
         """Return, for each shard, table -> marked row numbers in the unsharded table, `(N,)`, int64, on the host."""
-        return [
-            {shard.name: rows_N + shard.first_row}
-            for kernel, marks in zip(self._kernels, self._marks, strict=True)
-            for shard, rows_N in zip(kernel.shards, marks.rows(), strict=True)
-        ]
+        return self._marked.marked()
 
     def copy(self) -> RowCopy:
         """Begin to copy the marked rows, and remove their marks; `settle` tells whether the copy is consistent."""
         self.wait_copied()
-        marks = self._marks
+        marks: list[Any] = self._marked.marks
         self._writes_before, self._is_whole = self.num_writes, None
         if self._on_device:
             kernels = zip(self._kernels, marks, strict=True)
             self._copy = DeviceCopy(kernels, self._streams, self._to_host, states=self._states)
         else:  # the spare marks, of the previous copy, are empty
-            self._marks, self._spare_marks = self._spare_marks or self._new_marks(), marks
+            self._marked.marks, self._spare_marks = self._spare_marks or self._marked.new_marks(), marks
             self._copy = HostCopy(self._copier.submit(self._copy_on_host, marks), self._kept)
         return self._copy
 
@@ -155,11 +107,11 @@ class TouchedRows:
     @property
     def num_writes(self) -> int:
         """In-place writes to this rank's fused tables, except by their backward, plus `tables_changed()` calls."""
-        return sum(write for module in self._modules for write in num_fused_writes(module)) + self._num_changed()
+        return self._marked.num_writes
 
     def begin_base(self) -> None:
         """Remove all marks, and bring the memory of all tables up to date."""
         self.wait_copied()
-        self._marks = self._new_marks()
+        self._marked.marks = self._marked.new_marks()
         for kernel in self._kernels:
             kernel.write_back_cache()

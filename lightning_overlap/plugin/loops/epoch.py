@@ -1,8 +1,27 @@
 """The length of an epoch: its batches on all ranks, how many may be fetched, and how it ends."""
 
+from collections.abc import Sequence
+
 from lightning.pytorch import Trainer
 
 from ...distributed import SKIP_ALIKE
+
+
+def without_batches(has_batches: Sequence[float], epoch: int) -> str:
+    """Return the message for an epoch in which only some ranks have batches; `has_batches` is each rank's number."""
+    empty, others = (
+        ", ".join(str(rank) for rank, has in enumerate(has_batches) if bool(has) is wanted) for wanted in (False, True)
+    )
+    return (
+        f"The data loader of rank {empty} has no batch in epoch {epoch}, those of rank {others} have some. All ranks "
+        "take the same number of batches, so nothing is trained in this epoch."
+    )
+
+
+def allows_empty_loaders(trainer: Trainer) -> bool:
+    """Whether the user has set Lightning's flag for ranks without batches."""
+    name = "allow_zero_length_dataloader_with_multiple_devices"
+    return any(getattr(one, name, False) for one in (trainer.lightning_module, getattr(trainer, "datamodule", None)))
 
 
 class Epoch:
@@ -12,13 +31,14 @@ class Epoch:
         self._trainer, self._trains = trainer, trains
         self._gather = trainer.strategy.gather  # type: ignore[attr-defined]
         self.num_batches: float = float("inf")  # of the shortest rank, None batches included; `inf` if not known
+        self.lengths: tuple[float, ...] = ()  # of each rank
         self.lengths_known = False  # whether the lengths of all ranks are known
         self.num_allowed: float = 0  # batches that may be fetched in this epoch: a later `fit` would miss any others
 
     def agree(self, own: float, *, is_certain: bool) -> None:
         """Set `num_batches` to the shortest rank's, from this rank's length; all ranks call this."""
-        lengths, known = zip(*self._gather((own, is_certain)), strict=True)
-        self.num_batches, self.lengths_known = min(lengths), all(known)
+        self.lengths, known = zip(*self._gather((own, is_certain)), strict=True)
+        self.num_batches, self.lengths_known = min(self.lengths), all(known)
 
     def allow(self, num_trained: int) -> None:
         """Let batches be fetched as far as `max_steps` allows after `num_trained` batches."""

@@ -17,6 +17,7 @@ from typing_extensions import override
 
 from . import preemption, sigterm
 from .batch_stream import BatchStream
+from .epoch import allows_empty_loaders, without_batches
 from .fetcher import LookaheadFetcher, NoneFetcher, StepArguments
 
 _STOPS = "lightning_overlap_stops"  # entry of a preempted fit's checkpoint: it was told to stop early
@@ -62,6 +63,10 @@ class _FitLoopMixin(_FitLoop):
             for loader in stream.inner.combined_loader.flattened
         )
         stream.epoch.agree(own, is_certain=is_certain)
+        if stream.num_batches == 0 < max(stream.epoch.lengths):
+            warnings.warn(without_batches(stream.epoch.lengths, self.trainer.current_epoch), stacklevel=2)
+            self.max_batches = 0
+            return
         if stream.num_batches == own:
             return
         warnings.warn(
@@ -175,12 +180,22 @@ class _EpochLoopMixin(_TrainingEpochLoop):
         try:
             batch = fetcher.peek()
         except StopIteration:
+            if fetcher.walker.batches.num_batches == 0 and self.batch_progress.current.ready == 0:
+                self._name_ranks_without_batches(fetcher.stream)
             if not self.restarting:
                 raise
             return fetcher  # resumed in the validation after an epoch's last batch, which the loop still has to run
         if fetcher.walker.batches.stop_agreed:
             sigterm.leave(self.trainer)
         return NoneFetcher(fetcher) if batch is None else fetcher
+
+    def _name_ranks_without_batches(self, stream: BatchStream) -> None:
+        """Raise if no rank trains because some have no batch, or warn if batches were trained before; on all ranks."""
+        has_batches: list[bool] = self.trainer.strategy.gather(stream.num_fetched > 0)
+        message = without_batches(has_batches, self.trainer.current_epoch)
+        if self.batch_progress.total.ready == 0 and not allows_empty_loaders(self.trainer):
+            raise RuntimeError(f"{message} Give every rank a batch, or fewer ranks to the Trainer.")
+        warnings.warn(message, stacklevel=2)
 
     def _broadcast_sigterm_tensor(self) -> None:
         """Do nothing: the ranks have agreed on a stop with the batch, without a broadcast and a host sync per step."""

@@ -1,8 +1,8 @@
 """Marks on the rows of a kernel's tables: ids on a host, flags on a device (N ids, F features, T tables, R rows)."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 FLAGGED_FROM = 2  # ids per row of a table from which flagging its rows is faster than sorting the ids
 
 _Ids: TypeAlias = np.ndarray[tuple[int], np.dtype[np.int64]]
+IdsT = TypeVar("IdsT", _Ids, Tensor)
 
 
 class HostMarks:
@@ -57,13 +58,11 @@ class HostMarks:
         """Return the distinct marked rows of each table, `(N,)`, int64, ascending."""
         # By NumPy: torch releases the GIL in each operator, and each time this thread disturbs the training thread.
         ids = [[rows_N.numpy() for rows_N in rows] for rows in self._rows]
-        num_features = len(self._table_of_feature)
         for num_ids, kept_N, offsets, batch_sizes in self._lookups:
             ids_N = kept_N.numpy()
             on_host = ids_N[num_ids:] if offsets is None else offsets.numpy()
-            ends = on_host[_boundaries(num_features, on_host.size, batch_sizes)].tolist()
-            for feature, table in enumerate(self._table_of_feature):
-                ids[table].append(ids_N[ends[feature] : ends[feature + 1]])
+            for table, of_feature in ids_by_table(ids_N, on_host, batch_sizes, self._table_of_feature):
+                ids[table].append(of_feature)
         return [_unique(found, num_rows) for found, num_rows in zip(ids, self._num_rows, strict=True)]
 
     def take(self) -> list[Tensor]:
@@ -71,6 +70,15 @@ class HostMarks:
         rows = self.rows()
         self._clear()
         return rows
+
+
+def ids_by_table(
+    ids_N: IdsT, offsets: Any, batch_sizes: tuple[int, ...] | None, table_of_feature: Sequence[int]
+) -> Iterator[tuple[int, IdsT]]:
+    """Yield (table, ids) for each feature of a lookup on the host; arrays or tensors, as for `HostMarks.add`."""
+    ends = offsets[_boundaries(len(table_of_feature), len(offsets), batch_sizes)].tolist()
+    for feature, table in enumerate(table_of_feature):
+        yield table, ids_N[ends[feature] : ends[feature + 1]]
 
 
 def _boundaries(num_features: int, num_offsets: int, batch_sizes: tuple[int, ...] | None) -> slice | list[int]:
@@ -88,10 +96,10 @@ def _unique(ids: list[_Ids], num_rows: int) -> Tensor:
     if ids_N.size < FLAGGED_FROM * num_rows:
         rows_N = _sorted(ids_N)
         if rows_N.size and not 0 <= rows_N[0] <= rows_N[-1] < num_rows:
-            rows_N = _sorted(_valid(rows_N, num_rows))
+            rows_N = _sorted(valid(rows_N, num_rows))
         return torch.from_numpy(rows_N.astype(np.int64, copy=False))
     flags_R = np.zeros(num_rows, dtype=bool)
-    flags_R[_valid(ids_N, num_rows)] = True
+    flags_R[valid(ids_N, num_rows)] = True
     return torch.from_numpy(np.flatnonzero(flags_R))
 
 
@@ -103,13 +111,13 @@ def _sorted(sorted_N: _Ids) -> _Ids:
     return sorted_N[is_first_N]
 
 
-def _valid(ids_N: Any, num_rows: Any) -> Any:
+def valid(ids_N: Any, num_rows: Any) -> Any:
     """Return the ids with 0 for ids out of bounds: for these, a kernel that checks bounds updates row 0."""
     return ids_N * ((ids_N >= 0) & (ids_N < num_rows))
 
 
-class DeviceMarks:
-    """Keeps a flag for each row, numbered table by table, on a device; on the current stream, without syncs."""
+class RowNumbers:
+    """Numbers the rows of a kernel's tables on a device, table by table; on the current stream, without syncs."""
 
     def __init__(self, num_rows: Sequence[int], table_of_feature: Sequence[int], device: torch.device) -> None:
         first = [0, *accumulate(num_rows)]
@@ -117,8 +125,31 @@ class DeviceMarks:
         self.first_rows = tuple(first)  # number of each table's first row, and the last row's number + 1
         self._first_F = torch.tensor([first[table] for table in table_of_feature], device=device)
         self._num_rows_F = torch.tensor([num_rows[table] for table in table_of_feature], device=device)
-        self._flags_R = torch.zeros(first[-1], dtype=torch.bool, device=device)
-        self.tensors = [self.ends_T, self._first_F, self._num_rows_F, self._flags_R]  # for `record_stream`
+        self.tensors = [self.ends_T, self._first_F, self._num_rows_F]  # for `record_stream`
+
+    def of(self, indices_N: Tensor, offsets: Tensor, batch_sizes: tuple[int, ...] | None) -> Tensor:
+        """Return the number, `(N,)`, int64, of the row of each id of a lookup; arguments as for `HostMarks.add`."""
+        places = _boundaries(self._first_F.numel(), offsets.numel(), batch_sizes)
+        if isinstance(places, slice):
+            ends = offsets[places]
+        else:
+            on_host = torch.tensor(places, pin_memory=offsets.is_cuda)
+            ends = offsets.index_select(0, on_host.to(offsets.device, non_blocking=True))
+        positions_N = torch.arange(indices_N.numel(), device=indices_N.device)
+        feature_N = torch.searchsorted(ends[1:].long().contiguous(), positions_N, right=True)
+        feature_N.clamp_(max=self._first_F.numel() - 1)
+        rows_N: Tensor = valid(indices_N.long(), self._num_rows_F[feature_N]) + self._first_F[feature_N]
+        return rows_N
+
+
+class DeviceMarks:
+    """Keeps a flag for each row, numbered table by table, on a device; on the current stream, without syncs."""
+
+    def __init__(self, num_rows: Sequence[int], table_of_feature: Sequence[int], device: torch.device) -> None:
+        self._numbers = RowNumbers(num_rows, table_of_feature, device)
+        self.ends_T, self.first_rows = self._numbers.ends_T, self._numbers.first_rows
+        self._flags_R = torch.zeros(self.first_rows[-1], dtype=torch.bool, device=device)
+        self.tensors = [*self._numbers.tensors, self._flags_R]  # for `record_stream`
         self._num_ids = 0
 
     def add(self, indices_N: Tensor, offsets: Tensor, batch_sizes: tuple[int, ...] | None) -> None:
@@ -126,16 +157,7 @@ class DeviceMarks:
         num_ids = indices_N.numel()
         if not num_ids:
             return
-        places = _boundaries(self._first_F.numel(), offsets.numel(), batch_sizes)
-        if isinstance(places, slice):
-            ends = offsets[places]
-        else:
-            on_host = torch.tensor(places, pin_memory=offsets.is_cuda)
-            ends = offsets.index_select(0, on_host.to(offsets.device, non_blocking=True))
-        positions_N = torch.arange(num_ids, device=indices_N.device)
-        feature_N = torch.searchsorted(ends[1:].long().contiguous(), positions_N, right=True)
-        feature_N.clamp_(max=self._first_F.numel() - 1)
-        rows_N = _valid(indices_N.long(), self._num_rows_F[feature_N]) + self._first_F[feature_N]
+        rows_N = self._numbers.of(indices_N, offsets, batch_sizes)
         self._flags_R.index_fill_(0, rows_N, True)
         self._num_ids += num_ids
 

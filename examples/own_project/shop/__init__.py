@@ -1,0 +1,1 @@
+"""A small recommender: which visitors of a shop click on which items."""

@@ -1,0 +1,80 @@
+"""Marks on the rows that the fused backward has updated since the marks were taken."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from ..runtime import TableAccess
+from ..tables import kernel_shards, num_fused_writes, sharded_modules
+from .row_marks import DeviceMarks, HostMarks
+from .update_watch import UpdateWatch
+
+
+class MarkedRows:
+    """Marks rows of fused tables right before a backward updates them; `before_update` is called before it marks.
+
+    `kernels` have the fused tables of this rank, `others` the tables without marks: the dense optimizer's and
+    replicated tables. Raises a ValueError for rows that have no fixed number.
+    """
+
+    def __init__(self, model: nn.Module, access: TableAccess, before_update: Callable[[], None]) -> None:
+        kernels = kernel_shards(model)
+        self.kernels = [kernel for kernel in kernels if kernel.is_fused]
+        self.others = [kernel for kernel in kernels if not kernel.is_fused]
+        self._modules = list(sharded_modules(model).values())
+        self._access, self._before_update = access, before_update
+        self.marks = self.new_marks()
+        self._watch = UpdateWatch(self.kernels, self._mark_lookup)
+
+    def detach(self) -> None:
+        """Stop marking."""
+        self._watch.detach()
+
+    def new_marks(self) -> list[HostMarks | DeviceMarks]:
+        """Return marks without any row, by kernel."""
+        found: list[HostMarks | DeviceMarks] = []
+        for kernel in self.kernels:
+            num_rows = [shard.weight.shape[0] for shard in kernel.shards]
+            if self._access.streams.is_async:
+                marks = DeviceMarks(num_rows, kernel.table_of_feature, kernel.shards[0].weight.device)
+                self._access.give_to_updates(marks.tensors)
+                found.append(marks)
+            else:
+                found.append(HostMarks(num_rows, kernel.table_of_feature, copies=not kernel.receives_ids))
+        return found
+
+    def _mark_lookup(self, kernel: int, indices: Tensor, offsets: Tensor, batch_sizes: tuple[int, ...] | None) -> None:
+        self._before_update()
+        self.marks[kernel].add(indices, offsets, batch_sizes)
+
+    def mark(self, name: str, rows: Tensor) -> None:
+        """Mark rows `(N,)`, int64, on the host, of an unsharded table by its name; rows of other ranks are skipped."""
+        for kernel, marks in zip(self.kernels, self.marks, strict=True):
+            for table, shard in enumerate(kernel.shards):
+                if shard.name == name:
+                    own = rows - shard.first_row
+                    marks.add_rows(table, own[(own >= 0) & (own < shard.weight.shape[0])])
+
+    @property
+    def most(self) -> int:
+        """An upper bound of the number of marked rows."""
+        return sum(marks.most for marks in self.marks)
+
+    def marked(self) -> list[dict[str, Tensor]]:
+        """Return, for each shard, table -> marked row numbers in the unsharded table, `(N,)`, int64, on the host."""
+        return [
+            {shard.name: rows_N + shard.first_row}
+            for kernel, marks in zip(self.kernels, self.marks, strict=True)
+            for shard, rows_N in zip(kernel.shards, marks.rows(), strict=True)
+        ]
+
+    @property
+    def num_writes(self) -> int:
+        """In-place writes to this rank's fused tables, except by their backward, plus `tables_changed()` calls."""
+        return num_other_writes(self._modules, self._access)
+
+
+def num_other_writes(modules: list[torch.nn.Module], access: TableAccess) -> int:
+    """Return the number of writes to this rank's fused tables, except by backwards, plus `tables_changed()` calls."""
+    return sum(write for module in modules for write in num_fused_writes(module)) + access.num_changed

@@ -1,0 +1,181 @@
+"""`ExponentialMovingAverage` equals a plain average of all weights at every sample, and evaluations use it."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_overlap import MODES, STREAMS, ExponentialMovingAverage
+
+from ..support.cases import MIXED
+from ..support.pairs import in_turn
+from ..support.ranks import Ranks
+from ..testing import test_checked_streams
+from . import averaging
+from .averaging import ALL, At, Averaged, case_of, shrink, train, unsharded_averages, validate_while_training
+
+ROUNDING = 1e-6
+
+
+def exact(found: list[Averaged], num_samples: int) -> bool:
+    return all(one.off_by < ROUNDING and one.num_samples == num_samples and not one.warned for one in found)
+
+
+@pytest.mark.parametrize("pipeline", MODES)
+def test_equals_a_plain_average_in_every_mode(two_ranks: Ranks, pipeline: str) -> None:
+    assert exact(two_ranks.run(train, ALL, pipeline), 10)
+
+
+OTHERS: dict[str, tuple[Any, dict[str, Any], int]] = {
+    "adagrad": (case_of("table_wise row_wise", optimizer=(torch.optim.Adagrad, {"lr": 0.5})), {}, 10),
+    "sequences": (case_of("table_wise row_wise", sequence=True), {}, 10),
+    "weighted": (case_of("row_wise table_wise", weighted=True), {}, 10),
+    "empty": (case_of("table_wise row_wise", empty_feature="shared"), {}, 10),
+    "every_third_step": (ALL, {"ema": {"every_n_steps": 3}}, 4),
+    "later": (ALL, {"ema": {"start_step": 4, "every_n_steps": 2}}, 3),
+    "accumulated": (ALL, {"accumulate_grad_batches": 2}, 5),
+    "accumulated, every second": (ALL, {"accumulate_grad_batches": 2, "ema": {"every_n_steps": 2}}, 3),
+    "two epochs": (ALL, {"max_epochs": 2, "num_steps": 5}, 10),
+    "some tables": (ALL, {"ema": {"tables": ["t1"]}}, 10),
+    "no tables": (ALL, {"ema": {"tables": False, "use_buffers": False}}, 10),
+    "no memory": (ALL, {"ema": {"decay": 0.0}}, 10),
+    "replicas": (
+        case_of("table_wise row_wise data_parallel"),
+        {"options": {"replicate_tables": ["t2"], "fused_optimizer": (torch.optim.SGD, {"lr": 1.0})}},
+        10,
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "pipeline"), in_turn(OTHERS, ["fused_sparse_dist", "semi_sync_deferred", "split_backward", "async_lookup"])
+)
+def test_equals_a_plain_average_of_other_kinds(ranks: Ranks, name: str, pipeline: str) -> None:
+    case, kwargs, num_samples = OTHERS[name]
+    assert exact(ranks.run(train, case, pipeline, **kwargs), num_samples)
+
+
+def test_only_what_is_asked_for_is_averaged(two_ranks: Ranks) -> None:
+    for asked, has in ((["t1"], {"t1", "t3"}), (False, {"t3"}), (True, {"t0", "t1", "t2", "t3"})):
+        found = two_ranks.run(train, ALL, ema={"tables": asked, "use_buffers": False}, num_steps=2)
+        names = {name.split(" ")[0] for one in found for name in one.averages}
+        assert {name.split(".")[-2] for name in names if "ebc" in name} == has  # t3 is the dense optimizer's
+        assert {"top.0.weight", "bottom.0.bias"} < names
+        assert not names & {"mean", "seen"}
+
+
+def test_equals_the_average_of_the_unsharded_module(two_ranks: Ranks) -> None:
+    case = case_of("table_wise column_wise row_wise", optimizer=(torch.optim.SGD, {"lr": 0.2}))
+    found = two_ranks.run(train, case, after=averaging.state_of, model=averaging.Model)
+    state, expected = found[0].seen["state"], unsharded_averages(case, 2, 10, 0.9)
+    assert found[1].seen["state"] == {}
+    assert state.keys() == expected.keys()
+    for name, average in expected.items():
+        assert float((state[name] - average).abs().max()) < ROUNDING * max(1.0, float(average.abs().max())), name
+    averaging.Model(case).load_state_dict(state)
+
+
+@pytest.mark.parametrize("hook", ["on_train_batch_start", "on_train_batch_end"])
+def test_tables_that_are_written_by_hand_in_each_step(two_ranks: Ranks, hook: str) -> None:
+    found = two_ranks.run(train, ALL, callbacks=[At(hook, range(20), shrink)])
+    assert exact(found, 10)
+
+
+def test_tables_that_are_written_between_epochs(two_ranks: Ranks) -> None:
+    found = two_ranks.run(
+        train, ALL, callbacks=[At("on_train_epoch_start", range(1, 20), shrink)], max_epochs=3, num_steps=4
+    )
+    assert exact(found, 12)
+
+
+def announce(trainer: Any, module: Any) -> None:
+    next(one for one in trainer.callbacks if isinstance(one, ExponentialMovingAverage)).bring_up_to_date()
+    shrink(trainer, module)
+
+
+def test_a_write_in_the_middle_is_announced_or_warned_of(two_ranks: Ranks) -> None:
+    found = two_ranks.run(train, ALL, callbacks=[At("on_train_batch_start", [7], announce)])
+    assert exact(found, 10)
+    found = two_ranks.run(train, ALL, callbacks=[At("on_train_batch_start", [7], shrink)])
+    assert all("Call ExponentialMovingAverage.bring_up_to_date() before" in one.warned[0] for one in found)
+    assert any(one.off_by > ROUNDING for one in found)
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "ema"),
+    [
+        ("fused_sparse_dist", {}),
+        ("semi_sync_deferred", {}),
+        ("async_lookup", {"every_n_steps": 2}),
+        ("split_backward", {"tables": ["t0", "t2"]}),
+        ("base", {"tables": False}),
+    ],
+)
+def test_evaluations_use_the_averages_and_training_does_not_notice(
+    ranks: Ranks, pipeline: str, ema: dict[str, Any]
+) -> None:
+    kwargs = {"val_check_interval": 3, "num_sanity_val_steps": 3}
+    found = ranks.run(validate_while_training, ALL, pipeline, ema, **kwargs)
+    nothing_differs: list[list[str]] = []
+    for one in found:
+        assert one["validations"] == 4  # a sanity check, before the first sample
+        assert len(one["in_fit"]) == 12
+        assert len(one["later"]) == 9 + 2  # two steps before the error
+        for what in ("in_fit", "weights_back", "later"):
+            assert [names for names in one[what] if names] == nothing_differs, what
+        assert one["in_the_end"] == []
+        assert one["off_by"] < ROUNDING
+    without = ranks.run(train, ALL, pipeline, ema={"start_step": 99}, data=averaging.Evaluations, **kwargs)
+    for one, other in zip(found, without, strict=True):
+        assert torch.equal(one["losses"], other.losses)
+        assert averaging.differing(one["weights"], other.weights) == []
+
+
+def test_answers_are_those_of_the_averaged_module(two_ranks: Ranks) -> None:
+    """Not only do the weights read as averages: lookups read them too."""
+
+    def largest(one: Tensor) -> float:
+        return float(one.abs().max())
+
+    for found in two_ranks.run(answers_after_training):
+        assert largest(found["answers"] - found["expected"]) < 1e-5
+        assert largest(found["answers"] - found["trained"]) > 1e-3
+
+
+def answers_after_training() -> dict[str, Tensor]:
+    def evaluate(trainer: Any, module: Any, data: Any, average: Any) -> dict[str, Any]:
+        module.answers.clear()
+        trainer.validate(module, datamodule=data)
+        whole = trainer.strategy.broadcast(average.averaged_state_dict())
+        plain = averaging.SeesWeights(module.case)
+        plain.load_state_dict(whole)
+        batches = [averaging.make_batch(module.case, index, trainer.global_rank) for index in range(100, 103)]
+        with torch.no_grad():
+            expected = torch.stack([plain(batch) for batch in batches])
+            trained = torch.stack([module(batch) for batch in batches])
+        return {"answers": torch.stack(module.answers), "expected": expected, "trained": trained}
+
+    kwargs: dict[str, Any] = {"model": averaging.SeesWeights, "data": averaging.Evaluations, "after": evaluate}
+    return train(ALL, **kwargs).seen
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "error", "match"),
+    [
+        ({"decay": 1.0}, ValueError, "decay must be at least 0 and below 1, got 1.0"),
+        ({"every_n_steps": 0}, ValueError, "every_n_steps must be at least 1, got 0"),
+        ({"start_step": -1}, ValueError, "start_step must be at least 0, got -1"),
+        ({"tables": "t0"}, TypeError, "tables must be True, False or a list of names of tables, got 't0'"),
+    ],
+)
+def test_arguments_are_checked(kwargs: dict[str, Any], error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        ExponentialMovingAverage(**kwargs)
+
+
+@pytest.mark.parametrize(("pipeline", "policy"), in_turn(MODES, STREAMS))
+def test_no_race_in_any_mode(pipeline: str, policy: str) -> None:
+    average = ExponentialMovingAverage(0.9, tables=True)
+    test_checked_streams.train(MIXED, pipeline, policy, callbacks=[average], max_epochs=2)
+    assert average.num_samples == 14
