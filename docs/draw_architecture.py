@@ -13,11 +13,10 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.patches import Circle, FancyBboxPatch, Rectangle
+from matplotlib.patches import Circle, Rectangle
 
 LANES = {"plugin": "what Lightning calls", "runtime": "when, on which stream", "sparse": "what a stage does"}
-COLORS = {"plugin": "#dbe9f6", "runtime": "#fdebc8", "sparse": "#dcf0dc"}
-EDGES = {"plugin": "#3b6ea5", "runtime": "#b57a14", "sparse": "#3f8f4f"}
+COLORS = {"plugin": "#b9bfe8", "runtime": "#aedae4", "sparse": "#d2da98"}  # of batches on timelines, paler
 
 
 @dataclass(frozen=True)
@@ -155,7 +154,7 @@ A mode is a table in schedules/modes.py: it says in which order and how early th
 Before the first batch plugin/strategy.py shards the tables (tables/sharding.py) and finds the modules that can be
 looked up early (tables/supported_modules.py); profiling/recorder.py records what each step did when."""
 
-WIDTH, ROW, TOP, BOTTOM = 12.0, 0.92, 1.05, 0.74
+WIDTH, ROW, TOP, BOTTOM = 12.0, 0.92, 1.12, 0.74
 BOX_WIDTH, BOX_HEIGHT = 2.72, 0.76
 LANE_X = {lane: 3.3 + 2.88 * number for number, lane in enumerate(LANES)}
 MUTED, INK = "#6a6a6a", "#222222"
@@ -164,23 +163,26 @@ MUTED, INK = "#6a6a6a", "#222222"
 def draw(path: Path) -> None:
     """Draw all stations, one beneath the other, into a PNG."""
     height = TOP + ROW * sum(map(len, STATIONS.values())) + BOTTOM
-    figure = Figure(figsize=(WIDTH, height), dpi=110, facecolor="white")
+    figure = Figure(figsize=(WIDTH, height), dpi=120, facecolor="white")
     FigureCanvasAgg(figure)
     axes = figure.add_axes((0, 0, 1, 1))
     axes.set_xlim(0, WIDTH)
     axes.set_ylim(height, 0)
     axes.axis("off")
-    axes.text(0.2, 0.3, "The way of batch N through fused_sparse_dist", fontsize=14, fontweight="bold", va="center")
+    axes.text(0.2, 0.3, "The way of batch N through fused_sparse_dist", fontsize=13, fontweight="bold", va="center")
     for lane, does in LANES.items():
         middle = LANE_X[lane] + BOX_WIDTH / 2
-        axes.text(middle, 0.66, f"{lane}/", fontsize=12, fontweight="bold", ha="center", va="center", color=EDGES[lane])
+        axes.add_patch(Rectangle((LANE_X[lane], 0.98), BOX_WIDTH, 0.05, facecolor=COLORS[lane], linewidth=0))
+        axes.text(middle, 0.66, f"{lane}/", fontsize=12, fontweight="bold", ha="center", va="center", color=INK)
         axes.text(middle, 0.88, does, fontsize=9, ha="center", va="center", color=MUTED)
     top, number = TOP, 0
     for shade, (iteration, stations) in enumerate(STATIONS.items()):
         tall = ROW * len(stations)
         axes.add_patch(
-            Rectangle((0.1, top), WIDTH - 0.2, tall, facecolor="#f4f5f7" if shade % 2 == 0 else "white", linewidth=0)
+            Rectangle((0.1, top), WIDTH - 0.2, tall, facecolor="#f5f6f8" if shade % 2 == 0 else "white", linewidth=0)
         )
+        if top > TOP:
+            axes.axhline(top, color="#444444", linewidth=0.8, linestyle=(0, (4, 3)), zorder=1)
         axes.text(0.29, top + tall / 2, iteration, fontsize=9, rotation=90, ha="center", va="center", color=MUTED)
         for station in stations:
             number += 1
@@ -220,8 +222,7 @@ def _draw_station(axes: Axes, number: int, station: Station, y: float) -> None:
 
 def _draw_box(axes: Axes, lane: str, y: float, file: str, does: str) -> None:
     left, top = LANE_X[lane], y - BOX_HEIGHT / 2
-    style = {"boxstyle": "round,pad=0,rounding_size=0.07", "facecolor": COLORS[lane], "edgecolor": EDGES[lane]}
-    axes.add_patch(FancyBboxPatch((left, top), BOX_WIDTH, BOX_HEIGHT, linewidth=1, zorder=2, **style))
+    axes.add_patch(Rectangle((left, top), BOX_WIDTH, BOX_HEIGHT, facecolor=COLORS[lane], linewidth=0, zorder=2))
     lines = does.count("\n") + 1
     above = 0.19 if lines < 3 else 0.13
     axes.text(left + 0.1, top + above, file, fontsize=9.2, family="monospace", va="center", zorder=3, color=INK)

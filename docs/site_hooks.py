@@ -29,6 +29,10 @@ PAGES = {
 LINK = re.compile(r"(?P<before>!?\[(?:[^\]`]|`[^`]*`)*\])\((?P<to>[^)\s]+)\)|`[^`\n]+`")
 """A link, or code, in which there is none."""
 
+DRAWINGS = [ROOT / "docs" / name for name in ("steps.svg", "steps_narrow.svg")]
+DRAWING = re.compile(r'<img\b[^>]*\bsrc="[^"]*steps\.svg"[^>]*>')
+"""The picture that the README shows."""
+
 LOADED = re.compile(
     r"<(?:script|img|iframe|source)\b[^>]*\ssrc=[\"']?(?:https?:)?//"
     r"|<link\b[^>]*\srel=[\"']?(?:stylesheet|preload|preconnect)\b[^>]*//"
@@ -60,6 +64,11 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     return _outside_of_code(markdown, lambda text: LINK.sub(lambda link: _led(link, here, uri), text))
 
 
+def on_page_content(html: str, page: Any, **_: Any) -> str:
+    """Put the drawings of a step into the page itself, a wide and a narrow one: they take the page's colours."""
+    return DRAWING.sub(lambda _: "".join(_drawing(path) for path in DRAWINGS), html)
+
+
 def on_post_page(output: str, page: Any, **_: Any) -> str:
     """Refuse a page that loads a script, style or picture from elsewhere."""
     found = LOADED.search(output)
@@ -80,6 +89,11 @@ def _led(link: re.Match[str], here: str, uri: str) -> str:
         return link["before"].removeprefix("[").removesuffix("]")
     there = posixpath.relpath(PAGES.get(path, path.removeprefix("docs/")), posixpath.dirname(uri) or ".")
     return f"{link['before']}({there}{'#' if anchor else ''}{anchor})"
+
+
+def _drawing(path: Path) -> str:
+    """Return an SVG without its own colours, which those of `site.css` replace."""
+    return re.sub(r"<style>.*?</style>", "", path.read_text(encoding="utf-8"), flags=re.DOTALL).replace("\n", "")
 
 
 def _outside_of_code(markdown: str, change: Callable[[str], str]) -> str:

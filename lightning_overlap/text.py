@@ -13,11 +13,16 @@ SCALES_LOSS = (
 def unknown_name_message(kind: str, name: str, known: Iterable[str]) -> str:
     """Return the message for an unknown name of a kind ("table", "mode"); it suggests the nearest known names."""
     known = list(known)
-    likeness = {one: difflib.SequenceMatcher(None, one, name).ratio() for one in known}
-    cutoff = max(0.4, 0.85 * max(likeness.values(), default=0.0))  # a name much nearer than others stands alone
-    nearest = difflib.get_close_matches(name, known, n=3, cutoff=cutoff)
+    nearest = nearest_names(name, known)
     hint = f" Did you mean {' or '.join(map(repr, nearest))}?" if nearest else ""
     return f"unknown {kind} {name!r}.{hint} Known: {', '.join(known)}."
+
+
+def nearest_names(name: str, known: Collection[str]) -> list[str]:
+    """Return up to three known names that resemble a name, the nearest first."""
+    likeness = {one: difflib.SequenceMatcher(None, one, name).ratio() for one in known}
+    cutoff = max(0.4, 0.85 * max(likeness.values(), default=0.0))  # a name much nearer than others stands alone
+    return difflib.get_close_matches(name, known, n=3, cutoff=cutoff)
 
 
 def check_known(kind: str, name: str, known: Collection[str], where: str = "") -> None:

@@ -80,20 +80,33 @@ def serve(data_path: str | None, sink: str, answers: Path, ready: Any) -> None:
     answers.write_text(json.dumps({"auc": auc, "lags": lags}))
 
 
+TRAINED, SERVED, MUTED = "#7d86c9", "#a8b545", "#666666"
+
+
 def draw(path: Path, steps: list[tuple[float, int]], lags: list[tuple[float, int, float]]) -> None:
     """Draw the trained and the served step, and below how old the served tables were."""
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    above, below = figure.subplots(2, 1, sharex=True)
+    figure = Figure(figsize=(10, 5), dpi=120, layout="constrained", facecolor="white")
+    figure.suptitle("Served beside training", x=0.01, ha="left", fontsize=13, fontweight="bold")
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     begin = steps[0][0]
-    above.step([at - begin for at, _ in steps], [step for _, step in steps], where="post", label="trained")
-    above.step([at - begin for at, *_ in lags], [step for _, step, _ in lags], where="post", label="served")
-    above.set_ylabel("step")
-    above.legend()
-    below.plot([at - begin for at, *_ in lags], [lag for *_, lag in lags], color="tab:orange")
-    below.set_ylabel("age of what is served (s)")
-    below.set_xlabel("seconds of training")
+    times, served, ages = zip(*((at - begin, step, age) for at, step, age in lags), strict=True)
+    trained = [at - begin for at, _ in steps], [step for _, step in steps]
+    above.step(*trained, where="post", color=TRAINED, linewidth=2.2, label="trained")
+    above.step(times, served, where="post", color=SERVED, linewidth=2.2, label="served")
+    above.set_title("step", loc="left", fontsize=9)
+    below.fill_between(times, ages, color=SERVED, linewidth=0)
+    below.set_title("age of what is served, seconds", loc="left", fontsize=9)
+    below.set_xlabel("seconds of training", fontsize=8, color=MUTED, loc="right")
     below.set_ylim(bottom=0)
-    figure.savefig(path, dpi=110)
+    for axes in (above, below):
+        axes.set_facecolor("#f5f6f8")
+        axes.spines[["top", "right", "left"]].set_visible(False)
+        axes.tick_params(labelsize=8, left=False)
+        axes.grid(axis="y", color="white", linewidth=1.2)
+        axes.set_axisbelow(True)
+        axes.margins(x=0)
+    above.legend(loc="upper left", frameon=False, fontsize=9)
+    figure.savefig(path)
 
 
 def main() -> None:

@@ -74,8 +74,24 @@ def build_strategy(config: Config, mode: Mode, model: LightningModule) -> Overla
     stream, kind, named = config["stream"]["name"], config["sharding"].get("type"), config["sharding"].get("tables")
     sharding = {table.name: kind for table in find_tables(model) if kind} | dict(named) if named else kind or None
     pipeline: Any = AUTO if mode.schedule.name == AUTO else mode
-    options = dict(config["strategy"])
+    options = {name: _strategy_option(name, value) for name, value in config["strategy"].items()}
     return OverlapEmbeddingStrategy(pipeline, stream, sharding, quantized_comms=build_comms(config), **options)
+
+
+_IN_GROUPS = {"pipeline": "pipeline", "stream": "stream", "sharding": "sharding", "quantized_comms": "comms"}
+"""Argument of the strategy -> the config group that sets it."""
+
+
+def _strategy_option(name: str, value: Any) -> Any:
+    """Return an argument of the strategy, made from its node if it has a `_target_`."""
+    if name in _IN_GROUPS:
+        raise ValueError(
+            f"strategy.{name}: the group {_IN_GROUPS[name]} sets it. Write {_IN_GROUPS[name]}=..., "
+            f"or {_IN_GROUPS[name]}.OPTION=..."
+        )
+    # A fused optimizer is made later, for each table.
+    is_node = isinstance(value, Mapping) and "_target_" in value and name != "fused_optimizer"
+    return _build(f"strategy.{name}", value, object) if is_node else value
 
 
 def build_comms(config: Config) -> QCommsConfig | None:

@@ -2,6 +2,7 @@
 
 import fnmatch
 import inspect
+import re
 import types
 import typing
 from collections.abc import Callable, Collection, Mapping
@@ -9,8 +10,8 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Literal, Union
 
-from ..schedules import MODES, STREAMS, Mode, Schedule, Stage
-from ..text import SCALES_LOSS, check_known, unknown_name_message
+from ..schedules import MODES, STREAMS, Mode, Schedule, Stage, mode_printed_as, unknown_mode_message
+from ..text import SCALES_LOSS, check_known
 
 Config = Mapping[str, Any]  # the composed config as plain dicts and lists, without OmegaConf's containers
 
@@ -39,7 +40,8 @@ def mode_of(config: Config) -> Mode:
 def modes(config: Config) -> list[Mode]:
     """Return the modes to train: those of `compare`, then the config's."""
     for name in config["compare"]:
-        check_known("mode of compare", name, MODES)
+        if name not in MODES and mode_printed_as(str(name)) is None:
+            raise ValueError(unknown_mode_message("mode of compare", str(name), MODES))
     wanted, others = mode_of(config), [Mode(name).schedule for name in config["compare"]]
     return [*(with_switches(config, other) for other in others if other != wanted.schedule), wanted]
 
@@ -130,7 +132,8 @@ def per_step(config: Config) -> int:
 def our_arms(config: Config) -> dict[str, tuple[Schedule, str]]:
     """Return every mode: `mode` uses the config's stream, `mode/stream` another stream."""
     own: dict[str, tuple[Schedule, str]] = {}
-    for schedule in MODES.values():
+    named = (mode_printed_as(re.split("[+/]", arm)[0]) for arm in config.get("arms", ()))  # "async_lookup_3"
+    for schedule in (*MODES.values(), *(mode.schedule for mode in named if mode is not None)):
         own[schedule.name] = (schedule, config["stream"]["name"])
         if looks_up_early(schedule):
             others = (stream for stream in STREAMS if stream != config["stream"]["name"])
@@ -153,14 +156,17 @@ def arms(config: Config) -> list[str]:
         names = our_arms(config) if replicated else known  # TorchRec's arms cannot replicate tables
         fits = [name + pattern.removeprefix(plain) for name in fnmatch.filter(names, plain)]
         if not fits:
-            raise ValueError(unknown_name_message("arm", pattern, known))
+            raise ValueError(unknown_mode_message("arm", pattern, known))
         chosen |= dict.fromkeys(fits)
     return [*(name for name in known if name in chosen), *(name for name in chosen if "+" in name)]
 
 
 def check_arguments(where: str, node: Config, target: Callable[..., Any]) -> None:
     """Raise if names or types in the config group `where` do not fit the signature of `target`."""
-    parameters = inspect.signature(target).parameters
+    try:
+        parameters = inspect.signature(target).parameters
+    except ValueError:  # of a builtin
+        return
     takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
     for name in node:
         if not takes_any and not (name.startswith("_") and name.endswith("_")):

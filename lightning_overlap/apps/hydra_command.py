@@ -4,7 +4,8 @@ import difflib
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn, cast
@@ -15,6 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from ..distributed import is_told_last
+from ..schedules import mode_printed_as, unknown_mode_message
 from ..text import unknown_name_message
 from . import build, config_checks, launch
 
@@ -34,7 +36,7 @@ def main(hydra_main: Callable[[], Any]) -> None:
     except (HydraException, OmegaConfBaseException, OSError) as err:
         if isinstance(err, MissingConfigException) and err.options:
             group, _, name = str(err.missing_cfg_file).rpartition("/")
-            _fail(unknown_name_message(group, name, err.options), exit_code=2)
+            _fail(_unknown_choice(group, name, err.options), exit_code=2)
         if (unknown := _unknown_key(err.__cause__)) is not None:
             _fail(unknown, exit_code=2)
         if _WANTS_TRACEBACK:
@@ -68,6 +70,19 @@ def _refuse_added_typos(composed: DictConfig) -> None:
     for key in sorted(added - known):
         if near := difflib.get_close_matches(key, known, n=1, cutoff=0.8):
             raise ValueError(f"+{key}=... adds a key that nothing reads. Did you mean {near[0]}=...?")
+
+
+def _unknown_choice(group: str, name: str, known: Sequence[str]) -> str:
+    """Return the message for a config file that does not exist; a mode with options is written with overrides."""
+    if group != "pipeline":
+        return unknown_name_message(group, name, known)
+    mode = mode_printed_as(name)
+    if mode is None:
+        return unknown_mode_message(group, name, known)
+    options = {option.name: getattr(mode, option.name) for option in fields(mode) if option.name != "name"}
+    defaults = {option.name: option.default for option in fields(mode)}
+    given = [f"pipeline.{key}={str(value).lower()}" for key, value in options.items() if value != defaults[key]]
+    return f"pipeline={name} is {mode.name} with options. Write: pipeline={mode.name} {' '.join(given)}"
 
 
 def add_or_override(argument: str) -> str:

@@ -2,16 +2,19 @@
 
 import warnings
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
+from inspect import Parameter, signature
 from typing import Any, get_args
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loops.fetchers import _DataFetcher
-from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.parsing import lightning_getattr, lightning_hasattr
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import nn
+from torch.distributed.constants import default_pg_timeout
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
@@ -42,9 +45,16 @@ STRATEGY_NAMES = {
 }
 """Names for `Trainer(strategy=...)`, like Lightning's `ddp`, `ddp_spawn`, ..., with the `start_method` of each."""
 
+_SHORTEST, _LONGEST = timedelta(milliseconds=1), timedelta(days=36_525)  # what torch can represent as a timeout
+
+_DDP_DEFAULTS = {  # LightningCLI passes them all
+    name: one.default
+    for kind in (DistributedDataParallel, DDPStrategy)
+    for name, one in signature(kind).parameters.items()
+}
 _NO_DDP_OPTIONS = {  # arguments of `DDPStrategy` that it does not pass on to DistributedDataParallel
     *("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin"),
-    *("process_group_backend", "timeout", "start_method"),
+    *("process_group_backend", "start_method"),
 }
 
 
@@ -55,8 +65,9 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
     only if you pass options of it). A module without tables trains exactly as with `DDPStrategy`.
 
     Args:
-        pipeline: A mode's name (see `lightning_overlap.MODES`), a `Mode` (a name and its options), a `Schedule`, or
-            "auto" (or `Auto`, its options): exact modes take turns during training until the fastest one is chosen.
+        pipeline: A mode's name (see `lightning_overlap.MODES`, or as the log prints it: "async_lookup_3"), a `Mode` (a
+            name and its options), a `Schedule` or its text, or "auto" (or `Auto`, its options): exact modes take turns
+            during training until the fastest one is chosen.
         stream: Where early lookups run: `current`, `data_dist` or `dedicated`.
         sharding: None for TorchRec's planner; a sharding type for all tables; `{"item_table": "table_wise", ...}`, by
             the `name` in a table's config (the planner decides about the others); a planner; a `ShardingPlan`. A table
@@ -86,6 +97,8 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
         async_checkpoint: Write folders while training goes on, from a copy of this rank's shards on the host. The next
             save and the end of `fit` wait for the save under way, and raise its error.
         calm_libraries: Filter out log records and warnings of TorchRec and FBGEMM about their own calls.
+        timeout: How long a rank waits for the others in a collective: a number of seconds or a `datetime.timedelta`, in
+            LightningCLI also "h:mm:ss". None: torch's default, 30 minutes.
         **kwargs: Arguments of `DDPStrategy`. With a `start_method` of "spawn" or "fork" (in notebooks) the module of
             the process that starts the others stays unsharded and gets whole tables back.
 
@@ -96,7 +109,7 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
 
     def __init__(
         self,
-        pipeline: ModeName | Mode | Schedule | Auto = "fused_sparse_dist",
+        pipeline: ModeName | str | Mode | Schedule | Auto = "fused_sparse_dist",
         stream: StreamPolicy = "data_dist",
         sharding: Sharding = None,
         fused_optimizer: FusedOptimizer | None = None,
@@ -111,6 +124,7 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
         checkpoint_format: str | None = None,
         async_checkpoint: bool = False,
         calm_libraries: bool = True,
+        timeout: timedelta | float | None = default_pg_timeout,
         **kwargs: Any,
     ) -> None:
         unsupported.check_arguments(type(self), kwargs, pipeline)
@@ -127,8 +141,9 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
         self._out_of_range_ids = out_of_range_ids
         checkpoints.check_format(checkpoint_format, async_checkpoint)
         self.checkpoint_format, self.async_checkpoint = checkpoint_format, async_checkpoint
-        super().__init__(**kwargs)
-        self._has_ddp_options = not kwargs.keys() <= _NO_DDP_OPTIONS
+        super().__init__(timeout=_as_timedelta(timeout), **kwargs)
+        chosen = {name for name, value in kwargs.items() if value is not _DDP_DEFAULTS.get(name, Parameter.empty)}
+        self._has_ddp_options = not chosen <= _NO_DDP_OPTIONS
         self.sharding = tables.check_sharding_types(sharding)
         self.fused_optimizer, self.replicate_tables = fused_optimizer, replicate_tables
         self.quantized_comms = tables.resolve_quantized_comms(quantized_comms)
@@ -415,6 +430,25 @@ def _check_queued_steps(number: int | None) -> int | None:
     if number is not None and number < 1:
         raise ValueError(f"max_queued_steps must be at least 1, got {number}. With None the host never waits.")
     return number
+
+
+def _as_timedelta(timeout: timedelta | float | None) -> timedelta | None:
+    """Return the strategy's `timeout`, a number of seconds as a timedelta; raise a TypeError or ValueError."""
+    if isinstance(timeout, bool) or not isinstance(timeout, timedelta | int | float | None):
+        raise TypeError(
+            "timeout is how long a rank waits for the others: a number of seconds or a datetime.timedelta, got "
+            f"{timeout!r}. For example: timeout=1800."
+        )
+    try:
+        time = timeout if timeout is None or isinstance(timeout, timedelta) else timedelta(seconds=timeout)
+    except (ValueError, OverflowError):  # it is not finite
+        time = timedelta(0)
+    if time is not None and not _SHORTEST <= time <= _LONGEST:
+        raise ValueError(
+            f"timeout must be from a millisecond to 100 years, got {timeout!r}. With None it is torch's default, "
+            f"{default_pg_timeout.total_seconds():g} seconds."
+        )
+    return time
 
 
 OverlapEmbeddingStrategy.register_strategies(StrategyRegistry)

@@ -2,8 +2,10 @@
 
 from .mode import Mode as Mode
 from .mode import Schedules as Schedules
+from .mode import mode_printed_as as mode_printed_as
 from .mode import resolve_mode as resolve_mode
 from .mode import resolve_stream as resolve_stream
+from .mode import unknown_mode_message as unknown_mode_message
 from .modes import MODES as MODES
 from .modes import STREAMS as STREAMS
 from .modes import ModeName as ModeName

@@ -1,11 +1,13 @@
 """A mode with its options: one value, checked on construction. Modes and stream policies are found by name."""
 
 import functools
-from collections.abc import Mapping
+import itertools
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Protocol, TypeVar
 
-from ..text import unknown_name_message
+from ..text import nearest_names, unknown_name_message
 from .modes import ASYNC_LOOKUP, FUSED_SPARSE_DIST, MODES, STREAMS, ModeName, async_lookup, defer_update
 from .schedule import Schedule, check_number
 from .stages import Stage, StreamName
@@ -65,7 +67,8 @@ class Mode:
     """A mode with its options, for `OverlapEmbeddingStrategy(pipeline=Mode("semi_sync", start_batch=1000))`.
 
     Args:
-        name: A mode's name (see `lightning_overlap.MODES`), or a `Schedule`.
+        name: A mode's name (see `lightning_overlap.MODES`), a `Schedule`, or the text of one (`str(schedule)`). A name
+            as the log prints it has options, too: "async_lookup_3_deferred" is `staleness=3, defer_update=True`.
         staleness: For `async_lookup`: number of batches whose updates a lookup does not see, at least 1. None: 2.
         defer_update: In a stale mode, overlap the all-to-all of gradients with the optimizer step and the next forward,
             and update the tables afterwards. The staleness does not change. An evaluation, a checkpoint and the end of
@@ -79,14 +82,33 @@ class Mode:
         TypeError: An option has the wrong type, or no option has this name.
     """
 
-    name: ModeName | Schedule = "fused_sparse_dist"
+    name: ModeName | str | Schedule = "fused_sparse_dist"
     staleness: int | None = None
     defer_update: bool = False
     start_batch: int = 0
     end_batch: int | None = None
 
     def __post_init__(self) -> None:
-        _ = self.schedules  # raises an error if a name is unknown or an option does not fit
+        self._read_name()
+        _ = self.schedules  # raises an error if these batches cannot be
+
+    def _read_name(self) -> None:
+        """Turn a schedule's text into the schedule, and a name that the log prints into a mode and its options."""
+        name = self.name
+        if not isinstance(name, str) or name in MODES:
+            return
+        if ":" in name:
+            object.__setattr__(self, "name", Schedule.parse(name))
+        elif (printed := mode_printed_as(name)) is not None:
+            if None not in (self.staleness, printed.staleness) and self.staleness != printed.staleness:
+                raise ValueError(
+                    f"staleness={self.staleness!r}: the name {name!r} says {printed.staleness}. "
+                    f"Use Mode({printed.name!r}, staleness=...)."
+                )
+            for option in fields(self):
+                value = getattr(printed, option.name)
+                if option.name == "name" or value != option.default:
+                    object.__setattr__(self, option.name, value)
 
     @property
     def schedule(self) -> Schedule:
@@ -100,6 +122,8 @@ class Mode:
                 "'auto' is not a mode: the strategy's pipeline='auto' compares modes of equal losses. Name one of "
                 "them, 'fused_sparse_dist' for example."
             )
+        if isinstance(self.name, str) and self.name not in MODES:
+            raise ValueError(unknown_mode_message("pipeline", self.name, (*MODES, "auto")))
         schedule = self.name if isinstance(self.name, Schedule) else _named("pipeline", self.name, MODES, ("auto",))
         if self.staleness is not None:
             if self.name != ASYNC_LOOKUP.name:
@@ -139,9 +163,47 @@ class Mode:
         return SequentialSchedule((*before, (start, schedule), *after))
 
 
+def mode_printed_as(name: str) -> Mode | None:
+    """Return the mode whose table has this name, as logs print it ("async_lookup_3_deferred"), or None."""
+    number = re.search(r"_(\d{1,9})(?=_|$)", name)
+    staleness = None if number is None else int(number[1])
+    switches = [option.name for option in fields(Mode) if option.default is False]
+    for known in MODES:
+        for values in itertools.product((False, True), repeat=len(switches)):
+            try:
+                mode = Mode(known, staleness, **dict(zip(switches, values, strict=True)))
+            except ValueError:  # this mode does not take these options
+                continue
+            if mode.schedule.name == name:
+                return mode
+    return None
+
+
+def unknown_mode_message(kind: str, name: str, known: Iterable[str]) -> str:
+    """Return the message for an unknown mode; it never suggests a mode of another staleness than the name says."""
+    if name.lstrip().startswith("Mode("):
+        return (
+            f"{kind} is a text, {name!r}. In Python write the Mode without quotes; in YAML write "
+            "{class_path: lightning_overlap.Mode, init_args: {name: async_lookup, staleness: 3}}."
+        )
+    known = list(known)
+    words, number = re.split(r"[\W_]*\d|,", name)[0], re.search(r"\d{1,9}", name)
+    if number is None or not any(one in MODES and MODES[one].staleness for one in nearest_names(words, known)):
+        return unknown_name_message(kind, name, known)
+    options: dict[str, object] = {"staleness": int(number[0])}
+    if "defer" in name:
+        options["defer_update"] = True
+    for option, before in (("start_batch", "before batch"), ("end_batch", "from batch")):  # as the log says it
+        if (batch := re.search(rf"{before} (\d{{1,9}})", name)) is not None:
+            options[option] = int(batch[1])
+    given = ", ".join(f"{option}={value}" for option, value in options.items())
+    meant = f"Mode({ASYNC_LOOKUP.name!r}, {given})" if options["staleness"] else repr(FUSED_SPARSE_DIST.name)
+    return f"unknown {kind} {name!r}. Did you mean {meant}? Known: {', '.join(known)}."
+
+
 def resolve_mode(pipeline: str | Schedule | Mode) -> Mode:
     """Return the mode that a name or a schedule stands for; a `Mode` is returned as is."""
-    return pipeline if isinstance(pipeline, Mode) else Mode(pipeline)  # type: ignore[arg-type]
+    return pipeline if isinstance(pipeline, Mode) else Mode(pipeline)
 
 
 def resolve_stream(stream: str) -> StreamName:

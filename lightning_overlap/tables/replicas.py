@@ -22,7 +22,7 @@ from ..text import check_known, some
 from .supported_modules import DATA_PARALLEL, table_modules
 from .table import KERNEL_EPS, Rule, Table, kind_of
 
-ReplicateTables: TypeAlias = int | Sequence[str] | None
+ReplicateTables: TypeAlias = bool | int | Sequence[str] | None
 """A number n for tables with fewer than n rows (False or 0: none), table names, or None: n is a rank's batch size."""
 
 _KINDS = (EmbOptimType.EXACT_SGD, EmbOptimType.EXACT_ADAGRAD, EmbOptimType.EXACT_ROWWISE_ADAGRAD)

@@ -16,8 +16,8 @@ from torch.distributed.optim.apply_optimizer_in_backward import param_to_acc_gra
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.fbgemm_qcomm_codec import QCommsConfig
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
-from torchrec.distributed.types import ShardingEnv, ShardingPlan, ShardingType
+from torchrec.distributed.planner import ParameterConstraints, Topology
+from torchrec.distributed.types import ShardingEnv, ShardingPlan, ShardingPlanner, ShardingType
 from torchrec.modules.itep_embedding_modules import ITEPEmbeddingBagCollection, ITEPEmbeddingCollection
 from torchrec.modules.mc_modules import ManagedCollisionModule
 from typing_extensions import override
@@ -41,7 +41,7 @@ ShardingName: TypeAlias = Literal[
 ]
 """The values of TorchRec's `ShardingType`, for editors and type checkers."""
 
-Sharding: TypeAlias = ShardingName | Mapping[str, ShardingName] | EmbeddingShardingPlanner | ShardingPlan | None
+Sharding: TypeAlias = ShardingName | Mapping[str, ShardingName] | ShardingPlanner | ShardingPlan | None
 """A type for all tables, a type by table name (TorchRec's planner decides about others), a planner, a plan, or None."""
 
 

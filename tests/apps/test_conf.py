@@ -69,6 +69,24 @@ def test_auto_with_an_option_that_is_off_and_a_schedule_of_ones_own() -> None:
     assert str(config_checks.modes(config)[-1].schedule) == text
 
 
+def test_names_that_tables_print_are_modes_to_compare_and_arms() -> None:
+    printed = ["async_lookup_3", "async_lookup_5_deferred"]
+    compared = config_checks.modes(composed(f"compare=[{','.join(printed)}]"))
+    assert [mode.schedule for mode in compared[:-1]] == [Mode(name).schedule for name in printed]
+    with pytest.raises(
+        ValueError, match=r"mode of compare 'async_lokup_3'. Did you mean Mode\('async_lookup', staleness=3"
+    ):
+        check("compare=[async_lokup_3]")
+    bench = composed("arms=[async_lookup_3,async_lookup_5/dedicated+fp16]", command="bench")
+    assert {"async_lookup_3", "async_lookup_5/dedicated+fp16"} <= set(config_checks.arms(bench))
+    assert config_checks.our_arms(bench)["async_lookup_3"][0] == Mode("async_lookup_3").schedule
+
+
+def test_an_argument_of_the_strategy_that_a_group_sets() -> None:
+    with pytest.raises(ValueError, match=r"strategy\.quantized_comms: the group comms sets it\. Write comms=\.\.\."):
+        check("strategy.quantized_comms=fp16")
+
+
 def strategy_of(*overrides: str) -> OverlapEmbeddingStrategy:
     config = composed("data.num_tables=2", *overrides)
     return build.build_strategy(config, Mode("base"), build.build_model(config, build.build_data(config)))

@@ -147,6 +147,7 @@ def summary_of(folder: Path) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
+        (("pipeline=async_lookup_3_deferred",), 2, "pipeline=async_lookup pipeline.staleness=3 pipeline.defer_update"),
         (("pipeline=fused_sparse_dst",), 2, "unknown pipeline 'fused_sparse_dst'. Did you mean 'fused_sparse_dist'"),
         (("sed=3",), 2, "unknown key 'sed'. Did you mean 'seed'"),
         (("pipline=base",), 2, "unknown key 'pipline'. Did you mean 'pipeline'"),
@@ -155,7 +156,7 @@ def summary_of(folder: Path) -> dict[str, Any]:
         (("experiment=adult_income", "data.path=../no/adult.gz"), 1, "FileNotFoundError: '../no/adult.gz' does not"),
         (SMALL, 1, "the run folder cannot be written. Start the command in a writable folder"),
     ],
-    ids=["name", "option", "group", "nested", "added", "data", "folder"],
+    ids=["printed_name", "name", "option", "group", "nested", "added", "data", "folder"],
 )
 def test_what_is_wrong_is_said_without_a_traceback(
     tmp_path: Path, arguments: tuple[str, ...], code: int, said: str

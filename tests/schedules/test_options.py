@@ -2,13 +2,15 @@
 
 import inspect
 import re
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from lightning_overlap.plugin.first_words import of_mode
 from lightning_overlap.schedules.mode import Mode
 from lightning_overlap.schedules.modes import BASE, DEFAULT_STALENESS, MODES, SEMI_SYNC, async_lookup, defer_update
 from lightning_overlap.schedules.schedule import Schedule, Step
@@ -66,6 +68,85 @@ NEEDS = "'fused_sparse_dist' looks up after the backward and needs its update by
 def test_what_cannot_be(pipeline: Any, options: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=re.escape(message)):
         Mode(pipeline, **options)
+
+
+STALE = [name for name in MODES if MODES[name].staleness]
+
+
+def takes(name: str, switch: str) -> bool:
+    try:
+        Mode(name, **{switch: True})  # type: ignore[arg-type]
+    except ValueError:
+        return False
+    return True
+
+
+SWITCHES = {
+    name: [option.name for option in fields(Mode) if option.default is False and takes(name, option.name)]
+    for name in MODES
+}
+
+
+@st.composite
+def modes(draw: st.DrawFn, names: Sequence[str] = tuple(MODES)) -> Mode:
+    """Any mode with any options that it takes."""
+    name = draw(st.sampled_from(names))
+    options: dict[str, Any] = {switch: draw(st.booleans()) for switch in SWITCHES[name]}
+    if name == "async_lookup":
+        options["staleness"] = draw(st.none() | st.integers(1, 40))
+    if name in STALE:
+        options["start_batch"] = start = draw(st.integers(0, 50))
+        options["end_batch"] = draw(st.none() | st.integers(start + 1, 99))
+    try:
+        return Mode(name, **options)
+    except ValueError:  # two switches that exclude each other
+        assume(False)
+        raise
+
+
+@given(modes())
+def test_a_name_that_is_printed_is_that_mode(mode: Mode) -> None:
+    for printed in (mode.schedule.name, str(mode.schedule)):
+        assert Mode(printed).schedule == mode.schedule
+        assert Mode(printed, start_batch=mode.start_batch, end_batch=mode.end_batch).schedules == mode.schedules
+
+
+def meant_by(name: str) -> Any:
+    """What the error about an unknown name says to write."""
+    with pytest.raises(ValueError, match="unknown pipeline") as info:
+        Mode(name)
+    found = re.search(r"Did you mean (Mode\(.*?\)|'\w+')\?", str(info.value))
+    return None if found is None else eval(found[1])
+
+
+@given(modes(STALE))
+def test_the_words_of_the_log_are_answered_with_the_mode_to_write(mode: Mode) -> None:
+    meant = meant_by(of_mode(mode))
+    assert meant.schedule.steps == mode.schedule.steps
+    assert (meant.start_batch, meant.end_batch) == (mode.start_batch, mode.end_batch)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        *((name, Mode("async_lookup", staleness=3)) for name in ("asynclookup_3", "async_lookup3", "async-lookup-3")),
+        ("async_lookup_3_defered", Mode("async_lookup", staleness=3, defer_update=True)),
+        ("semi_sync_2", Mode("async_lookup", staleness=2)),
+        ("async_lookup_0", "fused_sparse_dist"),
+        ("asynclookup", "async_lookup"),
+    ],
+)
+def test_an_unknown_name_with_a_number_is_not_taken_for_a_mode_of_another_staleness(name: str, meant: Any) -> None:
+    assert meant_by(name) == meant
+
+
+def test_a_name_and_options_that_disagree() -> None:
+    assert Mode("async_lookup_3", staleness=3, start_batch=5) == Mode("async_lookup", staleness=3, start_batch=5)
+    assert Mode("async_lookup_deferred", staleness=4) == Mode("async_lookup", staleness=4, defer_update=True)
+    with pytest.raises(ValueError, match="staleness=4: the name 'async_lookup_3' says 3"):
+        Mode("async_lookup_3", staleness=4)
+    with pytest.raises(ValueError, match=r"In Python write the Mode without quotes; in YAML write \{class_path"):
+        Mode("Mode('async_lookup', staleness=3)")
 
 
 def test_an_option_that_there_is_not_is_named_with_the_nearest() -> None:
