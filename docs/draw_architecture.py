@@ -41,8 +41,8 @@ STATIONS = {
             "before the forward of N-2",
             {
                 "runtime": (
-                    "runtime/executor.py",
-                    "issues the step on the memcpy stream;\nruntime/end_of_data.py asks the ranks",
+                    "runtime/walker.py",
+                    "runs the row on the memcpy stream;\nruntime/batches.py asks the ranks",
                 ),
                 "plugin": ("plugin/loops/batch_stream.py", "DataLoader, transfer hooks,\ncopy to the device"),
             },
@@ -51,7 +51,7 @@ STATIONS = {
             "input_splits_dist",
             "after the forward of N-2",
             {
-                "runtime": ("runtime/executor.py", "hears whether all ranks have N:\nruntime/end_of_data.py"),
+                "runtime": ("runtime/walker.py", "hears whether all ranks have N:\nruntime/batches.py"),
                 "sparse": ("sparse/input_sizes.py", "sizes of all modules' inputs; they\nleave with the ids of N-1"),
             },
         ),
@@ -61,7 +61,7 @@ STATIONS = {
             "input_data_dist",
             "after the forward of N-1",
             {
-                "runtime": ("runtime/executor.py", "issues the step on the data_dist\nstream: runtime/streams.py"),
+                "runtime": ("runtime/walker.py", "runs the row on the data_dist\nstream: runtime/streams.py"),
                 "sparse": (
                     "sparse/input_dist.py",
                     "reads the sizes of N on the host, starts\nits ids' all-to-all with the sizes of N+1",
@@ -72,8 +72,8 @@ STATIONS = {
             "embedding_lookup",
             "after the backward of N-1",
             {
-                "runtime": ("runtime/stage_issue.py", "lets the lookup stream wait for\nthe last writer of the tables"),
-                "sparse": ("sparse/lookup.py", "TBE forward, then output_dist:\nthe all-to-all of embeddings"),
+                "runtime": ("runtime/walker.py", "lets the lookup stream wait for\nthe last writer of the tables"),
+                "sparse": ("sparse/flight.py", "TBE forward, then output_dist:\nthe all-to-all of embeddings"),
             },
         ),
     ],
@@ -83,16 +83,16 @@ STATIONS = {
             "the loop asks for a batch",
             {
                 "plugin": ("plugin/loops/fit_loop.py", "Lightning's loop with the\nlookahead fetcher in it"),
-                "runtime": ("runtime/executor.py", "next_batch(): begins the iteration,\nreturns the staged batch"),
+                "runtime": ("runtime/walker.py", "next_batch(): begins the iteration,\nreturns the copied batch"),
             },
         ),
         Station(
             "training_step",
             "the user's code, unchanged",
             {
-                "plugin": ("plugin/step_hooks.py", "training_step(): unpacks the\nstaged batch, calls the user's"),
-                "runtime": ("runtime/executor.py", "forward(): marks the batch as\nconsumed"),
-                "sparse": ("sparse/lookup.py", "forward(): serves this batch\nwhile the step runs"),
+                "plugin": ("plugin/step_hooks.py", "training_step(): unpacks the\ncopied batch, calls the user's"),
+                "runtime": ("runtime/walker.py", "forward(): marks the batch as\nconsumed"),
+                "sparse": ("sparse/flight.py", "serve(): gives its embeddings\nwhile the step runs"),
             },
         ),
         Station(
@@ -100,7 +100,7 @@ STATIONS = {
             "inside training_step",
             {
                 "sparse": (
-                    "sparse/answers.py",
+                    "sparse/module_forward.py",
                     "same KJT: the early embeddings,\nwaited for at the merge; any other\ninput: the original forward",
                 ),
             },
@@ -110,7 +110,7 @@ STATIONS = {
             "writes the fused tables",
             {
                 "plugin": ("plugin/step_hooks.py", "pre_backward(), post_backward()\naround loss.backward()"),
-                "runtime": ("runtime/executor.py", "steps that run while autograd\nwaits for other ranks (CPU)"),
+                "runtime": ("runtime/walker.py", "rows that run while autograd\nwaits for other ranks (CPU)"),
                 "sparse": (
                     "sparse/update_rates.py",
                     "the TBE backward applies the fused\noptimizer at this step's rate",
@@ -121,10 +121,10 @@ STATIONS = {
             "optimizer step",
             "dense parameters",
             {
-                "plugin": ("plugin/step_hooks.py", "optimizer_step(): DDP's, then\ntells the executor"),
+                "plugin": ("plugin/step_hooks.py", "optimizer_step(): DDP's, then\ntells the walker"),
                 "runtime": (
-                    "runtime/executor.py",
-                    "stage_done(OPTIMIZER_STEP): looks up\ntables of the dense optimizer for N+1",
+                    "runtime/walker.py",
+                    "after(OPTIMIZER_STEP): looks up\ntables of the dense optimizer for N+1",
                 ),
             },
         ),
@@ -133,7 +133,7 @@ STATIONS = {
             "counted as trained",
             {
                 "plugin": ("plugin/step_hooks.py", "end_optimization(); loggers,\ncheckpoints, progress follow"),
-                "runtime": ("runtime/executor.py", "the batch leaves those in flight:\nruntime/batch_queue.py"),
+                "runtime": ("runtime/walker.py", "the batch leaves those in flight:\nruntime/batches.py"),
             },
         ),
     ],
@@ -150,7 +150,7 @@ STATIONS = {
 }
 
 NOTE = """\
-A mode is a table in schedules/modes.py: it says in which order and how early the executor issues these steps.
+A mode is a table in schedules/modes.py: it says in which order and how early the walker issues these steps.
 Before the first batch plugin/strategy.py shards the tables (tables/sharding.py) and finds the modules that can be
 looked up early (tables/supported_modules.py); profiling/recorder.py records what each step did when."""
 
