@@ -289,6 +289,7 @@ class ModuleFlight:
                     if awaitable is not None:
                         awaitable.wait()
             self._take_back()
+        self.deferred = DeferredUpdate()  # no backward reaches its cuts
         self.advance(Progress.DROPPED)
 
     def _take_back(self) -> None:
