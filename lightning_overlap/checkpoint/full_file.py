@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..distributed import Group, gather_objects, together, warn_on_rank_zero
+from ..text import some
 from .atomic import atomic_replace, remove, sibling, write_synced
 from .dense_state import State, empty_table_states, load_by_name, put_table_states
 from .plain_state import take_plain_state
@@ -95,6 +96,12 @@ def write_file(content: dict[str, Any] | None, path: Path, group: Group, *, also
 def load_file(path: Path, *, weights_only: bool | None) -> dict[str, Any]:
     """Read a checkpoint file; weights, averages and states of tables stay on the disk until they are copied."""
     checkpoint = read_file(path, weights_only=weights_only, mmap=zipfile.is_zipfile(path))
+    if "state_dict" not in checkpoint:
+        has = some(map(str, checkpoint)) or "nothing"
+        raise ValueError(
+            f"{path} is no checkpoint of Lightning: it has {has}, but no 'state_dict'. "
+            "If it is a module's own state_dict, load it before the fit: module.load_state_dict(torch.load(...))."
+        )
     copied_later = ("state_dict", FUSED, TABLE_OPTIMIZERS, AVERAGES)
     return {
         key: value if key in copied_later else apply_to_collection(value, Tensor, Tensor.clone)
