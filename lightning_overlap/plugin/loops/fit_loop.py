@@ -191,7 +191,7 @@ class _EpochLoopMixin(_TrainingEpochLoop):
 
     def _name_ranks_without_batches(self, stream: BatchStream) -> None:
         """Raise if no rank trains because some have no batch, or warn if batches were trained before; on all ranks."""
-        has_batches: list[bool] = self.trainer.strategy.gather(stream.num_fetched > 0)  # type: ignore[attr-defined]
+        has_batches: list[bool] = self.trainer.strategy.gather(stream.num_fetched > 0)
         message = without_batches(has_batches, self.trainer.current_epoch)
         if self.batch_progress.total.ready == 0 and not allows_empty_loaders(self.trainer):
             raise RuntimeError(f"{message} Give every rank a batch, or fewer ranks to the Trainer.")
