@@ -16,3 +16,4 @@ from .sharded_folder import (
     resolve_path,
 )
 from .table_state import Piece, check_tables, fill_from_whole, local_parts, map_shards
+from .whole_tables import FoundTable, TableReader, find_table

@@ -28,7 +28,7 @@ from .sharded_folder import (
     take_state,
     writing,
 )
-from .table_state import Loading, fill_from_whole, local_parts
+from .table_state import Loading, fill_from_whole, first_owners, local_parts
 
 
 def gather_checkpoint(checkpoint: dict[str, Any], model: nn.Module, group: Group) -> dict[str, Any] | None:
@@ -53,12 +53,7 @@ def gather(pieces: Mapping[str, Any], group: Group) -> Iterator[tuple[str, Tenso
     everyone = gather_objects(mine, group)
     for key in sorted(set().union(*everyone)):
         size, dtype, _ = next(theirs[key] for theirs in everyone if key in theirs)
-        chunks: list[tuple[int, tuple[slice, ...]]] = []  # each part of the tensor, with the first rank that has it
-        for owner, theirs in enumerate(everyone):
-            for window in theirs[key][2] if key in theirs else ():
-                is_empty = any(part.start == part.stop for part in window)
-                if not is_empty and all(window != known for _, known in chunks):
-                    chunks.append((owner, window))
+        chunks = first_owners([theirs[key][2] if key in theirs else () for theirs in everyone])
         parts = local_parts(tensors[key]) if key in tensors else []
         if rank != 0:
             for window, part in parts:

@@ -82,6 +82,7 @@ class WalksSteps(HasRun):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        self.begin_stage()
         staged = args[0] if args else None
         if not isinstance(staged, StagedBatch):
             return super().training_step(*args, **kwargs)
@@ -99,14 +100,17 @@ class WalksSteps(HasRun):
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        self.begin_stage()
         return _evaluate(super().validation_step, *args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        self.begin_stage()
         return _evaluate(super().test_step, *args, **kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        self.begin_stage()
         return _evaluate(super().predict_step, *args, **kwargs)
 
     @override
@@ -172,6 +176,7 @@ class WalksSteps(HasRun):
 
     @override
     def on_train_end(self) -> None:
+        self.begin_stage()
         super().on_train_end()
         if self._run is not None:
             self._run.finish()
@@ -191,6 +196,8 @@ class WalksSteps(HasRun):
         return module is not None and module.automatic_optimization
 
     def _stage_done(self, stage: Stage) -> None:
+        self.begin_stage()
+        self._num_stages_done += 1
         if (executor := self._executor) is not None:
             executor.stage_done(stage)
 
