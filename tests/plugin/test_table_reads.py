@@ -43,7 +43,7 @@ def fits(draw: st.DrawFn) -> Fit:
     dims = st.just(draw(st.sampled_from((8, 16)))) if is_sequence else st.sampled_from((8, 16))
     no_sequences = {"replicated", "grid_shard", "table_row_wise"}
     shardings = st.sampled_from([one for one in FUSED if not (is_sequence and one in no_sequences)])
-    table = st.builds(Table, shardings, st.integers(1, 23), dims, half=st.just(False) if is_sequence else st.booleans())
+    table = st.builds(Table, shardings, st.integers(2, 23), dims, half=st.just(False) if is_sequence else st.booleans())
     tables = draw(st.lists(table, min_size=1, max_size=4))
     return Fit(tuple(tables), draw(st.sampled_from(list(MODES))), is_sequence, draw(st.integers(2, 6)))
 
