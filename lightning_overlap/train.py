@@ -18,7 +18,7 @@ def main() -> None:
         print(f"\n{train_report.compare_runs(_runs)}", flush=True)
 
 
-_runs: list[tuple[str, Path]] = []  # overrides and run folder of every run in this process
+_runs: list[tuple[list[str], Path]] = []  # overrides and run folder of every run in this process
 
 
 @hydra.main(version_base="1.3", config_path="pkg://lightning_overlap.conf", config_name="config")
@@ -33,7 +33,7 @@ def _job(config: dict[str, Any], folder: Path) -> float | None:
     hydra_command.run_on_ranks(config, folder, "train_worker", about)
     if launch.under_launcher() and launch.rank() != 0:
         return None
-    _runs.append((" ".join(HydraConfig.get().overrides.task), folder))
+    _runs.append((list(HydraConfig.get().overrides.task), folder))
     return train_report.read_metric(folder)
 
 

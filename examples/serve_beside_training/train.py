@@ -104,7 +104,7 @@ def draw(path: Path, steps: list[tuple[float, int]], lags: list[tuple[float, int
         axes.tick_params(labelsize=8, left=False)
         axes.grid(axis="y", color="white", linewidth=1.2)
         axes.set_axisbelow(True)
-        axes.margins(x=0)
+        axes.margins(x=0.01)
     above.legend(loc="upper left", frameon=False, fontsize=9)
     figure.savefig(path)
 

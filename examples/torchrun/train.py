@@ -4,6 +4,7 @@ torchrun --nproc-per-node 2 examples/torchrun/train.py
 """
 
 import os
+import sys
 
 from lightning.pytorch import Trainer, seed_everything
 
@@ -12,6 +13,8 @@ from lightning_overlap.data import SyntheticDataModule
 from lightning_overlap.models import DLRM
 
 if __name__ == "__main__":
+    if "LOCAL_WORLD_SIZE" not in os.environ:
+        sys.exit("Start this example with torchrun: torchrun --nproc-per-node 2 examples/torchrun/train.py")
     seed_everything(0)
     data = SyntheticDataModule(num_tables=4, rows_per_table=1000, batch_size=128, num_batches=100)
     model = DLRM(data.table_sizes, data.num_dense, table_learning_rate=0.05)

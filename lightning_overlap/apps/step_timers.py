@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
+from torchrec import KeyedJaggedTensor
 from typing_extensions import override
 
 from ..plugin import OverlapEmbeddingStrategy
 from ..profiling import HOST_LANE, Category, Interval, Span, SpanRecorder, break_down, timestamps_of
-from ..runtime import Streams
+from ..runtime import Streams, leaves
 from ..schedules import StreamName
 from .bench_report import Turn
 from .config_checks import Config, per_step
@@ -30,6 +31,7 @@ class StepTimer(Callback):
     def __init__(self) -> None:
         self.step_ms: list[float] = []
         self.losses: list[Tensor | float] = []  # by step
+        self.num_samples: list[int | None] = []  # by step, on this rank; None where a batch does not tell
         self._last = 0.0
 
     @override
@@ -43,9 +45,12 @@ class StepTimer(Callback):
     on_validation_end = on_train_epoch_start
 
     @override
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         now = time.perf_counter()
         self.step_ms.append((now - self._last) * 1e3)
+        self.num_samples.append(samples_in(batch))
         self._last = now
         self.losses.append(to_keep(loss_of(trainer, outputs)))
 
@@ -55,6 +60,15 @@ class StepTimer(Callback):
             start = time.perf_counter()
             timestamps_of(pl_module.device).wait()
             self.step_ms[-1] += (time.perf_counter() - start) * 1e3
+
+
+def samples_in(batch: Any) -> int | None:
+    """Return the number of samples in any batch: of its first KeyedJaggedTensor, or else the rows of a tensor."""
+    parts = [part for _, part in leaves(batch, lambda part: isinstance(part, KeyedJaggedTensor))]
+    for part in parts:
+        if isinstance(part, KeyedJaggedTensor):
+            return int(part.stride())
+    return next((len(part) for part in parts if isinstance(part, Tensor) and part.dim()), None)
 
 
 def loss_of(trainer: Trainer, outputs: Any) -> Tensor:

@@ -46,7 +46,7 @@ def table(results: Sequence[ModeResult]) -> str:
         if any(mode[name] is not None for mode in modes)
     ]
     for name in sorted({name for mode in modes for name in mode["metrics"]}):
-        rows.append([name.replace("_", " "), *(or_dash(mode["metrics"].get(name), "{:.6f}") for mode in modes)])
+        rows.append([name, *(or_dash(mode["metrics"].get(name), "{:.6f}") for mode in modes)])
     for name in modes[0]["peak_memory"]:
         rows.append([f"peak memory, {name}", *(f"{mode['peak_memory'][name] / 2**20:,.0f} MiB" for mode in modes)])
     return aligned(rows)
@@ -90,20 +90,27 @@ def write(folder: Path, results: Sequence[ModeResult], metric: str) -> None:
     (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
 
 
-def compare_runs(runs: Sequence[tuple[str, Path]]) -> str:
-    """Return a table of a sweep's runs; each run is its overrides and its run folder."""
+def compare_runs(runs: Sequence[tuple[Sequence[str], Path]]) -> str:
+    """Return a table of a sweep's runs, named by the overrides in which they differ, and a line on those they share.
+
+    Args:
+        runs: The overrides and the run folder of each run.
+    """
+    shared = [one for one in runs[0][0] if all(one in overrides for overrides, _ in runs)] if len(runs) > 1 else []
     rows = [["run", "mode", "steps", "samples/s", "step median", "final loss", "losses", "metric"]]
     digests: dict[str, int] = {}
     for overrides, folder in runs:
         summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+        name = " ".join(one for one in overrides if one not in shared) or "-"
         for mode in summary["modes"]:
             names = ("mode", "num_steps", "samples_per_s", "step_ms_median", "final_loss")
             cells = [or_dash(mode[name], _FORMS[name][1]) for name in names]
             same = digests.setdefault(mode["losses_sha256"], len(digests) + 1) if mode["num_steps"] else None
             metric = or_dash(mode["metrics"].get(summary["metric"]), f"{summary['metric']} {{:.6f}}")
-            rows.append([overrides or "-", *cells, or_dash(same, "{}"), metric])
+            rows.append([name, *cells, or_dash(same, "{}"), metric])
     note = "losses: runs with the same number have bitwise identical losses at every step."
-    return f"{aligned(rows, words=(0, 1))}\n{note}"
+    of_all = f"\nall runs: {' '.join(shared)}" if shared else ""
+    return f"{aligned(rows, words=(0, 1))}{of_all}\n{note}"
 
 
 def read_metric(folder: Path) -> float | None:

@@ -60,11 +60,17 @@ def train_mode(config: Config, mode: Mode, folder: Path) -> train_report.ModeRes
     metrics |= trainer.callback_metrics
 
     num_steps = len(timer.step_ms)
-    mine = torch.tensor([*map(float, timer.losses)]), timer.step_ms, peak_memory(strategy.root_device)
-    all_losses, all_step_ms, peaks = zip(*gather_objects(mine), strict=True)
+    mine = (
+        torch.tensor([*map(float, timer.losses)]),
+        timer.step_ms,
+        peak_memory(strategy.root_device),
+        timer.num_samples,
+    )
+    all_losses, all_step_ms, peaks, samples = zip(*gather_objects(mine), strict=True)
     losses_RS, step_ms_RS = torch.stack(all_losses).numpy(), np.array(all_step_ms)  # R ranks, S steps
-    batch_size, slowest_ms = getattr(data, "batch_size", None), step_ms_RS[:, 1:].sum(axis=1).max()
-    num_samples = (num_steps - 1) * trainer.world_size * (batch_size or 0)
+    slowest_ms = step_ms_RS[:, 1:].sum(axis=1).max()
+    timed = [num for of_rank in samples for num in of_rank[1:]]
+    num_samples = None if None in timed else sum(timed)
     summary = {
         "mode": schedule.name,
         "stream": config["stream"]["name"] if num_steps and looks_up_early(schedule) else "-",
@@ -76,7 +82,7 @@ def train_mode(config: Config, mode: Mode, folder: Path) -> train_report.ModeRes
         "step_ms_median": float(np.median(step_ms_RS, axis=1).max()) if num_steps else None,
         "step_ms_p90": float(np.percentile(step_ms_RS, 90, axis=1).max()) if num_steps else None,
         # all ranks, without the first step
-        "samples_per_s": num_samples / slowest_ms * 1e3 if batch_size and slowest_ms else None,
+        "samples_per_s": num_samples / slowest_ms * 1e3 if num_samples and slowest_ms else None,
         "losses_sha256": hashlib.sha256(losses_RS.T.tobytes()).hexdigest() if num_steps else None,
         "num_steps": num_steps,
         "final_loss": float(losses_RS[:, -1].mean(dtype=np.float64)) if num_steps else None,

@@ -3,6 +3,7 @@
 from .atomic import discard, discard_with_leftovers, lead, links_to
 from .dense_state import by_name
 from .full_file import gather, gather_checkpoint, load_dense, load_file, load_fused, write_file
+from .not_checkpoints import why_no_checkpoint
 from .sharded_folder import (
     AVERAGES,
     FULL,
@@ -15,3 +16,4 @@ from .sharded_folder import (
     resolve_path,
 )
 from .table_state import Piece, check_tables, fill_from_whole, local_parts, map_shards
+from .whole_tables import FoundTable, TableReader, find_table

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..distributed import Group, gather_objects, together, warn_on_rank_zero
+from ..text import some
 from .atomic import atomic_replace, remove, sibling, write_synced
 from .dense_state import State, empty_table_states, load_by_name, put_table_states
 from .plain_state import take_plain_state
@@ -27,7 +28,7 @@ from .sharded_folder import (
     take_state,
     writing,
 )
-from .table_state import Loading, fill_from_whole, local_parts
+from .table_state import Loading, fill_from_whole, first_owners, local_parts
 
 
 def gather_checkpoint(checkpoint: dict[str, Any], model: nn.Module, group: Group) -> dict[str, Any] | None:
@@ -52,12 +53,7 @@ def gather(pieces: Mapping[str, Any], group: Group) -> Iterator[tuple[str, Tenso
     everyone = gather_objects(mine, group)
     for key in sorted(set().union(*everyone)):
         size, dtype, _ = next(theirs[key] for theirs in everyone if key in theirs)
-        chunks: list[tuple[int, tuple[slice, ...]]] = []  # each part of the tensor, with the first rank that has it
-        for owner, theirs in enumerate(everyone):
-            for window in theirs[key][2] if key in theirs else ():
-                is_empty = any(part.start == part.stop for part in window)
-                if not is_empty and all(window != known for _, known in chunks):
-                    chunks.append((owner, window))
+        chunks = first_owners([theirs[key][2] if key in theirs else () for theirs in everyone])
         parts = local_parts(tensors[key]) if key in tensors else []
         if rank != 0:
             for window, part in parts:
@@ -95,6 +91,12 @@ def write_file(content: dict[str, Any] | None, path: Path, group: Group, *, also
 def load_file(path: Path, *, weights_only: bool | None) -> dict[str, Any]:
     """Read a checkpoint file; weights, averages and states of tables stay on the disk until they are copied."""
     checkpoint = read_file(path, weights_only=weights_only, mmap=zipfile.is_zipfile(path))
+    if "state_dict" not in checkpoint:
+        has = some(map(str, checkpoint)) or "nothing"
+        raise ValueError(
+            f"{path} is no checkpoint of Lightning: it has {has}, but no 'state_dict'. "
+            "If it is a module's own state_dict, load it before the fit: module.load_state_dict(torch.load(...))."
+        )
     copied_later = ("state_dict", FUSED, TABLE_OPTIMIZERS, AVERAGES)
     return {
         key: value if key in copied_later else apply_to_collection(value, Tensor, Tensor.clone)

@@ -26,11 +26,9 @@ from ..distributed import Group, together
 from ..text import check_known, some
 from .atomic import atomic_replace, being_replaced, remove, sibling, write_synced
 from .dense_state import empty_table_states, put_table_states, take_table_states
+from .not_checkpoints import METADATA_NAME, damaged, why_no_checkpoint
 from .safe_metadata import SafePlanner, SafeReader
 from .table_state import Loading, Piece, check_sizes, fused_classes, fused_state, on_host
-
-METADATA_NAME = "meta.pt"
-"""The file that marks a checkpoint folder and has the unsharded state: loops, callbacks, dense optimizers."""
 
 SHARDED, FULL = FORMATS = "sharded", "full"  # a folder written by all ranks; one file, gathered on rank 0
 
@@ -202,11 +200,8 @@ def resolve_path(path: Path) -> Path:
             f"{path} is the leftover of an unfinished save. Load {path.with_suffix('')} if it exists, "
             "or another checkpoint."
         )
-    if path.is_dir() and not is_folder(path):
-        raise ValueError(
-            f"{path} is a folder without {METADATA_NAME} and thus not a checkpoint of this strategy. "
-            "Pass the folder (or file) that ModelCheckpoint or trainer.save_checkpoint wrote."
-        )
+    if (why := why_no_checkpoint(path)) is not None:
+        raise ValueError(why)
     return path
 
 
@@ -282,13 +277,28 @@ def _check_same_model(path: Path, state_dict: Mapping[str, Any], saved: Mapping[
 
 
 def read_file(path: Path, *, weights_only: bool | None, mmap: bool = False) -> dict[str, Any]:
-    """Read a file with `torch.load`, onto the host; raise a RuntimeError for objects that `weights_only` rejects."""
+    """Read a file with `torch.load`, onto the host.
+
+    Raises a RuntimeError for objects that `weights_only` rejects, a ValueError for a file that is no checkpoint.
+    """
+    if (why := why_no_checkpoint(path)) is not None:
+        raise ValueError(why)
     try:
-        return dict(torch.load(path, map_location="cpu", weights_only=weights_only, mmap=mmap))
+        content = torch.load(path, map_location="cpu", weights_only=weights_only, mmap=mmap)
     except pickle.UnpicklingError as err:
+        if "truncated" in str(err):
+            raise ValueError(damaged(path, err)) from err
         raise _untrusted(path, err) from err
-    except (IndexError, EOFError) as err:  # of a text file
-        raise ValueError(f"{path} is no checkpoint: torch.load cannot read it.") from err
+    except (MemoryError, PermissionError, ImportError, AttributeError):  # the last two of a class that is not there
+        raise
+    except Exception as err:  # the bytes may be anything
+        raise ValueError(damaged(path, err)) from err
+    if not isinstance(content, dict):
+        raise ValueError(
+            f"{path} is no checkpoint: torch.save has written {type(content).__name__!r} to it. Pass a file that "
+            "ModelCheckpoint or trainer.save_checkpoint wrote."
+        )
+    return content
 
 
 def _untrusted(path: Path, err: Exception) -> RuntimeError:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -32,6 +32,7 @@ from ..text import some
 
 Piece: TypeAlias = Tensor | ShardedTensor  # equal on all ranks that have it, or sharded
 Columns: TypeAlias = tuple[int, int]  # first column, last column + 1
+Window: TypeAlias = tuple[slice, ...]  # where a part is in the unsharded tensor, by dimension
 
 ITERATION, LR, APPLIED_LR = "iteration", "lr", "applied_lr"
 KERNEL_KINDS = (ITERATION, LR, APPLIED_LR)
@@ -184,7 +185,7 @@ def fill_from_whole(pieces: Mapping[str, Piece], whole: Mapping[str, Tensor]) ->
             part.copy_(whole[key][window])
 
 
-def local_parts(piece: Piece) -> list[tuple[tuple[slice, ...], Tensor]]:
+def local_parts(piece: Piece) -> list[tuple[Window, Tensor]]:
     """Return this rank's shards of a piece, each as slices of the unsharded tensor and the shard's tensor."""
     if isinstance(piece, ShardedTensor):
         placed = [(shard.metadata.shard_offsets, shard.tensor.detach()) for shard in piece.local_shards()]
@@ -194,6 +195,17 @@ def local_parts(piece: Piece) -> list[tuple[tuple[slice, ...], Tensor]]:
         (tuple(slice(start, start + size) for start, size in zip(starts, part.shape, strict=True)), part)
         for starts, part in placed
     ]
+
+
+def first_owners(windows: Sequence[Iterable[Window]]) -> list[tuple[int, Window]]:
+    """Return each nonempty part of a tensor with the first rank that has it, from the windows of every rank."""
+    owners: list[tuple[int, Window]] = []
+    for rank, of_rank in enumerate(windows):
+        for window in of_rank:
+            is_empty = any(part.start == part.stop for part in window)
+            if not is_empty and all(window != known for _, known in owners):
+                owners.append((rank, window))
+    return owners
 
 
 def on_host(piece: Piece) -> Piece:

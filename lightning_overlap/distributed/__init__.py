@@ -27,6 +27,7 @@ from .mismatches import Mismatches as Mismatches
 from .mismatches import Point as Point
 from .packed_alltoall import PackedExchange as PackedExchange
 from .packed_alltoall import Part as Part
+from .shared_calls import SharedCalls as SharedCalls
 from .wrapped_work import Issue as Issue
 from .wrapped_work import WrappedWork as WrappedWork
 from .wrapped_work import wrap_collectives as wrap_collectives

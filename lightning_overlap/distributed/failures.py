@@ -72,43 +72,43 @@ class FirstCause:
         self.store = store
         self.rank = rank
         # Every rank makes equally many of these objects, in the same order.
-        self._key = f"lightning_overlap/first_cause/{next(_num_runs)}"
+        self.key = f"lightning_overlap/first_cause/{next(_num_runs)}"
         self.first: Word | None = None  # of the first failing rank, set when this rank has failed
 
     def note(self, error: BaseException, place: str) -> None:
         """Report an error; if another rank reported one earlier, add its word as a note."""
         mine = Word(self.rank, f"{type(error).__name__}: {error}", place, _stderr())
         with contextlib.suppress(Exception):
-            self.first = Word(*json.loads(self.store.compare_set(self._key, "", json.dumps(mine))))
+            self.first = Word(*json.loads(self.store.compare_set(self.key, "", json.dumps(mine))))
             if self.first.rank != self.rank and self.first.error != mine.error:
                 error.add_note(f"rank {self.first.rank} had failed {self.first.place}: {self.first.error}")
 
     def told(self) -> None:
         """Report that the first cause was printed."""
         with contextlib.suppress(Exception):
-            self.store.set(f"{self._key}/told", "")
+            self.store.set(f"{self.key}/told", "")
 
     def wait_until_told(self, timeout_s: float) -> None:
         """Wait until the first failing rank has printed."""
         with contextlib.suppress(Exception):
-            self.store.wait([f"{self._key}/told"], timedelta(seconds=timeout_s))
+            self.store.wait([f"{self.key}/told"], timedelta(seconds=timeout_s))
 
     def all_failed(self, num_ranks: int, place: str, timeout_s: float) -> bool:
         """Return whether all ranks call this from the same place within `timeout_s`, so that they may save together."""
         mine = "together" if self.all_come(f"here {place}", num_ranks, timeout_s) else "alone"
         with contextlib.suppress(Exception):
             # The first rank to know decides for all: another rank may time out at this moment.
-            return self.store.compare_set(f"{self._key}/verdict", "", mine) == b"together"
+            return self.store.compare_set(f"{self.key}/verdict", "", mine) == b"together"
         return False
 
     def all_come(self, what: str, num_ranks: int, timeout_s: float) -> bool:
         """Count this rank as there, or gone; return whether `num_ranks` are counted within `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         with contextlib.suppress(Exception):
-            num_here = self.store.add(f"{self._key}/{what}", 1)
+            num_here = self.store.add(f"{self.key}/{what}", 1)
             while num_here < num_ranks and time.monotonic() < deadline:
                 time.sleep(0.01)
-                num_here = self.store.add(f"{self._key}/{what}", 0)
+                num_here = self.store.add(f"{self.key}/{what}", 0)
             return num_here >= num_ranks
         return False
 

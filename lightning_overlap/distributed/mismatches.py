@@ -32,10 +32,15 @@ class Deed(NamedTuple):
 
 
 class Mismatches:
-    """What some rank does otherwise than usual; `key` begins all keys of a run in the store."""
+    """What some rank does otherwise than usual; `key` begins all keys of a run in the store.
 
-    def __init__(self, store: Store, key: str, rank: int, num_ranks: int, timeout_s: float) -> None:
-        self._store, self._key = store, key
+    `counts_steps` says whether users know what is counted as a step: then errors name it.
+    """
+
+    def __init__(
+        self, store: Store, key: str, rank: int, num_ranks: int, timeout_s: float, *, counts_steps: bool = True
+    ) -> None:
+        self._store, self._key, self._counts_steps = store, key, counts_steps
         self._rank, self._num_ranks, self._timeout_s = rank, num_ranks, timeout_s
         self._num_failed = store.add(FAILED, 0)
         self._passed: dict[Point, int] = {}
@@ -85,8 +90,9 @@ class Mismatches:
                 if self._store.add(FAILED, 0) > self._num_failed:
                     raise RuntimeError(f"Another rank has failed, for which this rank waited at {_in_words(point)}.")
                 if waited_s > self._timeout_s:
+                    of_step = f" of step {step}" if self._counts_steps else ""
                     raise RuntimeError(
-                        f"another rank did not come to {_in_words(point)} of step {step} within {self._timeout_s:g} s. "
+                        f"another rank did not come to {_in_words(point)}{of_step} within {self._timeout_s:g} s. "
                         "If it is only slow, pass a longer timeout= to the strategy."
                     )
             time.sleep(pause_s)

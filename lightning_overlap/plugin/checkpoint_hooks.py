@@ -157,7 +157,12 @@ class SavesShards(HasRun):
         def read() -> tuple[Any, bool]:
             path = Path(checkpoint_path)
             if not _is_plain_file(checkpoint_path, None, self.checkpoint_io) and not checkpoints.is_folder(path):
-                return load_plain(), False
+                try:
+                    return load_plain(), False
+                except Exception as err:
+                    loader = type(self.checkpoint_io).__name__
+                    err.add_note(f"{loader} could not load {checkpoint_path}. Pass the path of a whole checkpoint.")
+                    raise
             path = checkpoints.resolve_path(path)
             is_folder = checkpoints.is_folder(path)
             return (path if is_folder else checkpoints.load_file(path, weights_only=weights_only)), is_folder

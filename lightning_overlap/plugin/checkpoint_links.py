@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.core import module as lightning_module
 from lightning.pytorch.core import saving
 
-from ..checkpoint import discard, is_folder, lead
+from ..checkpoint import discard, is_folder, lead, why_no_checkpoint
 
 OnCommit = Callable[[Callable[[], None]], None]  # calls a function when the save under way, if any, has succeeded
 
@@ -56,17 +56,22 @@ def _link(on_commit: OnCommit, trainer: Trainer, filepath: Any, linkpath: Any) -
 
 
 def explain_folders() -> None:
-    """Let `Module.load_from_checkpoint` explain its error about a folder: the only change of Lightning that stays."""
+    """Let `Module.load_from_checkpoint` explain errors about its path: the only change of Lightning that stays."""
     if getattr(lightning_module, "_load_from_checkpoint", None) is saving._load_from_checkpoint:
         lightning_module._load_from_checkpoint = _load  # type: ignore[attr-defined]
 
 
 @functools.wraps(saving._load_from_checkpoint)
 def _load(cls: Any, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:
+    is_local = isinstance(checkpoint_path, (str, Path)) and Path(checkpoint_path).exists()
     try:
         return saving._load_from_checkpoint(cls, checkpoint_path, *args, **kwargs)
-    except IsADirectoryError as err:
-        if isinstance(checkpoint_path, (str, Path)) and is_folder(Path(checkpoint_path)):
+    except Exception as err:
+        if not is_local:
+            raise
+        if (why := why_no_checkpoint(Path(checkpoint_path))) is not None:
+            raise ValueError(why) from err
+        if is_folder(Path(checkpoint_path)):
             err.add_note(
                 f"{checkpoint_path} is a sharded checkpoint, a folder with the shards of all ranks. To load it into "
                 "the unsharded module, make one file of it:\n"

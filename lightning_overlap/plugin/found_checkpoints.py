@@ -1,5 +1,6 @@
 """Compare what all ranks find at `ckpt_path` before they load it: a rank that finds nothing would wait in vain."""
 
+import os
 import socket
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -29,7 +30,13 @@ def _resume(
     resume_start: Callable[..., None], gather: Callable[[Any], list[Any]], path: Any = None, *args: Any, **kwargs: Any
 ) -> None:
     """Call Lightning's `resume_start`, unless some ranks have a checkpoint to load and others have none."""
+    # A wrong type is not raised yet: ranks that found a path would wait in `gather`.
     found = gather((None if not path else str(path), socket.gethostname()))
+    if path and not isinstance(path, str | os.PathLike):
+        raise TypeError(
+            "ckpt_path is the path of a checkpoint, or 'last', 'best', 'hpc' or 'registry', got a "
+            f"{type(path).__name__}. Pass the path, not what torch.load has read from it."
+        )
     without = [f"rank {rank} (on {host})" for rank, (one, host) in enumerate(found) if one is None]
     paths = [f"rank {rank} (on {host}) found {one}" for rank, (one, host) in enumerate(found) if one is not None]
     if without and paths:

@@ -13,7 +13,7 @@ from torch.distributed.constants import default_pg_timeout
 
 from ..checkpoint import Piece
 from ..dense import SplitLayers
-from ..distributed import Consensus, Lowest, groups
+from ..distributed import Consensus, Lowest, SharedCalls, groups
 from ..runtime import Rates, StageTimer, Streams, TableAccess, Telemetry, Walker
 from ..schedules import StreamName
 from ..sparse import SparsePipeline
@@ -101,12 +101,19 @@ class HasRun(DDPStrategy):
         self.checkpoint_group: dist.ProcessGroup | None = None  # gloo, of all ranks, for checkpoints alone
         self._consensus: Consensus | None = None
         self.streams: Streams | None = None  # of the stages; None before the tables are sharded
+        self._shared_calls: SharedCalls | None = None  # of users' reads of tables; None on one rank
+        self._num_stages_done = 0  # of training: forwards, backwards and optimizer steps
 
     def stop_run(self) -> None:
         """Drop the work in flight of the run that goes on, if any, and undo its changes."""
         if self._run is not None:
             self._run.stop()
             self._run = None
+
+    def begin_stage(self) -> None:
+        """Begin the next stage of a run; all ranks call this alike, before they wait for each other."""
+        if self._shared_calls is not None:
+            self._shared_calls.begin_stage()
 
     @property
     def _module(self) -> LightningModule:
@@ -215,6 +222,15 @@ class HasRun(DDPStrategy):
             if streams is not None:
                 streams.order(StreamName.COMPUTE, then=streams.lookup)
 
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Within this context tables have the update of every backward that has ended, and no stream uses them."""
+        if self._run is not None:
+            self._run.disturbs("read of a table")
+        self.update_tables()
+        with self.between_lookups():
+            yield
+
     def join_groups(self) -> None:
         """Join the process groups of the coming run; all ranks call this at the same point."""
         self._groups = groups.join(self._group_timeout, multi_node=self.world_size > self.num_processes)
@@ -222,6 +238,7 @@ class HasRun(DDPStrategy):
 
     def gather(self, value: Any) -> list[Any]:
         """Return every rank's value, any picklable object, by rank; all ranks call this and wait."""
+        self.begin_stage()
         return [value] if self._consensus is None else self._consensus.gather(value)
 
     def learning_rates(self) -> Rates:
@@ -230,8 +247,10 @@ class HasRun(DDPStrategy):
 
     def lowest(self, numbers: Sequence[int]) -> Lowest:
         """Start to find the minima over all ranks; return a function that waits for them. All ranks call this alike."""
+        self.begin_stage()
         return partial(list, numbers) if self._consensus is None else self._consensus.lowest(numbers)
 
     def any_rank(self, flag: bool) -> bool:
         """Return whether any rank passes True; all ranks call this and wait for each other."""
+        self.begin_stage()
         return flag if self._consensus is None else self._consensus.any(flag)

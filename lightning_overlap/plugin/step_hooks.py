@@ -77,6 +77,7 @@ class WalksSteps(HasRun):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        self.begin_stage()
         staged = args[0] if args else None
         if not isinstance(staged, StagedBatch):
             return super().training_step(*args, **kwargs)
@@ -92,14 +93,17 @@ class WalksSteps(HasRun):
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        self.begin_stage()
         return _evaluate(super().validation_step, *args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        self.begin_stage()
         return _evaluate(super().test_step, *args, **kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        self.begin_stage()
         return _evaluate(super().predict_step, *args, **kwargs)
 
     @override
@@ -141,6 +145,7 @@ class WalksSteps(HasRun):
 
     @override
     def on_train_end(self) -> None:
+        self.begin_stage()
         super().on_train_end()
         if self._run is not None:
             self._run.finish()
@@ -151,6 +156,8 @@ class WalksSteps(HasRun):
         return module is not None and module.automatic_optimization
 
     def _after(self, stage: Stage) -> None:
+        self.begin_stage()
+        self._num_stages_done += 1
         if (walker := self._walker) is not None:
             walker.after(stage)
 

@@ -1,4 +1,4 @@
-"""`OverlapEmbeddingStrategy`: takes the user's options, and makes a run's shards, streams, pipelines and executors."""
+"""`OverlapEmbeddingStrategy`: takes the user's options, and makes a run's shards, streams, pipelines and walkers."""
 
 import warnings
 from collections.abc import Callable
@@ -28,7 +28,6 @@ from ..tables import FusedOptimizer, OutOfRangeIds, QuantizedComms, ReplicateTab
 from ..text import check_known
 from ..tuning import TRIED, Auto, Tuner, resolve_auto
 from . import checkpoint_links, first_words, found_checkpoints, unsupported
-from .failure_hooks import FailsTogether
 from .learning_rates import LearningRates
 from .loops import BatchStream, LookaheadFetcher, StepArguments, evaluation_loops, fit_loop, preemption, sigterm
 from .private_names import check_lightning
@@ -36,6 +35,7 @@ from .processes import StartsProcesses
 from .run import Run
 from .split_backward import check_all_ranks, split_layers, why_whole
 from .step_hooks import WalksSteps, hooks_run_after
+from .table_reads import ReadsTables
 
 STRATEGY_NAMES = {
     "overlap_embedding": "popen",
@@ -58,7 +58,7 @@ _NO_DDP_OPTIONS = {  # arguments of `DDPStrategy` that it does not pass on to Di
 }
 
 
-class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
+class OverlapEmbeddingStrategy(ReadsTables, WalksSteps, StartsProcesses):
     """Trains an unmodified LightningModule with TorchRec tables, the lookup of coming batches overlapped.
 
     The tables are sharded over all ranks; the rest of the module is wrapped in DistributedDataParallel (on one rank
@@ -207,6 +207,7 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
             static_graph = bool(self._ddp_kwargs.get("static_graph"))
             unsupported.refuse_fit(trainer, model, on_cpu=on_cpu, static_graph=static_graph)
         self.join_groups()
+        self.compare_reads("in the run")
         self._run = Run(trainer)
         check_lightning(trainer)
         undo = self._run.undo
@@ -329,7 +330,7 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
         assert self._run is not None
         trains, sends_sizes = next_number is not None, self.schedule.has_sparse_stages
         stream = BatchStream(inner, self._run.trainer, trains=trains, sends_sizes=sends_sizes)
-        return LookaheadFetcher(stream, step_arguments, next_number)
+        return LookaheadFetcher(stream, step_arguments, self.begin_stage, next_number)
 
     def make_walker(self, stream: BatchStream) -> Walker:
         """Make the walker of training, or of the evaluation that has begun, with its source of batches."""
@@ -370,6 +371,7 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
         run = self._run
         assert run is not None
         run.disturbs(step)
+        self.begin_stage()
         self.update_tables()
         if step not in run.pipelines:
             run.pipelines[step] = self._make_pipeline(self.schedule.evaluation, step)
@@ -378,6 +380,7 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
 
     def end_evaluation(self) -> None:
         """Complete the work that was started for batches that are not evaluated, on all ranks alike."""
+        self.begin_stage()
         run = self._run
         assert run is not None
         if run.evaluator is not None:
@@ -397,6 +400,8 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
     @override
     def teardown(self) -> None:
         self.stop_run()
+        if self._is_sharded:
+            self.compare_reads("after the run")
         module = self.lightning_module
         # Lightning would move the module to the CPU. Tensors on meta cannot be moved: that error would hide the first.
         if not self._is_sharded and not (module is not None and any(weight.is_meta for weight in module.parameters())):

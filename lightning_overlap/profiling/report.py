@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from operator import itemgetter
 
 from ..schedules import Schedule, Stage
 from ..text import aligned
@@ -235,19 +234,29 @@ def _percent(fraction: float) -> str:
 def advice(ranks: Sequence[Breakdown], schedule: Schedule) -> str:
     """Return the most useful change, for the mean step of the rank that waits least."""
     found = min(ranks, key=lambda one: one.blocked_ms)
-    where = f" on rank {ranks.index(found)}" if len(ranks) > 1 else ""
+    index = ranks.index(found)
     of_loop = (
         "this time does not depend on the batch, so raise the batch size; with a logger log_every_n_steps, with a "
         "progress bar its refresh_rate"
     )
     workers = "raise num_workers of the DataLoader, while the ranks and their workers leave a CPU core free"
-    gain_ms, what, change = max(
-        (found.categories[Category.DATA].busy_ms, "waiting for data takes", workers),
-        (found.categories[Category.COMMUNICATION].exposed_ms, "exposed communication takes", _another_mode(schedule)),
-        (found.log_ms, "self.log takes", "log fewer values, or with on_step=False"),
-        (found.loop_ms, "Lightning's loop, callbacks and loggers take", of_loop),
-        key=itemgetter(0),
+    losses: tuple[tuple[Callable[[Breakdown], float], str, str], ...] = (
+        (lambda one: one.categories[Category.DATA].busy_ms, "waiting for data takes", workers),
+        (
+            lambda one: one.categories[Category.COMMUNICATION].exposed_ms,
+            "exposed communication takes",
+            _another_mode(schedule),
+        ),
+        (lambda one: one.log_ms, "self.log takes", "log fewer values, or with on_step=False"),
+        (lambda one: one.loop_ms, "Lightning's loop, callbacks and loggers take", of_loop),
     )
+    lost, what, change = max(losses, key=lambda one: one[0](found))
+    gain_ms = lost(found)
+    if len(ranks) > 1:  # the table has the mean of all ranks
+        over_ranks = f"{sum(map(lost, ranks)) / len(ranks):.3g} in the mean of all ranks"
+        where = f" on rank {index}, which waits least ({over_ranks})"
+    else:
+        where = ""
     if gain_ms <= WORTHWHILE * found.step_ms:
         return f"Advice: nothing to change; {found.bound[0]} time limits the step."
     return (

@@ -57,6 +57,8 @@ def test_python_runs(page: str, get_ranks: Any, tmp_path: Path) -> None:
     num_ranks = 2 if "devices=2" in (ROOT / page).read_text(encoding="utf-8") else 1
     names = get_ranks(num_ranks).run(run_python_of, page, tmp_path)[0]
     assert names  # something was made
+    if page == "docs/checkpoints.md":
+        assert {"items-0.npy", "items-0.parquet"} <= {path.name for path in tmp_path.iterdir()}
     if page == "docs/deltas.md":
         assert {"has_served", "scores"} <= set(names)
         assert list((tmp_path / "deltas").glob("g000001-s000000000003-*"))

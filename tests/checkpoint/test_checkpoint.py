@@ -316,10 +316,6 @@ def test_loading_what_is_something_else(two_ranks: Ranks, tmp_path: Path) -> Non
         return first
 
     assert load("nothing.ckpt").startswith(f"FileNotFoundError: Checkpoint file not found: {tmp_path / 'nothing.ckpt'}")
-    (tmp_path / "a.yaml").write_text("a: 1")
-    assert "a.yaml is no checkpoint: torch.load cannot read it" in load("a.yaml")
-    (tmp_path / "folder").mkdir()
-    assert "is a folder without meta.pt and thus not a checkpoint of this strategy" in load("folder")
     (tmp_path / "a.ckpt.unfinished").mkdir()
     assert "an unfinished save left" in load("a.ckpt")
     assert "is the leftover of an unfinished save" in load("a.ckpt.unfinished")

@@ -74,6 +74,15 @@ def test_the_last_line_is_the_advice_that_gains_most() -> None:
         assert change in last(mode, sent_ms=33)
 
 
+def test_the_advice_gives_the_number_of_the_table_too() -> None:
+    """The advice is about the rank that waits least, the table about the mean of all ranks."""
+    ranks = [one(step_ms=55, communication=BusyTime(ms, 3), blocked=ms) for ms in (34, 24)]
+    advice = closing(ranks, MODES["base"], {MODES["base"]: 4})[-1]
+    exposed = [rank.categories[Category.COMMUNICATION].exposed_ms for rank in ranks]
+    assert f"{min(exposed):.3g} of 55 ms on rank 1" in advice
+    assert f"{sum(exposed) / 2:.3g} in the mean" in advice
+
+
 def sync(operator: str, where: str, line: int, stage: str = "dense_forward", blocked_ms: float = 0.0) -> HostSync:
     frame = traceback.FrameSummary(where, line, "training_step", lookup_line=False)
     return HostSync(operator, (frame,), stage, blocked_ms)

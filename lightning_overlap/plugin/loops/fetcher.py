@@ -33,13 +33,17 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
 
     # Lightning's loops do no batch transfer for this base class, their fetcher for `dataloader_iter`.
     def __init__(
-        self, stream: BatchStream, step_arguments: StepArguments, next_number: Callable[[], int] | None = None
+        self,
+        stream: BatchStream,
+        step_arguments: StepArguments,
+        begin_stage: Callable[[], None],
+        next_number: Callable[[], int] | None = None,
     ) -> None:
         # Not `super().__init__()`: it would reset the inner fetcher through the properties below.
         self.inner, self.iterator, self.done = stream.inner, None, stream.inner.done
         self.stream = stream
         self.walker: Walker | None = None  # the loop sets it before it takes the first batch
-        self._step_arguments, self._next_number = step_arguments, next_number
+        self._step_arguments, self._begin_stage, self._next_number = step_arguments, begin_stage, next_number
         self._forget()
 
     fetched = _of_inner("fetched")
@@ -68,6 +72,7 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
     def drop(self) -> None:
         """Drop the batches that were fetched ahead, on all ranks alike."""
         self.stream.forget()
+        self._begin_stage()
         if self.walker is not None:
             self.walker.drain()
         self._forget()
@@ -92,6 +97,7 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
         # A None batch comes after the walker has begun the batch that follows: by then all ranks have compared them.
         if self._waiting is None and not self._has_ended:
             self.stream.epoch.allow(self.walker.num_trained)
+            self._begin_stage()
             self._waiting = self.walker.next_batch()
             self._has_ended = self._waiting is None
         if self._waiting is None and not self._count_none_at_end():

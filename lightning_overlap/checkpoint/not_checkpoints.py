@@ -1,0 +1,84 @@
+"""Say what a path leads to that is no checkpoint: an empty or truncated file, a text, another folder."""
+
+import re
+import zipfile
+from pathlib import Path
+
+from ..text import some
+
+METADATA_NAME = "meta.pt"
+"""The file that marks a checkpoint folder and has the unsharded state: loops, callbacks, dense optimizers."""
+
+_ZIP = b"PK\x03\x04"  # how a file of `torch.save` begins
+_OLD = b"l\xfc\x9cF\xf9 j\xa8P\x19."  # in the first bytes of one of `_use_new_zipfile_serialization=False`
+_LFS = b"version https://git-lfs"
+_PASS = "Pass the folder or file that ModelCheckpoint or trainer.save_checkpoint wrote."
+_AGAIN = "Copy it again, or load another checkpoint."
+
+
+def why_no_checkpoint(path: Path) -> str | None:
+    """Return what an existing file or folder is instead of a checkpoint, and what to do; None if it may be one.
+
+    Only the kind of a file is looked at. Raises an OSError if it cannot be read.
+    """
+    if path.is_dir():
+        return None if (path / METADATA_NAME).is_file() else f"{path} is {_kind_of_folder(path)}"
+    with open(path, "rb") as file:
+        head = file.read(200)
+    if _OLD in head[:40]:
+        return None
+    if not head.startswith(_ZIP):
+        return f"{path} is no checkpoint: it is {_kind_of_file(head)}"
+    if not zipfile.is_zipfile(path):  # its directory is at its end
+        return f"{path} is a truncated checkpoint: the end of the file is missing. {_AGAIN}"
+    with zipfile.ZipFile(path) as archive:
+        names = archive.namelist()
+    if any(name.endswith("/constants.pkl") for name in names):
+        return f"{path} is no checkpoint: it is a TorchScript archive, of torch.jit.save. {_PASS}"
+    if not any(name.endswith("/data.pkl") for name in names):
+        return f"{path} is no checkpoint: it is a zip archive that torch.save has not written. {_PASS}"
+    return None
+
+
+def damaged(path: Path, err: Exception) -> str:
+    """Return the message for a file that begins like a checkpoint, and that `torch.load` cannot read."""
+    said = f"{type(err).__name__}: {err}".splitlines()[0]
+    return f"{path} is a damaged checkpoint: torch.load cannot read it ({said}). {_AGAIN}"
+
+
+def _kind_of_file(head: bytes) -> str:
+    if not head:
+        return f"an empty file. {_AGAIN}"
+    if head.startswith(_LFS):
+        return "a pointer of Git LFS, and not the file that it stands for. Run git lfs pull."
+    line = head.partition(b"\n")[0][:60]
+    try:
+        text = line.decode()
+    except UnicodeDecodeError:
+        text = ""
+    if text.isprintable() and text:
+        return f"a text file that begins with {text!r}. {_PASS}"
+    return f"a file that torch.save has not written; it begins with {head[:8]!r}. {_PASS}"
+
+
+def _kind_of_folder(path: Path) -> str:
+    inside = sorted(one.name for one in path.iterdir())
+    checkpoints = [name for name in inside if name.endswith(".ckpt")]
+    if checkpoints:
+        return f"a folder of checkpoints. Pass one of them: {some(checkpoints)}."
+    if any(re.fullmatch(r"g\d+-s\d+-r.*\.arrow", name) for name in inside):
+        return (
+            "a folder of deltas, which replicas read (lightning_overlap.Replica). They cannot continue a training. "
+            f"{_PASS}"
+        )
+    if ".metadata" in inside:
+        return (
+            f"a folder without {METADATA_NAME}: a copy of a checkpoint that lacks files, or a checkpoint of another "
+            f"program. {_AGAIN}"
+        )
+    kind = (
+        "an empty folder"
+        if not inside
+        else f"a folder without {METADATA_NAME} and thus not a checkpoint of this strategy"
+    )
+    return f"{kind}. {_PASS}"

@@ -1,0 +1,74 @@
+"""Calls that all ranks have to make together, and that users write: a rank that goes on without one is an error."""
+
+import atexit
+import contextlib
+import threading
+import weakref
+
+import torch.distributed as dist
+
+from .failures import Store
+from .mismatches import Mismatches, Point
+
+LEAVE_S = 3.0  # how long an ending process tries to tell the others that it has ended
+
+
+class SharedCalls:
+    """Lets ranks meet before a collective that a user's code calls on every rank, or should call.
+
+    The trainer's own way is divided into stages (`begin_stage`), the same on all ranks. In each of them the ranks make
+    the same calls. A rank that waits for another one hears of it when that one begins its next stage, or ends.
+    """
+
+    def __init__(self, store: Store, key: str, rank: int, num_ranks: int, timeout_s: float) -> None:
+        self._mismatches = Mismatches(store, key, rank, num_ranks, timeout_s, counts_steps=False)
+        self.key = key
+        self._rank, self._stage, self._num_calls = rank, 0, 0
+        _open.add(self)
+        atexit.unregister(_end_all)
+        atexit.register(_end_all)  # before the process groups end
+
+    def begin_stage(self) -> None:
+        """Note that this rank has made all calls of the present stage, and begin the next one."""
+        self._mismatches.passed(self._point, self._stage)
+        self._stage, self._num_calls = self._stage + 1, 0
+
+    def meet(self, call: str, advice: str) -> None:
+        """Wait until all ranks make this call.
+
+        Raises a RuntimeError with the `advice` if a rank makes another call, or goes on without one; also if a rank
+        has failed or does not come in time.
+        """
+        try:
+            other = self._mismatches.other(self._point, self._stage, call)
+        except dist.DistError as err:  # the store ends with the rank that keeps it
+            raise RuntimeError(f"rank {self._rank} calls {call}, and another rank has ended. {advice}") from err
+        if other is not None:
+            does = "goes on without it" if other.what is None else f"calls {other.what}"
+            raise RuntimeError(f"rank {self._rank} calls {call}, rank {other.rank} {does}. {advice}")
+        self._num_calls += 1
+
+    def end(self) -> None:
+        """Tell ranks that still wait, or will wait, that this rank makes no more calls."""
+        _open.discard(self)
+        self.begin_stage()
+        self._mismatches.end()
+
+    @property
+    def _point(self) -> Point:
+        return ("shared call", self._num_calls + 1)
+
+
+_open: weakref.WeakSet[SharedCalls] = weakref.WeakSet()
+
+
+def _end_all() -> None:
+    def end() -> None:
+        for calls in list(_open):
+            with contextlib.suppress(Exception):
+                calls.end()
+
+    # A call of the store over a dead link would have no end.
+    thread = threading.Thread(target=end, name="end_shared_calls", daemon=True)
+    thread.start()
+    thread.join(LEAVE_S)

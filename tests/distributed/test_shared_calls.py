@@ -1,0 +1,63 @@
+"""`SharedCalls` on threads in the place of ranks, and a store in memory."""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+
+from lightning_overlap.distributed import SharedCalls, mismatches
+
+
+@pytest.fixture
+def ranks() -> Iterator[list[SharedCalls]]:
+    store = dist.HashStore()
+    with mock.patch.object(mismatches, "LOOK_EVERY_S", 0.05):
+        made = [SharedCalls(store, "run", rank, 2, timeout_s=5) for rank in range(2)]
+        yield made
+        for one in made:
+            one.end()
+
+
+def test_ranks_meet_in_every_call_of_every_stage(ranks: list[SharedCalls]) -> None:
+    def go(rank: int) -> None:
+        for stage in range(4):
+            for call in range(stage):
+                ranks[rank].meet(f"read {call}", "")
+            ranks[rank].begin_stage()
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(go, range(2)))
+
+
+@pytest.mark.parametrize("num_before", [0, 2])
+def test_a_rank_that_goes_on_is_named(ranks: list[SharedCalls], num_before: int) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        for _ in range(num_before):
+            list(pool.map(lambda one: one.meet("read", ""), ranks))
+        waiting = pool.submit(ranks[0].meet, "read", "Call it on all.")
+        ranks[1].begin_stage()
+        with pytest.raises(RuntimeError, match=r"rank 0 calls read, rank 1 goes on without it\. Call it on all\."):
+            waiting.result()
+
+
+def test_a_rank_that_has_ended_is_named(ranks: list[SharedCalls]) -> None:
+    ranks[1].end()
+    with pytest.raises(RuntimeError, match="rank 1 goes on without it"):
+        ranks[0].meet("read", "")
+
+
+def test_different_calls_are_named(ranks: list[SharedCalls]) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(ranks[0].meet, "read a", "")
+        with pytest.raises(RuntimeError, match="rank 1 calls read b, rank 0 calls read a"):
+            ranks[1].meet("read b", "")
+        with pytest.raises(RuntimeError, match="rank 0 calls read a, rank 1 calls read b"):
+            waiting.result()
+
+
+def test_a_rank_that_is_late_is_told_as_late(ranks: list[SharedCalls]) -> None:
+    ranks[0]._mismatches._timeout_s = 0.2
+    with pytest.raises(RuntimeError, match=r"another rank did not come to shared call 1 within 0\.2 s"):
+        ranks[0].meet("read", "")
