@@ -1,7 +1,6 @@
 """Send several tensors in one all-to-all, since each costs the host and the network a fixed time besides its bytes."""
 
 from collections.abc import Sequence
-from itertools import chain
 from math import gcd, prod
 from typing import Any, NamedTuple
 
@@ -33,29 +32,31 @@ class PackedExchange:
         row_bytes = [dtype.itemsize * prod(shape) for dtype, shape in self._parts]
         # The widest integer that divides every row: NCCL counts at most 2**31 elements.
         unit = {8: torch.int64, 4: torch.int32}.get(gcd(8, *row_bytes), torch.int8)
-        widths = [size // unit.itemsize for size in row_bytes]
-        sent, came, self._sizes = [], [], list[int]()
-        pieces: list[list[Sequence[Tensor]]] = []  # by part and rank
+        widths = [size // unit.itemsize for size in row_bytes]  # of a row of each part, in units
+        num_ranks = group.size()
+
+        to_send: list[list[Tensor]] = [[] for _ in range(num_ranks)]  # by rank: pieces of all parts, in order
+        num_sent = [0] * num_ranks  # units for each rank
         for part, width in zip(parts, widths, strict=True):
-            sent.append([*map(width.__mul__, part.sent)])
-            came.append([*map(width.__mul__, part.received)])
-            flat = part.tensor.detach().reshape(-1).view(unit)
-            if part.pieces is None or part.places is None:
-                pieces.append([*zip(flat.split_with_sizes(sent[-1]))])
-            else:
-                found = flat.split_with_sizes([*map(width.__mul__, part.pieces)])
-                pieces.append([[*map(found.__getitem__, places)] for places in part.places])
-        self._packed = torch.cat([*chain.from_iterable(chain.from_iterable(zip(*pieces, strict=True)))])
-        self._segments: list[list[slice]] = [[] for _ in parts]  # places in `_sizes`, by part and rank
-        for rank in range(len(came[0])):
-            for part, width, places in zip(parts, widths, self._segments, strict=True):
-                of_rank = (part.received[rank],) if part.segments is None else part.segments[rank]
-                places.append(slice(len(self._sizes), len(self._sizes) + len(of_rank)))
-                self._sizes += map(width.__mul__, of_rank)
-        from_ranks, to_ranks = [*map(sum, zip(*came, strict=True))], [*map(sum, zip(*sent, strict=True))]
-        self._came = self._packed.new_empty(sum(from_ranks))
+            for rank, pieces in enumerate(_pieces_by_rank(part, unit, width)):
+                to_send[rank] += pieces
+                num_sent[rank] += width * part.sent[rank]
+        self._packed = torch.cat([piece for pieces in to_send for piece in pieces])
+
+        # What arrives: by rank, all parts in order; a part perhaps in segments.
+        self._sizes: list[int] = []  # of the segments, in the order of their arrival
+        self._segments: list[list[range]] = [[] for _ in parts]  # by part and rank: numbers of its segments
+        num_received = [0] * num_ranks
+        for rank in range(num_ranks):
+            for part, width, numbers in zip(parts, widths, self._segments, strict=True):
+                rows = [part.received[rank]] if part.segments is None else part.segments[rank]
+                numbers.append(range(len(self._sizes), len(self._sizes) + len(rows)))
+                self._sizes += [width * num for num in rows]
+                num_received[rank] += width * part.received[rank]
+
+        self._came = self._packed.new_empty(sum(num_received))
         self._streams, self._stream = streams, streams.current()
-        output_splits, input_splits = (None, None) if even else (from_ranks, to_ranks)
+        output_splits, input_splits = (None, None) if even else (num_received, num_sent)
         self._work: dist.Work | None = dist.all_to_all_single(
             self._came, self._packed, output_splits, input_splits, group, async_op=True
         )
@@ -66,10 +67,11 @@ class PackedExchange:
         if self._work is not None:
             self._work.wait()
             self._hand_to_current_stream(self._packed, self._came)
-            pieces = self._came.split_with_sizes(self._sizes)
-            for (dtype, shape), places in zip(self._parts, self._segments, strict=True):
-                by_rank = map(pieces.__getitem__, places)
-                part = torch.cat([*chain.from_iterable(zip(*by_rank, strict=True))]).view(dtype)
+            segments = self._came.split_with_sizes(self._sizes)
+            for (dtype, shape), numbers_by_rank in zip(self._parts, self._segments, strict=True):
+                # Segment 0 of all ranks, then segment 1, ...
+                numbers = [number for numbers in zip(*numbers_by_rank, strict=True) for number in numbers]
+                part = torch.cat([segments[number] for number in numbers]).view(dtype)
                 self._received.append(part.view(-1, *shape) if shape else part)
             self._work = None  # it also holds the sent and received tensors
             del self._packed, self._came
@@ -82,6 +84,14 @@ class PackedExchange:
         """Let the current stream use these tensors: ids and sizes of one exchange may be taken on different streams."""
         current = self._streams.current()
         if current is not self._stream:
-            self._streams.wait(current, self._streams.record(self._stream))
-            self._streams.record_stream(tensors, current)
+            self._streams.use(self._streams.made(tensors, on=self._stream), on=current)
             self._stream = current
+
+
+def _pieces_by_rank(part: Part, unit: torch.dtype, width: int) -> list[list[Tensor]]:
+    """Return, by rank, the pieces of a part that are sent there, as units; a row has `width` units."""
+    flat = part.tensor.detach().reshape(-1).view(unit)
+    if part.pieces is None or part.places is None:
+        return [[piece] for piece in flat.split_with_sizes([width * num for num in part.sent])]
+    pieces = flat.split_with_sizes([width * num for num in part.pieces])
+    return [[pieces[number] for number in numbers] for numbers in part.places]

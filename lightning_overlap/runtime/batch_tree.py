@@ -60,9 +60,16 @@ def _children(node: Any) -> list[tuple[tuple[str, Any], Any]] | None:
         return [(("item", key), value) for key, value in parts(node)]
     if parts is None:
         return None
-    names = [*parts, *getattr(node, "__dict__", ())] if isinstance(parts, list) else parts
-    found = [(("attr", name), value) for name in names if (value := getattr(node, name, _ABSENT)) is not _ABSENT]
-    return found if found or isinstance(parts, tuple) else None
+    names = [*parts]
+    may_have_more = isinstance(parts, list)
+    if may_have_more:
+        names += getattr(node, "__dict__", ())
+    found = []
+    for name in names:
+        value = getattr(node, name, _ABSENT)
+        if value is not _ABSENT:  # a field or slot may not be set
+            found.append((("attr", name), value))
+    return None if may_have_more and not found else found
 
 
 @lru_cache(maxsize=256)  # `isinstance` is slow for abstract classes
@@ -78,7 +85,9 @@ def _parts_of(cls: type) -> Callable[[Any], Any] | Sequence[str] | None:
         return enumerate
     if issubclass(cls, _NOT_SEARCHED):
         return None
-    return tuple(field.name for field in dataclasses.fields(cls)) if dataclasses.is_dataclass(cls) else _slots(cls)  # type: ignore[arg-type]
+    if dataclasses.is_dataclass(cls):
+        return tuple(field.name for field in dataclasses.fields(cls))
+    return _slots(cls)  # type: ignore[arg-type]
 
 
 _FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType)

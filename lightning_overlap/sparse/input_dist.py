@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from itertools import islice, repeat
+from itertools import accumulate, islice
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -116,9 +116,11 @@ def _describe(
         elif order is None:
             input_splits = kjt.dist_splits(splits)
         else:
-            keys, of_features = [*map(keys.__getitem__, order)], num_ids(kjt)
-            of_ids = map(of_features.__getitem__, order)
-            input_splits = [[batch_size * num for num in splits], [sum(islice(of_ids, num)) for num in splits]]
+            keys, of_features = [keys[feature] for feature in order], num_ids(kjt)
+            ids_in_order = [of_features[feature] for feature in order]
+            ends = [*accumulate(splits)]  # of the features of each rank
+            ids_by_rank = [sum(ids_in_order[end - num : end]) for num, end in zip(splits, ends, strict=True)]
+            input_splits = [[batch_size * num for num in splits], ids_by_rank]
         batch_sizes = [] if varies else [[batch_size] * group.size()]
         return Described(
             pg=group,
@@ -196,8 +198,11 @@ class InputExchange:
                     coming.append(_Received(described, of_part, len(parts)))
                     awaitables.append(coming[-1])
                     tensors, splits = described.input_tensors, described.input_splits
-                    pieces, places = described.pieces or repeat(None), repeat(described.places)
-                    parts += map(Part, tensors, splits, of_part.by_tensor, coming[-1].segments, pieces, places)
+                    for number, tensor in enumerate(tensors):
+                        pieces = described.pieces[number] if described.pieces else None
+                        segments = coming[-1].segments[number]
+                        sizes_of_tensor = splits[number], of_part.by_tensor[number]
+                        parts.append(Part(tensor, *sizes_of_tensor, segments, pieces, described.places))
                     if described.order is not None:  # else TorchRec has copied the ids, and may read the copy again
                         described._input._values = described._input.values().new_empty(0)
                 _set_sharding_context_intra_a2a(awaitables, state.context)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
-from itertools import islice, repeat, zip_longest
+from itertools import accumulate, islice, zip_longest
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from zlib import crc32
 
@@ -21,6 +21,7 @@ from ..tables import num_ids
 
 if TYPE_CHECKING:
     from .flight import SparseFlight
+    from .module_flight import ModuleFlight
 
 
 class PartForm(NamedTuple):
@@ -29,6 +30,11 @@ class PartForm(NamedTuple):
     num_sizes: int  # tensors whose sizes are sent (lengths, ids, weights), and the batch size
     splits: tuple[int, ...]  # number of features that go to each rank
     with_lengths: bool  # whether the number of ids of each feature is sent; not where batch sizes vary by feature
+
+    @property
+    def num_lengths(self) -> int:
+        """Columns of numbers of ids: as many as the rank with most features needs."""
+        return max(self.splits) if self.with_lengths else 0
 
 
 Form: TypeAlias = tuple[PartForm, ...]  # of the input of one module: a `PartForm` for each part that sends ids
@@ -147,21 +153,35 @@ class InputSizes:
         self._types: dict[str, str] = {}
         self._sent: Tensor | None = None  # the rows on the device, if it has computed some of them
         for name, form in forms.items():
-            state = inflight.modules.get(name)
-            metas = [None] * len(form) if state is None else _metas_of(state.splits_awaitable)
-            types = self._types[name] = types_in(metas[0].labels, metas[0].input_tensors) if metas and metas[0] else ""
-            found = 0 if state is None else state.num_found + _MOST_FOUND * crc32(types.encode())
-            self._columns.append([found] * group.size())
-            for part, meta in zip(form, metas, strict=True):
-                lengths: Iterable[int] = repeat(0)
-                if meta is not None and is_counted_on_device(meta._input):
-                    self._counted.append(_Counted(len(self._columns), part, meta))
-                elif meta is not None and part.with_lengths:
-                    counts, order = num_ids(meta._input), getattr(meta, "order", None)
-                    lengths = iter(counts) if order is None else map(counts.__getitem__, order)
-                self._columns += meta.splits_tensors if meta is not None else [[0] * group.size()] * part.num_sizes
-                if part.with_lengths:
-                    self._columns += zip_longest(*[list(islice(lengths, num)) for num in part.splits], fillvalue=0)
+            self._add_module(name, form, inflight.modules.get(name))
+
+    def _add_module(self, name: str, form: Form, flight: ModuleFlight | None) -> None:
+        """Add the columns of a module; zeros if this rank's batch has no input for it."""
+        num_ranks = self._group.size()
+        if flight is None:
+            self._types[name] = ""
+            self._columns.append([0] * num_ranks)
+            for part in form:
+                self._columns += [[0] * num_ranks] * (part.num_sizes + part.num_lengths)
+            return
+        metas = _metas_of(flight.splits_awaitable)
+        types = self._types[name] = types_in(metas[0].labels, metas[0].input_tensors) if metas else ""
+        self._columns.append([flight.num_found + _MOST_FOUND * crc32(types.encode())] * num_ranks)
+        for part, meta in zip(form, metas, strict=True):
+            is_counted = is_counted_on_device(meta._input)
+            if is_counted:
+                self._counted.append(_Counted(len(self._columns), part, meta))
+            self._columns += meta.splits_tensors
+            if not part.with_lengths:
+                continue
+            if is_counted:
+                counts = [0] * sum(part.splits)
+            else:
+                counts, order = num_ids(meta._input), getattr(meta, "order", None)
+                counts = counts if order is None else [counts[feature] for feature in order]
+            ends = [*accumulate(part.splits)]  # of the features of each rank
+            by_rank = [counts[end - num : end] for num, end in zip(part.splits, ends, strict=True)]
+            self._columns += zip_longest(*by_rank, fillvalue=0)
 
     def part(self, device: torch.device) -> Part:
         """Return the rows as one part of an exchange: `(num_ranks, num_columns)`, int64, on this device."""
@@ -201,7 +221,7 @@ class InputSizes:
                 check_types(mine if self._types[name] else {}, self._group)
             for part in form:
                 by_tensor = [list(column) for column in islice(columns, part.num_sizes)]
-                filled = list(islice(columns, max(part.splits) if part.with_lengths else 0))
+                filled = list(islice(columns, part.num_lengths))
                 parts.append(PartSizes(by_tensor, filled[: part.splits[rank]] if part.with_lengths else None))
             known[name] = tuple(number % _MOST_FOUND for number in found), parts
         return known
