@@ -68,7 +68,7 @@ _READERS_OF_HOST_MEMORY = (  # (part of a file's path, function or '' for all fu
     ("/fbgemm_gpu/split_table_batched_embeddings_ops_training.py", "forward"),  # the count of steps, `iter_cpu`
     ("/lightning_overlap/sparse/update_rates.py", "lookup_counts"),  # `iter_cpu`
     ("/fbgemm_gpu/split_table_batched_embeddings_ops_training.py", "get_learning_rate"),  # `learning_rate_tensor`
-    ("/lightning_overlap/sparse/inputs.py", "note_lengths"),  # of a batch that is still on the host
+    ("/lightning_overlap/sparse/batch_inputs.py", "note_lengths"),  # of a batch that is still on the host
     ("/lightning_overlap/tables/id_ranges.py", "first_outside"),  # skips ids on a device
     ("/lightning_overlap/distributed/consensus.py", ""),  # uses gloo
     ("/lightning_overlap/tables/quantized_comms.py", ""),  # reads copies that have arrived on the host
