@@ -2,7 +2,9 @@
 
 import copy
 import pickle
+from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -10,7 +12,9 @@ from torch import Tensor
 
 from lightning_overlap import MODES, STREAMS, ExponentialMovingAverage, OverlapEmbeddingStrategy
 from lightning_overlap.callbacks.row_averages import RowAverages
+from lightning_overlap.plugin.run import HasRun
 from lightning_overlap.tables import KernelShards, TableShard
+from lightning_overlap.testing import RaceError
 from lightning_overlap.updated_rows import RowNumbers, ids_by_table
 
 from ..support.cases import MIXED
@@ -180,11 +184,27 @@ def test_arguments_are_checked(kwargs: dict[str, Any], error: type[Exception], m
         ExponentialMovingAverage(**kwargs)
 
 
+def swap_between_steps(trainer: Any, module: Any) -> None:
+    """A lookup of the next batch may be under way."""
+    with next(one for one in trainer.callbacks if isinstance(one, ExponentialMovingAverage)).averaged():
+        pass
+
+
+def train_on_checked_streams(pipeline: str, policy: str) -> int:
+    average = ExponentialMovingAverage(0.9, tables=True)
+    swaps = At("on_train_batch_end", range(3, 20, 2), swap_between_steps)
+    test_checked_streams.train(MIXED, pipeline, policy, callbacks=[average, swaps], max_epochs=2)
+    return average.num_samples
+
+
 @pytest.mark.parametrize(("pipeline", "policy"), in_turn(MODES, STREAMS))
 def test_no_race_in_any_mode(pipeline: str, policy: str) -> None:
-    average = ExponentialMovingAverage(0.9, tables=True)
-    test_checked_streams.train(MIXED, pipeline, policy, callbacks=[average], max_epochs=2)
-    assert average.num_samples == 14
+    assert train_on_checked_streams(pipeline, policy) == 14
+
+
+def test_a_swap_that_waits_for_no_lookup_is_a_race() -> None:
+    with mock.patch.object(HasRun, "between_lookups", nullcontext), pytest.raises(RaceError):
+        train_on_checked_streams("fused_sparse_dist", "dedicated")
 
 
 def fit_a_copy() -> tuple[int, int]:
