@@ -178,7 +178,9 @@ def unsharded_averages(case: Case, num_ranks: int, num_steps: int, decay: float)
 
 
 def state_of(trainer: Trainer, module: LightningModule, data: Any, average: ExponentialMovingAverage) -> dict[str, Any]:
-    return {"state": average.averaged_state_dict()}
+    with average.averaged():
+        table = trainer.strategy.table("t0")
+    return {"state": average.averaged_state_dict(), "table": table}
 
 
 class SeesWeights(Norm):

@@ -80,6 +80,8 @@ def test_equals_the_average_of_the_unsharded_module(two_ranks: Ranks) -> None:
     found = two_ranks.run(train, case, after=averaging.state_of, model=averaging.Model)
     state, expected = found[0].seen["state"], unsharded_averages(case, 2, 10, 0.9)
     assert found[1].seen["state"] == {}
+    for one in found:
+        assert torch.equal(one.seen["table"], state["ebc.embedding_bags.t0.weight"])
     assert state.keys() == expected.keys()
     for name, average in expected.items():
         assert float((state[name] - average).abs().max()) < ROUNDING * max(1.0, float(average.abs().max())), name
