@@ -64,13 +64,22 @@ class ExponentialMovingAverage(Callback):
             raise TypeError(f"tables must be True, False or a list of names of tables, got {tables!r}.")
         self._decay, self._every, self._start = decay, every_n_steps, start_step
         self._tables, self._use_buffers = tables if isinstance(tables, bool) else tuple(tables), use_buffers
+        self._warned = False
+        self._forget_all()
+
+    def _forget_all(self) -> None:
         self._strategy: OverlapEmbeddingStrategy | None = None
         self._module: weakref.ref[LightningModule] | None = None  # of the averages
         self._averages: Averages | None = None
         self._is_open = False  # whether the user is within `averaged()`
         self._is_evaluating = False  # whether an evaluation has swapped the averages in
         self._last = -1  # index of the last sampled optimizer step, from 0
-        self._warned = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Averages belong to a module and its ranks; a copy begins without any.
+        new = type(self).__new__(type(self))
+        new._forget_all()
+        return {**vars(self), **vars(new)}
 
     @property
     def num_samples(self) -> int:

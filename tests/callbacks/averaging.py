@@ -178,7 +178,9 @@ def unsharded_averages(case: Case, num_ranks: int, num_steps: int, decay: float)
 
 
 def state_of(trainer: Trainer, module: LightningModule, data: Any, average: ExponentialMovingAverage) -> dict[str, Any]:
-    return {"state": average.averaged_state_dict()}
+    with average.averaged():
+        table = trainer.strategy.table("t0")
+    return {"state": average.averaged_state_dict(), "table": table}
 
 
 class SeesWeights(Norm):
@@ -282,8 +284,9 @@ class SavesAt(Callback):
             self.weights[name] = parts_of(module.state_dict())
 
     def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
-        if trainer.global_step in self.steps:
-            self._save(trainer, module, f"step={trainer.global_step}")
+        name = f"step={trainer.global_step}"
+        if trainer.global_step in self.steps and name not in self.weights:  # not in the middle of an accumulation
+            self._save(trainer, module, name)
 
     def on_validation_batch_end(self, trainer: Trainer, module: LightningModule, _: Any, __: Any, index: int) -> None:
         if index == 1 and trainer.global_step in self.steps:

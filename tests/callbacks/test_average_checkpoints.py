@@ -7,6 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from lightning_overlap import MODES
 
 from ..support.pairs import in_turn
 from ..support.ranks import Ranks
@@ -158,3 +162,49 @@ def test_the_last_checkpoint_is_found(two_ranks: Ranks, tmp_path: Path) -> None:
         assert path.name == "last.ckpt" or path.name.startswith("epoch")
     again = two_ranks.run(train, ALL, max_epochs=2, ckpt_path="last", **kwargs)
     same(again, straight)
+
+
+EXACT = [name for name, mode in MODES.items() if mode.staleness == 0]
+
+
+@pytest.mark.slow
+@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    pipeline=st.sampled_from([*EXACT, "semi_sync", "semi_sync_deferred", "async_lookup"]),
+    shardings=st.lists(
+        st.sampled_from(["table_wise", "column_wise", "row_wise", "data_parallel"]), min_size=1, max_size=3
+    ),
+    ema=st.fixed_dictionaries(
+        {
+            "decay": st.sampled_from([0.0, 0.3, 0.9, 0.999]),
+            "every_n_steps": st.integers(1, 4),
+            "start_step": st.integers(0, 5),
+            "tables": st.sampled_from([True, True, False, ["t0"]]),
+        }
+    ),
+    accumulate=st.integers(1, 3),
+    validates=st.integers(1, 8),
+    resume=st.integers(1, 5),
+    saved_as=st.sampled_from(FORMATS),
+    first=st.booleans(),
+)
+def test_whatever_is_combined(
+    two_ranks: Ranks,
+    tmp_path: Path,
+    pipeline: str,
+    shardings: list[str],
+    ema: dict[str, Any],
+    accumulate: int,
+    validates: int,
+    resume: int,
+    saved_as: str,
+    first: bool,
+) -> None:
+    kwargs: dict[str, Any] = {"options": {"checkpoint_format": saved_as}, "ema": ema, "first": first}
+    kwargs |= {"val_check_interval": validates, "accumulate_grad_batches": accumulate}
+    args = (case_of(" ".join(shardings)), pipeline, str(tmp_path), (resume,))
+    straight = two_ranks.run(train_saving, *args, None, **kwargs)
+    assert all(one.off_by < 1e-6 for one in straight)
+    again = two_ranks.run(train_saving, *args[:3], (), f"step={resume}", **kwargs)
+    if pipeline in EXACT:
+        same(again, straight)

@@ -1,16 +1,26 @@
 """`ExponentialMovingAverage` equals a plain average of all weights at every sample, and evaluations use it."""
 
+import copy
+import pickle
+from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
-from lightning_overlap import MODES, STREAMS, ExponentialMovingAverage
+from lightning_overlap import MODES, STREAMS, ExponentialMovingAverage, OverlapEmbeddingStrategy
+from lightning_overlap.callbacks.row_averages import RowAverages
+from lightning_overlap.plugin.run import HasRun
+from lightning_overlap.tables import KernelShards, TableShard
+from lightning_overlap.testing import RaceError
+from lightning_overlap.updated_rows import RowNumbers, ids_by_table
 
 from ..support.cases import MIXED
 from ..support.pairs import in_turn
 from ..support.ranks import Ranks
+from ..tables import supported_modules as kinds
 from ..testing import test_checked_streams
 from . import averaging
 from .averaging import ALL, At, Averaged, case_of, shrink, train, unsharded_averages, validate_while_training
@@ -70,6 +80,8 @@ def test_equals_the_average_of_the_unsharded_module(two_ranks: Ranks) -> None:
     found = two_ranks.run(train, case, after=averaging.state_of, model=averaging.Model)
     state, expected = found[0].seen["state"], unsharded_averages(case, 2, 10, 0.9)
     assert found[1].seen["state"] == {}
+    for one in found:
+        assert torch.equal(one.seen["table"], state["ebc.embedding_bags.t0.weight"])
     assert state.keys() == expected.keys()
     for name, average in expected.items():
         assert float((state[name] - average).abs().max()) < ROUNDING * max(1.0, float(average.abs().max())), name
@@ -174,8 +186,123 @@ def test_arguments_are_checked(kwargs: dict[str, Any], error: type[Exception], m
         ExponentialMovingAverage(**kwargs)
 
 
+def swap_between_steps(trainer: Any, module: Any) -> None:
+    """A lookup of the next batch may be under way."""
+    with next(one for one in trainer.callbacks if isinstance(one, ExponentialMovingAverage)).averaged():
+        pass
+
+
+def train_on_checked_streams(pipeline: str, policy: str) -> int:
+    average = ExponentialMovingAverage(0.9, tables=True)
+    swaps = At("on_train_batch_end", range(3, 20, 2), swap_between_steps)
+    test_checked_streams.train(MIXED, pipeline, policy, callbacks=[average, swaps], max_epochs=2)
+    return average.num_samples
+
+
 @pytest.mark.parametrize(("pipeline", "policy"), in_turn(MODES, STREAMS))
 def test_no_race_in_any_mode(pipeline: str, policy: str) -> None:
-    average = ExponentialMovingAverage(0.9, tables=True)
-    test_checked_streams.train(MIXED, pipeline, policy, callbacks=[average], max_epochs=2)
-    assert average.num_samples == 14
+    assert train_on_checked_streams(pipeline, policy) == 14
+
+
+def test_a_swap_that_waits_for_no_lookup_is_a_race() -> None:
+    with mock.patch.object(HasRun, "between_lookups", nullcontext), pytest.raises(RaceError):
+        train_on_checked_streams("fused_sparse_dist", "dedicated")
+
+
+def fit_a_copy() -> tuple[int, int]:
+    def copy_and_fit(trainer: Any, module: Any, data: Any, average: ExponentialMovingAverage) -> dict[str, Any]:
+        copied = copy.deepcopy(average)
+        pickle.loads(pickle.dumps(average))
+        nums = copied.num_samples, average.num_samples
+        fresh = averaging.Norm(module.case)
+        again = averaging.make_trainer(averaging.make_strategy(fresh), callbacks=[copied])
+        again.fit(fresh, datamodule=averaging.Batches(module.case, 3))
+        return {"nums": (*nums, copied.num_samples)}
+
+    return train(ALL, after=copy_and_fit).seen["nums"]
+
+
+def test_a_copy_begins_without_averages(two_ranks: Ranks) -> None:
+    assert two_ranks.run(fit_a_copy) == [(0, 10, 3)] * 2
+
+
+def fit_twice() -> tuple[float, int]:
+    """Go on with the module in a second fit; a plain average of both fits goes beside."""
+
+    def fit_on(trainer: Any, module: Any, data: Any, average: ExponentialMovingAverage) -> dict[str, Any]:
+        plain = next(one for one in trainer.callbacks if isinstance(one, averaging.PlainAverage))
+        trainer.validate(module, datamodule=data, verbose=False)
+        trainer.fit_loop.max_epochs = 2
+        trainer.fit(module, datamodule=data)
+        return {"off_by": plain.off_by(averaging.parts_of(average.memory())), "num": average.num_samples}
+
+    return tuple(train(ALL, data=averaging.Evaluations, after=fit_on, num_steps=5).seen.values())
+
+
+def test_a_second_fit_goes_on_with_the_averages(two_ranks: Ranks) -> None:
+    for off_by, num_samples in two_ranks.run(fit_twice):
+        assert off_by < ROUNDING
+        assert num_samples == 10
+
+
+def fit_kind(name: str, tables: bool) -> tuple[float, int, str]:
+    module = kinds.KindModel(name)
+    average, plain = ExponentialMovingAverage(0.9, tables=tables), averaging.PlainAverage(0.9)
+    strategy = OverlapEmbeddingStrategy(sharding=kinds.make_plan(module))
+    trainer = averaging.make_trainer(strategy, callbacks=[average, plain], limit_val_batches=0)
+    try:
+        trainer.fit(module, datamodule=kinds.Batches(module.case, 6))
+    except ValueError as err:
+        return 0.0, 0, str(err)
+    return plain.off_by(averaging.parts_of(average.memory())), average.num_samples, ""
+
+
+KINDS = (
+    *("feature_processors", "bags_some_dense_kernel", "variable_batch", "towers", "fused_bags", "managed_bags"),
+    *("mixed_bags_and_sequences", "pool"),
+)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_other_kinds_of_modules(ranks: Ranks, name: str) -> None:
+    for off_by, num_samples, _ in ranks.run(fit_kind, name, name != "managed_bags"):
+        assert off_by < ROUNDING
+        assert num_samples == 6
+
+
+def test_rows_that_are_assigned_as_they_come_are_refused(ranks: Ranks) -> None:
+    for _, _, said in ranks.run(fit_kind, "managed_bags", True):
+        assert "assigns its rows to ids during training" in said
+
+
+@pytest.mark.parametrize("sizes", [None, (3, 5, 2)])
+def test_rows_are_brought_up_to_date_alike_on_a_host_and_on_a_device(sizes: tuple[int, ...] | None) -> None:
+    """On a device it is not known which ids are of which table: a CPU's tensors take that way here."""
+    generator = torch.Generator().manual_seed(5)
+    num_rows, features = (7, 4), [0, 1, 0]
+    weights = [torch.randn(rows, 4, generator=generator) for rows in num_rows]
+    shards = [TableShard(f"t{at}", (len(one), 4), 0, 0, one) for at, one in enumerate(weights)]
+    kernel = KernelShards(torch.nn.Module(), shards, features, False, True)
+    host, device = (RowAverages(kernel, {0: weights[0].clone(), 1: weights[1].clone()}, 0.9) for _ in range(2))
+    device._numbers = RowNumbers(num_rows, features, torch.device("cpu"))
+    of_host, of_device = host.tensors[:2], device.tensors[:2]
+    plain = [one.double() for one in weights]
+    for one in (host, device):
+        one.begin(1)
+    for _ in range(8):
+        num_bags = sum(sizes or (4, 4, 4))
+        lengths = torch.randint(0, 3, (num_bags,), generator=generator)
+        offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+        indices = torch.randint(-1, 6, (int(lengths.sum()),), generator=generator)
+        for one in (host, device):
+            one.before_update(indices, offsets, sizes)
+        for table, ids in ids_by_table(indices, offsets, sizes, features):
+            weights[table][ids * ((ids >= 0) & (ids < num_rows[table]))] += 0.5
+        for one in (host, device):
+            one.sample(visits_all=False)
+        plain = [average + 0.1 * (one - average) for average, one in zip(plain, weights, strict=True)]
+    for one in (host, device):
+        one.bring_all()
+    for averages in zip(of_host, of_device, plain, strict=True):
+        assert float((averages[0] - averages[2]).abs().max()) < ROUNDING
+        assert float((averages[1] - averages[2]).abs().max()) < ROUNDING

@@ -15,7 +15,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 from torch.utils.data import DataLoader
 
-from lightning_overlap import MODES, EmbeddingDeltas, OverlapEmbeddingStrategy
+from lightning_overlap import MODES, EmbeddingDeltas, ExponentialMovingAverage, OverlapEmbeddingStrategy
 from lightning_overlap.deltas import Part, Piece, decode, parse_names
 from lightning_overlap.deltas.recording import cuts, touched_rows
 from lightning_overlap.deltas.recording.copies import KeptMemory, copy_on_host
@@ -100,6 +100,18 @@ def test_a_slow_sink_gets_fewer_cuts_each_with_the_last_values(two_ranks: Ranks,
     kwargs = {"num_steps": 40, "sink": {"delay_s": 0.1}, "deltas": {"dense": False}}
     send(two_ranks, tmp_path, ALL, "semi_sync_deferred", **kwargs)
     assert len({name.step for name in parse_names(path.name for path in tmp_path.iterdir())}) < 30
+
+
+def fit_copying_slowly_beside_averages(*args: Any, **kwargs: Any) -> Any:
+    average = ExponentialMovingAverage(0.5, tables=True)
+    return fit_copying_slowly(*args, **kwargs, after=(average,))
+
+
+def test_averages_that_evaluations_swap_in_are_not_sent(two_ranks: Ranks, tmp_path: Path) -> None:
+    """A copy of rows is under way when a validation begins."""
+    kwargs = {"fit": fit_copying_slowly_beside_averages, "data": Validated, "val_check_interval": 1}
+    send(two_ranks, tmp_path, ALL, "fused_sparse_dist", **kwargs)
+    assert not any(part.header.is_void for part in parts_in(tmp_path))
 
 
 def fit_in_pieces(*args: Any, **kwargs: Any) -> Any:
