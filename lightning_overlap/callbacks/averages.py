@@ -1,6 +1,10 @@
 """Averages of a model's weights: of the dense part at every sample, of fused tables row by row; swapped in place."""
 
-from collections.abc import Collection
+import signal
+import threading
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from types import FrameType
 from typing import Any, TypeAlias
 
 import torch
@@ -24,6 +28,23 @@ from .row_averages import RowAverages, chunks, uncounted
 VISITED_WHOLE = 2  # samples after a write by hand that visit all rows: code that has written once will write again
 
 AskedTables: TypeAlias = bool | Collection[str]
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Put a Ctrl-C off to the end of this context, in which weights are neither trained ones nor averages."""
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield
+        return
+    heard: list[tuple[int, FrameType | None]] = []
+    signal.signal(signal.SIGINT, lambda *what: heard.append(what))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if heard:
+        before(*heard[0])
 
 
 class Averages:
@@ -177,7 +198,7 @@ class Averages:
         """Exchange the module's weights and the averages, in place; the second time brings every bit back."""
         if not self.is_swapped:
             self.bring_all()
-        with torch.inference_mode(False):
+        with uninterrupted(), torch.inference_mode(False):
             for number, (weight, average) in enumerate(self._pairs):
                 if weight.dtype != average.dtype:
                     kept = self._kept.pop(number, None)
@@ -189,7 +210,7 @@ class Averages:
                     self._exchange(weight, average)
                 for rows in chunks(weight) if weight.dim() else ():
                     self._exchange(weight[rows], average[rows])
-        self.is_swapped = not self.is_swapped
+            self.is_swapped = not self.is_swapped
 
     def _exchange(self, weight: Tensor, average: Tensor) -> None:
         before = weight.clone()

@@ -183,21 +183,23 @@ class ExponentialMovingAverage(Callback):
 
     def _begin_evaluation(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.num_samples and not self._is_open:
-            self._swap()
             self._is_evaluating = True
+            self._swap(True)
 
     def _end_evaluation(self, *_: Any, **__: Any) -> None:
         if self._is_evaluating:
             self._is_evaluating = False
-            self._swap()
+            self._swap(False)
 
     on_validation_start = on_test_start = on_predict_start = _begin_evaluation
     on_validation_end = on_test_end = on_predict_end = _end_evaluation
 
-    def _swap(self) -> None:
+    def _swap(self, averages_in: bool) -> None:
+        """Let the module have its averages, or its trained weights; do nothing if it has, as after a Ctrl-C."""
         assert self._strategy is not None
-        with self._strategy.between_lookups():
-            self._made().swap()
+        if self._made().is_swapped != averages_in:
+            with self._strategy.between_lookups():
+                self._made().swap()
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -221,13 +223,13 @@ class ExponentialMovingAverage(Callback):
             return
         assert self._strategy is not None
         self._strategy.update_tables()  # deferred updates belong to the trained weights
-        self._swap()
         self._is_open = True
         try:
+            self._swap(True)
             yield
         finally:
             self._is_open = False
-            self._swap()
+            self._swap(False)
 
     def averaged_state_dict(self) -> dict[str, Tensor]:
         """Return the module's `state_dict` with the averages in place of weights, on rank 0; all ranks call this.
@@ -248,11 +250,11 @@ class ExponentialMovingAverage(Callback):
         if not self._is_evaluating:
             yield
             return
-        self._swap()
         try:
+            self._swap(False)
             yield
         finally:
-            self._swap()
+            self._swap(True)
 
     @override
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:

@@ -250,7 +250,10 @@ def validate_while_training(case: Case, pipeline: str, ema: dict[str, Any], **kw
             "validations": num,
             "answers": torch.stack(module.answers),
             "in_fit": [differing(seen, kept.before[place // per][0]) for place, (_, seen) in enumerate(in_fit) if per],
-            "weights_back": [differing(now, before) for now, (_, before) in zip(kept.after, kept.before, strict=True)],
+            "weights_back": [
+                differing(now, before)
+                for now, (_, before) in zip(kept.after, kept.before[:-1], strict=True)  # the last one has failed
+            ],
             "later": [differing(seen, weights | averages) for _, seen in module.seen_in],
             "in_the_end": differing(parts_of(module.state_dict()), weights),
         }

@@ -2,6 +2,8 @@
 
 import copy
 import pickle
+import signal
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 from unittest import mock
@@ -11,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_overlap import MODES, STREAMS, ExponentialMovingAverage, OverlapEmbeddingStrategy
+from lightning_overlap.callbacks.averages import Averages
 from lightning_overlap.callbacks.row_averages import RowAverages
 from lightning_overlap.plugin.run import HasRun
 from lightning_overlap.tables import KernelShards, TableShard
@@ -207,6 +210,32 @@ def test_no_race_in_any_mode(pipeline: str, policy: str) -> None:
 def test_a_swap_that_waits_for_no_lookup_is_a_race() -> None:
     with mock.patch.object(HasRun, "between_lookups", nullcontext), pytest.raises(RaceError):
         train_on_checked_streams("fused_sparse_dist", "dedicated")
+
+
+def interrupt_a_swap(during: int) -> tuple[list[str], bool]:
+    """Press Ctrl-C in the middle of a swap; return which weights differ afterwards, and whether it was in a swap."""
+    pressed = []
+    exchange = Averages._exchange
+
+    def press(self: Averages, *args: Any) -> None:
+        pressed.append(self.is_swapped)
+        if len(pressed) == during:
+            signal.raise_signal(signal.SIGINT)
+        exchange(self, *args)
+
+    def validate(trainer: Any, module: Any, data: Any, average: ExponentialMovingAverage) -> dict[str, Any]:
+        before = averaging.parts_of(module.state_dict())
+        with mock.patch.object(Averages, "_exchange", press), pytest.raises((KeyboardInterrupt, SystemExit)):
+            trainer.validate(module, datamodule=data, verbose=False)
+        return {"differing": averaging.differing(averaging.parts_of(module.state_dict()), before)}
+
+    found = train(ALL, data=averaging.Evaluations, after=validate, num_steps=3)
+    return found.seen["differing"], len(pressed) > during
+
+
+@pytest.mark.parametrize("during", [3, 14])
+def test_a_swap_is_not_cut_in_two_by_an_interrupt(get_ranks: Callable[..., Ranks], during: int) -> None:
+    assert get_ranks(1).run(interrupt_a_swap, during) == [([], True)]
 
 
 def fit_a_copy() -> tuple[int, int]:
