@@ -319,7 +319,7 @@ def _Missed(every: int) -> Any:
     class Missed(Callback):
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
             self.tracker, self.tables = _tracker_of(pl_module), _tables(pl_module)
-            self.touched = TouchedRows(pl_module, trainer.strategy.lookup_order)
+            self.touched = TouchedRows(pl_module, trainer.strategy.table_access, rank=trainer.global_rank)
             self.before = {name: table.clone() for name, table in self.tables.items()}
             self.replica = {name: table.clone() for name, table in self.tables.items()}
             self.counts = [0, 0, 0, 0]  # changed, missed by the tracker, stale in its copy, missed by the package

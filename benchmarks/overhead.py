@@ -22,7 +22,7 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 WARM_UP = 20
@@ -46,7 +46,7 @@ def main() -> None:
     if "RANK" in os.environ:
         _measure_steps(options)
         return
-    _measure_executor()
+    _measure_walker()
     for num_ranks in options.ranks:
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
         subprocess.check_call([*launcher, *sys.argv], env={**os.environ, "OMP_NUM_THREADS": "1"})
@@ -67,30 +67,45 @@ class _Nothing:
 
         return FetchedBatch(object(), 0, 0)
 
-    def forward(self, inflight: Any, send_next: Any) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def has_lookup(self, inflight: Any, owners: Any) -> bool:
-        return any(owner.value != "dense_optimizer" for owner in owners)
-
     def __getattr__(self, name: str) -> Any:
         return lambda *args: None
 
 
-def _measure_executor(num_steps: int = 5000) -> None:
-    from lightning_overlap import MODES, Stage, StreamName
-    from lightning_overlap.runtime.walker import Walker
-    from lightning_overlap.runtime.interfaces import SparseStages
-    from lightning_overlap.runtime.lookup_order import LookupOrder
-    from lightning_overlap.runtime.streams import Streams
+def _measure_walker(num_steps: int = 5000) -> None:
+    from lightning_overlap import MODES, Stage
+    from lightning_overlap.runtime import FetchedBatch, Flight, Streams, Telemetry, Walker
+
+    class NoFlight(Flight):
+        """A batch whose stages do nothing."""
+
+        def serve(self, send_next: Any) -> Any:
+            return nullcontext()
+
+        def has_lookup(self, owners: Any) -> bool:
+            return any(owner.value != "dense_optimizer" for owner in owners)
+
+        def _do_nothing(self, *args: Any) -> None:
+            """Take the place of a stage."""
+
+        send_sizes = send_ids = receive_ids = prefetch = look_up = _do_nothing
+        send_gradients = update = drain = drop = _do_nothing
+
+    class NoStages(_Nothing):
+        ready = can_defer_updates = True
+
+        def make_flight(self, index: int, fetched: FetchedBatch) -> Flight:
+            return NoFlight(index, None)
+
+        def are_overwritten(self, flights: Any) -> bool:
+            return False
 
     print("the walker alone, microseconds per step (median of 5 runs)")
     for name, schedule in MODES.items():
         runs = []
         for _ in range(5):
-            nothing: Any = _Nothing()
-            stages = SparseStages(nothing, nothing, nothing)
-            walker = Walker(schedule, nothing, stages, LookupOrder(Streams(), StreamName.LOOKUP))
+            source: Any = _Nothing()
+            stages: Any = NoStages()
+            walker = Walker(schedule, source, stages, Streams(), Telemetry())
             start = time.perf_counter()
             for _ in range(num_steps):
                 walker.next_batch()

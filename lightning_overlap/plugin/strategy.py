@@ -127,29 +127,33 @@ class OverlapEmbeddingStrategy(ReadsTables, WalksSteps, StartsProcesses):
         timeout: timedelta | float | None = default_pg_timeout,
         **kwargs: Any,
     ) -> None:
+        # Checks.
         unsupported.check_arguments(type(self), kwargs, pipeline)
         auto = resolve_auto(pipeline)
-        self._tuner = None if auto is None else Tuner(auto, stream)
         mode = resolve_mode(TRIED[0] if auto is not None or isinstance(pipeline, Auto) else pipeline)
-        self._mode = mode
-        self._schedule, self._schedules = mode.schedule, self._tuner or mode.schedules
-        self.stream, self._lookup_stream = stream, resolve_stream(stream)
+        lookup_stream = resolve_stream(stream)
+        tables.check_sharding_types(sharding)
         tables.check_fused_optimizer(fused_optimizer)
-        self._release_features, self._copy_in_place = release_features, copy_in_place
-        self._max_queued_steps = _check_queued_steps(max_queued_steps)
+        tables.check_replicate_tables(replicate_tables)
+        comms = tables.resolve_quantized_comms(quantized_comms)
+        _check_queued_steps(max_queued_steps)
         check_known("choice", out_of_range_ids, get_args(OutOfRangeIds), "out_of_range_ids: ")
-        self._out_of_range_ids = out_of_range_ids
         checkpoints.check_format(checkpoint_format, async_checkpoint)
-        self.checkpoint_format, self.async_checkpoint = checkpoint_format, async_checkpoint
+        if not (observer is None or callable(observer)):
+            raise TypeError(f"observer is called with (kind, stage, batch), got {observer!r}.")
+
         super().__init__(timeout=_as_timedelta(timeout), **kwargs)
         chosen = {name for name, value in kwargs.items() if value is not _DDP_DEFAULTS.get(name, Parameter.empty)}
         self._has_ddp_options = not chosen <= _NO_DDP_OPTIONS
-        self.sharding = tables.check_sharding_types(sharding)
-        self.fused_optimizer, self.replicate_tables = fused_optimizer, replicate_tables
-        self.quantized_comms = tables.resolve_quantized_comms(quantized_comms)
-        tables.check_replicate_tables(replicate_tables)
-        if not (observer is None or callable(observer)):
-            raise TypeError(f"observer is called with (kind, stage, batch), got {observer!r}.")
+        self._mode, self._schedule = mode, mode.schedule
+        self._tuner = None if auto is None else Tuner(auto, stream)
+        self._schedules = self._tuner or mode.schedules
+        self.stream, self._lookup_stream = stream, lookup_stream
+        self.sharding, self.fused_optimizer, self.replicate_tables = sharding, fused_optimizer, replicate_tables
+        self.quantized_comms = comms
+        self._release_features, self._copy_in_place = release_features, copy_in_place
+        self._max_queued_steps, self._out_of_range_ids = max_queued_steps, out_of_range_ids
+        self.checkpoint_format, self.async_checkpoint = checkpoint_format, async_checkpoint
         self._observer, self._calm_libraries = observer, calm_libraries
         self._warned: set[tuple[str, str | None]] = set()
 
@@ -429,12 +433,11 @@ class OverlapEmbeddingStrategy(ReadsTables, WalksSteps, StartsProcesses):
                 strategy_registry.register(name, cls, description=words, start_method=start_method)
 
 
-def _check_queued_steps(number: int | None) -> int | None:
+def _check_queued_steps(number: int | None) -> None:
     if number is not None and (not isinstance(number, int) or isinstance(number, bool)):
         raise TypeError(f"max_queued_steps is a number of steps, or None for any number, got {number!r}.")
     if number is not None and number < 1:
         raise ValueError(f"max_queued_steps must be at least 1, got {number}. With None the host never waits.")
-    return number
 
 
 def _as_timedelta(timeout: timedelta | float | None) -> timedelta | None:

@@ -8,6 +8,6 @@ import pytest
 OVERHEAD = Path(__file__).resolve().parents[2] / "benchmarks" / "overhead.py"
 
 
-def test_the_executor_alone_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
-    runpy.run_path(str(OVERHEAD))["_measure_executor"](20)
+def test_the_walker_alone_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(OVERHEAD))["_measure_walker"](20)
     assert "fused_sparse_dist" in capsys.readouterr().out
