@@ -84,8 +84,9 @@ def _measure_walker(num_steps: int = 5000) -> None:
         def has_lookup(self, owners: Any) -> bool:
             return any(owner.value != "dense_optimizer" for owner in owners)
 
-        def _do_nothing(self, *args: Any) -> None:
+        def _do_nothing(self, *args: Any, **kwargs: Any) -> Any:
             """Take the place of a stage."""
+            return ()
 
         send_sizes = send_ids = receive_ids = prefetch = look_up = _do_nothing
         send_gradients = update = drain = drop = _do_nothing

@@ -2,7 +2,7 @@
 
 from .batch_memory import BatchMemory, allocates_batches
 from .batch_tree import Path, leaves, resolve
-from .flight import FetchedBatch, Flight, ModulePart, OnUpdated, Rates
+from .flight import FetchedBatch, Flight, ModulePart, Rates
 from .interfaces import BatchSource, Observer, SparseStages, StageTimer
 from .streams import NOTHING, BatchCopies, CudaStreams, Made, Streams, make_streams, tensors_in
 from .table_access import TableAccess
@@ -11,6 +11,6 @@ from .walker import Walker
 
 __all__ = [
     *("NOTHING", "BatchCopies", "BatchMemory", "BatchSource", "CudaStreams", "FetchedBatch", "Flight", "Made"),
-    *("ModulePart", "Observer", "OnUpdated", "Path", "Rates", "SparseStages", "StageTimer", "Streams", "TableAccess"),
+    *("ModulePart", "Observer", "Path", "Rates", "SparseStages", "StageTimer", "Streams", "TableAccess"),
     *("Telemetry", "Walker", "allocates_batches", "is_profiled", "leaves", "make_streams", "resolve", "tensors_in"),
 ]

@@ -1,11 +1,12 @@
 """Deferred updates: when each update is made, and which streams and events it waits for."""
 
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
 from ..schedules import Stage, Step, StreamName
-from .flight import Flight, OnUpdated
+from .flight import Flight, ModulePart
 from .interfaces import SparseStages
 from .streams import Streams
 from .telemetry import Telemetry
@@ -57,14 +58,20 @@ class DeferredUpdates:
         """Make all updates, on all ranks alike; later work on the compute stream finds the tables updated."""
         row = Step(Stage.EMBEDDING_UPDATE, 0, self._streams.lookup)
         for flight in list(self.to_update.values()):
-            self._make(row, flight)
+            list(self._make(row, flight))
 
-    def make_up_to(self, index: int, row: Step, overlaps_dense: bool, updated: OnUpdated | None) -> None:
-        """Make the updates of all batches up to `index`; call `updated` after each part of a module by that batch."""
+    def make_up_to(self, index: int, row: Step, *, overlaps_dense: bool, by_part: bool) -> Iterator[ModulePart]:
+        """Make the updates of all batches up to `index`; `by_part` yields each part of a module updated by that batch.
+
+        `overlaps_dense`: the update comes before the optimizer step of its own batch.
+        """
         for flight in [flight for flight in self.to_update.values() if flight.index <= index]:
-            self._make(row, flight, overlaps_dense, updated if flight.index == index else None)
+            is_last = flight.index == index
+            yield from self._make(row, flight, overlaps_dense=overlaps_dense, by_part=by_part and is_last)
 
-    def _make(self, row: Step, flight: Flight, overlaps_dense: bool = False, updated: OnUpdated | None = None) -> None:
+    def _make(
+        self, row: Step, flight: Flight, *, overlaps_dense: bool = False, by_part: bool = False
+    ) -> Iterator[ModulePart]:
         index, stage = flight.index, row.stage
         self._telemetry.observe("issue", stage, index)
         del self.to_update[index]
@@ -74,7 +81,7 @@ class DeferredUpdates:
             if not overlaps_dense:
                 self._streams.order(StreamName.COMPUTE, then=row.stream)
             with self._streams.on(row.stream), self._telemetry.timed(stage, index, row.stream):
-                flight.update(updated)
+                yield from flight.update(by_part=by_part)
         self.note_update()
         if row.offset == 0 and not overlaps_dense:
             self.order_compute()  # code between two steps finds the tables updated

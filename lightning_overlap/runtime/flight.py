@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -11,7 +11,6 @@ from ..schedules import Stage, WeightOwner
 from .streams import Made
 
 ModulePart = tuple[str, int]  # name of a sharded module, number of one of its parts: each has a lookup of its own
-OnUpdated = Callable[[ModulePart], None]  # called after the update of each part of a module
 
 
 def _nothing_to_compare() -> None:
@@ -113,8 +112,11 @@ class Flight:
         """Whether all gradients of a deferred update have arrived; does not wait."""
         raise NotImplementedError
 
-    def update(self, updated: OnUpdated | None = None) -> None:
-        """Wait for the gradients and update the tables (`EMBEDDING_UPDATE`); call `updated` after each part."""
+    def update(self, *, by_part: bool = False) -> Iterator[ModulePart]:
+        """Wait for the gradients and update the tables (`EMBEDDING_UPDATE`), as far as the iterator is consumed.
+
+        With `by_part` a part of a module is updated as soon as its own gradients are there, and then yielded.
+        """
         raise NotImplementedError
 
     def forget_update(self) -> None:

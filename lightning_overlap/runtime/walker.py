@@ -325,8 +325,9 @@ class Walker:
             self.batches.fetch(row, index)
         elif stage is Stage.EMBEDDING_UPDATE:
             overlaps_dense = self.schedule.updates_before_step
-            updated = self._look_up_part if overlaps_dense and not self._streams.is_async else None
-            self.updates.make_up_to(index, row, overlaps_dense, updated)
+            by_part = overlaps_dense and not self._streams.is_async
+            for part in self.updates.make_up_to(index, row, overlaps_dense=overlaps_dense, by_part=by_part):
+                self._look_up_part(part)
         elif stage is Stage.WEIGHT_GRADIENTS:
             if self._weights is not None:
                 self._telemetry.observe("issue", stage, index)

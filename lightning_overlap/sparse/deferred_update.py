@@ -151,21 +151,29 @@ class DeferredUpdate:
         requests = [cut.request for cut in self._under_way]
         return [request.req for request in requests if request is not None and request.req is not None]
 
-    def apply(self, parts: Sequence[int] = (), updated: Callable[[int], None] = lambda part: None) -> None:
-        """Wait for the gradients and update the tables, at the learning rates of their backward.
-
-        With `parts`, the module's fused parts, each is updated once its own gradients are there. `updated` is called
-        with the number of each, so that ranks call it in the same order.
-        """
+    def apply(self) -> None:
+        """Wait for the gradients and update the tables, at the learning rates of their backward."""
         self.send()
         if self._sent is not None:
-            if not parts or self._sent.to_apply:
-                self._apply_sent(self._under_way, retain_graph=False)
-            else:
-                for part in parts:
-                    self._apply_sent([cut for cut in self._under_way if cut.part == part], retain_graph=False)
-                    updated(part)
-            self._sent = None
+            self._apply_sent(self._under_way, retain_graph=False)
+        self._forget_sent()
+
+    def apply_parts(self, parts: Sequence[int]) -> Iterator[int]:
+        """Do the same for the module's fused parts, each once its own gradients are there; yield each after its update.
+
+        All ranks yield the same parts, also a rank that has nothing to update in one.
+        """
+        self.send()
+        if self._sent is not None and self._sent.to_apply:  # nothing was sent
+            self._apply_sent(self._under_way, retain_graph=False)
+        elif self._sent is not None:
+            for part in parts:
+                self._apply_sent([cut for cut in self._under_way if cut.part == part], retain_graph=False)
+                yield part
+        self._forget_sent()
+
+    def _forget_sent(self) -> None:
+        self._sent = None
         self._under_way.clear()
 
     def _apply_sent(self, cuts: list[_Cut], *, retain_graph: bool) -> None:

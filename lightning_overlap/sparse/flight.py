@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from ..runtime import Flight, Made, ModulePart, OnUpdated
+from ..runtime import Flight, Made, ModulePart
 from ..schedules import Stage, StreamName, WeightOwner
 from .module_flight import ModuleFlight
-from .released_ids import release
 
 if TYPE_CHECKING:
     from .pipeline import SparsePipeline
@@ -53,8 +52,7 @@ class SparseFlight(Flight):
             read_later = pipeline.discovery.inputs_read_in_step(self.batch)
             for flight in self.modules.values():
                 if all(flight.kjt is not kjt for kjt in read_later):
-                    release(flight.kjt)
-                    flight.sent.forget_ids()
+                    flight.release_ids()
 
     @override
     def receive_ids(self) -> list[Any]:
@@ -129,10 +127,11 @@ class SparseFlight(Flight):
         return all(work.is_completed() for flight in self.modules.values() for work in flight.deferred.works)
 
     @override
-    def update(self, updated: OnUpdated | None = None) -> None:
+    def update(self, *, by_part: bool = False) -> Iterator[ModulePart]:
         self.pipeline.to_update.pop(self.index, None)
-        for flight in self.modules.values():
-            flight.update(updated)
+        for name, flight in self.modules.items():
+            for part in flight.update(by_part=by_part):
+                yield name, part
 
     @override
     def forget_update(self) -> None:

@@ -206,8 +206,7 @@ class InputExchange:
                     if described.order is not None:  # else TorchRec has copied the ids, and may read the copy again
                         described._input._values = described._input.values().new_empty(0)
                 _set_sharding_context_intra_a2a(awaitables, state.context)
-                state.tensors_awaitable, state.splits_awaitable = KJTListAwaitable(awaitables, state.context), None
-                state.votes = max(found) > 1
+                state.send_ids(KJTListAwaitable(awaitables, state.context), votes=max(found) > 1)
         if parts:
             unsent = [later for later in self.waiting if later.exchange is None]
             parts += [later.part(parts[0].tensor.device) for later in unsent]  # gloo may send tensors of a GPU

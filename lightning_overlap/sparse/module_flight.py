@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Container, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import IntEnum, auto
@@ -14,7 +14,7 @@ from torchrec.distributed.types import Awaitable, LazyAwaitable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from ..dense import saving_is_hooked
-from ..runtime import NOTHING, Made, ModulePart
+from ..runtime import NOTHING, Made
 from ..schedules import Stage, WeightOwner
 from ..tables import (
     SentInput,
@@ -30,6 +30,7 @@ from .deferred_update import DeferredUpdate
 from .embeddings import EarlyEmbeddings
 from .grad_modes import own_graph
 from .input_dist import recats_cached, splits_only
+from .released_ids import release
 from .replacing import replaced, wait_for
 from .update_rates import counting, take_back, updates_at_present_rate
 
@@ -132,7 +133,16 @@ class ModuleFlight:
         """Go on to the ids without an exchange, on one rank."""
         self.pipeline.telemetry.observe("wait", Stage.INPUT_SPLITS_DIST, self.batch)
         with recats_cached():
-            self.tensors_awaitable, self.splits_awaitable = wait_for(self.splits_awaitable), None
+            self.send_ids(wait_for(self.splits_awaitable), votes=False)
+
+    def send_ids(self, awaitable: Any, *, votes: bool) -> None:
+        """Take the all-to-all of ids, which replaces that of sizes; `votes`: another input has the same keys."""
+        self.tensors_awaitable, self.splits_awaitable, self.votes = awaitable, None, votes
+
+    def release_ids(self) -> None:
+        """Let go of the input's values and weights, which were sent."""
+        release(self.kjt)
+        self.sent.forget_ids()
 
     def receive_ids(self) -> None:
         """Wait for the ids that this rank looks up, and assemble them."""
@@ -227,6 +237,10 @@ class ModuleFlight:
 
     # The step.
 
+    def claim(self, step: int) -> None:
+        """Note that all ranks take the early lookup in a step, by its number."""
+        self.served_in = step
+
     def serve(self) -> EarlyEmbeddings:
         """Return the embeddings of the early lookup; their first use waits for them."""
         if torch.is_grad_enabled() or not self.pipeline.options.trains:
@@ -261,17 +275,16 @@ class ModuleFlight:
 
     # The update.
 
-    def update(self, updated: Callable[[ModulePart], None] | None = None) -> None:
-        """Make a deferred update, if there is one; call `updated` after each part."""
+    def update(self, *, by_part: bool = False) -> Iterator[int]:
+        """Make a deferred update, if there is one; `by_part` yields the number of each part after its update."""
         if not self.deferred:
             return
         self.pipeline.telemetry.observe("wait", Stage.EMBEDDING_UPDATE, self.batch)
-        if updated is None:
-            self.deferred.apply()
-        else:
+        if by_part:
             owners = enumerate(owners_of_parts(self.module))
-            parts = [part for part, owner in owners if owner is WeightOwner.FUSED_BACKWARD]
-            self.deferred.apply(parts, lambda part: updated((self.name, part)))
+            yield from self.deferred.apply_parts([part for part, one in owners if one is WeightOwner.FUSED_BACKWARD])
+        else:
+            self.deferred.apply()
         self.advance(Progress.UPDATED)
 
     def count_lookups(self, times: int) -> None:

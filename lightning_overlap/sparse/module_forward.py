@@ -175,7 +175,7 @@ class ModuleForward:
             return False
         if found.outside is not None:
             raise ValueError(found.outside)
-        found.served_in = self._pipeline.step.number
+        found.claim(self._pipeline.step.number)
         self.pass_all_ranks(self.name)
         return True
 

@@ -89,7 +89,7 @@ class SparsePipeline:
             self.streams.order(StreamName.COMPUTE, then=self.streams.lookup)
             with self.streams.on_lookup():
                 for flight in waiting:
-                    flight.modules[name].update()
+                    list(flight.modules[name].update())
 
     # What a walker asks (`runtime.SparseStages`).
 

@@ -1,5 +1,6 @@
 """Deferred updates: each is made once, the oldest first; after an error those of finished steps are completed."""
 
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -21,10 +22,11 @@ class LoggedFlight(Flight):
     def send_gradients(self) -> None:
         self.log.append(f"send {self.index}")
 
-    def update(self, updated: Any = None) -> None:
+    def update(self, *, by_part: bool = False) -> Iterator[Any]:
         if self.error is not None:
             raise self.error
         self.log.append(f"update {self.index}")
+        return iter(())
 
     def forget_update(self) -> None:
         self.log.append(f"forget {self.index}")

@@ -45,7 +45,7 @@ def test_the_stream_of_prefetches_is_forgotten_with_them(monkeypatch: pytest.Mon
     assert kernel.prefetch_stream is None
 
 
-def test_all_parts_are_told_in_order_also_where_a_rank_has_nothing_to_update_in_one() -> None:
+def test_all_parts_are_yielded_in_order_also_where_a_rank_has_nothing_to_update_in_one() -> None:
     """After each part all ranks start the all-to-all of its next embeddings: the order must not depend on a rank."""
     table = torch.ones(2, requires_grad=True)
     graph = table * 3
@@ -54,9 +54,8 @@ def test_all_parts_are_told_in_order_also_where_a_rank_has_nothing_to_update_in_
     update = DeferredUpdate()
     update._under_way = [_Cut(graph, leaf, None, part=1)]
     update._sent = _Backward([])
-    told: list[tuple[int, bool]] = []
-    update.apply([0, 1, 2], lambda part: told.append((part, table.grad is not None)))
-    assert told == [(0, False), (1, True), (2, True)]
+    yielded = [(part, table.grad is not None) for part in update.apply_parts([0, 1, 2])]
+    assert yielded == [(0, False), (1, True), (2, True)]
     assert not update
 
 

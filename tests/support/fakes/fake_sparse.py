@@ -293,9 +293,10 @@ class FakeFlight(Flight):
     def gradients_are_there(self) -> bool:
         return True
 
-    def update(self, updated: Any = None) -> None:
+    def update(self, *, by_part: bool = False) -> Iterator[Any]:
         if self.index in self.sparse.to_update:  # it had a backward, and one that did not go all the way
             self.sparse.update(self.index)
+        return iter(())
 
     def forget_update(self) -> None:
         self.sparse.to_update.pop(self.index, None)
