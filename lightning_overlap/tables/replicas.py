@@ -8,12 +8,13 @@ from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
-from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import DenseTableBatchedEmbeddingBagsCodegen
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torchrec import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.distributed.comm_ops import get_gradient_division
+from torchrec.distributed.embedding_types import ShardedEmbeddingTable
 from torchrec.distributed.types import ShardingPlan
 from torchrec.optim.fused import EmptyFusedOptimizer, FusedOptimizer
 from typing_extensions import override
@@ -191,11 +192,30 @@ class ReplicaKernel(DenseTableBatchedEmbeddingBagsCodegen):  # type: ignore[misc
     Every call uses a new leaf, so that two calls in a step make two updates, like a fused kernel. An update waits for
     its all-reduce at the end of the backward, when all other collectives have started. Like FBGEMM's kernels it does
     not change `Tensor._version` (`write_counts.py`).
+
+    It has the parameter of the kernel `dense`, with the tables `tables`, and sums gradients over the ranks of `group`.
+    `optimizers` are in the order of their tables.
     """
 
-    optimizers: list[ReplicaOptimizer]  # in the order of their tables
-    group: dist.ProcessGroup  # the ranks to sum gradients over
-    set_rates: Callable[[], None] | None  # passes the scheduler's rates to the optimizers before an update
+    def __init__(
+        self,
+        dense: DenseTableBatchedEmbeddingBagsCodegen,
+        tables: Sequence[ShardedEmbeddingTable],
+        optimizers: Sequence[ReplicaOptimizer],
+        group: dist.ProcessGroup,
+    ) -> None:
+        super().__init__(
+            dense.embedding_specs,
+            feature_table_map=[number for number, table in enumerate(tables) for _ in table.feature_names],
+            weights_precision=dense.weights_precision,
+            pooling_mode=dense.pooling_mode,
+            use_cpu=dense.use_cpu,
+            output_dtype=SparseType.from_int(dense.output_dtype),
+        )
+        self.weights = dense.weights
+        self.optimizers, self.group = optimizers, group
+        # Passes the scheduler's rates to the optimizers before an update; None without a scheduler.
+        self.set_rates: Callable[[], None] | None = None
 
     @override
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -235,7 +255,7 @@ class ReplicaKernel(DenseTableBatchedEmbeddingBagsCodegen):  # type: ignore[misc
 
 
 def make_replicas(model: nn.Module, modules: Iterable[str], trained: Mapping[str, Mapping[str, Rule]]) -> None:
-    """Turn kernels of data-parallel tables of `modules` into replica kernels; `trained`: module -> table -> rule."""
+    """Put replica kernels into the place of the dense ones of `modules`; `trained`: module -> table -> rule."""
     for name in modules:
         module: Any = model.get_submodule(name)
         weights = {key.split(".")[-2]: (key, weight) for key, weight in module.named_parameters()}
@@ -244,15 +264,13 @@ def make_replicas(model: nn.Module, modules: Iterable[str], trained: Mapping[str
                 continue
             module._lookups[number] = lookup.module  # without DDP, which also sums gradients
             for group, part in zip(lookup.module.grouped_configs, lookup.module._emb_modules, strict=True):
-                kernel = part.emb_module
-                assert isinstance(kernel, DenseTableBatchedEmbeddingBagsCodegen)
-                kernel.__class__ = ReplicaKernel
-                kernel.group, kernel.set_rates = module._env.process_group, None
-                tables = [
-                    (trained[name][one.name], one.embedding_dim, *weights[one.name]) for one in group.embedding_tables
-                ]
-                kernel.optimizers = list(_optimizers(tables))
-                module.fused_optimizer.optimizers.extend(("", optimizer) for optimizer in kernel.optimizers)
+                dense, tables = part.emb_module, group.embedding_tables
+                assert isinstance(dense, DenseTableBatchedEmbeddingBagsCodegen)
+                optimizers = list(
+                    _optimizers([(trained[name][one.name], one.embedding_dim, *weights[one.name]) for one in tables])
+                )
+                part._emb_module = ReplicaKernel(dense, tables, optimizers, module._env.process_group)
+                module.fused_optimizer.optimizers.extend(("", optimizer) for optimizer in optimizers)
 
 
 def _optimizers(tables: list[tuple[Rule, int, str, nn.Parameter]]) -> Iterator[ReplicaOptimizer]:

@@ -32,6 +32,7 @@ PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
     "ShardedFeatureProcessedEmbeddingBagCollection": ("_embedding_bag_collection", "_feature_processors"),
     "ShardedManagedCollisionEmbeddingBagCollection": ("_embedding_module", "_managed_collision_collection"),
     "ShardedManagedCollisionEmbeddingCollection": ("_embedding_module", "_managed_collision_collection"),
+    "BatchedDenseEmbeddingBag": ("_emb_module",),
     "EmbeddingFusedOptimizer": ("_emb_module",),
     "GroupedPooledEmbeddingsLookup": ("_emb_modules",),
     "GroupedEmbeddingsLookup": ("_emb_modules",),
