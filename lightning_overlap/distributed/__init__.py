@@ -1,13 +1,13 @@
 """Communication between ranks besides the tables' collectives: process groups, consensus, the cause of a failure."""
 
 from . import groups as groups
-from .consensus import ASK_FOR_LAST as ASK_FOR_LAST
 from .consensus import MAX_INTERVAL as MAX_INTERVAL
+from .consensus import POLL_LAST as POLL_LAST
 from .consensus import SKIP_ALIKE as SKIP_ALIKE
-from .consensus import Answer as Answer
 from .consensus import Consensus as Consensus
 from .consensus import Group as Group
 from .consensus import Lowest as Lowest
+from .consensus import Poll as Poll
 from .consensus import PollInterval as PollInterval
 from .consensus import StepFlags as StepFlags
 from .consensus import check_none_batches as check_none_batches

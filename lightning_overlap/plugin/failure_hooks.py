@@ -73,7 +73,7 @@ class FailsTogether(SavesShards):
         group = self._consensus
         if self._interrupted and self.checkpoint_group is not None:
             self.finish_save(sys.exception())  # the saving thread uses `checkpoint_group` until then
-            group = Consensus(self.checkpoint_group)  # in the group of the run's consensus, questions may be under way
+            group = Consensus(self.checkpoint_group)  # in the group of the run's consensus, polls may be under way
         broadcast = super().broadcast if group is None else group.broadcast
         return self._first_error_first("a broadcast that followed it failed", partial(broadcast, obj, src))
 
