@@ -148,7 +148,7 @@ BREAKS = {
         "return super().find_class(module, name)",
     ),
     "a replica applies a cut that does not follow what it has": Break(
-        "deltas/parts/chain.py",
+        "deltas/files/chain.py",
         "if head.after is None or head.after == at or (head.after < at and not is_own):",
         "if True:",
     ),
