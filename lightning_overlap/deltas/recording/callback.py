@@ -282,7 +282,7 @@ class EmbeddingDeltas(Callback):
             self._answer = self._strategy.lowest((state, writer.written_step, not self._is_void))
 
     def _read_result(self, trainer: Trainer, state: int, written: int, is_whole: int) -> None:
-        """Act on the ranks' answers: raise errors, note the cuts written on all ranks, log and check the lag."""
+        """Act on the ranks' results: raise errors, note the cuts written on all ranks, log and check the lag."""
         if state == FAILED:
             self._together(lambda: None, self._writer.error)
         # Replicas apply neither a void cut nor the cuts between it and the next base.

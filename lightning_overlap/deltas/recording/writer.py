@@ -59,11 +59,11 @@ class CutWriter:
 
     def call(self, what: str, do: Callable[[], T]) -> T:
         """Return what a call of the sink returns, after all earlier files, or raise its error; `what` names it."""
-        answer = self._later(partial(self._timed, what, do))
-        self._wait_for(answer)
-        if self.error is not None and not answer.done():
+        result = self._later(partial(self._timed, what, do))
+        self._wait_for(result)
+        if self.error is not None and not result.done():
             raise self.error
-        return answer.result()
+        return result.result()
 
     def look(self) -> None:
         """Set `error` if a call of the sink takes longer than the timeout."""
@@ -82,23 +82,23 @@ class CutWriter:
             self._thread.join(0 if self._overdue() else timeout_s)
 
     def _later(self, do: Callable[[], T]) -> Future[T]:
-        answer: Future[T] = Future()
-        self._jobs.put((do, answer))
+        result: Future[T] = Future()
+        self._jobs.put((do, result))
         if self._thread is None:
             # a daemon, so a sink that hangs does not block process exit
             self._thread = threading.Thread(target=self._run, name="embedding deltas", daemon=True)
             self._thread.start()
-        return answer
+        return result
 
     def _run(self) -> None:
-        for do, answer in iter(self._jobs.get, None):
+        for do, result in iter(self._jobs.get, None):
             try:
-                answer.set_result(do())
+                result.set_result(do())
             except BaseException as err:
-                answer.set_exception(err)
+                result.set_exception(err)
 
-    def _wait_for(self, answer: Future[Any]) -> None:
-        while self.error is None and not futures.wait([answer], LOOKS_EVERY_S).done:
+    def _wait_for(self, result: Future[Any]) -> None:
+        while self.error is None and not futures.wait([result], LOOKS_EVERY_S).done:
             self.look()
 
     def _timed(self, what: str, do: Callable[[], T]) -> T:
