@@ -61,8 +61,8 @@ BREAKS = {
     ),
     "lengths and ids that travelled in one all-to-all are put together in another order of ranks": Break(
         "distributed/packed_alltoall.py",
-        "by_rank = map(pieces.__getitem__, places)",
-        "by_rank = map(pieces.__getitem__, places[::-1])",
+        "for numbers in entry.places]",
+        "for numbers in entry.places[::-1]]",
     ),
     "batches of a loader that fills its memory anew are used as they are": Break(
         "runtime/batch_memory.py", "if self._allocates:", "if True:"
