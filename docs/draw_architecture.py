@@ -42,7 +42,7 @@ STATIONS = {
             {
                 "runtime": (
                     "runtime/walker.py",
-                    "runs the row on the memcpy stream;\nruntime/batches.py asks the ranks",
+                    "runs the row on the memcpy stream;\nruntime/batches.py polls the ranks",
                 ),
                 "plugin": ("plugin/loops/batch_stream.py", "DataLoader, transfer hooks,\ncopy to the device"),
             },
@@ -51,7 +51,7 @@ STATIONS = {
             "input_splits_dist",
             "after the forward of N-2",
             {
-                "runtime": ("runtime/walker.py", "hears whether all ranks have N:\nruntime/batches.py"),
+                "runtime": ("runtime/walker.py", "reads whether all ranks have N:\nruntime/batches.py"),
                 "sparse": ("sparse/input_sizes.py", "sizes of all modules' inputs; they\nleave with the ids of N-1"),
             },
         ),

@@ -15,7 +15,7 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
-from ..distributed import is_told_last
+from ..distributed import is_printed_last
 from ..schedules import mode_printed_as, unknown_mode_message
 from ..text import unknown_name_message
 from . import build, config_checks, launch
@@ -102,7 +102,7 @@ def run_job(job: Callable[[dict[str, Any], Path], float | None], composed: DictC
     except launch.RunEndedError as err:
         _fail(str(err), err.exit_code)
     except Exception as err:
-        if launch.under_launcher() and is_told_last(err):  # all ranks report the first cause, after all else
+        if launch.under_launcher() and is_printed_last(err):  # all ranks report the first cause, after all else
             sys.excepthook(type(err), err, err.__traceback__)
             raise SystemExit(1) from None
         if _WANTS_TRACEBACK or not isinstance(err, ValueError | TypeError | OSError | ImportError):

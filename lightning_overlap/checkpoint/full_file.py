@@ -111,7 +111,7 @@ def load_fused(
 
     Raises a RuntimeError if the state was saved from another model, or with another fused optimizer.
     """
-    told = take_plain_state(checkpoint, optimizers, schedulers, model, group)
+    warned = take_plain_state(checkpoint, optimizers, schedulers, model, group)
     num_schedulers = len(checkpoint.get("lr_schedulers", []))
     if num_schedulers > len(schedulers):  # Lightning drops the others without a word
         warn_on_rank_zero(
@@ -124,7 +124,7 @@ def load_fused(
         return
 
     def plan_and_fill() -> Loading:
-        loading = Loading(model, saved, checkpoint.get(FUSED_CLASSES, {}), told)
+        loading = Loading(model, saved, checkpoint.get(FUSED_CLASSES, {}), warned)
         fill_from_whole(loading.pieces, saved)
         return loading
 

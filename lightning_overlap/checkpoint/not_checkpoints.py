@@ -42,8 +42,8 @@ def why_no_checkpoint(path: Path) -> str | None:
 
 def damaged(path: Path, err: Exception) -> str:
     """Return the message for a file that begins like a checkpoint, and that `torch.load` cannot read."""
-    said = f"{type(err).__name__}: {err}".splitlines()[0]
-    return f"{path} is a damaged checkpoint: torch.load cannot read it ({said}). {_AGAIN}"
+    problem = f"{type(err).__name__}: {err}".splitlines()[0]
+    return f"{path} is a damaged checkpoint: torch.load cannot read it ({problem}). {_AGAIN}"
 
 
 def _kind_of_file(head: bytes) -> str:

@@ -141,10 +141,10 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except (CheckpointException, RuntimeError) as err:
-        raise OSError(f"could not write the checkpoint {path}: {_said(err)}") from err
+        raise OSError(f"could not write the checkpoint {path}: {_in_words(err)}") from err
 
 
-def _said(err: BaseException) -> str:
+def _in_words(err: BaseException) -> str:
     if not isinstance(err, CheckpointException):
         return str(err)
     ranks = {f"{type(error).__name__}: {error}": rank for rank, (error, _) in err.failures.items()}
@@ -241,7 +241,7 @@ def load_folder(
         for error, _ in err.failures.values():
             if isinstance(error, pickle.UnpicklingError):
                 raise _untrusted(path, error) from err
-        raise RuntimeError(f"could not load {path} into this model: {_said(err)}. {_OTHER_TABLES}") from err
+        raise RuntimeError(f"could not load {path} into this model: {_in_words(err)}. {_OTHER_TABLES}") from err
     if loading is not None:
         loading.finish()
         put_table_states(state.get(TABLE_OPTIMIZERS, {}), rest["optimizer_states"])

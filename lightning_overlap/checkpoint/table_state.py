@@ -103,11 +103,11 @@ class Loading:
     Row-wise state of other column shards is averaged, weighted by the number of common columns. RowWiseAdagrad's state
     sums mean squares of gradients: for the same gradients the average equals the state of the whole row.
 
-    `classes` are the saved `fused_classes`, `told` the tables about whose state the user has been warned.
+    `classes` are the saved `fused_classes`, `warned` the tables about whose state the user has been warned.
     """
 
     def __init__(
-        self, model: nn.Module, saved: Iterable[str], classes: Mapping[str, str], told: Collection[str] = ()
+        self, model: nn.Module, saved: Iterable[str], classes: Mapping[str, str], warned: Collection[str] = ()
     ) -> None:
         self.pieces: dict[str, Piece] = {}  # to fill before `finish`; by their saved names
         self._model = model
@@ -137,7 +137,7 @@ class Loading:
                 self._averages.append((piece, sources))
                 if len(sources) > 1:
                     averaged.add(key.weight)
-        _warn_of_states_left_out(model, set(kinds), averaged, set(told))
+        _warn_of_states_left_out(model, set(kinds), averaged, set(warned))
 
     def finish(self) -> None:
         """Write the rest of the loaded state into the kernels."""
@@ -316,11 +316,11 @@ def overlapping(key: StateKey, saved: Iterable[StateKey]) -> dict[str, int]:
     return dict(sorted(found.items()))
 
 
-def _warn_of_states_left_out(model: nn.Module, saved: set[str], averaged: set[str], told: set[str]) -> None:
+def _warn_of_states_left_out(model: nn.Module, saved: set[str], averaged: set[str], warned: set[str]) -> None:
     dense = EmbeddingComputeKernel.DENSE.value
     replicas = {name for name, _, _ in fused_kernels(model)}
     fused = {name for name, _, how in _tables(model) if how.compute_kernel != dense or name in replicas}
-    if reset := ", ".join(sorted(fused - saved - told)):
+    if reset := ", ".join(sorted(fused - saved - warned)):
         warn_on_rank_zero(f"{reset}: the checkpoint has no fused optimizer state for these tables; it is reset.")
     if unused := ", ".join(sorted(saved - fused)):
         warn_on_rank_zero(

@@ -1,20 +1,20 @@
 """Stream updated rows to served models; needs the extra `deltas`. `recording/` is not here, as it needs Lightning."""
 
-from .parts import SCHEMA as SCHEMA
-from .parts import WEIGHT as WEIGHT
-from .parts import CutError as CutError
-from .parts import Dense as Dense
-from .parts import Header as Header
-from .parts import Part as Part
-from .parts import PartError as PartError
-from .parts import PartName as PartName
-from .parts import Piece as Piece
-from .parts import Rows as Rows
-from .parts import decode as decode
-from .parts import encode as encode
-from .parts import encode_pieces as encode_pieces
-from .parts import parse_names as parse_names
-from .parts import read_header as read_header
+from .files import SCHEMA as SCHEMA
+from .files import WEIGHT as WEIGHT
+from .files import CutError as CutError
+from .files import CutFile as CutFile
+from .files import Dense as Dense
+from .files import FileError as FileError
+from .files import FileName as FileName
+from .files import Header as Header
+from .files import Piece as Piece
+from .files import Rows as Rows
+from .files import decode as decode
+from .files import encode as encode
+from .files import encode_pieces as encode_pieces
+from .files import parse_names as parse_names
+from .files import read_header as read_header
 from .serving import Lag as Lag
 from .serving import Position as Position
 from .serving import Replica as Replica

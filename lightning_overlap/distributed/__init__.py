@@ -1,13 +1,13 @@
 """Communication between ranks besides the tables' collectives: process groups, consensus, the cause of a failure."""
 
 from . import groups as groups
-from .consensus import ASK_FOR_LAST as ASK_FOR_LAST
 from .consensus import MAX_INTERVAL as MAX_INTERVAL
+from .consensus import POLL_LAST as POLL_LAST
 from .consensus import SKIP_ALIKE as SKIP_ALIKE
-from .consensus import Answer as Answer
 from .consensus import Consensus as Consensus
 from .consensus import Group as Group
 from .consensus import Lowest as Lowest
+from .consensus import Poll as Poll
 from .consensus import PollInterval as PollInterval
 from .consensus import StepFlags as StepFlags
 from .consensus import check_none_batches as check_none_batches
@@ -18,15 +18,15 @@ from .failures import PEER_LOST as PEER_LOST
 from .failures import FirstCause as FirstCause
 from .failures import Store as Store
 from .failures import default_store as default_store
-from .failures import is_told_last as is_told_last
+from .failures import is_printed_last as is_printed_last
+from .failures import print_last as print_last
 from .failures import remember_sockets as remember_sockets
-from .failures import tell_last as tell_last
 from .failures import timed_out as timed_out
 from .groups import CONSENSUS as CONSENSUS
 from .mismatches import Mismatches as Mismatches
 from .mismatches import Point as Point
+from .packed_alltoall import Entry as Entry
 from .packed_alltoall import PackedExchange as PackedExchange
-from .packed_alltoall import Part as Part
 from .shared_calls import SharedCalls as SharedCalls
 from .wrapped_work import Issue as Issue
 from .wrapped_work import WrappedWork as WrappedWork

@@ -1,4 +1,4 @@
-"""Let all ranks agree at every step on the end of the data, stops and saves; they read the answer a step later."""
+"""Let all ranks agree at every step on the end of the data, stops and saves; they read the result a step later."""
 
 import time
 import warnings
@@ -12,10 +12,10 @@ from torch import Tensor
 T = TypeVar("T")
 
 MAX_INTERVAL = 255  # longest polling interval, in batches
-ASK_FOR_LAST = 8
-"""Number of batches at an epoch's end that the ranks ask about one by one: some may be None on some ranks."""
-ASK_EVERY_S = 0.5
-"""Approximate seconds between two questions. A rank that was told to stop may go on for this long."""
+POLL_LAST = 8
+"""Number of batches at an epoch's end that the ranks poll one by one: some may be None on some ranks."""
+POLL_EVERY_S = 0.5
+"""Approximate seconds between two polls. A rank that was signalled to stop may go on for this long."""
 
 SKIP_ALIKE = (
     "Ranks have to skip the same batches: drop samples in the dataset or the collate function, not whole batches, or "
@@ -27,20 +27,20 @@ Lowest = Callable[[], list[int]]  # waits for the numbers of all ranks and retur
 
 
 class StepFlags(NamedTuple):
-    """One rank's flags for a batch. The answer has the maximum over all ranks; for bools: whether any rank set it."""
+    """One rank's flags for a batch. The result has the maximum over all ranks; for bools: whether any rank set it."""
 
     has: bool  # has this batch
     lacks: bool  # lacks this batch, at least for now (`max_steps` may hold it back)
     last: bool  # has no batch after this one
-    stop: bool  # was told to stop (SIGTERM)
+    stop: bool  # received SIGTERM
     latest_none: int = -1  # number in the epoch of its last None batch before this one
-    requested_interval: int = 0  # `MAX_INTERVAL` minus the number of batches until its next question
-    save: bool = False  # was told to save (a preemption signal)
-    rates: int = 0  # digest of its learning rates when the batch was fetched; in an answer -1 if they differ
+    requested_interval: int = 0  # `MAX_INTERVAL` minus the number of batches until its next poll
+    save: bool = False  # received a preemption signal
+    rates: int = 0  # digest of its learning rates when the batch was fetched; in a result -1 if they differ
 
 
-class Answer(NamedTuple):
-    """An answer that may not have arrived yet."""
+class Poll(NamedTuple):
+    """A poll of all ranks whose result may not have arrived yet."""
 
     flags: Tensor  # of all ranks, one after the other: `(num_ranks * 8,)`, int32, on the host
     work: dist.Work
@@ -50,9 +50,9 @@ class Answer(NamedTuple):
         self.work.wait()
         by_rank = [StepFlags(*row) for row in self.flags.view(-1, len(StepFlags._fields)).tolist()]
         check_none_batches({rank: flags.latest_none for rank, flags in enumerate(by_rank) if flags.has})
-        answer = StepFlags(*map(max, zip(*by_rank, strict=True)))
+        result = StepFlags(*map(max, zip(*by_rank, strict=True)))
         alike = len({flags.rates for flags in by_rank if flags.has}) <= 1
-        return answer if alike else answer._replace(rates=-1)
+        return result if alike else result._replace(rates=-1)
 
 
 def check_none_batches(latest: Mapping[int, int]) -> None:
@@ -69,33 +69,33 @@ def check_none_batches(latest: Mapping[int, int]) -> None:
 
 
 class PollInterval:
-    """Decides about which batches the ranks ask each other: a question costs as much as a small model's forward."""
+    """Decides for which batches the ranks poll each other: a poll costs as much as a small model's forward."""
 
     def __init__(self) -> None:
         self._next: float = 0
         self._interval = 1
-        self._asked: tuple[int, float] | None = None
+        self._polled: tuple[int, float] | None = None  # the last polled batch, and when
 
     def due(self, index: int) -> bool:
-        """Whether to ask about a batch."""
+        """Whether to poll the ranks for a batch."""
         return index >= self._next
 
-    def ask(self, index: int) -> int:
-        """Note a question; return `MAX_INTERVAL` minus this rank's preferred interval: the maximum is the shortest."""
-        now, asked = time.monotonic(), self._asked
-        self._asked = index, now
+    def note_poll(self, index: int) -> int:
+        """Note a poll; return `MAX_INTERVAL` minus this rank's preferred interval: the maximum is the shortest."""
+        now, polled = time.monotonic(), self._polled
+        self._polled = index, now
         self._next = float("inf")
-        if asked is None:
+        if polled is None:
             return MAX_INTERVAL - 1
-        per_batch_s = (now - asked[1]) / max(1, index - asked[0])
-        return MAX_INTERVAL - max(1, min(2 * self._interval, MAX_INTERVAL, int(ASK_EVERY_S / max(per_batch_s, 1e-6))))
+        per_batch_s = (now - polled[1]) / max(1, index - polled[0])
+        return MAX_INTERVAL - max(1, min(2 * self._interval, MAX_INTERVAL, int(POLL_EVERY_S / max(per_batch_s, 1e-6))))
 
-    def hear(self, requested_interval: int, num_batches: float = float("inf")) -> None:
-        """Set the next batch to ask about, by the largest value that `ask` returned on any rank."""
-        assert self._asked is not None
+    def note_result(self, requested_interval: int, num_batches: float = float("inf")) -> None:
+        """Set the next batch to poll, by the largest value that `note_poll` returned on any rank."""
+        assert self._polled is not None
         self._interval = MAX_INTERVAL - requested_interval
         # After half of the remaining batches at most: a rank that skips batches ends earlier.
-        self._next = self._asked[0] + max(1, min(self._interval, (num_batches - self._asked[0]) // 2))
+        self._next = self._polled[0] + max(1, min(self._interval, (num_batches - self._polled[0]) // 2))
 
 
 class Consensus:
@@ -104,13 +104,13 @@ class Consensus:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
 
-    def ask(self, flags: StepFlags) -> Answer:
-        """Send this rank's flags and request the flags of all ranks; all ranks ask equally often, in the same order."""
+    def poll(self, flags: StepFlags) -> Poll:
+        """Send this rank's flags to all ranks; all ranks poll equally often, in the same order."""
         # An all-reduce would pass the numbers around a ring twice: 1.5 times the CPU time on two ranks.
         sent = torch.tensor(flags * self._group.size(), dtype=torch.int32)
         received = torch.empty_like(sent)
         # Not through `torch.distributed`: timers and benchmarks patch its all-to-alls.
-        return Answer(received, self._group.alltoall_base(received, sent, [], []))
+        return Poll(received, self._group.alltoall_base(received, sent, [], []))
 
     def lowest(self, numbers: Sequence[int]) -> Lowest:
         """Start computing the minimum of each number over all ranks; the returned function waits for the result."""
@@ -134,7 +134,7 @@ class Consensus:
         return gather_objects(value, self._group)
 
     def any(self, flag: bool) -> bool:
-        """Return whether the flag is set on any rank; all ranks wait for the answer."""
+        """Return whether the flag is set on any rank; all ranks wait for the result."""
         [unset_on_all] = self.lowest([not flag])()
         return not unset_on_all
 

@@ -83,15 +83,15 @@ class FirstCause:
             if self.first.rank != self.rank and self.first.error != mine.error:
                 error.add_note(f"rank {self.first.rank} had failed {self.first.place}: {self.first.error}")
 
-    def told(self) -> None:
+    def mark_printed(self) -> None:
         """Report that the first cause was printed."""
         with contextlib.suppress(Exception):
-            self.store.set(f"{self.key}/told", "")
+            self.store.set(f"{self.key}/printed", "")
 
-    def wait_until_told(self, timeout_s: float) -> None:
+    def wait_until_printed(self, timeout_s: float) -> None:
         """Wait until the first failing rank has printed."""
         with contextlib.suppress(Exception):
-            self.store.wait([f"{self.key}/told"], timedelta(seconds=timeout_s))
+            self.store.wait([f"{self.key}/printed"], timedelta(seconds=timeout_s))
 
     def all_failed(self, num_ranks: int, place: str, timeout_s: float) -> bool:
         """Return whether all ranks call this from the same place within `timeout_s`, so that they may save together."""
@@ -119,7 +119,7 @@ def timed_out(error: BaseException) -> bool:
     return any(said in str(error) for said in ("Timed out waiting", "Application timeout caused pair closure"))
 
 
-def tell_last(error: BaseException, cause: FirstCause) -> None:
+def print_last(error: BaseException, cause: FirstCause) -> None:
     """Install an excepthook for this error: the process prints it in its turn, or leaves it to another rank."""
     if dist.is_initialized() and dist.get_world_size() > 1:
         _causes.clear()
@@ -129,7 +129,7 @@ def tell_last(error: BaseException, cause: FirstCause) -> None:
             sys.excepthook = partial(_print_in_turn, sys.excepthook)
 
 
-def is_told_last(error: BaseException) -> bool:
+def is_printed_last(error: BaseException) -> bool:
     """Whether `sys.excepthook`, given this error, waits for its turn."""
     return vars(error).get(_MARK) in _causes
 
@@ -149,7 +149,7 @@ def _print_in_turn(
         if not _torchrun_prints(error):
             print_whole(kind, error, trace)
         sys.stderr.flush()
-        cause.told()
+        cause.mark_printed()
     else:
         lost_peer = isinstance(error, RuntimeError | SystemExit) and any(said in str(error) for said in PEER_LOST)
         if f"{kind.__name__}: {error}" != first.error and not (lost_peer or timed_out(error)):
@@ -161,7 +161,7 @@ def _print_in_turn(
             sys.stderr.write("".join(traceback.format_exception_only(error)))
         sys.stderr.flush()
         cause.all_come("gone", 1, 0.0)
-        cause.wait_until_told(LEAVE_S)
+        cause.wait_until_printed(LEAVE_S)
 
 
 def _torchrun_prints(error: BaseException) -> bool:

@@ -1,8 +1,8 @@
-"""Find out whether all ranks do the same at a point of a step, where no collective can ask.
+"""Find out whether all ranks do the same at a point of a step, where no collective can compare them.
 
 A rank that does something unusual there (it calls a module that it has not called before, calls it otherwise, or leaves
 the call out) reports it in the store and waits until all ranks have. A rank that does the usual thing goes on, perhaps
-into a collective that waits for the other rank; so a thread of each rank answers waiting ranks.
+into a collective that waits for the other rank; so a thread of each rank reports to waiting ranks.
 """
 
 import contextlib
@@ -49,7 +49,7 @@ class Mismatches:
         self._thread: threading.Thread | None = None
 
     def end(self) -> None:
-        """End the thread that looks for waiting ranks; leave them an answer, unless this rank has failed."""
+        """End the thread that looks for waiting ranks; leave them a report, unless this rank has failed."""
         thread, self._thread = self._thread, None
         if thread is None:
             return

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-class Part(NamedTuple):
+class Entry(NamedTuple):
     """One of the tensors of an all-to-all."""
 
     tensor: Tensor  # to send, `(sum(sent), ...)`, of any dtype: rows in the order of their destinations, or `pieces`
@@ -27,32 +27,32 @@ class PackedExchange:
     `even`, equal on all ranks: every rank sends the same number of rows to each rank.
     """
 
-    def __init__(self, parts: Sequence[Part], group: dist.ProcessGroup, streams: Any, *, even: bool = False) -> None:
-        self._parts = [(part.tensor.dtype, part.tensor.shape[1:]) for part in parts]
-        row_bytes = [dtype.itemsize * prod(shape) for dtype, shape in self._parts]
+    def __init__(self, entries: Sequence[Entry], group: dist.ProcessGroup, streams: Any, *, even: bool = False) -> None:
+        self._entries = [(entry.tensor.dtype, entry.tensor.shape[1:]) for entry in entries]
+        row_bytes = [dtype.itemsize * prod(shape) for dtype, shape in self._entries]
         # The widest integer that divides every row: NCCL counts at most 2**31 elements.
         unit = {8: torch.int64, 4: torch.int32}.get(gcd(8, *row_bytes), torch.int8)
-        widths = [size // unit.itemsize for size in row_bytes]  # of a row of each part, in units
+        widths = [size // unit.itemsize for size in row_bytes]  # of a row of each entry, in units
         num_ranks = group.size()
 
-        to_send: list[list[Tensor]] = [[] for _ in range(num_ranks)]  # by rank: pieces of all parts, in order
+        to_send: list[list[Tensor]] = [[] for _ in range(num_ranks)]  # by rank: pieces of all entries, in order
         num_sent = [0] * num_ranks  # units for each rank
-        for part, width in zip(parts, widths, strict=True):
-            for rank, pieces in enumerate(_pieces_by_rank(part, unit, width)):
+        for entry, width in zip(entries, widths, strict=True):
+            for rank, pieces in enumerate(_pieces_by_rank(entry, unit, width)):
                 to_send[rank] += pieces
-                num_sent[rank] += width * part.sent[rank]
+                num_sent[rank] += width * entry.sent[rank]
         self._packed = torch.cat([piece for pieces in to_send for piece in pieces])
 
-        # What arrives: by rank, all parts in order; a part perhaps in segments.
+        # What arrives: by rank, all entries in order; a entry perhaps in segments.
         self._sizes: list[int] = []  # of the segments, in the order of their arrival
-        self._segments: list[list[range]] = [[] for _ in parts]  # by part and rank: numbers of its segments
+        self._segments: list[list[range]] = [[] for _ in entries]  # by entry and rank: numbers of its segments
         num_received = [0] * num_ranks
         for rank in range(num_ranks):
-            for part, width, numbers in zip(parts, widths, self._segments, strict=True):
-                rows = [part.received[rank]] if part.segments is None else part.segments[rank]
+            for entry, width, numbers in zip(entries, widths, self._segments, strict=True):
+                rows = [entry.received[rank]] if entry.segments is None else entry.segments[rank]
                 numbers.append(range(len(self._sizes), len(self._sizes) + len(rows)))
                 self._sizes += [width * num for num in rows]
-                num_received[rank] += width * part.received[rank]
+                num_received[rank] += width * entry.received[rank]
 
         self._came = self._packed.new_empty(sum(num_received))
         self._streams, self._stream = streams, streams.current()
@@ -63,19 +63,19 @@ class PackedExchange:
         self._received: list[Tensor | None] = []
 
     def take(self, place: slice) -> list[Tensor]:
-        """Wait and return the parts at some positions, once. Raises a RuntimeError if a rank is gone or late."""
+        """Wait and return the entries at some positions, once. Raises a RuntimeError if a rank is gone or late."""
         if self._work is not None:
             self._work.wait()
             self._hand_to_current_stream(self._packed, self._came)
             segments = self._came.split_with_sizes(self._sizes)
-            for (dtype, shape), numbers_by_rank in zip(self._parts, self._segments, strict=True):
+            for (dtype, shape), numbers_by_rank in zip(self._entries, self._segments, strict=True):
                 # Segment 0 of all ranks, then segment 1, ...
                 numbers = [number for numbers in zip(*numbers_by_rank, strict=True) for number in numbers]
-                part = torch.cat([segments[number] for number in numbers]).view(dtype)
-                self._received.append(part.view(-1, *shape) if shape else part)
+                entry = torch.cat([segments[number] for number in numbers]).view(dtype)
+                self._received.append(entry.view(-1, *shape) if shape else entry)
             self._work = None  # it also holds the sent and received tensors
             del self._packed, self._came
-        taken = [part for part in self._received[place] if part is not None]
+        taken = [entry for entry in self._received[place] if entry is not None]
         self._received[place] = [None] * len(taken)
         self._hand_to_current_stream(*taken)
         return taken
@@ -88,10 +88,10 @@ class PackedExchange:
             self._stream = current
 
 
-def _pieces_by_rank(part: Part, unit: torch.dtype, width: int) -> list[list[Tensor]]:
-    """Return, by rank, the pieces of a part that are sent there, as units; a row has `width` units."""
-    flat = part.tensor.detach().reshape(-1).view(unit)
-    if part.pieces is None or part.places is None:
-        return [[piece] for piece in flat.split_with_sizes([width * num for num in part.sent])]
-    pieces = flat.split_with_sizes([width * num for num in part.pieces])
-    return [[pieces[number] for number in numbers] for numbers in part.places]
+def _pieces_by_rank(entry: Entry, unit: torch.dtype, width: int) -> list[list[Tensor]]:
+    """Return, by rank, the pieces of a entry that are sent there, as units; a row has `width` units."""
+    flat = entry.tensor.detach().reshape(-1).view(unit)
+    if entry.pieces is None or entry.places is None:
+        return [[piece] for piece in flat.split_with_sizes([width * num for num in entry.sent])]
+    pieces = flat.split_with_sizes([width * num for num in entry.pieces])
+    return [[pieces[number] for number in numbers] for numbers in entry.places]

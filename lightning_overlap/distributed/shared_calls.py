@@ -17,7 +17,7 @@ class SharedCalls:
     """Lets ranks meet before a collective that a user's code calls on every rank, or should call.
 
     The trainer's own way is divided into stages (`begin_stage`), the same on all ranks. In each of them the ranks make
-    the same calls. A rank that waits for another one hears of it when that one begins its next stage, or ends.
+    the same calls. A rank that waits for another one learns of it when that one begins its next stage, or ends.
     """
 
     def __init__(self, store: Store, key: str, rank: int, num_ranks: int, timeout_s: float) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from ..distributed import Consensus, FirstCause, default_store, groups, remember_sockets, tell_last, timed_out
+from ..distributed import Consensus, FirstCause, default_store, groups, print_last, remember_sockets, timed_out
 from ..text import some
 from .checkpoint_hooks import SavesShards
 
@@ -42,7 +42,7 @@ class FailsTogether(SavesShards):
         if walker is not None and (missing := walker.updates.settle(SAVE_TIMEOUT_S)) is not None:
             exception.add_note(f"{missing}, the dense part has it: resume from a checkpoint")
         if self._first_cause is not None:
-            tell_last(exception, self._first_cause)
+            print_last(exception, self._first_cause)
         self.stop_run()
         groups.forget()
         self.finish_save(exception)
@@ -73,7 +73,7 @@ class FailsTogether(SavesShards):
         group = self._consensus
         if self._interrupted and self.checkpoint_group is not None:
             self.finish_save(sys.exception())  # the saving thread uses `checkpoint_group` until then
-            group = Consensus(self.checkpoint_group)  # in the group of the run's consensus, questions may be under way
+            group = Consensus(self.checkpoint_group)  # in the group of the run's consensus, polls may be under way
         broadcast = super().broadcast if group is None else group.broadcast
         return self._first_error_first("a broadcast that followed it failed", partial(broadcast, obj, src))
 

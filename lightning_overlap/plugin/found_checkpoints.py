@@ -57,16 +57,16 @@ def read_alike(read: Callable[[], tuple[T, bool]], path: Any, group: Group) -> T
         content, is_folder = read()
     except Exception as err:
         error = err
-    said = None if error is None else f"{type(error).__name__}: {error}"
-    told: list[tuple[str | None, bool, str]] = gather_objects((said, is_folder, socket.gethostname()), group)
-    failed = [f"rank {rank} (on {host}): {err}" for rank, (err, _, host) in enumerate(told) if err is not None]
-    if error is not None and len(failed) == len(told):
+    problem = None if error is None else f"{type(error).__name__}: {error}"
+    by_rank: list[tuple[str | None, bool, str]] = gather_objects((problem, is_folder, socket.gethostname()), group)
+    failed = [f"rank {rank} (on {host}): {err}" for rank, (err, _, host) in enumerate(by_rank) if err is not None]
+    if error is not None and len(failed) == len(by_rank):
         raise error
     if failed:
         raise RuntimeError(f"some ranks cannot load {path}. {'; '.join(failed[:8])}. {_SHARE}") from error
-    if len({kind for _, kind, _ in told}) > 1:
+    if len({kind for _, kind, _ in by_rank}) > 1:
         names = {True: "a folder", False: "a file"}
-        kinds = [f"rank {rank} (on {host}): {names[kind]}" for rank, (_, kind, host) in enumerate(told)]
+        kinds = [f"rank {rank} (on {host}): {names[kind]}" for rank, (_, kind, host) in enumerate(by_rank)]
         raise RuntimeError(f"the ranks find different checkpoints at {path}. {', '.join(kinds[:8])}. {_SHARE}")
     assert content is not None
     return content

@@ -18,7 +18,7 @@ class LearningRates:
 
     ReduceLROnPlateau on a metric that was not reduced decides on each rank by itself. Then rates part, and with them
     the replicas of a table and the dense part. So a digest of the rates travels with each batch's sizes or with the
-    questions about it, and if digests differ, all ranks compare the rates.
+    polls about it, and if digests differ, all ranks compare the rates.
     """
 
     def __init__(self, trainer: Trainer, gather: Callable[[Any], list[Any]]) -> None:

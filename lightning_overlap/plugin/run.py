@@ -83,7 +83,7 @@ class WeightAverages(Protocol):
 
 
 class HasRun(DDPStrategy):
-    """Base of the strategy's other base classes: state that several of them need, and questions between ranks."""
+    """Base of the strategy's other base classes: state that several of them need, and exchanges between ranks."""
 
     averages: WeightAverages | None = None  # of a callback, which sets it before this strategy's set-up
     _tuner: Tuner | None = None  # with `pipeline="auto"`: tries modes, or has chosen one

@@ -119,7 +119,7 @@ class ReadsTables(FailsTogether):
             yield
 
     def compare_reads(self, where: str) -> None:
-        """Begin to compare the reads of all ranks, `where` in or after a run; ranks that still wait hear of it."""
+        """Begin to compare the reads of all ranks, `where` in or after a run; ranks that still wait learn of it."""
         cause, before = self._first_cause, self._shared_calls
         if cause is None or self.world_size == 1:
             return

@@ -5,7 +5,7 @@ import ctypes
 import warnings
 from collections.abc import Callable, Sequence
 
-from ..distributed import ASK_FOR_LAST, MAX_INTERVAL, Answer, Consensus, PollInterval, StepFlags
+from ..distributed import MAX_INTERVAL, POLL_LAST, Consensus, Poll, PollInterval, StepFlags
 from ..schedules import Step
 from .flight import NO_RATES, FetchedBatch, Flight, Rates
 from .interfaces import BatchSource
@@ -17,9 +17,9 @@ from .telemetry import Telemetry
 class Batches:
     """Fetches batches and holds them until their step is over; ends the epoch after the same batch on all ranks.
 
-    A poll is an exchange on the host in which each rank says whether it has a batch (`Consensus`). Its result is read a
-    step later. If the length of every rank's epoch is known, the ranks poll occasional batches (`PollInterval`) and
-    each of the last. If not, each rank says with a poll how many further batches it surely has
+    A poll is an exchange on the host in which each rank sends whether it has a batch (`Consensus`). Its result is read
+    a step later. If the length of every rank's epoch is known, the ranks poll occasional batches (`PollInterval`) and
+    each of the last. If not, each rank sends with a poll how many further batches it surely has
     (`BatchSource.num_certain`), and the next poll is about the last batch that all ranks surely have.
 
     All ranks decide by the same results, at the same row of the schedule. `depth` is the most batches in flight.
@@ -45,9 +45,9 @@ class Batches:
         self.current: Flight | None = None  # the batch being trained
         self.num_fetched = 0  # in this epoch
         self.num_batches: int | None = None  # that all ranks have, without None batches; None until it is known
-        self.stop_agreed = False  # whether a rank was told to stop
-        self.save_agreed = False  # whether a rank was told to save
-        self.polls: dict[int, Answer] = {}  # whose result is not read yet, by batch number
+        self.stop_agreed = False  # whether a rank received SIGTERM
+        self.save_agreed = False  # whether a rank received a preemption signal
+        self.polls: dict[int, Poll] = {}  # whose result is not read yet, by batch number
         self._poll_interval: PollInterval | None = None  # between polls; None if lengths are not known
         self._next_polled = 0  # if lengths are not known: the first batch that needs a poll
         self._poll_all_from: float = 0  # if lengths are known: from this batch on each one needs a poll
@@ -100,7 +100,7 @@ class Batches:
             return
         if index == 0:
             self._poll_interval = PollInterval() if self._source.length_known else None
-            self._poll_all_from = max(0, self._source.num_batches - ASK_FOR_LAST)
+            self._poll_all_from = max(0, self._source.num_batches - POLL_LAST)
         requested_interval = 0
         if self._poll_interval is not None and index < self._poll_all_from:
             if lacks and self._source.exhausted:
@@ -112,7 +112,7 @@ class Batches:
                 )
             if lacks or not self._poll_interval.due(index):
                 return  # `max_steps` holds it back, on every rank
-            requested_interval = self._poll_interval.ask(index)
+            requested_interval = self._poll_interval.note_poll(index)
             self._polled_occasionally = index
         elif self._poll_interval is None:
             if index < self._next_polled:
@@ -121,7 +121,7 @@ class Batches:
         last, stop, save = self._source.exhausted, self._source.stop_requested, self._source.save_requested
         flags = StepFlags(not lacks, lacks, last, stop, latest_none, requested_interval, save, rates.digest)
         self._compare_rates = rates.compare
-        self.polls.setdefault(index, self._consensus.ask(flags))
+        self.polls.setdefault(index, self._consensus.poll(flags))
 
     def _read_result(self, index: int) -> None:
         """Read the result of a poll, on all ranks alike; drop batches past the end."""
@@ -131,7 +131,7 @@ class Batches:
         self.stop_agreed |= result.stop
         self.save_agreed |= result.save
         if self._poll_interval is not None and index == self._polled_occasionally:
-            self._poll_interval.hear(result.requested_interval, self._source.num_batches)
+            self._poll_interval.note_result(result.requested_interval, self._source.num_batches)
         if self._poll_interval is None:
             # If a rank lacked the batch, `max_steps` may only have held it back: poll it again.
             self._next_polled = index if result.lacks else index + MAX_INTERVAL - result.requested_interval

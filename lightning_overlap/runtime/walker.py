@@ -22,8 +22,8 @@ class Walker:
     """Walks a schedule: every row runs on the calling thread, at the same point on every rank.
 
     The trainer drives it: `next_batch()` begins an iteration, `forward()` goes around `training_step`, and
-    `after(stage)` says that the trainer has done a stage. `run` is the only function that runs a row, wherever it is
-    called from: between two stages of the trainer, inside the forward, or inside the backward.
+    `after(stage)` says that the trainer has done a stage. `run_row` is the only function that runs a row, wherever it
+    is called from: between two stages of the trainer, inside the forward, or inside the backward.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class Walker:
     def _send_next(self) -> None:
         """Run the rows right below the forward, which send sizes and ids, inside it."""
         for row in self.schedule.sends_after_forward:
-            self.run(row)
+            self.run_row(row)
 
     def begin_backward(self, loss: torch.Tensor, *, is_only: bool) -> None:
         """Begin the backward of the current batch's loss; `is_only`: the step's only one (automatic optimization)."""
@@ -208,7 +208,7 @@ class Walker:
         while self._cursor <= position:
             row = self.schedule.steps[self._cursor]
             if row.stage not in TRAINING_STAGES:  # left to a backward that did not wait for other ranks
-                self.run(row)
+                self.run_row(row)
                 self._cursor += 1
                 continue
             self._end_stage(row.stage, current)
@@ -286,7 +286,7 @@ class Walker:
                 if row.stage is Stage.OPTIMIZER_STEP:
                     self._look_up_dense_tables()
                 elif row.stage not in TRAINING_STAGES:
-                    self.run(row)
+                    self.run_row(row)
         self._iteration = start - 1
 
     # Rows.
@@ -297,7 +297,7 @@ class Walker:
         while self._cursor < len(rows) and (row := rows[self._cursor]).stage not in TRAINING_STAGES:
             if self._cursor in left and self._leave_to_backward(row.stage):
                 return
-            self.run(row)
+            self.run_row(row)
             self._cursor += 1
 
     def _leave_to_backward(self, stage: Stage) -> bool:
@@ -311,12 +311,12 @@ class Walker:
             if self.batches.current is not None and self._iteration == index:  # some hooks outlive their backward
                 with torch.enable_grad():  # a backward turns it off
                     while self._cursor in self.schedule.fills_backward_wait:
-                        self.run(self.schedule.steps[self._cursor])
+                        self.run_row(self.schedule.steps[self._cursor])
                         self._cursor += 1
 
         return current.run_in_backward(stage, run_once_there)
 
-    def run(self, row: Step) -> None:
+    def run_row(self, row: Step) -> None:
         """Run a row for its batch, unless all ranks lack the batch or it has been run for it."""
         stage, index = row.stage, self._iteration + row.offset
         if index < 0:

@@ -37,7 +37,7 @@ SPARSE_DIST = Schedule("sparse_dist", (
 """The copy of N+2 and the input dist of N+1 start early. Source: TrainPipelineSparseDist, TorchRec 1.8."""
 
 _FUSED = (
-    Step(_COPY, 2, _MEMCPY),  # the ranks ask whether all have this batch; they read the answer after the forward
+    Step(_COPY, 2, _MEMCPY),  # the ranks poll whether all have this batch; they read the result after the forward
     Step(_FORWARD, 0, _COMPUTE),
     Step(_SPLITS, 2, _DIST),  # these sizes travel with the ids that are sent next
     Step(_DATA, 1, _DIST),

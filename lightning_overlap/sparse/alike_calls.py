@@ -25,9 +25,9 @@ _Part: TypeAlias = tuple[int, int]  # whether the batch had a step before, and t
 class AlikeCalls:
     """Compares the calls of sharded modules on all ranks, where they differ from those of the last step.
 
-    A rank that makes the same calls as in the last step asks nobody. Another one asks the others: before a call that it
-    did not make, and if it leaves calls out, before its next collective. Ranks that have made the call may wait for it
-    there, in the module's own forward or for its gradients; they answer all the same (`Mismatches`).
+    A rank that makes the same calls as in the last step compares nothing. Another one waits for the others: before a
+    call that it did not make, and if it leaves calls out, before its next collective. Ranks that have made the call may
+    wait for it there, in the module's own forward or for its gradients; they report all the same (`Mismatches`).
 
     Calls with a collective have an order. Quiet calls have none in the forward: they get early embeddings, or have
     data-parallel tables. A part of a step ends with each backward in it (manual optimization), and with the step.

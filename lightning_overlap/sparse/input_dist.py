@@ -24,7 +24,7 @@ from torchrec.distributed.sharding.tw_sharding import TwSparseFeaturesDist
 from torchrec.sparse import jagged_tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from ..distributed import PackedExchange, Part, gather_objects
+from ..distributed import Entry, PackedExchange, gather_objects
 from ..runtime import Streams
 from ..tables import ids_fit_32_bits, input_dists_of, num_ids
 from .input_sizes import Form, InputSizes, PartSizes, form_of, is_counted_on_device, is_device
@@ -181,7 +181,7 @@ class InputExchange:
         if sizes in self.waiting:
             self.waiting.remove(sizes)
         coming: list[_Received] = []
-        parts: list[Part] = []
+        entries: list[Entry] = []
         with recats_cached():
             for name, (found, of_parts) in sizes.wait().items():
                 if not all(found):  # what some rank lacks is not sent
@@ -195,23 +195,23 @@ class InputExchange:
                         awaitables.append(described.wait())
                         continue
                     of_part = next(of_each)
-                    coming.append(_Received(described, of_part, len(parts)))
+                    coming.append(_Received(described, of_part, len(entries)))
                     awaitables.append(coming[-1])
                     tensors, splits = described.input_tensors, described.input_splits
                     for number, tensor in enumerate(tensors):
                         pieces = described.pieces[number] if described.pieces else None
                         segments = coming[-1].segments[number]
                         sizes_of_tensor = splits[number], of_part.by_tensor[number]
-                        parts.append(Part(tensor, *sizes_of_tensor, segments, pieces, described.places))
+                        entries.append(Entry(tensor, *sizes_of_tensor, segments, pieces, described.places))
                     if described.order is not None:  # else TorchRec has copied the ids, and may read the copy again
                         described._input._values = described._input.values().new_empty(0)
                 _set_sharding_context_intra_a2a(awaitables, state.context)
                 state.send_ids(KJTListAwaitable(awaitables, state.context), votes=max(found) > 1)
-        if parts:
+        if entries:
             unsent = [later for later in self.waiting if later.exchange is None]
-            parts += [later.part(parts[0].tensor.device) for later in unsent]  # gloo may send tensors of a GPU
-            exchange = PackedExchange(parts, self._group, self._streams)
-            for number, later in enumerate(unsent, len(parts) - len(unsent)):
+            entries += [later.entry(entries[0].tensor.device) for later in unsent]  # gloo may send tensors of a GPU
+            exchange = PackedExchange(entries, self._group, self._streams)
+            for number, later in enumerate(unsent, len(entries) - len(unsent)):
                 later.exchange, later.number = exchange, number
             for received in coming:
                 received.exchange = exchange
@@ -220,7 +220,7 @@ class InputExchange:
 class _Received(KJTAllToAllTensorsAwaitable):  # type: ignore[misc]
     """TorchRec's awaitable of the ids that one part of a module receives; its tensors come by a `PackedExchange`."""
 
-    exchange: PackedExchange  # set once it is started; its parts from number `first` on are lengths, ids, weights
+    exchange: PackedExchange  # set once it is started; its entries from number `first` on are lengths, ids, weights
 
     def __init__(self, meta: KJTSplitsAllToAllMeta, sizes: PartSizes, first: int) -> None:
         kept = ("pg", "splits", "input_splits", "labels", "keys", "device", "stagger")

@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torchrec.distributed.embedding_sharding import KJTSplitsAllToAllMeta
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from ..distributed import PackedExchange, Part, check_none_batches, gather_objects
+from ..distributed import Entry, PackedExchange, check_none_batches, gather_objects
 from ..runtime import Streams
 from ..tables import num_ids
 
@@ -148,7 +148,7 @@ class InputSizes:
         ]
         self._compare_rates = inflight.rates.compare
         self.exchange: PackedExchange | None = None  # the all-to-all with the rows, once it was started
-        self.number = 0  # of the rows among its parts
+        self.number = 0  # of the rows among its entries
         self._counted: list[_Counted] = []
         self._types: dict[str, str] = {}
         self._sent: Tensor | None = None  # the rows on the device, if it has computed some of them
@@ -183,21 +183,21 @@ class InputSizes:
             by_rank = [counts[end - num : end] for num, end in zip(part.splits, ends, strict=True)]
             self._columns += zip_longest(*by_rank, fillvalue=0)
 
-    def part(self, device: torch.device) -> Part:
-        """Return the rows as one part of an exchange: `(num_ranks, num_columns)`, int64, on this device."""
+    def entry(self, device: torch.device) -> Entry:
+        """Return the rows as an entry of an exchange: `(num_ranks, num_columns)`, int64, on this device."""
         on_host = torch.tensor([*zip(*self._columns, strict=True)], dtype=torch.int64, pin_memory=device.type == "cuda")
         one_each = [1] * self._group.size()
         rows = on_host.to(device, non_blocking=True)
         for counted in self._counted:
             counted.add_to(rows)
             self._sent = rows
-        return Part(rows, one_each, one_each)
+        return Entry(rows, one_each, one_each)
 
     def send(self) -> PackedExchange:
         """Start an all-to-all of the rows alone, if no ids are sent in time to travel with."""
         nccl = "nccl" in str(dist.get_backend(self._group))
         device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
-        self.exchange = PackedExchange([self.part(device)], self._group, self._streams, even=True)
+        self.exchange = PackedExchange([self.entry(device)], self._group, self._streams, even=True)
         return self.exchange
 
     def wait(self) -> dict[str, tuple[tuple[int, ...], list[PartSizes]]]:

@@ -318,7 +318,7 @@ class ModuleForward:
 
     def _check_all_ranks(self, call: str, problem: str) -> None:
         """Raise a RuntimeError with `problem` if another rank has passed a call, or does not make it in time."""
-        # No collective can ask: ranks that have passed the call issue none for it.
+        # No collective can compare them: ranks that have passed the call issue none for it.
         mismatches = self._pipeline.mismatches
         if mismatches is not None and mismatches.other(("unusual", call), self._pipeline.step.number) is not None:
             raise RuntimeError(problem)

@@ -53,7 +53,7 @@ class ModuleForwards(dict[str, ModuleForward]):
             forward.calls.clear()
 
     def end_calls(self) -> None:
-        """End the calls of a step: answer ranks that wait for a call that this rank left out."""
+        """End the calls of a step: report to ranks that wait for a call that this rank left out."""
         for forward in self.values():
             if not forward.calls:
                 forward.pass_all_ranks(forward.name)

@@ -57,7 +57,7 @@ class OverwrittenLookups:
         self._num_drops += 1
         if self._num_drops == MAX_DROPS:
             any_rank = pipeline.options.any_rank
-            written = [name for name in pipeline.forwards if any_rank(name in self._written)]  # all ranks ask for each
+            written = [name for name in pipeline.forwards if any_rank(name in self._written)]  # all ranks poll for each
             for name in written or pipeline.forwards:  # all if no rank knows of a write (`tables_changed` was called)
                 if pipeline.forwards[name].early:
                     pipeline.forwards[name].run_unpipelined(WRITTEN)

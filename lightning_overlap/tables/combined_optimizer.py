@@ -48,7 +48,7 @@ class DenseAndFused(Optimizer):
         self.first_rates = [float(group["lr"]) for group in self.param_groups]
         """The rate of each group before a scheduler sets it."""
         self._rates = list(fused)  # of the fused groups when they were set last
-        self.is_told = False  # whether a warning has said that fused tables take the dense part's rate
+        self.has_warned = False  # that fused tables take the dense part's rate
         # Instead of the base class's constructor, which makes groups and state.
         self.__setstate__({})
 
@@ -100,8 +100,8 @@ class DenseAndFused(Optimizer):
 
     def _warn_if_overwritten(self) -> None:
         now = [_on_host(group["lr"]) for group in self.param_groups]
-        if not self.is_told and self.is_overwritten(now):
-            self.is_told = True
+        if not self.has_warned and self.is_overwritten(now):
+            self.has_warned = True
             warn_on_rank_zero(
                 "fused tables have got the learning rate of the dense part: a scheduler, or a loop over param_groups, "
                 f"gives all groups of combined_optimizer one rate.\n  groups: {self.described()}, now at "

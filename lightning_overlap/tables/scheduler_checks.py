@@ -81,7 +81,7 @@ def _warn_of_lowest_rate(scheduler: Any, optimizer: DenseAndFused) -> None:
     else:
         return
     if optimizer.is_overwritten(lowest):
-        optimizer.is_told = True
+        optimizer.has_warned = True
         warn_on_rank_zero(
             f"{type(scheduler).__name__} takes all groups of combined_optimizer to {name}={lowest[0]:g}, fused tables "
             f"as well, though they begin at different rates ({optimizer.described()}). {way}"

@@ -30,12 +30,12 @@ class Verdict:
     Attributes:
         law: The law.
         problem: How it is broken, or "".
-        said: What was compared, if it holds.
+        compared: What was compared, if it holds.
     """
 
     law: str
     problem: str
-    said: str
+    compared: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class ModuleReport:
             head += f"; weight gradients of {some(self.split)} came after the backward" if self.split else whole
         width = max(len(verdict.law) for verdict in self.verdicts)
         lines = [
-            f"  {'BROKEN' if each.problem else 'holds':6s}  {each.law:{width}s}  {each.problem or each.said}"
+            f"  {'BROKEN' if each.problem else 'holds':6s}  {each.law:{width}s}  {each.problem or each.compared}"
             for each in self.verdicts
         ]
         return "\n".join([head, *lines])
@@ -271,15 +271,15 @@ def _race(setting: Setting, pipeline: str | Mode | Schedule, overlaps: bool) -> 
 
 def _served(watched: Watched, must_overlap: bool) -> tuple[str, str]:
     shares, plain = _shares(watched), watched.plain_reasons
-    said = ", ".join(f"{name} {share:.0%} of batches" for name, share in shares.items())
-    said = said or "no sharded module was called"
-    said += "".join(f"; {name} runs in its own forward: {reason}" for name, reason in plain.items())
+    compared = ", ".join(f"{name} {share:.0%} of batches" for name, share in shares.items())
+    compared = compared or "no sharded module was called"
+    compared += "".join(f"; {name} runs in its own forward: {reason}" for name, reason in plain.items())
     problems = [
         f"{name!r} ran in its own forward: {plain.get(name, 'its embeddings were not there')}"
         for name, share in shares.items()
         if share < 1
     ]
-    return "; ".join(problems) if must_overlap else "", said
+    return "; ".join(problems) if must_overlap else "", compared
 
 
 def _shares(watched: Watched) -> dict[str, float]:
@@ -299,9 +299,9 @@ def _of_any_rank(changed: Mapping[str, bool]) -> dict[str, bool]:
 
 def _trained(watched: Watched, trained: Mapping[str, bool]) -> tuple[str, str]:
     changed, constant = ([name for name, is_changed in trained.items() if is_changed is what] for what in (True, False))
-    said = f"rows changed of {some(changed)}" if changed else "no sharded table changed"
-    said += f"; no row changed of {some(constant)}" if constant and changed else ""
-    return "; ".join(watched.without_gradient.values()), said
+    compared = f"rows changed of {some(changed)}" if changed else "no sharded table changed"
+    compared += f"; no row changed of {some(constant)}" if constant and changed else ""
+    return "; ".join(watched.without_gradient.values()), compared
 
 
 def _same_order(watched: Watched) -> tuple[str, str]:
@@ -324,5 +324,5 @@ def _host_syncs(watched: Watched, most: float | None) -> tuple[dict[str, float],
     problems = [f"{num_sizes:g} reads of sizes a step"] if num_sizes > 1 else []
     if most is not None and sum(others.values()) > most:
         problems.append(listed)
-    said = f"{num_sizes:g} a step" + (f"; other syncs, not judged: {listed}" if listed else "")
-    return others, "; ".join(problems), said
+    compared = f"{num_sizes:g} a step" + (f"; other syncs, not judged: {listed}" if listed else "")
+    return others, "; ".join(problems), compared

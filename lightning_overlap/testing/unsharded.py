@@ -54,9 +54,9 @@ def compare_with_unsharded(setting: Setting, pipeline: Any, staleness: int) -> t
             sharded[CHANGED].discard(name)
             weights[CHANGED].discard(name)
         problems += different_weights(sharded, weights, answers.modules)
-    said = f"{answers.num_outputs} outputs, {len(sharded[ALL])} weights"
-    said += "".join(f"; left out: {name} ({reason})" for name, reason in left_out.items())
-    return "; ".join(problems), said
+    compared = f"{answers.num_outputs} outputs, {len(sharded[ALL])} weights"
+    compared += "".join(f"; left out: {name} ({reason})" for name, reason in left_out.items())
+    return "; ".join(problems), compared
 
 
 def _rounded(setting: Setting, sharded: Weights, unsharded: Weights) -> list[str]:

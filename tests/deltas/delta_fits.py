@@ -16,7 +16,7 @@ from torch import Tensor
 from torchrec.distributed.types import ShardedTensor
 
 from lightning_overlap import EmbeddingDeltas
-from lightning_overlap.deltas import PartName, Replica, parse_names
+from lightning_overlap.deltas import FileName, Replica, parse_names
 
 from ..support.cases import Batches, Case, Model
 from ..support.fits import make_strategy, make_trainer
@@ -27,7 +27,7 @@ Fit = tuple[dict[int, Windows], Windows]  # a rank's tables after each step of a
 
 
 class Files:
-    """The plainest sink: a file for each part; from step `fails_at` on the last rank raises `error` in each write."""
+    """The plainest sink: a folder; from step `fails_at` on the last rank raises `error` in each write."""
 
     def __init__(self, folder: str, delay_s: float = 0, fails_at: int | None = None, error: Any = OSError) -> None:
         self.folder, self.delay_s, self.fails_at, self.error = Path(folder), delay_s, fails_at, error
@@ -35,14 +35,14 @@ class Files:
     def __str__(self) -> str:
         return f"Files({self.folder.name})"
 
-    def write(self, name: str, part: bytes) -> None:
-        found = PartName.parse(name)
+    def write(self, name: str, content: bytes) -> None:
+        found = FileName.parse(name)
         assert found is not None
         if self.fails_at is not None and found.step >= self.fails_at and found.rank == found.world_size - 1:
             raise self.error("no space left")
         time.sleep(self.delay_s)
         self.folder.mkdir(exist_ok=True)
-        (self.folder / f".{name}").write_bytes(part)
+        (self.folder / f".{name}").write_bytes(content)
         (self.folder / f".{name}").rename(self.folder / name)
 
     def names(self) -> Iterable[str]:
@@ -157,7 +157,7 @@ def apply_in_order(folder: str | Path) -> dict[CutId, dict[str, Tensor]]:
     sink, after = MemorySink(), {}
     replica = Replica(None, sink)
     for cut, names in groupby(parse_names(path.name for path in Path(folder).iterdir()), key=lambda name: name.cut):
-        sink.parts |= {str(name): Path(folder, str(name)).read_bytes() for name in names}
+        sink.files |= {str(name): Path(folder, str(name)).read_bytes() for name in names}
         replica.update()
         if replica.position is not None and replica.position.cut == cut:
             after[cut] = {name: table.clone() for name, table in replica.state_dict().items()}
@@ -177,13 +177,13 @@ def differences(tables: dict[str, Tensor], of_ranks: Iterable[Windows]) -> list[
 
 def stragglers(folder: Path, of_ranks: list[Windows]) -> dict[object, object]:
     """Return the replicas, stopped at any cut or begun now, that do not end as the tables."""
-    parts = {name: (folder / str(name)).read_bytes() for name in parse_names(path.name for path in folder.iterdir())}
+    files = {name: (folder / str(name)).read_bytes() for name in parse_names(path.name for path in folder.iterdir())}
     wrong: dict[object, object] = {}
-    for cut in [(0, 0), *sorted({name.cut for name in parts})]:
+    for cut in [(0, 0), *sorted({name.cut for name in files})]:
         sink = MemorySink()
         replica = Replica(None, sink)
-        for last in (cut, max(parts).cut):
-            sink.parts |= {str(name): part for name, part in parts.items() if name.cut <= last}
+        for last in (cut, max(files).cut):
+            sink.files |= {str(name): file for name, file in files.items() if name.cut <= last}
             replica.update()
         wrong[cut] = differences(replica.state_dict(), of_ranks)
     return {cut: names for cut, names in wrong.items() if names}

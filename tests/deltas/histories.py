@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 
-from lightning_overlap.deltas import Dense, Header, PartName, Replica, Rows, decode, encode
+from lightning_overlap.deltas import Dense, FileName, Header, Replica, Rows, decode, encode
 
 A, B, TOP = "model.ebc.embedding_bags.a.weight", "model.ebc.embedding_bags.b.weight", "model.top.weight"
 SHAPES = {A: (7, 4), B: (5, 2)}
@@ -20,23 +20,23 @@ CutId = tuple[int, int]
 
 
 class MemorySink:
-    """Parts in a dict, beside something that is no part."""
+    """Files of cuts in a dict, beside another file."""
 
     def __init__(self) -> None:
-        self.parts: dict[str, bytes] = {}
+        self.files: dict[str, bytes] = {}
 
-    def write(self, name: str, part: bytes) -> None:
-        self.parts[name] = part
+    def write(self, name: str, content: bytes) -> None:
+        self.files[name] = content
 
     def names(self) -> list[str]:
-        return [*self.parts, "README.md"]
+        return [*self.files, "README.md"]
 
     def read(self, name: str) -> bytes:
-        return self.parts[name]
+        return self.files[name]
 
     def remove(self, names: Iterable[str]) -> None:
         for name in names:
-            self.parts.pop(name, None)
+            self.files.pop(name, None)
 
     def close(self) -> None:
         pass
@@ -117,13 +117,13 @@ class Training:
         self.train(steps)
         at = (self.generation, self.step)
         self.at_cut[at] = deepcopy(self.tables)
-        chunks = [
-            chunk
+        files = [
+            file
             for rank in range(self.world_size)
-            for chunk in self._part(rank, base=self.whole is None or rank in bases)
+            for file in self._files_of(rank, base=self.whole is None or rank in bases)
         ]
-        self.random.shuffle(chunks)
-        for number, (name, data) in enumerate(chunks):
+        self.random.shuffle(files)
+        for number, (name, data) in enumerate(files):
             if number == crash_after:
                 raise Crash
             self.sink.write(name, data)
@@ -138,7 +138,7 @@ class Training:
             self.train(1)
             at = (self.generation, self.step)
             self.at_cut[at] = deepcopy(self.tables)
-            for name, data in self._part(0, base=self.whole is None):
+            for name, data in self._files_of(0, base=self.whole is None):
                 self.sink.write(name, data)
             if self.world_size == 1:
                 self.wholes.append(at)
@@ -148,18 +148,18 @@ class Training:
 
     def resume(self, checkpoint: Checkpoint, world_size: int, kind: int) -> None:
         """Go on from a checkpoint in a new generation; the next cut is its first."""
-        parts = [name for name in map(PartName.parse, self.sink.names()) if name is not None]
-        self.generation = max([checkpoint.generation, *(name.generation for name in parts)]) + 1
-        self.fit, self.found = self.fit + 1, max((name.cut for name in parts), default=None)
+        files = [name for name in map(FileName.parse, self.sink.names()) if name is not None]
+        self.generation = max([checkpoint.generation, *(name.generation for name in files)]) + 1
+        self.fit, self.found = self.fit + 1, max((name.cut for name in files), default=None)
         self.tables, self.step = deepcopy(checkpoint.tables), checkpoint.step
         self.marks, self.whole = set(checkpoint.marks), checkpoint.after
         self.start(world_size, kind)
-        for name in parts:
+        for name in files:
             if name.cut > (checkpoint.generation, checkpoint.step):
                 for entry in decode(self.sink.read(str(name))).rows:
                     self.marks |= {(entry.table, row) for row in entry.rows.tolist()}
 
-    def _part(self, rank: int, base: bool) -> list[tuple[str, bytes]]:
+    def _files_of(self, rank: int, base: bool) -> list[tuple[str, bytes]]:
         entries = []
         for shard in self.shards:
             rows = [row for row in shard.rows if base or (shard.table, row) in self.marks]

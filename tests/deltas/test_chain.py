@@ -1,12 +1,12 @@
-"""Which cut comes next: crashes, resumed trainings, lost parts and bases, one by one."""
+"""Which cut comes next: crashes, resumed trainings, lost files and bases, one by one."""
 
 import re
 from pathlib import Path
 
 import pytest
 
-from lightning_overlap.deltas import CutError, PartName, Replica, prune
-from lightning_overlap.deltas.parts import chain
+from lightning_overlap.deltas import CutError, FileName, Replica, prune
+from lightning_overlap.deltas.files import chain
 
 from .histories import Crash, MemorySink, Training, assert_equal
 
@@ -37,7 +37,7 @@ class Setup:
         self.training.resume(self.training.checkpoints[0], world_size, kind)
 
     def lose(self, pattern: str) -> dict[str, bytes]:
-        lost = {name: self.sink.parts.pop(name) for name in sorted(self.sink.parts) if re.search(pattern, name)}
+        lost = {name: self.sink.files.pop(name) for name in sorted(self.sink.files) if re.search(pattern, name)}
         assert lost
         return lost
 
@@ -66,13 +66,13 @@ def test_a_base_that_is_being_written_is_waited_for_where_a_part_never_came(setu
     setup.cut((0, 1))
     lost = setup.lose("s0*3-r00000")
     assert setup.replica.update() == 0
-    setup.sink.parts |= lost
+    setup.sink.files |= lost
     setup.assert_at(1, 3)
     setup.cut()
     setup.lose("s0*4-r00001")
     setup.cut()
     setup.lose("s0*5-r00000")
-    assert "step 4 lacks g000001-s000000000004-r00001of00002-c*, but has later parts" in setup.error()
+    assert "step 4 lacks g000001-s000000000004-r00001of00002-c*, but has later files" in setup.error()
 
 
 def test_a_replica_first_comes_to_what_a_new_generation_follows(setup: Setup) -> None:
@@ -101,8 +101,8 @@ def test_a_crash_in_a_first_cut_hides_no_loss(setup: Setup) -> None:
 @pytest.mark.parametrize(
     ("pattern", "expected"),
     [
-        ("s0*3-r00001", "{0} 3 lacks g000001-s000000000003-r00001of00002-c*, but has later parts"),
-        ("s0*3-r00000.*c00000", "{0} 3 lacks {1}, but has later parts"),
+        ("s0*3-r00001", "{0} 3 lacks g000001-s000000000003-r00001of00002-c*, but has later files"),
+        ("s0*3-r00000.*c00000", "{0} 3 lacks {1}, but has later files"),
         ("s0*3-", "{0} 4 follows {0} 3, which is missing; applied so far: {0} 2"),
     ],
     ids=["a_part", "a_chunk", "a_cut"],
@@ -141,17 +141,17 @@ def test_two_trainings_in_one_sink_are_told(setup: Setup) -> None:
     other.train(2)
     setup.cut()
     other.cut()
-    expected = "the cut of generation 1, step 2 has parts of 2 ranks and of 3 ranks: two trainings wrote into this sink"
+    expected = "the cut of generation 1, step 2 has files of 2 ranks and of 3 ranks: two trainings wrote into this sink"
     assert expected in setup.error()
     setup.lose("of00003")
-    setup.sink.parts[str(PartName(1, 2, 0, 2, 0, 7))] = b""
-    assert "has two parts of rank 0, of " in setup.error()
+    setup.sink.files[str(FileName(1, 2, 0, 2, 0, 7))] = b""
+    assert "has several series of files of rank 0, one of " in setup.error()
 
 
 def test_another_run_is_told(setup: Setup) -> None:
     setup.follow()
     for generation, step in ((1, 2), (2, 5), (1, 0)):
-        setup.sink.parts.clear()
+        setup.sink.files.clear()
         other = Training(setup.sink, seed=6, run="another")
         other.generation, other.step = generation, step
         other.cut()

@@ -42,7 +42,7 @@ def test_it_writes_the_tables_and_a_state_to_go_on_from(
     assert_equal(torch.load(saved, weights_only=True), training.tables)
     assert capsys.readouterr().out == f"{saved}: step 5\n"
     assert main([sink, "--state", str(state), "--until", "5", "--every", "0.01"]) == 0
-    said = r"following .*\nstep 5 \(generation 1\), [\d.]+ s old, 0 steps and 0 parts behind\n"
+    said = r"following .*\nstep 5 \(generation 1\), [\d.]+ s old, 0 steps and 0 files behind\n"
     assert re.fullmatch(said, capsys.readouterr().out)
 
 

@@ -69,7 +69,7 @@ CRASHES: dict[str, Callable[[str, str], list[dict[str, Any]]]] = {
         {"steps": 12, "pipeline": "base", "after": [At("on_train_batch_start", 6, save, a), at_end(10, fail)]},
         {"steps": 8, "pipeline": "base", "ckpt_path": a},
     ],
-    "a_resume_that_crashes_before_it_has_heard_of_its_first_cut": lambda a, b: [
+    "a_resume_that_crashes_before_it_has_read_of_its_first_cut": lambda a, b: [
         {"steps": 20, "every": 4, "after": [at_end(6, save, a), at_end(15, fail)]},
         {"steps": 20, "every": 8, "ckpt_path": a, "after": [at_end(7, save, b), at_end(8, fail)]},
         {"steps": 9, "ckpt_path": b},

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_overlap.deltas import FolderSink, PartName, Replica
+from lightning_overlap.deltas import FileName, FolderSink, Replica
 
 from ..support.cases import Case, TableSpec
 from ..support.ranks import Ranks
@@ -36,11 +36,11 @@ class Hangs(Files):
         self._hang("names")
         return super().names()
 
-    def write(self, name: str, part: bytes) -> None:
-        found = PartName.parse(name)
+    def write(self, name: str, content: bytes) -> None:
+        found = FileName.parse(name)
         if found is not None and found.step >= self.step:
             self._hang("write")
-        super().write(name, part)
+        super().write(name, content)
 
     def close(self) -> None:
         self._hang("close")
@@ -101,7 +101,7 @@ def test_a_full_disk_is_an_error_on_all_ranks_and_half_a_part_is_none(two_ranks:
     for said, tables in found:
         assert len(tables) < 200
         assert f"cannot write to the folder of embedding deltas {str(tmp_path)!r}: File too large" in said
-    assert all(PartName.parse(path.name) for path in tmp_path.iterdir())  # what is half written is gone
+    assert all(FileName.parse(path.name) for path in tmp_path.iterdir())  # what is half written is gone
     assert_equal(tmp_path, [(tables, {}) for _, tables in found])
 
 

@@ -16,7 +16,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from torch.utils.data import DataLoader
 
 from lightning_overlap import MODES, EmbeddingDeltas, ExponentialMovingAverage, OverlapEmbeddingStrategy
-from lightning_overlap.deltas import Part, Piece, decode, parse_names
+from lightning_overlap.deltas import CutFile, Piece, decode, parse_names
 from lightning_overlap.deltas.recording import cuts, touched_rows
 from lightning_overlap.deltas.recording.copies import KeptMemory, copy_on_host
 from lightning_overlap.tuning import Auto
@@ -48,7 +48,7 @@ OTHERS = {
 }
 
 
-def parts_in(folder: Path) -> list[Part]:
+def files_in(folder: Path) -> list[CutFile]:
     return [decode(path.read_bytes()) for path in sorted(folder.glob("g*.arrow"))]
 
 
@@ -111,7 +111,7 @@ def test_averages_that_evaluations_swap_in_are_not_sent(two_ranks: Ranks, tmp_pa
     """A copy of rows is under way when a validation begins."""
     kwargs = {"fit": fit_copying_slowly_beside_averages, "data": Validated, "val_check_interval": 1}
     send(two_ranks, tmp_path, ALL, "fused_sparse_dist", **kwargs)
-    assert not any(part.header.is_void for part in parts_in(tmp_path))
+    assert not any(file.header.is_void for file in files_in(tmp_path))
 
 
 def fit_in_pieces(*args: Any, **kwargs: Any) -> Any:
@@ -154,13 +154,13 @@ def test_options_that_change_when_tables_are_written(two_ranks: Ranks, tmp_path:
     pipeline, options, kwargs = OPTIONS[name]
     send(two_ranks, tmp_path, ALL, pipeline, options=options, num_steps=14, **kwargs)
     assert len(apply_in_order(tmp_path)) > 2
-    of_t3 = {(part.header.rank, one.field) for part in parts_in(tmp_path) for one in part.rows if ".t3." in one.table}
+    of_t3 = {(file.header.rank, one.field) for file in files_in(tmp_path) for one in file.rows if ".t3." in one.table}
     # data-parallel, or replicated: by the first rank alone, also the rows that the others have looked up
     assert of_t3 == {(0, "weight")} | ({(0, "momentum1")} if "deltas" in kwargs else set())
 
 
 def fit_in_small_chunks(*args: Any, **kwargs: Any) -> Any:
-    with mock.patch.object(cuts, "CHUNK_BYTES", 300):
+    with mock.patch.object(cuts, "FILE_BYTES", 300):
         return fit_with_deltas(*args, **kwargs)
 
 
@@ -212,7 +212,7 @@ def fit_copying_slowly(*args: Any, **kwargs: Any) -> Any:
 def test_a_copy_that_a_write_has_torn_is_void(two_ranks: Ranks, tmp_path: Path) -> None:
     writes = At("on_train_batch_start", range(0, 20, 4), halve)
     send(two_ranks, tmp_path, ALL, "semi_sync", fit=fit_copying_slowly, callbacks=(writes,), num_steps=20)
-    assert {part.header.step for part in parts_in(tmp_path) if part.header.is_void} >= {3, 7, 11}
+    assert {file.header.step for file in files_in(tmp_path) if file.header.is_void} >= {3, 7, 11}
 
 
 def kill(*_: object) -> None:
@@ -237,7 +237,7 @@ def test_a_live_replica_ends_equal_after_a_crash(
     assert wrong(sent, of_ranks, generation=2) == {}
     assert stragglers(sent, [last for _, last in of_ranks]) == {}
     assert (2, resumed_at) in apply_in_order(sent)
-    first = [part.header for part in parts_in(sent) if part.header.name.cut == (2, resumed_at)]
+    first = [file.header for file in files_in(sent) if file.header.name.cut == (2, resumed_at)]
     assert not any(header.is_base for header in first), "what the sink holds tells which rows to send again"
 
 
@@ -264,7 +264,7 @@ def test_a_dense_part_that_replicas_would_keep_is_refused(two_ranks: Ranks, tmp_
     two_ranks.run(fit_with_deltas, *args, saves_in=str(saved), **kwargs)
     kwargs = {"ckpt_path": str(saved / "step=8.ckpt"), "num_steps": 12, "deltas": {"dense": False}}
     said = two_ranks.run(fit_expecting, ValueError, *args, **kwargs)
-    assert all("dense=False would leave an old dense part in replicas" in one and not tables for one, tables in said)
+    assert all("dense=False would leave an old densepart in replicas" in one and not tables for one, tables in said)
 
 
 def fit_warned(*args: Any, **kwargs: Any) -> tuple[Any, list[str]]:

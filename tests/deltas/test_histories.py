@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_overlap.deltas import CutError, PartError, PartName, Replica, TablesError, prune
+from lightning_overlap.deltas import CutError, FileError, FileName, Replica, TablesError, prune
 
 from .histories import Crash, MemorySink, Training, assert_equal, empty_tables
 
@@ -120,30 +120,30 @@ DAMAGES = ("lose", "flip", "renumber", "lose_cut", "other_run")
 
 
 def damage(sink: MemorySink, how: str, choose: random.Random) -> None:
-    names = sorted(sink.parts)
+    names = sorted(sink.files)
     name = choose.choice(names)
     if how == "lose":
-        del sink.parts[name]
+        del sink.files[name]
     elif how == "flip":
-        data = bytearray(sink.parts[name])
+        data = bytearray(sink.files[name])
         data[choose.randrange(len(data))] ^= 1 << choose.randrange(8)
-        sink.parts[name] = bytes(data)
+        sink.files[name] = bytes(data)
     elif how == "renumber":
-        parsed = PartName.parse(name)
+        parsed = FileName.parse(name)
         assert parsed is not None
         field = choose.choice(["generation", "step", "rank", "world_size", "chunk", "num_chunks"])
-        sink.parts[str(parsed._replace(**{field: choose.randint(0, 4)}))] = sink.parts.pop(name)
+        sink.files[str(parsed._replace(**{field: choose.randint(0, 4)}))] = sink.files.pop(name)
     elif how == "lose_cut":
         for each in names:
             if each.partition("-r")[0] == name.partition("-r")[0]:
-                del sink.parts[each]
+                del sink.files[each]
     elif how == "other_run":
         foreign = MemorySink()
         training = Training(foreign, seed=7, run="other")
         training.start(choose.randint(1, 4), 0)
         training.generation, training.step = choose.randint(1, 4), choose.randint(0, 5)
         training.cut()
-        sink.parts.update(foreign.parts)
+        sink.files.update(foreign.files)
 
 
 @pytest.mark.slow
@@ -154,10 +154,10 @@ def test_what_was_done_to_parts_is_named_and_no_table_is_wrong(
 ) -> None:
     played, choose = Played(history, seed), random.Random(seed)
     for how in damages:
-        if played.sink.parts:
+        if played.sink.files:
             damage(played.sink, how, choose)
     for follower in (played.live, Follower(played.training), Follower(played.training, kept_bytes=0, makes=True)):
-        with suppress(CutError, PartError, TablesError):
+        with suppress(CutError, FileError, TablesError):
             follower.replica.update()
         if follower.replica.run != "other":
             follower.check()

@@ -1,4 +1,4 @@
-"""A replica: what it writes into, who may read when, how it follows, and what it refuses; the format of parts."""
+"""A replica: what it writes into, who may read when, how it follows, and what it refuses; the format of files."""
 
 import dataclasses
 import re
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lightning_overlap.deltas import (
     CutError,
     Dense,
-    PartError,
+    FileError,
     Position,
     Replica,
     ReplicaError,
@@ -75,12 +75,12 @@ def test_every_bit_is_kept(dtype: torch.dtype) -> None:
 def test_what_changes_while_it_is_applied_leaves_a_replica_without_a_state(
     training: Training, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A cut that is too large to be kept is read twice, its first chunk also for its header."""
+    """A cut that is too large to be kept is read twice, its first file also for its header."""
     replica = updated(empty_tables(), training.sink, kept_bytes=0)
     training.cut(steps=1)
-    name = max(training.sink.parts)
+    name = max(training.sink.files)
     rows = [Rows(A, "weight", SHAPES[A], 0, torch.tensor([1]), torch.ones(1, 4))]
-    changed = encode(decode(training.sink.parts[name]).header, rows)
+    changed = encode(decode(training.sink.files[name]).header, rows)
     read, names = training.sink.read, []
 
     def changes(which: str) -> bytes:
@@ -89,7 +89,7 @@ def test_what_changes_while_it_is_applied_leaves_a_replica_without_a_state(
 
     with monkeypatch.context() as patch:
         patch.setattr(training.sink, "read", changes)
-        with pytest.raises(PartError, match=f"{name} was rewritten with other content"):
+        with pytest.raises(FileError, match=f"{name} was rewritten with other content"):
             replica.update()
     with pytest.raises(ReplicaError, match=r"so the tables are inconsistent: call update\(\)"), replica.reading():
         pass
@@ -153,7 +153,7 @@ def test_position_and_lag(training: Training, monkeypatch: pytest.MonkeyPatch) -
     assert (replica.step, replica.generation, replica.run) == (2, 1, "run")
     assert replica.lag == (0, pytest.approx(time.time() - 1002.0, abs=100), 0)
     training.cut(steps=3)
-    newer = [name for name in training.sink.parts if "s000000000005" in name]
+    newer = [name for name in training.sink.files if "s000000000005" in name]
     read, lags = training.sink.read, []
     monkeypatch.setattr(training.sink, "read", lambda name: lags.append(replica.lag[::2]) or read(name))
     replica.update()
@@ -166,12 +166,12 @@ def test_position_and_lag(training: Training, monkeypatch: pytest.MonkeyPatch) -
 
 def test_an_error_while_following_is_raised_until_it_follows_again(training: Training, replica: Replica) -> None:
     training.cut(steps=1)
-    name = max(training.sink.parts)
-    whole = training.sink.parts[name]
-    training.sink.parts[name] = whole[:40]
+    name = max(training.sink.files)
+    whole = training.sink.files[name]
+    training.sink.files[name] = whole[:40]
     with replica:
         replica.follow(every_s=0.01)
-        said = rf"stopped following .* after the cut of generation 1, step 2: PartError: {re.escape(name)} is damaged"
+        said = rf"stopped following .* after the cut of generation 1, step 2: FileError: {re.escape(name)} is damaged"
         with pytest.raises(ReplicaError, match=said):
             replica.wait(3, timeout=20)
         for use in (lambda: replica.lag, replica.check, lambda: replica.reading().__enter__()):
@@ -179,7 +179,7 @@ def test_an_error_while_following_is_raised_until_it_follows_again(training: Tra
                 use()
         with replica.reading(after_error=True) as position:
             assert_equal(replica.state_dict(), training.at_cut[position.cut])
-        training.sink.parts[name] = whole
+        training.sink.files[name] = whole
         replica.follow(every_s=0.01)
         assert replica.wait(3, timeout=20).step == 3
 
@@ -192,7 +192,7 @@ def test_a_saved_state_needs_no_history(training: Training, tmp_path: Path) -> N
     replica.update()
     replica.save(path)
     assert list(path.parent.iterdir()) == [path]
-    training.sink.parts.clear()
+    training.sink.files.clear()
     training.cut(steps=1)
     for target in (Model(), empty_tables(), None):
         again = Replica(target, training.sink, start=path)
@@ -284,7 +284,7 @@ def test_a_base_that_is_not_the_whole_table_is_refused() -> None:
     training = Training(MemorySink())
     rows = [Rows(name, "weight", SHAPES[name], 0, torch.tensor([0]), torch.ones(1, SHAPES[name][1])) for name in SHAPES]
     write(training, tuple(rows), after=None)
-    with pytest.raises(TablesError, match=rf"generation 1, step 1 have 4 values of {A}, which needs 28. Do all parts"):
+    with pytest.raises(TablesError, match=rf"generation 1, step 1 have 4 values of {A}, which needs 28. Do all files"):
         Replica(None, training.sink).update()
 
 
@@ -306,19 +306,19 @@ def test_parts_of_a_cut_that_differ_are_refused(training: Training) -> None:
     for chunk, after in ((0, (1, 2)), (1, None)):
         header = dataclasses.replace(base, rank=1, chunk=chunk, num_chunks=2, after=after)
         training.sink.write(str(header.name), encode(header))
-    with pytest.raises(CutError, match="and the first chunk of its part follow different cuts"):
+    with pytest.raises(CutError, match="and the first file of its rank follow different cuts"):
         replica.update()
 
 
 def test_a_part_under_another_name_is_refused(training: Training) -> None:
-    """Its first chunk is read for its header; of the others too the name and the content have to be one."""
+    """Its first file is read for its header; of the others too the name and the content have to be one."""
     training.step += 1
     headers = [dataclasses.replace(training.header(chunk=chunk, num_chunks=3), world_size=1) for chunk in range(3)]
     whole = {str(header.name): encode(header) for header in headers}
     names = list(whole)
     for one, other in ((0, 1), (2, 1)):
-        training.sink.parts |= whole | {names[one]: whole[names[other]]}
-        with pytest.raises(PartError, match=f"{names[one]} has the header of {names[other]}: it was"):
+        training.sink.files |= whole | {names[one]: whole[names[other]]}
+        with pytest.raises(FileError, match=f"{names[one]} has the header of {names[other]}: it was"):
             Replica(None, training.sink).update()
 
 

@@ -15,15 +15,15 @@ from redis import Redis
 from redis.backoff import ConstantBackoff
 from redis.retry import Retry
 
-from lightning_overlap.deltas import DeltaSink, FolderSink, PartName, RedisSink, SinkError, check_sink, resolve_sink
-from lightning_overlap.deltas.parts import form
+from lightning_overlap.deltas import DeltaSink, FileName, FolderSink, RedisSink, SinkError, check_sink, resolve_sink
+from lightning_overlap.deltas.files import form
 from lightning_overlap.deltas.recording.writer import CutWriter
 from lightning_overlap.deltas.sinks import redis_sink
 
 from ..support.ranks import free_port
 from .histories import MemorySink
 
-NAMES = [str(PartName(1, step, rank, 2, 0, 1)) for step in (2, 10) for rank in (0, 1)]
+NAMES = [str(FileName(1, step, rank, 2, 0, 1)) for step in (2, 10) for rank in (0, 1)]
 
 
 @pytest.fixture(scope="module")
@@ -142,13 +142,13 @@ def test_a_relative_path_stays_where_it_was(tmp_path: Path, monkeypatch: pytest.
     sink.close()
     (tmp_path / "job").mkdir()
     monkeypatch.chdir(tmp_path / "job")
-    sink.write(NAMES[0], b"part")
+    sink.write(NAMES[0], b"file")
     assert [path.name for path in (tmp_path / "sent").iterdir()] == NAMES[:1]
 
 
 class Upper(FolderSink):
-    def write(self, name: str, part: bytes) -> None:
-        super().write(name, part.upper())
+    def write(self, name: str, content: bytes) -> None:
+        super().write(name, content.upper())
 
 
 def test_a_write_of_ones_own_is_called(tmp_path: Path) -> None:

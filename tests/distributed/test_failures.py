@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch.distributed as dist
 
-from lightning_overlap.distributed import FirstCause, failures, tell_last
+from lightning_overlap.distributed import FirstCause, failures, print_last
 
 
 @pytest.fixture
@@ -35,9 +35,9 @@ def test_a_rank_says_only_what_nobody_else_knows(
 ) -> None:
     causes[1].note(ValueError("id 7 of table t"), "at dense_forward of batch 5")
     causes[0].note(error, "at backward of batch 5")
-    causes[1].told()
+    causes[1].mark_printed()
     error.add_note("the update of batch 4 is missing in the tables")
     error.add_note("rank 0 was at backward of batch 5")
-    tell_last(error, causes[0])
+    print_last(error, causes[0])
     sys.excepthook(type(error), error, None)
     assert capfd.readouterr().err == said

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_overlap.distributed import PackedExchange, Part, packed_alltoall
+from lightning_overlap.distributed import Entry, PackedExchange, packed_alltoall
 from lightning_overlap.runtime import Streams
 from lightning_overlap.schedules import StreamName
 from lightning_overlap.testing import CheckedStreams
@@ -23,7 +23,7 @@ from ..support.ranks import Ranks
 
 DTYPES = (torch.int64, torch.int32, torch.float32, torch.float16, torch.bool)
 Shape = tuple[torch.dtype, tuple[int, ...], list[list[int]]]
-"""Of a part: its dtype, the shape of a row, and rows from rank i to rank j."""
+"""Of a entry: its dtype, the shape of a row, and rows from rank i to rank j."""
 
 rows = st.lists(st.lists(st.integers(0, 5), min_size=2, max_size=2), min_size=2, max_size=2)
 shapes = st.lists(st.tuples(st.sampled_from(DTYPES), st.sampled_from([(), (3,), (2, 2)]), rows), min_size=1, max_size=5)
@@ -35,22 +35,22 @@ def packed_and_apart(exchanges: list[list[Shape]]) -> list[tuple[list[Tensor], l
     results = []
     for number, exchange in enumerate(exchanges):
         torch.manual_seed(2 * number + rank)
-        parts = []
+        entries = []
         for dtype, shape, sent in exchange:
             tensor = torch.randint(0, 100, (sum(sent[rank]), *shape)).to(dtype)
-            parts.append(Part(tensor, sent[rank], [row[rank] for row in sent]))
-        apart = [part.tensor.new_empty((sum(part.received), *part.tensor.shape[1:])) for part in parts]
-        for part, received in zip(parts, apart, strict=True):
-            dist.all_to_all_single(received, part.tensor, part.received, part.sent)
-        for part in [*parts]:  # once more, both halves of what a rank sends in the other order
-            cuts = [cut for num in part.sent for cut in (num // 2, num - num // 2)]
-            came = [(num - num // 2, num // 2) for num in part.received]
-            parts.append(Part(part.tensor, part.sent, part.received, came, cuts, [(1, 0), (3, 2)]))
-        packed = PackedExchange(parts, group, Streams())
-        for part, received in zip(parts[len(apart) :], [*apart], strict=True):
-            first, second, *of_other = received.split([num for (b, a) in part.segments or () for num in (a, b)])
+            entries.append(Entry(tensor, sent[rank], [row[rank] for row in sent]))
+        apart = [entry.tensor.new_empty((sum(entry.received), *entry.tensor.shape[1:])) for entry in entries]
+        for entry, received in zip(entries, apart, strict=True):
+            dist.all_to_all_single(received, entry.tensor, entry.received, entry.sent)
+        for entry in [*entries]:  # once more, both halves of what a rank sends in the other order
+            cuts = [cut for num in entry.sent for cut in (num // 2, num - num // 2)]
+            came = [(num - num // 2, num // 2) for num in entry.received]
+            entries.append(Entry(entry.tensor, entry.sent, entry.received, came, cuts, [(1, 0), (3, 2)]))
+        packed = PackedExchange(entries, group, Streams())
+        for entry, received in zip(entries[len(apart) :], [*apart], strict=True):
+            first, second, *of_other = received.split([num for (b, a) in entry.segments or () for num in (a, b)])
             apart.append(torch.cat([second, of_other[1], first, of_other[0]]))
-        some = len(parts) // 2  # the modules of one exchange wait by turns
+        some = len(entries) // 2  # the modules of one exchange wait by turns
         last, first = packed.take(slice(some, None)), packed.take(slice(some))
         results.append(([*first, *last], apart))
         assert packed.take(slice(None)) == []  # handed over, not kept
@@ -90,8 +90,8 @@ def take_on_other_streams() -> None:
     assert group is not None
     with streams.watching({}, {}, []):
         with streams.on(StreamName.DATA_DIST):
-            parts = [Part(torch.arange(num) + 1, [num], [num]) for num in (5, 3)]
-            exchange = PackedExchange(parts, group, streams)
+            entries = [Entry(torch.arange(num) + 1, [num], [num]) for num in (5, 3)]
+            exchange = PackedExchange(entries, group, streams)
         with streams.on(StreamName.LOOKUP):
             [ids] = exchange.take(slice(1))
             assert (2 * ids).tolist() == [2, 4, 6, 8, 10]

@@ -9,7 +9,7 @@ from torch import Tensor
 from torchrec import KeyedJaggedTensor
 
 from lightning_overlap import StreamName
-from lightning_overlap.distributed import PackedExchange, Part
+from lightning_overlap.distributed import Entry, PackedExchange
 from lightning_overlap.runtime.run_ahead import RunAhead
 from lightning_overlap.runtime.streams import CudaStreams, make_streams
 from lightning_overlap.schedules.modes import STREAMS
@@ -90,7 +90,7 @@ def test_sizes_are_read_on_another_stream_than_the_ids_that_they_came_with(monke
     ids, sizes = (torch.arange(1, num + 1, device="cuda") for num in (1 << 16, 1))
     group: Any = None
     streams = CudaStreams(torch.device("cuda", torch.cuda.current_device()), StreamName.LOOKUP)
-    exchange = PackedExchange([Part(ids, [len(ids)], [len(ids)]), Part(sizes, [1], [1])], group, streams)
+    exchange = PackedExchange([Entry(ids, [len(ids)], [len(ids)]), Entry(sizes, [1], [1])], group, streams)
     torch.cuda.synchronize()
     with streams.on(StreamName.DATA_DIST):
         torch.cuda._sleep(BUSY_CYCLES)

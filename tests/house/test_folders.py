@@ -36,7 +36,7 @@ LEAVES_ALONE = {
 }
 # Folders, and the only others that import them; rooms of `deltas/`, and those that each may import.
 WINGS = {"deltas": [], "data": ["models", "apps"], "models": ["apps"], "apps": ["train", "benchmark"]}
-ROOMS = {"parts": [], "sinks": ["parts"], "serving": ["parts", "sinks"], "recording": ["parts", "sinks"]}
+ROOMS = {"files": [], "sinks": ["files"], "serving": ["files", "sinks"], "recording": ["files", "sinks"]}
 TORCHREC_FOLDERS = ("tables", "sparse")  # may use TorchRec's private names, listed in `tables/sharded_module.py`
 LIGHTNING_FOLDER = "plugin"  # may use Lightning's private names, listed in `plugin/private_names.py`
 SOURCES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")

@@ -61,8 +61,8 @@ BREAKS = {
     ),
     "lengths and ids that travelled in one all-to-all are put together in another order of ranks": Break(
         "distributed/packed_alltoall.py",
-        "by_rank = map(pieces.__getitem__, places)",
-        "by_rank = map(pieces.__getitem__, places[::-1])",
+        "for numbers in entry.places]",
+        "for numbers in entry.places[::-1]]",
     ),
     "batches of a loader that fills its memory anew are used as they are": Break(
         "runtime/batch_memory.py", "if self._allocates:", "if True:"
@@ -148,7 +148,7 @@ BREAKS = {
         "return super().find_class(module, name)",
     ),
     "a replica applies a cut that does not follow what it has": Break(
-        "deltas/parts/chain.py",
+        "deltas/files/chain.py",
         "if head.after is None or head.after == at or (head.after < at and not is_own):",
         "if True:",
     ),

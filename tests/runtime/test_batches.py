@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 
-from lightning_overlap.distributed import ASK_FOR_LAST, MAX_INTERVAL, StepFlags
+from lightning_overlap.distributed import MAX_INTERVAL, POLL_LAST, StepFlags
 from lightning_overlap.runtime import FetchedBatch, Flight, Streams, Telemetry
 from lightning_overlap.runtime.batches import Batches
 from lightning_overlap.runtime.run_ahead import RunAhead
@@ -58,13 +58,13 @@ def batches_of(source: Any, consensus: Any, depth: int) -> Batches:
 def beside(results: Sequence[StepFlags], **data: Any) -> tuple[Batches, mock.Mock]:
     """Return a rank's batches beside ranks that say what they are told to, and the polls of this rank."""
     consensus = mock.Mock()
-    consensus.ask.return_value.wait.side_effect = results
+    consensus.poll.return_value.wait.side_effect = results
     source: Any = SimpleNamespace(
         exhausted=False, length_known=False, num_certain=0, stop_requested=False, save_requested=False
     )
     source.fetch = lambda index, timer: FetchedBatch(None, index, 0)
     vars(source).update({"num_batches": float("inf"), **data})
-    return batches_of(source, consensus, depth=2), consensus.ask
+    return batches_of(source, consensus, depth=2), consensus.poll
 
 
 def test_all_ranks_end_where_the_first_of_them_does() -> None:
@@ -89,7 +89,7 @@ def test_ranks_that_know_how_many_batches_they_have_poll_some_and_the_last_ones(
         batches.fetch(COPY, index)
         polled += list(batches.polls)
         batches.get(index)
-    assert polled == [0, 255, 510, 755, 877, 938, 969, 984, *range(1000 - ASK_FOR_LAST, 1000)]
+    assert polled == [0, 255, 510, 755, 877, 938, 969, 984, *range(1000 - POLL_LAST, 1000)]
 
 
 class Rank:
@@ -117,7 +117,7 @@ class Rank:
         self.num_fetched += 1
         return FetchedBatch(None, index, 0)
 
-    def ask(self, flags: StepFlags) -> Any:
+    def poll(self, flags: StepFlags) -> Any:
         self.polled.append(flags)
         return SimpleNamespace(wait=partial(self._wait, len(self.polled) - 1))
 

@@ -17,9 +17,9 @@ from typing_extensions import override
 from ...distributed import Lowest
 from ...plugin import OverlapEmbeddingStrategy, logged_step
 from ...tables import ShardedStateNames, num_fused_writes, sharded_modules
-from ..parts import WEIGHT, Header, PartError, PartName, decode, encode_pieces, parse_names, read_header
+from ..files import WEIGHT, FileError, FileName, Header, decode, encode_pieces, parse_names, read_header
 from ..sinks import DeltaSink, check_sink, resolve_sink
-from .cuts import Cut, DenseSource, base_chunks, columns_of_states, merged_rows
+from .cuts import Cut, DenseSource, base_files, columns_of_states, merged_rows
 from .touched_rows import TouchedRows
 from .writer import CutWriter
 
@@ -39,7 +39,7 @@ class EmbeddingDeltas(Callback):
         every_n_steps: Batches between cuts; longer while two cuts are being written.
         max_lag_steps: Number of batches that the newest written cut may lag behind the training; None: unlimited.
         on_lag: What a larger lag does: `warn` once, or `stop` the training after the step.
-        dense: Whether rank 0 sends the dense part with each cut: all parameters and buffers that are not sharded. A fit
+        dense: Whether rank 0 sends the densepart with each cut: all parameters and buffers that are not sharded. A fit
             cannot resume a run without it if the run has sent it.
         optimizer_state: Whether to also send the rows' fused optimizer state.
         sink_timeout_s: Seconds that one call of the sink may take, at most half of the strategy's `timeout`; a longer
@@ -81,7 +81,7 @@ class EmbeddingDeltas(Callback):
         self._every, self._max_lag_steps, self._on_lag = every_n_steps, max_lag_steps, on_lag
         self._sink_timeout_s, self._name = sink_timeout_s, name
         self._sends_dense, self._states = dense, optimizer_state
-        self._run_sends_dense = False  # whether replicas have a dense part of this run
+        self._run_sends_dense = False  # whether replicas have a densepart of this run
         self._restored: dict[str, Any] | None = None  # from the checkpoint that the next fit resumes from
         self._columns: list[tuple[str, str, int, int]] | None = None  # `columns_of_states`; None: no states are sent
         self._acknowledged: tuple[int, int] | None = None  # the newest cut known to be written on all ranks
@@ -118,7 +118,7 @@ class EmbeddingDeltas(Callback):
         restored, self._restored = self._restored, None
         if self._run_sends_dense and not self._sends_dense:
             raise ValueError(
-                f"run {self.run} has sent the dense part, so dense=False would leave an old dense part in replicas. "
+                f"run {self.run} has sent the densepart, so dense=False would leave an old densepart in replicas. "
                 "Resume with dense=True, or train without this checkpoint and send to an empty sink."
             )
         self._run_sends_dense = self._sends_dense
@@ -142,7 +142,7 @@ class EmbeddingDeltas(Callback):
         self._tables = {name: shape for shapes, _ in of_ranks for name, shape in shapes.items()}
         self._columns = sorted({one for _, columns in of_ranks for one in columns}) if self._states else None
         self._last = self._step  # the step of the newest cut
-        self._together(lambda: self._writer.ask("check", lambda: check_sink(self._sink)))
+        self._together(lambda: self._writer.call("check", lambda: check_sink(self._sink)))
         self._begin(restored)
         self._acknowledged = (self.generation, self._step)
 
@@ -157,26 +157,26 @@ class EmbeddingDeltas(Callback):
         if newest is not None and newest.run != self.run:
             what = "this fit begins a new run" if self.run is None else f"this fit is of run {self.run}"
             raise ValueError(
-                f"{self._sink} has parts of run {newest.run} (generation {newest.generation}, step {newest.step}), but "
+                f"{self._sink} has files of run {newest.run} (generation {newest.generation}, step {newest.step}), but "
                 f"{what}. Use an empty sink, or resume from a checkpoint of that run (ckpt_path)."
             )
         self._found = known[-1].cut if known else None
         self.generation = 1 + max(self.generation, known[-1].generation if known else 0)
         if self.run is None:
             self.run = self._fit
-        elif not known:  # the sink lost its parts, and so the number of the last generation
+        elif not known:  # the sink lost its files, and so the number of the last generation
             self.generation = max(self.generation, now)
         self._writes = self._touched.num_writes
         after = self._mark_to_resend(known, restored)
         self._together(lambda: self._write_base(after_all=True) if after is None else self._write_cut(after))
 
-    def _look_into_sink(self) -> tuple[str, int, list[PartName], Header | None]:
-        """Return an identifier for this fit, the time, the names of all parts, and the newest part's header."""
-        known = parse_names(self._writer.ask("names", lambda: list(self._sink.names())))
+    def _look_into_sink(self) -> tuple[str, int, list[FileName], Header | None]:
+        """Return an identifier for this fit, the time, the names of all files, and the newest file's header."""
+        known = parse_names(self._writer.call("names", lambda: list(self._sink.names())))
         newest = read_header(self._read(known[-1]), str(known[-1])) if known else None
         return uuid.uuid4().hex, int(time.time()), known, newest
 
-    def _mark_to_resend(self, known: Sequence[PartName], restored: dict[str, Any] | None) -> tuple[int, int] | None:
+    def _mark_to_resend(self, known: Sequence[FileName], restored: dict[str, Any] | None) -> tuple[int, int] | None:
         """Mark the rows that replicas may have with other values than at the returned cut; None if unknown."""
         is_other = restored is None or (restored["writes"], restored.get("columns")) != (self._writes, self._columns)
         if self._strategy.any_rank(is_other) or restored is None:
@@ -196,15 +196,15 @@ class EmbeddingDeltas(Callback):
             self._touched.mark(table, numbers)
         return acknowledged
 
-    def _sent_rows(self, names: Iterable[PartName]) -> Iterator[dict[str, Tensor]]:
+    def _sent_rows(self, names: Iterable[FileName]) -> Iterator[dict[str, Tensor]]:
         for name in names:
-            part = decode(self._read(name), str(name))
-            if part.header.run != self.run:
-                raise PartError(f"{name} is of another run")
-            yield from ({rows.table: rows.rows} for rows in part.rows if rows.field == WEIGHT)
+            file = decode(self._read(name), str(name))
+            if file.header.run != self.run:
+                raise FileError(f"{name} is of another run")
+            yield from ({rows.table: rows.rows} for rows in file.rows if rows.field == WEIGHT)
 
-    def _read(self, name: PartName) -> bytes:
-        return self._writer.ask(f"read of {name}", lambda: self._sink.read(str(name)))
+    def _read(self, name: FileName) -> bytes:
+        return self._writer.call(f"read of {name}", lambda: self._sink.read(str(name)))
 
     def _together(self, do: Callable[[], Any], error: BaseException | None = None) -> Any:
         """Return `do()`; if it fails or there is an `error` on a rank, raise on all. `do` must not wait for others."""
@@ -213,8 +213,8 @@ class EmbeddingDeltas(Callback):
             result = do()
         except Exception as err:
             error = err
-        said = self._strategy.gather(None if error is None else f"{type(error).__name__}: {error}")
-        if causes := [f"rank {said.index(cause)}: {cause}" for cause in dict.fromkeys(said) if cause is not None]:
+        errors = self._strategy.gather(None if error is None else f"{type(error).__name__}: {error}")
+        if causes := [f"rank {errors.index(cause)}: {cause}" for cause in dict.fromkeys(errors) if cause is not None]:
             raise RuntimeError(f"embedding deltas cannot be sent. {'; '.join(causes)}") from error
         return result
 
@@ -246,7 +246,7 @@ class EmbeddingDeltas(Callback):
         return Cut(self._header(after), self._touched.copy(), self._dense)
 
     def _write_cut(self, after: tuple[int, int]) -> None:
-        self._writer.write_now(self._step, self._make_cut(after).chunks())
+        self._writer.write_now(self._step, self._make_cut(after).files())
 
     def _write_base(self, *, after_all: bool) -> None:
         """Write a base while training waits. With `after_all` all ranks do; then no replica needs earlier cuts."""
@@ -254,7 +254,7 @@ class EmbeddingDeltas(Callback):
         self._touched.begin_base()
         self._dense.forget()
         self._writes = self._touched.num_writes
-        self._writer.write_now(self._step, base_chunks(self._header(None), self._touched.fields, self._dense))
+        self._writer.write_now(self._step, base_files(self._header(None), self._touched.fields, self._dense))
         if after_all:
             self._outstanding.clear()
             self._is_void = False
@@ -272,17 +272,17 @@ class EmbeddingDeltas(Callback):
         if self._answer is not None:
             state, written, is_whole = self._answer()
             self._answer = None
-            self._hear(trainer, state, written, is_whole)
+            self._read_result(trainer, state, written, is_whole)
             if state == READY and self._step - self._last >= self._every:
                 self._cut(is_whole)
-        if self._step + 1 - self._last >= self._every:  # ask all ranks; the next step's end reads the answer
+        if self._step + 1 - self._last >= self._every:  # poll all ranks; the next step's end reads the result
             writer = self._writer
             writer.look()
             state = FAILED if writer.error is not None else READY if writer.is_ready else BUSY
             self._answer = self._strategy.lowest((state, writer.written_step, not self._is_void))
 
-    def _hear(self, trainer: Trainer, state: int, written: int, is_whole: int) -> None:
-        """Act on the ranks' answers: raise errors, note the cuts written on all ranks, log and check the lag."""
+    def _read_result(self, trainer: Trainer, state: int, written: int, is_whole: int) -> None:
+        """Act on the ranks' results: raise errors, note the cuts written on all ranks, log and check the lag."""
         if state == FAILED:
             self._together(lambda: None, self._writer.error)
         # Replicas apply neither a void cut nor the cuts between it and the next base.
@@ -325,7 +325,7 @@ class EmbeddingDeltas(Callback):
         """Give the last cut to the writer; mark it as void if tables were written while its rows were copied."""
         cut, self._open = self._open, None
         if cut is not None and self._touched.settle():
-            self._writer.submit(cut.header.step, cut.chunks)
+            self._writer.submit(cut.header.step, cut.files)
         elif cut is not None:
             header = replace(cut.header, is_void=True)
             self._writer.submit(header.step, lambda: [(str(header.name), encode_pieces(header))])
@@ -351,7 +351,7 @@ class EmbeddingDeltas(Callback):
                 self._found = after
             is_base = is_void or changed
             self._together(lambda: self._write_base(after_all=is_void) if is_base else self._write_cut(after))
-        self._together(lambda: self._writer.ask("close", self._sink.close))
+        self._together(lambda: self._writer.call("close", self._sink.close))
         self._end()
         self._acknowledged = (self.generation, self._step)
 

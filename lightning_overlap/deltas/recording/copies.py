@@ -15,7 +15,7 @@ from ...runtime import Made, Streams
 from ...schedules import StreamName
 from ...tables import KernelShards, TableShard
 from ...updated_rows import DeviceMarks
-from ..parts import WEIGHT, Rows
+from ..files import WEIGHT, Rows
 
 GATHERED_AT_ONCE = 1 << 17  # most rows to gather at once from tables of different widths: the index is large
 ALIGNED_TO = 64  # alignment of each tensor in lent memory, in bytes

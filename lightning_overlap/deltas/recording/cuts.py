@@ -1,4 +1,4 @@
-"""Make the chunks of a part from copied rows."""
+"""Make the files of a cut from copied rows."""
 
 import threading
 from collections.abc import Iterable, Iterator, Sequence
@@ -8,11 +8,11 @@ from typing import TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from ..parts import WEIGHT, Dense, Header, Piece, Rows, encode_pieces
+from ..files import WEIGHT, Dense, Header, Piece, Rows, encode_pieces
 from .copies import Field, RowCopy, to_host
 
-CHUNK_BYTES = 5 << 20  # most bytes of rows in a chunk; larger chunks do not fit a core's cache and are slower
-WINDOW_BYTES = 64 << 20  # most bytes of values in a chunk of a base
+FILE_BYTES = 5 << 20  # most bytes of rows in a file; larger files do not fit a core's cache and are slower
+WINDOW_BYTES = 64 << 20  # most bytes of values in a file of a base
 
 DenseCopy: TypeAlias = tuple[list[Tensor], torch.cuda.Event | None]  # copies, complete after the event (CUDA)
 
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class DenseSource:
-    """Tensors without marks on rows: the dense part by name, and tables that are not fused."""
+    """Tensors without marks on rows: the densepart by name, and tables that are not fused."""
 
     def __init__(self, tensors: dict[str, Tensor], tables: Sequence[Field]) -> None:
         self._tensors, self._tables = tensors, tables
@@ -37,7 +37,7 @@ class DenseSource:
         return copies, copied
 
     def entries(self, copy: DenseCopy) -> tuple[list[Rows], list[Dense]]:
-        """Return the rows of tables that changed since the last call's copy, and the dense part."""
+        """Return the rows of tables that changed since the last call's copy, and the densepart."""
         copies, copied = copy
         if copied is not None:
             copied.synchronize()
@@ -59,7 +59,7 @@ class DenseSource:
 
 
 class Cut:
-    """One rank's part of a cut, until all ranks are known to have written their parts; `rows` may still be copied."""
+    """One rank's files of a cut, until all ranks are known to have written their files; `rows` may still be copied."""
 
     def __init__(self, header: Header, rows: RowCopy, source: DenseSource) -> None:
         self.header = header
@@ -72,18 +72,18 @@ class Cut:
         """Wait for the copied rows, in any thread; return table -> row numbers, also after they are written."""
         return [{entry.table: entry.rows} for entry in self._wait()]
 
-    def chunks(self) -> Iterator[tuple[str, list[Piece]]]:
-        """Yield the name and content of each chunk; call this once."""
+    def files(self) -> Iterator[tuple[str, list[Piece]]]:
+        """Yield the name and content of each file; call this once."""
         assert self._copies is not None
         copy, dense_copy = self._copies
         of_dense, dense = self._source.entries(dense_copy)
         entries = self._wait()
         sized = ((entry, len(entry.rows), 8 + _row_bytes(entry.values)) for entry in (*entries, *of_dense))
-        packs = packed(sized, CHUNK_BYTES) or [[]]
+        packs = packed(sized, FILE_BYTES) or [[]]
         for number, pack in enumerate(packs):
-            chunk = replace(self.header, chunk=number, num_chunks=len(packs))
+            header = replace(self.header, chunk=number, num_chunks=len(packs))
             rows = [replace(one, rows=one.rows[first:end], values=one.values[first:end]) for one, first, end in pack]
-            yield str(chunk.name), encode_pieces(chunk, rows, () if number else dense)
+            yield str(header.name), encode_pieces(header, rows, () if number else dense)
         with self._lock:  # give the memory of the values to the next cut
             self._entries = [replace(entry, values=entry.values.new_empty(0, 0)) for entry in entries]
             self._copies = None
@@ -97,8 +97,8 @@ class Cut:
             return self._entries
 
 
-def base_chunks(header: Header, fields: Sequence[Field], source: DenseSource) -> Iterator[tuple[str, list[Piece]]]:
-    """Yield the name and content of each chunk of a base; reads the tables chunk by chunk, `source` in the last."""
+def base_files(header: Header, fields: Sequence[Field], source: DenseSource) -> Iterator[tuple[str, list[Piece]]]:
+    """Yield the name and content of each file of a base; reads the tables file by file, `source` in the last."""
     plan = packed(((field, len(field.values_RD), _row_bytes(field.values_RD)) for field in fields), WINDOW_BYTES)
     header = replace(header, num_chunks=len(plan) + 1)
     for pack in plan:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from ...runtime import TableAccess
 from ...tables import KernelShards
 from ...updated_rows import HostMarks, MarkedRows
-from ..parts import Rows
+from ..files import Rows
 from .copies import DeviceCopy, Field, HostCopy, KeptMemory, RowCopy, copy_on_host, fields_of
 
 

@@ -10,18 +10,18 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any, TypeAlias, TypeVar
 
-from ..parts import Piece
+from ..files import Piece
 from ..sinks import DeltaSink, SinkError, writes_pieces
 
 MOST_WAITING = 2  # most unwritten cuts; no further cut is made meanwhile
 LOOKS_EVERY_S = 0.5  # seconds between checks whether the sink hangs, while a caller waits for it
 
-Chunks: TypeAlias = Iterable[tuple[str, list[Piece]]]  # name and content of each chunk of a part
+CutFiles: TypeAlias = Iterable[tuple[str, list[Piece]]]  # name and content of each file of a rank in a cut
 T = TypeVar("T")
 
 
 class CutWriter:
-    """Writes the parts of one rank. Only its thread uses the sink; a call longer than `timeout_s` is an error."""
+    """Writes the files of one rank. Only its thread uses the sink; a call longer than `timeout_s` is an error."""
 
     def __init__(self, sink: DeltaSink, timeout_s: float = float("inf")) -> None:
         self._sink, self._timeout_s = sink, timeout_s
@@ -40,30 +40,30 @@ class CutWriter:
         """Whether it accepts another cut."""
         return sum(not cut.done() for cut in self._cuts) < MOST_WAITING
 
-    def submit(self, step: int, chunks: Callable[[], Chunks]) -> None:
-        """Make and write the part of the cut at `step` in the thread, after all earlier parts."""
-        self._cuts.append(self._later(partial(self._write, step, chunks, self._timed)))
+    def submit(self, step: int, files: Callable[[], CutFiles]) -> None:
+        """Make and write the files of the cut at `step` in the thread, after all earlier files."""
+        self._cuts.append(self._later(partial(self._write, step, files, self._timed)))
 
-    def write_now(self, step: int, chunks: Chunks) -> None:
-        """Write a part after all earlier parts and wait; raise the first error. The calling thread makes the chunks."""
+    def write_now(self, step: int, files: CutFiles) -> None:
+        """Write files after all earlier files and wait; raise the first error. The calling thread makes the files."""
         self.wait()
         if self.error is None:
-            self._write(step, lambda: chunks, self.ask)
+            self._write(step, lambda: files, self.call)
         if self.error is not None:
             raise self.error
 
     def wait(self) -> None:
-        """Wait until every part is written, a write fails, or the sink hangs."""
+        """Wait until every file is written, a write fails, or the sink hangs."""
         for cut in self._cuts:
             self._wait_for(cut)
 
-    def ask(self, what: str, do: Callable[[], T]) -> T:
-        """Return what a call of the sink returns, after all earlier parts, or raise its error; `what` names it."""
-        answer = self._later(partial(self._timed, what, do))
-        self._wait_for(answer)
-        if self.error is not None and not answer.done():
+    def call(self, what: str, do: Callable[[], T]) -> T:
+        """Return what a call of the sink returns, after all earlier files, or raise its error; `what` names it."""
+        result = self._later(partial(self._timed, what, do))
+        self._wait_for(result)
+        if self.error is not None and not result.done():
             raise self.error
-        return answer.result()
+        return result.result()
 
     def look(self) -> None:
         """Set `error` if a call of the sink takes longer than the timeout."""
@@ -82,23 +82,23 @@ class CutWriter:
             self._thread.join(0 if self._overdue() else timeout_s)
 
     def _later(self, do: Callable[[], T]) -> Future[T]:
-        answer: Future[T] = Future()
-        self._jobs.put((do, answer))
+        result: Future[T] = Future()
+        self._jobs.put((do, result))
         if self._thread is None:
             # a daemon, so a sink that hangs does not block process exit
             self._thread = threading.Thread(target=self._run, name="embedding deltas", daemon=True)
             self._thread.start()
-        return answer
+        return result
 
     def _run(self) -> None:
-        for do, answer in iter(self._jobs.get, None):
+        for do, result in iter(self._jobs.get, None):
             try:
-                answer.set_result(do())
+                result.set_result(do())
             except BaseException as err:
-                answer.set_exception(err)
+                result.set_exception(err)
 
-    def _wait_for(self, answer: Future[Any]) -> None:
-        while self.error is None and not futures.wait([answer], LOOKS_EVERY_S).done:
+    def _wait_for(self, result: Future[Any]) -> None:
+        while self.error is None and not futures.wait([result], LOOKS_EVERY_S).done:
             self.look()
 
     def _timed(self, what: str, do: Callable[[], T]) -> T:
@@ -112,11 +112,11 @@ class CutWriter:
         call = self._call
         return None if call is None or time.monotonic() - call[1] < self._timeout_s else call[0]
 
-    def _write(self, step: int, chunks: Callable[[], Chunks], call: Callable[[str, Callable[[], None]], None]) -> None:
+    def _write(self, step: int, files: Callable[[], CutFiles], call: Callable[[str, Callable[[], None]], None]) -> None:
         if self._ends or self.error:
             return
         try:
-            for name, pieces in chunks():
+            for name, pieces in files():
                 call(f"write of {name}", partial(self._keep, name, pieces))
                 self.num_bytes += sum(map(len, pieces))
                 if self.error is not None:  # `look` gave up on this call

@@ -40,7 +40,7 @@ def _follow(replica: Replica, options: argparse.Namespace, stopped: threading.Ev
         if options.serve is not None:
             server = stack.enter_context(ReplicaServer(replica, *options.serve))
             print(f"http://{server.host}:{server.port}/step", flush=True)
-        told = None
+        printed = None
         print(f"following {replica.sink!r}", flush=True)
         replica.follow(options.every)
         while not stopped.wait(0.1):
@@ -49,11 +49,11 @@ def _follow(replica: Replica, options: argparse.Namespace, stopped: threading.Ev
                 replica.check()
                 continue
             lag = replica.lag
-            if position.cut != told:
-                told = position.cut
+            if position.cut != printed:
+                printed = position.cut
                 print(
                     f"step {position.step} (generation {position.generation}), {lag.seconds:.1f} s old, {lag.steps} "
-                    f"steps and {lag.parts} parts behind",
+                    f"steps and {lag.files} files behind",
                     flush=True,
                 )
             if options.until is not None and position.step >= options.until:

@@ -78,8 +78,8 @@ class _Handler(BaseHTTPRequestHandler):
         size = int(self.headers.get("Content-Length", 0))
         if not 0 <= size <= _MOST_BYTES:
             raise ValueError(f"a request must have 0 to {_MOST_BYTES} bytes, got {size}: request fewer ids.")
-        asked: Any = json.loads(self.rfile.read(size) or b"null")
-        table, ids = (asked.get("table"), asked.get("ids")) if isinstance(asked, dict) else (None, None)
+        query: Any = json.loads(self.rfile.read(size) or b"null")
+        table, ids = (query.get("table"), query.get("ids")) if isinstance(query, dict) else (None, None)
         if not isinstance(table, str) or not isinstance(ids, list) or not all(type(each) is int for each in ids):
             raise ValueError('a request must be {"table": name, "ids": [integers]}')
         with self.server.replica.reading() as position:

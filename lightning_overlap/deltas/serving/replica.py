@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..parts import TRAILER_SIZE, WEIGHT, Chain, CutError, Head, Move, Part, PartError, PartName, as_words, part_of
+from ..files import TRAILER_SIZE, WEIGHT, Chain, CutError, CutFile, FileError, FileName, Head, Move, as_words, file_of
 from ..sinks import DeltaSink, resolve_sink, write_whole
 from .served_tables import ServedTables, check_whole
 
 _log = logging.getLogger(__name__)
 _FORMAT = "embedding_deltas.replica"
-_MOST_TIMES = 3  # how often an update may reach one cut, as parts may be rewritten; more is an endless loop
+_MOST_TIMES = 3  # how often an update may reach one cut, as files may be rewritten; more is an endless loop
 
 
 class Position(NamedTuple):
@@ -42,7 +42,7 @@ class Lag(NamedTuple):
 
     steps: int  # batches from the applied cut to the newest whole cut in the last listing of the sink
     seconds: float  # since the training made the applied cut
-    parts: int  # chunks of newer whole cuts in the last listing
+    files: int  # of newer whole cuts in the last listing
 
 
 class ReplicaError(RuntimeError):
@@ -158,9 +158,9 @@ class Replica(AbstractContextManager["Replica"]):
         """Apply every new whole cut in the sink; return their number.
 
         Raises:
-            CutError: Parts are missing, out of order or of another run.
-            PartError: A part is damaged, of another schema, or renamed.
-            TablesError: Parts do not fit the tables.
+            CutError: Files are missing, out of order or of another run.
+            FileError: A file is damaged, of another schema, or renamed.
+            TablesError: Files do not fit the tables.
             SinkError: The sink cannot be read.
         """
         with self._updating:
@@ -173,7 +173,7 @@ class Replica(AbstractContextManager["Replica"]):
                 if reached[at] > _MOST_TIMES:
                     raise CutError(
                         f"the sink leads to {as_words(at)} repeatedly: it has cuts of independent fits, for example "
-                        "because lost parts came back. Remove the cuts of abandoned fits, or let the training write a "
+                        "because lost files came back. Remove the cuts of abandoned fits, or let the training write a "
                         "base."
                     )
             self._error = None
@@ -265,7 +265,7 @@ class Replica(AbstractContextManager["Replica"]):
 
     def _update_once(self, *, lists: bool) -> bool:
         """Apply the next cut, if any; without `lists` list the sink only if the last listing has no next cut."""
-        # A listing may lack a part that was written before a part that it has, and parts may be removed or rewritten
+        # A listing may lack a file that was written before a file that it has, and files may be removed or rewritten
         # after it. So an error is raised only after three listings.
         for is_listed in (not lists, False, False):
             try:
@@ -280,39 +280,39 @@ class Replica(AbstractContextManager["Replica"]):
                 self._chain.forget()
                 problem = err
                 if isinstance(err, KeyError):
-                    problem = CutError(f"{err.args[0]} was removed after it was listed: parts are being removed.")
+                    problem = CutError(f"{err.args[0]} was removed after it was listed: files are being removed.")
         raise problem
 
     def _apply(self, move: Move) -> None:
-        header = move.chunks[-1][0].header
+        header = move.files[-1][0].header
         self._tables.check_header(header)
-        kept: dict[PartName, Part] = {}
-        checksums: dict[PartName, bytes] = {}
+        kept: dict[FileName, CutFile] = {}
+        checksums: dict[FileName, bytes] = {}
         covered, size = Counter[str](), 0
-        for head, name in move.chunks:
-            part, data = self._read(head, name)
-            self._tables.check(part, str(name), begins=move.is_base)
-            if part.header.is_base:
-                for entry in part.rows:
+        for head, name in move.files:
+            file, data = self._read(head, name)
+            self._tables.check(file, str(name), begins=move.is_base)
+            if file.header.is_base:
+                for entry in file.rows:
                     covered[entry.table] += entry.values.numel() * (entry.field == WEIGHT)
             checksums[name] = data[-TRAILER_SIZE:]
             size += len(data)
             if size <= self._kept_bytes:
-                kept[name] = part
+                kept[name] = file
         if move.is_base:
             check_whole(header, covered)
         with self._lock.writing():
             try:
                 if move.is_base:
                     self._tables.optimizer_state.clear()  # may have kinds that are not sent any more
-                for head, name in move.chunks:
+                for head, name in move.files:
                     if name in kept:
-                        part = kept.pop(name)
+                        file = kept.pop(name)
                     else:
-                        part, data = self._read(head, name)
+                        file, data = self._read(head, name)
                         if data[-TRAILER_SIZE:] != checksums[name]:
-                            raise PartError(f"{name} was rewritten with other content while it was applied.")
-                    self._tables.write(part)
+                            raise FileError(f"{name} was rewritten with other content while it was applied.")
+                    self._tables.write(file)
                 self._tables.wait_written()
             except BaseException as err:
                 self.position, self._torn = None, err
@@ -321,9 +321,9 @@ class Replica(AbstractContextManager["Replica"]):
             self._chain.run, self._chain.fit = header.run, header.fit
             self.position = Position(*(getattr(header, what) for what in Position._fields))
 
-    def _read(self, head: Head, name: PartName) -> tuple[Part, bytes]:
+    def _read(self, head: Head, name: FileName) -> tuple[CutFile, bytes]:
         data = self.sink.read(str(name))
-        return part_of(data, name, head), data
+        return file_of(data, name, head), data
 
     def _whole(self) -> Position:
         if self._torn is not None:

@@ -1,4 +1,4 @@
-"""The tables of a replica: check parts against them, and write rows."""
+"""The tables of a replica: check files against them, and write rows."""
 
 import re
 from collections import Counter
@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..parts import WEIGHT, Header, Part, Rows
+from ..files import WEIGHT, CutFile, Header, Rows
 
 _TABLE = re.compile(r"(.*\.)?(embedding_bags|embeddings)\.[^.]+\.weight")  # a table's weight in TorchRec's collections
 _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class TablesError(ValueError):
-    """A part does not fit the tables of a replica."""
+    """A file does not fit the tables of a replica."""
 
 
 class ServedTables:
@@ -66,11 +66,11 @@ class ServedTables:
                 "  Use a mapping from names to tensors to update only the tables that are sent."
             )
 
-    def check(self, part: Part, name: str, *, begins: bool) -> None:
-        """Raise a TablesError if a chunk of this name does not fit; with `begins` optimizer state may change shape."""
-        for entry in part.rows:
-            self._check_rows(entry, part.header, name, begins=begins)
-        for tensor in () if self._makes else part.dense:
+    def check(self, file: CutFile, name: str, *, begins: bool) -> None:
+        """Raise a TablesError if a file of this name does not fit; with `begins` optimizer state may change shape."""
+        for entry in file.rows:
+            self._check_rows(entry, file.header, name, begins=begins)
+        for tensor in () if self._makes else file.dense:
             if (have := self.tensors.get(tensor.name)) is not None:
                 _check_alike(tensor.name, tensor.value.shape, tensor.value.dtype, name, have, "use the trained module")
             elif self._module is not None:
@@ -80,9 +80,9 @@ class ServedTables:
                 )
 
     @torch.no_grad()
-    def write(self, part: Part) -> None:
-        """Write a checked chunk."""
-        for entry in part.rows:
+    def write(self, file: CutFile) -> None:
+        """Write a checked file."""
+        for entry in file.rows:
             tensors, name = self.tensors, entry.table
             if entry.field != WEIGHT:
                 if not self._keeps_state:
@@ -91,7 +91,7 @@ class ServedTables:
             if name not in tensors:
                 tensors[name] = torch.zeros(entry.shape, dtype=entry.values.dtype)
             _write_rows(tensors[name], entry)
-        for tensor in part.dense:
+        for tensor in file.dense:
             if self._makes:
                 self.tensors[tensor.name] = tensor.value
             elif tensor.name in self.tensors:
@@ -153,7 +153,7 @@ def check_whole(header: Header, num_found: Counter[str]) -> None:
         if num_found[table] != prod(shape):
             raise TablesError(
                 f"the bases of generation {header.generation}, step {header.step} have {num_found[table]} values of "
-                f"{table}, which needs {prod(shape)}. Do all parts come from one training?"
+                f"{table}, which needs {prod(shape)}. Do all files come from one training?"
             )
 
 

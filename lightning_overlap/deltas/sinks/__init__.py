@@ -1,4 +1,4 @@
-"""Sinks, which store parts: folders, Redis, and the protocol for other sinks."""
+"""Sinks, which store the files of cuts: folders, Redis, and the protocol for other sinks."""
 
 from .folder_sink import FolderSink, write_whole
 from .redis_sink import RedisSink

@@ -1,4 +1,4 @@
-"""Store parts as files in a folder on a local disk, a shared file system or an object store."""
+"""Store the files of cuts in a folder on a local disk, a shared file system or an object store."""
 
 import os
 import uuid
@@ -10,8 +10,8 @@ from typing import IO, Any
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
-from ..parts import PartName, Piece, joined
-from .sink import told, without_password
+from ..files import FileName, Piece, joined
+from .sink import as_sink_error, without_password
 
 _WHOLE_PUTS = frozenset(  # file systems with atomic writes
     {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "ossfs", "r2", "oci", "cos", "obs", "tos", "memory"}
@@ -19,7 +19,7 @@ _WHOLE_PUTS = frozenset(  # file systems with atomic writes
 
 
 class FolderSink:
-    """Stores each part as a file, which gets its name when it is complete, on a local disk also flushed.
+    """Stores each file in a folder, where it gets its name when it is complete, on a local disk also flushed.
 
     The folder may contain other files. The first write makes the folder.
 
@@ -36,7 +36,7 @@ class FolderSink:
         self.path = self._given = os.fspath(path)
         if "://" not in self.path and "::" not in self.path:
             self.path = os.path.abspath(self.path)  # the working directory may change
-        with self._told("open"):
+        with self._as_sink_error("open"):
             self._files, self._root = fsspec.core.url_to_fs(self.path, use_listings_cache=False, **options)
 
     def __repr__(self) -> str:
@@ -44,19 +44,19 @@ class FolderSink:
 
     def check(self) -> None:
         """Make the folder, and write and remove a file."""
-        with self._told("write to"):
+        with self._as_sink_error("write to"):
             name = f".{uuid.uuid4().hex}.check"
             self.write_pieces(name, [b"check"])
             self._files.rm_file(self._file(name))
 
-    def write(self, name: str, part: bytes) -> None:
-        """Store a part; on a local disk it is flushed to the disk."""
-        self.write_pieces(name, [part])
+    def write(self, name: str, content: bytes) -> None:
+        """Store a file; on a local disk it is flushed to the disk."""
+        self.write_pieces(name, [content])
 
     def write_pieces(self, name: str, pieces: Sequence[Piece]) -> None:
-        """Store a part from pieces, on a local disk without joining them."""
+        """Store a file from pieces, on a local disk without joining them."""
         files, path = self._files, self._file(name)
-        with self._told("write to"):
+        with self._as_sink_error("write to"):
             files.makedirs(self._root, exist_ok=True)
             if _WHOLE_PUTS.intersection([files.protocol] if isinstance(files.protocol, str) else files.protocol):
                 files.pipe_file(path, joined(pieces))
@@ -74,24 +74,24 @@ class FolderSink:
                 raise
 
     def names(self) -> list[str]:
-        """Return the names of all parts; empty without the folder."""
+        """Return the names of all files of cuts; empty without the folder."""
         found: list[str] = []
-        with self._told("read"), suppress(FileNotFoundError):
+        with self._as_sink_error("read"), suppress(FileNotFoundError):
             self._files.invalidate_cache(self._root)
             found = self._files.ls(self._root, detail=False)
-        return sorted(filter(PartName.parse, (path.rstrip("/").rpartition("/")[2] for path in found)))
+        return sorted(filter(FileName.parse, (path.rstrip("/").rpartition("/")[2] for path in found)))
 
     def read(self, name: str) -> bytes:
-        """Return a part."""
-        with self._told("read"):
+        """Return a file."""
+        with self._as_sink_error("read"):
             try:
                 return bytes(self._files.cat_file(self._file(name)))
             except FileNotFoundError:
                 raise KeyError(name) from None
 
     def remove(self, names: Iterable[str]) -> None:
-        """Remove parts."""
-        with self._told("remove parts of"):
+        """Remove files."""
+        with self._as_sink_error("remove files of"):
             for name in names:
                 with suppress(FileNotFoundError):
                     self._files.rm_file(self._file(name))
@@ -102,8 +102,8 @@ class FolderSink:
     def _file(self, name: str) -> str:
         return f"{self._root.rstrip('/')}/{name}"
 
-    def _told(self, what: str) -> AbstractContextManager[None]:
-        return told(
+    def _as_sink_error(self, what: str) -> AbstractContextManager[None]:
+        return as_sink_error(
             f"cannot {what} the folder of embedding deltas {without_password(self.path)!r}",
             "Choose a folder that exists or can be made, and is writable.",
             *(OSError, ValueError),

@@ -1,4 +1,4 @@
-"""Store parts in Redis: their names in a stream, each part under a separate key."""
+"""Store files in Redis: their names in a stream, each file under a separate key."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
@@ -6,8 +6,8 @@ from functools import cached_property
 from typing import Any
 from urllib.parse import parse_qsl, urlencode
 
-from ..parts import PartName
-from .sink import told, without_password
+from ..files import FileName
+from .sink import as_sink_error, without_password
 
 _NAME = b"name"
 _PAGE = 1000
@@ -15,14 +15,14 @@ _WAIT_S = 10.0
 
 
 class RedisSink:
-    """Stores the names of parts in a Redis stream, and each part under the key `{KEY}:NAME`.
+    """Stores the names of files in a Redis stream, and each file under the key `{KEY}:NAME`.
 
-    A part and its stream entry (one field, `name`) are written in one transaction. The server's configuration
+    A file and its stream entry (one field, `name`) are written in one transaction. The server's configuration
     determines what a crash leaves behind (`appendonly yes`, `appendfsync always`).
 
     Args:
         url: `redis://user:password@host:port/0`, `rediss://`, `unix://`; `?key=name` is the same as `key`.
-        key: Name of the stream, and prefix, in braces, of the parts' keys (one slot of a cluster).
+        key: Name of the stream, and prefix, in braces, of the files' keys (one slot of a cluster).
         **options: Arguments of `redis.Redis.from_url`. `socket_timeout` is 10 s by default.
 
     Raises:
@@ -31,13 +31,13 @@ class RedisSink:
     """
 
     def __init__(self, url: str, key: str | None = None, **options: Any) -> None:
-        self.url, _, asked = url.partition("?")
-        query = dict(parse_qsl(asked))
+        self.url, _, query_text = url.partition("?")
+        query = dict(parse_qsl(query_text))
         self.key = key or query.pop("key", None) or "embedding_deltas"
         if query:
             self.url += f"?{urlencode(query)}"
         self._options = {"socket_timeout": _WAIT_S, "socket_connect_timeout": _WAIT_S} | options
-        with self._told("open"):
+        with self._as_sink_error("open"):
             _ = self._client
 
     def __repr__(self) -> str:
@@ -49,42 +49,42 @@ class RedisSink:
     def check(self) -> None:
         """Read the stream's length, and write and remove an entry of another stream."""
         other = f"{{{self.key}}}:check"
-        with self._told("write to"), self._client.pipeline(transaction=True) as pipe:
+        with self._as_sink_error("write to"), self._client.pipeline(transaction=True) as pipe:
             pipe.xlen(self.key)
             pipe.xadd(other, {_NAME: b"check"})
             pipe.delete(other)
             pipe.execute()
 
-    def write(self, name: str, part: bytes) -> None:
-        """Store a part, and its name in the stream."""
-        with self._told("write to"), self._client.pipeline(transaction=True) as pipe:
-            pipe.set(self._part(name), part)
+    def write(self, name: str, content: bytes) -> None:
+        """Store a file, and its name in the stream."""
+        with self._as_sink_error("write to"), self._client.pipeline(transaction=True) as pipe:
+            pipe.set(self._file_key(name), content)
             pipe.xadd(self.key, {_NAME: name})
             pipe.execute()
 
     def names(self) -> list[str]:
-        """Return the distinct names of all parts, sorted."""
-        with self._told("read"):
+        """Return the distinct names of all files, sorted."""
+        with self._as_sink_error("read"):
             found = {name for _, name in self._entries()}
-        return sorted(filter(PartName.parse, found))
+        return sorted(filter(FileName.parse, found))
 
     def read(self, name: str) -> bytes:
-        """Return a part."""
-        with self._told("read"):
-            part = self._client.get(self._part(name))
-        if part is None:
+        """Return a file."""
+        with self._as_sink_error("read"):
+            content = self._client.get(self._file_key(name))
+        if content is None:
             raise KeyError(name)
-        return bytes(part)
+        return bytes(content)
 
     def remove(self, names: Iterable[str]) -> None:
-        """Remove parts and their stream entries."""
-        with self._told("remove parts of"):
+        """Remove files and their stream entries."""
+        with self._as_sink_error("remove files of"):
             entries: dict[str, list[bytes]] = {}
             for entry, name in self._entries():
                 entries.setdefault(name, []).append(entry)
             for name in names:
                 with self._client.pipeline(transaction=True) as pipe:
-                    pipe.unlink(self._part(name))
+                    pipe.unlink(self._file_key(name))
                     if name in entries:
                         pipe.xdel(self.key, *entries[name])
                     pipe.execute()
@@ -98,7 +98,7 @@ class RedisSink:
     def _client(self) -> Any:
         return _redis().Redis.from_url(self.url, **self._options)
 
-    def _part(self, name: str) -> str:
+    def _file_key(self, name: str) -> str:
         return f"{{{self.key}}}:{name}"
 
     def _entries(self) -> Iterator[tuple[bytes, str]]:
@@ -110,8 +110,8 @@ class RedisSink:
                 return
             start = b"(" + page[-1][0]
 
-    def _told(self, what: str) -> AbstractContextManager[None]:
-        return told(
+    def _as_sink_error(self, what: str) -> AbstractContextManager[None]:
+        return as_sink_error(
             f"cannot {what} the stream {self.key!r} of embedding deltas at {without_password(self.url)}",
             "Start the server, or correct its address and password: redis://user:password@host:port/0.",
             *(_redis().RedisError, OSError, ValueError),

@@ -1,9 +1,9 @@
-"""Make the sink for an address; remove parts that no replica needs."""
+"""Make the sink for an address; remove files that no replica needs."""
 
 import os
 from typing import Any
 
-from ..parts import Chain, DeltaSink
+from ..files import Chain, DeltaSink
 from .folder_sink import FolderSink
 from .redis_sink import RedisSink
 
@@ -29,13 +29,13 @@ def resolve_sink(sink: Any) -> DeltaSink:
 
 
 def prune(sink: str | os.PathLike[str] | DeltaSink) -> list[str]:
-    """Remove the parts of a sink, or of its address, that are older than the newest base of all ranks.
+    """Remove the files of a sink, or of its address, that are older than the newest base of all ranks.
 
-    Returns the names of the removed parts, oldest first; none without such a base. Replicas that lag further, and
+    Returns the names of the removed files, oldest first; none without such a base. Replicas that lag further, and
     resumed trainings, continue from that base, which has every row.
 
     Raises:
-        PartError: A part is damaged.
+        FileError: A file is damaged.
         SinkError: The sink cannot be read or written.
     """
     resolved = resolve_sink(sink)
@@ -43,7 +43,7 @@ def prune(sink: str | os.PathLike[str] | DeltaSink) -> list[str]:
     chain.list_sink()
     if (start := chain.start()) is None:
         return []
-    needed = start.chunks[0][1].cut
+    needed = start.files[0][1].cut
     old = [str(name) for cut in chain.cuts if cut.at < needed for name in cut.names]
     resolved.remove(old)
     return old

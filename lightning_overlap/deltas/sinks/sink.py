@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
-from ..parts import DeltaSink, Piece, joined
+from ..files import DeltaSink, Piece, joined
 
 
 class SinkError(OSError):
@@ -13,7 +13,7 @@ class SinkError(OSError):
 
 
 def check_sink(sink: DeltaSink) -> None:
-    """Raise a SinkError if parts cannot be written, as far as the sink can tell."""
+    """Raise a SinkError if files cannot be written, as far as the sink can tell."""
     getattr(sink, "check", lambda: list(sink.names()))()
 
 
@@ -26,7 +26,7 @@ def writes_pieces(sink: Any) -> Callable[[str, Sequence[Piece]], None]:
 
 
 @contextmanager
-def told(problem: str, advice: str, *kinds: type[Exception]) -> Iterator[None]:
+def as_sink_error(problem: str, advice: str, *kinds: type[Exception]) -> Iterator[None]:
     """Replace exceptions of some `kinds` by a `SinkError` with problem, reason (without passwords) and advice."""
     try:
         yield

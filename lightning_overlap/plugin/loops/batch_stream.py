@@ -8,18 +8,18 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.loops.fetchers import _DataFetcher
 from lightning.pytorch.trainer import call
 
-from ...distributed import ASK_FOR_LAST
+from ...distributed import POLL_LAST
 from ...runtime import NOTHING, BatchMemory, FetchedBatch, Rates, StageTimer, allocates_batches
 from . import preemption, sigterm
 from .epoch import Epoch
 
-NUM_AT_HAND = 2  # batches taken early from a loader of unknown length, so that ranks ask only every other batch
+NUM_AT_HAND = 2  # batches taken early from a loader of unknown length, so that ranks poll only every other batch
 
 
 class BatchStream:
     """The batches of a fit or an evaluation, staged in the order of Lightning's fetcher: a `runtime.BatchSource`."""
 
-    # With `sends_sizes` the ranks compare their None batches with each batch's sizes; otherwise they ask each other.
+    # With `sends_sizes` the ranks compare their None batches with each batch's sizes; otherwise by polls.
     def __init__(self, inner: _DataFetcher, trainer: Trainer, *, trains: bool, sends_sizes: bool) -> None:
         self.inner, self.trains, self.epoch = inner, trains, Epoch(trainer, trains=trains)
         self._trainer, self._sends_sizes = trainer, sends_sizes
@@ -32,7 +32,7 @@ class BatchStream:
         self._memory = BatchMemory(trainer.strategy.root_device.type, allocates=allocates)
         self._own_those_of_inner()  # its iterator may be running
         self._iterated = False  # whether `iter(self.inner)` was called here
-        self._took = False  # whether a batch was asked of its iterator
+        self._took = False  # whether a batch was taken from its iterator
         self.states = self._read_states()  # of the loaders after the last batch that was taken; may be empty
         self.forget()
 
@@ -87,7 +87,7 @@ class BatchStream:
     @property
     def stop_requested(self) -> bool:
         """Whether this process received SIGTERM."""
-        return sigterm.heard(self._trainer)
+        return sigterm.received(self._trainer)
 
     @property
     def save_requested(self) -> bool:
@@ -140,8 +140,8 @@ class BatchStream:
     def _num_to_buffer(self) -> int:
         """Number of batches to take from the loader before they are staged, so that the ranks learn of its end."""
         if self.length_known:
-            # Only among the last batches, which the ranks ask about: the remaining batches may all be None.
-            return int(self.num_batches - self.inner.fetched <= ASK_FOR_LAST)
+            # Only among the last batches, which the ranks poll: the remaining batches may all be None.
+            return int(self.num_batches - self.inner.fetched <= POLL_LAST)
         keeps = self._trainer.world_size > 1 and self._memory.is_own
         return NUM_AT_HAND - (self.inner.length is None) if keeps else 0  # without a length the inner fetcher holds one
 

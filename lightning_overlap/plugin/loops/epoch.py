@@ -52,10 +52,10 @@ class Epoch:
     def num_none_at_end(self, nones: list[int], *, goes_on: bool) -> int:
         """Return how many None batches end the epoch on all ranks; all of them call this."""
         # `nones` numbers this rank's after the last batch that all ranks train; with `goes_on` another batch follows.
-        told: list[tuple[list[int], bool]] = self._gather((nones, goes_on))
-        for other, (fewer, follows) in enumerate(told):
-            for rank, (numbers, _) in enumerate(told):
+        by_rank: list[tuple[list[int], bool]] = self._gather((nones, goes_on))
+        for other, (fewer, follows) in enumerate(by_rank):
+            for rank, (numbers, _) in enumerate(by_rank):
                 if follows and len(numbers) > len(fewer):
                     number = numbers[len(fewer)]
                     raise RuntimeError(f"batch {number} is None on rank {rank}, not on rank {other}. {SKIP_ALIKE}")
-        return min(len(numbers) for numbers, _ in told)
+        return min(len(numbers) for numbers, _ in by_rank)

@@ -41,7 +41,7 @@ class _LookaheadMixin:
     def on_run_end(self) -> Any:
         outputs = super().on_run_end()  # type: ignore[misc]
         self.trainer.strategy.end_evaluation()
-        if self.trainer.state.fn != TrainerFn.FITTING:  # a fit goes on, and asks at its next step
+        if self.trainer.state.fn != TrainerFn.FITTING:  # a fit goes on, and polls at its next step
             preemption.finish(self.trainer)
         return outputs
 
@@ -63,7 +63,7 @@ class _LookaheadMixin:
         walker = getattr(self._data_fetcher, "walker", None)  # of a LookaheadFetcher
         found = preemption.of(self.trainer)
         if found is not None and walker is not None:
-            found.hear(walker.batches.save_agreed)
+            found.note_result(walker.batches.save_agreed)
         self._save_if_due()
         if walker is not None and walker.batches.stop_agreed and not walker.is_last:
             with self._to_be_repeated():

@@ -58,7 +58,7 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
         self._waiting: Flight | None = None  # the walker's batch, after the None batches before it
         self._num_delivered = 0  # batches of this epoch that are not None, `_batch` included
         self._num_none_left: int | None = None  # None batches that end the epoch; None until its last batch is known
-        self._has_ended = False  # whether the walker said that the epoch is over
+        self._has_ended = False  # whether the walker has ended the epoch
         self.trained_states: Any = self.stream.states  # of the loaders after the batch being trained; may be empty
 
     @override

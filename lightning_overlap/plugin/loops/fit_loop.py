@@ -114,7 +114,7 @@ class _FitLoopMixin(_FitLoop):
         self.trainer.strategy.end_epoch()  # type: ignore[attr-defined]
         with preemption.before_lightning_leaves(self.trainer):
             super().on_advance_end()
-        # A signal in the last steps of the epoch comes too late for the questions about batches.
+        # A signal in the last steps of the epoch comes too late for the polls about batches.
         _leave_if_agreed(self.trainer)
 
     @override
@@ -161,7 +161,7 @@ class _EpochLoopMixin(_TrainingEpochLoop):
             super().on_advance_end(data_fetcher)
             return
         if isinstance(data_fetcher, LookaheadFetcher) and data_fetcher.walker is not None:
-            found.hear(data_fetcher.walker.batches.save_agreed)
+            found.note_result(data_fetcher.walker.batches.save_agreed)
         with preemption.before_lightning_leaves(self.trainer):
             super().on_advance_end(data_fetcher)
         if found.due and self._is_between_steps(found):
@@ -229,12 +229,12 @@ def _step_arguments(epoch_loop: _TrainingEpochLoop) -> StepArguments:
 
 
 def _leave_if_agreed(trainer: Trainer) -> None:
-    """Ask all ranks about signals; all ranks call this and wait."""
+    """Poll all ranks about signals; all ranks call this and wait."""
     found, strategy = preemption.of(trainer), trainer.strategy
     wanted = found is not None and found.wanted
-    goes_on, unwanted = strategy.lowest([not sigterm.heard(trainer), not wanted])()  # type: ignore[attr-defined]
+    goes_on, unwanted = strategy.lowest([not sigterm.received(trainer), not wanted])()  # type: ignore[attr-defined]
     if found is not None:
-        found.hear(not unwanted)
+        found.note_result(not unwanted)
     if not goes_on:
         sigterm.leave(trainer)
 

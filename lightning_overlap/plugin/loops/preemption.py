@@ -14,41 +14,41 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 class Preemption:
     """Replaces Lightning's handler of the requeue signal, which saves wherever the signal finds a rank.
 
-    The handler only notes the signal. The ranks learn of it with the questions about batches, as they learn of SIGTERM.
+    The handler only notes the signal. The ranks learn of it from the polls about batches, as they learn of SIGTERM.
     """
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         # Lightning's own handler finalizes loggers, saves `hpc_ckpt_N.ckpt` and calls `scontrol requeue` on rank 0.
         self._save_and_requeue: Any = trainer._signal_connector._slurm_sigusr_handler_fn
-        self._heard = False  # whether this process got the signal
+        self._received = False  # whether this process got the signal
         self._agreed = False  # whether all ranks know that one of them did
         self._is_over = False  # whether the job was requeued: once in a run
         self.saving = False  # while the checkpoint is saved
         self.validates = False  # whether a validation belongs to the latest step
 
     def __call__(self, signum: int, frame: Any) -> None:
-        """Note the signal for the next question."""
-        self._heard = True
+        """Note the signal for the next poll."""
+        self._received = True
 
     @property
     def wanted(self) -> bool:
         """Whether this process got the signal and the job is not requeued yet."""
-        return self._heard and not self._is_over
+        return self._received and not self._is_over
 
     @property
     def due(self) -> bool:
         """Whether to save and requeue at the next suitable point; alike on all ranks."""
-        return (self._agreed or (self._heard and self._trainer.world_size == 1)) and not self._is_over
+        return (self._agreed or (self._received and self._trainer.world_size == 1)) and not self._is_over
 
-    def hear(self, agreed: bool) -> None:
-        """Note an answer to a question about the signal, on all ranks alike."""
+    def note_result(self, agreed: bool) -> None:
+        """Note the result of a poll about the signal, on all ranks alike."""
         self._agreed |= agreed
 
-    def ask(self) -> None:
-        """Ask all ranks about the signal; all ranks call this and wait."""
+    def poll(self) -> None:
+        """Poll all ranks about the signal; all ranks call this and wait."""
         strategy: Any = self._trainer.strategy
-        self.hear(strategy.any_rank(self.wanted))
+        self.note_result(strategy.any_rank(self.wanted))
 
     def requeue(self) -> None:
         """Save a checkpoint and requeue the job if that is due; all ranks call this at the same point."""
@@ -82,7 +82,7 @@ def of(trainer: Trainer) -> Preemption | None:
 def finish(trainer: Trainer) -> None:
     """Save and requeue at the last opportunity, if any rank got the signal; all ranks call this alike."""
     if (preemption := of(trainer)) is not None:
-        preemption.ask()
+        preemption.poll()
         preemption.requeue()
 
 

@@ -15,14 +15,14 @@ class Sigterm:
     """Replaces Lightning's handler of SIGTERM, which broadcasts between any other collectives of the rank."""
 
     trainer: Trainer
-    heard: bool = False
+    received: bool = False
 
     def __call__(self, signum: int, frame: Any) -> None:
         """Forward the signal to the processes that this process launched, and note it for the next consensus."""
         launcher = self.trainer.strategy.launcher
-        if not self.heard and launcher is not None:
+        if not self.received and launcher is not None:
             launcher.kill(signum)
-        self.heard = True
+        self.received = True
 
 
 def install(trainer: Trainer, undo: ExitStack) -> None:
@@ -33,10 +33,10 @@ def install(trainer: Trainer, undo: ExitStack) -> None:
         undo.callback(vars(connector).pop, "_sigterm_notifier_fn")
 
 
-def heard(trainer: Trainer) -> bool:
+def received(trainer: Trainer) -> bool:
     """Whether this process received SIGTERM."""
     handler = vars(trainer._signal_connector).get("_sigterm_notifier_fn")
-    return handler.heard if isinstance(handler, Sigterm) else bool(trainer.received_sigterm)
+    return handler.received if isinstance(handler, Sigterm) else bool(trainer.received_sigterm)
 
 
 def leave(trainer: Trainer) -> None:

@@ -1,4 +1,4 @@
-"""The protocol of sinks, and the cuts in a sink: which are whole, which parts are missing, and their headers."""
+"""The protocol of sinks, and the cuts in a sink: which are whole, which files are missing, and their headers."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from functools import cached_property
 from itertools import groupby
 from typing import Protocol, runtime_checkable
 
-from .form import Header, Part, PartError, PartName, decode, read_header
+from .form import CutFile, FileError, FileName, Header, decode, read_header
 
 CutId = tuple[int, int]  # generation and step, the order of cuts
 _TWO_TRAININGS = "two trainings wrote into this sink. Use a separate sink for each run."
@@ -14,33 +14,33 @@ _TWO_TRAININGS = "two trainings wrote into this sink. Use a separate sink for ea
 
 @runtime_checkable
 class DeltaSink(Protocol):
-    """Stores parts by name, for replicas and resumed trainings.
+    """Stores files by name, for replicas and resumed trainings.
 
     Each rank writes through its own pickled copy of the user's sink, which must open its connection at the first use;
     any number of processes read at the same time. A sink that cannot be read may return no names: then every fit begins
-    with a base. It may also have `check()`, which raises a `SinkError` if parts cannot be written, and
+    with a base. It may also have `check()`, which raises a `SinkError` if files cannot be written, and
     `write_pieces(name, pieces)`, which is called instead of `write` and saves a copy: it writes the joined bytes of
     `pieces` (`bytes` or `memoryview`), whose memory is reused when it returns.
     """
 
-    def write(self, name: str, part: bytes) -> None:
-        """Store or replace a part; return when it is durable and complete for every reader."""
+    def write(self, name: str, content: bytes) -> None:
+        """Store or replace a file; return when it is durable and complete for every reader."""
 
     def names(self) -> Iterable[str]:
-        """Return the names of all stored parts, without other files or keys."""
+        """Return the names of all files of cuts, without other files or keys."""
 
     def read(self, name: str) -> bytes:
-        """Return a part; raise a KeyError if it does not exist."""
+        """Return a file; raise a KeyError if it does not exist."""
 
     def remove(self, names: Iterable[str]) -> None:
-        """Remove parts, in the given order; missing names are ignored."""
+        """Remove files, in the given order; missing names are ignored."""
 
     def close(self) -> None:
         """Close connections; the next call opens them again."""
 
 
 class CutError(ValueError):
-    """Parts in a sink are missing, repeated, out of order, or of another run."""
+    """Files in a sink are missing, repeated, out of order, or of another run."""
 
 
 class LostError(CutError):
@@ -49,28 +49,28 @@ class LostError(CutError):
 
 @dataclass(frozen=True)
 class Cut:
-    """The chunks of a cut in a sink, sorted; some may be missing."""
+    """The files of a cut in a sink, sorted; some may be missing."""
 
     at: CutId
-    names: tuple[PartName, ...]
+    names: tuple[FileName, ...]
 
     @cached_property
     def conflict(self) -> str | None:
-        """Why the parts cannot belong together, or None."""
+        """Why the files cannot belong together, or None."""
         worlds = sorted({name.world_size for name in self.names})
         if len(worlds) > 1:
             ranks = " and of ".join(f"{world} ranks" for world in worlds)
-            return f"{as_words(self.at)} has parts of {ranks}: {_TWO_TRAININGS}"
+            return f"{as_words(self.at)} has files of {ranks}: {_TWO_TRAININGS}"
         for rank, names in groupby(self.names, key=lambda name: name.rank):
             counts = sorted({name.num_chunks for name in names})
             if len(counts) > 1:
-                chunks = " and of ".join(f"{count} chunks" for count in counts)
-                return f"{as_words(self.at)} has two parts of rank {rank}, of {chunks}: {_TWO_TRAININGS}"
+                totals = " and ".join(f"one of {count}" for count in counts)
+                return f"{as_words(self.at)} has several series of files of rank {rank}, {totals}: {_TWO_TRAININGS}"
         return None
 
     @cached_property
     def missing(self) -> dict[int, list[str]]:
-        """Rank -> names of missing chunks; `*` stands for all chunks of a part."""
+        """Rank -> names of missing files; `*` stands for all files of a rank."""
         found: dict[int, list[str]] = {}
         there = {name.rank: name for name in self.names}
         for rank in range(self.names[0].world_size):
@@ -84,22 +84,22 @@ class Cut:
 
     @property
     def is_whole(self) -> bool:
-        """Whether every chunk of every rank's part exists."""
+        """Whether every file of every rank exists."""
         return self.conflict is None and not self.missing
 
 
 @dataclass(frozen=True)
 class Head:
-    """The header of one part of a whole cut, and the cut that it follows (None if every part is a base)."""
+    """The header of one file of a whole cut, and the cut that it follows (None if it is a base of every rank)."""
 
     header: Header
     after: CutId | None
-    bases: frozenset[int]  # the ranks whose parts are bases
+    bases: frozenset[int]  # the ranks whose files are a base
     is_void: bool
 
 
 def read_head(sink: DeltaSink, cut: Cut) -> Head:
-    """Read the headers of a whole cut, from the first chunk of each part; raise a KeyError if one was removed."""
+    """Read the headers of a whole cut, from the first file of each rank; raise a KeyError if one was removed."""
     headers: list[Header] = []
     for name in cut.names:
         if name.chunk == 0:
@@ -108,24 +108,24 @@ def read_head(sink: DeltaSink, cut: Cut) -> Head:
     follows = {header.after for header in headers if header.after is not None}
     if len(follows) > 1:
         followed = " and ".join(map(as_words, sorted(follows)))
-        raise CutError(f"the parts of {as_words(cut.at)} do not belong together: they follow {followed}.")
+        raise CutError(f"the files of {as_words(cut.at)} do not belong together: they follow {followed}.")
     bases = frozenset(header.rank for header in headers if header.is_base)
     return Head(headers[0], next(iter(follows), None), bases, any(header.is_void for header in headers))
 
 
-def part_of(data: bytes, name: PartName, head: Head) -> Part:
-    """Decode the chunk `name`; raise a CutError if it does not belong to the cut of `head`."""
-    part = decode(data, str(name))
-    _check_belongs(part.header, name, head.header)
-    if part.header.is_base != (name.rank in head.bases) or part.header.after not in (None, head.after):
-        raise CutError(f"{name} and the first chunk of its part follow different cuts.")
-    return part
+def file_of(data: bytes, name: FileName, head: Head) -> CutFile:
+    """Decode the file `name`; raise a CutError if it does not belong to the cut of `head`."""
+    file = decode(data, str(name))
+    _check_belongs(file.header, name, head.header)
+    if file.header.is_base != (name.rank in head.bases) or file.header.after not in (None, head.after):
+        raise CutError(f"{name} and the first file of its rank follow different cuts.")
+    return file
 
 
-def _check_belongs(header: Header, name: PartName, first: Header) -> None:
-    """Check that a chunk has its original name, and belongs to the cut of another chunk."""
+def _check_belongs(header: Header, name: FileName, first: Header) -> None:
+    """Check that a file has its original name, and belongs to the cut of another file."""
     if header.name != name:
-        raise PartError(f"{name} has the header of {header.name}: it was copied or renamed. Restore the original name.")
+        raise FileError(f"{name} has the header of {header.name}: it was copied or renamed. Restore the original name.")
     if header.run != first.run:
         raise CutError(
             f"{name} is of the run {header.run!r}, {first.name} of the run {first.run!r}. Use a separate sink for each "

@@ -1,4 +1,4 @@
-"""Find the next cut of a replica, also after lost parts, crashes, resumes and bases."""
+"""Find the next cut of a replica, also after lost files, crashes, resumes and bases."""
 
 import logging
 import time
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from ...text import some
 from .cuts import Cut, CutError, CutId, DeltaSink, Head, LostError, as_words, read_head
-from .form import PartName, parse_names, read_header
+from .form import FileName, parse_names, read_header
 
 _log = logging.getLogger(__name__)
 _MOST_HEADS = 10_000
@@ -17,10 +17,10 @@ QUICK_S = 2.0  # seconds in which no training can restart and reach the same ste
 
 
 class Move(NamedTuple):
-    """Chunks that bring a replica to a newer state: of one cut, or of the cuts from every rank's base on."""
+    """Files that bring a replica to a newer state: of one cut, or of the cuts from every rank's base on."""
 
-    chunks: Sequence[tuple[Head, PartName]]  # in order, each with the head of its cut
-    is_base: bool  # whether every rank's parts begin with a base, so that the replica needs nothing earlier
+    files: Sequence[tuple[Head, FileName]]  # in order, each with the head of its cut
+    is_base: bool  # whether every rank's files begin with a base, so that the replica needs nothing earlier
 
 
 class Chain:
@@ -36,11 +36,11 @@ class Chain:
         self._heads: dict[Cut, Head] = {}
 
     def list_sink(self) -> None:
-        """List the sink and sort its parts into cuts."""
+        """List the sink and sort its files into cuts."""
         now = time.monotonic()
         self._unseen_s, self._listed = now - self._listed, now
         names = parse_names(set(self.sink.names()))
-        self.cuts = [Cut(at, tuple(parts)) for at, parts in groupby(names, key=lambda name: name.cut)]
+        self.cuts = [Cut(at, tuple(of_cut)) for at, of_cut in groupby(names, key=lambda name: name.cut)]
         self._by_generation = {number: [*cuts] for number, cuts in groupby(self.cuts, key=lambda cut: cut.at[0])}
 
     def forget(self) -> None:
@@ -48,7 +48,7 @@ class Chain:
         self._heads.clear()
 
     def next(self, at: CutId | None) -> Move | None:
-        """Return what a replica at this cut (None: a new one) applies next; a CutError names missing parts."""
+        """Return what a replica at this cut (None: a new one) applies next; a CutError names missing files."""
         if not self.cuts:
             return None
         try:
@@ -60,7 +60,7 @@ class Chain:
             if start is None and isinstance(err, LostError):
                 start = self.start()
             if start is not None:
-                base = as_words(start.chunks[-1][1].cut)
+                base = as_words(start.files[-1][1].cut)
                 _log.warning("embedding deltas: starting again from the base of %s: %s", base, err)
             elif not self._base_is_coming():
                 raise
@@ -82,8 +82,8 @@ class Chain:
                 if is_own and head.is_void:
                     return self.start(newer_than=at)  # None: wait for the base
                 if head.after is None or head.after == at or (head.after < at and not is_own):
-                    chunks = [(head, name) for name in cut.names]
-                    return Move(chunks, is_base=len(head.bases) == cut.names[0].world_size)
+                    files = [(head, name) for name in cut.names]
+                    return Move(files, is_base=len(head.bases) == cut.names[0].world_size)
                 follows, applied = as_words(head.after), as_words(at)
                 problems.append(f"{as_words(cut.at)} follows {follows}, which is missing; applied so far: {applied}.")
             elif self._is_broken(cut):
@@ -107,7 +107,7 @@ class Chain:
         if header.generation == at[0]:
             if self.fit and header.fit and header.fit != self.fit:
                 problem = (
-                    f"is not of the fit that wrote {as_words(at)}, which is applied: the sink lost parts of that fit, "
+                    f"is not of the fit that wrote {as_words(at)}, which is applied: the sink lost files of that fit, "
                     "and the training was resumed from an earlier checkpoint."
                 )
         elif head.after is not None and header.found is not None and at > header.found:
@@ -152,13 +152,13 @@ class Chain:
                     base_of.setdefault(rank, index)
                 if len(base_of) == cut.names[0].world_size:
                     last = max(base_of.values())
-                    chunks = [
+                    files = [
                         (self._head(taken), name)
                         for place, taken in enumerate(cuts[index : last + 1], index)
                         for name in taken.names
                         if base_of.get(name.rank, last + 1) <= place
                     ]
-                    return Move(chunks, is_base=True)
+                    return Move(files, is_base=True)
         return None
 
     def _is_broken(self, cut: Cut) -> bool:
@@ -194,4 +194,4 @@ class Chain:
 
 def _lacks(cut: Cut) -> str:
     lacks = [name for names in cut.missing.values() for name in names]
-    return cut.conflict or f"{as_words(cut.at)} lacks {some(lacks, 8)}, but has later parts of these ranks."
+    return cut.conflict or f"{as_words(cut.at)} lacks {some(lacks, 8)}, but has later files of these ranks."

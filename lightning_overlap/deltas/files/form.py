@@ -1,4 +1,4 @@
-"""The format of parts (docs/deltas_format.md). A part has a rank's rows of a cut, in chunks; a base has all rows."""
+"""The format of files (docs/deltas_format.md): each has some of a rank's rows of a cut. A base has all rows."""
 
 import io
 import json
@@ -26,10 +26,10 @@ except ImportError:
 
 SCHEMA = 1  # version of the format; a reader rejects others
 WEIGHT = "weight"  # the field of a table's weights; other fields are kinds of optimizer state (`momentum1`, ...)
-TRAILER_SIZE = len(b"CRC32:00000000")  # bytes of the checksum at the end of a chunk
+TRAILER_SIZE = len(b"CRC32:00000000")  # bytes of the checksum at the end of a file
 SMALL = 4096  # adjacent pieces below this size in bytes are joined
 
-Piece: TypeAlias = bytes | memoryview  # bytes of a part; a view's memory is reused after the part is written
+Piece: TypeAlias = bytes | memoryview  # bytes of a file; a view's memory is reused after the file is written
 
 _HEADER = b"embedding_deltas.part"
 _TRAILER = re.compile(rb"CRC32:([0-9a-f]{8})")
@@ -44,19 +44,19 @@ _COLUMNS = pa.schema(
 )
 
 
-class PartError(ValueError):
-    """A part cannot be decoded: it is damaged, of another schema, or not a part."""
+class FileError(ValueError):
+    """A file cannot be decoded: it is damaged, of another schema, or no file of a cut."""
 
 
-class PartName(NamedTuple):
-    """The fields of a chunk's name; names sort by generation, step, rank and chunk."""
+class FileName(NamedTuple):
+    """The fields of a file's name; names sort by generation, step, rank and chunk."""
 
     generation: int
     step: int
     rank: int
     world_size: int
-    chunk: int
-    num_chunks: int
+    chunk: int  # number of the file among those of its rank
+    num_chunks: int  # files of its rank
 
     def __str__(self) -> str:
         return (
@@ -66,7 +66,7 @@ class PartName(NamedTuple):
 
     @classmethod
     def parse(cls, name: str) -> Self | None:
-        """Return the fields of a name; None if it is not the name of a chunk."""
+        """Return the fields of a name; None if it is not the name of a file of a cut."""
         found = _NAME.fullmatch(name)
         return None if found is None else cls(*map(int, found.groups()))
 
@@ -76,14 +76,14 @@ class PartName(NamedTuple):
         return self.generation, self.step
 
 
-def parse_names(names: Iterable[str]) -> list[PartName]:
-    """Return the sorted names of chunks; skip other names."""
-    return sorted(filter(None, map(PartName.parse, names)))
+def parse_names(names: Iterable[str]) -> list[FileName]:
+    """Return the sorted names of files of cuts; skip other names."""
+    return sorted(filter(None, map(FileName.parse, names)))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Header:
-    """The header of a chunk; docs/deltas_format.md describes its fields."""
+    """The header of a file; docs/deltas_format.md describes its fields."""
 
     run: str
     generation: int
@@ -104,13 +104,13 @@ class Header:
 
     @property
     def is_base(self) -> bool:
-        """Whether the part has all rows of its rank."""
+        """Whether the file belongs to a base, which has all rows of its rank."""
         return self.after is None
 
     @property
-    def name(self) -> PartName:
-        """The chunk's name in a sink."""
-        return PartName(self.generation, self.step, self.rank, self.world_size, self.chunk, self.num_chunks)
+    def name(self) -> FileName:
+        """The file's name in a sink."""
+        return FileName(self.generation, self.step, self.rank, self.world_size, self.chunk, self.num_chunks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,14 +127,14 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Dense:
-    """A tensor of the dense part, on the host; `name` is its name in the LightningModule's `state_dict`."""
+    """A tensor of the densepart, on the host; `name` is its name in the LightningModule's `state_dict`."""
 
     name: str
     value: Tensor
 
 
-class Part(NamedTuple):
-    """The content of one chunk."""
+class CutFile(NamedTuple):
+    """The content of one file of a cut."""
 
     header: Header
     rows: list[Rows]
@@ -142,7 +142,7 @@ class Part(NamedTuple):
 
 
 def encode(header: Header, rows: Iterable[Rows] = (), dense: Iterable[Dense] = ()) -> bytes:
-    """Return the bytes of a chunk: an Arrow IPC stream and a checksum, as in docs/deltas_format.md."""
+    """Return the bytes of a file: an Arrow IPC stream and a checksum, as in docs/deltas_format.md."""
     return joined(encode_pieces(header, rows, dense))
 
 
@@ -187,15 +187,15 @@ class _Written(list[memoryview]):
         self.append(memoryview(data))
 
 
-def decode(data: bytes, name: str = "part") -> Part:
-    """Return the content of a chunk; a PartError names it if it is damaged, of another schema, or not a chunk."""
+def decode(data: bytes, name: str = "file") -> CutFile:
+    """Return the content of a file; a FileError names it if it is damaged, of another schema, or no file of a cut."""
     header, batches = _read(data, name, rows=True)
-    found = Part(header, [], [])
+    found = CutFile(header, [], [])
     for batch in batches:
         entry = batch.to_pylist()[0] if batch.num_rows else {}
         dtype = getattr(torch, str(entry.get("dtype")), None)
         if not isinstance(dtype, torch.dtype):
-            raise PartError(f"{name}: an entry has the dtype {entry.get('dtype')!r}, which this torch lacks.")
+            raise FileError(f"{name}: an entry has the dtype {entry.get('dtype')!r}, which this torch lacks.")
         values = _tensor(batch.column("values")[0].as_buffer(), dtype)
         if entry["kind"] == "dense":
             found.dense.append(Dense(entry["name"], values.reshape(entry["shape"])))
@@ -206,8 +206,8 @@ def decode(data: bytes, name: str = "part") -> Part:
     return found
 
 
-def read_header(data: bytes, name: str = "part") -> Header:
-    """Return the header of a chunk; arguments and errors as for `decode`."""
+def read_header(data: bytes, name: str = "file") -> Header:
+    """Return the header of a file; arguments and errors as for `decode`."""
     return _read(data, name, rows=False)[0]
 
 
@@ -216,8 +216,8 @@ def _read(data: bytes, name: str, *, rows: bool) -> tuple[Header, list[Any]]:
     trailer = _TRAILER.fullmatch(data[-TRAILER_SIZE:])
     content = memoryview(data)[:-TRAILER_SIZE]
     if trailer is None or crc32(content) != int(trailer[1], 16):
-        raise PartError(
-            f"{name} is damaged, or no part of embedding deltas: its checksum is {'wrong' if trailer else 'missing'}."
+        raise FileError(
+            f"{name} is damaged, or no file of embedding deltas: its checksum is {'wrong' if trailer else 'missing'}."
         )
     try:
         with pa.ipc.open_stream(pa.py_buffer(content)) as reader:
@@ -229,8 +229,8 @@ def _read(data: bytes, name: str, *, rows: bool) -> tuple[Header, list[Any]]:
                 kept["tables"] = {table: (int(shape[0]), int(shape[1])) for table, shape in kept["tables"].items()}
                 return Header(**kept), list(reader) if rows else []
     except (pa.ArrowException, OSError, KeyError, TypeError, ValueError) as err:
-        raise PartError(f"{name} is not a part of embedding deltas: {type(err).__name__}: {err}") from err
-    raise PartError(
+        raise FileError(f"{name} is not a file of embedding deltas: {type(err).__name__}: {err}") from err
+    raise FileError(
         f"{name} is of schema {written.get('schema')!r}, this version reads schema {SCHEMA}: read it with the version "
         "of lightning_overlap that wrote it."
     )

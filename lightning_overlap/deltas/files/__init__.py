@@ -1,16 +1,16 @@
-"""The format of parts, and the chain of cuts. Needs pyarrow of the extra `deltas`; isal of this extra is faster."""
+"""The files of cuts, and the chain of cuts. Needs pyarrow of the extra `deltas`; isal of this extra is faster."""
 
 from .chain import Chain, Move
-from .cuts import CutError, DeltaSink, Head, as_words, part_of
+from .cuts import CutError, DeltaSink, Head, as_words, file_of
 from .form import (
     SCHEMA,
     TRAILER_SIZE,
     WEIGHT,
+    CutFile,
     Dense,
+    FileError,
+    FileName,
     Header,
-    Part,
-    PartError,
-    PartName,
     Piece,
     Rows,
     decode,
