@@ -44,6 +44,7 @@ class DeferredUpdates:
         """Let go of the batches that are trained, except for their updates."""
         for flight in self.to_update.values():
             flight.batch = None  # trained: the update reads the received ids only
+            flight.done.clear()  # it has the batch too
 
     def start(self, flight: Flight) -> None:
         """Start the all-to-all of the embeddings' gradients of a batch whose backward has ended."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -385,6 +386,9 @@ class Walker:
                 else:
                     with self._grad_mode(), self._lookup_context():
                         flight.look_up(owners, only)
+        if not sends:
+            # The lookup has the ids that it needs; others are free.
+            flight.done[Stage.INPUT_DATA_DIST] = replace(flight.done[Stage.INPUT_DATA_DIST], value=None)
         # Ids are sent from the batch's own memory.
         flight.done[stage] = streams.made(flight.batch if sends else None, row.stream)
 

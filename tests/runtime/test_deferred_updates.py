@@ -1,5 +1,6 @@
 """Deferred updates: each is made once, the oldest first; after an error those of finished steps are completed."""
 
+import weakref
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -8,6 +9,7 @@ import pytest
 
 from lightning_overlap.runtime import Flight, Streams, Telemetry
 from lightning_overlap.runtime.deferred_updates import DeferredUpdates
+from lightning_overlap.schedules import Stage, StreamName
 
 
 class LoggedFlight(Flight):
@@ -74,3 +76,15 @@ def test_an_update_that_cannot_be_made_is_named(updates: DeferredUpdates, log: l
     assert updates.settle(0.05) == "the update of batch 3 is missing in the tables"
     flight.has_gradients, flight.error = True, RuntimeError("link down")
     assert updates.settle(1) == "RuntimeError: link down; the update of batch 3 is missing in the tables"
+
+
+def test_a_trained_batch_is_let_go_before_its_update(updates: DeferredUpdates) -> None:
+    class Batch:
+        """A batch that can be referred to weakly."""
+
+    flight, batch = updates.to_update[3], Batch()
+    flight.batch, reference = batch, weakref.ref(batch)
+    flight.done[Stage.COPY_BATCH_TO_DEVICE] = Streams().made(batch, StreamName.MEMCPY)
+    del batch
+    updates.begin_iteration()
+    assert reference() is None
