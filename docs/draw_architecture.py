@@ -100,7 +100,7 @@ STATIONS = {
             {
                 "sparse": (
                     "sparse/module_forward.py",
-                    "same KJT: the early embeddings,\nwaited for at the merge; any other\ninput: the original forward",
+                    "same KJT: the early embeddings,\nwaited for at the merge; any other\ninput: the own forward",
                 ),
             },
         ),
