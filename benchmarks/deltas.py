@@ -71,7 +71,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="numbers of CPU ranks")
     parser.add_argument("--mode", default="fused_sparse_dist", help="of the pipeline, for `cost`")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="to measure beside no callback")
-    parser.add_argument("--folder", help="where parts go; left out: a disk in memory, if there is one")
+    parser.add_argument("--folder", help="where files go; left out: a disk in memory, if there is one")
     options = parser.parse_args()
     options.size = options.size or {"cost": "small", "missed": "tiny"}[options.what]
     warnings.simplefilter("ignore")

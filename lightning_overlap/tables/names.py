@@ -10,7 +10,6 @@ sum of the weights where other kernels divide by the number of ids, and leaves o
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -86,11 +85,11 @@ def without_graph(answer: Any) -> Any:
 def answer_in_config_order(model: nn.Module) -> None:
     """Make every sharded collection of a model return embeddings in the order of its configs."""
     for module in table_modules(model).values():
-        if hasattr(module, "names_in_order"):
-            continue
-        module.__class__ = _in_order(module.__class__)
-        names_by_table = get_embedding_names_by_table(configs_of(module))
-        module.names_in_order = [name for names in names_by_table for name in names]
+        if not isinstance(module.output_dist, OutputInOrder):
+            names_by_table = get_embedding_names_by_table(configs_of(module))
+            names = [name for names in names_by_table for name in names]
+            module.output_dist = OutputInOrder(module.output_dist, names, module.summed_means)
+            module.compute_and_output_dist = OutputInOrder(module.compute_and_output_dist, names, module.summed_means)
 
 
 def table_by_name(module: Any) -> dict[str, str]:
@@ -102,20 +101,21 @@ def table_by_name(module: Any) -> dict[str, str]:
     return {name: config.name for config, names in by_table for name in names}
 
 
-@functools.cache
-def _in_order(cls: Any) -> type:
-    def ordered(method: Callable[..., Any]) -> Callable[..., Any]:
-        def call(self: Any, ctx: Any, *args: Any, **kwargs: Any) -> Any:
-            answer = method(self, ctx, *args, **kwargs)
-            if self.summed_means is not None:
-                answer.callbacks.append(partial(self.summed_means.divide, ctx.divisor))
-            answer.callbacks.append(partial(_put_in_order, self.names_in_order))
-            return answer
+class OutputInOrder:
+    """Stands in for a method of a sharded collection that sends embeddings; the output is divided and put in order."""
 
-        return call
+    def __init__(self, method: Callable[..., Any], names: list[str], means: SummedMeans | None) -> None:
+        self._method = method  # `output_dist` or `compute_and_output_dist`
+        self._names = names  # of embeddings, in the order of the configs
+        self._means = means
 
-    methods = {name: ordered(getattr(cls, name)) for name in ("output_dist", "compute_and_output_dist")}
-    return type(cls.__name__, (cls,), {"__module__": cls.__module__, **methods})
+    def __call__(self, ctx: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return the awaitable of the method, with what is still to be done to the embeddings when they arrive."""
+        awaitable = self._method(ctx, *args, **kwargs)
+        if self._means is not None:
+            awaitable.callbacks.append(partial(self._means.divide, ctx.divisor))
+        awaitable.callbacks.append(partial(_put_in_order, self._names))
+        return awaitable
 
 
 def _put_in_order(names: list[str], columns: Any) -> Any:
@@ -129,31 +129,78 @@ def find_features_by_name(model: nn.Module) -> None:
     managed: list[Any] = [module for module in sharded_modules(model).values() if hands_out_rows(module)]
     for module in (*table_modules(model).values(), *managed):
         module.takes_weights = takes_weights(module)
-        module.takes_numbers = module not in managed  # whether ids are row numbers
-        module.summed_means = tables_of(module).summed_means  # of `divide_means_by_name`
-        if not hasattr(module, "known_features"):
-            module.__class__ = _by_name(module.__class__)
-            module.known_features = module.known_inverse = None  # of the first input, in its order
+        if not isinstance(module.input_dist, InputByName):
+            module.input_dist = InputByName(module, takes_numbers=module not in managed)
     for module in sharded_modules(model).values():
         kind = spec_of(module)
         if kind is not None and kind.feature_processors:  # they set weights, and may read the input's weights
             tables_of(module).takes_weights = None
 
 
-@functools.cache
-def _by_name(cls: Any) -> type:
-    """Return a subclass of the same name that reorders every input like the first input."""
+class InputByName:
+    """Stands in for the `input_dist` of a sharded module; it checks every input, and reorders it like the first one."""
 
-    def input_dist(self: Any, ctx: Any, features: Any) -> Any:
+    def __init__(self, module: Any, *, takes_numbers: bool) -> None:
+        self._module = module
+        self._input_dist = module.input_dist
+        self._takes_numbers = takes_numbers  # whether ids are row numbers
+        self._means: SummedMeans | None = tables_of(module).summed_means  # of `divide_means_by_name`
+        self._known_features: list[str] | None = None  # of the first input, in its order
+        self._known_inverse: list[str] | None = None  # the same of its `inverse_indices`
+
+    def __call__(self, ctx: Any, features: Any) -> Any:
+        """Return the awaitable of the method; raise a TypeError or ValueError for an input that does not fit."""
         if isinstance(features, KeyedJaggedTensor):
-            features = _checked(self, features)
-            if features.keys() != self.known_features:
-                features = _as_known(self, features)
-            if self.summed_means is not None:
-                ctx.divisor = self.summed_means.divisors(features)
-        return cls.input_dist(self, ctx, features)
+            features = self._checked(features)
+            if features.keys() != self._known_features:
+                features = self._as_known(features)
+            if self._means is not None:
+                ctx.divisor = self._means.divisors(features)
+        return self._input_dist(ctx, features)
 
-    return type(cls.__name__, (cls,), {"__module__": cls.__module__, "input_dist": input_dist})
+    def _checked(self, kjt: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        """Return an input with weights if the module needs them, else a copy without: TorchRec would use them."""
+        dtype, kind = kjt.values().dtype, type(self._module).__name__
+        if dtype not in (torch.int64, torch.int32) and self._takes_numbers:
+            raise TypeError(
+                f"the ids for a {kind} (features {some(kjt.keys())}) must be torch.int64 or torch.int32, got {dtype}. "
+                "Convert them in the dataset or the collate function; torch.tensor([]) is torch.float32."
+            )
+        weights, takes_weights = kjt.weights_or_none(), self._module.takes_weights
+        if takes_weights is None or (weights is not None) == takes_weights:
+            return kjt
+        if weights is None:
+            raise ValueError(
+                f"a {kind} with is_weighted=True got a KeyedJaggedTensor without weights (features "
+                f"{some(kjt.keys())}). Pass weights=, one for each id, or make the collection with is_weighted=False."
+            )
+        if weights.dim() == 1:  # else rows that TorchRec writes
+            kjt = copy.copy(kjt)
+            kjt._weights = kjt._jt_dict = None
+        return kjt
+
+    def _as_known(self, kjt: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        """Return an input with the features of the first one, in their order; the first is returned as it is."""
+        configs = configs_of(tables_of(self._module))
+        wanted = {feature for config in configs for feature in config.feature_names}
+        if missing := sorted(wanted.difference(kjt.keys())):
+            raise ValueError(
+                f"the KeyedJaggedTensor for a {type(self._module).__name__} lacks {some(missing)}, which its tables "
+                f"look up; it has {some(kjt.keys())}. For a feature without ids, pass lengths of zero."
+            )
+        inverse = kjt.inverse_indices_or_none()
+        if self._known_features is None:
+            self._known_features = list(kjt.keys())
+            self._known_inverse = None if inverse is None else list(inverse[0])
+            return kjt
+        places = {key: place for place, key in enumerate(kjt.keys())}
+        with torch.no_grad():  # as when TorchRec reorders features
+            # No table looks up a missing feature: any feature may take its place.
+            ordered: KeyedJaggedTensor = kjt.permute([places.get(key, 0) for key in self._known_features])
+        if inverse is not None and self._known_inverse is not None:
+            rows = [inverse[0].index(key) for key in self._known_inverse]
+            ordered._inverse_indices = (self._known_inverse, inverse[1][rows])
+        return ordered
 
 
 def takes_weights(module: Any) -> bool:
@@ -162,50 +209,6 @@ def takes_weights(module: Any) -> bool:
         return True
     tables = tables_of(module)
     return isinstance(tables, ShardedEmbeddingBagCollection) and bool(tables._is_weighted)
-
-
-def _checked(module: Any, kjt: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    """Return an input with weights if the module needs them, else a copy without: TorchRec would multiply by them."""
-    dtype = kjt.values().dtype
-    if dtype not in (torch.int64, torch.int32) and module.takes_numbers:
-        raise TypeError(
-            f"the ids for a {type(module).__name__} (features {some(kjt.keys())}) must be torch.int64 or torch.int32, "
-            f"got {dtype}. Convert them in the dataset or the collate function; torch.tensor([]) is torch.float32."
-        )
-    weights = kjt.weights_or_none()
-    if module.takes_weights is None or (weights is not None) == module.takes_weights:
-        return kjt
-    if weights is None:
-        raise ValueError(
-            f"a {type(module).__name__} with is_weighted=True got a KeyedJaggedTensor without weights (features "
-            f"{some(kjt.keys())}). Pass weights=, one for each id, or make the collection with is_weighted=False."
-        )
-    if weights.dim() == 1:  # else rows that TorchRec writes
-        kjt = copy.copy(kjt)
-        kjt._weights = kjt._jt_dict = None
-    return kjt
-
-
-def _as_known(module: Any, kjt: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    wanted = {feature for config in configs_of(tables_of(module)) for feature in config.feature_names}
-    if missing := sorted(wanted.difference(kjt.keys())):
-        raise ValueError(
-            f"the KeyedJaggedTensor for a {type(module).__name__} lacks {some(missing)}, which its tables look up; it "
-            f"has {some(kjt.keys())}. For a feature without ids, pass lengths of zero."
-        )
-    inverse = kjt.inverse_indices_or_none()
-    if module.known_features is None:
-        module.known_features = list(kjt.keys())
-        module.known_inverse = None if inverse is None else list(inverse[0])
-        return kjt
-    places = {key: place for place, key in enumerate(kjt.keys())}
-    with torch.no_grad():  # as when TorchRec reorders features
-        # No table looks up a missing feature: any feature may take its place.
-        ordered: KeyedJaggedTensor = kjt.permute([places.get(key, 0) for key in module.known_features])
-    if inverse is not None and module.known_inverse is not None:
-        rows = [inverse[0].index(key) for key in module.known_inverse]
-        ordered._inverse_indices = (module.known_inverse, inverse[1][rows])
-    return ordered
 
 
 def divide_means_by_name(model: nn.Module) -> None:

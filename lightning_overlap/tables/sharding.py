@@ -1,13 +1,11 @@
 """Shard the tables of a model in place: the user's argument, the plan, and checks before training starts."""
 
-import copyreg
-import functools
 import itertools
 import os
 import warnings
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Literal, NoReturn, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -24,6 +22,7 @@ from typing_extensions import override
 
 from ..text import check_known, some
 from .kernel_checks import check_kernels, check_kernels_of_sharded
+from .left_behind import leave_shards_behind
 from .names import answer_in_config_order, divide_means_by_name, find_features_by_name
 from .optimizer_checks import FusedOptimizer, apply_fused_optimizer, check_fused_optimizer, warn_of_dense_tables
 from .plans import KeptPlan, divide_in_two, make_planner, plan_on_rank_zero, sharding_types
@@ -205,59 +204,7 @@ def _watch(model: nn.Module) -> None:
     answer_in_config_order(model)
     find_features_by_name(model)
     watch_tables(model)
-    for module in table_modules(model).values():
-        if not hasattr(type(module), "qconfig"):
-            module.__class__ = _unquantized(module.__class__)
-    for module in sharded_modules(model).values():  # it has process groups and hooks, which cannot be pickled
-        copyreg.pickle(type(module), _left_behind)
-
-
-def _refuse_quantization(module: Any, qconfig: Any) -> NoReturn:
-    """Raise a RuntimeError when torch.ao.quantization marks a module; it has no quantized form of sharded modules."""
-    kind = getattr(module, "kind", type(module).__name__)
-    raise RuntimeError(
-        f"the tables of a {kind} are sharded, and quantization would leave them as they are. Save a checkpoint with "
-        "checkpoint_format='full', make the module anew without a Trainer, load the checkpoint there, and quantize "
-        "that one (docs/migration.md, 'Out again, to serving'). Dense parts can be quantized by themselves: "
-        "quantize_dynamic(module.top)."
-    )
-
-
-def _no_qconfig(module: Any) -> NoReturn:
-    raise AttributeError(f"{type(module).__name__} has no attribute 'qconfig'")
-
-
-@functools.cache
-def _unquantized(cls: type) -> type:
-    """Return a subclass of the same name that torch.ao.quantization cannot pass over."""
-    qconfig = property(_no_qconfig, _refuse_quantization)
-    return type(cls.__name__, (cls,), {"__module__": cls.__module__, "qconfig": qconfig})
-
-
-class ShardsLeftBehind(nn.Module):
-    """Replaces a sharded module of class `kind` in a copy of a model: shards belong to a process and its ranks."""
-
-    qconfig = property(_no_qconfig, _refuse_quantization)
-
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.kind = kind
-
-    @override
-    def forward(self, *_: Any, **__: Any) -> NoReturn:
-        raise RuntimeError(
-            f"this module is a copy, and its {self.kind} has no shards: shards stay with their process. Make a new "
-            "module, and load a checkpoint of the copied module."
-        )
-
-
-def _left_behind(module: nn.Module) -> tuple[type[ShardsLeftBehind], tuple[str]]:
-    warnings.warn(
-        f"a copy of a {type(module).__name__} has no shards: save a checkpoint to keep the tables, and pass a module "
-        "to fit() and the other methods of a copied trainer.",
-        stacklevel=3,
-    )
-    return ShardsLeftBehind, (type(module).__name__,)
+    leave_shards_behind(model)
 
 
 def make_plan(

@@ -78,7 +78,7 @@ def _refuse_lost_forwards(name: str, module: nn.Module, inner: Mapping[str, nn.M
 
 def _way_out(base: type) -> str:
     return (
-        f"Make it a {base.__name__}, and put what you have added into a module that holds and calls it; or shard it in "
+        f"Make it a {base.__name__}, and put your additions into a module that holds and calls it; or shard it in "
         "configure_model, with a sharder of your own."
     )
 
