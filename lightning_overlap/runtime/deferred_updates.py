@@ -1,7 +1,7 @@
 """Deferred updates: when each update is made, and which streams and events it waits for."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import suppress
 from typing import Any
 
@@ -61,7 +61,7 @@ class DeferredUpdates:
         for flight in list(self.to_update.values()):
             list(self._make(row, flight))
 
-    def make_up_to(self, index: int, row: Step, *, overlaps_dense: bool, by_part: bool) -> Iterator[ModulePart]:
+    def make_up_to(self, index: int, row: Step, *, overlaps_dense: bool, by_part: bool) -> Generator[ModulePart]:
         """Make the updates of all batches up to `index`; `by_part` yields each part of a module updated by that batch.
 
         `overlaps_dense`: the update comes before the optimizer step of its own batch.
@@ -72,7 +72,7 @@ class DeferredUpdates:
 
     def _make(
         self, row: Step, flight: Flight, *, overlaps_dense: bool = False, by_part: bool = False
-    ) -> Iterator[ModulePart]:
+    ) -> Generator[ModulePart]:
         index, stage = flight.index, row.stage
         self._telemetry.observe("issue", stage, index)
         del self.to_update[index]

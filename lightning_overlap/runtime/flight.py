@@ -56,6 +56,7 @@ class Flight:
     done: dict[Stage, Made] = field(default_factory=dict)  # stages issued: what each has made, for other streams
     defers_update: bool = False  # whether its backward leaves its update to a later row; set at its lookup
     ran_unpipelined: bool = False  # whether a module ran its own forward for it, and no backward has followed yet
+    ids_received: bool = False  # whether `receive_ids` has been called
     consumed: bool = False  # whether its `training_step` has begun
     num_unseen: int = 0  # staleness: the number of earlier batches whose updates its fused lookup did not see
 
@@ -125,6 +126,10 @@ class Flight:
 
     def count_lookups(self, times: int) -> None:
         """Add its early lookups to the iteration counts of fused optimizers; with `times=-1` subtract them."""
+
+    def under_way(self) -> list[Any]:
+        """Return what holds the tensors of collectives that may be under way."""
+        return []
 
     def drain(self) -> None:
         """Complete the exchanges of sizes and ids that were started, on all ranks alike."""

@@ -1,7 +1,7 @@
 """Walk a schedule: run its rows around the trainer's own forward, backward and optimizer step."""
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -327,8 +327,11 @@ class Walker:
         elif stage is Stage.EMBEDDING_UPDATE:
             overlaps_dense = self.schedule.updates_before_step
             by_part = overlaps_dense and not self._streams.is_async
-            for part in self.updates.make_up_to(index, row, overlaps_dense=overlaps_dense, by_part=by_part):
-                self._look_up_part(part)
+            with closing(
+                self.updates.make_up_to(index, row, overlaps_dense=overlaps_dense, by_part=by_part)
+            ) as updated_parts:
+                for part in updated_parts:
+                    self._look_up_part(part)
         elif stage is Stage.WEIGHT_GRADIENTS:
             if self._weights is not None:
                 self._telemetry.observe("issue", stage, index)
@@ -374,8 +377,6 @@ class Walker:
                 streams.use(flight.done[needed], on=row.stream)
             if stage is Stage.PREFETCH:
                 self._order_prefetch(row)
-            elif stage is Stage.EMBEDDING_LOOKUP:
-                self._order_lookup(row, flight, owners)
             with streams.on(row.stream), self._telemetry.timed(stage, flight.index, row.stream):
                 if stage is Stage.INPUT_SPLITS_DIST:
                     flight.send_sizes()
@@ -384,6 +385,7 @@ class Walker:
                 elif stage is Stage.PREFETCH:
                     flight.prefetch()
                 else:
+                    self._order_lookup(row, flight, owners)
                     with self._grad_mode(), self._lookup_context():
                         flight.look_up(owners, only)
         if not sends:
@@ -395,10 +397,14 @@ class Walker:
     def _receive_ids(self, flight: Flight) -> None:
         """Assemble the received ids on the input dist's stream."""
         stage = Stage.INPUT_DATA_DIST
-        stream = flight.done[stage].on
-        with self._streams.on(stream), self._telemetry.timed(stage, flight.index, stream):
+        sent = flight.done[stage]
+        with self._streams.on(sent.on), self._telemetry.timed(stage, flight.index, sent.on):
             received = flight.receive_ids()
-        flight.done[stage] = self._streams.made(received, stream)
+        if flight.ids_received:  # for an earlier row: nothing was assembled now
+            flight.done[stage] = replace(sent, value=received)
+        else:
+            flight.done[stage] = self._streams.made(received, sent.on)
+            flight.ids_received = True
 
     def _order_prefetch(self, row: Step) -> None:
         """Let a prefetch wait for other work on a cache than early lookups and updates, which FBGEMM itself orders."""
@@ -467,5 +473,5 @@ class Walker:
             self._sparse.forget_prefetched()
         # NCCL's collectives hold no memory that Python owns, and a device's memory has to come back at once.
         flights = [] if self._streams.is_async else [*self.batches.in_flight.values(), *self.updates.to_update.values()]
-        abandon([*self.batches.polls.values(), *flights])
+        abandon([*self.batches.polls.values(), *[held for flight in flights for held in flight.under_way()]])
         self._reset()

@@ -144,6 +144,11 @@ class SparseFlight(Flight):
             flight.count_lookups(times)
 
     @override
+    def under_way(self) -> list[Any]:
+        # Not the flight itself, which leads to the model and its trainer.
+        return [self.batch, self.sizes, *[held for one in self.modules.values() for held in one.under_way()]]
+
+    @override
     def drain(self) -> None:
         if self.sizes is not None or any(flight.splits_awaitable is not None for flight in self.modules.values()):
             # The sizes were made on the input dist's stream, and the ids are sent from this one.

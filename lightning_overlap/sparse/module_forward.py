@@ -93,7 +93,8 @@ class ModuleForward:
         self._pipeline.gradients.note_call(self.name)
         if self.has_sequences and isinstance(given, KeyedJaggedTensor) and not given.lengths().numel():
             raise ValueError(no_samples(self._call_of(flight)))
-        look_up = partial(self._original, *args, **kwargs)
+        look_up: Callable[[], Any] = partial(self._original, *args, **kwargs)
+        sends_ids = True  # whether this call does
         if flight is None:
             return self._own(given, (args, kwargs), look_up, None, in_backward=in_backward)
         if in_backward:
@@ -112,12 +113,12 @@ class ModuleForward:
                     if not is_noted and self.is_over_all:
                         self._pipeline.alike.note_quiet(self.name, flight)
                     return self._early(found)
-                look_up = partial(self._look_up_sent_ids, found, flight)
+                look_up, sends_ids = partial(self._look_up_sent_ids, found, flight), False
         elif found is None and self.name in flight.missing and not in_backward:
             self._check_all_lack_input(flight)
         if not is_noted:
             self._note_call(flight)
-        if look_up.func is self._original and not in_backward:
+        if sends_ids and not in_backward:
             self._check_form(given, flight)
         flight.ran_unpipelined = True
         return self._own(given, (args, kwargs), look_up, flight, in_backward=in_backward)
@@ -241,7 +242,8 @@ class ModuleForward:
                 found = look_up()
             take_back(kernels, num_lookups, streams)
         # The caller may change its input or the tables next. The kernels read both, and write row numbers.
-        streams.use_by_caller(streams.made(arguments, on=streams.lookup))
+        with telemetry.merge(None if flight is None else flight.index):
+            streams.use_by_caller(streams.made(arguments, on=streams.lookup))
         return found
 
     def _hand_over(self, batch: int | None, found: Any, *, in_step: bool, keeps_saved: bool) -> Any:
