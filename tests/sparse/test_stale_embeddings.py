@@ -182,7 +182,7 @@ def test_rows_are_counted_on_a_stream_of_their_own_after_the_lookup() -> None:
 
     count()
     statements = [*mutants.statements(counting)]
-    assert [text.partition("(")[0] for _, text in statements] == ["self._streams.wait", "self._streams.record_stream"]
+    assert [text.partition("(")[0] for _, text in statements] == ["self._streams.use"]
     for line, text in statements:
         with mutants.without(counting, line):
             assert mutants.races(count), text
