@@ -17,7 +17,6 @@ from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning_overlap import OverlapEmbeddingStrategy
 
 from ..checkpoint.resumes import StatefulBatches
-from ..support import interpreters
 from ..support.cases import ROWWISE_ADAGRAD
 from ..support.fits import QUIET
 from ..support.ranks import free_port, torchrun_variables
@@ -85,7 +84,7 @@ def _run_ranks(program: str, place: Path, arguments: dict[str, Any]) -> list[End
         with (place / f"log_{rank}").open("wb") as log:
             environment = os.environ | torchrun_variables(rank, 2, 1, port)
             options = {"cwd": ROOT, "env": environment, "stdout": log, "stderr": log}
-            ranks.append(interpreters.Popen(command, **options))
+            ranks.append(subprocess.Popen(command, **options))
     deadline = time.monotonic() + 7 * TIMEOUT_S
     while any(rank.poll() is None for rank in ranks):
         if time.monotonic() > deadline:
@@ -95,12 +94,12 @@ def _run_ranks(program: str, place: Path, arguments: dict[str, Any]) -> list[End
     return [Ended(process.wait(), (place / f"log_{rank}").read_text()) for rank, process in enumerate(ranks)]
 
 
-def start_script(folder: Path, start: type[subprocess.Popen[bytes]], **arguments: Any) -> subprocess.Popen[bytes]:
+def start_script(folder: Path, **arguments: Any) -> subprocess.Popen[bytes]:
     """Start a run as a user does, `python script`: Lightning starts the second rank. Both write to FOLDER/log."""
     patient = {"folder": str(folder), "timeout_s": 40, **arguments}  # the ranks start one after the other
     command = [sys.executable, "-m", __name__, json.dumps(patient)]
     with (folder / "log").open("wb") as log:
-        return start(command, cwd=ROOT, stdout=log, stderr=log, start_new_session=True)
+        return subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, start_new_session=True)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ import contextlib
 import os
 import re
 import signal
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +14,6 @@ import torch
 
 from lightning_overlap import MODES
 
-from ..support import interpreters
 from ..support.cases import MIXED
 from ..support.pairs import HELD, in_turn
 from ..support.ranks import Ranks
@@ -180,7 +178,7 @@ def _is_gone(group: int) -> bool:
 @pytest.mark.slow
 def test_a_fault_under_lightnings_own_launcher(tmp_path: Path) -> None:
     """Rank 0 started the others and is what the shell waits for: its exit code and its last words count."""
-    script = start_script(tmp_path, subprocess.Popen, place="issue input_splits_dist")
+    script = start_script(tmp_path, place="issue input_splits_dist")
     assert script.wait(timeout=100) == 1  # not 134
     log = (tmp_path / "log").read_text()
     told = _end(log)  # rank 1's, which comes after all that rank 0 says: cause and place, each once
@@ -192,7 +190,7 @@ def test_a_fault_under_lightnings_own_launcher(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_ctrl_c_twice_in_a_terminal(tmp_path: Path) -> None:
-    script = start_script(tmp_path, interpreters.Popen, place="training_step", signum=signal.SIGINT, group=True)
+    script = start_script(tmp_path, place="training_step", signum=signal.SIGINT, group=True)
     while script.poll() is None and "Detected KeyboardInterrupt" not in (tmp_path / "log").read_text():
         time.sleep(0.01)
     with contextlib.suppress(ProcessLookupError):
