@@ -63,7 +63,7 @@ def run_program(folder: Path, *arguments: str) -> subprocess.CompletedProcess[st
     environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{folder}", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, *arguments]
     done: subprocess.CompletedProcess[str] = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=100
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
     return done

@@ -52,7 +52,7 @@ def train(
         env=environment(**variables),
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=300,
     )
     assert done.returncode == code, done.stderr
     assert not ranks_of(folder)

@@ -50,7 +50,7 @@ def test_the_arms_are_compared_test_by_test(tmp_path: Path) -> None:
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=300,
     )
     assert ran.returncode == 1, ran.stderr
     found = [line.partition("::")[2] for line in ran.stdout.splitlines() if line.startswith("FINDING: ")]

@@ -25,6 +25,7 @@ from .faults import Fault, Faulty, FaultyCallback, InjectedError
 
 NUM_BATCHES = 8
 TIMEOUT_S = 8
+START_S = 120  # an interpreter takes a few seconds for its imports, on a busy machine many
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -85,7 +86,7 @@ def _run_ranks(program: str, place: Path, arguments: dict[str, Any]) -> list[End
             environment = os.environ | torchrun_variables(rank, 2, 1, port)
             options = {"cwd": ROOT, "env": environment, "stdout": log, "stderr": log}
             ranks.append(subprocess.Popen(command, **options))
-    deadline = time.monotonic() + 7 * TIMEOUT_S
+    deadline = time.monotonic() + START_S + 7 * TIMEOUT_S
     while any(rank.poll() is None for rank in ranks):
         if time.monotonic() > deadline:
             for rank in ranks:
@@ -102,8 +103,20 @@ def start_script(folder: Path, **arguments: Any) -> subprocess.Popen[bytes]:
         return subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, start_new_session=True)
 
 
+def wait_for_all(folder: Path, rank: str) -> None:
+    """Wait until both ranks have imported what they need: their timeout is shorter than some imports."""
+    (folder / f"started_{rank}").touch()
+    deadline = time.monotonic() + START_S
+    while len(list(folder.glob("started_*"))) < 2 and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
 if __name__ == "__main__":
     # As in a terminal: a shell's background job ignores Ctrl-C, and all that it starts does, the tests' ranks too.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    os.environ["RANK"] = os.environ.get("LOCAL_RANK", "0")  # for the fault, where Lightning starts a rank
-    run(**json.loads(sys.argv[1]))
+    given = json.loads(sys.argv[1])
+    if "RANK" in os.environ:
+        wait_for_all(Path(given["folder"]), os.environ["RANK"])
+    else:  # for the fault, where Lightning starts the other rank
+        os.environ["RANK"] = os.environ.get("LOCAL_RANK", "0")
+    run(**given)

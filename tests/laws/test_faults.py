@@ -87,10 +87,16 @@ def _end(log: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("pipeline", "rank"), [("fused_sparse_dist", 0), ("fused_sparse_dist", 1), ("semi_sync", 1)])
-def test_a_fault_on_one_rank_ends_the_others(tmp_path: Path, pipeline: str, rank: int) -> None:
+@pytest.mark.parametrize(
+    ("pipeline", "rank", "places"),
+    [
+        ("fused_sparse_dist", 0, ["issue input_splits_dist", "issue backward"]),
+        ("fused_sparse_dist", 1, ["issue input_data_dist", "issue embedding_lookup"]),
+        ("semi_sync", 1, ["issue input_splits_dist", "issue backward"]),
+    ],
+)
+def test_a_fault_on_one_rank_ends_the_others(tmp_path: Path, pipeline: str, rank: int, places: list[str]) -> None:
     """Each process ends with exit code 1, not with SIGABRT; the others read who failed first, where its store lives."""
-    places = ["issue input_splits_dist", "issue input_data_dist", "issue embedding_lookup", "issue backward"]
     runs = [{"place": place, "ranks": [rank], "pipeline": pipeline, "timeout_s": 20} for place in places]
     waited = []
     for place, ends in zip(places, run_all(tmp_path, *runs), strict=True):
@@ -179,7 +185,7 @@ def _is_gone(group: int) -> bool:
 def test_a_fault_under_lightnings_own_launcher(tmp_path: Path) -> None:
     """Rank 0 started the others and is what the shell waits for: its exit code and its last words count."""
     script = start_script(tmp_path, place="issue input_splits_dist")
-    assert script.wait(timeout=100) == 1  # not 134
+    assert script.wait(timeout=300) == 1  # not 134
     log = (tmp_path / "log").read_text()
     told = _end(log)  # rank 1's, which comes after all that rank 0 says: cause and place, each once
     assert "InjectedError: issue input_splits_dist of batch 5" in told
@@ -196,6 +202,6 @@ def test_ctrl_c_twice_in_a_terminal(tmp_path: Path) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(script.pid, signal.SIGINT)
     # Lightning's; or the second one's own, when it comes before or after Lightning's ignoring it.
-    assert script.wait(timeout=100) in (1, -signal.SIGINT)
+    assert script.wait(timeout=300) in (1, -signal.SIGINT)
     assert "Detected KeyboardInterrupt" in (tmp_path / "log").read_text()
     assert _is_gone(script.pid)

@@ -174,7 +174,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     with log.open("wb") as file:
         process = subprocess.Popen(command, stdout=file, stderr=file, **options)
     try:
-        code = process.wait(110)
+        code = process.wait(300)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # and what it has started
@@ -356,7 +356,7 @@ def test_the_cause_comes_once_and_last(tmp_path: Path, arguments: tuple[str, ...
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=100,
+        timeout=300,
     )
     assert done.returncode == 1
     assert done.stdout.count(cause) == 1
