@@ -70,7 +70,7 @@ def ranks_of(folder: Path, command: int | None = None) -> list[int]:
 
 
 def wait_until(reached: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300  # the command and its ranks import what they need
     while not reached():
         assert time.monotonic() < deadline
         time.sleep(0.1)
