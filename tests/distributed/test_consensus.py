@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_overlap.distributed import MAX_INTERVAL, PollInterval, consensus
-from lightning_overlap.distributed.consensus import ASK_EVERY_S
+from lightning_overlap.distributed.consensus import POLL_EVERY_S
 
 SECONDS = st.floats(1e-4, 2.0)  # that a batch takes
 
@@ -28,9 +28,9 @@ def test_all_ranks_poll_about_the_same_batches_and_about_the_last(num_batches: i
                 requested = []
                 for rank, seconds in zip(ranks, per_batch_s, strict=True):
                     now_s = index * seconds  # each host has its own clock
-                    requested.append(rank.ask(index))
+                    requested.append(rank.note_poll(index))
                 for rank in ranks:
-                    rank.hear(max(requested), num_batches)
+                    rank.note_result(max(requested), num_batches)
     assert polled[0] == 0
     assert polled[-1] == num_batches - 1
     before = 1
@@ -38,5 +38,5 @@ def test_all_ranks_poll_about_the_same_batches_and_about_the_last(num_batches: i
         interval = following - index
         assert interval <= max(1, (num_batches - index) // 2)
         assert interval <= min(MAX_INTERVAL, 2 * before)
-        assert interval <= max(1, int(ASK_EVERY_S / max(per_batch_s)) + 1)  # a stop is heard of in time
+        assert interval <= max(1, int(POLL_EVERY_S / max(per_batch_s)) + 1)  # a stop is heard of in time
         before = max(before, interval)

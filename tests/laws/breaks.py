@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from lightning_overlap.checkpoint import atomic, safe_metadata
-from lightning_overlap.deltas.parts.chain import Chain
+from lightning_overlap.deltas.files.chain import Chain
 from lightning_overlap.dense.graph import Uses
 from lightning_overlap.dense.split_layers import SplitLayers
 from lightning_overlap.distributed.packed_alltoall import PackedExchange

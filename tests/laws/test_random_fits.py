@@ -22,12 +22,6 @@ def test_a_fit_equals_the_loop_by_hand(get_ranks: Callable[..., Ranks], seed: in
     _check(get_ranks, of_seed(seed))
 
 
-@pytest.mark.parametrize("seed", [seed for seed in range(100, 120) if of_seed(seed).num_ranks > 1][:6])
-def test_three_ranks_do_too(get_ranks: Callable[..., Ranks], seed: int) -> None:
-    """Two cannot tell a sum from a mean of two, the next rank from the one before, or all others from the other."""
-    _check(get_ranks, dataclasses.replace(of_seed(seed), num_ranks=3, num_hosts=1))
-
-
 def _with(use: str = "by_name", pipeline: str = "fused_sparse_dist", again: str = "", **settings: Any) -> Fit:
     tables = (Table("t0", ("f0",), 4, "table_wise", 1), Table("t1", ("f1",), 4, "table_wise", 0))
     part = Part("c0", bool(again) and use == "by_name", "x", tables, use, checkpoint=again)
