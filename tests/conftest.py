@@ -102,8 +102,10 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Mark a test that has rank processes; skip a `gpu` test without a CUDA device."""
+    """Mark a test that has rank processes; give programs time for their imports; skip `gpu` tests without a device."""
     if "get_ranks" in getattr(item, "fixturenames", ()):
         item.add_marker(pytest.mark.ranks)
+    if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
+        item.add_marker(pytest.mark.timeout(400))
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

@@ -18,7 +18,6 @@ from lightning.pytorch import Trainer
 from lightning_overlap import OverlapEmbeddingStrategy
 
 from ..profiling.test_command import steps, write
-from ..support import interpreters
 from ..support.cases import TABLE_WISE, Batches, Model, make_batch
 from ..support.fits import QUIET, make_trainer
 
@@ -63,8 +62,8 @@ def commands(text: str) -> Iterator[list[str]]:
 def run_program(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{folder}", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, *arguments]
-    done: subprocess.CompletedProcess[str] = interpreters.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=100
+    done: subprocess.CompletedProcess[str] = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
     return done

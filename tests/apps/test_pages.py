@@ -190,7 +190,7 @@ def test_a_batch_script_trains_on_two_hosts(block: Block, tmp_path: Path) -> Non
         **{"SLURM_JOB_ID": "17", "SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "1", "SLURM_JOB_NODELIST": "host[0-1]"},
     }
     done = subprocess.run(
-        ["bash", str(tmp_path / "job.sh")], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100
+        ["bash", str(tmp_path / "job.sh")], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
     [auc] = re.findall(r"validation AUC: (0\.\d+)", done.stdout)  # of the first rank

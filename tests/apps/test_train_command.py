@@ -15,8 +15,6 @@ from typing import Any
 import pytest
 import yaml
 
-from ..support import interpreters
-
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,19 +41,18 @@ def environment(**more: str) -> dict[str, str]:
 def train(
     folder: Path,
     *arguments: str,
-    run: Callable[..., Any] = interpreters.run,
     module: str = "lightning_overlap.train",
     code: int = 0,
     **variables: str,
 ) -> subprocess.CompletedProcess[str]:
     """Run the command in `folder`; check its exit code, and that no rank outlives it."""
-    done: subprocess.CompletedProcess[str] = run(
+    done: subprocess.CompletedProcess[str] = subprocess.run(
         [sys.executable, "-m", module, *arguments],
         cwd=folder,
         env=environment(**variables),
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=300,
     )
     assert done.returncode == code, done.stderr
     assert not ranks_of(folder)
@@ -73,7 +70,7 @@ def ranks_of(folder: Path, command: int | None = None) -> list[int]:
 
 
 def wait_until(reached: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300  # the command and its ranks import what they need
     while not reached():
         assert time.monotonic() < deadline
         time.sleep(0.1)
@@ -86,7 +83,7 @@ def run_folder(folder: Path) -> Path:
 
 def test_two_modes_side_by_side(tmp_path: Path) -> None:
     arguments = ("experiment=smoke", "compare=[base]", "data.batch_size=32", "sharding.tables.cat_1=column_wise")
-    done = train(tmp_path, *arguments, run=subprocess.run)  # started anew
+    done = train(tmp_path, *arguments)
     assert "Epoch 0: 100%" in done.stdout + done.stderr  # the progress bar
     lines = [line.split() for line in done.stdout.splitlines()]
     assert ["mode", "base", "fused_sparse_dist"] in lines
@@ -192,8 +189,8 @@ def test_a_rank_that_fails_ends_all_with_its_own_message(tmp_path: Path) -> None
 def test_a_command_that_is_stopped_leaves_no_rank(tmp_path: Path, signum: signal.Signals, exit_code: int) -> None:
     arguments = [sys.executable, "-m", "lightning_overlap.train", "data.num_batches=100000", "data.batch_size=16"]
     arguments += ["logger=none"]
-    start = interpreters.Popen if signum == signal.SIGTERM else subprocess.Popen  # started anew: it takes its time
-    with start(arguments, cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE) as command:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(arguments, cwd=tmp_path, env=environment(), **pipes) as command:
         try:
             assert command.stderr is not None
             assert command.stdout is not None

@@ -1,12 +1,52 @@
 """A caching allocator's pools, counted on a CPU."""
 
+import itertools
+from collections.abc import Iterator
+
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from benchmarks.pools import MIB, PooledStreams
+from benchmarks.pools import MIB, Block, CachingAllocator, PooledStreams
 from lightning_overlap.schedules.stages import StreamName
 
 COMPUTE, LOOKUP = StreamName.COMPUTE, StreamName.LOOKUP
+
+
+def _segment(block: Block) -> Iterator[Block]:
+    first = block
+    while first.before is not None:
+        first = first.before
+    following: Block | None = first
+    while following is not None:
+        yield following
+        following = following.after
+
+
+SIZES = st.integers(1, 30 * MIB) | st.integers(1, 2 * MIB)
+
+
+@given(st.lists(st.tuples(st.booleans(), SIZES, st.sampled_from([COMPUTE, LOOKUP])), max_size=40), st.data())
+def test_no_byte_is_given_out_twice_or_lost(steps: list[tuple[bool, int, StreamName]], data: st.DataObject) -> None:
+    allocator, in_use = CachingAllocator(), list[Block]()
+    for takes, size, stream in steps:
+        if takes or not in_use:
+            block = allocator.allocate(size, stream)
+            assert block.size >= size
+            assert block.stream is stream
+            in_use.append(block)
+        else:
+            allocator.release(in_use.pop(data.draw(st.integers(0, len(in_use) - 1))))
+    assert allocator.allocated == sum(block.size for block in in_use)
+    segments = {id(next(_segment(block))): list(_segment(block)) for block in in_use}
+    found = [block for segment in segments.values() for block in segment]
+    assert {id(block) for block in found if not block.free} == {id(block) for block in in_use}
+    for segment in segments.values():
+        assert len({block.stream for block in segment}) == 1
+        assert not any(one.free and other.free for one, other in itertools.pairwise(segment))
+    for stream, reserved in allocator.reserved.items():
+        assert sum(block.size for block in found if block.stream is stream) <= reserved
 
 
 def test_a_result_is_memory_of_the_current_stream_until_it_is_gone() -> None:

@@ -125,7 +125,7 @@ def memory_of_saving(path: str, checkpoint_format: str) -> float:
         plan = make_plan(case, model, dist.get_world_size())
         trainer = make_trainer(OverlapEmbeddingStrategy(sharding=plan, checkpoint_format=checkpoint_format))
         trainer.fit(model, datamodule=Batches(case, 1))
-    gc.set_threshold(700)  # as in a user's process; `interpreters` collects less often
+    gc.set_threshold(700)  # as in a user's process; `preloaded` collects less often
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")  # sets the peak back
     before = _memory_kb("VmRSS")

@@ -3,7 +3,9 @@
 import functools
 import io
 import os
+import random
 import shutil
+import signal
 import sys
 import threading
 import warnings
@@ -16,6 +18,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
@@ -29,6 +32,7 @@ from lightning_overlap.checkpoint.safe_metadata import SafeReader
 
 from ..support.cases import NUM_ROWS, Batch, Batches, Case, TableSpec, make_collection
 from ..support.fits import make_trainer
+from ..support.ranks import RankError
 
 ONE_TABLE = Case("one_table", (TableSpec("t0", ("f0",)),))
 NUM_STEPS = 2
@@ -154,6 +158,25 @@ def fit_and_crash(
     return list(left.values()), sorted(path.name for path in place.iterdir()), began
 
 
+def fit_until_killed(folder: str, how: str, rank: int, num: int) -> None:
+    """Fit and save after every step; SIGKILL ends a rank before its `num`th change of the file system."""
+    left = num
+
+    def count() -> None:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with before_each_change(count if dist.get_rank() == rank else lambda: None):
+        _fit(Path(folder), how, "link", num_steps=50)
+
+
+def go_on(folder: str, how: str, num_steps: int) -> tuple[int, int]:
+    """Go on from "last"; return the first step and the last one."""
+    return _fit(Path(folder), how, "link", num_steps=num_steps, resume=True)
+
+
 def _copy(path: str, to: str) -> None:
     # What has its name already is not written to any more.
     (shutil.copy2 if ".unfinished" in path or os.path.islink(path) else os.link)(path, to, follow_symlinks=False)
@@ -273,3 +296,17 @@ def test_a_file_system_that_cannot_swap_names(get_ranks: Any, how: str, save_las
     assert names == ["last.ckpt", f"step={NUM_STEPS}.ckpt"]
     assert any("last.old.ckpt" in state.names for state in left) == (save_last is True)
     assert all(began.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("how", "rank"), [("sharded", 0), ("sharded", 1), ("async", 1), ("full", 0)])
+def test_a_rank_that_is_killed_in_a_save(get_ranks: Any, how: str, rank: int, tmp_path: Path) -> None:
+    """The other rank ends with it; the next run goes on from the newest whole checkpoint, also on three ranks."""
+    num = random.Random(f"{how} {rank}").randint(12, 40)
+    with pytest.raises(RankError):
+        get_ranks(2).run(fit_until_killed, str(tmp_path), how, rank, num)
+    whole = max(int(path.stem.partition("=")[2]) for path in tmp_path.glob("step=*.ckpt"))
+    assert 0 < whole < 50
+    for first, last in get_ranks(3 if how == "sharded" else 2).run(go_on, str(tmp_path), how, whole + 2):
+        assert first in {whole, whole - 1}
+        assert last == whole + 2

@@ -68,6 +68,12 @@ def test_a_bad_field_is_named_with_what_was_got(old, new, message):
         parse_row(FIRST_ROW.replace(old, new))
 
 
+@given(st.binary(max_size=80))
+def test_noise_is_refused_and_not_a_crash(noise):
+    with pytest.raises(ValueError, match=r"expected 15|must be"):
+        parse_row(noise)
+
+
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(num_rows=st.integers(60, 140), batch_size=st.integers(1, 7), world_size=st.integers(1, 3))
 def test_training_deals_every_row_out_once_and_evaluation_covers_every_row(tmp_path, num_rows, batch_size, world_size):

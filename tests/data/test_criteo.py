@@ -102,6 +102,17 @@ def test_a_bad_field_is_named_with_what_was_got(field, got, message):
         check_row(b"\t".join(fields))
 
 
+@given(rows, st.integers(0, 39), st.binary(max_size=4).filter(lambda noise: not set(noise) & set(b"\r\n")))
+def test_what_is_not_called_bad_parses(row, field, noise):
+    fields = line_of(*row).split(b"\t")
+    line = b"\t".join([*fields[:field], fields[field] + noise, *fields[field + 1 :]])
+    try:
+        check_row(line)
+    except ValueError:
+        return
+    assert len(parse_rows([line], BIG)) == 1
+
+
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     num_rows=st.integers(0, 90),

@@ -23,6 +23,7 @@ from ..support.fits import make_trainer
 from ..support.ranks import Ranks
 from .delta_fits import At, Files, Windows, differences, fit_with_deltas, halve, shards_of, stragglers
 from .histories import updated
+from .random_kills import play
 
 # few ids a batch: two batches of 8 leave most of the rows alone
 SHARDINGS = ("table_wise", "row_wise", "data_parallel")
@@ -112,6 +113,13 @@ def test_a_sink_that_was_wiped_goes_on_from_an_old_checkpoint(two_ranks: Ranks, 
     live.update()
     assert live.position.generation > 2  # a number that no earlier fit had, and a base
     assert differences(live.state_dict(), of_ranks) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2])
+def test_kills_at_random_steps(tmp_path: Path, seed: int) -> None:
+    """More of them: `python -m tests.deltas.random_kills 20`."""
+    assert play(tmp_path, seed) == {}
 
 
 PLANS: dict[str, Any] = {

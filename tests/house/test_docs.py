@@ -11,26 +11,7 @@ import pytest
 import lightning_overlap
 import lightning_overlap.testing
 
-from ..laws import mutants
-
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def test_laws_md_lists_all_mutants() -> None:
-    assert mutants.BREAKS.keys() <= {mutant.what for mutant in mutants.MUTANTS}
-    assert {mutant.law for mutant in mutants.MUTANTS} == {*range(1, 14), 16}
-
-
-@pytest.mark.parametrize("mutant", mutants.MUTANTS, ids=lambda mutant: mutant.what)
-def test_a_mutant_changes_one_place_and_names_its_tests(mutant: mutants.Mutant) -> None:
-    """`make mutants` then sees these tests fail."""
-    if mutant.file:
-        text = (ROOT / mutants.PACKAGE / mutant.file).read_text(encoding="utf-8")
-        assert text.count(mutant.text) == 1
-        ast.parse(text.replace(mutant.text, mutant.instead))
-    for test in mutant.tests:
-        file, _, name = test.partition("::")
-        assert f"def {name.partition('[')[0]}(" in (ROOT / "tests" / file).read_text(encoding="utf-8") or not name
 
 
 def public_names(face: ModuleType) -> set[str]:

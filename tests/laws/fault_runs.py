@@ -17,7 +17,6 @@ from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning_overlap import OverlapEmbeddingStrategy
 
 from ..checkpoint.resumes import StatefulBatches
-from ..support import interpreters
 from ..support.cases import ROWWISE_ADAGRAD
 from ..support.fits import QUIET
 from ..support.ranks import free_port, torchrun_variables
@@ -26,6 +25,7 @@ from .faults import Fault, Faulty, FaultyCallback, InjectedError
 
 NUM_BATCHES = 8
 TIMEOUT_S = 8
+START_S = 120  # an interpreter takes a few seconds for its imports, on a busy machine many
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -85,8 +85,8 @@ def _run_ranks(program: str, place: Path, arguments: dict[str, Any]) -> list[End
         with (place / f"log_{rank}").open("wb") as log:
             environment = os.environ | torchrun_variables(rank, 2, 1, port)
             options = {"cwd": ROOT, "env": environment, "stdout": log, "stderr": log}
-            ranks.append(interpreters.Popen(command, **options))
-    deadline = time.monotonic() + 7 * TIMEOUT_S
+            ranks.append(subprocess.Popen(command, **options))
+    deadline = time.monotonic() + START_S + 7 * TIMEOUT_S
     while any(rank.poll() is None for rank in ranks):
         if time.monotonic() > deadline:
             for rank in ranks:
@@ -95,16 +95,28 @@ def _run_ranks(program: str, place: Path, arguments: dict[str, Any]) -> list[End
     return [Ended(process.wait(), (place / f"log_{rank}").read_text()) for rank, process in enumerate(ranks)]
 
 
-def start_script(folder: Path, start: type[subprocess.Popen[bytes]], **arguments: Any) -> subprocess.Popen[bytes]:
+def start_script(folder: Path, **arguments: Any) -> subprocess.Popen[bytes]:
     """Start a run as a user does, `python script`: Lightning starts the second rank. Both write to FOLDER/log."""
     patient = {"folder": str(folder), "timeout_s": 40, **arguments}  # the ranks start one after the other
     command = [sys.executable, "-m", __name__, json.dumps(patient)]
     with (folder / "log").open("wb") as log:
-        return start(command, cwd=ROOT, stdout=log, stderr=log, start_new_session=True)
+        return subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, start_new_session=True)
+
+
+def wait_for_all(folder: Path, rank: str) -> None:
+    """Wait until both ranks have imported what they need: their timeout is shorter than some imports."""
+    (folder / f"started_{rank}").touch()
+    deadline = time.monotonic() + START_S
+    while len(list(folder.glob("started_*"))) < 2 and time.monotonic() < deadline:
+        time.sleep(0.02)
 
 
 if __name__ == "__main__":
     # As in a terminal: a shell's background job ignores Ctrl-C, and all that it starts does, the tests' ranks too.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    os.environ["RANK"] = os.environ.get("LOCAL_RANK", "0")  # for the fault, where Lightning starts a rank
-    run(**json.loads(sys.argv[1]))
+    given = json.loads(sys.argv[1])
+    if "RANK" in os.environ:
+        wait_for_all(Path(given["folder"]), os.environ["RANK"])
+    else:  # for the fault, where Lightning starts the other rank
+        os.environ["RANK"] = os.environ.get("LOCAL_RANK", "0")
+    run(**given)

@@ -26,7 +26,7 @@ from torch import Tensor
 from lightning_overlap import OverlapEmbeddingStrategy
 from lightning_overlap.plugin.processes import own_memory
 
-from ..support import interpreters, reference
+from ..support import reference
 from ..support.cases import COLUMN_WISE, MIXED, TABLE_WISE, Batches, Case, Model, make_plan
 from ..support.fits import QUIET, make_strategy, make_trainer
 from ..support.ranks import Ranks
@@ -172,9 +172,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     command = [sys.executable, "-c", f"from {__name__} import fit_by_processes; fit_by_processes({str(folder)!r})"]
     options = {"cwd": ROOT, "env": {**os.environ, "OMP_NUM_THREADS": "1"}, "start_new_session": True}
     with log.open("wb") as file:
-        process = interpreters.Popen(command, stdout=file, stderr=file, **options)
+        process = subprocess.Popen(command, stdout=file, stderr=file, **options)
     try:
-        code = process.wait(110)
+        code = process.wait(300)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # and what it has started
@@ -349,14 +349,14 @@ GONE = "OSError: the disk of a rank is gone"
 def test_the_cause_comes_once_and_last(tmp_path: Path, arguments: tuple[str, ...], cause: str) -> None:
     (tmp_path / "script.py").write_text(SCRIPT, encoding="utf-8")
     variables = {name: value for name, value in os.environ.items() if name not in LAUNCHERS}
-    done: subprocess.CompletedProcess[str] = interpreters.run(
+    done: subprocess.CompletedProcess[str] = subprocess.run(
         [sys.executable, *arguments],
         cwd=tmp_path,
         env=variables | {"PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=100,
+        timeout=300,
     )
     assert done.returncode == 1
     assert done.stdout.count(cause) == 1

@@ -1,13 +1,16 @@
 """The walker over fake tables: laws, discovery, steps that are skipped or repeated, failures."""
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from lightning_overlap.schedules.modes import FUSED_SPARSE_DIST, MODES
+from lightning_overlap.schedules.modes import FUSED_SPARSE_DIST, MODES, STREAMS
 from lightning_overlap.schedules.schedule import Schedule
-from lightning_overlap.schedules.stages import TRAINING_STAGES, Stage
+from lightning_overlap.schedules.stages import TRAINING_STAGES, Stage, StreamName
 
-from ..support.fakes import FakeTrainer, InjectedError, check_laws, check_stages, check_staleness
+from ..support.fakes import FakeTrainer, InjectedError, RecordingStreams, check_laws, check_stages, check_staleness
 from ..support.schedules import run_schedule
 from .setups import FUSED, ONE_FUSED, TWO_AHEAD, overlapping, random_schedules
 
@@ -22,6 +25,40 @@ def test_laws_hold(schedule: Schedule) -> None:
 @given(random_schedules)
 def test_all_laws_hold_for_any_schedule_that_is_accepted(schedule: Schedule) -> None:
     check_laws(schedule)
+
+
+INDICES = st.sets(st.integers(0, 8), max_size=2)
+RUNS = st.fixed_dictionaries(
+    {
+        "num_batches": st.integers(0, 12),
+        "skip": INDICES,
+        "repeat": INDICES,
+        "hold": st.dictionaries(st.integers(1, 6), st.integers(1, 6), max_size=1),
+        "stop_after": st.none() | st.integers(0, 8),
+    }
+)
+
+
+@settings(max_examples=60)
+@given(
+    random_schedules | st.sampled_from([*MODES.values()]),
+    st.sampled_from([*STREAMS.values()]),
+    st.booleans(),
+    st.lists(RUNS, min_size=1, max_size=3),
+)
+def test_no_run_of_an_accepted_schedule_has_a_race_or_leaves_something_in_flight(
+    schedule: Schedule, lookup: StreamName, ready: bool, runs: list[dict[str, Any]]
+) -> None:
+    """Epochs one after the other, with steps skipped and repeated, batches that come late, and early ends."""
+    trainer = FakeTrainer(schedule, ready=ready, streams=RecordingStreams(lookup))
+    for options in runs:
+        # A source holds a batch back until an iteration that it reaches without it.
+        hold = {batch: min(batch, until) for batch, until in options["hold"].items()}
+        run = trainer.run(**{**options, "hold": hold})  # raises at a race, and at a collective that was not completed
+        stop = options["stop_after"]
+        assert run.trained == list(range(min(options["num_batches"], 99 if stop is None else stop)))
+        trained = [batch for batch in run.trained if batch not in options["skip"] - options["repeat"]]
+        assert set(run.updates[FUSED]) <= set(trained)
 
 
 def test_timeline_of_discovery() -> None:

@@ -11,7 +11,7 @@ from lightning_overlap.schedules.modes import MODES
 from lightning_overlap.schedules.schedule import Schedule, ScheduleError, Step
 from lightning_overlap.schedules.stages import Stage, StreamName
 
-from ..support.schedules import random_schedule
+from ..support.schedules import issue_order, random_schedule
 
 SPARSE = (Stage.INPUT_SPLITS_DIST, Stage.INPUT_DATA_DIST, Stage.PREFETCH, Stage.EMBEDDING_LOOKUP)
 TRAINER = (Stage.DENSE_FORWARD, Stage.BACKWARD, Stage.WEIGHT_GRADIENTS, Stage.OPTIMIZER_STEP)
@@ -109,6 +109,65 @@ def test_a_table_is_accepted_exactly_when_its_run_succeeds(steps: tuple[Step, ..
 def test_text_round_trips(schedule: Schedule) -> None:
     assert Schedule.parse(str(schedule)) == schedule
     assert Schedule.parse(f"  {str(schedule).replace(' ', '   ')}  ") == schedule
+
+
+def simulated_staleness(schedule: Schedule) -> int:
+    """Count, in the middle of a run, the updates of earlier batches that have not come when a batch is looked up."""
+    updates = Stage.EMBEDDING_UPDATE if schedule.defers_update else Stage.BACKWARD
+    written: set[int] = set()
+    batch = 4 * schedule.depth
+    for _, step, index in issue_order(schedule, batch + 1):
+        if step.stage is updates:
+            written.add(index)
+        if step.stage is Stage.EMBEDDING_LOOKUP and index == batch:
+            return len(set(range(batch)) - written)
+    return 0  # the modules look up in their own forward
+
+
+def simulated_depth(schedule: Schedule) -> int:
+    """Count the batches that are fetched, and whose step or update is still to come, at the most."""
+    last = [Stage.OPTIMIZER_STEP, *([Stage.EMBEDDING_UPDATE] if schedule.defers_update else [])]
+    in_flight: dict[int, set[Stage]] = {}
+    most = 0
+    order = issue_order(schedule, 4 * schedule.depth)
+    for (iteration, step, index), following in zip(order, [*order[1:], None], strict=True):
+        if step.stage is Stage.COPY_BATCH_TO_DEVICE:
+            in_flight[index] = set(last)
+        in_flight[index].discard(step.stage)
+        most = max(most, sum(bool(left) for left in in_flight.values()))
+        if following is None or following[0] > iteration:  # a batch is let go where its iteration ends
+            in_flight = {batch: left for batch, left in in_flight.items() if left}
+    return most
+
+
+@given(schedules | st.sampled_from([*MODES.values()]))
+def test_staleness_and_the_late_lookup_are_those_of_a_run(schedule: Schedule) -> None:
+    assert schedule.staleness == simulated_staleness(schedule)
+    assert schedule.depth - 1 <= simulated_depth(schedule) <= schedule.depth
+    # Tables of the dense optimizer: a lookup is fresh if it follows the step of the batch before.
+    lookup, late = schedule.step_of(Stage.EMBEDDING_LOOKUP), schedule.dense_owned_lookup
+    if lookup is None:
+        assert late is None
+        return
+    stepped: set[int] = set()
+    for _, step, index in issue_order(schedule, 4 * schedule.depth):
+        if step.stage is Stage.OPTIMIZER_STEP:
+            stepped.add(index)
+        if step.stage is Stage.EMBEDDING_LOOKUP:
+            is_fresh = stepped >= set(range(index))
+            assert is_fresh or late is not None
+    if late is not None:  # issued right after the step of batch N, for batch N + 1
+        assert (late.stage, late.offset, late.stream) == (lookup.stage, 1, lookup.stream)
+
+
+@given(schedules | st.sampled_from([*MODES.values()]))
+def test_what_may_run_inside_the_backward_needs_nothing_of_it(schedule: Schedule) -> None:
+    """These rows stand right above it, and a collective that another rank receives there is not the first of them."""
+    inside = [schedule.steps[index] for index in schedule.fills_backward_wait]
+    assert schedule.fills_backward_wait.stop == schedule.position(Stage.BACKWARD)
+    assert not {step.stage for step in inside} & {*TRAINER, Stage.COPY_BATCH_TO_DEVICE}
+    if inside:
+        assert inside[0].stage not in (Stage.INPUT_SPLITS_DIST, Stage.INPUT_DATA_DIST)
 
 
 # -- what is wrong with a table --------------------------------------------------------------------------------

@@ -4,8 +4,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
-from lightning_overlap import MODES
+from lightning_overlap import MODES, STREAMS
 
 from ..support import reference
 from ..support.pairs import in_turn, rotated
@@ -27,6 +29,23 @@ def test_the_update_of_a_batch_takes_the_rate_of_its_step(
     actual = ranks.run(update_rates.fit, case, pipeline)
     expected = reference.on_ranks(ranks, case, staleness, num_steps=NUM_STEPS, factor=factor)
     assert reference.differences(actual, expected) == [[]] * num_ranks
+
+
+RATES = st.lists(st.sampled_from([0.0, 0.1, 1.0, 1.0, 2.5]), min_size=NUM_STEPS, max_size=NUM_STEPS)
+
+
+@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(rates=RATES, name=st.sampled_from([*BY_NAME]), pipeline=st.sampled_from([*MODES]), data=st.data())
+def test_any_rates_in_any_mode(two_ranks: Ranks, name: str, pipeline: str, rates: list[float], data: Any) -> None:
+    """Rates that stay for some steps, go to zero, and come back before or after the update of a batch."""
+    case, staleness = BY_NAME[name], MODES[pipeline].staleness
+    stream, defers = data.draw(st.sampled_from([*STREAMS])), bool(staleness) and data.draw(st.booleans())
+    options = {"defer_update": True} if defers and not MODES[pipeline].defers_update else {}
+    actual = two_ranks.run(update_rates.fit, case, pipeline, stream=stream, factors=rates, mode_options=options)
+    delays = [reference.Delayed(staleness)] if staleness else []
+    train = reference.train_delayed if staleness else reference.train
+    expected = two_ranks.run(train, case, *delays, num_steps=NUM_STEPS, factor=update_rates.Rates(rates))
+    assert reference.differences(actual, expected) == [[]] * 2
 
 
 WAYS: list[tuple[str, dict[str, Any]]] = [

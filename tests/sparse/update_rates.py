@@ -38,20 +38,43 @@ def factor(step: int) -> float:
     return (1.0, 0.1, 2.5, 0.3, 0.0, 1.7, 0.05)[step % 7]
 
 
+class Rates:
+    """A schedule of given factors, by step."""
+
+    def __init__(self, factors: list[float]) -> None:
+        self._factors = factors
+
+    def __call__(self, step: int) -> float:
+        return self._factors[step % len(self._factors)]
+
+
 class Scheduled(Model):
     """One scheduler for the dense optimizer and the fused tables."""
+
+    factor = staticmethod(factor)
 
     def make_dense_optimizer(self) -> torch.optim.Optimizer:
         return cases.dense_optimizer(self)
 
     def configure_optimizers(self) -> Any:
         optimizer = combined_optimizer(self, self.make_dense_optimizer())
-        return [optimizer], [{"scheduler": lr_scheduler.LambdaLR(optimizer, factor), "interval": "step"}]
+        return [optimizer], [{"scheduler": lr_scheduler.LambdaLR(optimizer, self.factor), "interval": "step"}]
 
 
-def fit(case: Case, pipeline: str, *, stream: str = "data_dist", device_type: str = "cpu", **kwargs: Any) -> Result:
+def fit(
+    case: Case,
+    pipeline: str,
+    *,
+    stream: str = "data_dist",
+    device_type: str = "cpu",
+    factors: list[float] | None = None,
+    mode_options: dict[str, Any] | None = None,
+    **kwargs: Any,
+) -> Result:
     model = Scheduled(case)
-    strategy = make_strategy(model, pipeline, device_type=device_type, stream=stream)
+    if factors is not None:
+        model.factor = Rates(factors)
+    strategy = make_strategy(model, pipeline, device_type=device_type, stream=stream, **(mode_options or {}))
     trainer = make_trainer(strategy, device_type, **kwargs)
     trainer.fit(model, datamodule=cases.Batches(case, NUM_STEPS))
     return collect(model, trainer.optimizers[0], model.losses)

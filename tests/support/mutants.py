@@ -15,7 +15,6 @@ ORDERING = {
 }
 NEED_MOST = ("fused_sparse_dist", "semi_sync_deferred", "prefetch")
 """Modes of which one or the other fails without almost any such statement: to be tried first."""
-RECEIVERS = {"self", "streams", "self.streams", "self._streams", "self.updates", "pipeline.streams"}
 
 
 def statements(module: ModuleType, function: str = "") -> Iterator[tuple[int, str]]:
@@ -81,10 +80,10 @@ def _function(module: ModuleType, name: str) -> FunctionType | None:
 
 
 def _orders(node: Any) -> bool:
-    return (
-        isinstance(node, ast.Expr)
-        and isinstance(node.value, ast.Call)
-        and isinstance(node.value.func, ast.Attribute)
-        and node.value.func.attr in ORDERING
-        and ast.unparse(node.value.func.value) in RECEIVERS
-    )
+    """Whether a node is a statement that calls such a method; awaitables have a `wait` too, without arguments."""
+    if not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)):
+        return False
+    call = node.value
+    if not (isinstance(call.func, ast.Attribute) and call.func.attr in ORDERING):
+        return False
+    return call.func.attr != "wait" or bool(call.args)

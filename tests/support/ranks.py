@@ -20,8 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .interpreters import ROOT
-
+ROOT = Path(__file__).resolve().parents[2]
 PROCESS_GROUP_TIMEOUT_S = 60
 MOST_THREADS = 100  # above them a rank is worn; a fresh rank has about twenty
 
@@ -39,15 +38,19 @@ class Ranks:
         self.world_size = world_size
         self._place = (world_size, device_type, num_nodes)
         port = free_port()
-        # What a fork has of CUDA is of no use; FBGEMM asks for it when it is imported.
-        context = multiprocessing.get_context("spawn" if device_type == "cuda" else "forkserver")
+        if device_type == "cuda":  # a fork cannot use CUDA, which FBGEMM initializes when it is imported
+            context: Any = multiprocessing.get_context("spawn")
+        else:
+            context = multiprocessing.get_context("forkserver")
+            context.set_forkserver_preload(["tests.support.preloaded"])
         self._pipes: list[multiprocessing.connection.Connection] = []
         self._processes: list[Any] = []
         for rank in range(world_size):
             ours, theirs = multiprocessing.Pipe()  # when this end goes, a rank ends
             place = (rank, world_size, num_nodes)
-            with theirs, contextlib.chdir(ROOT):
-                process = context.Process(target=serve, args=(place, port, device_type, theirs), daemon=True)
+            with theirs, contextlib.chdir(ROOT):  # where the server finds what it imports
+                # No daemon: it may start processes of its own.
+                process = context.Process(target=serve, args=(place, port, device_type, theirs))
                 process.start()
             self._pipes.append(ours)
             self._processes.append(process)
@@ -111,7 +114,6 @@ class Ranks:
 
 def serve(place: tuple[int, int, int], port: int, device_type: str, pipe: Any) -> None:
     """Be a rank: call what comes through the pipe, until it ends."""
-    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # it may start others
     os.environ.update(torchrun_variables(*place, port))
     # Of data loaders' workers. A server would be left behind; a fork may die before the loader looks at it.
     multiprocessing.set_start_method("spawn", force=True)
