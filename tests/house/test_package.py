@@ -49,7 +49,7 @@ def test_cpu_and_cuda_locks_differ_in_fbgemm_alone() -> None:
 
 # The package indexes are the installer's settings, and paths are the machine's: neither belongs in the repository.
 FORBIDDEN = re.compile(
-    r"-{2}(?:extra-)?index-url\b|-{2}trusted-host\b|-{2}registry\b|https?://[^\s/]+/simple\b|https?://registry\."
+    r"-{2}extra-index-url\b|-{2}index-url\b(?! ADDRESS\b)|-{2}trusted-host\b|-{2}registry\b|https?://[^\s/]+/simple\b|https?://registry\."
     r"|(?<![\w.:/\-])/(?:work|tmp|root|home|opt)/\w"
 )
 
@@ -59,3 +59,5 @@ def test_no_tracked_file_names_a_registry_host_or_machine_path() -> None:
     assert not [(path, match.group()) for path, text in texts.items() for match in FORBIDDEN.finditer(text)]
     assert FORBIDDEN.search("the venv of /" + "tmp/dev")
     assert FORBIDDEN.search("pip install --extra-" + "index-url somewhere torch")
+    assert FORBIDDEN.search("pip install torch --index" + "-url somewhere")
+    assert not FORBIDDEN.search("pip install torch --index-url ADDRESS")
