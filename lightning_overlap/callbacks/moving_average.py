@@ -141,6 +141,10 @@ class ExponentialMovingAverage(Callback):
         self._last = step
         assert self._strategy is not None
         averages = self._made()
+        if self._tables:
+            # A sample has the updates of its own step in every mode. Which step defers its update depends on where a
+            # fit begins, so otherwise a resumed fit would take other samples.
+            self._strategy.update_tables()
         if averages.num_samples and not averages.visits_all:
             is_late = averages.sample()
         else:

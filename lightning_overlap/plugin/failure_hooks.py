@@ -5,6 +5,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
@@ -27,7 +28,15 @@ class FailsTogether(SavesShards):
     @override
     def setup_environment(self) -> None:
         with remember_sockets(), groups.destroyed_at_exit():
-            super().setup_environment()
+            try:
+                super().setup_environment()
+            except dist.DistStoreError as err:
+                err.add_note(
+                    f"The processes did not find each other within timeout={self.timeout_s:g} s, which includes their "
+                    "start (imports, and loading on a busy machine). Give the strategy a larger timeout, or see "
+                    "whether all processes were started."
+                )
+                raise
         # All ranks come here, so their messages begin anew with each run.
         store = default_store()
         self._first_cause = None if store is None else FirstCause(store, self.global_rank)

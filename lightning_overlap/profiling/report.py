@@ -129,12 +129,12 @@ def limit_sentence(breakdown: Breakdown) -> str:
     kind, bound_ms = breakdown.bound
     if kind is Category.DATA:
         return f"data-bound: a step waits for data for {bound_ms:.2f} of its {breakdown.step_ms:.2f} ms."
-    what = f"{kind}-bound"
+    busy = f"{kind}-bound: busy for {bound_ms:.2f} of a step's {breakdown.step_ms:.2f} ms"
     if kind is Category.HOST:  # on a CPU the host computes the dense part and the lookups
         parts = (Category.DENSE, Category.LOOKUP, Category.COPY)
         most_ms, most = max((breakdown.categories[part].busy_ms, part) for part in parts)
-        what += f" ({most} is {most_ms / bound_ms:.0%} of it)" if most_ms <= bound_ms else ""
-    busy = f"{what}: busy for {bound_ms:.2f} of a step's {breakdown.step_ms:.2f} ms"
+        if most_ms <= bound_ms:
+            busy += f", {most_ms / bound_ms:.0%} of that with {most}"
     return f"{busy}, so more overlap gains at most {breakdown.to_gain_ms / breakdown.step_ms * 100:.0f} %."
 
 

@@ -40,6 +40,13 @@ def test_a_resumed_fit_equals_one_that_did_not_stop(
     same(ranks.run(train_saving, *args, resume, **kwargs), straight)
 
 
+def test_a_resumed_fit_in_a_mode_that_defers_updates(two_ranks: Ranks, tmp_path: Path) -> None:
+    """The first step of a fit defers nothing, and samples are the same all the same."""
+    args = (ALL, "semi_sync_deferred", str(tmp_path), (8,))
+    straight = two_ranks.run(train_saving, *args, None)
+    same(two_ranks.run(train_saving, *args, "step=8"), straight)
+
+
 def test_a_checkpoint_that_is_saved_before_the_sample_of_its_step(two_ranks: Ranks, tmp_path: Path) -> None:
     args = (ALL, "fused_sparse_dist", str(tmp_path), (4, 6))
     straight = two_ranks.run(train_saving, *args, None, first=True)

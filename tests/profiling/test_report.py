@@ -42,7 +42,7 @@ def test_closing_table() -> None:
     assert any(line.startswith("all communication") and line.endswith("75%") for line in lines)
     assert any(line.startswith("The ranks wait for rank 1") for line in lines)
     assert any(
-        line.startswith("host-bound (dense is 75% of it): busy for 80.00 of a step's 100.00 ms") for line in lines
+        line.startswith("host-bound: busy for 80.00 of a step's 100.00 ms, 75% of that with dense") for line in lines
     )
     assert lines[-2] == "host syncs in a step: 0"
     assert "The ranks wait about equally long for each other." in closing([one(), one(blocked=19.5)], FUSED, {FUSED: 4})
