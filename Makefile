@@ -39,7 +39,7 @@ help:
 	@echo "make lint    ruff and mypy alone"
 	@echo "make docs    build the site into site/, strictly"
 	@echo "make fuzz    random fits against a loop by hand: NUM=200 of them, or SEED=17 again"
-	@echo "make mutants break the package in each way of docs/laws.md, and see that a test fails: 6 minutes"
+	@echo "make mutants break the package in each way of tests/laws/breaks.py, and see that a test fails: 10 minutes"
 	@echo "make smoke   a short test with the oldest and the newest Lightning and TorchRec, each in a .venv of its own"
 	@echo "make smoke-torch-2.14   the same with torch 2.14, where the index has a CPU build of it"
 	@echo "make wheel   build a wheel into dist/ and check what is inside"

@@ -15,8 +15,9 @@ from torch.utils.checkpoint import checkpoint
 from lightning_overlap import OverlapEmbeddingStrategy, combined_optimizer
 from lightning_overlap.dense import LateAllReduce
 from lightning_overlap.plugin.first_words import LOGGER
-from lightning_overlap.sparse import deferred_update, lookup
+from lightning_overlap.sparse import deferred_update
 from lightning_overlap.sparse.deferred_update import DeferredUpdate
+from lightning_overlap.sparse.module_flight import ModuleFlight
 
 from ..support import reference
 from ..support.cases import TABLE_WISE, Batch, Batches, Model
@@ -105,7 +106,8 @@ def fit(kind: str, pipeline: str, options: dict[str, Any], hooks: bool, **kwargs
 def fit_noting_parts(pipeline: str) -> tuple[Any, list[str]]:
     """Fit; return the result, and in which order the parts of the sharded module were updated and looked up."""
     model, done = Deep(), []
-    own_apply, own_go_on, own_look_up = DeferredUpdate._apply_sent, deferred_update._go_on, lookup._look_up_parts
+    own_apply, own_go_on = DeferredUpdate._apply_sent, deferred_update._go_on
+    own_look_up = ModuleFlight._look_up_parts
 
     def go_on(cuts: list[Any], **kwargs: Any) -> None:
         own_go_on(cuts, **kwargs)
@@ -115,14 +117,14 @@ def fit_noting_parts(pipeline: str) -> tuple[Any, list[str]]:
         own_apply(self, cuts, **kwargs)
         done[-1] = f"updated {', '.join(str(cut.part) for cut in cuts)}"
 
-    def look_up(state: Any, parts: list[int]) -> None:
-        own_look_up(state, parts)
+    def look_up(self: ModuleFlight, parts: list[int]) -> None:
+        own_look_up(self, parts)
         done.extend(f"looked up {part}" for part in parts)
 
     with (
         mock.patch.object(DeferredUpdate, "_apply_sent", apply),
         mock.patch.object(deferred_update, "_go_on", go_on),
-        mock.patch.object(lookup, "_look_up_parts", look_up),
+        mock.patch.object(ModuleFlight, "_look_up_parts", look_up),
     ):
         trainer = make_trainer(OverlapEmbeddingStrategy(pipeline, sharding="table_wise"))
         trainer.fit(model, datamodule=Batches(TABLE_WISE, NUM_STEPS))
