@@ -34,6 +34,9 @@ PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
     "ShardedManagedCollisionEmbeddingCollection": ("_embedding_module", "_managed_collision_collection"),
     "BatchedDenseEmbeddingBag": ("_emb_module",),
     "EmbeddingFusedOptimizer": ("_emb_module",),
+    "TableBatchedEmbeddingSlice": (
+        *("_embedding_dim", "_end_offset", "_num_embeddings", "_original_tensor", "_start_offset"),
+    ),
     "GroupedPooledEmbeddingsLookup": ("_emb_modules",),
     "GroupedEmbeddingsLookup": ("_emb_modules",),
     "NoWait": ("_obj",),

@@ -30,7 +30,7 @@ from .quantized_comms import check_plan, check_quantized_comms, codecs_of, sends
 from .replicas import ReplicateTables, make_replicas, replicas_in, tables_to_replicate
 from .supported_modules import DATA_PARALLEL, DENSE, sharded_modules, table_modules
 from .table import NAME_BEFORE, Rule, Table, find_tables, training_sharders
-from .write_counts import watch_tables
+from .write_counts import refuse_gradients, watch_tables
 
 _ROW_WISE = ShardingType.ROW_WISE.value
 _COLUMN_WISE = (ShardingType.COLUMN_WISE.value, ShardingType.TABLE_COLUMN_WISE.value)
@@ -123,7 +123,6 @@ def shard_tables(
         for weight in lookup.parameters() if isinstance(lookup, DistributedDataParallel) else ():
             dist.broadcast(weight.data, group_src=0, group=group)
     _let_go(model, tables)
-    make_replicas(model, {table.module for table in replicas}, trained)
     for name, of_module in trained.items():
         sharded: Any = model.get_submodule(name)
         sharded.trained_in_backward, sharded.quantized_comms = of_module, quantized_comms
@@ -132,6 +131,8 @@ def shard_tables(
         sharded.second_part = second.get(name, [])
         replicated = sorted(table.name for table in replicas if table.module == name)
         sharded.kept_plan = plan.get_plan_for_module(name), replicated
+    watch_tables(model)  # optimizers of replicas have the weights that it makes
+    make_replicas(model, {table.module for table in replicas}, trained)
     kept = set(map(id, model.parameters()))
     for name, parameter in before.items():  # an earlier optimizer may still have those that were replaced
         if id(parameter) not in kept:
@@ -204,6 +205,7 @@ def _watch(model: nn.Module) -> None:
     answer_in_config_order(model)
     find_features_by_name(model)
     watch_tables(model)
+    refuse_gradients(model)
     leave_shards_behind(model)
 
 

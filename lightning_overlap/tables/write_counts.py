@@ -12,12 +12,12 @@ from torch.utils._pytree import tree_leaves
 from torchrec.distributed.composable.table_batched_embedding_slice import TableBatchedEmbeddingSlice
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
-from typing_extensions import override
 
 from ..schedules import WeightOwner
 from .replicas import replica_kernels
 from .sharded_module import read_once, tbes
 from .supported_modules import sharded_modules, table_modules
+from .table import NAME_BEFORE
 
 _PARTS = ("_values", "_lengths", "_weights")
 _COUNT = attrgetter("_version")  # of writes
@@ -75,74 +75,50 @@ def renew_counts(kjt: KeyedJaggedTensor) -> None:
         vars(kjt)[_COUNTED_AT] = now
 
 
-class WatchedTable(TableBatchedEmbeddingSlice):  # type: ignore[misc]
-    """A table's weight whose `data` shares its write count; PyTorch's `data` has a separate count."""
+class _KeptAsMade:
+    """Refuses to freeze or unfreeze the weight of a sharded table: its kernel goes on as it was made."""
 
     __slots__ = ()
     name_in_model: str
+
+    requires_grad = property(
+        Tensor.requires_grad.__get__,  # type: ignore[attr-defined]
+        lambda self, value: self.requires_grad_(value),
+    )
+    """Whether the weight needs a gradient."""
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        if requires_grad and not self.requires_grad:
+            _refuse_to_unfreeze(self.name_in_model)
+        if self.requires_grad and not requires_grad:
+            _refuse_to_freeze(self.name_in_model)
+        return self
+
+
+class WatchedTable(_KeptAsMade, TableBatchedEmbeddingSlice):  # type: ignore[misc]
+    """A table's weight whose `data` shares its write count; PyTorch's `data` has a separate count."""
+
+    __slots__ = ()
 
     data = property(lambda self: self.detach(), Tensor.data.__set__)  # type: ignore[attr-defined]
     """The weight without its graph, `(num_embeddings, embedding_dim)`."""
 
-    requires_grad = property(
-        Tensor.requires_grad.__get__,  # type: ignore[attr-defined]
-        lambda self, value: self.requires_grad_(value),
-    )
-    """Whether the weight needs a gradient; it cannot be set to False."""
-
-    @override
-    def requires_grad_(self, requires_grad: bool = True) -> Self:
-        if not requires_grad:
-            _refuse_to_freeze(self.name_in_model)
-        return self
+    @classmethod
+    def like(cls, weight: TableBatchedEmbeddingSlice, *, frozen: bool) -> Self:
+        """Return a weight with the memory of another one; the kernel's weight needs a gradient, frozen or not."""
+        memory = weight._original_tensor.detach() if frozen else weight._original_tensor
+        return cls(memory, weight._start_offset, weight._end_offset, weight._num_embeddings, weight._embedding_dim)
 
 
-class FrozenTable(WatchedTable):
-    """The weight of a table that was frozen when it was sharded: no optimizer gets a gradient of it."""
-
-    __slots__ = ()
-
-    # TorchRec's weights of kernels need gradients, whatever the unsharded weights did.
-    requires_grad = property(lambda self: False, lambda self, value: self.requires_grad_(value))
-    grad = property(lambda self: None, lambda self, value: None)
-
-    @override
-    def requires_grad_(self, requires_grad: bool = True) -> Self:
-        if requires_grad:
-            _refuse_to_unfreeze(self.name_in_model)
-        return self
-
-
-class TableElsewhere(nn.Parameter):
+class TableElsewhere(_KeptAsMade, nn.Parameter):
     """The empty weight of a table without a shard on this rank: as `WatchedTable`, so that all ranks raise alike."""
 
     __slots__ = ()
-    name_in_model: str
 
-    requires_grad = property(
-        Tensor.requires_grad.__get__,  # type: ignore[attr-defined]
-        lambda self, value: self.requires_grad_(value),
-    )
-
-    @override
-    def requires_grad_(self, requires_grad: bool = True) -> Self:
-        if not requires_grad:
-            _refuse_to_freeze(self.name_in_model)
-        return self
-
-
-class FrozenTableElsewhere(TableElsewhere):
-    """The same, as `FrozenTable`."""
-
-    __slots__ = ()
-
-    requires_grad = property(lambda self: False, lambda self, value: self.requires_grad_(value))
-
-    @override
-    def requires_grad_(self, requires_grad: bool = True) -> Self:
-        if requires_grad:
-            _refuse_to_unfreeze(self.name_in_model)
-        return self
+    @classmethod
+    def like(cls, weight: nn.Parameter, *, frozen: bool) -> Self:
+        """Return an empty weight like another one."""
+        return cls(weight.data, requires_grad=not frozen)
 
 
 def _refuse_to_freeze(name: str) -> NoReturn:
@@ -162,9 +138,9 @@ def _refuse_to_unfreeze(name: str) -> NoReturn:
 
 
 def watch_tables(model: nn.Module) -> None:
-    """Count writes to the `weight.data` of sharded tables, and refuse gradients of weights, which no step applies.
+    """Count writes to the `weight.data` of sharded tables, and refuse to freeze or unfreeze tables, on any rank.
 
-    From now on tables cannot be frozen or unfrozen, on any rank: their kernels stay as they were made.
+    Weights of TorchRec's classes are replaced by weights of the classes above, with the same names and memory.
     """
     frozen = {
         id(weight)
@@ -175,15 +151,22 @@ def watch_tables(model: nn.Module) -> None:
     elsewhere = {
         id(weight) for module in table_modules(model).values() for weight in module.parameters() if not weight.numel()
     }
-    for name, parameter in model.named_parameters():
-        kinds: tuple[type, type] | None = None
-        if type(parameter) is TableBatchedEmbeddingSlice:
-            kinds = WatchedTable, FrozenTable
-        elif type(parameter) is nn.Parameter and id(parameter) in elsewhere:
-            kinds = TableElsewhere, FrozenTableElsewhere
-        if kinds is not None:
-            parameter.__class__ = kinds[id(parameter) in frozen]
-            vars(parameter)["name_in_model"] = name
+    for name, weight in list(model.named_parameters()):
+        watched: nn.Parameter
+        if type(weight) is TableBatchedEmbeddingSlice:
+            watched = WatchedTable.like(weight, frozen=id(weight) in frozen)
+        elif type(weight) is nn.Parameter and id(weight) in elsewhere:
+            watched = TableElsewhere.like(weight, frozen=id(weight) in frozen)
+        else:
+            continue
+        vars(watched).update(vars(weight), name_in_model=name)
+        owner, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(owner), attribute, watched)
+        vars(weight)[NAME_BEFORE] = name  # an optimizer that the user made earlier may have it
+
+
+def refuse_gradients(model: nn.Module) -> None:
+    """Raise an error in a backward that gives the weights of sharded tables a gradient, which no step applies."""
     for module in sharded_modules(model).values():
         _refuse_gradients(module)
 

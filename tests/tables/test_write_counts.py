@@ -44,6 +44,7 @@ def test_a_write_by_data_is_counted() -> None:
     model = torch.nn.Module()
     model.table = table
     watch_tables(model)
+    table = model.table
     before = memory._version
     table.data.add_(1)
     assert memory._version == before + 1
