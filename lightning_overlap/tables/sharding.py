@@ -5,6 +5,7 @@ import os
 import warnings
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -69,13 +70,72 @@ def shard_tables(
     tables, fused = find_tables(model), check_fused_optimizer(fused_optimizer)
     _check_sharded_modules(model, sharding, fused, quantized_comms)
     check_kernels_of_sharded(model, device)
-    if not tables:
-        _watch(model)  # of modules that the user has sharded
-        return
-    _refuse_pruning_and_shared_weights(model, tables)
-    for table in tables:  # TorchRec writes its kind of optimizer into the arguments, which tables may share
-        if table.fused_optimizer is not None:
-            vars(table.parameter)["_optimizer_kwargs"] = list(map(dict, vars(table.parameter)["_optimizer_kwargs"]))
+    if tables:
+        _refuse_pruning_and_shared_weights(model, tables)
+        planned = _plan(
+            model,
+            tables,
+            sharding=sharding,
+            fused=fused,
+            group=group,
+            device=device,
+            local_world_size=local_world_size,
+            quantized_comms=quantized_comms,
+            replicate_tables=replicate_tables,
+            batch_size=batch_size,
+            in_two_parts=in_two_parts,
+        )
+        _apply_optimizers(planned, fused, device)
+        trained = planned.rules()  # TorchRec renames the arguments that they are read from
+        _shard(model, planned, group, device, local_world_size, quantized_comms)
+        _annotate(model, planned, trained, quantized_comms, {"sharding": sharding, "fused_optimizer": fused})
+        watch_tables(model)  # optimizers of replicas have the weights that it makes
+        make_replicas(model, {table.module for table in planned.replicas}, trained)
+    _watch(model)  # modules that the user has sharded, too
+
+
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    """The tables of an unsharded model, and how they will be sharded."""
+
+    tables: list[Table]
+    plan: ShardingPlan
+    replicas: list[Table]  # data-parallel tables that every rank updates in the backward
+    dense: list[Table]  # tables of the dense optimizer
+    second: Mapping[str, list[str]]  # name of a module -> its tables that are looked up as a second part
+
+    @property
+    def in_backward(self) -> list[Table]:
+        """The tables that the backward updates; frozen ones, at a rate of 0, too."""
+        return [table for table in self.tables if table not in self.dense]
+
+    def rules(self) -> dict[str, dict[str, Rule]]:
+        """Return module -> table -> rule of the tables that the backward trains.
+
+        A sharded module's kernels know the rates of this rank's shards only, and schedulers move them.
+        """
+        found: dict[str, dict[str, Rule]] = {table.module: {} for table in self.tables}
+        for table in self.in_backward:
+            if table.parameter.requires_grad:
+                found[table.module][table.name] = table.rule
+        return found
+
+
+def _plan(
+    model: nn.Module,
+    tables: list[Table],
+    *,
+    sharding: Sharding,
+    fused: tuple[Any, dict[str, Any]] | None,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    local_world_size: int,
+    quantized_comms: QCommsConfig | None,
+    replicate_tables: ReplicateTables,
+    batch_size: int | None,
+    in_two_parts: bool,
+) -> _Planned:
+    """Plan how tables are sharded, with the arguments of `shard_tables`; raise a ValueError for what cannot be done."""
     named, num_ranks = _named_types(sharding, tables), group.size()
     if replicate_tables is None and isinstance(sharding, KeptPlan):
         replicate_tables = sharding.replicated
@@ -90,27 +150,40 @@ def shard_tables(
     replicas = replicas_in(plan, tables, to_replicate, num_ranks)
     dense = [table for table in tables if (how := table.planned(plan)) and how.compute_kernel == DENSE]
     _refuse_sequences_as_bags(dense, replicas, device)
-    dense = [table for table in dense if table not in replicas]
-    in_backward = [table for table in tables if table not in dense]
-    frozen = [table for table in tables if not table.parameter.requires_grad]
-    apply_fused_optimizer(in_backward, fused, device)
+    return _Planned(tables, plan, replicas, [table for table in dense if table not in replicas], second)
+
+
+def _apply_optimizers(planned: _Planned, fused: tuple[Any, dict[str, Any]] | None, device: torch.device) -> None:
+    """Apply the fused optimizer to tables without one, and warn of tables that the dense optimizer has to train."""
+    for table in planned.tables:  # TorchRec writes its kind of optimizer into the arguments, which tables may share
+        if table.fused_optimizer is not None:
+            vars(table.parameter)["_optimizer_kwargs"] = list(map(dict, vars(table.parameter)["_optimizer_kwargs"]))
+    apply_fused_optimizer(planned.in_backward, fused, device)
     if dist.get_rank() == 0:
-        warn_of_dense_tables(dense)
+        warn_of_dense_tables(planned.dense)
+
+
+def _shard(
+    model: nn.Module,
+    planned: _Planned,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    local_world_size: int,
+    quantized_comms: QCommsConfig | None,
+) -> None:
+    """Replace the collections of a model by their sharded form, under all of their names, with the same weights."""
+    tables = planned.tables
     # Further names of collections, each with the first: sharding replaces a module under the first only.
     first = {id(model.get_submodule(table.module)): table.module for table in tables}
     every = model.named_modules(remove_duplicate=False)
     aliases = {name: first[id(module)] for name, module in every if first.get(id(module), name) != name}
     initial = _initial_weights(model, tables)
-    # Every table's rule as of now: kernels know the rates of this rank's shards only, and schedulers move them.
-    trained: dict[str, dict[str, Rule]] = {table.module: {} for table in tables}
-    for table in (one for one in in_backward if one.parameter.requires_grad):
-        trained[table.module][table.name] = table.rule
     before = dict(model.named_parameters())
     if any(table.parameter.is_meta for table in tables):
         seed_shards(group.rank())
     with _local_world_size(local_world_size):
         env, sharders = ShardingEnv.from_process_group(group), training_sharders(codecs_of(quantized_comms, device))
-        DistributedModelParallel(model, env, device, plan, sharders, init_data_parallel=False)
+        DistributedModelParallel(model, env, device, planned.plan, sharders, init_data_parallel=False)
     for alias, name in aliases.items():
         parent, _, attribute = alias.rpartition(".")
         setattr(model.get_submodule(parent), attribute, model.get_submodule(name))
@@ -123,21 +196,30 @@ def shard_tables(
         for weight in lookup.parameters() if isinstance(lookup, DistributedDataParallel) else ():
             dist.broadcast(weight.data, group_src=0, group=group)
     _let_go(model, tables)
-    for name, of_module in trained.items():
-        sharded: Any = model.get_submodule(name)
-        sharded.trained_in_backward, sharded.quantized_comms = of_module, quantized_comms
-        sharded.frozen_tables = [table.name for table in frozen if table.module == name]
-        sharded.asked_for = {"sharding": sharding, "fused_optimizer": fused}
-        sharded.second_part = second.get(name, [])
-        replicated = sorted(table.name for table in replicas if table.module == name)
-        sharded.kept_plan = plan.get_plan_for_module(name), replicated
-    watch_tables(model)  # optimizers of replicas have the weights that it makes
-    make_replicas(model, {table.module for table in replicas}, trained)
     kept = set(map(id, model.parameters()))
     for name, parameter in before.items():  # an earlier optimizer may still have those that were replaced
         if id(parameter) not in kept:
             vars(parameter)[NAME_BEFORE] = name
-    _watch(model)
+
+
+def _annotate(
+    model: nn.Module,
+    planned: _Planned,
+    trained: Mapping[str, Mapping[str, Rule]],
+    quantized_comms: QCommsConfig | None,
+    asked_for: Mapping[str, Any],
+) -> None:
+    """Note at each sharded module what other code has to know of its tables, on ranks without a shard of them too."""
+    for name, of_module in trained.items():
+        tables = [table for table in planned.tables if table.module == name]
+        replicated = sorted(table.name for table in tables if table in planned.replicas)
+        sharded: Any = model.get_submodule(name)
+        sharded.trained_in_backward = of_module
+        sharded.frozen_tables = [table.name for table in tables if not table.parameter.requires_grad]
+        sharded.quantized_comms = quantized_comms
+        sharded.asked_for = asked_for
+        sharded.second_part = planned.second.get(name, [])
+        sharded.kept_plan = planned.plan.get_plan_for_module(name), replicated
 
 
 def seed_shards(rank: int) -> None:
