@@ -76,7 +76,7 @@ def renew_counts(kjt: KeyedJaggedTensor) -> None:
 
 
 class _KeptAsMade:
-    """Refuses to freeze or unfreeze the weight of a sharded table: its kernel goes on as it was made."""
+    """Refuses to freeze or unfreeze the weight of a sharded table, whose kernel goes on as it was made."""
 
     __slots__ = ()
     name_in_model: str
@@ -154,7 +154,8 @@ def watch_tables(model: nn.Module) -> None:
     for name, weight in list(model.named_parameters()):
         watched: nn.Parameter
         if type(weight) is TableBatchedEmbeddingSlice:
-            watched = WatchedTable.like(weight, frozen=id(weight) in frozen)
+            with torch.inference_mode(False), torch.enable_grad():  # else the slice of a trained weight needs none
+                watched = WatchedTable.like(weight, frozen=id(weight) in frozen)
         elif type(weight) is nn.Parameter and id(weight) in elsewhere:
             watched = TableElsewhere.like(weight, frozen=id(weight) in frozen)
         else:
