@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from . import preemption, sigterm
 from .fetcher import LookaheadFetcher
-from .fit_loop import mix_in
+from .stand_in import stand_in
 
 
 class _LookaheadMixin:
@@ -131,6 +131,7 @@ class _PredictionLoopMixin(_LookaheadMixin, _PredictionLoop):
 
 def install(trainer: Trainer, undo: ExitStack) -> None:
     """Let the trainer's evaluation loops look ahead until `undo` is closed."""
-    for loop in (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
-        mix_in(_EvaluationLoopMixin, loop, undo)
-    mix_in(_PredictionLoopMixin, trainer.predict_loop, undo)
+    stand_in(trainer.fit_loop.epoch_loop, "val_loop", _EvaluationLoopMixin, undo)
+    stand_in(trainer, "validate_loop", _EvaluationLoopMixin, undo)
+    stand_in(trainer, "test_loop", _EvaluationLoopMixin, undo)
+    stand_in(trainer, "predict_loop", _PredictionLoopMixin, undo)

@@ -1,4 +1,4 @@
-"""Lightning's fit loop with a lookahead: during a fit the loop objects have a subclass of their class with a mixin."""
+"""Lightning's fit loop with a lookahead: during a fit the trainer has loops of this package in the place of its own."""
 
 import warnings
 from collections import OrderedDict
@@ -19,6 +19,7 @@ from . import preemption, sigterm
 from .batch_stream import BatchStream
 from .epoch import allows_empty_loaders, without_batches
 from .fetcher import LookaheadFetcher, NoneFetcher, StepArguments
+from .stand_in import stand_in
 
 _STOPS = "lightning_overlap_stops"  # entry of a preempted fit's checkpoint: it was told to stop early
 
@@ -241,11 +242,10 @@ def _leave_if_agreed(trainer: Trainer) -> None:
 
 def install(trainer: Trainer, undo: ExitStack) -> None:
     """Let the trainer's fit loop look ahead until `undo` is closed."""
-    loop = trainer.fit_loop
-    undo.callback(_forget_broken_loader, loop)
-    mix_in(_FitLoopMixin, loop, undo)
-    mix_in(_EpochLoopMixin, loop.epoch_loop, undo)
-    mix_in(_AutomaticOptimizationMixin, loop.epoch_loop.automatic_optimization, undo)
+    undo.callback(_forget_broken_loader, trainer.fit_loop)
+    stand_in(trainer, "fit_loop", _FitLoopMixin, undo)
+    stand_in(trainer.fit_loop, "epoch_loop", _EpochLoopMixin, undo)
+    stand_in(trainer.fit_loop.epoch_loop, "automatic_optimization", _AutomaticOptimizationMixin, undo)
 
 
 def _forget_broken_loader(loop: _FitLoop) -> None:
@@ -254,13 +254,6 @@ def _forget_broken_loader(loop: _FitLoop) -> None:
         # The loader could not be iterated. Lightning would ask for its length while it handles the error, and hide the
         # loader's own error by another.
         loop._data_fetcher = None
-
-
-def mix_in(mixin: type, live: Any, undo: ExitStack) -> None:
-    """Give an object a subclass of its class, of the same name, that begins with `mixin`, until `undo` is closed."""
-    cls = type(live)
-    live.__class__ = type(cls.__name__, (mixin, cls), {"__module__": cls.__module__})
-    undo.callback(setattr, live, "__class__", cls)
 
 
 def logged_step(trainer: Trainer) -> int:
