@@ -14,6 +14,7 @@ from lightning.pytorch.core import module as lightning_module
 from lightning.pytorch.core import saving
 
 from ..checkpoint import discard, is_folder, lead, why_no_checkpoint
+from ..compat.lightning import replace_link
 
 OnCommit = Callable[[Callable[[], None]], None]  # calls a function when the save under way, if any, has succeeded
 
@@ -22,9 +23,8 @@ def install(trainer: Trainer, undo: ExitStack, on_commit: OnCommit) -> None:
     """Let callbacks link to complete checkpoints only; a subclass keeps a link method of its own."""
     # With save_last="link" Lightning links at once, though the new checkpoint may not be written yet.
     for callback in keeping_last(trainer):
-        if callback.save_last == "link" and type(callback)._link_checkpoint is ModelCheckpoint._link_checkpoint:
-            callback._link_checkpoint = partial(_link, on_commit)  # type: ignore[method-assign]
-            undo.callback(vars(callback).pop, "_link_checkpoint", None)
+        if callback.save_last == "link":
+            replace_link(callback, partial(_link, on_commit), undo)
 
 
 def bridges(trainer: Trainer | None, path: Path) -> list[tuple[Path, bool]]:

@@ -16,7 +16,7 @@ def stand_in(owner: Any, name: str, mixin: type, undo: ExitStack) -> None:
     own = getattr(owner, name)
     cls = type(own)
     # Lightning's profilers and logs name a loop by its class: this class has the same name.
-    kind = type(cls.__name__, (mixin, cls), {"__module__": cls.__module__})
+    kind: Any = type(cls.__name__, (mixin, cls), {"__module__": cls.__module__})
     loop = kind.__new__(kind)
     # Both have one state, not a copy of it: users, callbacks and Lightning may hold the trainer's own loop, and read
     # its progress there.
