@@ -109,7 +109,7 @@ def complaints(source: str, path: Path) -> Iterator[str]:
             yield f"schedules imports {top}, which is not of the standard library"
         if top in LEAVES_ALONE.get(folder, ()):
             yield f"{folder} imports {top}"
-        users = {"torchrec": TORCHREC_FOLDERS, "lightning": (PRIVATE,)}.get(top, (folder,))
+        users = {"torchrec": (*TORCHREC_FOLDERS, PRIVATE), "lightning": (PRIVATE,)}.get(top, (folder,))
         if folder not in users and any(is_private(part) for part in (*rest, name)):
             yield f"{folder} imports the private {module}.{name}"
 

@@ -10,13 +10,19 @@ from typing import Any
 
 import pytest
 
-from lightning_overlap.compat import lightning
+from lightning_overlap.compat import lightning, torchrec
 from lightning_overlap.tables import sharded_module
 
 from .test_folders import PRIVATE, SOURCES, TORCHREC_FOLDERS, folder_of, is_private, name_of
 
 TORCHREC_PRIVATE = {name for names in sharded_module.PRIVATE_NAMES.values() for name in names}
 LIGHTNING_PRIVATE = {name for names in lightning.PRIVATE_NAMES.values() for name in names}
+IN_COMPAT = {  # file -> private names that it may use
+    f"{PRIVATE}/{library.__name__.rpartition('.')[2]}.py": {
+        name for names in library.PRIVATE_NAMES.values() for name in names
+    }
+    for library in (lightning, torchrec)
+}
 STANDARD_LIBRARY = {"_asdict", "_fields", "_replace", "_exit"}  # documented, though they start with an underscore
 TORCH_PRIVATE = {  # PyTorch's own; TorchRec and Lightning use them too
     *("_C", "_Options", "_apply", "_apply_optimizer_in_backward", "_autograd", "_backward_hooks"),
@@ -53,7 +59,7 @@ def test_private_names_of_others_are_listed() -> None:
         used = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and is_private(node.attr)}
         used -= OURS | TORCH_PRIVATE | STANDARD_LIBRARY
         used -= TORCHREC_PRIVATE if folder_of(path) in TORCHREC_FOLDERS else set()
-        used -= LIGHTNING_PRIVATE | defined_names(tree) if name_of(path) == f"{PRIVATE}/lightning.py" else set()
+        used -= IN_COMPAT[name_of(path)] | defined_names(tree) if name_of(path) in IN_COMPAT else set()
         unlisted[name_of(path)] = used
     assert not {name: used for name, used in unlisted.items() if used}, "give them a name in compat/, or list them"
 
@@ -75,7 +81,10 @@ def tree_of(cls: type) -> ast.Module:
     return ast.parse(textwrap.dedent(inspect.getsource(cls)))
 
 
-LISTED = {"torchrec": sharded_module.PRIVATE_NAMES, "lightning.pytorch": lightning.PRIVATE_NAMES}
+LISTED = {
+    "torchrec": {**sharded_module.PRIVATE_NAMES, **torchrec.PRIVATE_NAMES},
+    "lightning.pytorch": lightning.PRIVATE_NAMES,
+}
 OTHER_NAMES = {  # of owners in the lists
     "SparseFeaturesDist": ("TwSparseFeaturesDist", "RwSparseFeaturesDist"),  # several classes, one per sharding
     "Strategy": ("ParallelStrategy",),  # sets what strategies of several ranks have
