@@ -461,4 +461,3 @@ def _as_timedelta(timeout: timedelta | float | None) -> timedelta | None:
 
 
 OverlapEmbeddingStrategy.register_strategies(StrategyRegistry)
-checkpoint_links.explain_folders()
