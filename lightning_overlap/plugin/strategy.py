@@ -20,6 +20,7 @@ from typing_extensions import override
 from .. import checkpoint as checkpoints
 from .. import tables
 from ..compat import lightning as compat
+from ..compat.torch import ignore_in_ddp
 from ..distributed import default_store
 from ..runtime import Observer, Streams, Telemetry, Walker, make_streams
 from ..schedules import Mode, ModeName, Schedule, Stage, StreamName, StreamPolicy, resolve_mode, resolve_stream
@@ -282,7 +283,7 @@ class OverlapEmbeddingStrategy(ReadsTables, WalksSteps, StartsProcesses):
                     in_two_parts=self._schedule.updates_before_step and on_cpu and self.world_size > self.num_processes,
                 )
             ignored = tables.ShardedStateNames(self.model)
-            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self.model, ignored)
+            ignore_in_ddp(self.model, ignored)
         super().model_to_device()
 
     @override

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from lightning_overlap.compat import lightning, torchrec
+from lightning_overlap.compat import lightning, torch, torchrec
 from lightning_overlap.tables import sharded_module
 
 from .test_folders import PRIVATE, SOURCES, TORCHREC_FOLDERS, folder_of, is_private, name_of
@@ -21,17 +21,16 @@ IN_COMPAT = {  # file -> private names that it may use
     f"{PRIVATE}/{library.__name__.rpartition('.')[2]}.py": {
         name for names in library.PRIVATE_NAMES.values() for name in names
     }
-    for library in (lightning, torchrec)
+    for library in (lightning, torch, torchrec)
 }
 STANDARD_LIBRARY = {"_asdict", "_fields", "_replace", "_exit"}  # documented, though they start with an underscore
 TORCH_PRIVATE = {  # PyTorch's own; TorchRec and Lightning use them too
     *("_C", "_Options", "_apply", "_apply_optimizer_in_backward", "_autograd", "_backward_hooks"),
     *("_backward_pre_hooks", "_cdata", "_comm_hooks", "_compiled_call_impl", "_current_autograd_node"),
     *("_current_graph_task_id", "_current_level", "_devices", "_dynamo", "_execution_engine", "_forward_hooks"),
-    *("_forward_pre_hooks", "_get_backend", "_get_default_store", "_get_sequence_nr"),
-    *("_init_from_local_shards_and_global_metadata", "_len_torch_dispatch_stack", "_len_torch_function_stack"),
+    *("_forward_pre_hooks", "_get_backend", "_get_sequence_nr"),
     *("_profiler_enabled", "_register_backend", "_schema", "_sequence_nr", "_set_default_backend"),
-    *("_set_params_and_buffers_to_ignore_for_model", "_timeout", "_to_copy"),
+    *("_timeout", "_to_copy"),
 }
 
 
