@@ -26,6 +26,7 @@ from torchrec.distributed.types import (
 )
 from torchrec.optim.keyed import CombinedOptimizer
 
+from ..compat.torch import sharded_tensor
 from ..distributed import warn_on_rank_zero
 from ..tables import kernel_of, sharded_modules, table_modules
 from ..text import some
@@ -292,7 +293,7 @@ def map_shards(
                 mine.append(Shard(tensor, shards[-1]))
     dtype = mine[0].tensor.dtype if mine else dtype or piece.dtype
     whole = ShardedTensorMetadata(shards, metadata.size[:num_dims], TensorProperties(dtype=dtype))
-    return ShardedTensor._init_from_local_shards_and_global_metadata(mine, sharded_tensor_metadata=whole)
+    return sharded_tensor(mine, whole)
 
 
 def kinds_by_weight(keys: Iterable[StateKey]) -> dict[str, set[str]]:

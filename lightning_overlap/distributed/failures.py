@@ -22,6 +22,8 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from torch.distributed import Store as Store  # type: ignore[attr-defined]
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
+from ..compat import torch
+
 FAILED = "lightning_overlap/failures"  # in the store: how often a rank of this job has failed
 LEAVE_S = 3.0  # seconds that the first failing rank and the others wait for each other to print
 
@@ -44,7 +46,7 @@ _sockets: dict[int, str] = {}  # descriptor -> its socket at that time, since de
 
 def default_store() -> Store | None:
     """Return the store of the default process group."""
-    return dist.distributed_c10d._get_default_store() if dist.is_initialized() else None
+    return torch.default_store() if dist.is_initialized() else None
 
 
 class Word(NamedTuple):
@@ -121,6 +123,8 @@ def timed_out(error: BaseException) -> bool:
 
 def print_last(error: BaseException, cause: FirstCause) -> None:
     """Install an excepthook for this error: the process prints it in its turn, or leaves it to another rank."""
+    # Python prints an uncaught error after everything that a strategy can hook into. To wait there for other ranks, and
+    # to print nothing that another rank prints, takes Python's own hook. Any other error goes to the former hook.
     if dist.is_initialized() and dist.get_world_size() > 1:
         _causes.clear()
         _causes[id(cause)] = cause
@@ -189,7 +193,9 @@ def remember_sockets() -> Iterator[None]:
 
 def end_connections(except_store: Store) -> bool:
     """End the remembered connections except a store's, and return whether any was; no group can be used then."""
-    # torch ends them only with the process: in 2.13 `abort` and `shutdown` of gloo groups leave them open.
+    # Other ranks wait in a collective, and gloo lets them go only when a connection closes. In torch 2.13
+    # `destroy_process_group` and `abort` close those of a gloo group only once nothing refers to the group, but the
+    # error's traceback, the trainer and the sharded modules do. Nor does torch tell which sockets a group has.
     while isinstance(except_store, PrefixStore):
         except_store = except_store.underlying_store
     except_port = except_store.port if isinstance(except_store, TCPStore) else None  # a file has none

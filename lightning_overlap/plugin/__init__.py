@@ -1,5 +1,5 @@
 """The Lightning side: the strategy and its hooks; `loops/` feeds and ends Lightning's loops."""
 
+from ..compat.lightning import logged_step
 from . import first_words
-from .loops import logged_step
 from .strategy import OverlapEmbeddingStrategy

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
+from ..compat.lightning import tear_down
 from ..distributed import Consensus, FirstCause, default_store, groups, print_last, remember_sockets, timed_out
 from ..text import some
 from .checkpoint_hooks import SavesShards
@@ -116,7 +117,7 @@ class FailsTogether(SavesShards):
         trainer = self._running_trainer
         self.on_exception(first)
         if trainer is not None:
-            trainer._teardown()
+            tear_down(trainer)
         return first
 
     @property

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from lightning.pytorch import Trainer
 
+from ..compat.lightning import wrap_resume_start
 from ..distributed import Group, gather_objects
 
 T = TypeVar("T")
@@ -21,13 +22,11 @@ _SHARE = (
 
 def install(trainer: Trainer, undo: ExitStack, gather: Callable[[Any], list[Any]]) -> None:
     """Let all ranks compare their `ckpt_path` before they load it, until `undo` is closed."""
-    connector = trainer._checkpoint_connector
-    connector.resume_start = partial(_resume, connector.resume_start, gather)  # type: ignore[method-assign]
-    undo.callback(vars(connector).pop, "resume_start")
+    wrap_resume_start(trainer, partial(_resume, gather), undo)
 
 
 def _resume(
-    resume_start: Callable[..., None], gather: Callable[[Any], list[Any]], path: Any = None, *args: Any, **kwargs: Any
+    gather: Callable[[Any], list[Any]], resume_start: Callable[..., None], path: Any = None, *args: Any, **kwargs: Any
 ) -> None:
     """Call Lightning's `resume_start`, unless some ranks have a checkpoint to load and others have none."""
     # A wrong type is not raised yet: ranks that found a path would wait in `gather`.

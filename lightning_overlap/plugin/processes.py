@@ -8,13 +8,13 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torchrec.modules.mc_embedding_modules import BaseManagedCollisionEmbeddingCollection
 from typing_extensions import override
 
 from ..checkpoint import gather
+from ..compat.lightning import ProcessLauncher, set_launcher, start_method, starts_python_processes, without_module
 from ..tables import apply_table_optimizers, find_tables, has_tables, sharded_modules, table_optimizers
 from ..text import some
 from .run import HasRun
@@ -41,7 +41,7 @@ class StartsProcesses(HasRun):
         state = {name: value for name, value in super().__getstate__().items() if name not in vars(new)}
         if self._is_sharded:
             # Shards cannot be copied, so neither can module and optimizers: the copied trainer has no module.
-            return state | {"_lightning_module": None, "_model": None, "_optimizers": [], "lr_scheduler_configs": []}
+            return without_module(state)
         module = self.lightning_module
         return state | {_TABLE_OPTIMIZERS: {} if module is None else table_optimizers(module)}
 
@@ -54,32 +54,32 @@ class StartsProcesses(HasRun):
             apply_table_optimizers(self.lightning_module, recorded)
 
     @override
-    def _configure_launcher(self) -> None:
+    def _make_launcher(self) -> None:
         is_interactive = hasattr(sys, "ps1") or sys.flags.interactive  # Lightning's own test
-        if is_interactive and self._start_method == "popen":
+        if is_interactive and start_method(self) == "popen":
             if self.world_size == 1:
-                self._launcher = None  # Lightning's launcher would start no process, and is refused in notebooks
+                set_launcher(self, None)  # Lightning's launcher would start no process, and is refused in notebooks
                 return
             if self.cluster_environment is None or not self.cluster_environment.creates_processes_externally:
                 raise ValueError(_NOT_IN_NOTEBOOKS.format(number=self.world_size))
-        super()._configure_launcher()
-        if isinstance(self._launcher, _MultiProcessingLauncher):
-            self._launcher = Launcher(self, self._start_method)  # type: ignore[arg-type]
+        super()._make_launcher()
+        if starts_python_processes(self.launcher):
+            set_launcher(self, Launcher(self, start_method(self)))  # type: ignore[arg-type]
 
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        if self._start_method == "fork" and self.lightning_module is not None and has_tables(self.lightning_module):
+        if start_method(self) == "fork" and self.lightning_module is not None and has_tables(self.lightning_module):
             # A forked process lacks the OpenMP threads of its parent and would wait for them forever; one thread works.
             torch.set_num_threads(1)
 
     @override
     def setup(self, trainer: Trainer) -> None:
-        if self._start_method == "forkserver" and self.model is not None:
+        if start_method(self) == "forkserver" and self.model is not None:
             own_memory(self.model)
         super().setup(trainer)
         if self._parents_state is not None and self.lightning_module is not None:
-            _check_same_tables(self.lightning_module, self._parents_state, self._start_method)
+            _check_same_tables(self.lightning_module, self._parents_state, start_method(self))
 
 
 def own_memory(module: nn.Module) -> None:
@@ -89,69 +89,67 @@ def own_memory(module: nn.Module) -> None:
             tensor.data = tensor.data.clone()
 
 
-class Launcher(_MultiProcessingLauncher):
+class Launcher(ProcessLauncher):
     """Lightning's launcher by `spawn`, `fork` or `forkserver`, which also handles sharded tables."""
-
-    _strategy: Any  # an OverlapEmbeddingStrategy
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
-        module = self._strategy.lightning_module
+        module = self.strategy.lightning_module
         if trainer is not None and module is not None:
             with_tables = has_tables(module)
             if with_tables:
-                _refuse_launch(self._strategy, self._start_method, module, trainer)
+                _refuse_launch(self.strategy, start_method(self.strategy), module, trainer)
             if trainer.state.fn == TrainerFn.FITTING:
-                self._strategy._parents_state = frozenset(module.state_dict() if with_tables else ())
+                self.strategy._parents_state = frozenset(module.state_dict() if with_tables else ())
         try:
             return super().launch(function, *args, trainer=trainer, **kwargs)
         finally:
-            self._strategy._parents_state = None
+            self.strategy._parents_state = None
 
     @override
-    def _wrapping_function(self, *args: Any, **kwargs: Any) -> None:
+    def run_in_process(self, *args: Any, **kwargs: Any) -> None:
         try:
-            super()._wrapping_function(*args, **kwargs)
+            super().run_in_process(*args, **kwargs)
         except Exception as err:
             # The parent raises the error of any rank. Lightning calls no `on_exception` in a started process.
-            self._strategy.note_cause(err)
+            self.strategy.note_cause(err)
             raise
 
     @override
-    def _collect_rank_zero_results(self, trainer: Trainer, results: Any) -> Any:
+    def collect_results(self, trainer: Trainer, results: Any) -> Any:
         module = trainer.lightning_module
         if trainer.state.fn != TrainerFn.FITTING or not sharded_modules(module):
-            return super()._collect_rank_zero_results(trainer, results)
+            return super().collect_results(trainer, results)
 
         # Lightning takes the module's state on every rank, and saves the state of rank 0 for the parent.
         def make_whole(_: nn.Module, state: dict[str, Any], *args: Any) -> None:
-            state.update(gather(state, self._strategy.checkpoint_group))
+            state.update(gather(state, self.strategy.checkpoint_group))
 
         with module.register_state_dict_post_hook(make_whole):  # type: ignore[no-untyped-call]
-            return super()._collect_rank_zero_results(trainer, results)
+            return super().collect_results(trainer, results)
 
 
 _OTHERWISE = "or start a process per rank: run the script itself (start_method='popen', the default), or torchrun."
 
 
-def _check_same_tables(module: nn.Module, of_parent: frozenset[str], start_method: str) -> None:
+def _check_same_tables(module: nn.Module, of_parent: frozenset[str], method: str) -> None:
     """Refuse tables in a started process that its parent's `state_dict` lacks: Lightning would silently drop them."""
     sharded = tuple(f"{name}." for name in sharded_modules(module))
     here, there = ({key for key in keys if key.startswith(sharded)} for keys in (module.state_dict(), of_parent))
     if here != there:
         mine, theirs = (some(sorted(keys)) or "nothing" for keys in (here - there, there - here))
         raise ValueError(
-            f"start_method={start_method!r}: the trained module has {mine} where the module of the parent process has "
+            f"start_method={method!r}: the trained module has {mine} where the module of the parent process has "
             f"{theirs}, so the parent could not take the trained tables. Make all tables in the module's __init__, not "
             f"in setup or configure_model, {_OTHERWISE}"
         )
 
 
-def _refuse_launch(strategy: DDPStrategy, start_method: str, module: LightningModule, trainer: Trainer) -> None:
+def _refuse_launch(strategy: DDPStrategy, method: str, module: LightningModule, trainer: Trainer) -> None:
     on_meta = [table.path for table in find_tables(module) if table.parameter.is_meta]
     if sharded_modules(module):
         reason = "the module was sharded in this process. Make it anew (load a checkpoint of it)"
-    elif start_method == "fork" and dist.is_initialized():
+    elif method == "fork" and dist.is_initialized():
         raise RuntimeError(
             "start_method='fork': this process has a process group from an earlier fit or evaluation, which the "
             "started processes would take for theirs. Call torch.distributed.destroy_process_group() first, restart "
@@ -169,4 +167,4 @@ def _refuse_launch(strategy: DDPStrategy, start_method: str, module: LightningMo
         reason += ". Make them on a CPU"
     else:
         return
-    raise ValueError(f"start_method={start_method!r}: {reason}, {_OTHERWISE}")
+    raise ValueError(f"start_method={method!r}: {reason}, {_OTHERWISE}")

@@ -8,10 +8,10 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.strategies import DDPStrategy
 from torch.distributed.constants import default_pg_timeout
 
 from ..checkpoint import Piece
+from ..compat.lightning import Strategy
 from ..dense import SplitLayers
 from ..distributed import Consensus, Lowest, SharedCalls, groups
 from ..runtime import Rates, StageTimer, Streams, TableAccess, Telemetry, Walker
@@ -82,7 +82,7 @@ class WeightAverages(Protocol):
         """Return a context within which the module has its trained weights, if an evaluation has swapped them out."""
 
 
-class HasRun(DDPStrategy):
+class HasRun(Strategy):
     """Base of the strategy's other base classes: state that several of them need, and exchanges between ranks."""
 
     averages: WeightAverages | None = None  # of a callback, which sets it before this strategy's set-up

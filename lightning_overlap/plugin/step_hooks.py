@@ -152,7 +152,7 @@ class WalksSteps(HasRun):
 
     @property
     def _automatic(self) -> bool:
-        module = self._lightning_module
+        module = self.lightning_module
         return module is not None and module.automatic_optimization
 
     def _after(self, stage: Stage) -> None:

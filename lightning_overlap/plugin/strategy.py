@@ -8,7 +8,6 @@ from inspect import Parameter, signature
 from typing import Any, get_args
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.loops.fetchers import _DataFetcher
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.parsing import lightning_getattr, lightning_hasattr
@@ -20,6 +19,8 @@ from typing_extensions import override
 
 from .. import checkpoint as checkpoints
 from .. import tables
+from ..compat import lightning as compat
+from ..compat.torch import ignore_in_ddp
 from ..distributed import default_store
 from ..runtime import Observer, Streams, Telemetry, Walker, make_streams
 from ..schedules import Mode, ModeName, Schedule, Stage, StreamName, StreamPolicy, resolve_mode, resolve_stream
@@ -27,10 +28,10 @@ from ..sparse import SparseOptions, SparsePipeline, StaleRows
 from ..tables import FusedOptimizer, OutOfRangeIds, QuantizedComms, ReplicateTables, Sharding
 from ..text import check_known
 from ..tuning import TRIED, Auto, Tuner, resolve_auto
+from ..versions import check_names
 from . import checkpoint_links, first_words, found_checkpoints, unsupported
 from .learning_rates import LearningRates
 from .loops import BatchStream, LookaheadFetcher, StepArguments, evaluation_loops, fit_loop, preemption, sigterm
-from .private_names import check_lightning
 from .processes import StartsProcesses
 from .run import Run
 from .split_backward import check_all_ranks, split_layers, why_whole
@@ -208,12 +209,13 @@ class OverlapEmbeddingStrategy(ReadsTables, WalksSteps, StartsProcesses):
         first_words.calm_libraries(self._calm_libraries)
         unsupported.refuse_precision(self.precision_plugin.precision)
         if fits:
-            static_graph = bool(self._ddp_kwargs.get("static_graph"))
+            static_graph = bool(compat.ddp_options(self).get("static_graph"))
             unsupported.refuse_fit(trainer, model, on_cpu=on_cpu, static_graph=static_graph)
         self.join_groups()
         self.compare_reads("in the run")
         self._run = Run(trainer)
-        check_lightning(trainer)
+        check_names("lightning", compat.PRIVATE_NAMES, {"Trainer": trainer})  # `owners` reads its names
+        check_names("lightning", compat.PRIVATE_NAMES, compat.owners(trainer))
         undo = self._run.undo
         for changes in (evaluation_loops, preemption, sigterm):
             changes.install(trainer, undo)
@@ -235,10 +237,10 @@ class OverlapEmbeddingStrategy(ReadsTables, WalksSteps, StartsProcesses):
         run.sparse = self._make_pipeline(schedule, "training_step")
         run.undo.callback(run.sparse.detach)
         run.sparse.attach()
-        whole = why_whole(module, self.optimizers, self._ddp_kwargs, run.sparse)
+        whole = why_whole(module, self.optimizers, compat.ddp_options(self), run.sparse)
         check_all_ranks(schedule.name, whole, self.gather)
         if whole is None and (schedule.splits_backward or self._tuner is not None):
-            run.split = split_layers(module, self.model, self._ddp_comm_hook, self.gather)
+            run.split = split_layers(module, self.model, compat.comm_hook(self), self.gather)
             run.undo.callback(run.split.detach)
         if self._tuner is not None:
             run.tuner = self._tuner
@@ -281,7 +283,7 @@ class OverlapEmbeddingStrategy(ReadsTables, WalksSteps, StartsProcesses):
                     in_two_parts=self._schedule.updates_before_step and on_cpu and self.world_size > self.num_processes,
                 )
             ignored = tables.ShardedStateNames(self.model)
-            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self.model, ignored)
+            ignore_in_ddp(self.model, ignored)
         super().model_to_device()
 
     @override
@@ -328,7 +330,7 @@ class OverlapEmbeddingStrategy(ReadsTables, WalksSteps, StartsProcesses):
         return SparsePipeline(tables.sharded_modules(module), self._groups.lookahead, self.streams, telemetry, options)
 
     def look_ahead(
-        self, inner: _DataFetcher, step_arguments: StepArguments, next_number: Callable[[], int] | None = None
+        self, inner: compat.DataFetcher, step_arguments: StepArguments, next_number: Callable[[], int] | None = None
     ) -> LookaheadFetcher:
         """Return a fetcher that stages the batches of `inner` ahead; `next_number` gives a fit's next `batch_idx`."""
         assert self._run is not None
@@ -414,8 +416,8 @@ class OverlapEmbeddingStrategy(ReadsTables, WalksSteps, StartsProcesses):
         # As in FSDPStrategy shards stay where they are, for a later fit, validate, test or predict.
         if isinstance(self.model, DistributedDataParallel):
             self.model = module
-        if self._layer_sync is not None and self.model is not None:
-            self.model = self._layer_sync.revert(self.model)
+        if self.model is not None:
+            self.model = compat.without_layer_sync(self, self.model)
         assert self.cluster_environment is not None
         assert self.accelerator is not None
         self.cluster_environment.teardown()
@@ -460,4 +462,3 @@ def _as_timedelta(timeout: timedelta | float | None) -> timedelta | None:
 
 
 OverlapEmbeddingStrategy.register_strategies(StrategyRegistry)
-checkpoint_links.explain_folders()

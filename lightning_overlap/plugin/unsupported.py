@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torchrec.modules.hash_mc_modules import HashZchManagedCollisionModule
 
+from ..compat.lightning import pruned_parameters
 from ..schedules import Mode
 from ..tables import clips_in_backward, find_tables, sharded_modules, tables_in_dense_shards
 from ..text import SCALES_LOSS, some, unknown_name_message
@@ -98,7 +99,7 @@ def _why_refused(callback: Callback, model: nn.Module) -> str | None:
     if isinstance(callback, callbacks.ModelPruning):
         weights = {id(table.parameter) for table in tables}
         weights |= {id(weight) for module in sharded_modules(model).values() for weight in module.parameters()}
-        if any(id(getattr(module, name)) in weights for module, name in callback._parameters_to_prune):
+        if any(id(getattr(module, name)) in weights for module, name in pruned_parameters(callback)):
             return (
                 "it would prune the weights that the tables had before they were sharded. Name the dense weights: "
                 "ModelPruning(..., parameters_to_prune=[(module.top[0], 'weight'), ...])"

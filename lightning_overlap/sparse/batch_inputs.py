@@ -5,6 +5,7 @@ from typing import Any
 
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from ..compat.torch import num_writes
 from ..runtime import Path, leaves, resolve
 from ..tables import renew_counts, watch_lengths
 from .misfits import wrong_lengths
@@ -44,5 +45,5 @@ def count_anew(kjts: Iterable[KeyedJaggedTensor]) -> None:
     """Drop the numbers of `note_lengths` where lengths may have been written since; count again on the host."""
     for kjt in kjts:
         lengths = kjt.lengths()  # a copy on the device has no write yet, and an inference tensor counts none
-        if kjt.device().type == "cpu" or lengths.is_inference() or lengths._version:
+        if kjt.device().type == "cpu" or lengths.is_inference() or num_writes(lengths):
             note_lengths([kjt.unsync()])

@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from torchrec.distributed.comm_ops import Request
 from torchrec.distributed.types import Awaitable, NoWait
 
+from ..compat.torch import call_after_backward, current_backward
 from ..tables import SetRates
 from .update_rates import Kernels, kernel_rates, set_kernel_rates
 
@@ -89,8 +90,7 @@ class DeferredUpdate:
 
     def call_after_backward(self, call: Callable[[], None]) -> list[RemovableHandle]:
         """Call a function once a backward has run all its nodes, before DistributedDataParallel waits; return hooks."""
-        engine = torch.autograd.Variable._execution_engine
-        return [leaf.register_hook(lambda _: engine.queue_callback(call)) for leaf in self._at_embeddings]
+        return [leaf.register_hook(lambda _: call_after_backward(call)) for leaf in self._at_embeddings]
 
     def _cut_received(self, part: int, received: Tensor) -> Tensor:
         if not received.requires_grad:
@@ -119,7 +119,7 @@ class DeferredUpdate:
         """Take the gradient that a backward has left at `leaf`; with `sends` that of `graph` starts an all-to-all."""
         if leaf.grad is None:  # the loss does not depend on these embeddings
             return
-        task = torch._C._current_graph_task_id()
+        task = current_backward()
         if task not in self._backwards:
             self._set_present()
             self._backwards[task] = _Backward(kernel_rates(self._kernels))

@@ -2,33 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from itertools import accumulate, islice
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torchrec.distributed import dist_data
-from torchrec.distributed.dist_data import KJTAllToAll, KJTAllToAllTensorsAwaitable
-from torchrec.distributed.embedding_sharding import (
-    KJTListAwaitable,
-    KJTSplitsAllToAllMeta,
-    _set_sharding_context_intra_a2a,
-)
+from torchrec.distributed.dist_data import KJTAllToAll
+from torchrec.distributed.embedding_sharding import KJTSplitsAllToAllMeta
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.sharding.tw_sharding import TwSparseFeaturesDist
-from torchrec.sparse import jagged_tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from ..compat.torchrec import IdsAwaitable, splits_of, stagger_of, stay_here, tell_lookups
 from ..distributed import Entry, PackedExchange, gather_objects
 from ..runtime import Streams
 from ..tables import ids_fit_32_bits, input_dists_of, num_ids
 from .input_sizes import Form, InputSizes, PartSizes, form_of, is_counted_on_device, is_device
-from .replacing import other_forwards, replaced
+from .replacing import other_forwards
 
 if TYPE_CHECKING:
     from .flight import SparseFlight
@@ -61,12 +56,13 @@ def splits_only(
     module: Any, kjt: KeyedJaggedTensor, group: dist.ProcessGroup | None, *, narrow: bool = False
 ) -> Iterator[None]:
     """Within this context a module's `input_dist` describes its all-to-alls of sizes, for `InputExchange` to start."""
-    if group is None:
-        yield
-        return
-    narrow = narrow and ids_fit_32_bits(module)
     dists = input_dists_of(module)
     all_to_alls = [one for each in dists if isinstance(one := getattr(each, "_dist", None), KJTAllToAll)]
+    if group is None:
+        with other_forwards([(one, partial(stay_here, one)) for one in all_to_alls]):
+            yield
+        return
+    narrow = narrow and ids_fit_32_bits(module)
     order = module._features_order if _is_ordered_when_packed(module, dists, kjt) else None
     if order is not None:
         vars(module)["_has_features_permute"] = False
@@ -105,7 +101,7 @@ def _describe(
     all_to_all: KJTAllToAll, group: dist.ProcessGroup, narrow: bool, order: list[int] | None, kjt: KeyedJaggedTensor
 ) -> Described:
     """Return what an all-to-all of sizes would exchange, on the host. Source: `KJTAllToAll.forward`, TorchRec 1.8."""
-    splits = all_to_all._splits
+    splits = splits_of(all_to_all)
     first, keys, varies = sum(splits[: group.rank()]), kjt.keys(), kjt.variable_stride_per_key()
     batch_size = 0 if varies else kjt.stride()
     of_features: list[int] = []
@@ -132,7 +128,7 @@ def _describe(
             labels=kjt.dist_labels(),
             keys=keys[first : first + splits[group.rank()]],
             device=kjt.device(),
-            stagger=all_to_all._stagger,
+            stagger=stagger_of(all_to_all),
             order=order,
             num_ids=of_features,
         )
@@ -182,31 +178,29 @@ class InputExchange:
             self.waiting.remove(sizes)
         coming: list[_Received] = []
         entries: list[Entry] = []
-        with recats_cached():
-            for name, (found, of_parts) in sizes.wait().items():
-                if not all(found):  # what some rank lacks is not sent
-                    inflight.modules.pop(name, None)
-                    inflight.missing |= {name} if any(found) else set()
+        for name, (found, of_parts) in sizes.wait().items():
+            if not all(found):  # what some rank lacks is not sent
+                inflight.modules.pop(name, None)
+                inflight.missing |= {name} if any(found) else set()
+                continue
+            state, of_each = inflight.modules[name], iter(of_parts)
+            awaitables: list[Any] = []
+            for described in state.splits_awaitable.awaitables:
+                if not isinstance(described, Described):  # data-parallel tables: nothing is sent
+                    awaitables.append(described.wait())
                     continue
-                state, of_each = inflight.modules[name], iter(of_parts)
-                awaitables: list[Any] = []
-                for described in state.splits_awaitable.awaitables:
-                    if not isinstance(described, Described):  # data-parallel tables: nothing is sent
-                        awaitables.append(described.wait())
-                        continue
-                    of_part = next(of_each)
-                    coming.append(_Received(described, of_part, len(entries)))
-                    awaitables.append(coming[-1])
-                    tensors, splits = described.input_tensors, described.input_splits
-                    for number, tensor in enumerate(tensors):
-                        pieces = described.pieces[number] if described.pieces else None
-                        segments = coming[-1].segments[number]
-                        sizes_of_tensor = splits[number], of_part.by_tensor[number]
-                        entries.append(Entry(tensor, *sizes_of_tensor, segments, pieces, described.places))
-                    if described.order is not None:  # else TorchRec has copied the ids, and may read the copy again
-                        described._input._values = described._input.values().new_empty(0)
-                _set_sharding_context_intra_a2a(awaitables, state.context)
-                state.send_ids(KJTListAwaitable(awaitables, state.context), votes=max(found) > 1)
+                of_part = next(of_each)
+                coming.append(_Received(described, of_part, len(entries)))
+                awaitables.append(coming[-1])
+                tensors, splits = described.input_tensors, described.input_splits
+                for number, tensor in enumerate(tensors):
+                    pieces = described.pieces[number] if described.pieces else None
+                    segments = coming[-1].segments[number]
+                    sizes_of_tensor = splits[number], of_part.by_tensor[number]
+                    entries.append(Entry(tensor, *sizes_of_tensor, segments, pieces, described.places))
+                if described.order is not None:  # else TorchRec has copied the ids, and may read the copy again
+                    described._input._values = described._input.values().new_empty(0)
+            state.send_ids(tell_lookups(awaitables, state.context), votes=max(found) > 1)
         if entries:
             unsent = [later for later in self.waiting if later.exchange is None]
             entries += [later.entry(entries[0].tensor.device) for later in unsent]  # gloo may send tensors of a GPU
@@ -217,36 +211,37 @@ class InputExchange:
                 received.exchange = exchange
 
 
-class _Received(KJTAllToAllTensorsAwaitable):  # type: ignore[misc]
+class _Received(IdsAwaitable):
     """TorchRec's awaitable of the ids that one part of a module receives; its tensors come by a `PackedExchange`."""
 
     exchange: PackedExchange  # set once it is started; its entries from number `first` on are lengths, ids, weights
 
     def __init__(self, meta: KJTSplitsAllToAllMeta, sizes: PartSizes, first: int) -> None:
-        kept = ("pg", "splits", "input_splits", "labels", "keys", "device", "stagger")
         varies = meta._input.variable_stride_per_key()
         super().__init__(
-            **{name: getattr(meta, name) for name in kept},
+            pg=meta.pg,
             input=meta._input,
-            input_tensors=[],  # the base class would send them
+            splits=meta.splits,
+            input_splits=meta.input_splits,
             output_splits=sizes.by_tensor if varies else sizes.by_tensor[:-1],
+            labels=meta.labels,
+            keys=meta.keys,
+            device=meta.device,
+            stagger=meta.stagger,
             stride_per_rank=None if varies else sizes.by_tensor[-1],
         )
         self._place = slice(first, first + len(meta.input_tensors))
-        self._lengths = None if sizes.by_feature is None else [*map(sum, sizes.by_feature)]
+        self._num_ids = None if sizes.by_feature is None else [*map(sum, sizes.by_feature)]
         self.segments: list[Any] = [None] * len(meta.input_tensors)
-        if self._stagger == 1 and not is_device(meta.device) and (segments := _by_feature(sizes)) is not None:
+        if not (self.staggered or is_device(meta.device)) and (segments := _by_feature(sizes)) is not None:
             of_lengths, of_ids = segments  # weights are as many as ids
             self.segments = [of_lengths, *[of_ids] * (len(meta.input_tensors) - 1)]
 
     def _wait_impl(self) -> KeyedJaggedTensor:
-        self._output_tensors = self.exchange.take(self._place)
-        if self.segments[0] is not None:
-            self._recat = None  # they are in order; TorchRec would copy them once more
-        with _lengths_known(self._lengths):
-            kjt = super()._wait_impl()
-        kjt._lengths = kjt.lengths().to(self._input.lengths().dtype)  # sent as int32, perhaps
-        kjt._values = kjt.values().to(self._input.values().dtype)
+        in_order = self.segments[0] is not None  # TorchRec would copy them once more
+        kjt = self.assemble(self.exchange.take(self._place), self._num_ids, in_order=in_order)
+        kjt._lengths = kjt.lengths().to(self.sent.lengths().dtype)  # sent as int32, perhaps
+        kjt._values = kjt.values().to(self.sent.values().dtype)
         return kjt
 
 
@@ -259,34 +254,3 @@ def _by_feature(sizes: PartSizes) -> tuple[list[list[int]], list[tuple[int, ...]
     if [*map(sum, of_ids)] != sizes.by_tensor[1]:  # somebody has written the lengths since
         return None
     return [[batch_size] * len(by_feature) for batch_size in sizes.by_tensor[-1]], of_ids
-
-
-def _lengths_known(lengths: list[int] | None) -> AbstractContextManager[None]:
-    """Within this context TorchRec takes the number of ids of each feature from `lengths`: no read of the device."""
-    own: Callable[..., list[int]] = jagged_tensor._maybe_compute_length_per_key
-
-    def length_per_key(*args: Any, **of_kjt: Any) -> list[int]:
-        if lengths is None or args or of_kjt["length_per_key"] is not None:
-            return own(*args, **of_kjt)
-        are_these = len(lengths) == len(of_kjt["keys"]) and sum(lengths) == of_kjt["values"].numel()
-        return lengths if are_these else own(*args, **of_kjt)
-
-    return replaced(jagged_tensor, "_maybe_compute_length_per_key", length_per_key)
-
-
-def recats_cached() -> AbstractContextManager[None]:
-    """Within this context TorchRec takes `recat`, the index that orders received features, from a cache."""
-    return replaced(dist_data, "_get_recat", partial(_cached_recat, dist_data._get_recat))
-
-
-def _cached_recat(own: Any, *, batch_size_per_rank: list[int] | None, **splits: Any) -> Tensor | None:
-    # TorchRec copies it in each step, and the host waits. With equal batch sizes it depends on the sharding alone.
-    if len(set(batch_size_per_rank or ())) > 1:
-        return own(batch_size_per_rank=batch_size_per_rank, **splits)  # type: ignore[no-any-return]
-    return _recat(own, **splits)
-
-
-@lru_cache(256)  # one for each part of each module
-def _recat(own: Callable[..., Tensor | None], **splits: Any) -> Tensor | None:
-    with torch.inference_mode(False):  # training uses the index even if an evaluation has made it
-        return own(**splits)

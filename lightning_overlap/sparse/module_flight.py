@@ -29,7 +29,7 @@ from ..tables import (
 from .deferred_update import DeferredUpdate
 from .embeddings import EarlyEmbeddings
 from .grad_modes import own_graph
-from .input_dist import recats_cached, splits_only
+from .input_dist import splits_only
 from .released_ids import release
 from .replacing import replaced, wait_for
 from .update_rates import counting, take_back, updates_at_present_rate
@@ -132,8 +132,7 @@ class ModuleFlight:
     def read_sizes(self) -> None:
         """Go on to the ids without an exchange, on one rank."""
         self.pipeline.telemetry.observe("wait", Stage.INPUT_SPLITS_DIST, self.batch)
-        with recats_cached():
-            self.send_ids(wait_for(self.splits_awaitable), votes=False)
+        self.send_ids(wait_for(self.splits_awaitable), votes=False)
 
     def send_ids(self, awaitable: Any, *, votes: bool) -> None:
         """Take the all-to-all of ids, which replaces that of sizes; `votes`: another input has the same keys."""

@@ -11,6 +11,7 @@ import torch
 from torchrec.distributed.types import LazyAwaitable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from ..compat.torch import current_backward
 from ..dense import saving_is_hooked
 from ..runtime import NOTHING, Path
 from ..schedules import Stage
@@ -87,7 +88,7 @@ class ModuleForward:
             ValueError: An id is no row of its table.
         """
         given, step = only_input(args, kwargs), self._pipeline.step
-        in_backward = torch._C._current_graph_task_id() != -1
+        in_backward = current_backward() != -1
         flight = step.in_backward if in_backward else step.current
         self._refuse_trained_weights(given)
         self._pipeline.gradients.note_call(self.name)

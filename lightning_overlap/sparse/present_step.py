@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from ..compat.torch import call_after_backward, modes_watch
 from ..runtime import Streams, tensors_in
 from ..schedules import StreamName
 from ..tables import SentInput
@@ -35,8 +36,7 @@ class PresentStep:
         self._forget_kept()
         self.current = self.in_backward = flight
         # A mode that watches operators (of a host-sync audit) would not see the read of the sizes within the step.
-        is_watched = torch._C._len_torch_function_stack() > 0 or torch._C._len_torch_dispatch_stack() > 0
-        self._send_next = send_next if self._sends_within and not is_watched else None
+        self._send_next = send_next if self._sends_within and not modes_watch() else None
 
     def end(self) -> None:
         """End the step; its backward may follow."""
@@ -88,7 +88,7 @@ class PresentStep:
                     tensor.register_hook(self._call_at_end)
 
     def _call_at_end(self, gradient: torch.Tensor) -> None:
-        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        call_after_backward(self._end_backward)
 
     def _end_backward(self) -> None:
         self.held.clear()

@@ -40,14 +40,9 @@ PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
     "GroupedPooledEmbeddingsLookup": ("_emb_modules",),
     "GroupedEmbeddingsLookup": ("_emb_modules",),
     "NoWait": ("_obj",),
-    "KJTAllToAll": ("_splits", "_stagger"),
-    "KJTAllToAllTensorsAwaitable": ("_input", "_output_tensors", "_recat", "_stagger"),
     "SparseFeaturesDist": ("_dist",),
     "KeyedJaggedTensor": ("_inverse_indices", "_jt_dict", "_length_per_key", "_lengths", "_values", "_weights"),
     "KJTSplitsAllToAllMeta": ("_input",),
-    "torchrec.distributed.dist_data": ("_get_recat",),
-    "torchrec.distributed.embedding_sharding": ("_set_sharding_context_intra_a2a",),
-    "torchrec.sparse.jagged_tensor": ("_maybe_compute_length_per_key",),
 }
 """Class or module of TorchRec -> private names that `tables` and `sparse` use; no other folder uses any."""
 

@@ -86,16 +86,6 @@ def test_a_full_file_serves(ranks: Ranks, get_ranks: Any, case: Case, tmp_path: 
         assert torch.equal(weights[name], value)
 
 
-def test_load_from_checkpoint_of_a_folder_says_what_to_do(two_ranks: Ranks, tmp_path: Path) -> None:
-    [first, *_] = two_ranks.run(train, ROWWISE_ADAGRAD, str(tmp_path))
-    with pytest.raises(IsADirectoryError) as info:
-        Model.load_from_checkpoint(first.checkpoint, case=ROWWISE_ADAGRAD)
-    [note] = info.value.__notes__
-    line = f"Model.load_from_checkpoint('{first.checkpoint}.consolidated', weights_only=True)"
-    assert f"consolidate_checkpoint {first.checkpoint}\n  {line}\n" in note
-    assert "checkpoint_format='full'" in note
-
-
 PLANS = ("1 0", "cw cw", "rw rw")
 
 

@@ -10,22 +10,27 @@ from typing import Any
 
 import pytest
 
-from lightning_overlap.plugin import private_names
+from lightning_overlap.compat import lightning, torch, torchrec
 from lightning_overlap.tables import sharded_module
 
-from .test_folders import LIGHTNING_FOLDER, SOURCES, TORCHREC_FOLDERS, folder_of, is_private, name_of
+from .test_folders import PRIVATE, SOURCES, TORCHREC_FOLDERS, folder_of, is_private, name_of
 
 TORCHREC_PRIVATE = {name for names in sharded_module.PRIVATE_NAMES.values() for name in names}
-LIGHTNING_PRIVATE = {name for names in private_names.PRIVATE_NAMES.values() for name in names}
+LIGHTNING_PRIVATE = {name for names in lightning.PRIVATE_NAMES.values() for name in names}
+IN_COMPAT = {  # file -> private names that it may use
+    f"{PRIVATE}/{library.__name__.rpartition('.')[2]}.py": {
+        name for names in library.PRIVATE_NAMES.values() for name in names
+    }
+    for library in (lightning, torch, torchrec)
+}
 STANDARD_LIBRARY = {"_asdict", "_fields", "_replace", "_exit"}  # documented, though they start with an underscore
 TORCH_PRIVATE = {  # PyTorch's own; TorchRec and Lightning use them too
     *("_C", "_Options", "_apply", "_apply_optimizer_in_backward", "_autograd", "_backward_hooks"),
     *("_backward_pre_hooks", "_cdata", "_comm_hooks", "_compiled_call_impl", "_current_autograd_node"),
     *("_current_graph_task_id", "_current_level", "_devices", "_dynamo", "_execution_engine", "_forward_hooks"),
-    *("_forward_pre_hooks", "_get_backend", "_get_default_store", "_get_sequence_nr"),
-    *("_init_from_local_shards_and_global_metadata", "_len_torch_dispatch_stack", "_len_torch_function_stack"),
+    *("_forward_pre_hooks", "_get_backend", "_get_sequence_nr"),
     *("_profiler_enabled", "_register_backend", "_schema", "_sequence_nr", "_set_default_backend"),
-    *("_set_params_and_buffers_to_ignore_for_model", "_timeout", "_to_copy"),
+    *("_timeout", "_to_copy"),
 }
 
 
@@ -43,7 +48,7 @@ def defined_names(tree: ast.AST) -> set[str]:
 
 
 TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in SOURCES}
-OURS = {name for tree in TREES.values() for name in defined_names(tree)}
+OURS = {name for path, tree in TREES.items() if folder_of(path) != PRIVATE for name in defined_names(tree)}
 
 
 def test_private_names_of_others_are_listed() -> None:
@@ -53,8 +58,9 @@ def test_private_names_of_others_are_listed() -> None:
         used = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and is_private(node.attr)}
         used -= OURS | TORCH_PRIVATE | STANDARD_LIBRARY
         used -= TORCHREC_PRIVATE if folder_of(path) in TORCHREC_FOLDERS else set()
-        unlisted[name_of(path)] = used - (LIGHTNING_PRIVATE if folder_of(path) == LIGHTNING_FOLDER else set())
-    assert not {name: used for name, used in unlisted.items() if used}, "list them in PRIVATE_NAMES"
+        used -= IN_COMPAT[name_of(path)] | defined_names(tree) if name_of(path) in IN_COMPAT else set()
+        unlisted[name_of(path)] = used
+    assert not {name: used for name, used in unlisted.items() if used}, "give them a name in compat/, or list them"
 
 
 def _has(owner: object, name: str) -> bool:
@@ -74,7 +80,10 @@ def tree_of(cls: type) -> ast.Module:
     return ast.parse(textwrap.dedent(inspect.getsource(cls)))
 
 
-LISTED = {"torchrec": sharded_module.PRIVATE_NAMES, "lightning.pytorch": private_names.PRIVATE_NAMES}
+LISTED = {
+    "torchrec": {**sharded_module.PRIVATE_NAMES, **torchrec.PRIVATE_NAMES},
+    "lightning.pytorch": lightning.PRIVATE_NAMES,
+}
 OTHER_NAMES = {  # of owners in the lists
     "SparseFeaturesDist": ("TwSparseFeaturesDist", "RwSparseFeaturesDist"),  # several classes, one per sharding
     "Strategy": ("ParallelStrategy",),  # sets what strategies of several ranks have
@@ -98,14 +107,15 @@ def test_a_private_name_is_still_there(package: str, owner: str, name: str) -> N
     owners = _owners(package, owner)
     assert owners
     for found in owners:
-        assert _has(found, name), f"{found} has no {name} any more; PRIVATE_NAMES of tables/ or plugin/ lists it"
+        assert _has(found, name), f"{found} has no {name} any more; PRIVATE_NAMES of tables/ or compat/ lists it"
 
 
 OVERRIDING = {
     cls
     for name, module in list(sys.modules.items())
     for cls in vars(module).values()
-    if name.startswith("lightning_overlap.plugin.") and isinstance(cls, type) and cls.__module__ == name
+    if name.startswith(("lightning_overlap.plugin.", "lightning_overlap.compat."))
+    if isinstance(cls, type) and cls.__module__ == name
     if any(base.__module__.startswith("lightning.") for base in cls.__mro__)
 }
 
@@ -117,4 +127,5 @@ def test_what_our_classes_share_with_lightnings_is_listed(cls: type) -> None:
     bases = [base for base in cls.__mro__ if base.__module__.split(".")[0] == "lightning"]
     theirs = {name for base in bases for name in defined_names(tree_of(base)) if is_private(name)}
     assert theirs
-    assert not defined_names(tree_of(cls)) & theirs - LIGHTNING_PRIVATE
+    listed = LIGHTNING_PRIVATE if cls.__module__ == lightning.__name__ else set()
+    assert not defined_names(tree_of(cls)) & theirs - listed

@@ -14,7 +14,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from lightning_overlap import OverlapEmbeddingStrategy, versions
-from lightning_overlap.plugin import private_names
+from lightning_overlap.compat import lightning
 
 from .test_package import PROJECT, ROOT
 
@@ -71,7 +71,7 @@ def test_what_cannot_load_is_refused(found: dict[str, str], said: str | None, mo
 
 @pytest.mark.smoke
 def test_a_missing_name_is_told_with_the_versions() -> None:
-    names: Any = {"_TrainingEpochLoop": private_names.PRIVATE_NAMES["_TrainingEpochLoop"]}
+    names: Any = {"_TrainingEpochLoop": lightning.PRIVATE_NAMES["_TrainingEpochLoop"]}
     epoch_loop = SimpleNamespace(**dict.fromkeys(names["_TrainingEpochLoop"]))
     del epoch_loop._broadcast_sigterm_tensor
     said = r"lacks _TrainingEpochLoop\._broadcast_sigterm_tensor, which .* Supported: lightning>=2\.5\.2,<2\.7"

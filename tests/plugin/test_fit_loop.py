@@ -60,6 +60,12 @@ def test_an_interrupted_validation_goes_on_as_with_ddp(
         assert two_ranks.run(traces.trace_resumed, pipeline, str(tmp_path / pipeline), val_check_interval) == expected
 
 
+def test_a_users_loop_is_not_changed(get_ranks: Callable[..., Ranks]) -> None:
+    """The fit calls its methods and keeps its state; its class stays, and the trainer has it back at the end."""
+    [kept] = get_ranks(1).run(traces.fit_with_own_loop)
+    assert kept == [True] * (traces.NUM_TRAIN + 1)
+
+
 def test_a_step_without_loss_on_one_rank(get_ranks: Callable[..., Ranks]) -> None:
     """training_step returns None in automatic optimization (one rank only, as in Lightning): no step, no hang."""
     modes = (None, "fused_sparse_dist", "semi_sync")

@@ -5,8 +5,10 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
-from lightning.pytorch import LightningDataModule
+from lightning.pytorch import Callback, LightningDataModule, Trainer
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
+from lightning.pytorch.loops.fit_loop import _FitLoop
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
@@ -135,3 +137,27 @@ def warnings_of_skipped_step(pipeline: str, none_at: int, before: bool) -> list[
         trainer = make_trainer(OverlapEmbeddingStrategy(pipeline=pipeline, sharding="table_wise"))
         trainer.fit(Skips(TABLE_WISE), datamodule=Batches(TABLE_WISE, 5))
     return [str(w.message) for w in caught if "is not overlapped" in str(w.message)]
+
+
+def fit_with_own_loop() -> list[bool]:
+    """Fit with a loop of the user's, and say of each batch and of the end whether it is as the user left it."""
+
+    class OwnLoop(_FitLoop):
+        num_epochs = 0
+
+        def advance(self) -> None:
+            self.num_epochs += 1
+            super().advance()
+
+    class Looks(Callback):
+        def on_train_batch_start(self, trainer: Trainer, module: Any, batch: Any, batch_idx: int) -> None:
+            has_state = own.epoch_loop.batch_idx == batch_idx and own.epoch_progress is trainer.fit_loop.epoch_progress
+            kept.append(has_state and type(own) is OwnLoop and type(own_epoch_loop) is _TrainingEpochLoop)
+
+    kept: list[bool] = []
+    trainer = make_trainer(OverlapEmbeddingStrategy(sharding="table_wise"), callbacks=[Looks()])
+    own, own_epoch_loop = OwnLoop(trainer, max_epochs=1), trainer.fit_loop.epoch_loop
+    own.epoch_loop, trainer.fit_loop = own_epoch_loop, own
+    trainer.fit(Model(TABLE_WISE), datamodule=Data("sized"))
+    at_end = trainer.fit_loop is own and own.epoch_loop is own_epoch_loop and own.num_epochs == 1
+    return [*kept, at_end]

@@ -3,4 +3,3 @@
 from . import evaluation_loops, fit_loop, preemption, sigterm
 from .batch_stream import BatchStream
 from .fetcher import LookaheadFetcher, StagedBatch, StepArguments
-from .fit_loop import logged_step

@@ -5,9 +5,8 @@ from contextlib import suppress
 from typing import Any
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.loops.fetchers import _DataFetcher
-from lightning.pytorch.trainer import call
 
+from ...compat.lightning import DataFetcher, batches_held, loader_states, transfer_batch
 from ...distributed import POLL_LAST
 from ...runtime import NOTHING, BatchMemory, FetchedBatch, Rates, StageTimer, allocates_batches
 from . import preemption, sigterm
@@ -20,7 +19,7 @@ class BatchStream:
     """The batches of a fit or an evaluation, staged in the order of Lightning's fetcher: a `runtime.BatchSource`."""
 
     # With `sends_sizes` the ranks compare their None batches with each batch's sizes; otherwise by polls.
-    def __init__(self, inner: _DataFetcher, trainer: Trainer, *, trains: bool, sends_sizes: bool) -> None:
+    def __init__(self, inner: DataFetcher, trainer: Trainer, *, trains: bool, sends_sizes: bool) -> None:
         self.inner, self.trains, self.epoch = inner, trains, Epoch(trainer, trains=trains)
         self._trainer, self._sends_sizes = trainer, sends_sizes
         self._rates_now = trainer.strategy.learning_rates if trains else Rates  # type: ignore[attr-defined]
@@ -80,7 +79,7 @@ class BatchStream:
         """Number of batches after the last fetched batch that will surely be staged."""
         if not self._buffered or self.latest_none >= 0:
             return 0
-        in_inner: list[Any] = getattr(self.inner, "batches", [])[:1]
+        in_inner = batches_held(self.inner)[:1]
         num = len(self._buffered) + sum(not self.trains or batch is not None for batch, _, _ in in_inner)
         return int(min(num, self.epoch.num_allowed - self.num_fetched))
 
@@ -112,12 +111,8 @@ class BatchStream:
         return fetched._replace(batch=staged, rates=self._rates_now())
 
     def _stage(self, fetched: FetchedBatch) -> Any:
-        """Prepare a batch as Lightning's loops do before its step: convert, transfer hooks, copy to the device."""
-        trainer = self._trainer
         dataloader_idx = 0 if self.trains else fetched.dataloader_idx  # Lightning names loader 0 in training
-        batch = trainer.precision_plugin.convert_input(fetched.batch)
-        batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=dataloader_idx)
-        return call._call_strategy_hook(trainer, "batch_to_device", batch, dataloader_idx=dataloader_idx)
+        return transfer_batch(self._trainer, fetched.batch, dataloader_idx)
 
     def nones_after(self, num_before: int) -> list[int]:
         """Return the numbers of the None batches that come right after `num_before` other batches."""
@@ -187,7 +182,7 @@ class BatchStream:
 
     def _own_those_of_inner(self) -> None:
         """Copy the batches that the inner fetcher holds, if the loader may overwrite them (`BatchMemory`)."""
-        held: list[Any] = getattr(self.inner, "batches", [])
+        held = batches_held(self.inner)
         held[:] = [(self._memory.own(batch), batch_idx, dataloader_idx) for batch, batch_idx, dataloader_idx in held]
 
     def _states_after(self) -> Any:
@@ -200,4 +195,4 @@ class BatchStream:
 
     def _read_states(self) -> Any:
         # Only loaders with a state count. No checkpoint holds the position of an evaluation.
-        return self.inner.combined_loader._state_dicts() if self.trains else []
+        return loader_states(self.inner) if self.trains else []

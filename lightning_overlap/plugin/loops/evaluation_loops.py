@@ -5,37 +5,32 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
-from lightning.pytorch.loops.fetchers import _DataFetcher, _PrefetchDataFetcher
-from lightning.pytorch.loops.prediction_loop import _PredictionLoop
 from lightning.pytorch.trainer.states import TrainerFn
-from typing_extensions import override
 
+from ...compat.lightning import DataFetcher, EvaluationLoop, PredictionLoop, accumulates, gives_batches
 from . import preemption, sigterm
 from .fetcher import LookaheadFetcher
-from .fit_loop import mix_in
+from .stand_in import stand_in
 
 
 class _LookaheadMixin:
-    _data_fetcher: _DataFetcher | None
-    _is_sequential: bool
-    _step: str  # the user's method for a batch
     batch_progress: Any
-    num_dataloaders: int
+    fetcher: DataFetcher | None
+    step: str  # the user's method for a batch
     trainer: Any
 
     def reset(self) -> None:
         super().reset()  # type: ignore[misc]
-        # A module that takes `dataloader_iter` does its own fetching.
-        if type(self._data_fetcher) is _PrefetchDataFetcher:
-            self._data_fetcher = self.trainer.strategy.look_ahead(self._data_fetcher, self._step_arguments)
+        if gives_batches(self.fetcher):
+            arguments = self.step_arguments  # type: ignore[attr-defined]
+            self.fetcher = self.trainer.strategy.look_ahead(self.fetcher, arguments)
 
     def on_run_start(self) -> None:
         strategy = self.trainer.strategy
         self._save_if_due()
-        strategy.begin_evaluation(self._step)  # before the hooks and steps of the evaluation read the tables
-        if isinstance(self._data_fetcher, LookaheadFetcher):
-            self._data_fetcher.walker = strategy.make_walker(self._data_fetcher.stream)
+        strategy.begin_evaluation(self.step)  # before the hooks and steps of the evaluation read the tables
+        if isinstance(self.fetcher, LookaheadFetcher):
+            self.fetcher.walker = strategy.make_walker(self.fetcher.stream)
         super().on_run_start()  # type: ignore[misc]
 
     def on_run_end(self) -> Any:
@@ -45,22 +40,18 @@ class _LookaheadMixin:
             preemption.finish(self.trainer)
         return outputs
 
-    def _step_arguments(self, batch: Any, batch_idx: int, dataloader_idx: int) -> tuple[Any, ...]:
-        several = self._is_sequential and self.num_dataloaders > 1
-        kwargs = self._build_kwargs(batch, batch_idx, dataloader_idx if several else None)  # type: ignore[attr-defined]
-        return self._build_step_args_from_hook_kwargs(kwargs, self._step)  # type: ignore[attr-defined, no-any-return]
-
-    def _verify_dataloader_idx_requirement(self) -> None:
-        fetcher = self._data_fetcher  # Lightning's check depends on its class
+    def check_signatures(self) -> None:
+        fetcher = self.fetcher  # Lightning's check depends on its class
         if isinstance(fetcher, LookaheadFetcher):
-            self._data_fetcher = fetcher.inner
+            self.fetcher = fetcher.inner
         try:
-            super()._verify_dataloader_idx_requirement()  # type: ignore[misc]
+            super().check_signatures()  # type: ignore[misc]
         finally:
-            self._data_fetcher = fetcher
+            self.fetcher = fetcher
 
-    def _stop_together(self) -> None:
-        walker = getattr(self._data_fetcher, "walker", None)  # of a LookaheadFetcher
+    def after_step(self) -> None:
+        """Stop after this batch if the ranks have agreed on it."""
+        walker = getattr(self.fetcher, "walker", None)  # of a LookaheadFetcher
         found = preemption.of(self.trainer)
         if found is not None and walker is not None:
             found.note_result(walker.batches.save_agreed)
@@ -76,8 +67,8 @@ class _LookaheadMixin:
         # told to stop ends after this validation.
         if found is None or not found.due or self.trainer.sanity_checking:
             return
-        accumulates = self.trainer.fit_loop.epoch_loop._should_accumulate
-        if self.trainer.state.fn != TrainerFn.FITTING or not (self.trainer.should_stop or accumulates()):
+        ends_or_accumulates = self.trainer.should_stop or accumulates(self.trainer)
+        if self.trainer.state.fn != TrainerFn.FITTING or not ends_or_accumulates:
             with self._to_be_repeated():
                 found.requeue()
 
@@ -99,38 +90,17 @@ class _LookaheadMixin:
             progress.load_state_dict(before)
 
 
-class _EvaluationLoopMixin(_LookaheadMixin, _EvaluationLoop):
-    @property
-    @override
-    def _step(self) -> str:  # type: ignore[override]
-        return "test_step" if self.trainer.testing else "validation_step"
-
-    @override
-    def _evaluation_step(self, *args: Any) -> None:
-        super()._evaluation_step(*args)
-        self._stop_together()
+class _EvaluationLoopMixin(_LookaheadMixin, EvaluationLoop):
+    """A validation or a test with a lookahead."""
 
 
-class _PredictionLoopMixin(_LookaheadMixin, _PredictionLoop):
-    _is_sequential = True
-    _step = "predict_step"
-
-    @override
-    def _predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int, dataloader_iter: Any) -> None:
-        returned = self._return_predictions
-        if isinstance(self._data_fetcher, LookaheadFetcher):
-            # Lightning's loop passes nothing to prediction writers if it has not transferred the batch itself.
-            wanted = self._store_data_for_prediction_writer(batch_idx, dataloader_idx)
-            self._return_predictions = returned or wanted
-        try:
-            super()._predict_step(batch, batch_idx, dataloader_idx, dataloader_iter)
-        finally:
-            self._return_predictions = returned
-        self._stop_together()
+class _PredictionLoopMixin(_LookaheadMixin, PredictionLoop):
+    """Predictions with a lookahead."""
 
 
 def install(trainer: Trainer, undo: ExitStack) -> None:
     """Let the trainer's evaluation loops look ahead until `undo` is closed."""
-    for loop in (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
-        mix_in(_EvaluationLoopMixin, loop, undo)
-    mix_in(_PredictionLoopMixin, trainer.predict_loop, undo)
+    stand_in(trainer.fit_loop.epoch_loop, "val_loop", _EvaluationLoopMixin, undo)
+    stand_in(trainer, "validate_loop", _EvaluationLoopMixin, undo)
+    stand_in(trainer, "test_loop", _EvaluationLoopMixin, undo)
+    stand_in(trainer, "predict_loop", _PredictionLoopMixin, undo)

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from lightning.pytorch.loops.fetchers import _DataFetcher, _DataLoaderIterDataFetcher
 from typing_extensions import override
 
+from ...compat.lightning import DataFetcher, StagedFetcher
 from ...runtime import Flight, Walker
 from .batch_stream import BatchStream
 
@@ -23,15 +23,9 @@ class StagedBatch:
     walker: Walker
 
 
-def _of_inner(name: str) -> Any:
-    """Return a property of the fetcher that reads and writes the attribute `name` of the inner one."""
-    return property(lambda self: getattr(self.inner, name), lambda self, value: setattr(self.inner, name, value))
-
-
-class LookaheadFetcher(_DataLoaderIterDataFetcher):
+class LookaheadFetcher(StagedFetcher):
     """Gives a loop the batches that the walker has staged, and the None batches between them."""
 
-    # Lightning's loops do no batch transfer for this base class, their fetcher for `dataloader_iter`.
     def __init__(
         self,
         stream: BatchStream,
@@ -39,24 +33,17 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
         begin_stage: Callable[[], None],
         next_number: Callable[[], int] | None = None,
     ) -> None:
-        # Not `super().__init__()`: it would reset the inner fetcher through the properties below.
-        self.inner, self.iterator, self.done = stream.inner, None, stream.inner.done
+        super().__init__(stream.inner)
         self.stream = stream
         self.walker: Walker | None = None  # the loop sets it before it takes the first batch
         self._step_arguments, self._begin_stage, self._next_number = step_arguments, begin_stage, next_number
         self._forget()
 
-    fetched = _of_inner("fetched")
-    length = _of_inner("length")
-    _start_profiler = _of_inner("_start_profiler")
-    _stop_profiler = _of_inner("_stop_profiler")
-    combined_loader = _of_inner("combined_loader")
-
     def _forget(self) -> None:
-        self._batch: Any = None
-        self._peeked = False  # whether `_batch` is still to be delivered
+        self.batch = None
+        self._peeked = False  # whether `batch` is still to be delivered
         self._waiting: Flight | None = None  # the walker's batch, after the None batches before it
-        self._num_delivered = 0  # batches of this epoch that are not None, `_batch` included
+        self._num_delivered = 0  # batches of this epoch that are not None, `batch` included
         self._num_none_left: int | None = None  # None batches that end the epoch; None until its last batch is known
         self._has_ended = False  # whether the walker has ended the epoch
         self.trained_states: Any = self.stream.states  # of the loaders after the batch being trained; may be empty
@@ -83,16 +70,16 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
         assert self.walker is not None
         self._peeked = False
         current = self.walker.batches.current
-        if self._batch is not None and current is not None:
+        if self.batch is not None and current is not None:
             self.trained_states = current.loader_states
         is_last = self._waiting is None and (self._has_ended or self.walker.is_last)
         self.done = is_last and self._count_none_at_end() == 0
-        return StagedBatch(self._step_arguments(self._batch, self._batch_idx, self._dataloader_idx), self.walker)
+        return StagedBatch(self._step_arguments(self.batch, self.batch_idx, self.dataloader_idx), self.walker)
 
     def peek(self) -> Any:
         """Return the batch that `next` will deliver; begin the walker's iteration for it."""
         if self._peeked:
-            return self._batch
+            return self.batch
         assert self.walker is not None, "the loop sets it"
         # A None batch comes after the walker has begun the batch that follows: by then all ranks have compared them.
         if self._waiting is None and not self._has_ended:
@@ -106,16 +93,16 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
             raise StopIteration
         if self._waiting is None or self.stream.nones_after(self._num_delivered):
             _, none = self.stream.skipped.popleft()
-            self._batch, number, self._dataloader_idx = None, none.batch_idx, none.dataloader_idx
+            self.batch, number, self.dataloader_idx = None, none.batch_idx, none.dataloader_idx
             self._num_none_left = None if self._waiting else self._count_none_at_end() - 1
         else:
             inflight, self._waiting = self._waiting, None
-            self._batch, number, self._dataloader_idx = inflight.batch, inflight.batch_idx, inflight.dataloader_idx
+            self.batch, number, self.dataloader_idx = inflight.batch, inflight.batch_idx, inflight.dataloader_idx
             self._num_delivered += 1
         # In an evaluation a batch keeps its loader's number.
-        self._batch_idx = number if self._next_number is None else self._next_number()
+        self.batch_idx = number if self._next_number is None else self._next_number()
         self._peeked = True
-        return self._batch
+        return self.batch
 
     def _count_none_at_end(self) -> int:
         """Return the number of None batches left at the epoch's end; all ranks come here after their last batch."""
@@ -127,10 +114,10 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
     def teardown(self) -> None:
         if self.walker is not None:
             self.walker.abandon()
-        self.inner.teardown()
+        super().teardown()
 
 
-class NoneFetcher(_DataFetcher):
+class NoneFetcher(DataFetcher):
     """Gives a loop a fetcher's next batch, which is None: Lightning's loop warns of it and skips it."""
 
     def __init__(self, fetcher: LookaheadFetcher) -> None:
@@ -141,4 +128,4 @@ class NoneFetcher(_DataFetcher):
     def __next__(self) -> Any:
         next(self._fetcher)
         self.done = self._fetcher.done
-        return None, self._fetcher._batch_idx, self._fetcher._dataloader_idx
+        return None, self._fetcher.batch_idx, self._fetcher.dataloader_idx

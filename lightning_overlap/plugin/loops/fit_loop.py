@@ -1,29 +1,32 @@
-"""Lightning's fit loop with a lookahead: during a fit the loop objects have a subclass of their class with a mixin."""
+"""Lightning's fit loop with a lookahead: during a fit the trainer has loops of this package in the place of its own."""
 
 import warnings
-from collections import OrderedDict
 from contextlib import ExitStack
 from typing import Any
 
-from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.pytorch import Trainer
-from lightning.pytorch.loops.fetchers import _DataFetcher, _PrefetchDataFetcher
-from lightning.pytorch.loops.fit_loop import _FitLoop
-from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
-from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
-from lightning.pytorch.trainer.states import RunningStage
 from torch.utils import data
 from typing_extensions import override
 
+from ...compat.lightning import (
+    AutomaticOptimization,
+    DataFetcher,
+    EpochLoop,
+    FitLoop,
+    accumulates,
+    gives_batches,
+    tell_sampler_epoch,
+)
 from . import preemption, sigterm
 from .batch_stream import BatchStream
 from .epoch import allows_empty_loaders, without_batches
 from .fetcher import LookaheadFetcher, NoneFetcher, StepArguments
+from .stand_in import stand_in
 
 _STOPS = "lightning_overlap_stops"  # entry of a preempted fit's checkpoint: it was told to stop early
 
 
-class _AutomaticOptimizationMixin(_AutomaticOptimization):
+class _AutomaticOptimizationMixin(AutomaticOptimization):
     @override
     def run(self, *args: Any, **kwargs: Any) -> Any:
         outputs = super().run(*args, **kwargs)
@@ -32,23 +35,20 @@ class _AutomaticOptimizationMixin(_AutomaticOptimization):
         return outputs
 
 
-class _FitLoopMixin(_FitLoop):
-    @property
-    def _results(self) -> Any:  # asked seven times in a step; Lightning compares the state's name each time
-        return self.epoch_loop._results if self.trainer.state.stage is RunningStage.TRAINING else super()._results
+class _FitLoopMixin(FitLoop):
+    epoch_loop: EpochLoop
 
     @override
     def setup_data(self) -> None:
-        if self._should_reload_train_dl and isinstance(self._data_fetcher, LookaheadFetcher):
-            self._data_fetcher.drop()  # batches of an epoch that was cut short
+        if self.makes_loaders_anew and isinstance(self.fetcher, LookaheadFetcher):
+            self.fetcher.drop()  # batches of an epoch that was cut short
         super().setup_data()
-        # A module that takes `dataloader_iter` does its own fetching and runs without lookahead.
-        if type(self._data_fetcher) is _PrefetchDataFetcher:
+        if gives_batches(self.fetcher):
             strategy, epoch_loop = self.trainer.strategy, self.epoch_loop
             fetcher: LookaheadFetcher = strategy.look_ahead(  # type: ignore[attr-defined]
-                self._data_fetcher, _step_arguments(epoch_loop), lambda: epoch_loop.batch_idx + 1
+                self.fetcher, _step_arguments(epoch_loop), lambda: epoch_loop.batch_idx + 1
             )
-            self._data_fetcher = fetcher
+            self.fetcher = fetcher
             self._end_together(fetcher.stream)
 
     def _end_together(self, stream: BatchStream) -> None:
@@ -80,14 +80,13 @@ class _FitLoopMixin(_FitLoop):
             self.trainer.val_check_batch = max(1, int(self.max_batches * interval))
 
     @override
-    def _load_combined_loader_states(self) -> None:
+    def load_loader_states(self) -> None:
         # A resumed fit goes on with the iterator that is made next. Lightning tells samplers the epoch only after it.
-        assert self._combined_loader is not None
         epochs: Any = self.epoch_progress.current
         ended = self.epoch_loop.batch_progress.is_last_batch and epochs.processed < epochs.started
-        for loader in self._combined_loader.flattened:
-            _set_sampler_epoch(loader, epochs.processed + ended)
-        super()._load_combined_loader_states()
+        for loader in self.loaders:
+            tell_sampler_epoch(loader, epochs.processed + ended)
+        super().load_loader_states()
 
     @override
     def on_load_checkpoint(self, state_dict: dict[str, Any]) -> None:
@@ -95,12 +94,12 @@ class _FitLoopMixin(_FitLoop):
         self.trainer.should_stop |= state_dict.get(_STOPS, False)
         # configure_optimizers may have asked for the number of steps. The loaders that were made for that have neither
         # their own states of the checkpoint nor the data module's.
-        self._combined_loader = None
+        self.forget_loaders()
 
     @override
     def on_save_checkpoint(self) -> dict[str, Any]:
         state_dict = super().on_save_checkpoint()
-        fetcher = self._data_fetcher
+        fetcher = self.fetcher
         if "combined_loader" in state_dict and isinstance(fetcher, LookaheadFetcher):
             state_dict["combined_loader"] = fetcher.trained_states or None
         found = preemption.of(self.trainer)
@@ -123,7 +122,7 @@ class _FitLoopMixin(_FitLoop):
         preemption.finish(self.trainer)  # a signal in the last epoch's end
 
 
-class _EpochLoopMixin(_TrainingEpochLoop):
+class _EpochLoopMixin(EpochLoop):
     @override
     def reset(self) -> None:
         # By the loader's length Lightning's loop knows that a checkpoint is of an epoch's last batch. Some have none.
@@ -143,11 +142,7 @@ class _EpochLoopMixin(_TrainingEpochLoop):
             self.val_loop.batch_progress.total.reset()
 
     @override
-    def _should_accumulate(self) -> bool:  # asked six times in a step
-        return self.trainer.accumulate_grad_batches != 1 and super()._should_accumulate()
-
-    @override
-    def advance(self, data_fetcher: _DataFetcher) -> None:
+    def advance(self, data_fetcher: DataFetcher) -> None:
         if isinstance(data_fetcher, LookaheadFetcher):
             data_fetcher = self._look_at_next(data_fetcher)
         else:
@@ -155,7 +150,7 @@ class _EpochLoopMixin(_TrainingEpochLoop):
         super().advance(data_fetcher)
 
     @override
-    def on_advance_end(self, data_fetcher: _DataFetcher) -> None:
+    def on_advance_end(self, data_fetcher: DataFetcher) -> None:
         found = preemption.of(self.trainer)
         if found is None:
             super().on_advance_end(data_fetcher)
@@ -172,9 +167,9 @@ class _EpochLoopMixin(_TrainingEpochLoop):
         # Lightning saves no gradients of an accumulation, repeats what follows a validation (a step of
         # ReduceLROnPlateau), and loses the metrics of an epoch whose last step is over.
         validated = found.validates and not self.val_loop.skip
-        return not (validated or self._should_accumulate() or self._is_training_done or self.done)
+        return not (validated or accumulates(self.trainer) or self.ends)
 
-    def _look_at_next(self, fetcher: LookaheadFetcher) -> _DataFetcher:
+    def _look_at_next(self, fetcher: LookaheadFetcher) -> DataFetcher:
         if fetcher.walker is None:
             fetcher.walker = self.trainer.strategy.make_walker(fetcher.stream)
         try:
@@ -197,14 +192,14 @@ class _EpochLoopMixin(_TrainingEpochLoop):
             raise RuntimeError(f"{message} Give every rank a batch, or fewer ranks to the Trainer.")
         warnings.warn(message, stacklevel=2)
 
-    def _broadcast_sigterm_tensor(self) -> None:
+    @override
+    def share_sigterm(self) -> None:
         """Do nothing: the ranks have agreed on a stop with the batch, without a broadcast and a host sync per step."""
 
     @override
-    def _should_check_val_fx(self, data_fetcher: _DataFetcher) -> bool:
+    def validates_after(self, fetcher: DataFetcher) -> bool:
         # With a fetcher of the class for `dataloader_iter` Lightning's loop validates on every last batch.
-        inner = data_fetcher.inner if isinstance(data_fetcher, LookaheadFetcher) else data_fetcher
-        decision = super()._should_check_val_fx(inner)
+        decision = super().validates_after(fetcher.inner if isinstance(fetcher, LookaheadFetcher) else fetcher)
         if self.trainer.val_check_batch is None:
             # With a time interval each rank decides by its own clock, and a rank that validates alone waits forever.
             decision = self.trainer.strategy.broadcast(decision)
@@ -213,7 +208,7 @@ class _EpochLoopMixin(_TrainingEpochLoop):
         return decision
 
 
-def _step_arguments(epoch_loop: _TrainingEpochLoop) -> StepArguments:
+def _step_arguments(epoch_loop: EpochLoop) -> StepArguments:
     """Return a function that returns the arguments of `training_step`; Lightning reads its signature in each step."""
     known, num_arguments = None, 0
 
@@ -222,7 +217,7 @@ def _step_arguments(epoch_loop: _TrainingEpochLoop) -> StepArguments:
         step = epoch_loop.trainer.lightning_module.training_step
         function = getattr(step, "__func__", step)
         if function is not known:
-            known, num_arguments = function, len(epoch_loop._build_kwargs(OrderedDict(), batch, batch_idx))
+            known, num_arguments = function, epoch_loop.num_step_arguments(batch, batch_idx)
         return (batch, batch_idx)[:num_arguments]
 
     return arguments
@@ -241,28 +236,15 @@ def _leave_if_agreed(trainer: Trainer) -> None:
 
 def install(trainer: Trainer, undo: ExitStack) -> None:
     """Let the trainer's fit loop look ahead until `undo` is closed."""
-    loop = trainer.fit_loop
-    undo.callback(_forget_broken_loader, loop)
-    mix_in(_FitLoopMixin, loop, undo)
-    mix_in(_EpochLoopMixin, loop.epoch_loop, undo)
-    mix_in(_AutomaticOptimizationMixin, loop.epoch_loop.automatic_optimization, undo)
+    stand_in(trainer, "fit_loop", _FitLoopMixin, undo)
+    undo.callback(_forget_broken_loader, trainer.fit_loop)
+    stand_in(trainer.fit_loop, "epoch_loop", _EpochLoopMixin, undo)
+    stand_in(trainer.fit_loop.epoch_loop, "automatic_optimization", _AutomaticOptimizationMixin, undo)
 
 
-def _forget_broken_loader(loop: _FitLoop) -> None:
-    fetcher = loop._data_fetcher
+def _forget_broken_loader(loop: Any) -> None:
+    fetcher = loop.fetcher
     if fetcher is not None and not isinstance(fetcher, LookaheadFetcher) and fetcher.iterator is None:
         # The loader could not be iterated. Lightning would ask for its length while it handles the error, and hide the
         # loader's own error by another.
-        loop._data_fetcher = None
-
-
-def mix_in(mixin: type, live: Any, undo: ExitStack) -> None:
-    """Give an object a subclass of its class, of the same name, that begins with `mixin`, until `undo` is closed."""
-    cls = type(live)
-    live.__class__ = type(cls.__name__, (mixin, cls), {"__module__": cls.__module__})
-    undo.callback(setattr, live, "__class__", cls)
-
-
-def logged_step(trainer: Trainer) -> int:
-    """Return the step number that Lightning gives to loggers now."""
-    return trainer.fit_loop.epoch_loop._batches_that_stepped
+        loop.fetcher = None

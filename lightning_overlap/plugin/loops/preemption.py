@@ -10,6 +10,8 @@ from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from ...compat.lightning import replace_requeue_handler, requeue_handler
+
 
 class Preemption:
     """Replaces Lightning's handler of the requeue signal, which saves wherever the signal finds a rank.
@@ -20,7 +22,7 @@ class Preemption:
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         # Lightning's own handler finalizes loggers, saves `hpc_ckpt_N.ckpt` and calls `scontrol requeue` on rank 0.
-        self._save_and_requeue: Any = trainer._signal_connector._slurm_sigusr_handler_fn
+        self._save_and_requeue = requeue_handler(trainer)
         self._received = False  # whether this process got the signal
         self._agreed = False  # whether all ranks know that one of them did
         self._is_over = False  # whether the job was requeued: once in a run
@@ -67,15 +69,12 @@ def install(trainer: Trainer, undo: ExitStack) -> None:
     """Let `Preemption` handle the requeue signal until `undo` is closed, if Lightning would handle it."""
     environment = trainer.strategy.cluster_environment  # type: ignore[attr-defined]
     if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
-        connector = trainer._signal_connector
-        # Lightning registers it when the run has been set up, and gives the former handlers back at the end of the run.
-        connector._slurm_sigusr_handler_fn = Preemption(trainer)  # type: ignore[method-assign, assignment]
-        undo.callback(vars(connector).pop, "_slurm_sigusr_handler_fn")
+        replace_requeue_handler(trainer, Preemption(trainer), undo)
 
 
 def of(trainer: Trainer) -> Preemption | None:
     """Return the handler of this run; None if Lightning does not requeue its job."""
-    found = vars(trainer._signal_connector).get("_slurm_sigusr_handler_fn")
+    found = requeue_handler(trainer)
     return found if isinstance(found, Preemption) else None
 
 

@@ -7,6 +7,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from ...compat.lightning import note_sigterm, replace_sigterm_handler, replaced_sigterm_handler
 from . import preemption
 
 
@@ -28,19 +29,17 @@ class Sigterm:
 def install(trainer: Trainer, undo: ExitStack) -> None:
     """Let `Sigterm` handle the signal until `undo` is closed, if there are several ranks."""
     if trainer.world_size > 1:
-        connector = trainer._signal_connector
-        connector._sigterm_notifier_fn = Sigterm(trainer)  # type: ignore[method-assign, assignment]
-        undo.callback(vars(connector).pop, "_sigterm_notifier_fn")
+        replace_sigterm_handler(trainer, Sigterm(trainer), undo)
 
 
 def received(trainer: Trainer) -> bool:
     """Whether this process received SIGTERM."""
-    handler = vars(trainer._signal_connector).get("_sigterm_notifier_fn")
+    handler = replaced_sigterm_handler(trainer)
     return handler.received if isinstance(handler, Sigterm) else bool(trainer.received_sigterm)
 
 
 def leave(trainer: Trainer) -> None:
     """Raise a SIGTERMException, as all ranks do now: Lightning then ends the run in its usual way."""
     preemption.finish(trainer)  # it ends after that signal, not before
-    trainer._signal_connector.received_sigterm = True
+    note_sigterm(trainer)
     raise SIGTERMException

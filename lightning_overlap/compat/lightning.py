@@ -1,0 +1,479 @@
+"""Lightning's private names. The loops here have public methods where Lightning's loops call private ones."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+from lightning.fabric.utilities.data import _set_sampler_epoch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint, ModelPruning
+from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
+from lightning.pytorch.loops.fetchers import _DataFetcher, _DataLoaderIterDataFetcher, _PrefetchDataFetcher
+from lightning.pytorch.loops.fit_loop import _FitLoop
+from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
+from lightning.pytorch.loops.prediction_loop import _PredictionLoop
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
+from lightning.pytorch.trainer import call
+from lightning.pytorch.trainer.states import RunningStage
+from torch import nn
+from typing_extensions import override
+
+_OF_BOTH = ["_build_kwargs", "_build_step_args_from_hook_kwargs", "_data_fetcher", "_verify_dataloader_idx_requirement"]
+PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
+    "lightning.pytorch.trainer.call": ("_call_strategy_hook",),
+    "_CheckpointConnector": ("resume_start",),
+    "_DataLoaderIterDataFetcher": ("_batch", "_batch_idx", "_dataloader_idx", "_start_profiler", "_stop_profiler"),
+    "_EvaluationLoop": (*_OF_BOTH, "_evaluation_step", "_is_sequential"),
+    "_FitLoop": (
+        *("_combined_loader", "_data_fetcher", "_load_combined_loader_states", "_results", "_should_reload_train_dl"),
+        "setup_data",
+    ),
+    "_MultiProcessingLauncher": ("_collect_rank_zero_results", "_start_method", "_strategy", "_wrapping_function"),
+    "_PredictionLoop": (*_OF_BOTH, "_predict_step", "_return_predictions", "_store_data_for_prediction_writer"),
+    "_SignalConnector": ("_sigterm_notifier_fn", "_slurm_sigusr_handler_fn"),
+    "_TrainingEpochLoop": (
+        *("_batches_that_stepped", "_broadcast_sigterm_tensor", "_build_kwargs", "_results", "_should_accumulate"),
+        *("_is_training_done", "_should_check_val_fx", "advance", "on_advance_end"),
+    ),
+    "CombinedLoader": ("_state_dicts",),
+    "DDPStrategy": (
+        *("_configure_launcher", "_ddp_comm_hook", "_ddp_kwargs", "_launcher", "_lightning_module", "_model"),
+        *("_optimizers", "_start_method"),
+    ),
+    "LightningModule": ("_on_before_batch_transfer",),
+    "ModelCheckpoint": ("_link_checkpoint",),
+    "ModelPruning": ("_parameters_to_prune",),
+    "Strategy": ("_layer_sync",),
+    "Trainer": ("_checkpoint_connector", "_signal_connector", "_teardown"),
+}
+"""By the module or class that has them. A name that this file imports is not listed: the import itself fails."""
+
+
+def owners(trainer: Trainer) -> dict[str, object]:
+    """Return what a run of this trainer takes private names from, by the names in `PRIVATE_NAMES`."""
+    return {
+        "lightning.pytorch.trainer.call": call,
+        "_CheckpointConnector": trainer._checkpoint_connector,
+        "_EvaluationLoop": trainer.validate_loop,
+        "_FitLoop": trainer.fit_loop,
+        "_PredictionLoop": trainer.predict_loop,
+        "_SignalConnector": trainer._signal_connector,
+        "_TrainingEpochLoop": trainer.fit_loop.epoch_loop,
+        "LightningModule": trainer.lightning_module,
+        "ModelCheckpoint": ModelCheckpoint,
+        "Strategy": trainer.strategy,
+    }
+
+
+# -- fetchers: a loop takes its batches from one ---------------------------------------------------------------------
+
+DataFetcher = _DataFetcher
+
+
+def gives_batches(fetcher: DataFetcher | None) -> bool:
+    """Whether a loop takes batches from it; with `dataloader_iter` the module does its own fetching."""
+    return type(fetcher) is _PrefetchDataFetcher
+
+
+def batches_held(fetcher: DataFetcher) -> list[tuple[Any, int, int]]:
+    """Return the list of (batch, batch_idx, dataloader_idx) that a fetcher has taken ahead, to know the last batch."""
+    held: list[tuple[Any, int, int]] = getattr(fetcher, "batches", [])
+    return held
+
+
+def loader_states(fetcher: DataFetcher) -> list[Any]:
+    """Return the states of a fetcher's data loaders now; empty if no loader has a state."""
+    return fetcher.combined_loader._state_dicts()
+
+
+def _of_inner(name: str) -> Any:
+    """Return a property of a fetcher that reads and writes the attribute `name` of the inner one."""
+    return property(lambda self: getattr(self.inner, name), lambda self, value: setattr(self.inner, name, value))
+
+
+class StagedFetcher(_DataLoaderIterDataFetcher):
+    """Gives a loop batches that are on the device already: Lightning's loops transfer none of them.
+
+    `next` returns what the strategy's step gets, in the place of the batch. The user's other hooks get `batch`.
+    """
+
+    # Lightning's loops do no batch transfer for this base class, their fetcher for `dataloader_iter`.
+    def __init__(self, inner: DataFetcher) -> None:
+        # Not `super().__init__()`: it would reset the inner fetcher through the properties below.
+        self.inner, self.iterator, self.done = inner, None, inner.done
+        self.batch, self.batch_idx, self.dataloader_idx = None, 0, 0
+
+    fetched = _of_inner("fetched")
+    length = _of_inner("length")
+    combined_loader = _of_inner("combined_loader")
+    _start_profiler = _of_inner("_start_profiler")
+    _stop_profiler = _of_inner("_stop_profiler")
+
+    @property
+    def batch(self) -> Any:
+        """The batch that hooks such as `on_train_batch_start` get."""
+        return self._batch
+
+    @batch.setter
+    def batch(self, batch: Any) -> None:
+        self._batch = batch
+
+    @property
+    def batch_idx(self) -> int:
+        """The number that hooks get with `batch`."""
+        return self._batch_idx
+
+    @batch_idx.setter
+    def batch_idx(self, number: int) -> None:
+        self._batch_idx = number
+
+    @property
+    def dataloader_idx(self) -> int:
+        """The number of the batch's data loader in an evaluation."""
+        return self._dataloader_idx
+
+    @dataloader_idx.setter
+    def dataloader_idx(self, number: int) -> None:
+        self._dataloader_idx = number
+
+    @override
+    def teardown(self) -> None:
+        self.inner.teardown()
+
+
+# -- loops -----------------------------------------------------------------------------------------------------------
+
+
+class AutomaticOptimization(_AutomaticOptimization):
+    """Lightning's loop around the optimizer's step of one batch; `run` is called for each batch."""
+
+
+class FitLoop(_FitLoop):
+    """Lightning's loop over epochs."""
+
+    @property
+    def fetcher(self) -> DataFetcher | None:
+        """What the epochs take batches from; `setup_data` makes it."""
+        return self._data_fetcher
+
+    @fetcher.setter
+    def fetcher(self, fetcher: DataFetcher | None) -> None:
+        self._data_fetcher = fetcher
+
+    @property
+    def loaders(self) -> list[Any]:
+        """The training data loaders, which `setup_data` makes."""
+        assert self._combined_loader is not None
+        return self._combined_loader.flattened
+
+    def forget_loaders(self) -> None:
+        """Let the next `setup_data` make loaders and fetcher anew."""
+        self._combined_loader = None
+
+    @property
+    def makes_loaders_anew(self) -> bool:
+        """Whether the next `setup_data` makes loaders anew though it has some (`reload_dataloaders_every_n_epochs`)."""
+        return bool(self._should_reload_train_dl)
+
+    def load_loader_states(self) -> None:
+        """Give the loaders their states of a checkpoint; called before the first iterator of the fit is made."""
+        super()._load_combined_loader_states()
+
+    @override
+    def _load_combined_loader_states(self) -> None:
+        self.load_loader_states()
+
+    @property
+    def _results(self) -> Any:  # asked seven times in a step; Lightning compares the state's name each time
+        return self.epoch_loop._results if self.trainer.state.stage is RunningStage.TRAINING else super()._results
+
+
+class EpochLoop(_TrainingEpochLoop):
+    """Lightning's loop over the batches of an epoch."""
+
+    @property
+    def ends(self) -> bool:
+        """Whether no further batch is trained in this epoch."""
+        return self._is_training_done or self.done
+
+    def num_step_arguments(self, batch: Any, batch_idx: int) -> int:
+        """Return how many of (batch, batch_idx) the user's `training_step` takes."""
+        return len(self._build_kwargs(OrderedDict(), batch, batch_idx))
+
+    def share_sigterm(self) -> None:
+        """Tell the other ranks of a SIGTERM; called before each batch if there are several ranks."""
+        super()._broadcast_sigterm_tensor()
+
+    @override
+    def _broadcast_sigterm_tensor(self) -> None:
+        self.share_sigterm()
+
+    def validates_after(self, fetcher: DataFetcher) -> bool:
+        """Return whether a validation follows the current batch; called once a batch, and once when a fit resumes."""
+        return super()._should_check_val_fx(fetcher)
+
+    @override
+    def _should_check_val_fx(self, data_fetcher: DataFetcher) -> bool:
+        return self.validates_after(data_fetcher)
+
+    @override
+    def _should_accumulate(self) -> bool:  # asked six times in a step
+        return self.trainer.accumulate_grad_batches != 1 and super()._should_accumulate()
+
+
+class _Evaluates:
+    """What the two loops below have in common."""
+
+    _data_fetcher: DataFetcher | None
+    num_dataloaders: int
+    trainer: Any
+
+    @property
+    def fetcher(self) -> DataFetcher | None:
+        """What the loop takes batches from; `reset` makes it."""
+        return self._data_fetcher
+
+    @fetcher.setter
+    def fetcher(self, fetcher: DataFetcher | None) -> None:
+        self._data_fetcher = fetcher
+
+    @property
+    def step(self) -> str:
+        """Name of the user's method for a batch."""
+        raise NotImplementedError
+
+    @property
+    def takes_loaders_in_turn(self) -> bool:
+        """Whether each batch comes from one loader, so that steps get its number if there are several."""
+        raise NotImplementedError
+
+    def step_arguments(self, batch: Any, batch_idx: int, dataloader_idx: int) -> tuple[Any, ...]:
+        """Return what the user's step takes of (batch, batch_idx, dataloader_idx)."""
+        several = self.takes_loaders_in_turn and self.num_dataloaders > 1
+        kwargs = self._build_kwargs(batch, batch_idx, dataloader_idx if several else None)  # type: ignore[attr-defined]
+        return self._build_step_args_from_hook_kwargs(kwargs, self.step)  # type: ignore[attr-defined, no-any-return]
+
+    def check_signatures(self) -> None:
+        """Check that the user's step and hooks take `dataloader_idx` if they have to; called before the first batch."""
+        super()._verify_dataloader_idx_requirement()  # type: ignore[misc]
+
+    def _verify_dataloader_idx_requirement(self) -> None:
+        self.check_signatures()
+
+    def after_step(self) -> None:
+        """Called after each batch, when its hooks have run."""
+
+
+class EvaluationLoop(_Evaluates, _EvaluationLoop):
+    """Lightning's loop of a validation or a test."""
+
+    @property
+    @override
+    def step(self) -> str:
+        return "test_step" if self.trainer.testing else "validation_step"
+
+    @property
+    @override
+    def takes_loaders_in_turn(self) -> bool:
+        return self._is_sequential
+
+    @override
+    def _evaluation_step(self, *args: Any) -> None:
+        super()._evaluation_step(*args)
+        self.after_step()
+
+
+class PredictionLoop(_Evaluates, _PredictionLoop):
+    """Lightning's loop of predictions. Prediction writers get those of staged batches too."""
+
+    @property
+    @override
+    def step(self) -> str:
+        return "predict_step"
+
+    @property
+    @override
+    def takes_loaders_in_turn(self) -> bool:
+        return True
+
+    @override
+    def _predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int, dataloader_iter: Any) -> None:
+        returned = self._return_predictions
+        if isinstance(self._data_fetcher, StagedFetcher):
+            # Lightning's loop passes nothing to prediction writers if it has not transferred the batch itself.
+            wanted = self._store_data_for_prediction_writer(batch_idx, dataloader_idx)
+            self._return_predictions = returned or wanted
+        try:
+            super()._predict_step(batch, batch_idx, dataloader_idx, dataloader_iter)
+        finally:
+            self._return_predictions = returned
+        self.after_step()
+
+
+# -- the trainer and its parts ---------------------------------------------------------------------------------------
+
+
+def logged_step(trainer: Trainer) -> int:
+    """Return the step number that Lightning gives to loggers now."""
+    return trainer.fit_loop.epoch_loop._batches_that_stepped
+
+
+def accumulates(trainer: Trainer) -> bool:
+    """Whether the current batch only adds its gradients to those of others, without an optimizer step."""
+    return trainer.fit_loop.epoch_loop._should_accumulate()
+
+
+def tell_sampler_epoch(loader: Any, epoch: int) -> None:
+    """Call `set_epoch` of a data loader's samplers, which shuffle by it."""
+    _set_sampler_epoch(loader, epoch)
+
+
+def transfer_batch(trainer: Trainer, batch: Any, dataloader_idx: int) -> Any:
+    """Prepare a batch as Lightning's loops do before its step: convert, transfer hooks, copy to the device."""
+    module: LightningModule = trainer.lightning_module
+    batch = trainer.precision_plugin.convert_input(batch)
+    batch = module._on_before_batch_transfer(batch, dataloader_idx=dataloader_idx)
+    return call._call_strategy_hook(trainer, "batch_to_device", batch, dataloader_idx=dataloader_idx)
+
+
+def tear_down(trainer: Trainer) -> None:
+    """End a run as Lightning does after the callbacks' `on_exception`."""
+    trainer._teardown()
+
+
+def wrap_resume_start(trainer: Trainer, around: Callable[..., None], undo: ExitStack) -> None:
+    """Let `around(own, path)` be called in the place of `own(path)`, which reads a run's checkpoint, until undone.
+
+    `path` is what Lightning has found for the user's `ckpt_path`; None if there is nothing to load.
+    """
+    connector = trainer._checkpoint_connector
+    connector.resume_start = partial(around, connector.resume_start)  # type: ignore[method-assign]
+    undo.callback(vars(connector).pop, "resume_start")
+
+
+def pruned_parameters(callback: ModelPruning) -> list[tuple[nn.Module, str]]:
+    """Return (module, name of its parameter) of each parameter that a callback prunes; known after its set-up."""
+    return list(callback._parameters_to_prune)
+
+
+def replace_link(callback: ModelCheckpoint, link: Callable[[Trainer, Any, Any], None], undo: ExitStack) -> None:
+    """Let a callback link "last" to a checkpoint by `link(trainer, filepath, linkpath)`, until `undo` is closed.
+
+    A subclass keeps a link method of its own.
+    """
+    if type(callback)._link_checkpoint is ModelCheckpoint._link_checkpoint:
+        callback._link_checkpoint = link  # type: ignore[method-assign, assignment]
+        undo.callback(vars(callback).pop, "_link_checkpoint", None)
+
+
+# -- signals: Lightning registers the handlers once a run is set up, and gives the former ones back at its end ---------
+
+Handler = Callable[[int, Any], None]  # called with (signal number, frame)
+
+
+def replace_sigterm_handler(trainer: Trainer, handler: Handler, undo: ExitStack) -> None:
+    """Let the coming run handle SIGTERM by `handler`, until `undo` is closed."""
+    connector = trainer._signal_connector
+    connector._sigterm_notifier_fn = handler  # type: ignore[method-assign, assignment]
+    undo.callback(vars(connector).pop, "_sigterm_notifier_fn")
+
+
+def replaced_sigterm_handler(trainer: Trainer) -> Handler | None:
+    """Return the handler that stands in for Lightning's, if any."""
+    return vars(trainer._signal_connector).get("_sigterm_notifier_fn")
+
+
+def note_sigterm(trainer: Trainer) -> None:
+    """Let Lightning end the run as if this process had received SIGTERM."""
+    trainer._signal_connector.received_sigterm = True
+
+
+def requeue_handler(trainer: Trainer) -> Handler:
+    """Return the handler of Slurm's signal: Lightning's finalizes loggers, saves, and requeues the job on rank 0."""
+    return trainer._signal_connector._slurm_sigusr_handler_fn
+
+
+def replace_requeue_handler(trainer: Trainer, handler: Handler, undo: ExitStack) -> None:
+    """Let the coming run handle Slurm's signal by `handler`, until `undo` is closed."""
+    connector = trainer._signal_connector
+    connector._slurm_sigusr_handler_fn = handler  # type: ignore[method-assign, assignment]
+    undo.callback(vars(connector).pop, "_slurm_sigusr_handler_fn")
+
+
+# -- strategies and the processes that they start --------------------------------------------------------------------
+
+
+class Strategy(DDPStrategy):
+    """Lightning's DDPStrategy, with a hook where it makes the launcher of its processes."""
+
+    def _make_launcher(self) -> None:
+        """Set the launcher, if the strategy needs one: `set_launcher`, `launcher`."""
+        super()._configure_launcher()
+
+    @override
+    def _configure_launcher(self) -> None:
+        self._make_launcher()
+
+
+def ddp_options(strategy: DDPStrategy) -> dict[str, Any]:
+    """Return the arguments of DistributedDataParallel that the user has given to the strategy."""
+    return strategy._ddp_kwargs
+
+
+def comm_hook(strategy: DDPStrategy) -> Any:
+    """Return the user's hook for the all-reduce of gradients (`ddp_comm_hook`); None without one."""
+    return strategy._ddp_comm_hook
+
+
+def start_method(strategy: DDPStrategy) -> str:
+    """Return how the strategy starts processes: "popen", "spawn", "fork" or "forkserver"."""
+    return strategy._start_method
+
+
+def set_launcher(strategy: DDPStrategy, launcher: Any) -> None:
+    """Set what starts the strategy's processes; None: the run is in this process."""
+    strategy._launcher = launcher
+
+
+def without_layer_sync(strategy: DDPStrategy, model: nn.Module) -> nn.Module:
+    """Return the model without the layers that `sync_batchnorm=True` has put into it."""
+    return model if strategy._layer_sync is None else strategy._layer_sync.revert(model)
+
+
+def without_module(state: dict[str, Any]) -> dict[str, Any]:
+    """Return a strategy's state (`__getstate__`) without its module and optimizers: the copy has none."""
+    return state | {"_lightning_module": None, "_model": None, "_optimizers": [], "lr_scheduler_configs": []}
+
+
+class ProcessLauncher(_MultiProcessingLauncher):
+    """Lightning's launcher by `spawn`, `fork` or `forkserver`."""
+
+    @property
+    def strategy(self) -> Any:
+        """The strategy whose processes it starts."""
+        return self._strategy
+
+    def run_in_process(self, *args: Any, **kwargs: Any) -> None:
+        """Run the trainer's function in a started process."""
+        super()._wrapping_function(*args, **kwargs)
+
+    @override
+    def _wrapping_function(self, *args: Any, **kwargs: Any) -> None:
+        self.run_in_process(*args, **kwargs)
+
+    def collect_results(self, trainer: Trainer, results: Any) -> Any:
+        """Return what the parent gets of a rank: the module's state is taken on every rank, and saved on rank 0."""
+        return super()._collect_rank_zero_results(trainer, results)
+
+    @override
+    def _collect_rank_zero_results(self, trainer: Trainer, results: Any) -> Any:
+        return self.collect_results(trainer, results)
+
+
+def starts_python_processes(launcher: Any) -> bool:
+    """Whether a launcher starts processes by `multiprocessing`; others run the script again, or none."""
+    return isinstance(launcher, _MultiProcessingLauncher)
