@@ -31,6 +31,13 @@ pytestmark = pytest.mark.smoke
 meanings = Meanings()
 
 
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trainers of these tests start by themselves, whatever a rank of an earlier test has left."""
+    for name in ("TORCHELASTIC_RUN_ID", "RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
 @pytest.fixture
 def undo() -> Iterator[ExitStack]:
     with ExitStack() as stack:

@@ -97,7 +97,7 @@ def _run_ranks(program: str, place: Path, arguments: dict[str, Any]) -> list[End
 
 def start_script(folder: Path, **arguments: Any) -> subprocess.Popen[bytes]:
     """Start a run as a user does, `python script`: Lightning starts the second rank. Both write to FOLDER/log."""
-    patient = {"folder": str(folder), "timeout_s": 40, **arguments}  # the ranks start one after the other
+    patient = {"folder": str(folder), "timeout_s": 150, **arguments}  # the ranks start one after the other
     command = [sys.executable, "-m", __name__, json.dumps(patient)]
     with (folder / "log").open("wb") as log:
         return subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, start_new_session=True)

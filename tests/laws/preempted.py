@@ -19,7 +19,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader
 
 from lightning_overlap.checkpoint import sharded_folder
-from lightning_overlap.plugin.loops import logged_step
+from lightning_overlap.compat.lightning import logged_step
 
 from ..checkpoint.resumes import StatefulBatches, Watched
 from ..support.cases import ROWWISE_ADAGRAD, Case, make_batch
