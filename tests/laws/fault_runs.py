@@ -98,7 +98,7 @@ def _run_ranks(program: str, place: Path, arguments: dict[str, Any]) -> list[End
 def start_script(folder: Path, **arguments: Any) -> subprocess.Popen[bytes]:
     """Start a run as a user does, `python script`: Lightning starts the second rank. Both write to FOLDER/log."""
     patient = {"folder": str(folder), "timeout_s": 150, **arguments}  # the ranks start one after the other
-    command = [sys.executable, "-m", __name__, json.dumps(patient)]
+    command = [sys.executable, "-m", __name__, json.dumps({**patient, "by_lightning": True})]
     with (folder / "log").open("wb") as log:
         return subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, start_new_session=True)
 
@@ -115,8 +115,8 @@ if __name__ == "__main__":
     # As in a terminal: a shell's background job ignores Ctrl-C, and all that it starts does, the tests' ranks too.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     given = json.loads(sys.argv[1])
-    if "RANK" in os.environ:
-        wait_for_all(Path(given["folder"]), os.environ["RANK"])
-    else:  # for the fault, where Lightning starts the other rank
+    if given.pop("by_lightning", False):  # for the fault; a rank that Lightning starts inherits rank 0's RANK
         os.environ["RANK"] = os.environ.get("LOCAL_RANK", "0")
+    else:
+        wait_for_all(Path(given["folder"]), os.environ["RANK"])
     run(**given)
