@@ -34,15 +34,24 @@ class Deed(NamedTuple):
 class Mismatches:
     """What some rank does otherwise than usual; `key` begins all keys of a run in the store.
 
-    `counts_steps` says whether users know what is counted as a step: then errors name it.
+    `counts_steps` says whether users know what is counted as a step: then errors name it. `num_failed` is how often a
+    rank had failed before; None: the store is asked.
     """
 
     def __init__(
-        self, store: Store, key: str, rank: int, num_ranks: int, timeout_s: float, *, counts_steps: bool = True
+        self,
+        store: Store,
+        key: str,
+        rank: int,
+        num_ranks: int,
+        timeout_s: float,
+        *,
+        counts_steps: bool = True,
+        num_failed: int | None = None,
     ) -> None:
         self._store, self._key, self._counts_steps = store, key, counts_steps
         self._rank, self._num_ranks, self._timeout_s = rank, num_ranks, timeout_s
-        self._num_failed = store.add(FAILED, 0)
+        self.num_failed = store.add(FAILED, 0) if num_failed is None else num_failed
         self._passed: dict[Point, int] = {}
         self._agreed: dict[Point, list[str]] = {}  # by point: the last keys in the store
         self._ended = threading.Event()
@@ -87,7 +96,7 @@ class Mismatches:
                 if found is not None:
                     # If all came, one of them has gone on since.
                     return None if self._store.add(here, 0) >= self._num_ranks else found
-                if self._store.add(FAILED, 0) > self._num_failed:
+                if self._store.add(FAILED, 0) > self.num_failed:
                     raise RuntimeError(f"Another rank has failed, for which this rank waited at {_in_words(point)}.")
                 if waited_s > self._timeout_s:
                     of_step = f" of step {step}" if self._counts_steps else ""

@@ -20,9 +20,12 @@ class SharedCalls:
     the same calls. A rank that waits for another one learns of it when that one begins its next stage, or ends.
     """
 
-    def __init__(self, store: Store, key: str, rank: int, num_ranks: int, timeout_s: float) -> None:
-        self._mismatches = Mismatches(store, key, rank, num_ranks, timeout_s, counts_steps=False)
+    def __init__(
+        self, store: Store, key: str, rank: int, num_ranks: int, timeout_s: float, *, num_failed: int | None = None
+    ) -> None:
+        self._mismatches = Mismatches(store, key, rank, num_ranks, timeout_s, counts_steps=False, num_failed=num_failed)
         self.key = key
+        self._store, self._num_ranks, self._timeout_s = store, num_ranks, timeout_s
         self._rank, self._stage, self._num_calls = rank, 0, 0
         _open.add(self)
         atexit.unregister(_end_all)
@@ -53,6 +56,12 @@ class SharedCalls:
         _open.discard(self)
         self.begin_stage()
         self._mismatches.end()
+
+    def end_and_follow(self, key: str) -> "SharedCalls":
+        """End, and return an object for what comes after it, without asking the store: its rank may have ended."""
+        self.end()
+        num_failed = self._mismatches.num_failed
+        return SharedCalls(self._store, key, self._rank, self._num_ranks, self._timeout_s, num_failed=num_failed)
 
     @property
     def _point(self) -> Point:

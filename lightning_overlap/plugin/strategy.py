@@ -212,7 +212,7 @@ class OverlapEmbeddingStrategy(ReadsTables, WalksSteps, StartsProcesses):
             static_graph = bool(compat.ddp_options(self).get("static_graph"))
             unsupported.refuse_fit(trainer, model, on_cpu=on_cpu, static_graph=static_graph)
         self.join_groups()
-        self.compare_reads("in the run")
+        self.compare_reads()
         self._run = Run(trainer)
         check_names("lightning", compat.PRIVATE_NAMES, {"Trainer": trainer})  # `owners` reads its names
         check_names("lightning", compat.PRIVATE_NAMES, compat.owners(trainer))
@@ -407,7 +407,7 @@ class OverlapEmbeddingStrategy(ReadsTables, WalksSteps, StartsProcesses):
     def teardown(self) -> None:
         self.stop_run()
         if self._is_sharded:
-            self.compare_reads("after the run")
+            self.compare_later_reads()
         module = self.lightning_module
         # Lightning would move the module to the CPU. Tensors on meta cannot be moved: that error would hide the first.
         if not self._is_sharded and not (module is not None and any(weight.is_meta for weight in module.parameters())):

@@ -118,16 +118,23 @@ class ReadsTables(FailsTogether):
         with self.reading():
             yield
 
-    def compare_reads(self, where: str) -> None:
-        """Begin to compare the reads of all ranks, `where` in or after a run; ranks that still wait learn of it."""
+    def compare_reads(self) -> None:
+        """Begin to compare the reads of all ranks in this run; ranks that still wait since the last one learn of it."""
         cause, before = self._first_cause, self._shared_calls
-        if cause is None or self.world_size == 1:
-            return
-        key = f"{cause.key}/reads {where}"
-        if before is not None and before.key != key:
-            before.end()
-        if before is None or before.key != key:
+        if cause is not None and self.world_size > 1:
+            if before is not None:
+                before.end()
+            key = f"{cause.key}/reads in the run"
             self._shared_calls = SharedCalls(cause.store, key, self.global_rank, self.world_size, self.timeout_s)
+
+    def compare_later_reads(self) -> None:
+        """Begin to compare the reads after this run; ranks that still wait in the run learn of it."""
+        # Without a call of the store that could fail: the rank that keeps it may have ended its process by now.
+        cause, before = self._first_cause, self._shared_calls
+        if cause is not None and before is not None:
+            key = f"{cause.key}/reads after the run"
+            if before.key != key:
+                self._shared_calls = before.end_and_follow(key)
 
     # What follows is called on all ranks alike, which then wait for each other.
 

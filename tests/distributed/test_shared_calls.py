@@ -61,3 +61,16 @@ def test_a_rank_that_is_late_is_told_as_late(ranks: list[SharedCalls]) -> None:
     ranks[0]._mismatches._timeout_s = 0.2
     with pytest.raises(RuntimeError, match=r"another rank did not come to shared call 1 within 0\.2 s"):
         ranks[0].meet("read", "")
+
+
+def test_a_rank_goes_on_after_the_store_has_ended() -> None:
+    """At the end of a run the rank that keeps the store may be the first to end its process."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = dist.TCPStore("127.0.0.1", server.port, is_master=False)
+    calls = SharedCalls(client, "run", 1, 2, timeout_s=5)
+    calls.begin_stage()
+    del server
+    later = calls.end_and_follow("after the run")
+    with pytest.raises(RuntimeError, match="another rank has ended"):
+        later.meet("read", "")
+    later.end()
