@@ -81,7 +81,7 @@ def _measure_walker(num_steps: int = 5000) -> None:
         def serve(self, send_next: Any) -> Any:
             return nullcontext()
 
-        def has_lookup(self, owners: Any) -> bool:
+        def needs_lookup(self, owners: Any) -> bool:
             return any(owner.value != "dense_optimizer" for owner in owners)
 
         def _do_nothing(self, *args: Any, **kwargs: Any) -> Any:

@@ -43,7 +43,7 @@ class PackedExchange:
                 num_sent[rank] += width * entry.sent[rank]
         self._packed = torch.cat([piece for pieces in to_send for piece in pieces])
 
-        # What arrives: by rank, all entries in order; a entry perhaps in segments.
+        # What arrives: by rank, all entries in order; an entry perhaps in segments.
         self._sizes: list[int] = []  # of the segments, in the order of their arrival
         self._segments: list[list[range]] = [[] for _ in entries]  # by entry and rank: numbers of its segments
         num_received = [0] * num_ranks
@@ -89,7 +89,7 @@ class PackedExchange:
 
 
 def _pieces_by_rank(entry: Entry, unit: torch.dtype, width: int) -> list[list[Tensor]]:
-    """Return, by rank, the pieces of a entry that are sent there, as units; a row has `width` units."""
+    """Return, by rank, the pieces of an entry that are sent there, as units; a row has `width` units."""
     flat = entry.tensor.detach().reshape(-1).view(unit)
     if entry.pieces is None or entry.places is None:
         return [[piece] for piece in flat.split_with_sizes([width * num for num in entry.sent])]

@@ -310,7 +310,7 @@ class OverlapEmbeddingStrategy(ReadsTables, WalksSteps, StartsProcesses):
         lookup, module = schedule.step_of(Stage.EMBEDDING_LOOKUP), self._module
         trains = Stage.BACKWARD in schedule.training_stages
         options = SparseOptions(
-            step=step,
+            method=step,
             trains=trains,
             rank=self.global_rank,
             store=default_store(),
@@ -368,7 +368,7 @@ class OverlapEmbeddingStrategy(ReadsTables, WalksSteps, StartsProcesses):
             lookup_context=self.precision_plugin.train_step_context,
             num_before=lambda: epoch_loop.total_batch_idx + 1,
             hooks_run_after=partial(hooks_run_after, run.trainer),
-            weights=run.split,
+            weight_gradients=run.split,
         )
         return run.walker
 

@@ -83,7 +83,7 @@ class Batches:
             self._poll(number, lacks=False, latest_none=fetched.latest_none, rates=fetched.rates)
             telemetry.observe("issue", row.stage, number)
             flight = self.in_flight[number] = self._make_flight(number, fetched)
-            flight.done[row.stage] = self._streams.made(flight.batch, row.stream)
+            flight.issued[row.stage] = self._streams.made(flight.batch, row.stream)
             self.num_fetched += 1
             if self._consensus is not None:  # one batch a call: all ranks poll the same batches wherever data ends
                 return

@@ -1,12 +1,12 @@
 """Deferred updates: when each update is made, and which streams and events it waits for."""
 
 import time
-from collections.abc import Generator
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
 from ..schedules import Stage, Step, StreamName
-from .flight import Flight, ModulePart
+from .flight import Flight
 from .interfaces import SparseStages
 from .streams import Streams
 from .telemetry import Telemetry
@@ -44,7 +44,7 @@ class DeferredUpdates:
         """Let go of the batches that are trained, except for their updates."""
         for flight in self.to_update.values():
             flight.batch = None  # trained: the update reads the received ids only
-            flight.done.clear()  # it has the batch too
+            flight.issued.clear()  # it has the batch too
 
     def start(self, flight: Flight) -> None:
         """Start the all-to-all of the embeddings' gradients of a batch whose backward has ended."""
@@ -59,20 +59,28 @@ class DeferredUpdates:
         """Make all updates, on all ranks alike; later work on the compute stream finds the tables updated."""
         row = Step(Stage.EMBEDDING_UPDATE, 0, self._streams.lookup)
         for flight in list(self.to_update.values()):
-            list(self._make(row, flight))
+            self._make(row, flight)
 
-    def make_up_to(self, index: int, row: Step, *, overlaps_dense: bool, by_part: bool) -> Generator[ModulePart]:
-        """Make the updates of all batches up to `index`; `by_part` yields each part of a module updated by that batch.
+    def make_up_to(
+        self, index: int, row: Step, *, overlaps_dense: bool, after_part: Callable[[str, int], None] | None
+    ) -> None:
+        """Make the updates of all batches up to `index`.
 
-        `overlaps_dense`: the update comes before the optimizer step of its own batch.
+        `overlaps_dense`: the update comes before the optimizer step of its own batch. `after_part` is called after the
+        update of each part by batch `index`, as in `Flight.update`.
         """
         for flight in [flight for flight in self.to_update.values() if flight.index <= index]:
-            is_last = flight.index == index
-            yield from self._make(row, flight, overlaps_dense=overlaps_dense, by_part=by_part and is_last)
+            call = after_part if flight.index == index else None
+            self._make(row, flight, overlaps_dense=overlaps_dense, after_part=call)
 
     def _make(
-        self, row: Step, flight: Flight, *, overlaps_dense: bool = False, by_part: bool = False
-    ) -> Generator[ModulePart]:
+        self,
+        row: Step,
+        flight: Flight,
+        *,
+        overlaps_dense: bool = False,
+        after_part: Callable[[str, int], None] | None = None,
+    ) -> None:
         index, stage = flight.index, row.stage
         self._telemetry.observe("issue", stage, index)
         del self.to_update[index]
@@ -82,9 +90,9 @@ class DeferredUpdates:
             if not overlaps_dense:
                 self._streams.order(StreamName.COMPUTE, then=row.stream)
             with self._streams.on(row.stream), self._telemetry.timed(stage, index, row.stream):
-                yield from flight.update(by_part=by_part)
+                flight.update(after_part)
         self.note_update()
-        if row.offset == 0 and not overlaps_dense:
+        if row.offset == 0 and not overlaps_dense:  # of `make_all`, or below the optimizer step
             self.order_compute()  # code between two steps finds the tables updated
 
     def note_update(self) -> None:

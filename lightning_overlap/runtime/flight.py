@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -53,7 +53,7 @@ class Flight:
     latest_none: int = -1
     loader_states: Any = None
     rates: Rates = NO_RATES
-    done: dict[Stage, Made] = field(default_factory=dict)  # stages issued: what each has made, for other streams
+    issued: dict[Stage, Made] = field(default_factory=dict)  # by issued stage, what it makes, for other streams
     defers_update: bool = False  # whether its backward leaves its update to a later row; set at its lookup
     ran_unpipelined: bool = False  # whether a module ran its own forward for it, and no backward has followed yet
     ids_received: bool = False  # whether `receive_ids` has been called
@@ -76,7 +76,7 @@ class Flight:
         """Copy the rows that the lookup will read into the cache (`PREFETCH`)."""
         raise NotImplementedError
 
-    def has_lookup(self, owners: frozenset[WeightOwner]) -> bool:
+    def needs_lookup(self, owners: frozenset[WeightOwner]) -> bool:
         """Whether tables of these owners are still to be looked up."""
         raise NotImplementedError
 
@@ -91,8 +91,8 @@ class Flight:
         """
         raise NotImplementedError
 
-    def end_part(self) -> None:
-        """End the part of a step before a backward in it (manual optimization)."""
+    def end_phase(self) -> None:
+        """End the phase of a step before a backward in it (manual optimization)."""
 
     def run_in_backward(self, stage: Stage, call: Callable[[], None]) -> bool:
         """Let the backward call a function, perhaps repeatedly, where it waits for ranks before it writes tables.
@@ -113,10 +113,11 @@ class Flight:
         """Whether all gradients of a deferred update have arrived; does not wait."""
         raise NotImplementedError
 
-    def update(self, *, by_part: bool = False) -> Iterator[ModulePart]:
-        """Wait for the gradients and update the tables (`EMBEDDING_UPDATE`), as far as the iterator is consumed.
+    def update(self, after_part: Callable[[str, int], None] | None = None) -> None:
+        """Wait for the gradients and update the tables (`EMBEDDING_UPDATE`).
 
-        With `by_part` a part of a module is updated as soon as its own gradients are there, and then yielded.
+        With `after_part` each part of a module is updated as soon as its own gradients are there; then the function is
+        called with the module's name and the part's number, while gradients of other parts are under way.
         """
         raise NotImplementedError
 

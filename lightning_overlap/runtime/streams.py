@@ -53,7 +53,7 @@ class Streams:
     def use(self, made: Made, on: StreamName) -> Any:
         """Let a stream use a value: it waits for the value, and the caching allocator learns of it; return the value.
 
-        Reading the memory of another stream needs both, so nothing but this method and its two siblings does either.
+        Reading the memory of another stream needs both. `give_to_caller` and `take_from_caller` do the same.
         """
         if made.on is not on:
             self.wait(on, made.event)
@@ -80,12 +80,12 @@ class Streams:
         with self.on(name), torch.inference_mode(False), torch.enable_grad():
             return [get_gradient_edge(leaf).node for leaf in leaves if leaf.requires_grad and leaf.is_leaf]
 
-    def use_by_caller(self, made: Made) -> Any:
-        """Let the compute stream and the current stream (perhaps the user's) use a value; return it."""
+    def give_to_caller(self, made: Made) -> Any:
+        """Let the caller of a module, on the compute stream or a stream of its own, use a value; return the value."""
         return made.value
 
-    def use_of_caller(self, value: Any, on: StreamName) -> None:
-        """Let a stream use a value of the compute stream or of the current stream (perhaps the user's)."""
+    def take_from_caller(self, value: Any, on: StreamName) -> None:
+        """Let a stream use a value that the caller of a module has made, on the compute stream or one of its own."""
 
     def begin_step(self) -> None:
         """Take the current stream as the compute stream."""
@@ -126,21 +126,22 @@ class CudaStreams(Streams):
         self._streams = {name: torch.cuda.Stream(device, priority=-1) for name in StreamName if name in urgent}
         self._streams[StreamName.SIDE] = torch.cuda.Stream(device)  # nothing queues behind it
         self._streams[StreamName.IDLE] = torch.cuda.Stream(device)
-        self._lookup = lookup
+        self._lookup_stands_for = lookup
         self.begin_step()
 
     def move_lookups(self, lookup: StreamName) -> None:
         """Let `StreamName.LOOKUP` stand for another stream, while no lookup has its backward to come."""
-        if lookup is self._lookup:
+        if lookup is self._lookup_stands_for:
             return
         if lookup is StreamName.LOOKUP and lookup not in self._streams:
             self._streams[lookup] = torch.cuda.Stream(self.device, priority=-1)
-        before, self._lookup = self.record(StreamName.LOOKUP), lookup
+        before = self.record(StreamName.LOOKUP)
+        self._lookup_stands_for = lookup
         self.wait(StreamName.LOOKUP, before)
 
     @override
     def __getitem__(self, name: StreamName) -> torch.cuda.Stream:
-        return self._streams[self._lookup if name is StreamName.LOOKUP else name]
+        return self._streams[self._lookup_stands_for if name is StreamName.LOOKUP else name]
 
     @override
     def on(self, name: StreamName) -> AbstractContextManager[Any]:
@@ -167,7 +168,7 @@ class CudaStreams(Streams):
         _record_stream(value, self[name])
 
     @override
-    def use_by_caller(self, made: Made) -> Any:
+    def give_to_caller(self, made: Made) -> Any:
         compute, current = self[StreamName.COMPUTE], torch.cuda.current_stream(self.device)
         for stream in (compute,) if current == compute else (compute, current):
             stream.wait_event(made.event)
@@ -175,7 +176,7 @@ class CudaStreams(Streams):
         return made.value
 
     @override
-    def use_of_caller(self, value: Any, on: StreamName) -> None:
+    def take_from_caller(self, value: Any, on: StreamName) -> None:
         for stream in {self[StreamName.COMPUTE], torch.cuda.current_stream(self.device)}:
             if stream != self[on]:
                 self[on].wait_stream(stream)

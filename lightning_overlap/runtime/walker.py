@@ -1,12 +1,13 @@
 """Walk a schedule: run its rows around the trainer's own forward, backward and optimizer step."""
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
 import torch
 
+from ..compat.torch import call_after_backward
 from ..distributed import Consensus
 from ..schedules import TRAINING_STAGES, Schedules, Stage, Step, StreamName, WeightOwner
 from .batches import Batches, abandon
@@ -41,12 +42,12 @@ class Walker:
         any_rank: Callable[[bool], bool] = bool,  # whether any rank passed True: an all-reduce on the host
         hooks_run_after: Callable[[Stage], bool] = lambda stage: False,  # whether hooks of the user run next
         max_queued_steps: int | None = None,  # how many steps the host may queue on the device; None: any number
-        weights: WeightGradients | None = None,  # None if the backward computes the weight gradients
+        weight_gradients: WeightGradients | None = None,  # None if the backward computes them
     ) -> None:
         self._schedules, self._sparse = schedule, sparse
         self._streams, self._telemetry = streams, telemetry
-        self._lookup_context, self._num_before, self._weights = lookup_context, num_before, weights
-        self._hooks_run_after = hooks_run_after
+        self._lookup_context, self._num_before = lookup_context, num_before
+        self._hooks_run_after, self._weight_gradients = hooks_run_after, weight_gradients
         self._first_batch = num_before()  # number of this epoch's batch 0 over all epochs
         self._trainer_stage: ExitStack | None = None  # the trainer's present stage, if it is profiled or timed
         self._run_ahead = RunAhead(streams, max_queued_steps)
@@ -128,10 +129,11 @@ class Walker:
         self.updates.begin_iteration()
         self._run_to_next_stage()
         if self._iteration not in self.batches.in_flight and self._iteration not in self.batches.polls:
-            self.batches.fetch(self.schedule[Stage.COPY_BATCH_TO_DEVICE], self._iteration)  # polled once, read once
+            # `max_steps` may have held it back until now. What the ranks have polled for is not fetched again.
+            self.batches.fetch(self.schedule[Stage.COPY_BATCH_TO_DEVICE], self._iteration)
         current = self.batches.current = self.batches.get(self._iteration)
         if current is not None:
-            self._streams.use(current.done[Stage.COPY_BATCH_TO_DEVICE], on=StreamName.COMPUTE)
+            self._streams.use(current.issued[Stage.COPY_BATCH_TO_DEVICE], on=StreamName.COMPUTE)
         return current
 
     @contextmanager
@@ -144,8 +146,8 @@ class Walker:
             self.updates.make_all()  # a second forward (LBFGS) sees the update of the first forward's backward
         else:
             self.writes.check()
-        if self._weights is not None:  # a second forward of a batch has a backward of its own
-            self._weights.begin_step(splits=self.schedule.splits_backward and not current.consumed)
+        if self._weight_gradients is not None:  # a second forward of a batch has a backward of its own
+            self._weight_gradients.begin_step(splits=self.schedule.splits_backward and not current.consumed)
         current.consumed = True
         self._begin_trainer_stage(Stage.DENSE_FORWARD)
         self._in_forward = True
@@ -154,8 +156,8 @@ class Walker:
                 yield
         finally:
             self._in_forward = False
-            if self._weights is not None:
-                self._weights.end_forward()
+            if self._weight_gradients is not None:
+                self._weight_gradients.end_forward()
             self._begin_trainer_stage(None)
 
     def _send_next(self) -> None:
@@ -169,8 +171,8 @@ class Walker:
             return
         if self._hooks_run_after(Stage.DENSE_FORWARD):
             self.updates.order_compute()  # after a deferred one, which overlaps with the backward
-        if is_only and self._weights is not None:
-            self._weights.begin_backward(loss)
+        if is_only and self._weight_gradients is not None:
+            self._weight_gradients.begin_backward(loss)
         # The user's on_after_backward comes before the trainer says that the backward is over.
         if is_only and self.schedule.updates_before_step:
             end = self._finish_backward
@@ -179,8 +181,7 @@ class Walker:
         else:
             return
         if loss.requires_grad and self._hooks_run_after(Stage.BACKWARD):
-            engine = torch.autograd.Variable._execution_engine
-            loss.register_hook(lambda _: engine.queue_callback(end))
+            loss.register_hook(lambda _: call_after_backward(end))
 
     def _finish_backward(self) -> None:
         with torch.enable_grad():  # a backward turns it off
@@ -197,7 +198,7 @@ class Walker:
         if current is None:
             return
         if stage is Stage.DENSE_FORWARD and self._in_forward:  # a backward within the step (manual optimization)
-            current.end_part()
+            current.end_phase()
         position = self.schedule.position(stage)
         if self._cursor > position:
             if stage is Stage.BACKWARD and self.schedule.has_sparse_stages:
@@ -215,8 +216,8 @@ class Walker:
             self._end_stage(row.stage, current)
             self._cursor += 1
             self._run_to_next_stage()
-        if stage is Stage.BACKWARD and self._weights is not None and self.schedule.splits_backward:
-            self._weights.finish()
+        if stage is Stage.BACKWARD and self._weight_gradients is not None and self.schedule.splits_backward:
+            self._weight_gradients.finish()
         if stage is not self.schedule.training_stages[-1]:
             self._begin_trainer_stage(TRAINING_STAGES[TRAINING_STAGES.index(stage) + 1])
 
@@ -294,7 +295,7 @@ class Walker:
 
     def _run_to_next_stage(self) -> None:
         """Run the rows from the cursor to the trainer's next stage, except those left to the backward."""
-        rows, left = self.schedule.steps, self.schedule.fills_backward_wait
+        rows, left = self.schedule.steps, self.schedule.rows_in_backward_wait
         while self._cursor < len(rows) and (row := rows[self._cursor]).stage not in TRAINING_STAGES:
             if self._cursor in left and self._leave_to_backward(row.stage):
                 return
@@ -311,7 +312,7 @@ class Walker:
         def run_once_there() -> None:
             if self.batches.current is not None and self._iteration == index:  # some hooks outlive their backward
                 with torch.enable_grad():  # a backward turns it off
-                    while self._cursor in self.schedule.fills_backward_wait:
+                    while self._cursor in self.schedule.rows_in_backward_wait:
                         self.run_row(self.schedule.steps[self._cursor])
                         self._cursor += 1
 
@@ -326,17 +327,13 @@ class Walker:
             self.batches.fetch(row, index)
         elif stage is Stage.EMBEDDING_UPDATE:
             overlaps_dense = self.schedule.updates_before_step
-            by_part = overlaps_dense and not self._streams.is_async
-            with closing(
-                self.updates.make_up_to(index, row, overlaps_dense=overlaps_dense, by_part=by_part)
-            ) as updated_parts:
-                for part in updated_parts:
-                    self._look_up_part(part)
+            after_part = self._look_up_part if overlaps_dense and not self._streams.is_async else None
+            self.updates.make_up_to(index, row, overlaps_dense=overlaps_dense, after_part=after_part)
         elif stage is Stage.WEIGHT_GRADIENTS:
-            if self._weights is not None:
+            if self._weight_gradients is not None:
                 self._telemetry.observe("issue", stage, index)
                 with self._telemetry.stage(stage, index), self._telemetry.timed(stage, index, row.stream):
-                    self._weights.compute()
+                    self._weight_gradients.compute()
         elif (flight := self.batches.get(index)) is not None:
             self._run_sparse(row, flight, self.schedule.lookup_owners)
 
@@ -346,11 +343,11 @@ class Walker:
         if row is not None and (flight := self.batches.get(self._iteration + row.offset)) is not None:
             self._run_sparse(row, flight, frozenset({WeightOwner.DENSE_OPTIMIZER}))
 
-    def _look_up_part(self, part: ModulePart) -> None:
+    def _look_up_part(self, module: str, part: int) -> None:
         """Look up an updated part of a module for the next batch, while gradients of other parts are under way."""
         row = self.schedule[Stage.EMBEDDING_LOOKUP]
         if (flight := self.batches.get(self._iteration + row.offset)) is not None:
-            self._run_sparse(row, flight, frozenset({WeightOwner.FUSED_BACKWARD}), part)
+            self._run_sparse(row, flight, frozenset({WeightOwner.FUSED_BACKWARD}), (module, part))
 
     def _run_sparse(
         self, row: Step, flight: Flight, owners: frozenset[WeightOwner], only: ModulePart | None = None
@@ -361,12 +358,12 @@ class Walker:
             self._postponed.append((row, flight, owners))
             return
         if stage is Stage.EMBEDDING_LOOKUP:
-            if not flight.has_lookup(owners):
+            if not flight.needs_lookup(owners):
                 return
-        elif stage in flight.done:  # run under the former table, or inside the forward
+        elif stage in flight.issued:  # run under the former table, or inside the forward
             return
         previous = self.schedule.stage_before(stage)
-        if previous not in flight.done:  # the batch was fetched later than that row was walked
+        if previous not in flight.issued:  # the batch was fetched later than that row was walked
             self._run_sparse(self.schedule[previous], flight, owners)
         self._telemetry.observe("issue", stage, flight.index)
         with self._telemetry.stage(stage, flight.index):
@@ -374,7 +371,7 @@ class Walker:
             if not sends:
                 self._receive_ids(flight)
             for needed in {previous} if sends else {Stage.INPUT_DATA_DIST, previous}:
-                streams.use(flight.done[needed], on=row.stream)
+                streams.use(flight.issued[needed], on=row.stream)
             if stage is Stage.PREFETCH:
                 self._order_prefetch(row)
             with streams.on(row.stream), self._telemetry.timed(stage, flight.index, row.stream):
@@ -390,20 +387,20 @@ class Walker:
                         flight.look_up(owners, only)
         if not sends:
             # The lookup has the ids that it needs; others are free.
-            flight.done[Stage.INPUT_DATA_DIST] = replace(flight.done[Stage.INPUT_DATA_DIST], value=None)
+            flight.issued[Stage.INPUT_DATA_DIST] = replace(flight.issued[Stage.INPUT_DATA_DIST], value=None)
         # Ids are sent from the batch's own memory.
-        flight.done[stage] = streams.made(flight.batch if sends else None, row.stream)
+        flight.issued[stage] = streams.made(flight.batch if sends else None, row.stream)
 
     def _receive_ids(self, flight: Flight) -> None:
         """Assemble the received ids on the input dist's stream."""
         stage = Stage.INPUT_DATA_DIST
-        sent = flight.done[stage]
+        sent = flight.issued[stage]
         with self._streams.on(sent.on), self._telemetry.timed(stage, flight.index, sent.on):
             received = flight.receive_ids()
         if flight.ids_received:  # for an earlier row: nothing was assembled now
-            flight.done[stage] = replace(sent, value=received)
+            flight.issued[stage] = replace(sent, value=received)
         else:
-            flight.done[stage] = self._streams.made(received, sent.on)
+            flight.issued[stage] = self._streams.made(received, sent.on)
             flight.ids_received = True
 
     def _order_prefetch(self, row: Step) -> None:

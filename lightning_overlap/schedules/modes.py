@@ -12,7 +12,8 @@ _COPY, _SPLITS, _DATA = Stage.COPY_BATCH_TO_DEVICE, Stage.INPUT_SPLITS_DIST, Sta
 _PREFETCH, _LOOKUP, _UPDATE = Stage.PREFETCH, Stage.EMBEDDING_LOOKUP, Stage.EMBEDDING_UPDATE
 _FORWARD, _BACKWARD, _STEP = Stage.DENSE_FORWARD, Stage.BACKWARD, Stage.OPTIMIZER_STEP
 _WEIGHTS = Stage.WEIGHT_GRADIENTS
-_COMPUTE, _MEMCPY, _DIST, _SIDE = StreamName.COMPUTE, StreamName.MEMCPY, StreamName.DATA_DIST, StreamName.LOOKUP
+_COMPUTE, _MEMCPY, _DIST = StreamName.COMPUTE, StreamName.MEMCPY, StreamName.DATA_DIST
+_LOOKUP_STREAM = StreamName.LOOKUP
 
 # Fetching a batch blocks the host while the data loader is slow. If COPY stands below DENSE_FORWARD, the device still
 # has the forward to run; above it, as in the fused modes, the previous batch's backward and optimizer step.
@@ -44,20 +45,20 @@ _FUSED = (
     Step(_BACKWARD, 0, _COMPUTE),  # writes the tables; batch N+1 may read them afterwards
 )
 
-FUSED_SPARSE_DIST = Schedule("fused_sparse_dist", (*_FUSED, Step(_LOOKUP, 1, _SIDE), Step(_STEP, 0, _COMPUTE)))
+FUSED_SPARSE_DIST = Schedule("fused_sparse_dist", (*_FUSED, Step(_LOOKUP, 1, _LOOKUP_STREAM), Step(_STEP, 0, _COMPUTE)))
 """As `sparse_dist`; the lookup of N+1 starts right after the fused backward of N and overlaps the dense optimizer.
 Source: TorchRec PR 2916, issued before the step."""
 
 FUSED_SPARSE_DIST_AFTER_OPTIMIZER = Schedule(
-    "fused_sparse_dist_after_optimizer", (*_FUSED, Step(_STEP, 0, _COMPUTE), Step(_LOOKUP, 1, _SIDE))
+    "fused_sparse_dist_after_optimizer", (*_FUSED, Step(_STEP, 0, _COMPUTE), Step(_LOOKUP, 1, _LOOKUP_STREAM))
 )
 """The same lookup, issued after the dense optimizer. Source: `embedding_lookup_after_opt` of TorchRec PR 2916."""
 
 SPLIT_BACKWARD = Schedule("split_backward", (
     *_FUSED,  # BACKWARD computes only gradients of inputs in the dense part: the tables' gradients leave earlier
     Step(_WEIGHTS, 0, _COMPUTE),  # while the tables' gradients travel; the dense all-reduce follows these
-    Step(_UPDATE, 0, _SIDE),
-    Step(_LOOKUP, 1, _SIDE),  # the wait for the dense all-reduce comes after it
+    Step(_UPDATE, 0, _LOOKUP_STREAM),
+    Step(_LOOKUP, 1, _LOOKUP_STREAM),  # the wait for the dense all-reduce comes after it
     Step(_STEP, 0, _COMPUTE),
 ))  # fmt: skip
 """As `fused_sparse_dist`; the weight gradients of the dense part overlap the all-to-all of the tables' gradients.
@@ -70,7 +71,7 @@ PREFETCH = Schedule("prefetch", (
     Step(_PREFETCH, 1, StreamName.PREFETCH),  # the backward of a cached table waits for it, so the cache is settled
     Step(_BACKWARD, 0, _COMPUTE),
     Step(_SPLITS, 2, _DIST),
-    Step(_LOOKUP, 1, _SIDE),
+    Step(_LOOKUP, 1, _LOOKUP_STREAM),
     Step(_STEP, 0, _COMPUTE),
 ))  # fmt: skip
 """As `fused_sparse_dist`; the rows of N+1 are copied from UVM into the cache during the forward of N.
@@ -81,7 +82,7 @@ def _looks_up_before_backward(name: str, staleness: int) -> Schedule:
     return Schedule(name, (
         Step(_FORWARD, 0, _COMPUTE),
         Step(_COPY, staleness + 2, _MEMCPY),
-        Step(_LOOKUP, staleness, _SIDE),  # above BACKWARD (on a CPU within it): misses `staleness` updates
+        Step(_LOOKUP, staleness, _LOOKUP_STREAM),  # above BACKWARD (on a CPU within it): misses `staleness` updates
         Step(_SPLITS, staleness + 2, _DIST),
         Step(_BACKWARD, 0, _COMPUTE),
         Step(_DATA, staleness + 1, _DIST),  # after the gradients, which the backward waits for

@@ -1,4 +1,4 @@
-"""A pipeline mode as a table in issue order; `Step(stage, +k, stream)` means "during iteration i, for batch i + k"."""
+"""A pipeline mode as a table in issue order; row `Step(stage, +k, stream)`: "during iteration i, for batch i + k"."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ScheduleError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One line of a schedule: a stage, the batch that it is for, and its stream."""
+    """A row of a schedule: a stage, the batch that it is for, and its stream."""
 
     stage: Stage
     offset: int
@@ -44,7 +44,7 @@ _STEP_TEXT = re.compile(r"(?P<stage>[a-z_]+)(?P<offset>[+-]\d+)/(?P<stream>[a-z_
 
 @dataclass(frozen=True)
 class Schedule:
-    """A named, validated table of steps in issue order; depth, staleness and the rest of a mode are derived from it.
+    """A named, validated table of rows in issue order; depth, staleness and the rest of a mode are derived from it.
 
     Raises a ScheduleError if the table cannot run: a training stage is missing, repeated or not at offset 0; a stage
     runs before another stage that it needs; or only some of the sparse stages are present.
@@ -112,12 +112,12 @@ class Schedule:
         """Number of batches whose updates a lookup of a fused table cannot see yet."""
         if not self.has_sparse_stages:
             return 0
-        # A step for EMBEDDING_UPDATE changes nothing: no lookup stands between the backward and the update.
+        # A row for EMBEDDING_UPDATE changes nothing: no lookup stands between the backward and the update.
         return max(0, self[Stage.EMBEDDING_LOOKUP].offset - self._is_below(Stage.EMBEDDING_LOOKUP, Stage.BACKWARD))
 
     @cached_property
     def defers_update(self) -> bool:
-        """Whether `BACKWARD` leaves the update of the tables to a later step."""
+        """Whether `BACKWARD` leaves the update of the tables to a row of its own."""
         return self.step_of(Stage.EMBEDDING_UPDATE) is not None
 
     @cached_property
@@ -128,7 +128,7 @@ class Schedule:
 
     @cached_property
     def splits_backward(self) -> bool:
-        """Whether `BACKWARD` leaves the gradients of layers' weights to a later step."""
+        """Whether `BACKWARD` leaves the gradients of layers' weights to a row of its own."""
         return self.step_of(Stage.WEIGHT_GRADIENTS) is not None
 
     @cached_property
@@ -141,14 +141,14 @@ class Schedule:
 
     @cached_property
     def sends_after_forward(self) -> tuple[Step, ...]:
-        """The steps right below `DENSE_FORWARD` that send sizes and ids; between hosts on a CPU they run inside it."""
+        """The rows right below `DENSE_FORWARD` that send sizes and ids; between hosts on a CPU they run inside it."""
         below = self.steps[self.position(Stage.DENSE_FORWARD) + 1 :]
         return tuple(itertools.takewhile(lambda step: step.stage in _SENDS, below))
 
     @cached_property
-    def fills_backward_wait(self) -> range:
-        """Indices of the steps that may run inside `BACKWARD`, while autograd waits for other ranks (CPU only)."""
-        # Before gradients arrive, only an update among these steps writes tables.
+    def rows_in_backward_wait(self) -> range:
+        """Indices of the rows that may run inside `BACKWARD`, while autograd waits for other ranks (CPU only)."""
+        # Before gradients arrive, only an update among these rows writes tables.
         end = self.position(Stage.BACKWARD)
         start = end
         while self.steps[start - 1].stage in (*_SENDS, Stage.PREFETCH, Stage.EMBEDDING_LOOKUP, Stage.EMBEDDING_UPDATE):
@@ -159,7 +159,7 @@ class Schedule:
 
     @cached_property
     def dense_owned_lookup(self) -> Step | None:
-        """The step for tables of the dense optimizer, if it differs: right after `OPTIMIZER_STEP`, their writer."""
+        """The row for tables of the dense optimizer, if it differs: right after `OPTIMIZER_STEP`, their writer."""
         lookup = self.step_of(Stage.EMBEDDING_LOOKUP)
         if lookup is None or lookup.offset == 0:
             return None
@@ -195,11 +195,11 @@ class Schedule:
         return self.steps[self._positions[stage]]
 
     def step_of(self, stage: Stage) -> Step | None:
-        """Return the step of a stage, or None."""
+        """Return the row of a stage, or None."""
         return self[stage] if stage in self._positions else None
 
     def position(self, stage: Stage) -> int:
-        """Return the index of the step of a stage that the table has."""
+        """Return the index of the row of a stage that the table has."""
         return self._positions[stage]
 
     def _is_below(self, stage: Stage, other: Stage) -> bool:
@@ -212,7 +212,7 @@ class EvaluationSchedule(Schedule):
     training_stages: ClassVar[tuple[Stage, ...]] = (Stage.DENSE_FORWARD,)
 
     staleness = 0  # it updates no table
-    fills_backward_wait = range(0)
+    rows_in_backward_wait = range(0)
     dense_owned_lookup = None  # no optimizer step follows
 
 

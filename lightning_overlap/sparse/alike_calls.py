@@ -19,7 +19,7 @@ _ADVICE = (
 )
 
 
-_Part: TypeAlias = tuple[int, int]  # whether the batch had a step before, and the number of backwards in this step
+_Phase: TypeAlias = tuple[int, int]  # whether the batch had a step before, and the number of backwards in this step
 
 
 class AlikeCalls:
@@ -30,29 +30,29 @@ class AlikeCalls:
     wait for it there, in the module's own forward or for its gradients; they report all the same (`Mismatches`).
 
     Calls with a collective have an order. Quiet calls have none in the forward: they get early embeddings, or have
-    data-parallel tables. A part of a step ends with each backward in it (manual optimization), and with the step.
+    data-parallel tables. A phase of a step ends with each backward in it (manual optimization), and with the step.
     """
 
     def __init__(self, mismatches: Mismatches | None, names: Sequence[str], options: SparseOptions) -> None:
         self._mismatches, self._names, self._options = mismatches, names, options
-        self._step, self._batch, self._part = 0, -1, (0, 0)
-        self._num_calls = 0  # with a collective, in this part
-        self._num_quiet = dict.fromkeys(names, 0)  # quiet calls in this part
-        # What all ranks do, by part: modules in the order of their calls with a collective, and numbers of quiet calls.
-        self._order: defaultdict[_Part, list[str]] = defaultdict(list)
-        self._quiet: defaultdict[_Part, dict[str, int]] = defaultdict(lambda: dict.fromkeys(names, 0))
+        self._step, self._batch, self._phase = 0, -1, (0, 0)
+        self._num_calls = 0  # with a collective, in this phase
+        self._num_quiet = dict.fromkeys(names, 0)  # quiet calls in this phase
+        # What all ranks do, by phase: modules in the order of calls with a collective, and numbers of quiet calls.
+        self._order: defaultdict[_Phase, list[str]] = defaultdict(list)
+        self._quiet: defaultdict[_Phase, dict[str, int]] = defaultdict(lambda: dict.fromkeys(names, 0))
 
     def begin_step(self, step: int, batch: int) -> None:
         """Begin a step, of number 1 or higher; an optimizer may make several of one batch."""
         is_again = int(batch == self._batch)
-        self._step, self._batch, self._part = step, batch, (is_again, 0)
+        self._step, self._batch, self._phase = step, batch, (is_again, 0)
         self._num_calls, self._num_quiet = 0, dict.fromkeys(self._names, 0)
 
-    def note(self, name: str, inflight: SparseFlight) -> None:
+    def note(self, name: str, flight: SparseFlight) -> None:
         """Note a call with a collective, before it; raises a RuntimeError if another rank does something else."""
         if self._mismatches is None:
             return
-        order, place = self._order[self._part], self._num_calls
+        order, place = self._order[self._phase], self._num_calls
         point, self._num_calls = self._point(place), place + 1
         if place < len(order) and order[place] == name:
             self._mismatches.passed(point, self._step)
@@ -63,67 +63,67 @@ class AlikeCalls:
             theirs = usual if other.what is None else other.what
             if not theirs:
                 is_again = name in order[:place] or self._num_quiet[name] > 0
-                raise self._left_out(name, inflight, other.rank, self._options.rank, is_again)
+                raise self._left_out(name, flight, other.rank, self._options.rank, is_again)
             if is_later:
-                raise self._left_out(theirs, inflight, self._options.rank, other.rank)
-            raise self._error(f"calls {name!r}", inflight, self._options.rank, f"rank {other.rank} calls {theirs!r}")
-        # All ranks leave out the calls before it, or make it in addition.
-        order[place : order.index(name, place) if is_later else place] = [] if is_later else [name]
+                raise self._left_out(theirs, flight, self._options.rank, other.rank)
+            raise self._error(f"calls {name!r}", flight, self._options.rank, f"rank {other.rank} calls {theirs!r}")
+        if is_later:  # all ranks leave out the calls before it
+            del order[place : order.index(name, place)]
+        else:  # all ranks make it in addition
+            order.insert(place, name)
 
-    def note_quiet(self, name: str, inflight: SparseFlight) -> None:
+    def note_quiet(self, name: str, flight: SparseFlight) -> None:
         """Note a quiet call; raises a RuntimeError if it is more than usual and another rank does not make it."""
         if self._mismatches is None:
             return
-        before, usual = self._num_quiet[name], self._quiet[self._part]
+        before, usual = self._num_quiet[name], self._quiet[self._phase]
         self._num_quiet[name] = before + 1
         if before == usual[name]:
             if (other := self._mismatches.other(self._quiet_call(name, before), self._step)) is not None:
-                raise self._left_out(name, inflight, other.rank, self._options.rank, before > 0)
+                raise self._left_out(name, flight, other.rank, self._options.rank, before > 0)
             usual[name] = before + 1
         self._mismatches.passed(self._quiet_end(name, before), self._step)
 
-    def end_part(self, inflight: SparseFlight) -> None:
-        """End a part of a step; raises a RuntimeError if another rank has made a call that this rank has left out."""
+    def end_phase(self, flight: SparseFlight) -> None:
+        """End a phase of a step; raises a RuntimeError if another rank has made a call that this rank has left out."""
         mismatches, step = self._mismatches, self._step
         if mismatches is None:
             return
-        order, place, usual = self._order[self._part], self._num_calls, self._quiet[self._part]
+        order, place, usual = self._order[self._phase], self._num_calls, self._quiet[self._phase]
         point = self._point(place)
         # In the first step nothing is usual yet.
         if place == len(order) and step > 1:
             mismatches.passed(point, step)
         elif (other := mismatches.other(point, step)) is not None:
             theirs = order[place] if other.what is None else other.what
-            raise self._left_out(theirs, inflight, self._options.rank, other.rank, theirs in order[:place])
+            raise self._left_out(theirs, flight, self._options.rank, other.rank, theirs in order[:place])
         del order[place:]
         for name, num in self._num_quiet.items():
             if num < usual[name]:
                 if (other := mismatches.other(self._quiet_end(name, num), step)) is not None:
-                    raise self._left_out(name, inflight, self._options.rank, other.rank, num > 0)
+                    raise self._left_out(name, flight, self._options.rank, other.rank, num > 0)
                 usual[name] = num
             mismatches.passed(self._quiet_call(name, num), step)
         self._num_calls = 0
         self._num_quiet = dict.fromkeys(self._names, 0)
-        self._part = self._part[0], self._part[1] + 1
+        self._phase = self._phase[0], self._phase[1] + 1
 
-    def _left_out(
-        self, name: str, inflight: SparseFlight, rank: int, other: int, is_again: bool = False
-    ) -> RuntimeError:
+    def _left_out(self, name: str, flight: SparseFlight, rank: int, other: int, is_again: bool = False) -> RuntimeError:
         """Return the error about a call that a rank leaves out and another rank makes."""
         again = " once more" if is_again else ""
-        return self._error(f"does not call {name!r}{again}", inflight, rank, f"rank {other} does")
+        return self._error(f"does not call {name!r}{again}", flight, rank, f"rank {other} does")
 
-    def _error(self, does: str, inflight: SparseFlight, rank: int, other: str) -> RuntimeError:
-        num_backwards = self._part[1]
-        part = f", after {num_backwards} backwards of the step" if num_backwards else ""
-        place = f"{self._options.step} of batch {inflight.index}{part}"
+    def _error(self, does: str, flight: SparseFlight, rank: int, other: str) -> RuntimeError:
+        num_backwards = self._phase[1]
+        phase = f", after {num_backwards} backwards of the step" if num_backwards else ""
+        place = f"{self._options.method} of batch {flight.index}{phase}"
         return RuntimeError(f"rank {rank} {does} in {place}, {other}. {_ADVICE}")
 
     def _point(self, place: int) -> Point:
-        return ("call", place + 1, "in part", *self._part)
+        return ("call", place + 1, "in phase", *self._phase)
 
     def _quiet_call(self, name: str, num_before: int) -> Point:
-        return ("early call", num_before + 1, "of", name, "in part", *self._part)
+        return ("early call", num_before + 1, "of", name, "in phase", *self._phase)
 
     def _quiet_end(self, name: str, num_calls: int) -> Point:
-        return ("the end after", num_calls, "early calls of", name, "in part", *self._part)
+        return ("the end after", num_calls, "early calls of", name, "in phase", *self._phase)

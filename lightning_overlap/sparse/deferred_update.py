@@ -20,8 +20,8 @@ from .update_rates import Kernels, kernel_rates, set_kernel_rates
 OutputDist = Callable[..., Awaitable[Tensor]]
 
 
-class _Cut(NamedTuple):
-    """A cut of a graph, between the two autograd functions of a collective: a backward stops there."""
+class _Gap(NamedTuple):
+    """A gap in a graph, between the two autograd functions of a collective: a backward stops there."""
 
     graph: Tensor  # output of the first function: an empty tensor, or on one rank the embeddings
     leaf: Tensor  # the input of the second function in its place: a leaf, whose `.grad` a backward sets
@@ -31,7 +31,7 @@ class _Cut(NamedTuple):
 
 @dataclass(slots=True)
 class _Backward:
-    """The gradients that one backward of the dense part has left at the cuts: pairs of a cut graph and a gradient."""
+    """The gradients that one backward of the dense part has left, each with the graph from whose output to go on."""
 
     rates: list[float]  # the learning rate of each kernel at that time, if a scheduler moves them; else empty
     to_send: list[tuple[int, Tensor, Tensor]] = field(default_factory=list)  # part and pair: its backward sends them
@@ -41,22 +41,23 @@ class _Backward:
 class DeferredUpdate:
     """The deferred backward of one batch through one sharded module.
 
-    The graph is cut at the embeddings that the output dist returns, where `loss.backward()` stops, and between sending
-    and receiving their gradients. A second backward of the same step is a second update, as in modes that defer none.
+    The graph has two gaps: at the embeddings that the output dist returns, where `loss.backward()` stops, and between
+    sending and receiving their gradients. A second backward of the same step is a second update, as in modes that defer
+    none.
     """
 
     def __init__(self) -> None:
         self._set_present: SetRates = lambda: None  # gives the kernels the scheduler's present rates
         self._kernels: Kernels = []  # none without a scheduler
         self._rates: list[float] | None = None  # rates of the batch's backward, while its update is made
-        self._at_embeddings: list[Tensor] = []  # leaves that replace embeddings that have arrived
-        self._under_way: list[_Cut] = []
+        self._at_embeddings: list[Tensor] = []  # leaves that replace received embeddings
+        self._gaps: list[_Gap] = []  # of the collectives, until the update is made
         self._backwards: dict[int, _Backward] = {}  # by autograd's id of the backward; not sent yet
         self._sent: _Backward | None = None  # its gradients are under way
 
     def __bool__(self) -> bool:
-        """Whether a graph was cut that is still to be applied or dropped."""
-        return bool(self._at_embeddings or self._under_way)
+        """Whether a graph with gaps is still to be applied or dropped."""
+        return bool(self._at_embeddings or self._gaps)
 
     def with_rates(self, set_present: SetRates, kernels: Kernels) -> SetRates:
         """Return a function that gives kernels the backward's rates while `apply` runs, else the present rates."""
@@ -70,20 +71,20 @@ class DeferredUpdate:
             set_kernel_rates(self._kernels, self._rates)
 
     def deferring(self, output_dist: OutputDist, part: int) -> OutputDist:
-        """Return the output dist of a part that also cuts the graph of its embeddings, or raises without all-to-all."""
+        """Return the output dist of a part, with gaps in the graph of its embeddings; it raises without all-to-all."""
 
         def start(embeddings: Tensor, *context: Any) -> Awaitable[Tensor]:
             started = output_dist(embeddings, *context)
-            collectives = list(_under_way(started))
-            cuts = [cut for one in collectives if (cut := self._cut(one, part)) is not None]
-            if embeddings.requires_grad and not cuts:
+            collectives = list(_collectives_in(started))
+            gaps = [gap for one in collectives if (gap := self._open_gap(one, part)) is not None]
+            if embeddings.requires_grad and not gaps:
                 raise RuntimeError(
                     f"cannot defer the update of tables whose embeddings come by {type(started).__name__}: no "
                     "all-to-all was found in it. Train without defer_update."
                 )
-            self._under_way += cuts
+            self._gaps += gaps
             if any(isinstance(one, Request) for one in collectives):
-                started.callbacks.append(partial(self._cut_received, part))
+                started.callbacks.append(partial(self._open_gap_at_embeddings, part))
             return started
 
         return start
@@ -92,18 +93,18 @@ class DeferredUpdate:
         """Call a function once a backward has run all its nodes, before DistributedDataParallel waits; return hooks."""
         return [leaf.register_hook(lambda _: call_after_backward(call)) for leaf in self._at_embeddings]
 
-    def _cut_received(self, part: int, received: Tensor) -> Tensor:
+    def _open_gap_at_embeddings(self, part: int, received: Tensor) -> Tensor:
         if not received.requires_grad:
             return received
         leaf: Tensor = received.detach().requires_grad_()
         self._at_embeddings.append(leaf)
-        leaf.register_post_accumulate_grad_hook(partial(self._arrived, part, received, sends=True))
+        leaf.register_post_accumulate_grad_hook(partial(self._keep_gradient, part, received, sends=True))
         return _at_leaf(leaf)
 
-    def _cut(self, collective: Request[Any] | NoWait[Any], part: int) -> _Cut | None:
+    def _open_gap(self, collective: Request[Any] | NoWait[Any], part: int) -> _Gap | None:
         # TorchRec makes a collective of two autograd functions that an empty tensor joins: the first starts it, the
         # second waits for it. In the backward the second starts the all-to-all of gradients, and the first waits for
-        # it. The cut is at the empty tensor, or, on one rank, at the embeddings themselves.
+        # it. The gap is at the empty tensor, or, on one rank, at the embeddings themselves.
         is_sent = isinstance(collective, Request)
         name = "dummy_tensor" if is_sent else "_obj"
         graph = getattr(collective, name)
@@ -112,10 +113,10 @@ class DeferredUpdate:
         leaf = graph.detach().requires_grad_()
         setattr(collective, name, leaf if is_sent else _at_leaf(leaf))
         if not is_sent:
-            leaf.register_post_accumulate_grad_hook(partial(self._arrived, part, graph, sends=False))
-        return _Cut(graph, leaf, collective if is_sent else None, part)
+            leaf.register_post_accumulate_grad_hook(partial(self._keep_gradient, part, graph, sends=False))
+        return _Gap(graph, leaf, collective if is_sent else None, part)
 
-    def _arrived(self, part: int, graph: Tensor, leaf: Tensor, *, sends: bool) -> None:
+    def _keep_gradient(self, part: int, graph: Tensor, leaf: Tensor, *, sends: bool) -> None:
         """Take the gradient that a backward has left at `leaf`; with `sends` that of `graph` starts an all-to-all."""
         if leaf.grad is None:  # the loss does not depend on these embeddings
             return
@@ -139,7 +140,7 @@ class DeferredUpdate:
                 _go_on([(graph, gradient)], retain_graph=not is_last)
             self._sent = left
             if not is_last:
-                self._apply_sent(self._under_way, retain_graph=True)
+                self._apply_sent(self._gaps, retain_graph=True)
                 self._sent = None
         self._at_embeddings.clear()
         left = self._sent or _Backward([])
@@ -148,38 +149,38 @@ class DeferredUpdate:
     @property
     def works(self) -> list[dist.Work]:
         """The collectives that are under way."""
-        requests = [cut.request for cut in self._under_way]
+        requests = [gap.request for gap in self._gaps]
         return [request.req for request in requests if request is not None and request.req is not None]
 
     def apply(self) -> None:
         """Wait for the gradients and update the tables, at the learning rates of their backward."""
         self.send()
         if self._sent is not None:
-            self._apply_sent(self._under_way, retain_graph=False)
+            self._apply_sent(self._gaps, retain_graph=False)
         self._forget_sent()
 
-    def apply_parts(self, parts: Sequence[int]) -> Iterator[int]:
-        """Do the same for the module's fused parts, each once its own gradients are there; yield each after its update.
+    def apply_parts(self, parts: Sequence[int], after_part: Callable[[int], None]) -> None:
+        """Do the same for the module's fused parts, each once its own gradients are there; then call `after_part`.
 
-        All ranks yield the same parts, also a rank that has nothing to update in one.
+        It is called for the same parts on all ranks, also on a rank that has nothing to update in one.
         """
         self.send()
         if self._sent is not None and self._sent.to_apply:  # nothing was sent
-            self._apply_sent(self._under_way, retain_graph=False)
+            self._apply_sent(self._gaps, retain_graph=False)
         elif self._sent is not None:
             for part in parts:
-                self._apply_sent([cut for cut in self._under_way if cut.part == part], retain_graph=False)
-                yield part
+                self._apply_sent([gap for gap in self._gaps if gap.part == part], retain_graph=False)
+                after_part(part)
         self._forget_sent()
 
     def _forget_sent(self) -> None:
         self._sent = None
-        self._under_way.clear()
+        self._gaps.clear()
 
-    def _apply_sent(self, cuts: list[_Cut], *, retain_graph: bool) -> None:
+    def _apply_sent(self, gaps: list[_Gap], *, retain_graph: bool) -> None:
         assert self._sent is not None
         # The second half of each collective has given its dummy tensor a gradient.
-        received = [(cut.graph, cut.leaf.grad) for cut in cuts if cut.leaf.grad is not None]
+        received = [(gap.graph, gap.leaf.grad) for gap in gaps if gap.leaf.grad is not None]
         present, self._rates = kernel_rates(self._kernels), self._sent.rates
         set_kernel_rates(self._kernels, self._rates)
         try:
@@ -187,33 +188,34 @@ class DeferredUpdate:
         finally:
             self._rates = None
             set_kernel_rates(self._kernels, present)
-        for cut in cuts:
-            cut.leaf.grad = None
-            if cut.request is not None:
+        for gap in gaps:
+            gap.leaf.grad = None
+            if gap.request is not None:
                 # TorchRec has dropped it, but needs it for the gradient of the next backward.
-                cut.request.dummy_tensor = cut.leaf
+                gap.request.dummy_tensor = gap.leaf
 
 
-def _under_way(started: Any) -> Iterator[Request[Any] | NoWait[Any]]:
+def _collectives_in(started: Any) -> Iterator[Request[Any] | NoWait[Any]]:
+    """Yield the collectives in the result of an output dist, which may be nested."""
     kind = _kind_of(started.__class__)
     if kind is Request or kind is NoWait:
         yield started
     elif kind is not None:
         for part in started if kind is list else vars(started).values():
             if _kind_of(part.__class__) is not None:  # thirty objects a step have no kind
-                yield from _under_way(part)
+                yield from _collectives_in(part)
 
 
 @functools.cache
 def _kind_of(cls: type) -> Any:
-    """Return how `_under_way` treats objects of a class; cached, since `isinstance` is slow for abstract classes."""
+    """Return how `_collectives_in` treats objects of a class; cached: `isinstance` is slow for abstract classes."""
     return next((kind for kind in (Request, NoWait, Awaitable, list) if issubclass(cls, kind)), None)
 
 
 def before_gradients(embeddings: object, num_parts: int) -> list[Tensor] | None:
     """Return the tensors on which a hook runs right before the backward of an early lookup waits for gradients."""
-    # The empty tensors of `_cut`. If not all parts with fused tables have one, the backward may update without a wait.
-    dummies = [part.dummy_tensor for part in _under_way(embeddings) if isinstance(part, Request)]
+    # The empty tensors of `_open_gap`. If a part with fused tables has none, the backward may update without a wait.
+    dummies = [part.dummy_tensor for part in _collectives_in(embeddings) if isinstance(part, Request)]
     found = [dummy for dummy in dummies if isinstance(dummy, Tensor) and dummy.requires_grad]
     return found if len(found) == len(dummies) >= num_parts else None
 
@@ -234,8 +236,8 @@ def _at_leaf(leaf: Tensor) -> Tensor:
     return values
 
 
-def _go_on(cut: list[tuple[Tensor, Tensor]], *, retain_graph: bool) -> None:
-    """Run a backward on from where it was cut: from each graph's output, with its gradient."""
-    if cut:
-        graphs, gradients = zip(*cut, strict=True)
+def _go_on(stopped: list[tuple[Tensor, Tensor]], *, retain_graph: bool) -> None:
+    """Let a backward that has stopped at gaps go on: from each graph's output, with its gradient."""
+    if stopped:
+        graphs, gradients = zip(*stopped, strict=True)
         torch.autograd.backward(graphs, gradients, retain_graph=retain_graph)

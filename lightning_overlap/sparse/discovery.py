@@ -57,7 +57,8 @@ class Discovery:
         self.taking_part = [name for name, forward in self._forwards.items() if forward.early]
         self.ready = True
         if names := ", ".join(repr(one.name) for one in self._forwards.values() if one.path is None):
-            self.keep_features(f"{self._options.step} makes the input of {names} itself, perhaps of ids to be released")
+            method = self._options.method
+            self.keep_features(f"{method} makes the input of {names} itself, perhaps of ids to be released")
 
     def keep_features(self, reason: str) -> None:
         """Release no ids from now on; warn once that `release_features` has no effect, and why."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
@@ -31,53 +32,53 @@ class SparseFlight(Flight):
     def send_sizes(self) -> None:
         # Source: `_start_data_dist` and `_fuse_input_dist_splits`, TorchRec 1.8.
         pipeline = self.pipeline
-        for flight in pipeline.discovery.inputs_of(self):
-            flight.send_sizes()
-            self.modules[flight.name] = flight
+        for module_flight in pipeline.discovery.inputs_of(self):
+            module_flight.describe_input()
+            self.modules[module_flight.name] = module_flight
         taking_part = pipeline.discovery.taking_part
         if pipeline.exchange is not None and (taking_part or pipeline.options.trains):
-            pipeline.exchange.start_sizes(taking_part, self)
+            pipeline.exchange.send_sizes(taking_part, self)
 
     @override
     def send_ids(self) -> None:
         pipeline = self.pipeline
         if pipeline.exchange is None:
-            for flight in self.modules.values():
-                flight.read_sizes()
+            for module_flight in self.modules.values():
+                module_flight.expect_own_ids()
         elif self.sizes is not None:
             pipeline.telemetry.observe("wait", Stage.INPUT_SPLITS_DIST, self.index)
-            pipeline.exchange.start_data(self)
+            pipeline.exchange.send_ids(self)
         if pipeline.discovery.releases:
             # Modules that run in their own forward will read their ids in the step.
             read_later = pipeline.discovery.inputs_read_in_step(self.batch)
-            for flight in self.modules.values():
-                if all(flight.kjt is not kjt for kjt in read_later):
-                    flight.release_ids()
+            for module_flight in self.modules.values():
+                if all(module_flight.kjt is not kjt for kjt in read_later):
+                    module_flight.release_ids()
 
     @override
     def receive_ids(self) -> list[Any]:
-        for flight in self.modules.values():
-            flight.receive_ids()
-        return [held for flight in self.modules.values() for held in (flight.dist_input, flight.context)]
+        for module_flight in self.modules.values():
+            module_flight.receive_ids()
+        return [held for one in self.modules.values() for held in (one.dist_input, one.context)]
 
     @override
     def prefetch(self) -> None:
-        for flight in self.modules.values():
-            flight.prefetch()
+        for module_flight in self.modules.values():
+            module_flight.prefetch()
 
     @override
-    def has_lookup(self, owners: frozenset[WeightOwner]) -> bool:
-        return any(flight.parts_to_look_up(owners) for flight in self.modules.values())
+    def needs_lookup(self, owners: frozenset[WeightOwner]) -> bool:
+        return any(one.parts_to_look_up(owners) for one in self.modules.values())
 
     @override
     def look_up(self, owners: frozenset[WeightOwner], only: ModulePart | None = None) -> None:
         for owner in WeightOwner:  # fused tables first: their embeddings travel while data-parallel tables are read
             if owner in owners:
-                for name, flight in self.modules.items():
+                for name, module_flight in self.modules.items():
                     if only is None:
-                        flight.look_up(owner, defers_update=self.defers_update)
+                        module_flight.look_up(owner, defers_update=self.defers_update)
                     elif name == only[0]:
-                        flight.look_up(owner, only[1], defers_update=self.defers_update)
+                        module_flight.look_up(owner, only[1], defers_update=self.defers_update)
 
     @contextmanager
     @override
@@ -92,17 +93,17 @@ class SparseFlight(Flight):
         finally:
             pipeline.step.end()
         pipeline.forwards.end_calls()
-        pipeline.alike.end_part(self)
+        pipeline.alike.end_phase(self)
         if pipeline.ready:
             pipeline.forwards.check_calls(self.modules)
-        for flight in self.modules.values():
-            if not flight.served:
-                flight.drop()
+        for module_flight in self.modules.values():
+            if not module_flight.served:
+                module_flight.drop()
 
     @override
-    def end_part(self) -> None:
+    def end_phase(self) -> None:
         # A RuntimeError if ranks call modules differently in it.
-        self.pipeline.alike.end_part(self)
+        self.pipeline.alike.end_phase(self)
 
     @override
     def run_in_backward(self, stage: Stage, call: Callable[[], None]) -> bool:
@@ -110,28 +111,27 @@ class SparseFlight(Flight):
 
     @override
     def end_backward(self) -> None:
-        for flight in self.modules.values():
-            flight.end_backward(defers_update=self.defers_update)
+        for module_flight in self.modules.values():
+            module_flight.end_backward(defers_update=self.defers_update)
         self.pipeline.step.end_backward(self)
 
     @override
     def send_gradients(self) -> None:
         streams = self.pipeline.streams
         self.pipeline.to_update[self.index] = self
-        for flight in self.modules.values():
+        for module_flight in self.modules.values():
             # `DeferredUpdates` has ordered the two streams.
-            streams.use(Made(flight.deferred.send(), StreamName.COMPUTE, None), on=streams.lookup)
+            streams.use(Made(module_flight.deferred.send(), StreamName.COMPUTE, None), on=streams.lookup)
 
     @override
     def gradients_are_there(self) -> bool:
-        return all(work.is_completed() for flight in self.modules.values() for work in flight.deferred.works)
+        return all(work.is_completed() for one in self.modules.values() for work in one.deferred.works)
 
     @override
-    def update(self, *, by_part: bool = False) -> Iterator[ModulePart]:
+    def update(self, after_part: Callable[[str, int], None] | None = None) -> None:
         self.pipeline.to_update.pop(self.index, None)
-        for name, flight in self.modules.items():
-            for part in flight.update(by_part=by_part):
-                yield name, part
+        for name, module_flight in self.modules.items():
+            module_flight.update(None if after_part is None else partial(after_part, name))
 
     @override
     def forget_update(self) -> None:
@@ -140,8 +140,8 @@ class SparseFlight(Flight):
 
     @override
     def count_lookups(self, times: int) -> None:
-        for flight in self.modules.values():
-            flight.count_lookups(times)
+        for module_flight in self.modules.values():
+            module_flight.count_lookups(times)
 
     @override
     def under_way(self) -> list[Any]:
@@ -150,7 +150,7 @@ class SparseFlight(Flight):
 
     @override
     def drain(self) -> None:
-        if self.sizes is not None or any(flight.splits_awaitable is not None for flight in self.modules.values()):
+        if self.sizes is not None or any(one.splits_awaitable is not None for one in self.modules.values()):
             # The sizes were made on the input dist's stream, and the ids are sent from this one.
             self.pipeline.streams.order(StreamName.DATA_DIST, then=StreamName.COMPUTE)
             self.send_ids()
@@ -158,8 +158,8 @@ class SparseFlight(Flight):
 
     @override
     def drop(self) -> None:
-        for name, flight in list(self.modules.items()):
-            if flight.has_lookups:
-                if not flight.served:
-                    flight.drop()
+        for name, module_flight in list(self.modules.items()):
+            if module_flight.has_early_lookup:
+                if not module_flight.served:
+                    module_flight.drop()
                 del self.modules[name]

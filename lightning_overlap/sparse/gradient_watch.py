@@ -79,7 +79,7 @@ class GradientWatch:
 
     def without_gradient(self) -> Mapping[str, str]:
         """Return module -> what is wrong, for modules with tables that no gradient has reached yet."""
-        problems, step = {}, self._options.step
+        problems, step = {}, self._options.method
         for name, tables in self._waiting.items():
             if name not in self._called:
                 why = f"{step} does not call the module"

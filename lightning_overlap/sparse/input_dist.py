@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -49,6 +49,15 @@ class Described(KJTSplitsAllToAllMeta):  # type: ignore[misc]
         """By rank, the numbers of the input's features that go there."""
         features = iter(self.order or ())
         return None if self.order is None else [[*islice(features, num)] for num in self.splits]
+
+    def entries(self, sizes: PartSizes, segments: Sequence[Any]) -> list[Entry]:
+        """Return lengths, ids and weights as entries of an all-to-all; `sizes` and `segments` are of what arrives."""
+        entries = []
+        for number, tensor in enumerate(self.input_tensors):
+            sent, received = self.input_splits[number], sizes.by_tensor[number]
+            pieces = self.pieces[number] if self.pieces else None
+            entries.append(Entry(tensor, sent, received, segments[number], pieces, self.places))
+        return entries
 
 
 @contextmanager
@@ -151,56 +160,52 @@ class InputExchange:
         self._forms: dict[str, Form] = {}  # agreed on at the first batch in which any rank has an input for the module
         self.waiting: list[InputSizes] = []  # of batches whose ids are to be sent, the oldest first; alike on all ranks
 
-    def start_sizes(self, taking_part: list[str], inflight: SparseFlight) -> None:
+    def send_sizes(self, taking_part: list[str], flight: SparseFlight) -> None:
         """Start the exchange of sizes of modules, the same on all ranks, whether or not this batch has their inputs.
 
         With it the ranks compare their None batches, even if no module takes part. The sizes travel with the ids of an
         earlier batch if these are still to be sent. A module whose input lacks the agreed form is removed from the
         batch; its own forward then raises TorchRec's error.
         """
-        described = {name: form_of(state.splits_awaitable) for name, state in inflight.modules.items()}
+        described = {name: form_of(one.splits_awaitable) for name, one in flight.modules.items()}
         if any(name not in self._forms for name in taking_part):
             for theirs in gather_objects(described, self._group):  # a rank's first batch may lack a module's input
                 self._forms = {**theirs, **self._forms}
         for name, form in described.items():
             if self._forms.get(name) != form:  # for example with per-id weights that the first one lacked
-                del inflight.modules[name]
+                del flight.modules[name]
         forms = {name: self._forms[name] for name in taking_part if name in self._forms}
-        inflight.sizes = InputSizes(forms, inflight, self._group, self._streams)
+        flight.sizes = InputSizes(forms, flight, self._group, self._streams)
         if not self.waiting:
-            inflight.sizes.send()
-        self.waiting.append(inflight.sizes)
+            flight.sizes.send()
+        self.waiting.append(flight.sizes)
 
-    def start_data(self, inflight: SparseFlight) -> None:
+    def send_ids(self, flight: SparseFlight) -> None:
         """Read a batch's sizes; start one all-to-all for all. Source: `FusedKJTListSplitsAwaitable`, TorchRec 1.8."""
-        sizes, inflight.sizes = inflight.sizes, None
+        sizes, flight.sizes = flight.sizes, None
         if sizes in self.waiting:
             self.waiting.remove(sizes)
         coming: list[_Received] = []
         entries: list[Entry] = []
-        for name, (found, of_parts) in sizes.wait().items():
-            if not all(found):  # what some rank lacks is not sent
-                inflight.modules.pop(name, None)
-                inflight.missing |= {name} if any(found) else set()
+        for name, (num_found, sizes_of_parts) in sizes.wait().items():
+            if not all(num_found):  # what some rank lacks is not sent
+                flight.modules.pop(name, None)
+                flight.missing |= {name} if any(num_found) else set()
                 continue
-            state, of_each = inflight.modules[name], iter(of_parts)
-            awaitables: list[Any] = []
-            for described in state.splits_awaitable.awaitables:
+            module_flight, following = flight.modules[name], iter(sizes_of_parts)
+            awaitables: list[Any] = []  # by part
+            for described in module_flight.splits_awaitable.awaitables:
                 if not isinstance(described, Described):  # data-parallel tables: nothing is sent
                     awaitables.append(described.wait())
                     continue
-                of_part = next(of_each)
-                coming.append(_Received(described, of_part, len(entries)))
-                awaitables.append(coming[-1])
-                tensors, splits = described.input_tensors, described.input_splits
-                for number, tensor in enumerate(tensors):
-                    pieces = described.pieces[number] if described.pieces else None
-                    segments = coming[-1].segments[number]
-                    sizes_of_tensor = splits[number], of_part.by_tensor[number]
-                    entries.append(Entry(tensor, *sizes_of_tensor, segments, pieces, described.places))
+                sizes_of_part = next(following)
+                received = _Received(described, sizes_of_part, first=len(entries))
+                entries += described.entries(sizes_of_part, received.segments)
+                coming.append(received)
+                awaitables.append(received)
                 if described.order is not None:  # else TorchRec has copied the ids, and may read the copy again
                     described._input._values = described._input.values().new_empty(0)
-            state.send_ids(tell_lookups(awaitables, state.context), votes=max(found) > 1)
+            module_flight.expect_ids(tell_lookups(awaitables, module_flight.context), votes=max(num_found) > 1)
         if entries:
             unsent = [later for later in self.waiting if later.exchange is None]
             entries += [later.entry(entries[0].tensor.device) for later in unsent]  # gloo may send tensors of a GPU
@@ -216,7 +221,7 @@ class _Received(IdsAwaitable):
 
     exchange: PackedExchange  # set once it is started; its entries from number `first` on are lengths, ids, weights
 
-    def __init__(self, meta: KJTSplitsAllToAllMeta, sizes: PartSizes, first: int) -> None:
+    def __init__(self, meta: Described, sizes: PartSizes, first: int) -> None:
         varies = meta._input.variable_stride_per_key()
         super().__init__(
             pg=meta.pg,

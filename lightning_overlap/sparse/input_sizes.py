@@ -139,34 +139,34 @@ class InputSizes:
     """
 
     def __init__(
-        self, forms: Mapping[str, Form], inflight: SparseFlight, group: dist.ProcessGroup, streams: Streams
+        self, forms: Mapping[str, Form], flight: SparseFlight, group: dist.ProcessGroup, streams: Streams
     ) -> None:
         self._forms, self._group, self._streams = forms, group, streams
         self._columns: list[Sequence[int]] = [
-            [inflight.latest_none] * group.size(),
-            [inflight.rates.digest] * group.size(),
+            [flight.latest_none] * group.size(),
+            [flight.rates.digest] * group.size(),
         ]
-        self._compare_rates = inflight.rates.compare
+        self._compare_rates = flight.rates.compare
         self.exchange: PackedExchange | None = None  # the all-to-all with the rows, once it was started
         self.number = 0  # of the rows among its entries
         self._counted: list[_Counted] = []
         self._types: dict[str, str] = {}
         self._sent: Tensor | None = None  # the rows on the device, if it has computed some of them
         for name, form in forms.items():
-            self._add_module(name, form, inflight.modules.get(name))
+            self._add_module(name, form, flight.modules.get(name))
 
-    def _add_module(self, name: str, form: Form, flight: ModuleFlight | None) -> None:
+    def _add_module(self, name: str, form: Form, module_flight: ModuleFlight | None) -> None:
         """Add the columns of a module; zeros if this rank's batch has no input for it."""
         num_ranks = self._group.size()
-        if flight is None:
+        if module_flight is None:
             self._types[name] = ""
             self._columns.append([0] * num_ranks)
             for part in form:
                 self._columns += [[0] * num_ranks] * (part.num_sizes + part.num_lengths)
             return
-        metas = _metas_of(flight.splits_awaitable)
+        metas = _metas_of(module_flight.splits_awaitable)
         types = self._types[name] = types_in(metas[0].labels, metas[0].input_tensors) if metas else ""
-        self._columns.append([flight.num_found + _MOST_FOUND * crc32(types.encode())] * num_ranks)
+        self._columns.append([module_flight.num_found + _MOST_FOUND * crc32(types.encode())] * num_ranks)
         for part, meta in zip(form, metas, strict=True):
             is_counted = is_counted_on_device(meta._input)
             if is_counted:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import IntEnum, auto
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 class Progress(IntEnum):
     """How far a batch has come in a module; `ModuleFlight.advance` takes it one step further."""
 
-    SENT = auto()  # its sizes are exchanged, then its ids are sent
+    SENDING = auto()  # its sizes are exchanged, then its ids are sent
     RECEIVED = auto()  # the ids that this rank looks up are there; some parts may be looked up already
     LOOKED_UP = auto()  # all parts were looked up, and their embeddings are under way
     SERVED = auto()  # a call of the module got them
@@ -53,7 +53,7 @@ class Progress(IntEnum):
 
 
 _NEXT: dict[Progress, tuple[Progress, ...]] = {
-    Progress.SENT: (Progress.RECEIVED, Progress.DROPPED),
+    Progress.SENDING: (Progress.RECEIVED, Progress.DROPPED),
     Progress.RECEIVED: (Progress.LOOKED_UP, Progress.DROPPED),
     Progress.LOOKED_UP: (Progress.SERVED, Progress.DROPPED),
     Progress.SERVED: (Progress.UPDATED,),
@@ -74,7 +74,7 @@ class ModuleFlight:
     module: Any
     kjt: KeyedJaggedTensor  # the module's input in the batch
     pipeline: SparsePipeline
-    progress: Progress = Progress.SENT  # changed by `advance`
+    progress: Progress = Progress.SENDING  # changed by `advance`
     context: Any = None  # TorchRec's own context of this module and batch, from `create_context`
     splits_awaitable: Any = None  # what `input_dist` returned; None once its sizes have been read
     tensors_awaitable: Any = None  # the all-to-all of lengths, ids and weights, while it is under way
@@ -110,14 +110,14 @@ class ModuleFlight:
         return self.progress >= Progress.SERVED
 
     @property
-    def has_lookups(self) -> bool:
+    def has_early_lookup(self) -> bool:
         """Whether a lookup of any part was issued early."""
         return self.embeddings is not None or bool(self.output_dist_awaitables)
 
     # Ids.
 
-    def send_sizes(self) -> None:
-        """Describe the all-to-alls of the input, for the exchange of sizes."""
+    def describe_input(self) -> None:
+        """Describe the all-to-alls of the input, for `InputExchange.send_sizes`."""
         pipeline, kjt = self.pipeline, self.kjt
         # TorchRec may keep the object that it is given and replace its weights. `copy.copy` takes 10 microseconds.
         sent: KeyedJaggedTensor = object.__new__(type(kjt))
@@ -129,13 +129,16 @@ class ModuleFlight:
             self.splits_awaitable = self.module.input_dist(self.context, sent)
         self.sent = SentInput(kjt)
 
-    def read_sizes(self) -> None:
-        """Go on to the ids without an exchange, on one rank."""
+    def expect_own_ids(self) -> None:
+        """On one rank, where nothing is sent: the ids that it looks up are its own."""
         self.pipeline.telemetry.observe("wait", Stage.INPUT_SPLITS_DIST, self.batch)
-        self.send_ids(wait_for(self.splits_awaitable), votes=False)
+        self.expect_ids(wait_for(self.splits_awaitable), votes=False)
 
-    def send_ids(self, awaitable: Any, *, votes: bool) -> None:
-        """Take the all-to-all of ids, which replaces that of sizes; `votes`: another input has the same keys."""
+    def expect_ids(self, awaitable: Any, *, votes: bool) -> None:
+        """Take the awaitable of the ids, once `InputExchange.send_ids` has sent them.
+
+        `votes`: on some rank another input of the batch has the same keys.
+        """
         self.tensors_awaitable, self.splits_awaitable, self.votes = awaitable, None, votes
 
     def release_ids(self) -> None:
@@ -210,7 +213,7 @@ class ModuleFlight:
             started.clear()
 
     def _deferring_update(self) -> AbstractContextManager[None]:
-        """Within this context output dists cut the graph of fused tables' embeddings, for `deferred`."""
+        """Within this context output dists interrupt the graph of fused tables' embeddings, for `deferred`."""
         owners = owners_of_parts(self.module)
         if WeightOwner.FUSED_BACKWARD not in owners:
             return NOTHING
@@ -260,7 +263,7 @@ class ModuleFlight:
             pipeline.gradients.watch(self.name, received)
             pipeline.step.order_backward(received, in_step=True)
         with pipeline.telemetry.merge(self.batch if is_first else None):
-            pipeline.streams.use_by_caller(self.received)
+            pipeline.streams.give_to_caller(self.received)
         # Tensors made in inference mode train nothing.
         if is_first and not (torch.is_inference_mode_enabled() or saving_is_hooked()):
             pipeline.step.send_next_if_idle()
@@ -274,16 +277,16 @@ class ModuleFlight:
 
     # The update.
 
-    def update(self, *, by_part: bool = False) -> Iterator[int]:
-        """Make a deferred update, if there is one; `by_part` yields the number of each part after its update."""
+    def update(self, after_part: Callable[[int], None] | None = None) -> None:
+        """Make a deferred update, if there is one; call `after_part` with the number of each part after its update."""
         if not self.deferred:
             return
         self.pipeline.telemetry.observe("wait", Stage.EMBEDDING_UPDATE, self.batch)
-        if by_part:
-            owners = enumerate(owners_of_parts(self.module))
-            yield from self.deferred.apply_parts([part for part, one in owners if one is WeightOwner.FUSED_BACKWARD])
-        else:
+        if after_part is None:
             self.deferred.apply()
+        else:
+            owners = enumerate(owners_of_parts(self.module))
+            self.deferred.apply_parts([part for part, one in owners if one is WeightOwner.FUSED_BACKWARD], after_part)
         self.advance(Progress.UPDATED)
 
     def count_lookups(self, times: int) -> None:
@@ -300,13 +303,13 @@ class ModuleFlight:
         if self.tensors_awaitable is not None:  # ids for a lookup at the module's call, which did not come
             self.tensors_awaitable.wait()
             self.tensors_awaitable = None
-        if self.has_lookups:
+        if self.has_early_lookup:
             with self.pipeline.streams.on_lookup():  # where the embeddings were allocated
                 for awaitable in [*self.output_dist_awaitables.values(), self.embeddings]:
                     if awaitable is not None:
                         awaitable.wait()
             self._take_back()
-        self.deferred = DeferredUpdate()  # no backward reaches its cuts
+        self.deferred = DeferredUpdate()  # no backward reaches its gaps
         self.advance(Progress.DROPPED)
 
     def _take_back(self) -> None:

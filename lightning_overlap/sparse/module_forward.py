@@ -63,7 +63,7 @@ class ModuleForward:
         # Why it runs in its own forward; None if it can be looked up early.
         prefetches = pipeline.options.looks_up_cached
         self.unpipelined_reason: str | None = why_never_early(module, pipeline.group, prefetches=prefetches)
-        self.is_over_all = self.unpipelined_reason is None  # whether its tables are surely sharded over all ranks
+        self.is_on_all_ranks = self.unpipelined_reason is None  # whether its tables are surely sharded over all ranks
         self.calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []  # arguments of its calls in the step that runs
 
     def __str__(self) -> str:
@@ -89,7 +89,7 @@ class ModuleForward:
         """
         given, step = only_input(args, kwargs), self._pipeline.step
         in_backward = current_backward() != -1
-        flight = step.in_backward if in_backward else step.current
+        flight = step.awaiting_backward if in_backward else step.current
         self._refuse_trained_weights(given)
         self._pipeline.gradients.note_call(self.name)
         if self.has_sequences and isinstance(given, KeyedJaggedTensor) and not given.lengths().numel():
@@ -104,18 +104,18 @@ class ModuleForward:
         else:
             self.calls.append((args, kwargs))
         is_noted = in_backward  # whether the ranks have compared this call
-        found = flight.modules.get(self.name)
-        if found is not None and not found.served:
-            if found.votes and not is_noted:
+        module_flight = flight.modules.get(self.name)
+        if module_flight is not None and not module_flight.served:
+            if module_flight.votes and not is_noted:
                 self._note_call(flight)  # before the ranks vote
                 is_noted = True
-            if self._all_ranks_take_early(found, given, flight):
-                if found.embeddings is not None:
-                    if not is_noted and self.is_over_all:
+            if self._all_ranks_take_early(module_flight, given, flight):
+                if module_flight.embeddings is not None:
+                    if not is_noted and self.is_on_all_ranks:
                         self._pipeline.alike.note_quiet(self.name, flight)
-                    return self._early(found)
-                look_up, sends_ids = partial(self._look_up_sent_ids, found, flight), False
-        elif found is None and self.name in flight.missing and not in_backward:
+                    return self._early(module_flight)
+                look_up, sends_ids = partial(self._look_up_sent_ids, module_flight, flight), False
+        elif module_flight is None and self.name in flight.missing and not in_backward:
             self._check_all_lack_input(flight)
         if not is_noted:
             self._note_call(flight)
@@ -126,68 +126,72 @@ class ModuleForward:
 
     # Early embeddings.
 
-    def _early(self, found: ModuleFlight) -> EarlyEmbeddings:
+    def _early(self, module_flight: ModuleFlight) -> EarlyEmbeddings:
         """Return the embeddings of an early lookup, at the first call in a step."""
-        found.advance(Progress.SERVED)
-        return found.serve()
+        module_flight.advance(Progress.SERVED)
+        return module_flight.serve()
 
     def _replayed(self, given: Any, flight: SparseFlight) -> Any:
         """Return what the same call got in the forward, if `checkpoint()` repeats it in the backward; else None."""
         step = self._pipeline.step
-        kept = step.kept.get((self.name, id(given)))
-        if kept is not None and kept[0].is_unchanged(given):
-            return kept[2]
-        found = flight.modules.get(self.name)
-        if found is None or not found.served or found.embeddings is None or found.served_in != step.number:
+        sent, _, answer = step.kept_answers.get((self.name, id(given)), (None, None, None))
+        if sent is not None and sent.is_unchanged(given):
+            return answer
+        module_flight = flight.modules.get(self.name)
+        if module_flight is None or module_flight.embeddings is None:
             return None
-        return found.serve() if self._why_not_early(found, given) is None else None
+        if not module_flight.served or module_flight.served_in != step.number:
+            return None
+        return module_flight.serve() if self._why_not_early(module_flight, given) is None else None
 
-    def _why_not_early(self, found: ModuleFlight, given: Any) -> str | None:
-        if given is not found.kjt:
+    def _why_not_early(self, module_flight: ModuleFlight, given: Any) -> str | None:
+        """Return why the early embeddings are not what the module's own forward would return now, or None."""
+        kjt, is_looked_up = module_flight.kjt, module_flight.embeddings is not None
+        if given is not kjt:
             return "it was called with another input than the one in the batch"
-        if not found.sent.is_unchanged(found.kjt):
+        if not module_flight.sent.is_unchanged(kjt):
             return CHANGED_IN_PLACE
         if not self._pipeline.options.trains and torch.is_grad_enabled():
             return WITH_GRADIENTS
-        if found.embeddings is not None and found.autocast != autocast_of(self.module, found.kjt):
+        if is_looked_up and module_flight.autocast != autocast_of(self.module, kjt):
             return OTHER_AUTOCAST
-        if found.is_overwritten():
+        if module_flight.is_overwritten():
             return WRITTEN_IN_STEP
         return None
 
-    def _all_ranks_take_early(self, found: ModuleFlight, given: Any, flight: SparseFlight) -> bool:
+    def _all_ranks_take_early(self, module_flight: ModuleFlight, given: Any, flight: SparseFlight) -> bool:
         """Whether all ranks serve this call early; else all run the module's own forward from now on.
 
         A ValueError if an id of the early lookup is no row.
         """
-        options, reason = self._pipeline.options, self._why_not_early(found, given)
-        if found.votes:
+        options, reason = self._pipeline.options, self._why_not_early(module_flight, given)
+        if module_flight.votes:
             if options.any_rank(reason is not None):
                 reason = reason or "another rank called it with another input of the batch"
         elif reason is not None:
             problem = (
                 f"rank {options.rank}: the early embeddings of {self.name!r} do not fit its call in "
-                f"{options.step} of batch {flight.index}: {reason}. Other ranks took theirs. All ranks have to "
-                f"call it alike: change inputs before {options.step} (on_after_batch_transfer), or use "
+                f"{options.method} of batch {flight.index}: {reason}. Other ranks took theirs. All ranks have to "
+                f"call it alike: change inputs before {options.method} (on_after_batch_transfer), or use "
                 "pipeline='base'."
             )
-            self._check_all_ranks(self.name, problem)
+            self._refuse_unusual_call(self.name, problem)
         if reason is not None:
             self.run_unpipelined(reason)
             return False
-        if found.outside is not None:
-            raise ValueError(found.outside)
-        found.claim(self._pipeline.step.number)
-        self.pass_all_ranks(self.name)
+        if module_flight.outside is not None:
+            raise ValueError(module_flight.outside)
+        module_flight.claim(self._pipeline.step.number)
+        self.note_usual_call(self.name)
         return True
 
-    def _look_up_sent_ids(self, found: ModuleFlight, flight: SparseFlight) -> Any:
+    def _look_up_sent_ids(self, module_flight: ModuleFlight, flight: SparseFlight) -> Any:
         """Look up, in the call, ids that were sent early."""
-        streams, stream = self._pipeline.streams, flight.done[Stage.INPUT_DATA_DIST].on
+        streams, stream = self._pipeline.streams, flight.issued[Stage.INPUT_DATA_DIST].on
         with streams.on(stream):
             received = flight.receive_ids()
         streams.use(streams.made(received, on=stream), on=streams.lookup)
-        return found.look_up_when_called()
+        return module_flight.look_up_when_called()
 
     # The module's own forward.
 
@@ -214,7 +218,7 @@ class ModuleForward:
         hand_over = partial(self._hand_over, batch, in_step=in_step, keeps_saved=checkpointed)
         answer = tuple(map(hand_over, found)) if isinstance(found, tuple) else hand_over(found)
         if checkpointed and not in_backward and isinstance(given, KeyedJaggedTensor):
-            pipeline.step.kept[self.name, id(given)] = SentInput(given), given, answer
+            pipeline.step.kept_answers[self.name, id(given)] = SentInput(given), given, answer
         return answer
 
     def _on_lookup_stream(self, look_up: Callable[[], Any], arguments: Any, flight: SparseFlight | None) -> Any:
@@ -224,7 +228,7 @@ class ModuleForward:
         order their updates of the same rows.
         """
         streams, options = self._pipeline.streams, self._pipeline.options
-        streams.use_of_caller(arguments, on=streams.lookup)
+        streams.take_from_caller(arguments, on=streams.lookup)
         if options.set_rates is not None:
             options.set_rates()
         # No batch is in flight in an evaluation by hand, or if a module does its own fetching (`dataloader_iter`).
@@ -244,7 +248,7 @@ class ModuleForward:
             take_back(kernels, num_lookups, streams)
         # The caller may change its input or the tables next. The kernels read both, and write row numbers.
         with telemetry.merge(None if flight is None else flight.index):
-            streams.use_by_caller(streams.made(arguments, on=streams.lookup))
+            streams.give_to_caller(streams.made(arguments, on=streams.lookup))
         return found
 
     def _hand_over(self, batch: int | None, found: Any, *, in_step: bool, keeps_saved: bool) -> Any:
@@ -255,7 +259,7 @@ class ModuleForward:
         def hand_over(received: Any) -> Any:
             self._pipeline.step.order_backward(received, in_step=in_step)
             with self._pipeline.telemetry.merge(batch):
-                streams.use_by_caller(streams.made(received, on=streams.lookup))
+                streams.give_to_caller(streams.made(received, on=streams.lookup))
             if is_counted:
                 count_backwards(self.module, received)
             self._pipeline.gradients.watch(self.name, received)
@@ -272,7 +276,7 @@ class ModuleForward:
 
     def _note_call(self, flight: SparseFlight) -> None:
         """Compare a call in which the module's own forward will run with those of other ranks."""
-        if not self.is_over_all:
+        if not self.is_on_all_ranks:
             return
         if has_model_parallel_tables(self.module):
             self._pipeline.alike.note(self.name, flight)
@@ -286,7 +290,7 @@ class ModuleForward:
             "all ranks have to call a sharded module or none: give it an empty KeyedJaggedTensor (lengths of "
             "zero) if there are no ids."
         )
-        self._check_all_ranks(self.name, problem)
+        self._refuse_unusual_call(self.name, problem)
 
     def _check_form(self, given: Any, flight: SparseFlight) -> None:
         """Check an input's types on all ranks: at the first such call of a step, and if they have changed since."""
@@ -303,23 +307,23 @@ class ModuleForward:
         own_call, group = f"call {number} of {self.name} in its own forward", self._pipeline.group
         is_sent = has_model_parallel_tables(self.module)
         if before in (None, form) or not is_sent:
-            if before is None and group is not None and self.is_over_all and is_sent:
+            if before is None and group is not None and self.is_on_all_ranks and is_sent:
                 check_types({f"the input of {self.name!r}": _in_words(form)}, group)
-            self.pass_all_ranks(own_call)
+            self.note_usual_call(own_call)
         else:
             problem = (
                 f"{self._call_of(flight)} with {_in_words(form)}, before that with {_in_words(before)}, as "
                 "other ranks do: their data would not have the size that this rank expects. Make types, weights and "
                 "batch sizes alike on all ranks in the dataset or the collate function."
             )
-            self._check_all_ranks(own_call, problem)
+            self._refuse_unusual_call(own_call, problem)
 
-    def pass_all_ranks(self, call: str) -> None:
+    def note_usual_call(self, call: str) -> None:
         """Note that this rank has made a call as before: from early embeddings, or with tensors of the same types."""
         if (mismatches := self._pipeline.mismatches) is not None:
             mismatches.passed(("unusual", call), self._pipeline.step.number)
 
-    def _check_all_ranks(self, call: str, problem: str) -> None:
+    def _refuse_unusual_call(self, call: str, problem: str) -> None:
         """Raise a RuntimeError with `problem` if another rank has passed a call, or does not make it in time."""
         # No collective can compare them: ranks that have passed the call issue none for it.
         mismatches = self._pipeline.mismatches
@@ -373,12 +377,12 @@ class ModuleForward:
 
     def _call_of(self, flight: SparseFlight | None) -> str:
         options = self._pipeline.options
-        place = "" if flight is None else f" in {options.step} of batch {flight.index}"
+        place = "" if flight is None else f" in {options.method} of batch {flight.index}"
         return f"rank {options.rank} calls {self.name!r}{place}"
 
     def _input_of(self, flight: SparseFlight | None) -> str:
         options = self._pipeline.options
-        where = "" if flight is None else f" for batch {flight.index} of {options.step}"
+        where = "" if flight is None else f" for batch {flight.index} of {options.method}"
         return f"rank {options.rank}, the input of {self.name!r}{where}"
 
     # What the user is told.
@@ -387,7 +391,7 @@ class ModuleForward:
         """Run the module in its own forward from now on; warn once, with the reason."""
         if self.unpipelined_reason is None:
             self.unpipelined_reason = reason
-            advice = ADVICE.get(reason, CALL).format(step=self._pipeline.options.step)
+            advice = ADVICE.get(reason, CALL).format(step=self._pipeline.options.method)
             self.warn_of_own_forward(reason, f" {advice}")
 
     def warn_of_own_forward(self, reason: str, advice: str = "") -> None:

@@ -56,7 +56,7 @@ class ModuleForwards(dict[str, ModuleForward]):
         """End the calls of a step: report to ranks that wait for a call that this rank left out."""
         for forward in self.values():
             if not forward.calls:
-                forward.pass_all_ranks(forward.name)
+                forward.note_usual_call(forward.name)
 
     def check_calls(self, begun: Container[str]) -> None:
         """Run modules unpipelined from now on that a step has called twice, or not at all though they have `begun`."""
@@ -73,7 +73,7 @@ class ModuleForwards(dict[str, ModuleForward]):
     def find_inputs(self, inputs: list[tuple[Path, KeyedJaggedTensor]]) -> None:
         """Find the inputs of the modules' calls among those of the batch, by identity; all ranks agree."""
         by_id, by_path = {id(kjt): path for path, kjt in inputs}, dict(inputs)
-        mine = {name: _find(forward, by_id, self._options.step) for name, forward in self.items()}
+        mine = {name: _find(forward, by_id, self._options.method) for name, forward in self.items()}
         everyone = [mine] if self._group is None else gather_objects(mine, self._group)
         for name, forward in self.items():
             found: Path | str = everyone[0][name]

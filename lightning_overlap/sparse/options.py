@@ -11,7 +11,7 @@ from ..tables import OutOfRangeIds, SetRates
 class SparseOptions:
     """Options of the sparse stages, by default for one training rank. A ValueError if `timeout_s` is not positive."""
 
-    step: str = "training_step"  # the LightningModule's method in which sharded modules get early embeddings
+    method: str = "training_step"  # the LightningModule's method in which sharded modules get early embeddings
     trains: bool = True  # whether a backward follows; other lookups must not count for the fused optimizers
     rank: int = 0  # this process's rank; rank 0 prints warnings
     store: Store | None = None  # in which ranks compare their calls; needed with more than one rank

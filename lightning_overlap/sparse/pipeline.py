@@ -52,7 +52,7 @@ class SparsePipeline:
         self.forwards = ModuleForwards(self)
         self.discovery = Discovery(self, self.forwards)
         self.gradients = GradientWatch(modules, options)
-        compared = [one.name for one in self.forwards.values() if one.is_over_all]
+        compared = [one.name for one in self.forwards.values() if one.is_on_all_ranks]
         self.alike = AlikeCalls(self.mismatches, compared, options)
         self.backward_fill = BackwardFill(options, streams, num_ranks=1 if group is None else group.size())
         self._overwritten = OverwrittenLookups(self)
@@ -89,7 +89,7 @@ class SparsePipeline:
             self.streams.order(StreamName.COMPUTE, then=self.streams.lookup)
             with self.streams.on_lookup():
                 for flight in waiting:
-                    list(flight.modules[name].update())
+                    flight.modules[name].update()
 
     # What a walker asks (`runtime.SparseStages`).
 

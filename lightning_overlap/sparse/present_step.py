@@ -24,17 +24,17 @@ class PresentStep:
         self._streams, self._sends_within = streams, sends_within
         self.number = 0  # steps begun
         self.current: SparseFlight | None = None  # the batch whose step runs, until the step returns
-        self.in_backward: SparseFlight | None = None  # the same batch, until its backward is over
+        self.awaiting_backward: SparseFlight | None = None  # the same batch, until its backward is over
         self._send_next: Callable[[], None] | None = None  # until it was called, and until the step returns
         # Answers that `checkpoint()` may ask for again until the backward is over, by module and `id` of the input.
-        self.kept: dict[tuple[str, int], tuple[SentInput, KeyedJaggedTensor, Any]] = {}
-        self.held: list[torch.Tensor] = []  # gradients of embeddings, until the backward is over
+        self.kept_answers: dict[tuple[str, int], tuple[SentInput, KeyedJaggedTensor, Any]] = {}
+        self.held_gradients: list[torch.Tensor] = []  # of embeddings, until the backward is over
 
     def begin(self, flight: SparseFlight, send_next: Callable[[], None]) -> None:
         """Begin the step of a batch; `send_next` sends sizes and ids of coming batches."""
         self.number += 1
         self._forget_kept()
-        self.current = self.in_backward = flight
+        self.current = self.awaiting_backward = flight
         # A mode that watches operators (of a host-sync audit) would not see the read of the sizes within the step.
         self._send_next = send_next if self._sends_within and not modes_watch() else None
 
@@ -45,17 +45,17 @@ class PresentStep:
     def end_backward(self, flight: SparseFlight) -> None:
         """Let go of what only the backward of a batch has read."""
         self._forget_kept()
-        if self.in_backward is flight:
-            self.in_backward = None
+        if self.awaiting_backward is flight:
+            self.awaiting_backward = None
 
     def abandon(self) -> None:
         """Forget the step."""
-        self.current = self.in_backward = self._send_next = None
+        self.current = self.awaiting_backward = self._send_next = None
         self._forget_kept()
 
     def _forget_kept(self) -> None:
-        self.kept.clear()
-        self.held.clear()
+        self.kept_answers.clear()
+        self.held_gradients.clear()
 
     def send_next_if_idle(self) -> None:
         """Send sizes and ids of coming batches, once all early embeddings of the step have arrived."""
@@ -83,13 +83,13 @@ class PresentStep:
             return
         for tensor in tensors_in(embeddings):
             if tensor.requires_grad:
-                tensor.register_hook(self.held.append)
+                tensor.register_hook(self.held_gradients.append)
                 if not in_step:
-                    tensor.register_hook(self._call_at_end)
+                    tensor.register_hook(self._end_after_backward)
 
-    def _call_at_end(self, gradient: torch.Tensor) -> None:
-        call_after_backward(self._end_backward)
+    def _end_after_backward(self, gradient: torch.Tensor) -> None:
+        call_after_backward(self._end_backward_outside_step)
 
-    def _end_backward(self) -> None:
-        self.held.clear()
+    def _end_backward_outside_step(self) -> None:
+        self.held_gradients.clear()
         self._streams.order(self._streams.lookup, then=StreamName.COMPUTE)

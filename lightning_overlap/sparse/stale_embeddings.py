@@ -116,7 +116,7 @@ class StaleRows:
 
 def _looked_up_last(in_flight: Mapping[int, SparseFlight]) -> list[SparseFlight]:
     """Return the batch looked up last, then those whose updates it did not see; [] unless all are still in flight."""
-    latest = max((index for index, batch in in_flight.items() if Stage.EMBEDDING_LOOKUP in batch.done), default=None)
+    latest = max((index for index, batch in in_flight.items() if Stage.EMBEDDING_LOOKUP in batch.issued), default=None)
     if latest is None or not (num_unseen := in_flight[latest].num_unseen):
         return []
     numbers = [latest, *range(latest - num_unseen, latest)]

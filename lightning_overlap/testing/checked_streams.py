@@ -119,14 +119,14 @@ class CheckedStreams(Streams):
         self._races.record_stream(self.memory_of(value), self[name])
 
     @override
-    def use_by_caller(self, made: Made) -> Any:
+    def give_to_caller(self, made: Made) -> Any:
         for name in dict.fromkeys((StreamName.COMPUTE, self._current)):
             self.wait(name, made.event)
             self.record_stream(made.value, name)
         return made.value
 
     @override
-    def use_of_caller(self, value: Any, on: StreamName) -> None:
+    def take_from_caller(self, value: Any, on: StreamName) -> None:
         for stream in dict.fromkeys((StreamName.COMPUTE, self._current)):
             self.wait(on, self.record(stream))
         self.record_stream(value, on)

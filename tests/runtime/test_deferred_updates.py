@@ -1,8 +1,7 @@
 """Deferred updates: each is made once, the oldest first; after an error those of finished steps are completed."""
 
 import weakref
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable
 from unittest import mock
 
 import pytest
@@ -24,11 +23,10 @@ class LoggedFlight(Flight):
     def send_gradients(self) -> None:
         self.log.append(f"send {self.index}")
 
-    def update(self, *, by_part: bool = False) -> Iterator[Any]:
+    def update(self, after_part: Callable[[str, int], None] | None = None) -> None:
         if self.error is not None:
             raise self.error
         self.log.append(f"update {self.index}")
-        return iter(())
 
     def forget_update(self) -> None:
         self.log.append(f"forget {self.index}")
@@ -84,7 +82,7 @@ def test_a_trained_batch_is_let_go_before_its_update(updates: DeferredUpdates) -
 
     flight, batch = updates.to_update[3], Batch()
     flight.batch, reference = batch, weakref.ref(batch)
-    flight.done[Stage.COPY_BATCH_TO_DEVICE] = Streams().made(batch, StreamName.MEMCPY)
+    flight.issued[Stage.COPY_BATCH_TO_DEVICE] = Streams().made(batch, StreamName.MEMCPY)
     del batch
     updates.begin_iteration()
     assert reference() is None

@@ -36,9 +36,9 @@ def issued(schedule: Schedule) -> str:
 @pytest.mark.parametrize("name", DERIVED)
 def test_what_is_derived_from_a_table(name: str) -> None:
     mode = MODES[name]
-    left = " ".join(str(mode.steps[index]) for index in mode.fills_backward_wait)
+    left = " ".join(str(mode.steps[index]) for index in mode.rows_in_backward_wait)
     assert (issued(mode), mode.depth, mode.staleness, mode.dense_owned_lookup, left) == DERIVED[name]
-    assert len(mode.evaluation.fills_backward_wait) == 0
+    assert len(mode.evaluation.rows_in_backward_wait) == 0
 
 
 @pytest.mark.parametrize(

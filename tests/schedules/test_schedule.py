@@ -163,8 +163,8 @@ def test_staleness_and_the_late_lookup_are_those_of_a_run(schedule: Schedule) ->
 @given(schedules | st.sampled_from([*MODES.values()]))
 def test_what_may_run_inside_the_backward_needs_nothing_of_it(schedule: Schedule) -> None:
     """These rows stand right above it, and a collective that another rank receives there is not the first of them."""
-    inside = [schedule.steps[index] for index in schedule.fills_backward_wait]
-    assert schedule.fills_backward_wait.stop == schedule.position(Stage.BACKWARD)
+    inside = [schedule.steps[index] for index in schedule.rows_in_backward_wait]
+    assert schedule.rows_in_backward_wait.stop == schedule.position(Stage.BACKWARD)
     assert not {step.stage for step in inside} & {*TRAINER, Stage.COPY_BATCH_TO_DEVICE}
     if inside:
         assert inside[0].stage not in (Stage.INPUT_SPLITS_DIST, Stage.INPUT_DATA_DIST)

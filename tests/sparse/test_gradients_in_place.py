@@ -99,7 +99,7 @@ def test_no_gradient_is_held_after_a_backward_between_steps() -> None:
             sparse: Any = self.trainer.strategy._run.sparse  # type: ignore[attr-defined]
             with torch.enable_grad():
                 self.ebc(batch.inputs["sparse"][0]).values().sum().backward()
-            held.append(len(sparse.step.held))
+            held.append(len(sparse.step.held_gradients))
 
     with process_group("cpu"):
         model = TrainsBetweenSteps(ONE_TABLE)
@@ -114,9 +114,9 @@ def test_no_gradient_is_held_after_its_backward(monkeypatch: pytest.MonkeyPatch)
     end_backward = PresentStep.end_backward
 
     def note(self: PresentStep, flight: Any) -> None:
-        assert self.held, "the gradient of this step"
+        assert self.held_gradients, "the gradient of this step"
         end_backward(self, flight)
-        held.append(list(self.held))
+        held.append(list(self.held_gradients))
 
     monkeypatch.setattr(PresentStep, "end_backward", note)
     _shared_memory(AddsTheDensePart, "fused_sparse_dist")

@@ -12,7 +12,7 @@ from torchrec.distributed import dist_data
 
 from lightning_overlap.compat import torchrec
 from lightning_overlap.sparse import SparseOptions
-from lightning_overlap.sparse.deferred_update import DeferredUpdate, _Backward, _Cut
+from lightning_overlap.sparse.deferred_update import DeferredUpdate, _Backward, _Gap
 from lightning_overlap.sparse.flight import SparseFlight
 from lightning_overlap.sparse.module_flight import ModuleFlight, Progress
 from lightning_overlap.tables import sharded_module
@@ -46,17 +46,18 @@ def test_the_stream_of_prefetches_is_forgotten_with_them(monkeypatch: pytest.Mon
     assert kernel.prefetch_stream is None
 
 
-def test_all_parts_are_yielded_in_order_also_where_a_rank_has_nothing_to_update_in_one() -> None:
+def test_all_parts_are_named_in_order_also_where_a_rank_has_nothing_to_update_in_one() -> None:
     """After each part all ranks start the all-to-all of its next embeddings: the order must not depend on a rank."""
     table = torch.ones(2, requires_grad=True)
     graph = table * 3
     leaf = graph.detach().requires_grad_()
     leaf.grad = torch.ones(2)
     update = DeferredUpdate()
-    update._under_way = [_Cut(graph, leaf, None, part=1)]
+    update._gaps = [_Gap(graph, leaf, None, part=1)]
     update._sent = _Backward([])
-    yielded = [(part, table.grad is not None) for part in update.apply_parts([0, 1, 2])]
-    assert yielded == [(0, False), (1, True), (2, True)]
+    named: list[tuple[int, bool]] = []
+    update.apply_parts([0, 1, 2], lambda part: named.append((part, table.grad is not None)))
+    assert named == [(0, False), (1, True), (2, True)]
     assert not update
 
 

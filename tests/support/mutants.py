@@ -10,7 +10,7 @@ from typing import Any
 from lightning_overlap.testing import RaceError
 
 ORDERING = {
-    *("wait", "use", "order", "record_stream", "use_by_caller", "use_of_caller"),
+    *("wait", "use", "order", "record_stream", "give_to_caller", "take_from_caller"),
     *("wait_for_lookups", "note_update", "order_compute"),
 }
 NEED_MOST = ("fused_sparse_dist", "semi_sync_deferred", "prefetch")

@@ -153,7 +153,7 @@ class LooksUpOnAStreamOfItsOwn(ReadsTables):
             streams.record_stream(kjt, StreamName.PREFETCH)
             found = getattr(self, collection)(copy.copy(kjt))
             found = {key: found[key] for key in keys}
-        streams.use_by_caller(streams.made(found, on=StreamName.PREFETCH))
+        streams.give_to_caller(streams.made(found, on=StreamName.PREFETCH))
         return found
 
 

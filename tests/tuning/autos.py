@@ -113,7 +113,7 @@ def train_on_streams(case: Case, ms: Mapping[str, tuple[float, ...]], **kwargs: 
         if running:
             ahead = running[0]._run.walker.batches.ahead()
             assert len(ahead) > 1, "there are batches in flight"
-            assert not any(Stage.EMBEDDING_LOOKUP in batch.done for batch in ahead)
+            assert not any(Stage.EMBEDDING_LOOKUP in batch.issued for batch in ahead)
         moves.append(str(stream))
 
     with (

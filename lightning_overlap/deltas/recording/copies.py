@@ -133,7 +133,7 @@ class DeviceCopy:
 
     def wait_copied(self) -> None:
         """Let the current stream wait until the rows are gathered; the host does not wait."""
-        self._streams.use_by_caller(Made((), self._streams.lookup, self._event))
+        self._streams.give_to_caller(Made((), self._streams.lookup, self._event))
 
     def rows(self) -> list[Rows]:
         """Copy the gathered rows to the host and return them; call this once, in any thread."""

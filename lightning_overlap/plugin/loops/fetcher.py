@@ -96,8 +96,8 @@ class LookaheadFetcher(StagedFetcher):
             self.batch, number, self.dataloader_idx = None, none.batch_idx, none.dataloader_idx
             self._num_none_left = None if self._waiting else self._count_none_at_end() - 1
         else:
-            inflight, self._waiting = self._waiting, None
-            self.batch, number, self.dataloader_idx = inflight.batch, inflight.batch_idx, inflight.dataloader_idx
+            flight, self._waiting = self._waiting, None
+            self.batch, number, self.dataloader_idx = flight.batch, flight.batch_idx, flight.dataloader_idx
             self._num_delivered += 1
         # In an evaluation a batch keeps its loader's number.
         self.batch_idx = number if self._next_number is None else self._next_number()

@@ -120,52 +120,52 @@ class FakeSparse:
 
     def update(self, index: int) -> None:
         self.begin(Stage.EMBEDDING_UPDATE, index)
-        inflight = self.to_update.pop(index)
+        flight = self.to_update.pop(index)
         owner = WeightOwner.FUSED_BACKWARD
         self.updates[owner].append(index)
         for name, owners in self.modules.items():
             if owner in owners:
                 self.observe("wait", Stage.EMBEDDING_UPDATE, index)
                 self.complete(Stage.BACKWARD, index, name)
-                reads = [_of_batch("sent gradients", index), *memory_of(inflight.modules[name])]
-                self.do(owner, inflight, name, reads=reads, writes=[table(name, owner)])
+                reads = [_of_batch("sent gradients", index), *memory_of(flight.modules[name])]
+                self.do(owner, flight, name, reads=reads, writes=[table(name, owner)])
 
-    def call_modules(self, inflight: FakeFlight) -> None:
-        self.begin(Stage.DENSE_FORWARD, inflight.index)
-        self.do(Stage.DENSE_FORWARD, inflight, reads=memory_of(inflight.batch))
+    def call_modules(self, flight: FakeFlight) -> None:
+        self.begin(Stage.DENSE_FORWARD, flight.index)
+        self.do(Stage.DENSE_FORWARD, flight, reads=memory_of(flight.batch))
         for name in self.modules:
-            state = inflight.modules.get(name)
+            state = flight.modules.get(name)
             looked_up = state is not None and state.seen.keys() == state.owners and not state.served
             if early := self.current is not None and looked_up:
                 state.served = True
-                self._receive_embeddings(inflight.index, name)
-                self.do(Stage.DENSE_FORWARD, inflight, name, reads=self._embeddings(inflight.index, name))
+                self._receive_embeddings(flight.index, name)
+                self.do(Stage.DENSE_FORWARD, flight, name, reads=self._embeddings(flight.index, name))
             else:
                 if self.current is not None:
                     self.current.ran_unpipelined = True
-                self.streams.use_of_caller(inflight.batch, self.lookup_stream)
-                state = FakeModule(self.modules[name], name, inflight.index)
+                self.streams.take_from_caller(flight.batch, self.lookup_stream)
+                state = FakeModule(self.modules[name], name, flight.index)
                 with self.streams.on(self.lookup_stream):
                     for index in sorted(self.to_update):
                         self.update(index)
                     for owner in self.modules[name]:
-                        state.seen[owner] = self.read(inflight, name, owner, memory_of(inflight.batch), early=False)
+                        state.seen[owner] = self.read(flight, name, owner, memory_of(flight.batch), early=False)
                 self.streams.wait(StreamName.COMPUTE, self.streams.record(self.lookup_stream))
             for owner, saw in state.seen.items():
-                self.served.append(Served(inflight.index, name, owner, early, saw))
+                self.served.append(Served(flight.index, name, owner, early, saw))
 
     def _embeddings(self, index: int, name: str) -> list[str]:
         return [_of_batch("embeddings", index, name, owner.value) for owner in self.modules[name]]
 
-    def do(self, what: Stage | WeightOwner | str, inflight: FakeFlight, name: str = "", **memory: Any) -> None:
-        self.streams.do(Mark(what, inflight.index, name), **memory)
+    def do(self, what: Stage | WeightOwner | str, flight: FakeFlight, name: str = "", **memory: Any) -> None:
+        self.streams.do(Mark(what, flight.index, name), **memory)
 
     def read(
-        self, inflight: FakeFlight, name: str, owner: WeightOwner, uses: Iterable[str], *, early: bool = True
+        self, flight: FakeFlight, name: str, owner: WeightOwner, uses: Iterable[str], *, early: bool = True
     ) -> tuple[int, ...]:
-        made = _of_batch("embeddings", inflight.index, name, owner.value, *(() if early else ("own forward",)))
+        made = _of_batch("embeddings", flight.index, name, owner.value, *(() if early else ("own forward",)))
         reads, writes = [*uses, table(name, owner)], [] if early else [cache(name)]
-        self.do(Stage.EMBEDDING_LOOKUP, inflight, f"{name}/{owner.value}", reads=reads, writes=writes, makes=[made])
+        self.do(Stage.EMBEDDING_LOOKUP, flight, f"{name}/{owner.value}", reads=reads, writes=writes, makes=[made])
         return tuple(self.updates[owner])
 
     def _receive_embeddings(self, index: int, name: str) -> None:
@@ -174,32 +174,32 @@ class FakeSparse:
         self.streams.wait(StreamName.COMPUTE, self.streams.record(self.lookup_stream))
         self.streams.record_stream(self._embeddings(index, name), StreamName.COMPUTE)
 
-    def backward(self, inflight: FakeFlight) -> None:
-        self.begin(Stage.BACKWARD, inflight.index)
-        gradients = _of_batch("gradients", inflight.index)
-        self.do(Stage.BACKWARD, inflight, writes=[gradients])
-        if (call := self.called_in_backward.get(inflight.index)) is not None:
+    def backward(self, flight: FakeFlight) -> None:
+        self.begin(Stage.BACKWARD, flight.index)
+        gradients = _of_batch("gradients", flight.index)
+        self.do(Stage.BACKWARD, flight, writes=[gradients])
+        if (call := self.called_in_backward.get(flight.index)) is not None:
             call()
         calls = self.served[-sum(map(len, self.modules.values())) :]
         fused = [served for served in calls if served.owner is WeightOwner.FUSED_BACKWARD]
-        if inflight.defers_update and all(served.early for served in fused):
-            self.to_update[inflight.index] = inflight
-            self.pending |= {(Stage.BACKWARD, inflight.index, served.module) for served in fused}
+        if flight.defers_update and all(served.early for served in fused):
+            self.to_update[flight.index] = flight
+            self.pending |= {(Stage.BACKWARD, flight.index, served.module) for served in fused}
             return
-        self.updates[WeightOwner.FUSED_BACKWARD].append(inflight.index)
+        self.updates[WeightOwner.FUSED_BACKWARD].append(flight.index)
         self.streams.wait(self.lookup_stream, self.streams.record(StreamName.COMPUTE))  # autograd does, and hands over
         for served in fused:
             with self.streams.on(self.lookup_stream):
-                ids = memory_of(inflight.modules[served.module]) if served.early else []
+                ids = memory_of(flight.modules[served.module]) if served.early else []
                 writes = [table(served.module, served.owner)]
-                self.do(served.owner, inflight, served.module, reads=[gradients, *ids], writes=writes)
+                self.do(served.owner, flight, served.module, reads=[gradients, *ids], writes=writes)
 
-    def step(self, inflight: FakeFlight) -> None:
-        self.begin(Stage.OPTIMIZER_STEP, inflight.index)
-        self.updates[WeightOwner.DENSE_OPTIMIZER].append(inflight.index)
+    def step(self, flight: FakeFlight) -> None:
+        self.begin(Stage.OPTIMIZER_STEP, flight.index)
+        self.updates[WeightOwner.DENSE_OPTIMIZER].append(flight.index)
         owner = WeightOwner.DENSE_OPTIMIZER
         tables = [table(name, owner) for name, owners in self.modules.items() if owner in owners]
-        self.do(owner, inflight, writes=tables)
+        self.do(owner, flight, writes=tables)
 
     def complete(self, stage: Stage, index: int, name: str) -> None:
         assert (stage, index, name) in self.pending, f"waited for {stage} of batch {index}, which is not in flight"
@@ -259,7 +259,7 @@ class FakeFlight(Flight):
             writes = [cache(name), _of_batch("cached rows", self.index, name)]
             sparse.do(Stage.PREFETCH, self, name, reads=[sparse.loaded, *state.memory], writes=writes)
 
-    def has_lookup(self, owners: frozenset[WeightOwner]) -> bool:
+    def needs_lookup(self, owners: frozenset[WeightOwner]) -> bool:
         return any(state.owners & owners - state.seen.keys() for state in self.modules.values())
 
     def look_up(self, owners: frozenset[WeightOwner], only: Any = None) -> None:
@@ -293,10 +293,9 @@ class FakeFlight(Flight):
     def gradients_are_there(self) -> bool:
         return True
 
-    def update(self, *, by_part: bool = False) -> Iterator[Any]:
+    def update(self, after_part: Callable[[str, int], None] | None = None) -> None:
         if self.index in self.sparse.to_update:  # it had a backward, and one that did not go all the way
             self.sparse.update(self.index)
-        return iter(())
 
     def forget_update(self) -> None:
         self.sparse.to_update.pop(self.index, None)

@@ -64,7 +64,13 @@ class FakeTrainer:
         self.streams.lookup = stream
         telemetry = Telemetry(observe, rank)
         self.walker = walker_type(
-            schedule, self, self.sparse, self.streams, telemetry, weights=self, max_queued_steps=max_queued_steps
+            schedule,
+            self,
+            self.sparse,
+            self.streams,
+            telemetry,
+            weight_gradients=self,
+            max_queued_steps=max_queued_steps,
         )
         self.timeline = Timeline(schedule)
         self._num_batches = self._num_fetched = self._num_begun = self._max_in_flight = 0
@@ -137,29 +143,29 @@ class FakeTrainer:
         return run
 
     def _train_next(self, trained: list[int], skip: Collection[int], repeat: Collection[int]) -> bool:
-        inflight = self.walker.next_batch()
-        if inflight is None:
+        flight = self.walker.next_batch()
+        if flight is None:
             return False
-        trained.append(inflight.index)
-        for _ in range(2 if inflight.index in repeat else 1):
+        trained.append(flight.index)
+        for _ in range(2 if flight.index in repeat else 1):
             with self.walker.forward():
-                self.sparse.call_modules(inflight)
-            if inflight.index in skip:
+                self.sparse.call_modules(flight)
+            if flight.index in skip:
                 return True
             if self.automatic:
                 self.walker.after(Stage.DENSE_FORWARD)
-            self.sparse.backward(inflight)
+            self.sparse.backward(flight)
             if self.automatic:
                 self.walker.after(Stage.BACKWARD)
-        self.sparse.step(inflight)
+        self.sparse.step(flight)
         self.walker.after(Stage.OPTIMIZER_STEP)
-        self.streams.do(Mark("a callback after the step", inflight.index), reads=self.tables)
-        if inflight.index == self._num_batches // 2:
+        self.streams.do(Mark("a callback after the step", flight.index), reads=self.tables)
+        if flight.index == self._num_batches // 2:
             self.walker.updates.make_all()  # as the strategy does
-            self.streams.do(Mark("a reader of updated tables", inflight.index), reads=self.tables)
+            self.streams.do(Mark("a reader of updated tables", flight.index), reads=self.tables)
             self.walker.wait_for_lookups()  # as a module's own forward does
             caches = [cache(name) for name in self.sparse.modules]
-            self.streams.do(Mark("an evaluation after the step", inflight.index), reads=self.tables, writes=caches)
+            self.streams.do(Mark("an evaluation after the step", flight.index), reads=self.tables, writes=caches)
         return True
 
     @property
