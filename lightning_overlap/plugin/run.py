@@ -22,49 +22,72 @@ from ..tuning import Tuner
 from .learning_rates import LearningRates
 
 
-class Run:
-    """One fit, validate, test or predict of a module with tables."""
+class Fit:
+    """The training of a fit."""
 
-    def __init__(self, trainer: Trainer) -> None:
-        self.trainer = trainer
-        self.undo = ExitStack()  # undoes the changes of Lightning's objects and of the module when it is closed
-        self.sparse: SparsePipeline | None = None  # of training, as soon as the tables are sharded
-        self.walker: Walker | None = None  # of training, as soon as the fit loop wants its first batch
-        self.split: SplitLayers | None = None  # the layers whose backward is split, if the mode splits any
-        self.pipelines: dict[str, SparsePipeline] = {}  # of evaluations, by the user's method (`validation_step`, ...)
-        self.evaluating: SparsePipeline | None = None  # the pipeline of the current evaluation
-        self.evaluator: Walker | None = None  # its walker, as soon as its loop wants the first batch
-        self.rates: LearningRates | None = None  # of a fit on several ranks, which compare them
-        self.tuner: Tuner | None = None  # tries modes until it has chosen one, if the user has named none
-
-    def finish(self) -> None:
-        """Complete the work that training has started, on all ranks alike."""
-        if self.walker is not None:
-            self.walker.drain()
-            self.walker.wait_for_lookups()
-        if self.tuner is not None:
-            self.tuner.finish()
+    def __init__(self, sparse: SparsePipeline, rates: LearningRates | None, tuner: Tuner | None) -> None:
+        self.sparse = sparse
+        self.rates = rates  # None on one rank: several ranks compare theirs
+        self.tuner = tuner  # tries modes until it has chosen one; None if the user has named a mode
+        self.split_layers: SplitLayers | None = None  # the layers whose backward is split, if the mode splits any
+        self.walker: Walker | None = None  # None until the fit loop wants its first batch
 
     def disturbs(self, what: str) -> None:
         """Tell the tuner that `what` takes time between two steps, which then do not count; all ranks call this."""
         if self.tuner is not None:
             self.tuner.void(what)
 
-    def abandon_evaluation(self) -> None:
-        """Drop an evaluation's work in flight, without a collective."""
-        if self.evaluator is not None:
-            self.evaluator.abandon()
-        if self.evaluating is not None:
-            self.evaluating.detach()
-        self.evaluator = self.evaluating = None
+    def finish(self) -> None:
+        """Complete the work that was started, on all ranks alike."""
+        if self.walker is not None:
+            self.walker.drain()
+            self.walker.wait_for_lookups()
+        if self.tuner is not None:
+            self.tuner.finish()
 
-    def stop(self) -> None:
-        """Drop all work in flight, without a collective, and give the modules their own forwards back."""
+    def abandon(self) -> None:
+        """Drop the work in flight, without a collective."""
         if self.walker is not None:
             with suppress(RuntimeError):  # a broken device must not hide what broke it
                 self.walker.wait_for_lookups()
             self.walker.abandon()
             self.walker = None
+
+
+class Evaluation:
+    """A validation, a test or predictions; also a validation inside a fit."""
+
+    def __init__(self, sparse: SparsePipeline) -> None:
+        self.sparse = sparse
+        self.walker: Walker | None = None  # None until its loop wants the first batch, and with `dataloader_iter`
+
+    def abandon(self) -> None:
+        """Drop the work in flight, without a collective, and give the modules their former forwards back."""
+        if self.walker is not None:
+            self.walker.abandon()
+        self.sparse.detach()
+
+
+class Run:
+    """One call of the trainer's `fit`, `validate`, `test` or `predict`, for a module with tables."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+        self.undo = ExitStack()  # undoes the changes of Lightning's objects and of the module when it is closed
+        self.fit: Fit | None = None  # None until the tables are sharded, and in another run than a fit
+        self.evaluation: Evaluation | None = None  # the current one
+        self.pipelines: dict[str, SparsePipeline] = {}  # of evaluations, by the user's method (`validation_step`, ...)
+
+    def abandon_evaluation(self) -> None:
+        """Drop an evaluation's work in flight, without a collective."""
+        if self.evaluation is not None:
+            self.evaluation.abandon()
+            self.evaluation = None
+
+    def stop(self) -> None:
+        """Drop all work in flight, without a collective, and give the modules their own forwards back."""
+        if self.fit is not None:
+            self.fit.abandon()
         self.abandon_evaluation()
         self.undo.close()
 
@@ -129,9 +152,14 @@ class HasRun(Strategy):
         return None if self._run is None else self._run.trainer
 
     @property
+    def _fit(self) -> Fit | None:
+        """The training that goes on; None outside of a fit, and without tables."""
+        return None if self._run is None else self._run.fit
+
+    @property
     def _walker(self) -> Walker | None:
         """The walker of training; None before its first batch, and outside of a fit."""
-        return None if self._run is None else self._run.walker
+        return None if self._fit is None else self._fit.walker
 
     @property
     def sharding_plan(self) -> KeptPlan:
@@ -143,12 +171,12 @@ class HasRun(Strategy):
     @property
     def telemetry(self) -> Telemetry | None:
         """What tells profilers and timers of this fit's stages; None outside of a fit, and without tables."""
-        return None if self._run is None or self._run.sparse is None else self._run.sparse.telemetry
+        return None if self._fit is None else self._fit.sparse.telemetry
 
     @property
     def table_access(self) -> TableAccess | None:
         """Who uses the tables of this fit beside its steps; None outside of a fit, and without tables."""
-        return None if self._run is None or self._run.sparse is None else self._run.sparse.table_access
+        return None if self._fit is None else self._fit.sparse.table_access
 
     @property
     def num_in_flight(self) -> int:
@@ -171,8 +199,8 @@ class HasRun(Strategy):
 
     def end_epoch(self) -> None:
         """Make the updates that are left in an epoch; all ranks call this."""
-        if self._run is not None:
-            self._run.disturbs("epoch")
+        if self._fit is not None:
+            self._fit.disturbs("epoch")
             self.update_tables()
 
     def tables_changed(self) -> None:
@@ -190,8 +218,8 @@ class HasRun(Strategy):
     @contextmanager
     def saving(self) -> Iterator[None]:
         """Within this context tables and kernels' iteration counts have the state after the last trained batch."""
-        if self._run is not None:
-            self._run.disturbs("save")
+        if self._fit is not None:
+            self._fit.disturbs("save")
         trained = nullcontext() if self.averages is None else self.averages.trained_weights()
         if (walker := self._walker) is None:
             with trained:
@@ -209,11 +237,10 @@ class HasRun(Strategy):
 
         Early lookups are not repeated: write values that are the same again before training goes on.
         """
-        run = self._run
-        training, evaluating = (None, None) if run is None else (run.sparse, run.evaluating)
-        for wait in [] if training is None else training.table_access.readers:
+        fit, evaluation = self._fit, None if self._run is None else self._run.evaluation
+        for wait in [] if fit is None else fit.sparse.table_access.readers:
             wait()
-        streams = None if training is None and evaluating is None else self.streams
+        streams = None if fit is None and evaluation is None else self.streams
         if streams is not None:
             streams.order(streams.lookup, then=StreamName.COMPUTE)
         try:
@@ -225,8 +252,8 @@ class HasRun(Strategy):
     @contextmanager
     def reading(self) -> Iterator[None]:
         """Within this context tables have the update of every backward that has ended, and no stream uses them."""
-        if self._run is not None:
-            self._run.disturbs("read of a table")
+        if self._fit is not None:
+            self._fit.disturbs("read of a table")
         self.update_tables()
         with self.between_lookups():
             yield
@@ -243,7 +270,7 @@ class HasRun(Strategy):
 
     def learning_rates(self) -> Rates:
         """Return this rank's learning rates, for a comparison with other ranks'."""
-        return Rates() if self._run is None or self._run.rates is None else self._run.rates.now()
+        return Rates() if self._fit is None or self._fit.rates is None else self._fit.rates.now()
 
     def lowest(self, numbers: Sequence[int]) -> Lowest:
         """Start to find the minima over all ranks; return a function that waits for them. All ranks call this alike."""

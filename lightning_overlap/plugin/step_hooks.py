@@ -35,7 +35,7 @@ class WalksSteps(HasRun):
     @property
     def split_modules(self) -> tuple[str, ...]:
         """Names of the modules whose weight gradients come after the backward; known after a fit's first backward."""
-        return () if self._run is None or self._run.split is None else self._run.split.names
+        return () if self._fit is None or self._fit.split_layers is None else self._fit.split_layers.names
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
@@ -62,10 +62,10 @@ class WalksSteps(HasRun):
             watch_lengths(staged)
             if streams is not None:
                 self._transferred = streams.record(StreamName.MEMCPY)
-        sparse = None if self._run is None or not self._release_features else self._run.sparse
-        if sparse is not None and any(kjt is own for kjt in staged for own in loaded):
+        fit = self._fit if self._release_features else None
+        if fit is not None and any(kjt is own for kjt in staged for own in loaded):
             reason = "no copy of them is made, so the data loader's own objects would lose their values"
-            sparse.discovery.keep_features(f"the batch's KeyedJaggedTensors are on {device} already and {reason}")
+            fit.sparse.discovery.keep_features(f"the batch's KeyedJaggedTensors are on {device} already and {reason}")
         return batch
 
     def _placing_copies(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
@@ -116,8 +116,8 @@ class WalksSteps(HasRun):
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
         super().post_backward(closure_loss)
-        if self._run is not None and self._run.sparse is not None:
-            self._run.sparse.gradients.end_backward()
+        if self._fit is not None:
+            self._fit.sparse.gradients.end_backward()
         if self._automatic:
             self._after(Stage.BACKWARD)
         elif (walker := self._walker) is not None:
@@ -139,16 +139,16 @@ class WalksSteps(HasRun):
     def end_optimization(self) -> None:
         """Tell the walker that the optimization of a batch is over, with a step of the optimizer or without."""
         self._after(Stage.OPTIMIZER_STEP)
-        run = self._run
-        if run is not None and run.tuner is not None and run.walker is not None:
-            run.tuner.step()
+        fit = self._fit
+        if fit is not None and fit.tuner is not None and fit.walker is not None:
+            fit.tuner.step()
 
     @override
     def on_train_end(self) -> None:
         self.begin_stage()
         super().on_train_end()
-        if self._run is not None:
-            self._run.finish()
+        if self._fit is not None:
+            self._fit.finish()
 
     @property
     def _automatic(self) -> bool:

@@ -22,8 +22,18 @@ from .. import tables
 from ..compat import lightning as compat
 from ..compat.torch import ignore_in_ddp
 from ..distributed import default_store
-from ..runtime import Observer, Streams, Telemetry, Walker, make_streams
-from ..schedules import Mode, ModeName, Schedule, Stage, StreamName, StreamPolicy, resolve_mode, resolve_stream
+from ..runtime import BatchSource, Observer, Streams, Telemetry, Walker, make_streams
+from ..schedules import (
+    Mode,
+    ModeName,
+    Schedule,
+    Schedules,
+    Stage,
+    StreamName,
+    StreamPolicy,
+    resolve_mode,
+    resolve_stream,
+)
 from ..sparse import SparseOptions, SparsePipeline, StaleRows
 from ..tables import FusedOptimizer, OutOfRangeIds, QuantizedComms, ReplicateTables, Sharding
 from ..text import check_known
@@ -33,7 +43,7 @@ from . import checkpoint_links, first_words, found_checkpoints, unsupported
 from .learning_rates import LearningRates
 from .loops import BatchStream, LookaheadFetcher, StepArguments, evaluation_loops, fit_loop, preemption, sigterm
 from .processes import StartsProcesses
-from .run import Run
+from .run import Evaluation, Fit, Run
 from .split_backward import check_all_ranks, split_layers, why_whole
 from .step_hooks import WalksSteps, hooks_run_after
 from .table_reads import ReadsTables
@@ -230,33 +240,46 @@ class OverlapEmbeddingStrategy(ReadsTables, WalksSteps, StartsProcesses):
         unsupported.refuse_clipping(run.trainer, module, run.undo)
         if is_first:
             unsupported.warn_of_ignored_options(run.trainer, module)
-        run.rates = LearningRates(run.trainer, self.gather) if self.world_size > 1 else None
+        rates = LearningRates(run.trainer, self.gather) if self.world_size > 1 else None
         set_rates = tables.rate_setter(self.optimizers)
         for kernel in tables.replica_kernels(module):
             kernel.set_rates = set_rates
-        run.sparse = self._make_pipeline(schedule, "training_step")
-        run.undo.callback(run.sparse.detach)
-        run.sparse.attach()
-        whole = why_whole(module, self.optimizers, compat.ddp_options(self), run.sparse)
+        sparse = self._make_pipeline(schedule, "training_step")
+        fit = run.fit = Fit(sparse, rates, self._tuner)
+        run.undo.callback(sparse.detach)
+        sparse.attach()
+        whole = why_whole(module, self.optimizers, compat.ddp_options(self), sparse)
         check_all_ranks(schedule.name, whole, self.gather)
-        if whole is None and (schedule.splits_backward or self._tuner is not None):
-            run.split = split_layers(module, self.model, compat.comm_hook(self), self.gather)
-            run.undo.callback(run.split.detach)
-        if self._tuner is not None:
-            run.tuner = self._tuner
-            run.undo.callback(run.tuner.stop)
-            tell = first_words.tell if is_first else first_words.tell_nobody
-            begin = partial(run.tuner.begin, moves_lookups=sends_embeddings, splits=whole is None)
-            begin(self.root_device, streams, self.gather, tell, per_step=run.trainer.accumulate_grad_batches)
+        if whole is None and (schedule.splits_backward or fit.tuner is not None):
+            fit.split_layers = split_layers(module, self.model, compat.comm_hook(self), self.gather)
+            run.undo.callback(fit.split_layers.detach)
+        if fit.tuner is not None:
+            run.undo.callback(fit.tuner.stop)
+            fit.tuner.begin(
+                self.root_device,
+                streams,
+                self.gather,
+                first_words.tell if is_first else first_words.tell_nobody,
+                moves_lookups=sends_embeddings,
+                splits=whole is None,
+                per_step=run.trainer.accumulate_grad_batches,
+            )
         if is_first:
-            mode = first_words.of_mode(self._mode) if self._tuner is None else self._tuner.first_words
-            mode += f" (the backward runs whole: {whole})" if schedule.splits_backward and whole else ""
-            mode += f", stream {self.stream}, {self.world_size} rank{'s' * (self.world_size != 1)}"
-            schedulers = [config.scheduler for config in self.lr_scheduler_configs]
-            moved = any(getattr(one.optimizer, "fused_groups", None) for one in schedulers)  # of combined_optimizer
-            trained = tables.table_lines(module, self.optimizers, scheduled=bool(schedulers), moved=moved)
-            unpipelined = [f"{name} runs unpipelined: {reason}" for name, reason in run.sparse.unpipelined.items()]
-            first_words.tell("\n  ".join([f"lightning_overlap: {mode}", *trained, *unpipelined]))
+            first_words.tell("\n  ".join(self._first_lines(sparse, whole)))
+
+    def _first_lines(self, sparse: SparsePipeline, whole: str | None) -> list[str]:
+        """Return what the log says as a fit begins; `whole`: why its backward cannot be split."""
+        mode = first_words.of_mode(self._mode) if self._tuner is None else self._tuner.first_words
+        if self.schedule.splits_backward and whole is not None:
+            mode += f" (the backward runs whole: {whole})"
+        ranks = f"{self.world_size} rank{'s' * (self.world_size != 1)}"
+        schedulers = [config.scheduler for config in self.lr_scheduler_configs]
+        moved = any(getattr(one.optimizer, "fused_groups", None) for one in schedulers)  # of combined_optimizer
+        return [
+            f"lightning_overlap: {mode}, stream {self.stream}, {ranks}",
+            *tables.table_lines(self._module, self.optimizers, scheduled=bool(schedulers), moved=moved),
+            *[f"{name} runs unpipelined: {reason}" for name, reason in sparse.unpipelined.items()],
+        ]
 
     @override
     def model_to_device(self) -> None:
@@ -304,13 +327,14 @@ class OverlapEmbeddingStrategy(ReadsTables, WalksSteps, StartsProcesses):
         tables.check_dense_optimizers(self._module, self.optimizers)
         tables.check_schedulers(config.scheduler for config in self.lr_scheduler_configs)
 
-    def _make_pipeline(self, schedule: Schedule, step: str) -> SparsePipeline:
+    def _make_pipeline(self, schedule: Schedule, method: str) -> SparsePipeline:
+        """Make the pipeline of a schedule, whose modules the user's method calls (`training_step`, ...)."""
         assert self.streams is not None
         assert self._groups is not None
         lookup, module = schedule.step_of(Stage.EMBEDDING_LOOKUP), self._module
         trains = Stage.BACKWARD in schedule.training_stages
         options = SparseOptions(
-            method=step,
+            method=method,
             trains=trains,
             rank=self.global_rank,
             store=default_store(),
@@ -342,65 +366,74 @@ class OverlapEmbeddingStrategy(ReadsTables, WalksSteps, StartsProcesses):
         """Make the walker of training, or of the evaluation that has begun, with its source of batches."""
         run = self._run
         assert run is not None
-        make = partial(
-            Walker,
+        if stream.trains:
+            assert run.fit is not None
+            run.fit.walker = self._training_walker(run.fit, run.trainer, stream)
+            return run.fit.walker
+        assert run.evaluation is not None
+        schedule, context = self.schedule.evaluation, self.precision_plugin.val_step_context
+        run.evaluation.walker = self._walker_of(run.evaluation.sparse, schedule, stream, lookup_context=context)
+        return run.evaluation.walker
+
+    def _training_walker(self, fit: Fit, trainer: Trainer, stream: BatchStream) -> Walker:
+        epoch_loop = trainer.fit_loop.epoch_loop
+        runs_whole = self.schedule.splits_backward and fit.split_layers is None
+        return self._walker_of(
+            fit.sparse,
+            self.schedule.with_whole_backward if runs_whole else self._schedules,
+            stream if fit.tuner is None else fit.tuner.timed(stream),
+            lookup_context=self.precision_plugin.train_step_context,
+            num_before=lambda: epoch_loop.total_batch_idx + 1,
+            hooks_run_after=partial(hooks_run_after, trainer),
+            weight_gradients=fit.split_layers,
+        )
+
+    def _walker_of(self, sparse: SparsePipeline, schedules: Schedules, source: BatchSource, **options: Any) -> Walker:
+        return Walker(
+            schedules,
+            source,
+            sparse,
+            sparse.streams,
+            sparse.telemetry,
             consensus=self._consensus,
             any_rank=self.any_rank,
             max_queued_steps=self._max_queued_steps,
+            **options,
         )
-        if not stream.trains:
-            sparse, context = run.evaluating, self.precision_plugin.val_step_context
-            assert sparse is not None
-            run.evaluator = make(
-                self.schedule.evaluation, stream, sparse, sparse.streams, sparse.telemetry, lookup_context=context
-            )
-            return run.evaluator
-        assert run.sparse is not None
-        epoch_loop = run.trainer.fit_loop.epoch_loop
-        runs_whole = self.schedule.splits_backward and run.split is None
-        schedules = self.schedule.with_whole_backward if runs_whole else self._schedules
-        run.walker = make(
-            schedules,
-            stream if self._tuner is None else self._tuner.timed(stream),
-            run.sparse,
-            run.sparse.streams,
-            run.sparse.telemetry,
-            lookup_context=self.precision_plugin.train_step_context,
-            num_before=lambda: epoch_loop.total_batch_idx + 1,
-            hooks_run_after=partial(hooks_run_after, run.trainer),
-            weight_gradients=run.split,
-        )
-        return run.walker
 
-    def begin_evaluation(self, step: str) -> None:
-        """Update the tables, and replace the modules' forwards for an evaluation; all ranks call this."""
+    def begin_evaluation(self, method: str) -> None:
+        """Update the tables, and replace the modules' forwards for an evaluation; all ranks call this.
+
+        `method` is the user's for a batch: `validation_step`, `test_step` or `predict_step`.
+        """
         run = self._run
         assert run is not None
-        run.disturbs(step)
+        if run.fit is not None:
+            run.fit.disturbs(method)
         self.begin_stage()
         self.update_tables()
-        if step not in run.pipelines:
-            run.pipelines[step] = self._make_pipeline(self.schedule.evaluation, step)
-        run.evaluating = run.pipelines[step]
-        run.evaluating.attach()
+        if method not in run.pipelines:
+            run.pipelines[method] = self._make_pipeline(self.schedule.evaluation, method)
+        run.evaluation = Evaluation(run.pipelines[method])
+        run.evaluation.sparse.attach()
 
     def end_evaluation(self) -> None:
         """Complete the work that was started for batches that are not evaluated, on all ranks alike."""
         self.begin_stage()
         run = self._run
         assert run is not None
-        if run.evaluator is not None:
-            run.evaluator.drain()
+        if run.evaluation is not None and run.evaluation.walker is not None:
+            run.evaluation.walker.drain()
         run.abandon_evaluation()
-        if run.walker is not None:
-            run.walker.writes.poll_next()  # before the next training batch: the evaluation may have written tables
+        if (walker := self._walker) is not None:
+            walker.writes.poll_next()  # before the next training batch: the evaluation may have written tables
 
     def stale_rows(self) -> StaleRows | None:
         """Return a counter of the rows that this fit reads stale; None in exact modes, and without fused tables."""
-        run, groups = self._run, self._groups
-        if not self.schedule.staleness or run is None or run.sparse is None or groups is None:
+        fit, groups = self._fit, self._groups
+        if not self.schedule.staleness or fit is None or groups is None:
             return None
-        rows = StaleRows(run.sparse, lambda: run.walker, groups.lookahead)
+        rows = StaleRows(fit.sparse, lambda: fit.walker, groups.lookahead)
         return rows if rows.tables else None
 
     @override

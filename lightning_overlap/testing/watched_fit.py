@@ -138,8 +138,8 @@ class Watched(Callback):
             with trainer.strategy.saving():
                 last = _table_digests(pl_module)
             self.changed_tables = {name: digest != self._first_tables[name] for name, digest in last.items()}
-        if (run := trainer.strategy._run) is not None:
-            self.without_gradient = dict(run.sparse.gradients.without_gradient())
+        if (fit := trainer.strategy._fit) is not None:
+            self.without_gradient = dict(fit.sparse.gradients.without_gradient())
 
 
 def fit(setting: Setting, pipeline: Any, watched: Watched, *, races: bool = False) -> None:

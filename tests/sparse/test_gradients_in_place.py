@@ -96,7 +96,7 @@ def test_no_gradient_is_held_after_a_backward_between_steps() -> None:
 
     class TrainsBetweenSteps(AddsTheDensePart):
         def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-            sparse: Any = self.trainer.strategy._run.sparse  # type: ignore[attr-defined]
+            sparse: Any = self.trainer.strategy._fit.sparse  # type: ignore[attr-defined]
             with torch.enable_grad():
                 self.ebc(batch.inputs["sparse"][0]).values().sum().backward()
             held.append(len(sparse.step.held_gradients))

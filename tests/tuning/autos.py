@@ -41,7 +41,7 @@ class Seen(Callback):
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         strategy = trainer.strategy
-        assert strategy._run.walker.schedule is strategy.schedule, "what trains is what the strategy says"
+        assert strategy._fit.walker.schedule is strategy.schedule, "what trains is what the strategy says"
         self.modes.append(strategy.schedule.name)
 
 
@@ -111,7 +111,7 @@ def train_on_streams(case: Case, ms: Mapping[str, tuple[float, ...]], **kwargs: 
 
     def move(streams: Streams, stream: StreamName) -> None:
         if running:
-            ahead = running[0]._run.walker.batches.ahead()
+            ahead = running[0]._fit.walker.batches.ahead()
             assert len(ahead) > 1, "there are batches in flight"
             assert not any(Stage.EMBEDDING_LOOKUP in batch.issued for batch in ahead)
         moves.append(str(stream))
