@@ -133,10 +133,7 @@ class HasRun(Strategy):
             self._run.stop()
             self._run = None
 
-    def begin_stage(self) -> None:
-        """Begin the next stage of a run; all ranks call this alike, before they wait for each other."""
-        if self._shared_calls is not None:
-            self._shared_calls.begin_stage()
+    # What goes on.
 
     @property
     def _module(self) -> LightningModule:
@@ -191,6 +188,8 @@ class HasRun(Strategy):
         """Let a timer record the coming steps of this fit; None stops recording."""
         if self.telemetry is not None:
             self.telemetry.timer = timer
+
+    # The tables between two steps.
 
     def update_tables(self) -> None:
         """Make the updates of tables that a deferring schedule has deferred; all ranks call this."""
@@ -257,6 +256,13 @@ class HasRun(Strategy):
         self.update_tables()
         with self.between_lookups():
             yield
+
+    # Exchanges between ranks.
+
+    def begin_stage(self) -> None:
+        """Begin the next stage of a run; all ranks call this alike, before they wait for each other."""
+        if self._shared_calls is not None:
+            self._shared_calls.begin_stage()
 
     def join_groups(self) -> None:
         """Join the process groups of the coming run; all ranks call this at the same point."""

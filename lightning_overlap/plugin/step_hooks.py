@@ -137,7 +137,10 @@ class WalksSteps(HasRun):
         return output
 
     def end_optimization(self) -> None:
-        """Tell the walker that the optimization of a batch is over, with a step of the optimizer or without."""
+        """Tell the walker that the optimization of a batch is over, with a step of the optimizer or without.
+
+        After an `optimizer_step` this runs no row again.
+        """
         self._after(Stage.OPTIMIZER_STEP)
         fit = self._fit
         if fit is not None and fit.tuner is not None and fit.walker is not None:

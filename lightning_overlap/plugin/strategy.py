@@ -156,9 +156,9 @@ class OverlapEmbeddingStrategy(ReadsTables, WalksSteps, StartsProcesses):
         super().__init__(timeout=_as_timedelta(timeout), **kwargs)
         chosen = {name for name, value in kwargs.items() if value is not _DDP_DEFAULTS.get(name, Parameter.empty)}
         self._has_ddp_options = not chosen <= _NO_DDP_OPTIONS
-        self._mode, self._schedule = mode, mode.schedule
+        self._mode, self._schedule = mode, mode.schedule  # with "auto" those that a fit begins with
         self._tuner = None if auto is None else Tuner(auto, stream)
-        self._schedules = self._tuner or mode.schedules
+        self._schedules = self._tuner or mode.schedules  # which table is walked for which batch
         self.stream, self._lookup_stream = stream, lookup_stream
         self.sharding, self.fused_optimizer, self.replicate_tables = sharding, fused_optimizer, replicate_tables
         self.quantized_comms = comms
@@ -349,6 +349,7 @@ class OverlapEmbeddingStrategy(ReadsTables, WalksSteps, StartsProcesses):
             # With manual optimization there may be several backwards, and it is not known which tables each writes.
             fills_waits=trains and module.automatic_optimization,
         )
+        # All pipelines of a run have the same streams.
         self.streams.lookup = StreamName.COMPUTE if lookup is None else lookup.stream
         telemetry = Telemetry(self._observer if trains else None, self.global_rank)
         return SparsePipeline(tables.sharded_modules(module), self._groups.lookahead, self.streams, telemetry, options)

@@ -85,7 +85,7 @@ class Walker:
         self.updates.reset()
         self.writes.reset()
 
-    # What a trainer and its strategy ask.
+    # What a trainer and its strategy read.
 
     @property
     def num_trained(self) -> int:

@@ -79,7 +79,7 @@ class _Counted(NamedTuple):
         # Sizes of ids and weights. The part's column 0 has the size of lengths, its last before `first` the batch size.
         rows[:, self.column + 1 : first - 1] = by_rank.sum(1, keepdim=True)
 
-    def tell(self, sent: Sequence[Sequence[int]]) -> None:
+    def write_splits(self, sent: Sequence[Sequence[int]]) -> None:
         """Write the number of ids for each rank into TorchRec's `input_splits`, from the rows, now on the host."""
         for number in range(1, self.part.num_sizes - 1):
             self.meta.input_splits[number] = [row[self.column + number] for row in sent]
@@ -135,7 +135,7 @@ class InputSizes:
     input sends zeros.
 
     TorchRec 1.8 makes the host wait twice more, for the sizes it sends (an overflow check) and for the received ids per
-    feature. Here one read tells both. A kernel adds what only the device knows (ids of row-wise tables).
+    feature. Here one read gets both. A kernel adds what only the device knows (ids of row-wise tables).
     """
 
     def __init__(
@@ -208,7 +208,7 @@ class InputSizes:
         rows: list[list[int]] = (received if self._sent is None else torch.cat((received, self._sent))).tolist()
         size, rank = self._group.size(), self._group.rank()
         for counted in self._counted:
-            counted.tell(rows[size:])
+            counted.write_splits(rows[size:])
         columns = iter(zip(*rows[:size], strict=True))
         check_none_batches(dict(enumerate(next(columns))))
         if len(set(next(columns))) > 1:  # all ranks see it

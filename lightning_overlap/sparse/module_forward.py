@@ -385,7 +385,7 @@ class ModuleForward:
         where = "" if flight is None else f" for batch {flight.index} of {options.method}"
         return f"rank {options.rank}, the input of {self.name!r}{where}"
 
-    # What the user is told.
+    # Warnings.
 
     def run_unpipelined(self, reason: str) -> None:
         """Run the module in its own forward from now on; warn once, with the reason."""

@@ -40,7 +40,8 @@ class SparsePipeline:
         self.modules, self.group, self.options = modules, group, options
         self.streams, self.telemetry, self.table_access = streams, telemetry, TableAccess(streams)
         self.keep_ids = False  # whether batches that are looked up from now on keep their ids until their step is over
-        self.to_update: dict[int, SparseFlight] = {}  # batches whose gradients are sent and whose update is to come
+        # Batches whose gradients are sent and whose update is to come; a walker's `DeferredUpdates` makes the updates.
+        self.to_update: dict[int, SparseFlight] = {}
         key = f"lightning_overlap/{next(_num_made)}"  # all ranks make as many
         self.mismatches: Mismatches | None = None  # None on one rank
         if group is not None and options.store is not None:
@@ -91,7 +92,7 @@ class SparsePipeline:
                 for flight in waiting:
                     flight.modules[name].update()
 
-    # What a walker asks (`runtime.SparseStages`).
+    # What a walker calls (`runtime.SparseStages`).
 
     @property
     def ready(self) -> bool:

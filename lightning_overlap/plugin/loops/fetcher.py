@@ -92,17 +92,25 @@ class LookaheadFetcher(StagedFetcher):
             self.trained_states = self.stream.states
             raise StopIteration
         if self._waiting is None or self.stream.nones_after(self._num_delivered):
-            _, none = self.stream.skipped.popleft()
-            self.batch, number, self.dataloader_idx = None, none.batch_idx, none.dataloader_idx
-            self._num_none_left = None if self._waiting else self._count_none_at_end() - 1
+            self._take_none()
         else:
-            flight, self._waiting = self._waiting, None
-            self.batch, number, self.dataloader_idx = flight.batch, flight.batch_idx, flight.dataloader_idx
-            self._num_delivered += 1
-        # In an evaluation a batch keeps its loader's number.
-        self.batch_idx = number if self._next_number is None else self._next_number()
+            self._take(self._waiting)
+        if self._next_number is not None:  # in an evaluation a batch keeps its loader's number
+            self.batch_idx = self._next_number()
         self._peeked = True
         return self.batch
+
+    def _take_none(self) -> None:
+        """Make the next None batch the one to deliver: it comes before the walker's batch, or ends the epoch."""
+        _, none = self.stream.skipped.popleft()
+        self.batch, self.batch_idx, self.dataloader_idx = None, none.batch_idx, none.dataloader_idx
+        self._num_none_left = None if self._waiting else self._count_none_at_end() - 1
+
+    def _take(self, flight: Flight) -> None:
+        """Make the walker's batch the one to deliver."""
+        self.batch, self.batch_idx, self.dataloader_idx = flight.batch, flight.batch_idx, flight.dataloader_idx
+        self._waiting = None
+        self._num_delivered += 1
 
     def _count_none_at_end(self) -> int:
         """Return the number of None batches left at the epoch's end; all ranks come here after their last batch."""
