@@ -264,7 +264,7 @@ def test_a_dense_part_that_replicas_would_keep_is_refused(two_ranks: Ranks, tmp_
     two_ranks.run(fit_with_deltas, *args, saves_in=str(saved), **kwargs)
     kwargs = {"ckpt_path": str(saved / "step=8.ckpt"), "num_steps": 12, "deltas": {"dense": False}}
     said = two_ranks.run(fit_expecting, ValueError, *args, **kwargs)
-    assert all("dense=False would leave an old densepart in replicas" in one and not tables for one, tables in said)
+    assert all("dense=False would leave an old dense part in replicas" in one and not tables for one, tables in said)
 
 
 def fit_warned(*args: Any, **kwargs: Any) -> tuple[Any, list[str]]:

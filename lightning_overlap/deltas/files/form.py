@@ -127,7 +127,7 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Dense:
-    """A tensor of the densepart, on the host; `name` is its name in the LightningModule's `state_dict`."""
+    """A tensor of the dense part, on the host; `name` is its name in the LightningModule's `state_dict`."""
 
     name: str
     value: Tensor

@@ -39,7 +39,7 @@ class EmbeddingDeltas(Callback):
         every_n_steps: Batches between cuts; longer while two cuts are being written.
         max_lag_steps: Number of batches that the newest written cut may lag behind the training; None: unlimited.
         on_lag: What a larger lag does: `warn` once, or `stop` the training after the step.
-        dense: Whether rank 0 sends the densepart with each cut: all parameters and buffers that are not sharded. A fit
+        dense: Whether rank 0 sends the dense part with each cut: all parameters and buffers that are not sharded. A fit
             cannot resume a run without it if the run has sent it.
         optimizer_state: Whether to also send the rows' fused optimizer state.
         sink_timeout_s: Seconds that one call of the sink may take, at most half of the strategy's `timeout`; a longer
@@ -81,7 +81,7 @@ class EmbeddingDeltas(Callback):
         self._every, self._max_lag_steps, self._on_lag = every_n_steps, max_lag_steps, on_lag
         self._sink_timeout_s, self._name = sink_timeout_s, name
         self._sends_dense, self._states = dense, optimizer_state
-        self._run_sends_dense = False  # whether replicas have a densepart of this run
+        self._run_sends_dense = False  # whether replicas have a dense part of this run
         self._restored: dict[str, Any] | None = None  # from the checkpoint that the next fit resumes from
         self._columns: list[tuple[str, str, int, int]] | None = None  # `columns_of_states`; None: no states are sent
         self._acknowledged: tuple[int, int] | None = None  # the newest cut known to be written on all ranks
@@ -118,7 +118,7 @@ class EmbeddingDeltas(Callback):
         restored, self._restored = self._restored, None
         if self._run_sends_dense and not self._sends_dense:
             raise ValueError(
-                f"run {self.run} has sent the densepart, so dense=False would leave an old densepart in replicas. "
+                f"run {self.run} has sent the dense part, so dense=False would leave an old dense part in replicas. "
                 "Resume with dense=True, or train without this checkpoint and send to an empty sink."
             )
         self._run_sends_dense = self._sends_dense

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class DenseSource:
-    """Tensors without marks on rows: the densepart by name, and tables that are not fused."""
+    """Tensors without marks on rows: the dense part by name, and tables that are not fused."""
 
     def __init__(self, tensors: dict[str, Tensor], tables: Sequence[Field]) -> None:
         self._tensors, self._tables = tensors, tables
@@ -37,7 +37,7 @@ class DenseSource:
         return copies, copied
 
     def entries(self, copy: DenseCopy) -> tuple[list[Rows], list[Dense]]:
-        """Return the rows of tables that changed since the last call's copy, and the densepart."""
+        """Return the rows of tables that changed since the last call's copy, and the dense part."""
         copies, copied = copy
         if copied is not None:
             copied.synchronize()
