@@ -8,13 +8,12 @@ from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
-from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import DenseTableBatchedEmbeddingBagsCodegen
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torchrec import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.distributed.comm_ops import get_gradient_division
-from torchrec.distributed.embedding_types import ShardedEmbeddingTable
 from torchrec.distributed.types import ShardingPlan
 from torchrec.optim.fused import EmptyFusedOptimizer, FusedOptimizer
 from typing_extensions import override
@@ -193,26 +192,18 @@ class ReplicaKernel(DenseTableBatchedEmbeddingBagsCodegen):  # type: ignore[misc
     its all-reduce at the end of the backward, when all other collectives have started. Like FBGEMM's kernels it does
     not change `Tensor._version` (`write_counts.py`).
 
-    It has the parameter of the kernel `dense`, with the tables `tables`, and sums gradients over the ranks of `group`.
-    `optimizers` are in the order of their tables.
+    It has the state of the kernel `dense`, whose place it takes, and sums gradients over the ranks of `group`.
+    `optimizers` are in the order of the kernel's tables.
     """
 
     def __init__(
         self,
         dense: DenseTableBatchedEmbeddingBagsCodegen,
-        tables: Sequence[ShardedEmbeddingTable],
         optimizers: Sequence[ReplicaOptimizer],
         group: dist.ProcessGroup,
     ) -> None:
-        super().__init__(
-            dense.embedding_specs,
-            feature_table_map=[number for number, table in enumerate(tables) for _ in table.feature_names],
-            weights_precision=dense.weights_precision,
-            pooling_mode=dense.pooling_mode,
-            use_cpu=dense.use_cpu,
-            output_dtype=SparseType.from_int(dense.output_dtype),
-        )
-        self.weights = dense.weights
+        nn.Module.__init__(self)
+        self.__dict__.update(vars(dense))  # not by the constructor, which would draw weights a second time
         self.optimizers, self.group = optimizers, group
         # Passes the scheduler's rates to the optimizers before an update; None without a scheduler.
         self.set_rates: Callable[[], None] | None = None
@@ -269,7 +260,7 @@ def make_replicas(model: nn.Module, modules: Iterable[str], trained: Mapping[str
                 optimizers = list(
                     _optimizers([(trained[name][one.name], one.embedding_dim, *weights[one.name]) for one in tables])
                 )
-                part._emb_module = ReplicaKernel(dense, tables, optimizers, module._env.process_group)
+                part._emb_module = ReplicaKernel(dense, optimizers, module._env.process_group)
                 module.fused_optimizer.optimizers.extend(("", optimizer) for optimizer in optimizers)
 
 

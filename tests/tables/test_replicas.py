@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import DenseTableBatchedEmbeddingBagsCodegen
 from torch import Tensor
 
 from lightning_overlap import MODES, OverlapEmbeddingStrategy
+from lightning_overlap.tables.replicas import ReplicaKernel
 
 from ..support.cases import NUM_STEPS
 from ..support.ranks import RankError, Ranks
@@ -171,6 +173,17 @@ def test_a_table_with_fewer_rows_than_a_batch_is_replicated_or_one_that_is_named
     """What cannot be replicated is refused by name."""
     for found in two_ranks.run(replicas.replicated_in, optimizer, replicated, **options):
         assert found == expected or (isinstance(expected, str) and re.search(expected, str(found))), found
+
+
+def test_a_kernel_has_the_state_of_the_dense_one_and_makes_no_weights() -> None:
+    dense = DenseTableBatchedEmbeddingBagsCodegen([(10, 4), (6, 8)], feature_table_map=[0, 1, 1], use_cpu=True)
+    random = torch.get_rng_state()
+    kernel = ReplicaKernel(dense, [], None)  # type: ignore[arg-type]  # no backward needs the group
+    assert torch.equal(torch.get_rng_state(), random)
+    assert kernel.weights is dense.weights
+    lookup = torch.tensor([9, 0, 5, 1]), torch.tensor([0, 2, 3, 4])
+    with torch.no_grad():
+        assert torch.equal(kernel(*lookup), dense(*lookup))
 
 
 def test_batch_sizes_that_vary_are_refused(get_ranks: Callable[..., Ranks]) -> None:
