@@ -15,7 +15,8 @@ from ..plugin import OverlapEmbeddingStrategy
 from ..text import some
 from .averages import AskedTables, Averages
 
-STATE = "averaging"  # entry of a checkpoint: number of samples, step of the last one, names of what is averaged
+STATE = "lightning_overlap_averaging"
+"""Entry of a checkpoint: number of samples, step of the last one, names of what is averaged."""
 
 
 class ExponentialMovingAverage(Callback):

@@ -33,7 +33,7 @@ from .table_state import Loading, fill_from_whole, first_owners, local_parts
 
 def gather_checkpoint(checkpoint: dict[str, Any], model: nn.Module, group: Group) -> dict[str, Any] | None:
     """Return Lightning's checkpoint with unsharded tensors on rank 0; None on other ranks. Every rank calls this."""
-    state = take_state(checkpoint, model)
+    state = take_state(checkpoint, model, group)
     gathered = {part: dict(gather(state.get(part, {}), group)) for part in (MODEL, FUSED, TABLE_OPTIMIZERS, AVERAGES)}
     if not is_rank_zero(group):
         return None

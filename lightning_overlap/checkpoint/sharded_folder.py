@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_map_only
 from typing_extensions import override
 
 from ..distributed import Group, together
+from ..tables import ShardedStateNames
 from ..text import check_known, some
 from .atomic import atomic_replace, being_replaced, remove, sibling, write_synced
 from .dense_state import empty_table_states, put_table_states, take_table_states
@@ -35,7 +36,7 @@ SHARDED, FULL = FORMATS = "sharded", "full"  # a folder written by all ranks; on
 State: TypeAlias = dict[str, dict[str, Any]]  # part -> name -> piece of state
 MODEL, FUSED, TABLE_OPTIMIZERS = "model", "fused_optimizer", "table_optimizers"
 """Parts of a folder: weights, state of fused optimizers, state of dense optimizers for shards of tables."""
-AVERAGES = "averages"
+AVERAGES = "lightning_overlap_averages"
 """Part of a folder, and entry of a checkpoint: averages of weights by the names of the weights in `state_dict`."""
 FUSED_CLASSES = "fused_optimizer_classes"  # entry of a checkpoint
 _OTHER_TABLES = "Was it saved from other tables?"
@@ -67,7 +68,7 @@ def check_folder_path(path: Any, storage_options: Any) -> None:
         )
 
 
-def take_state(checkpoint: dict[str, Any], model: nn.Module) -> State:
+def take_state(checkpoint: dict[str, Any], model: nn.Module, group: Group) -> State:
     """Move sharded state out of Lightning's checkpoint, in place, and add the fused optimizers' state."""
     state = {MODEL: checkpoint.pop("state_dict")}
     if "optimizer_states" in checkpoint:
@@ -75,6 +76,11 @@ def take_state(checkpoint: dict[str, Any], model: nn.Module) -> State:
         state[FUSED] = {str(key): piece for key, piece in fused_state(model).items()}
         state[TABLE_OPTIMIZERS] = take_table_states(checkpoint["optimizer_states"], model)
     state[AVERAGES] = checkpoint.pop(AVERAGES, {})
+    if not is_rank_zero(group):
+        # Any rank may write what several have. Buffers that are not sharded, as of BatchNorm, differ by rank.
+        alike, sharded = dict(model.named_parameters()), ShardedStateNames(model)
+        for part in (MODEL, AVERAGES):
+            state[part] = {name: piece for name, piece in state[part].items() if name in alike or name in sharded}
     # An empty part would be an object of the folder, and ranks differ in their parts.
     return {part: values for part, values in state.items() if values}
 
@@ -95,7 +101,7 @@ class FolderSaver:
         Moves sharded state out of `checkpoint`. Raises as `wait` does, also for an earlier save.
         """
         self.wait()
-        state = take_state(checkpoint, model)
+        state = take_state(checkpoint, model, self._group)
         buffer = io.BytesIO()
         if is_rank_zero(self._group):
             torch.save(checkpoint, buffer)
@@ -289,7 +295,7 @@ def read_file(path: Path, *, weights_only: bool | None, mmap: bool = False) -> d
         if "truncated" in str(err):
             raise ValueError(damaged(path, err)) from err
         raise _untrusted(path, err) from err
-    except (MemoryError, PermissionError, ImportError, AttributeError):  # the last two of a class that is not there
+    except (MemoryError, OSError, ImportError, AttributeError):  # the last two of a class that is not there
         raise
     except Exception as err:  # the bytes may be anything
         raise ValueError(damaged(path, err)) from err

@@ -196,6 +196,47 @@ class EvaluatedBatches(Batches):
     test_dataloader = predict_dataloader = val_dataloader
 
 
+ENTRIES: dict[str, Any] = {"averages": {"ctr": 0.5}, "averaging": [1, 2]}
+"""What `WithState` adds to a checkpoint, under names that a user may choose."""
+
+
+class WithState(Evaluated):
+    """Has buffers that differ by rank after a step, and entries of its own in a checkpoint."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        self.entries: dict[str, Any] = {}
+        for number in range(8):
+            self.register_buffer(f"seen{number}", torch.zeros(2))
+
+    @property
+    def seen(self) -> list[Tensor]:
+        return [buffer for name, buffer in self.named_buffers() if name.startswith("seen")]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        for seen in self.seen:
+            seen += self.trainer.global_rank + 1
+        return super().training_step(batch, batch_idx)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint.update(ENTRIES)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.entries = {name: checkpoint.get(name) for name in ENTRIES}
+
+
+def save_and_load_state(path: str, saved_as: str) -> tuple[list[Tensor], list[Tensor], dict[str, Any]]:
+    """Return the buffers after a fit, and the buffers and entries that its checkpoint gives back."""
+    models = WithState(TABLE_WISE), WithState(TABLE_WISE)
+    trainer = make_trainer(OverlapEmbeddingStrategy(sharding="table_wise", checkpoint_format=saved_as))
+    trainer.fit(models[0], datamodule=Batches(TABLE_WISE, 3))
+    trainer.save_checkpoint(path)
+    trainer = make_trainer(OverlapEmbeddingStrategy(sharding="table_wise"))
+    trainer.validate(models[1], datamodule=EvaluatedBatches(TABLE_WISE, 1), ckpt_path=path)
+    trained, loaded = models
+    return trained.seen, loaded.seen, loaded.entries
+
+
 def evaluate(case: Case, path: str | None, fn: str, weights: dict[str, Tensor] | None = None) -> Tensor:
     model = zeroed(Evaluated(case))
     if weights is not None:

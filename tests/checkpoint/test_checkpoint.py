@@ -198,6 +198,17 @@ def test_validate_test_and_predict(two_ranks: Ranks, checkpoint_format: str, tmp
         assert all(torch.equal(mine, theirs) for mine, theirs in zip(losses, expected, strict=True))
 
 
+def test_a_checkpoint_has_the_buffers_of_rank_0_and_the_entries_of_the_user(
+    two_ranks: Ranks, checkpoint_format: str, tmp_path: Path
+) -> None:
+    results = two_ranks.run(checkpoints.save_and_load_state, str(tmp_path / "a.ckpt"), checkpoint_format)
+    of_ranks = [trained for trained, _, _ in results]
+    assert not torch.equal(of_ranks[0][0], of_ranks[1][0])
+    for _, loaded, entries in results:
+        assert torch.equal(torch.stack(loaded), torch.stack(of_ranks[0]))
+        assert entries == checkpoints.ENTRIES
+
+
 def test_lightnings_consolidate_command(two_ranks: Ranks, get_ranks: Any, tmp_path: Path) -> None:
     all_at_once = two_ranks.run(train, ROWWISE_ADAGRAD, str(tmp_path / "a"), epochs=2)
     path = str(tmp_path / "a" / "epoch=0.ckpt")

@@ -1,5 +1,6 @@
 """What is not a checkpoint is named as what it is, by a fit and by an evaluation."""
 
+import errno
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,7 @@ import torch
 from lightning.pytorch import Trainer
 
 from lightning_overlap import OverlapEmbeddingStrategy
-from lightning_overlap.checkpoint import why_no_checkpoint
+from lightning_overlap.checkpoint import load_file, why_no_checkpoint
 
 from ..support.cases import TABLE_WISE
 from ..support.ranks import Ranks
@@ -93,6 +94,16 @@ def test_what_may_be_a_checkpoint_is_left_to_those_who_load_it(tmp_path: Path) -
     for name, options in ({"new": {}, "old": OLD, "old_4": {**OLD, "pickle_protocol": 4}}).items():
         saved(tmp_path / name, **options)
         assert why_no_checkpoint(tmp_path / name) is None
+
+
+def test_a_disk_that_fails_damages_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    saved(tmp_path / "a.ckpt")
+    monkeypatch.setattr(torch, "load", fail)
+    with pytest.raises(OSError, match="Input/output error"):
+        load_file(tmp_path / "a.ckpt", weights_only=True)
 
 
 def test_what_torch_load_has_read_is_no_path(two_ranks: Ranks) -> None:
