@@ -2,8 +2,8 @@
 
 from .atomic import discard, discard_with_leftovers, lead, links_to
 from .dense_state import by_name
-from .full_file import gather, gather_checkpoint, load_dense, load_file, load_fused, write_file
-from .not_checkpoints import why_no_checkpoint
+from .full_file import check_file, gather, gather_checkpoint, load_dense, load_file, load_fused, write_file
+from .not_checkpoints import DamagedError, why_no_checkpoint
 from .sharded_folder import (
     AVERAGES,
     FULL,

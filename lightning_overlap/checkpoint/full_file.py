@@ -1,9 +1,11 @@
 """Checkpoints of sharded tables as one file of plain tensors, which also loads into the unsharded module."""
 
+import socket
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -14,7 +16,9 @@ from torch.optim import Optimizer
 from ..distributed import Group, gather_objects, together, warn_on_rank_zero
 from ..text import some
 from .atomic import atomic_replace, remove, sibling, write_synced
+from .checksums import SealedFile, read_seal
 from .dense_state import State, empty_table_states, load_by_name, put_table_states
+from .not_checkpoints import DamagedError
 from .plain_state import take_plain_state
 from .sharded_folder import (
     AVERAGES,
@@ -81,11 +85,37 @@ def write_file(content: dict[str, Any] | None, path: Path, group: Group, *, also
         unfinished = sibling(path, "unfinished")
         path.parent.mkdir(parents=True, exist_ok=True)
         remove(unfinished)  # may be a folder
-        write_synced(unfinished, lambda file: torch.save(content, file))
+        write_synced(unfinished, partial(_save_sealed, content))
         atomic_replace(unfinished, path, also)
 
     with writing(path):
         on_rank_zero(write, group)
+
+
+def _save_sealed(content: Any, file: IO[bytes]) -> None:
+    sealed = SealedFile(file)
+    torch.save(content, cast(IO[bytes], sealed))
+    sealed.seal()
+
+
+def check_file(path: Path, group: Group) -> None:
+    """Raise a DamagedError on every rank if a checkpoint file has not the bytes that were saved; all ranks call this.
+
+    The ranks of a host share the reading. A file without checksums, as Lightning writes it, is not checked.
+    """
+    hosts = gather_objects(socket.gethostname(), group)
+    rank = 0 if group is None else group.rank()
+    on_this_host = [other for other, host in enumerate(hosts) if host == hosts[rank]]
+
+    def check() -> None:
+        try:
+            if (seal := read_seal(path)) is not None:
+                seal.check(on_this_host.index(rank), len(on_this_host))
+        except DamagedError as err:
+            place = f" (found by rank {rank} on {hosts[rank]})" if len(set(hosts)) > 1 else ""
+            raise DamagedError(f"{err}{place}") from err
+
+    together(check, group, alike=(DamagedError,))
 
 
 def load_file(path: Path, *, weights_only: bool | None) -> dict[str, Any]:

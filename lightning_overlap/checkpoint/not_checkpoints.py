@@ -1,4 +1,4 @@
-"""Say what a path leads to that is no checkpoint: an empty or truncated file, a text, another folder."""
+"""Say what a path leads to that is no checkpoint: an empty, truncated or damaged file, a text, another folder."""
 
 import re
 import zipfile
@@ -14,6 +14,12 @@ _OLD = b"l\xfc\x9cF\xf9 j\xa8P\x19."  # in the first bytes of one of `_use_new_z
 _LFS = b"version https://git-lfs"
 _PASS = "Pass the folder or file that ModelCheckpoint or trainer.save_checkpoint wrote."
 _AGAIN = "Copy it again, or load another checkpoint."
+_END = b"PK\x05\x06"  # how the last record of a zip archive begins, which ends with the comment's length
+_END_SIZE, _MOST_COMMENT = 22, (1 << 16) - 1
+
+
+class DamagedError(ValueError):
+    """A checkpoint does not have what was saved: bytes changed, a file is missing, or files are of different saves."""
 
 
 def why_no_checkpoint(path: Path) -> str | None:
@@ -30,9 +36,14 @@ def why_no_checkpoint(path: Path) -> str | None:
     if not head.startswith(_ZIP):
         return f"{path} is no checkpoint: it is {_kind_of_file(head)}"
     if not zipfile.is_zipfile(path):  # its directory is at its end
-        return f"{path} is a truncated checkpoint: the end of the file is missing. {_AGAIN}"
-    with zipfile.ZipFile(path) as archive:
-        names = archive.namelist()
+        return f"{path} is a truncated checkpoint: the end of the file is missing or damaged. {_AGAIN}"
+    try:
+        with zipfile.ZipFile(path) as archive:
+            names = archive.namelist()
+    except (OSError, MemoryError):
+        raise
+    except Exception as err:  # the bytes may be anything
+        return damaged(path, err)
     if any(name.endswith("/constants.pkl") for name in names):
         return f"{path} is no checkpoint: it is a TorchScript archive, of torch.jit.save. {_PASS}"
     if not any(name.endswith("/data.pkl") for name in names):
@@ -40,10 +51,30 @@ def why_no_checkpoint(path: Path) -> str | None:
     return None
 
 
+def zip_comment(path: Path) -> tuple[bytes, int]:
+    """Return what follows the last record of a zip archive, and its length by that record; (b"", 0) without one."""
+    with open(path, "rb") as file:
+        size = file.seek(0, 2)
+        file.seek(max(0, size - _END_SIZE - _MOST_COMMENT))
+        _, found, record = file.read().rpartition(_END)
+    at = _END_SIZE - len(_END)
+    return (record[at:], int.from_bytes(record[at - 2 : at], "little")) if found else (b"", 0)
+
+
 def damaged(path: Path, err: Exception) -> str:
     """Return the message for a file that begins like a checkpoint, and that `torch.load` cannot read."""
     problem = f"{type(err).__name__}: {err}".splitlines()[0]
     return f"{path} is a damaged checkpoint: torch.load cannot read it ({problem}). {_AGAIN}"
+
+
+def damaged_part(path: Path, name: str, what: str) -> str:
+    """Return the message for a file of a folder, or (with the name "") a full file, that differs from the saved one."""
+    return f"{path} is a damaged checkpoint: {f'its {name}' if name else 'it'} {what}. {_AGAIN}"
+
+
+def is_another(has: str) -> str:
+    """Return the words for bytes whose checksum is another one."""
+    return f"{has} other bytes than were saved, by their checksum: they changed, or are of another save"
 
 
 def _kind_of_file(head: bytes) -> str:

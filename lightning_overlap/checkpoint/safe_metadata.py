@@ -5,10 +5,11 @@ A folder's list of tensors is a pickle. Here it may name only classes of such a 
 
 import io
 import pickle
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from pathlib import PurePath
-from typing import Any
+from math import prod
+from pathlib import Path, PurePath
+from typing import Any, TypeAlias
 
 import torch
 from torch.distributed.checkpoint import metadata as dcp
@@ -17,8 +18,13 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageIn
 from torch.distributed.checkpoint.planner import ReadItem
 from typing_extensions import override
 
+from .checksums import CheckedFiles, Checksums, read_checksums
+from .not_checkpoints import DamagedError, damaged_part
+
 _CLASSES = (dcp.MetadataIndex, dcp.TensorStorageMetadata, dcp.BytesStorageMetadata, dcp.ChunkStorageMetadata)
 _REAL = {kind.__name__: kind for kind in (*_CLASSES, _StorageInfo)}
+
+LIST_NAME = ".metadata"
 
 _RECORDS = {
     *((kind.__module__, name) for name, kind in _REAL.items()),
@@ -38,12 +44,22 @@ _VALUES: Mapping[tuple[str, str], Any] = {
 
 
 class SafeReader(FileSystemReader):
-    """Reads a folder without executing its `.metadata`."""
+    """Reads a folder without executing its `.metadata`; no file that is not as it was saved.
+
+    Raises a DamagedError for a file that is, or for a tensor of which a part is nowhere.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.fs = self._files = CheckedFiles()
+        self._files.checksums = self.checksums = read_checksums(path)
 
     @override
     def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.Metadata:
-        path = PurePath(self.path) / ".metadata"
-        with open(path, "rb") as file:
+        path = Path(self.path) / LIST_NAME
+        if not path.is_file():
+            raise DamagedError(damaged_part(path.parent, path.name, "is missing"))
+        with self._files.create_stream(path, "rb") as file:
             try:
                 state = _Unpickler(file).load().state
                 entries = {str(name): _real(entry) for name, entry in state["state_dict_metadata"].items()}
@@ -53,12 +69,58 @@ class SafeReader(FileSystemReader):
                         raise pickle.UnpicklingError(f"it has a tensor in {place.relative_path!r}")
                 metadata = dcp.Metadata(state_dict_metadata=entries, storage_data=places, version=state.get("version"))
             except Exception as err:  # the file may contain anything
+                if isinstance(err, EOFError) or "truncated" in str(err):
+                    what = "is truncated" if path.stat().st_size else "is empty"
+                    raise DamagedError(damaged_part(path.parent, path.name, what)) from err
                 raise RuntimeError(
                     f"{path} is not a list of tensors as this strategy writes it; none of it was executed: "
                     f"{type(err).__name__}: {err}. Load another checkpoint, or copy this checkpoint again."
                 ) from err
         metadata.storage_meta = dcp.StorageMeta(load_id=self.load_id)
+        _check_whole(path.parent, metadata)
+        if self.checksums is None:
+            least: dict[str, int] = {}
+            for place in metadata.storage_data.values():
+                least[place.relative_path] = max(least.get(place.relative_path, 0), place.offset + place.length)
+            self._files.checksums = Checksums(path.parent, "", {name: (size, "") for name, size in least.items()})
         return metadata
+
+
+def _check_whole(folder: Path, metadata: dcp.Metadata) -> None:
+    """Raise a DamagedError unless each element of each tensor in a list is in one chunk, whose file is listed too."""
+    for name, entry in metadata.state_dict_metadata.items():
+        offsets: list[Sequence[int] | None] = [None]
+        if isinstance(entry, dcp.TensorStorageMetadata):
+            boxes = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks if prod(chunk.sizes)]
+            num_listed = sum(prod(sizes) for _, sizes in boxes)
+            if num_listed != prod(entry.size) or not _are_apart(boxes, tuple(entry.size)):
+                what = f"lists {num_listed} of the {prod(entry.size)} elements of {name}, or some twice"
+                raise DamagedError(damaged_part(folder, LIST_NAME, what))
+            offsets = [offset for offset, _ in boxes]
+        for offset in offsets:
+            place = dcp.MetadataIndex(name, None if offset is None else torch.Size(offset))
+            if place not in metadata.storage_data:
+                raise DamagedError(damaged_part(folder, LIST_NAME, f"does not say where {name} is"))
+
+
+_Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offsets and sizes of a chunk."""
+
+
+def _are_apart(boxes: Sequence[_Box], size: tuple[int, ...]) -> bool:
+    """Return whether boxes are within a tensor's size and have no element in common."""
+    open_boxes: list[_Box] = []  # that reach the rows of the next one
+    for offsets, sizes in sorted(boxes):
+        box = tuple(zip(offsets, sizes, strict=True))
+        if any(start < 0 or start + length > most for (start, length), most in zip(box, size, strict=True)):
+            return False
+        open_boxes = [other for other in open_boxes if other[0][0] + other[1][0] > offsets[0]] if size else open_boxes
+        for other in open_boxes:
+            sides = zip(box, zip(*other, strict=True), strict=True)
+            if all(a < b + size_b and b < a + size_a for (a, size_a), (b, size_b) in sides):
+                return False
+        open_boxes.append((offsets, sizes))
+    return True
 
 
 class SafePlanner(DefaultLoadPlanner):

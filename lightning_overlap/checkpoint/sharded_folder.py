@@ -2,6 +2,7 @@
 
 import io
 import pickle
+import uuid
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,12 +23,13 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.utils._pytree import tree_map_only
 from typing_extensions import override
 
-from ..distributed import Group, together
+from ..distributed import Group, gather_objects, together
 from ..tables import ShardedStateNames
 from ..text import check_known, some
 from .atomic import atomic_replace, being_replaced, remove, sibling, write_synced
+from .checksums import CHECKSUMS_NAME, Checksums, HashingFiles, checksum_of, read_checksums, read_seal
 from .dense_state import empty_table_states, put_table_states, take_table_states
-from .not_checkpoints import METADATA_NAME, damaged, why_no_checkpoint
+from .not_checkpoints import METADATA_NAME, DamagedError, damaged, damaged_part, why_no_checkpoint
 from .safe_metadata import SafePlanner, SafeReader
 from .table_state import Loading, Piece, check_sizes, fused_classes, fused_state, on_host
 
@@ -39,6 +41,7 @@ MODEL, FUSED, TABLE_OPTIMIZERS = "model", "fused_optimizer", "table_optimizers"
 AVERAGES = "lightning_overlap_averages"
 """Part of a folder, and entry of a checkpoint: averages of weights by the names of the weights in `state_dict`."""
 FUSED_CLASSES = "fused_optimizer_classes"  # entry of a checkpoint
+_SAVE = "lightning_overlap_save"  # entry of `meta.pt`: the identity of the save, which its checksums have too
 _OTHER_TABLES = "Was it saved from other tables?"
 
 
@@ -102,10 +105,10 @@ class FolderSaver:
         """
         self.wait()
         state = take_state(checkpoint, model, self._group)
-        buffer = io.BytesIO()
+        buffer, name = io.BytesIO(), uuid.uuid4().hex
         if is_rank_zero(self._group):
-            torch.save(checkpoint, buffer)
-        write = partial(_write, path, also, self._group, buffer.getbuffer())
+            torch.save({**checkpoint, _SAVE: name}, buffer)
+        write = partial(_write, path, also, self._group, name, buffer.getbuffer())
         if not asynchronous:
             write(state)
             return
@@ -157,12 +160,15 @@ def _in_words(err: BaseException) -> str:
     return "; ".join(f"rank {rank}: {error}" for error, rank in ranks.items())
 
 
-def _write(path: Path, also: Path | None, group: Group, rest: memoryview, state: State) -> None:
+def _write(path: Path, also: Path | None, group: Group, name: str, rest: memoryview, state: State) -> None:
     def begin() -> None:
         remove(unfinished)
         unfinished.mkdir(parents=True)
 
     def finish() -> None:
+        files = {key: value for of_rank in written for key, value in of_rank.items()}
+        checksums = Checksums(path, name, {**files, METADATA_NAME: (len(rest), checksum_of(rest))})
+        write_synced(unfinished / CHECKSUMS_NAME, lambda file: file.write(checksums.encode()))
         write_synced(unfinished / METADATA_NAME, lambda file: file.write(rest))
         atomic_replace(unfinished, path, also)
 
@@ -171,7 +177,9 @@ def _write(path: Path, also: Path | None, group: Group, rest: memoryview, state:
         on_rank_zero(begin, group)
         # With one file per rank, the writer of torch 2.13 keeps host copies of all tensors until the file is complete.
         writer = FileSystemWriter(unfinished, single_file_per_rank=False, per_thread_copy_ahead=0)
+        writer.fs = files = HashingFiles()
         save(state, storage_writer=writer, planner=_OneCopy(), process_group=group, no_dist=group is None)
+        written = gather_objects(files.written, group)
         on_rank_zero(finish, group)
 
 
@@ -206,6 +214,8 @@ def resolve_path(path: Path) -> Path:
             f"{path} is the leftover of an unfinished save. Load {path.with_suffix('')} if it exists, "
             "or another checkpoint."
         )
+    if not path.is_dir() and read_seal(path) is not None:
+        return path  # a full file of this strategy, whole or damaged
     if (why := why_no_checkpoint(path)) is not None:
         raise ValueError(why)
     return path
@@ -224,13 +234,19 @@ def load_folder(
     """Read a checkpoint folder into a sharded module, in place; return Lightning's checkpoint. All ranks call this.
 
     `with_optimizers` also loads the optimizer state of tables, and `averages` returns memory by name for averages of
-    weights; the names of those that were loaded are in the checkpoint's `AVERAGES`. Raises a RuntimeError if the folder
-    is damaged, or of another model or another fused optimizer.
+    weights; the names of those that were loaded are in the checkpoint's `AVERAGES`. Raises a DamagedError if a file is
+    not as it was saved, and a RuntimeError if the folder is of another model or another fused optimizer; tables may
+    have been written in part by then.
     """
     state_dict = model.state_dict()  # shares the module's memory: filling it loads the module
-    saved = _saved(path, [key for key, value in state_dict.items() if not isinstance(value, Tensor)])
-    rest = read_file(path / METADATA_NAME, weights_only=weights_only)
-    _check_same_model(path, state_dict, saved[MODEL], strict)
+
+    def begin() -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+        rest = _read_rest(path, weights_only=weights_only, checks_all=is_rank_zero(group))
+        saved = _saved(path, [key for key, value in state_dict.items() if not isinstance(value, Tensor)])
+        _check_same_model(path, state_dict, saved[MODEL], strict)
+        return rest, saved
+
+    rest, saved = together(begin, group, alike=(ValueError,))  # what the files are
     state: State = {MODEL: {key: value for key, value in state_dict.items() if key in saved[MODEL]}}
     loading = None
     if with_optimizers and "optimizer_states" in rest:
@@ -244,7 +260,11 @@ def load_folder(
         reader, planner = SafeReader(path), SafePlanner(weights_only)
         load(state, storage_reader=reader, planner=planner, process_group=group, no_dist=group is None)
     except CheckpointException as err:  # on every rank
-        for error, _ in err.failures.values():
+        errors = [error for error, _ in err.failures.values()]
+        for error in errors:
+            if isinstance(error, DamagedError):
+                raise DamagedError(str(error)) from err
+        for error in errors:
             if isinstance(error, pickle.UnpicklingError):
                 raise _untrusted(path, error) from err
         raise RuntimeError(f"could not load {path} into this model: {_in_words(err)}. {_OTHER_TABLES}") from err
@@ -253,6 +273,22 @@ def load_folder(
         put_table_states(state.get(TABLE_OPTIMIZERS, {}), rest["optimizer_states"])
     loaded = {FUSED: None, AVERAGES: sorted(state.get(AVERAGES, {}))}  # None: already loaded
     return {**rest, "state_dict": {**state_dict, **state.get(MODEL, {})}, **loaded}
+
+
+def _read_rest(path: Path, *, weights_only: bool | None, checks_all: bool) -> dict[str, Any]:
+    """Return what `meta.pt` has; with `checks_all` raise a DamagedError if any file is missing, short or long."""
+    checksums = read_checksums(path)
+    if checksums is not None:
+        checksums.check(METADATA_NAME)
+        for name in checksums.files if checks_all else ():
+            checksums.check_size(name)
+    rest = read_file(path / METADATA_NAME, weights_only=weights_only)
+    save_name = rest.pop(_SAVE, "")
+    if checksums is None and save_name:
+        raise DamagedError(damaged_part(path, CHECKSUMS_NAME, "is missing"))
+    if checksums is not None and checksums.save != save_name:
+        raise DamagedError(damaged_part(path, CHECKSUMS_NAME, f"is of another save than its {METADATA_NAME}"))
+    return rest
 
 
 def _saved(path: Path, objects: Sequence[str]) -> dict[str, dict[str, Any]]:

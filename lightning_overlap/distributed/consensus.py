@@ -154,19 +154,22 @@ def gather_objects(value: Any, group: Group = None) -> list[Any]:
     return values
 
 
-def together(action: Callable[[], T], group: Group) -> T:
+def together(action: Callable[[], T], group: Group, *, alike: tuple[type[Exception], ...] = ()) -> T:
     """Call a function on every rank of a group and return its result; all ranks raise the first failing rank's error.
 
-    The function must not wait for other ranks after anything that may fail on a single rank.
+    It is a RuntimeError unless its type is in `alike`. The function must not wait for other ranks after anything that
+    may fail on a single rank.
     """
     result, error, cause = None, None, None
     try:
         result = action()
+    except alike as err:
+        error, cause = err, err
     except Exception as err:
-        error, cause = str(err) if isinstance(err, RuntimeError) else f"{type(err).__name__}: {err}", err
-    for message in gather_objects(error, group):
-        if message is not None:
-            raise RuntimeError(message) from cause
+        error, cause = RuntimeError(str(err) if isinstance(err, RuntimeError) else f"{type(err).__name__}: {err}"), err
+    for found in gather_objects(error, group):
+        if found is not None:
+            raise found from cause
     return cast(T, result)
 
 

@@ -154,7 +154,7 @@ class SavesShards(HasRun):
         options = [] if weights_only is None else [weights_only]  # Lightning 2.5 has no such argument
         load_plain = partial(super().load_checkpoint, checkpoint_path, *options)
 
-        def read() -> tuple[Any, bool]:
+        def find() -> tuple[Any, bool]:
             path = Path(checkpoint_path)
             if not _is_plain_file(checkpoint_path, None, self.checkpoint_io) and not checkpoints.is_folder(path):
                 try:
@@ -164,10 +164,16 @@ class SavesShards(HasRun):
                     err.add_note(f"{loader} could not load {checkpoint_path}. Pass the path of a whole checkpoint.")
                     raise
             path = checkpoints.resolve_path(path)
-            is_folder = checkpoints.is_folder(path)
-            return (path if is_folder else checkpoints.load_file(path, weights_only=weights_only)), is_folder
+            return path, checkpoints.is_folder(path)
 
-        checkpoint: Any = found_checkpoints.read_alike(read, checkpoint_path, self.checkpoint_group)
+        def read_file() -> tuple[Any, bool]:
+            return checkpoints.load_file(checkpoint, weights_only=weights_only), False
+
+        read_alike = partial(found_checkpoints.read_alike, path=checkpoint_path, group=self.checkpoint_group)
+        checkpoint: Any = read_alike(find)
+        if isinstance(checkpoint, Path) and not checkpoints.is_folder(checkpoint):
+            checkpoints.check_file(checkpoint, self.checkpoint_group)  # before anything of it is used
+            checkpoint = read_alike(read_file)
         if isinstance(checkpoint, Path):  # of a folder, which all ranks read together
             load = partial(
                 checkpoints.load_folder,

@@ -19,6 +19,7 @@ from lightning_overlap import OverlapEmbeddingStrategy
 from ..support.cases import TABLE_WISE, Batches, Case
 from ..support.fits import make_trainer
 from .checkpoints import Evaluated, Opaque, load_from, save_to
+from .damages import remake_checksums
 
 MARK = "executed"
 
@@ -102,6 +103,8 @@ def load_changed(folder: str, what: str, fn: str, weights_only: bool | None) -> 
     path = Path(folder) / "a.ckpt"
     assert save_to(str(path), checkpoint_format=checkpoint_format) == "saved"
     change(path, Path(folder) / MARK)
+    if path.is_dir():
+        remake_checksums(path)
     model_class: type[nn.Module] = WithState if what == "extra_state" else Evaluated
     return load_from(TABLE_WISE, str(path), fn, weights_only=weights_only, model_class=model_class)
 

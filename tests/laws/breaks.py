@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from lightning_overlap.checkpoint import atomic, safe_metadata
+from lightning_overlap.checkpoint import atomic, checksums, safe_metadata
 from lightning_overlap.deltas.files.chain import Chain
 from lightning_overlap.dense.graph import Uses
 from lightning_overlap.dense.split_layers import SplitLayers
@@ -504,6 +504,28 @@ def _any_cut(patch: pytest.MonkeyPatch) -> None:
             return following(self, at)
 
     patch.setattr(Chain, "_following", following_any)
+
+
+# Law 15: what was saved together loads together.
+
+
+@breaks(
+    15,
+    "the files of a folder are not compared with their checksums",
+    "checkpoint/test_damages.py::test_files_of_two_saves_are_refused",
+)
+def _not_compared(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(checksums.Checksums, "check", _nothing)
+
+
+@breaks(
+    15,
+    "a rank of several compares nothing of a full file",
+    "checkpoint/test_damages.py::test_all_ranks_refuse_a_damaged_file[5000]",
+)
+def _half_compared(patch: pytest.MonkeyPatch) -> None:
+    check = checksums.Seal.check
+    patch.setattr(checksums.Seal, "check", lambda seal, part=0, num_parts=1: part or check(seal, part, num_parts))
 
 
 # Law 16: a signal ends a step.
