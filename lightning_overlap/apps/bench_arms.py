@@ -23,6 +23,7 @@ from torchrec.distributed.train_pipeline import train_pipelines
 from torchrec.distributed.types import ShardingEnv
 from typing_extensions import override
 
+from ..compat.torch import children_of
 from ..distributed import Issue, WrappedWork, groups, wrap_collectives
 from ..plugin import OverlapEmbeddingStrategy
 from ..tables import codecs_of, find_tables, make_plan, seed_shards, training_sharders
@@ -159,7 +160,7 @@ class _Rest(nn.Module):
 
     def forward(self, embeddings: Any, batch: Any) -> Any:
         (module,) = self._held
-        children: dict[str, Any] = module._modules
+        children = children_of(module)
         collection, children[self._path] = children[self._path], lambda _: embeddings
         try:
             return module.training_step(batch, 0)

@@ -13,10 +13,10 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.accelerators import CPUAccelerator, CUDAAccelerator
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar
-from torch.utils._pytree import tree_leaves
 from torchrec.distributed.fbgemm_qcomm_codec import QCommsConfig
 from torchrec.modules.embedding_modules import EmbeddingCollection
 
+from ..compat.torch import tree_leaves
 from ..data import RecDataModule
 from ..plugin import OverlapEmbeddingStrategy
 from ..schedules import Mode

@@ -14,22 +14,23 @@ from typing import Any, TypeAlias
 import torch
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.planner import ReadItem
 from typing_extensions import override
 
+from ..compat.torch import NAMES_IN_METADATA, StoragePlace
 from .checksums import CheckedFiles, Checksums, read_checksums
 from .not_checkpoints import DamagedError, damaged_part
 
 _CLASSES = (dcp.MetadataIndex, dcp.TensorStorageMetadata, dcp.BytesStorageMetadata, dcp.ChunkStorageMetadata)
-_REAL = {kind.__name__: kind for kind in (*_CLASSES, _StorageInfo)}
+_REAL = {kind.__name__: kind for kind in (*_CLASSES, StoragePlace)}
 
 LIST_NAME = ".metadata"
 
 _RECORDS = {
     *((kind.__module__, name) for name, kind in _REAL.items()),
-    *((dcp.__name__, name) for name in ("Metadata", "StorageMeta", "TensorProperties", "_MEM_FORMAT_ENCODING")),
-    ("torch.serialization", "_get_layout"),
+    *((dcp.__name__, name) for name in ("Metadata", "StorageMeta", "TensorProperties")),
+    *NAMES_IN_METADATA,
     ("builtins", "getattr"),  # some versions of Python write enums with it
     *((module, name) for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")),
 }

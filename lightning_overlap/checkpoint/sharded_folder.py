@@ -20,9 +20,9 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
-from torch.utils._pytree import tree_map_only
 from typing_extensions import override
 
+from ..compat.torch import tree_map_only
 from ..distributed import Group, gather_objects, together
 from ..tables import ShardedStateNames
 from ..text import check_known, some

@@ -26,6 +26,7 @@ from torchrec.distributed.types import (
 )
 from torchrec.optim.keyed import CombinedOptimizer
 
+from ..compat.fbgemm import lookup_counts, set_count
 from ..compat.torch import sharded_tensor
 from ..distributed import warn_on_rank_zero
 from ..tables import kernel_of, sharded_modules, table_modules
@@ -79,7 +80,7 @@ def fused_state(model: nn.Module) -> dict[StateKey, Piece]:
                     pieces[key] = value
     for weight_name, fused, kernel in fused_kernels(model):
         # A scheduler's change of the learning rate reaches the kernel only in `zero_grad` or `step`.
-        pieces[StateKey(weight_name, ITERATION)] = kernel.iter_cpu.detach().clone().reshape(1)
+        pieces[StateKey(weight_name, ITERATION)] = torch.tensor(lookup_counts([kernel]))
         for kind, lr in ((LR, fused.param_groups[0]["lr"]), (APPLIED_LR, kernel.get_learning_rate())):
             pieces[StateKey(weight_name, kind)] = torch.tensor([lr], dtype=torch.float64)
     return pieces
@@ -151,8 +152,7 @@ class Loading:
             numbers = [self.pieces.get(f"{weight}.{kind}") for kind in KERNEL_KINDS]
             iteration, lr, applied_lr = (None if number is None else number.item() for number in numbers)
             if iteration is not None:
-                kernel.iter.fill_(iteration)
-                kernel.iter_cpu.fill_(iteration)
+                set_count(kernel, iteration)
             if lr is not None:  # None for runs without this strategy
                 kernel.set_learning_rate(applied_lr)
                 for group in fused.param_groups:

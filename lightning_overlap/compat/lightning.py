@@ -95,6 +95,11 @@ def _of_inner(name: str) -> Any:
     return property(lambda self: getattr(self.inner, name), lambda self, value: setattr(self.inner, name, value))
 
 
+def _own(name: str, what: str) -> Any:
+    """Return a property that reads and writes a fetcher's own attribute `name`."""
+    return property(lambda self: getattr(self, name), lambda self, value: setattr(self, name, value), doc=what)
+
+
 class StagedFetcher(_DataLoaderIterDataFetcher):
     """Gives a loop batches that are on the device already: Lightning's loops transfer none of them.
 
@@ -113,32 +118,9 @@ class StagedFetcher(_DataLoaderIterDataFetcher):
     _start_profiler = _of_inner("_start_profiler")
     _stop_profiler = _of_inner("_stop_profiler")
 
-    @property
-    def batch(self) -> Any:
-        """The batch that hooks such as `on_train_batch_start` get."""
-        return self._batch
-
-    @batch.setter
-    def batch(self, batch: Any) -> None:
-        self._batch = batch
-
-    @property
-    def batch_idx(self) -> int:
-        """The number that hooks get with `batch`."""
-        return self._batch_idx
-
-    @batch_idx.setter
-    def batch_idx(self, number: int) -> None:
-        self._batch_idx = number
-
-    @property
-    def dataloader_idx(self) -> int:
-        """The number of the batch's data loader in an evaluation."""
-        return self._dataloader_idx
-
-    @dataloader_idx.setter
-    def dataloader_idx(self, number: int) -> None:
-        self._dataloader_idx = number
+    batch = _own("_batch", "The batch that hooks such as `on_train_batch_start` get.")
+    batch_idx = _own("_batch_idx", "The number that hooks get with `batch`.")
+    dataloader_idx = _own("_dataloader_idx", "The number of the batch's data loader in an evaluation.")
 
     @override
     def teardown(self) -> None:

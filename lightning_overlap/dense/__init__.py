@@ -1,4 +1,3 @@
 """The dense part's backward in two halves: gradients of inputs in the backward, gradients of weights after it."""
 
-from .graph import saving_is_hooked
 from .split_layers import LateAllReduce, SplitLayers

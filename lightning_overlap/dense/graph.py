@@ -3,9 +3,10 @@
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
+
+from ..compat.torch import saving_is_hooked
 
 UNSEEN = "the first step does not call it, or calls it inside of torch.compile or torch.func"
 
@@ -81,9 +82,3 @@ def depend_on(tensors: Iterable[Tensor], weights: Iterable[Tensor]) -> bool:
         node for tensor in tensors if tensor.requires_grad for node in _between(get_gradient_edge(tensor).node, None)
     }
     return {id(node.variable) for node in nodes if hasattr(node, "variable")} <= {id(weight) for weight in weights}
-
-
-def saving_is_hooked() -> bool:
-    """Whether hooks on saved tensors are active: a non-reentrant `checkpoint()` uses them to drop saved tensors."""
-    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-    return top is not None and top(True) is not None

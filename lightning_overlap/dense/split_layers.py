@@ -14,6 +14,16 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
+from ..compat.torch import (
+    changes_output,
+    current_backward,
+    has_backward_hooks,
+    has_comm_hook,
+    in_forward_ad,
+    is_compiled,
+    num_forward_hooks,
+    num_writes,
+)
 from .graph import Uses, depend_on
 
 SPLIT_TYPES = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)  # exactly these: a subclass's forward may do anything
@@ -42,7 +52,7 @@ class SplitLayer:
 
     def num_hooks(self) -> int:
         """Return how many hooks parts of a chain have: hooks may bring in tensors outside of its backward."""
-        return sum(len(part._forward_hooks) + len(part._forward_pre_hooks) for part in self._parts)
+        return sum(num_forward_hooks(part) for part in self._parts)
 
 
 class LateAllReduce:
@@ -58,7 +68,7 @@ class LateAllReduce:
     def register(self) -> None:
         """Register the hook before the first forward, unless the user has registered one, in `on_train_start` say."""
         model, self._model = self._model, None
-        if model is not None and not model._comm_hooks:
+        if model is not None and not has_comm_hook(model):
             model.register_comm_hook(self, lambda late, bucket: late.start(bucket))
 
     def start(self, bucket: Any) -> Future[Tensor]:
@@ -227,8 +237,8 @@ class SplitLayers:
             torch.compiler.is_compiling()
             or self._inside
             or not torch.is_grad_enabled()
-            or torch.autograd.forward_ad._current_level >= 0
-            or torch._C._current_graph_task_id() != -1  # a checkpoint() repeats the forward
+            or in_forward_ad()
+            or current_backward() != -1  # a checkpoint() repeats the forward
             or not isinstance(given, Tensor)
             or (not layer.is_layer and given.requires_grad)
             or not layer.has_own_weights()
@@ -288,15 +298,13 @@ class _Halves(torch.autograd.Function):
 
 def _state(weight: Tensor) -> object:
     """Return a value that changes when a gradient is added to a weight's gradient."""
-    return None if weight.grad is None else (id(weight.grad), weight.grad._version)
+    return None if weight.grad is None else (id(weight.grad), num_writes(weight.grad))
 
 
 def _candidates(model: nn.Module, without: set[int]) -> Iterator[SplitLayer]:
     """Yield the modules that may be split, and those left whole that multiply by weights of their own (no norms)."""
     holders = Counter(id(weight) for module in model.modules() for weight in module.parameters(recurse=False))
-    kind = torch._dynamo.OptimizedModule
-    whole = [one for one in model.modules() if isinstance(one, kind) or one._compiled_call_impl is not None]
-    compiled = {id(part) for module in whole for part in module.modules()}
+    compiled = {id(part) for one in model.modules() if is_compiled(one) for part in one.modules()}
     parts_of_left: set[int] = set()
     for name, module in model.named_modules():
         layer = SplitLayer(name, module)
@@ -324,7 +332,7 @@ def _candidates(model: nn.Module, without: set[int]) -> Iterator[SplitLayer]:
 def _is_plain(module: nn.Module) -> bool:
     """Whether a module is a chain of torch.nn's own modules: its output depends on its one input alone."""
     [_, *parts] = module.modules()
-    return type(module) is nn.Sequential and all(_is_of_torch(part) and not part._forward_hooks for part in parts)
+    return type(module) is nn.Sequential and all(_is_of_torch(part) and not changes_output(part) for part in parts)
 
 
 def _is_of_torch(module: nn.Module) -> bool:
@@ -337,7 +345,7 @@ def _why_whole(layer: SplitLayer, compiled: set[int], holders: Mapping[int, int]
         return "it is compiled"
     if "forward" in vars(module):
         return "its forward was replaced"
-    if module._backward_hooks or module._backward_pre_hooks:
+    if has_backward_hooks(module):
         return "it has backward hooks"
     if layer.is_layer and "weight" not in dict(module.named_parameters(recurse=False)):
         return "its weight is computed"

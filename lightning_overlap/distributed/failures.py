@@ -27,7 +27,7 @@ from ..compat import torch
 FAILED = "lightning_overlap/failures"  # in the store: how often a rank of this job has failed
 LEAVE_S = 3.0  # seconds that the first failing rank and the others wait for each other to print
 
-_MARK = "_lightning_overlap_cause"
+_MARK = "lightning_overlap_cause"
 _causes: dict[int, FirstCause] = {}
 """The `FirstCause` of the newest error, by its id. The error holds only this id: a store cannot be pickled."""
 _PLACE = re.compile(r"rank \d+ (was|had failed) |Another rank did not answer")

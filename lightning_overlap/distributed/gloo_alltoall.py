@@ -1,7 +1,7 @@
 """A gloo backend whose all-to-alls use both directions of a link at once, whichever rank arrives first."""
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -10,27 +10,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..compat.torch import OverGloo
+
 BACKEND = "gloo_receives_first"  # the name for `torch.distributed.new_group`
 
 
-class ReceivesFirst(dist.ProcessGroup):
+class ReceivesFirst(OverGloo):
     """gloo with all-to-alls that post point-to-point receives first and sends second.
 
     gloo's own all-to-all posts the send first, and a connection keeps that order: the later rank sends all its data
     before it announces that it is ready to receive, so a link of limited bandwidth takes twice as long.
 
-    All other calls go to gloo directly and not through the base class: that would hold Python's lock, for which a gloo
-    thread with its own lock may wait. All ranks issue a group's all-to-alls in the same order.
+    All ranks issue a group's all-to-alls in the same order.
     """
 
     def __init__(self, gloo: dist.ProcessGroupGloo, rank: int, size: int) -> None:
-        super().__init__(rank, size)  # type: ignore[call-arg]
-        self._gloo: Any = gloo  # torch's annotations lack methods that every backend has
+        super().__init__(gloo, rank, size)
         self._num = 0
-        self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
-
-    def _get_backend_name(self) -> str:
-        return "gloo"  # PyTorch's sharded tensors take this name for host memory, and any other name for a device's
 
     def alltoall_base(
         self,
@@ -50,8 +46,8 @@ class ReceivesFirst(dist.ProcessGroup):
         # posted at that moment may be received in either order.
         tag, self._num = self._num, (self._num + 1) % (1 << 31)
         others = [(me + shift) % size for shift in range(1, size)]
-        works = [self._gloo.recv([received[rank]], rank, tag) for rank in others if received[rank].numel()]
-        works += [self._gloo.send([sent[rank]], rank, tag) for rank in others if sent[rank].numel()]
+        works = [self.gloo.recv([received[rank]], rank, tag) for rank in others if received[rank].numel()]
+        works += [self.gloo.send([sent[rank]], rank, tag) for rank in others if sent[rank].numel()]
         if sent[me].numel():  # empty tensors may have different shapes
             with torch.no_grad():
                 received[me].copy_(sent[me])
@@ -59,28 +55,6 @@ class ReceivesFirst(dist.ProcessGroup):
 
     all_to_all_single = alltoall_base  # type: ignore[assignment]
     """`torch.distributed.all_to_all_single` calls this from 2.13 on; earlier versions call the other name."""
-
-
-_COLLECTIVES = (
-    *("allreduce", "allreduce_coalesced", "broadcast", "reduce", "gather", "scatter", "alltoall", "barrier"),
-    *("allgather", "_allgather_base", "allgather_coalesced", "reduce_scatter", "_reduce_scatter_base"),
-    *("send", "recv", "recv_anysource", "gather_single"),
-)
-_OLDER = {"all_gather_single": "_allgather_base", "reduce_scatter_single": "_reduce_scatter_base"}
-"""Process group method in torch 2.13 and 2.14 -> gloo's older name for it."""
-
-
-def _hand_on(group: type, gloo: type) -> None:
-    def handed_on(name: str) -> Callable[..., Any]:
-        return lambda self, *args, **kwargs: getattr(self._gloo, name)(*args, **kwargs)
-
-    for name in (*_COLLECTIVES, *_OLDER):
-        method = name if hasattr(gloo, name) else _OLDER.get(name, name)
-        if hasattr(gloo, method):
-            setattr(group, name, handed_on(method))
-
-
-_hand_on(ReceivesFirst, dist.ProcessGroupGloo)
 
 
 class Exchange(dist.Work):

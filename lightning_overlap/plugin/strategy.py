@@ -292,19 +292,19 @@ class OverlapEmbeddingStrategy(ReadsTables, WalksSteps, StartsProcesses):
             batch_size = lightning_getattr(module, "batch_size") if has_size else None
             # DDPStrategy draws nothing here: from now on ranks toss the same coins, and dropout drops the same.
             with isolate_rng(include_cuda=not on_cpu):
-                tables.shard_tables(
-                    self.model,
+                options = tables.ShardingOptions(
                     sharding=self.sharding,
                     fused_optimizer=self.fused_optimizer,
+                    quantized_comms=self.quantized_comms,
+                    replicate_tables=self.replicate_tables,
                     group=self._groups.tables,
                     device=self.root_device,
                     local_world_size=self.num_processes,
-                    quantized_comms=self.quantized_comms,
-                    replicate_tables=self.replicate_tables,
                     batch_size=batch_size if isinstance(batch_size, int) and batch_size > 0 else None,
                     # Between hosts on a CPU a part is updated and looked up while the other part's gradients arrive.
                     in_two_parts=self._schedule.updates_before_step and on_cpu and self.world_size > self.num_processes,
                 )
+                tables.shard_tables(self.model, options)
             ignored = tables.ShardedStateNames(self.model)
             ignore_in_ddp(self.model, ignored)
         super().model_to_device()

@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..compat.torch import READER_OF_STEPS, SYNCING_OPERATORS, TorchDispatchMode
 
 _OPERATORS = frozenset(  # of ATen: they read a device tensor on the host, or its values determine their output's size
-    {"_local_scalar_dense", "nonzero", "masked_select", "equal", "item", "bincount"}
-    | {"_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive"}
+    {"nonzero", "masked_select", "equal", "item", "bincount"}
+    | {"unique_dim", "unique_consecutive", "unique_dim_consecutive", *SYNCING_OPERATORS}
 )
 _METHODS: Mapping[Any, str] = {torch.Tensor.tolist: "tolist", torch.Tensor.numpy: "numpy", torch.Tensor.cpu: "cpu"}
 """Tensor methods that copy to the host on a device and call no operator on a CPU."""
@@ -64,9 +65,9 @@ class HostSync:
 
 
 _READERS_OF_HOST_MEMORY = (  # (part of a file's path, function or '' for all functions)
-    ("/torch/optim/optimizer.py", "_get_value"),  # the count of steps, unless `capturable` or `fused`
+    READER_OF_STEPS,  # the count of steps, unless `capturable` or `fused`
     ("/fbgemm_gpu/split_table_batched_embeddings_ops_training.py", "forward"),  # the count of steps, `iter_cpu`
-    ("/lightning_overlap/sparse/update_rates.py", "lookup_counts"),  # `iter_cpu`
+    ("/lightning_overlap/compat/fbgemm.py", "lookup_counts"),  # `iter_cpu`
     ("/fbgemm_gpu/split_table_batched_embeddings_ops_training.py", "get_learning_rate"),  # `learning_rate_tensor`
     ("/lightning_overlap/sparse/batch_inputs.py", "note_lengths"),  # of a batch that is still on the host
     ("/lightning_overlap/tables/id_ranges.py", "first_outside"),  # skips ids on a device

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
+from ..compat.torch import call_after_backward, current_backward
 from ..distributed import CONSENSUS, Issue, WrappedWork, wrap_collectives
 from ..runtime import CudaStreams, Streams
 from ..schedules import Stage, StreamName
@@ -168,14 +169,14 @@ class SpanRecorder:
         """Record, on a CPU, the wait for DistributedDataParallel's all-reduce at the end of this loss's backward."""
         if self._device is not None or not loss.requires_grad:
             return
-        queue, wait = torch.autograd.Variable._execution_engine.queue_callback, ExitStack()
+        wait = ExitStack()
         what = Category.WAIT, HOST_LANE, "dense all-reduce", *(self.stage or ())
 
         def begin() -> None:  # the gradients are computed, so DistributedDataParallel has queued its wait
             wait.enter_context(self._around(*what))
-            queue(wait.close)
+            call_after_backward(wait.close)
 
-        loss.register_hook(lambda _: queue(begin))
+        loss.register_hook(lambda _: call_after_backward(begin))
 
     @contextmanager
     def _around(
@@ -282,5 +283,5 @@ def _saved_share(name: str, sent: Any, compression: Mapping[str, float]) -> floa
 def all_to_all_name(sent: Tensor, *splits: Any) -> str:
     """Return the content of an all-to-all, in any pipeline: `sizes`, `ids`, `embeddings` or `gradients`."""
     if sent.is_floating_point() or sent.dtype is torch.uint8:
-        return "gradients" if torch._C._current_graph_task_id() != -1 else EMBEDDINGS
+        return "gradients" if current_backward() != -1 else EMBEDDINGS
     return "sizes" if all(split is None for split in splits) else "ids"  # sizes are sent in equal parts

@@ -6,11 +6,11 @@ from .flight import FetchedBatch, Flight, ModulePart, Rates
 from .interfaces import BatchSource, Observer, SparseStages, StageTimer
 from .streams import NOTHING, BatchCopies, CudaStreams, Made, Streams, make_streams, tensors_in
 from .table_access import TableAccess
-from .telemetry import Telemetry, is_profiled
+from .telemetry import Telemetry
 from .walker import Walker
 
 __all__ = [
     *("NOTHING", "BatchCopies", "BatchMemory", "BatchSource", "CudaStreams", "FetchedBatch", "Flight", "Made"),
     *("ModulePart", "Observer", "Path", "Rates", "SparseStages", "StageTimer", "Streams", "TableAccess"),
-    *("Telemetry", "Walker", "allocates_batches", "is_profiled", "leaves", "make_streams", "resolve", "tensors_in"),
+    *("Telemetry", "Walker", "allocates_batches", "leaves", "make_streams", "resolve", "tensors_in"),
 ]

@@ -7,14 +7,13 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import get_gradient_edge
-from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
+from ..compat.torch import COPY, TorchDispatchMode
 from ..schedules import StreamName
 from .batch_tree import leaves
 
 NOTHING: AbstractContextManager[Any] = nullcontext()
-_TO = torch.ops.aten._to_copy.default
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +242,7 @@ class BatchCopies(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         device = kwargs.get("device")
-        if func is not _TO or device is None or torch.device(device).type != self._device_type:
+        if func is not COPY or device is None or torch.device(device).type != self._device_type:
             return func(*args, **kwargs)
         [source] = args
         if source.device.type != "cpu" or source.layout is not torch.strided:

@@ -1,22 +1,15 @@
 """Name each stage and its batch to a profiler, an observer and a timer, and in errors; next to free without them."""
 
-import os
-from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import partial
 from types import TracebackType
 from typing import Any
 
 import torch
 
+from ..compat.torch import is_profiled
 from ..schedules import Stage, StreamName
 from .interfaces import Observer, StageTimer
 from .streams import NOTHING
-
-is_profiled: Callable[[], bool] = torch._C._autograd._profiler_enabled
-"""Whether a profiler may see this thread now."""
-if "KINETO_USE_DAEMON" in os.environ:  # a daemon may start a profiler unseen by this thread
-    is_profiled = partial(bool, True)
 
 
 def _ignore(kind: str, stage: Stage, batch: int) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..compat.torch import call_after_backward
+from ..compat.torch import call_after_backward, is_profiled
 from ..distributed import Consensus
 from ..schedules import TRAINING_STAGES, Schedules, Stage, Step, StreamName, WeightOwner
 from .batches import Batches, abandon
@@ -17,7 +17,7 @@ from .interfaces import BatchSource, SparseStages, WeightGradients
 from .run_ahead import RunAhead
 from .streams import Streams
 from .table_writes import NUM_POLLS, TableWrites
-from .telemetry import Telemetry, is_profiled
+from .telemetry import Telemetry
 
 
 class Walker:

@@ -1,23 +1,20 @@
 """Deferred updates: autograd stops at the received embeddings; `send` and `apply` run the rest of it later."""
 
-import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
-from torchrec.distributed.comm_ops import Request
-from torchrec.distributed.types import Awaitable, NoWait
+from torchrec.distributed.types import Awaitable
 
 from ..compat.torch import call_after_backward, current_backward
+from ..compat.torchrec import Collective, collectives_in, is_sent, joint_of, set_joint, work_of
 from ..tables import SetRates
 from .update_rates import Kernels, kernel_rates, set_kernel_rates
-
-OutputDist = Callable[..., Awaitable[Tensor]]
 
 
 class _Gap(NamedTuple):
@@ -25,7 +22,7 @@ class _Gap(NamedTuple):
 
     graph: Tensor  # output of the first function: an empty tensor, or on one rank the embeddings
     leaf: Tensor  # the input of the second function in its place: a leaf, whose `.grad` a backward sets
-    request: Request[Any] | None  # the collective; None on one rank
+    collective: Any  # TorchRec's, whose two functions the gap is between; None on one rank
     part: int
 
 
@@ -70,24 +67,21 @@ class DeferredUpdate:
         else:
             set_kernel_rates(self._kernels, self._rates)
 
-    def deferring(self, output_dist: OutputDist, part: int) -> OutputDist:
-        """Return the output dist of a part, with gaps in the graph of its embeddings; it raises without all-to-all."""
+    def open_gaps(self, part: int, output_dist: nn.Module, args: tuple[Any, ...], started: Awaitable[Tensor]) -> None:
+        """Open gaps in the graph of a part's embeddings, where they are sent: a forward hook of its output dist.
 
-        def start(embeddings: Tensor, *context: Any) -> Awaitable[Tensor]:
-            started = output_dist(embeddings, *context)
-            collectives = list(_collectives_in(started))
-            gaps = [gap for one in collectives if (gap := self._open_gap(one, part)) is not None]
-            if embeddings.requires_grad and not gaps:
-                raise RuntimeError(
-                    f"cannot defer the update of tables whose embeddings come by {type(started).__name__}: no "
-                    "all-to-all was found in it. Train without defer_update."
-                )
-            self._gaps += gaps
-            if any(isinstance(one, Request) for one in collectives):
-                started.callbacks.append(partial(self._open_gap_at_embeddings, part))
-            return started
-
-        return start
+        Raise a RuntimeError if nothing sends embeddings that need a gradient.
+        """
+        collectives = list(collectives_in(started))
+        gaps = [gap for one in collectives if (gap := self._open_gap(one, part)) is not None]
+        if args[0].requires_grad and not gaps:
+            raise RuntimeError(
+                f"cannot defer the update of tables whose embeddings come by {type(started).__name__}: no "
+                "all-to-all was found in it. Train without defer_update."
+            )
+        self._gaps += gaps
+        if any(map(is_sent, collectives)):
+            started.callbacks.append(partial(self._open_gap_at_embeddings, part))
 
     def call_after_backward(self, call: Callable[[], None]) -> list[RemovableHandle]:
         """Call a function once a backward has run all its nodes, before DistributedDataParallel waits; return hooks."""
@@ -101,20 +95,17 @@ class DeferredUpdate:
         leaf.register_post_accumulate_grad_hook(partial(self._keep_gradient, part, received, sends=True))
         return _at_leaf(leaf)
 
-    def _open_gap(self, collective: Request[Any] | NoWait[Any], part: int) -> _Gap | None:
-        # TorchRec makes a collective of two autograd functions that an empty tensor joins: the first starts it, the
-        # second waits for it. In the backward the second starts the all-to-all of gradients, and the first waits for
-        # it. The gap is at the empty tensor, or, on one rank, at the embeddings themselves.
-        is_sent = isinstance(collective, Request)
-        name = "dummy_tensor" if is_sent else "_obj"
-        graph = getattr(collective, name)
-        if not isinstance(graph, Tensor) or not graph.requires_grad:
+    def _open_gap(self, collective: Collective, part: int) -> _Gap | None:
+        graph = joint_of(collective)
+        if graph is None or not graph.requires_grad:
             return None
         leaf = graph.detach().requires_grad_()
-        setattr(collective, name, leaf if is_sent else _at_leaf(leaf))
-        if not is_sent:
-            leaf.register_post_accumulate_grad_hook(partial(self._keep_gradient, part, graph, sends=False))
-        return _Gap(graph, leaf, collective if is_sent else None, part)
+        if is_sent(collective):
+            set_joint(collective, leaf)
+            return _Gap(graph, leaf, collective, part)
+        set_joint(collective, _at_leaf(leaf))
+        leaf.register_post_accumulate_grad_hook(partial(self._keep_gradient, part, graph, sends=False))
+        return _Gap(graph, leaf, None, part)
 
     def _keep_gradient(self, part: int, graph: Tensor, leaf: Tensor, *, sends: bool) -> None:
         """Take the gradient that a backward has left at `leaf`; with `sends` that of `graph` starts an all-to-all."""
@@ -149,8 +140,8 @@ class DeferredUpdate:
     @property
     def works(self) -> list[dist.Work]:
         """The collectives that are under way."""
-        requests = [gap.request for gap in self._gaps]
-        return [request.req for request in requests if request is not None and request.req is not None]
+        works = [work_of(gap.collective) for gap in self._gaps if gap.collective is not None]
+        return [work for work in works if work is not None]
 
     def apply(self) -> None:
         """Wait for the gradients and update the tables, at the learning rates of their backward."""
@@ -190,34 +181,17 @@ class DeferredUpdate:
             set_kernel_rates(self._kernels, present)
         for gap in gaps:
             gap.leaf.grad = None
-            if gap.request is not None:
+            if gap.collective is not None:
                 # TorchRec has dropped it, but needs it for the gradient of the next backward.
-                gap.request.dummy_tensor = gap.leaf
-
-
-def _collectives_in(started: Any) -> Iterator[Request[Any] | NoWait[Any]]:
-    """Yield the collectives in the result of an output dist, which may be nested."""
-    kind = _kind_of(started.__class__)
-    if kind is Request or kind is NoWait:
-        yield started
-    elif kind is not None:
-        for part in started if kind is list else vars(started).values():
-            if _kind_of(part.__class__) is not None:  # thirty objects a step have no kind
-                yield from _collectives_in(part)
-
-
-@functools.cache
-def _kind_of(cls: type) -> Any:
-    """Return how `_collectives_in` treats objects of a class; cached: `isinstance` is slow for abstract classes."""
-    return next((kind for kind in (Request, NoWait, Awaitable, list) if issubclass(cls, kind)), None)
+                set_joint(gap.collective, gap.leaf)
 
 
 def before_gradients(embeddings: object, num_parts: int) -> list[Tensor] | None:
     """Return the tensors on which a hook runs right before the backward of an early lookup waits for gradients."""
     # The empty tensors of `_open_gap`. If a part with fused tables has none, the backward may update without a wait.
-    dummies = [part.dummy_tensor for part in _collectives_in(embeddings) if isinstance(part, Request)]
-    found = [dummy for dummy in dummies if isinstance(dummy, Tensor) and dummy.requires_grad]
-    return found if len(found) == len(dummies) >= num_parts else None
+    joints = [joint_of(one) for one in collectives_in(embeddings) if is_sent(one)]
+    found = [joint for joint in joints if joint is not None and joint.requires_grad]
+    return found if len(found) == len(joints) >= num_parts else None
 
 
 class _AtLeaf(torch.autograd.Function):

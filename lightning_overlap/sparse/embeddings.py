@@ -4,12 +4,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torchrec.distributed.types import LazyAwaitable, LazyGetItemMixin
+from typing_extensions import override
 
-from ..runtime import is_profiled
+from ..compat.torchrec import LazyResult
 
 
-class LazyEmbeddings(LazyGetItemMixin[str, Any], LazyAwaitable[Any]):  # type: ignore[misc]
+class LazyEmbeddings(LazyResult):
     """Embeddings that `receive` waits for at their first use, in the grad mode of the call, not of that use."""
 
     def __init__(self, receive: Callable[[], Any]) -> None:
@@ -26,11 +26,8 @@ class LazyEmbeddings(LazyGetItemMixin[str, Any], LazyAwaitable[Any]):  # type: i
     def __len__(self) -> int:
         return len(self.keys())
 
-    def wait(self) -> Any:
-        """Return the embeddings; without a profiler, skip TorchRec's `wait`, whose profiler range takes 5 us."""
-        return super().wait() if is_profiled() or self.callbacks else self._wait_impl()
-
-    def _wait_impl(self) -> Any:
+    @override
+    def result(self) -> Any:
         if _grad_mode() == self._mode:
             return self._receive()
         grad, inference = self._mode

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..dense import saving_is_hooked
+from ..compat.torch import saving_is_hooked
 from ..runtime import NOTHING
 
 

@@ -2,28 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, islice
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torchrec.distributed.dist_data import KJTAllToAll
-from torchrec.distributed.embedding_sharding import KJTSplitsAllToAllMeta
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.sharding.tw_sharding import TwSparseFeaturesDist
+from torchrec.distributed.types import Awaitable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from typing_extensions import override
 
-from ..compat.torchrec import IdsAwaitable, splits_of, stagger_of, stay_here, tell_lookups
+from ..compat.torchrec import (
+    IdsAwaitable,
+    all_to_all_of,
+    features_order,
+    set_lengths,
+    set_values,
+    splits_of,
+    stagger_of,
+    stay_here,
+    tell_lookups,
+)
 from ..distributed import Entry, PackedExchange, gather_objects
 from ..runtime import Streams
 from ..tables import ids_fit_32_bits, input_dists_of, num_ids
-from .input_sizes import Form, InputSizes, PartSizes, form_of, is_counted_on_device, is_device
-from .replacing import other_forwards
+from .input_sizes import Described, Form, InputSizes, PartSizes, form_of, is_counted_on_device, is_device
+from .other_forwards import other_forwards
 
 if TYPE_CHECKING:
     from .flight import SparseFlight
@@ -32,55 +42,21 @@ FEW_SEGMENTS, MANY_IDS = 16, 512
 """A segment costs 1.6 us (one thread), so many segments with few ids each are left to TorchRec's kernel."""
 
 
-@dataclass
-class Described(KJTSplitsAllToAllMeta):  # type: ignore[misc]
-    """What an all-to-all of the ids of one part would send."""
-
-    order: list[int] | None  # in which the input's features are sent; None: in the input's own
-    num_ids: list[int]  # of each of the input's features, if it has an order
-
-    @property
-    def pieces(self) -> list[list[int]]:
-        """Lengths, then ids of each of the input's features; empty without an order."""
-        return [] if self.order is None else [[self._input.stride()] * len(self.num_ids), self.num_ids]
-
-    @property
-    def places(self) -> list[list[int]] | None:
-        """By rank, the numbers of the input's features that go there."""
-        features = iter(self.order or ())
-        return None if self.order is None else [[*islice(features, num)] for num in self.splits]
-
-    def entries(self, sizes: PartSizes, segments: Sequence[Any]) -> list[Entry]:
-        """Return lengths, ids and weights as entries of an all-to-all; `sizes` and `segments` are of what arrives."""
-        entries = []
-        for number, tensor in enumerate(self.input_tensors):
-            sent, received = self.input_splits[number], sizes.by_tensor[number]
-            pieces = self.pieces[number] if self.pieces else None
-            entries.append(Entry(tensor, sent, received, segments[number], pieces, self.places))
-        return entries
-
-
 @contextmanager
 def splits_only(
     module: Any, kjt: KeyedJaggedTensor, group: dist.ProcessGroup | None, *, narrow: bool = False
-) -> Iterator[None]:
-    """Within this context a module's `input_dist` describes its all-to-alls of sizes, for `InputExchange` to start."""
+) -> Iterator[Callable[[Any, KeyedJaggedTensor], Awaitable[Any]]]:
+    """Yield a module's `input_dist`, which here describes its all-to-alls of sizes, for `InputExchange` to start."""
     dists = input_dists_of(module)
-    all_to_alls = [one for each in dists if isinstance(one := getattr(each, "_dist", None), KJTAllToAll)]
+    all_to_alls = [one for each in dists if (one := all_to_all_of(each)) is not None]
     if group is None:
         with other_forwards([(one, partial(stay_here, one)) for one in all_to_alls]):
-            yield
+            yield module.input_dist
         return
     narrow = narrow and ids_fit_32_bits(module)
-    order = module._features_order if _is_ordered_when_packed(module, dists, kjt) else None
-    if order is not None:
-        vars(module)["_has_features_permute"] = False
-    try:
-        with other_forwards([(one, partial(_describe, one, group, narrow, order)) for one in all_to_alls]):
-            yield
-    finally:
-        if order is not None:
-            vars(module)["_has_features_permute"] = True
+    order = _order_when_packed(module, dists, kjt)
+    with other_forwards([(one, partial(_describe, one, group, narrow, order)) for one in all_to_alls]):
+        yield module.input_dist if order is None else module.input_dist.unordered
 
 
 def _is_faster(num_segments: int, num_ids: int) -> bool:
@@ -88,22 +64,22 @@ def _is_faster(num_segments: int, num_ids: int) -> bool:
     return num_segments <= FEW_SEGMENTS or num_ids >= MANY_IDS * num_segments
 
 
-def _is_ordered_when_packed(module: Any, dists: list[Any], kjt: KeyedJaggedTensor) -> bool:
-    """Whether a module's ids can be put in the order of their ranks while they are packed, without another copy."""
-    return (
-        isinstance(module, ShardedEmbeddingBagCollection)
+def _order_when_packed(module: Any, dists: list[Any], kjt: KeyedJaggedTensor) -> list[int] | None:
+    """Return the order of a module's features by rank, if ids can be put in it as they are packed, without a copy."""
+    if not isinstance(module, ShardedEmbeddingBagCollection):
+        return None
+    order = features_order(module)
+    is_ordered = (
+        order is not None
         and [type(one) for one in dists] == [TwSparseFeaturesDist]  # other kinds read the ids themselves
-        and module._has_features_permute
-        and len(kjt.keys()) == len(module._features_order)  # else TorchRec would cut the input
-        and _is_faster(len(module._features_order), kjt.values().numel())
-        and not module._has_uninitialized_input_dist
-        and not module._enabled_feature_score_auto_collection
-        and not module._free_features_storage_early
+        and len(kjt.keys()) == len(order)  # else TorchRec would cut the input
+        and _is_faster(len(order), kjt.values().numel())
         and not is_device(kjt.device())
         and not kjt.variable_stride_per_key()
         and kjt.weights_or_none() is None
         and sum(num_ids(kjt)) == kjt.values().numel()  # else ids at its end are unused
     )
+    return order if is_ordered else None
 
 
 def _describe(
@@ -129,7 +105,7 @@ def _describe(
         batch_sizes = [] if varies else [[batch_size] * group.size()]
         return Described(
             pg=group,
-            _input=kjt,
+            input=kjt,
             splits=splits,
             splits_tensors=[*input_splits, *batch_sizes],
             input_splits=input_splits,
@@ -204,7 +180,7 @@ class InputExchange:
                 coming.append(received)
                 awaitables.append(received)
                 if described.order is not None:  # else TorchRec has copied the ids, and may read the copy again
-                    described._input._values = described._input.values().new_empty(0)
+                    set_values(described.input, described.input.values().new_empty(0))
             module_flight.expect_ids(tell_lookups(awaitables, module_flight.context), votes=max(num_found) > 1)
         if entries:
             unsent = [later for later in self.waiting if later.exchange is None]
@@ -222,10 +198,10 @@ class _Received(IdsAwaitable):
     exchange: PackedExchange  # set once it is started; its entries from number `first` on are lengths, ids, weights
 
     def __init__(self, meta: Described, sizes: PartSizes, first: int) -> None:
-        varies = meta._input.variable_stride_per_key()
+        varies = meta.input.variable_stride_per_key()
         super().__init__(
             pg=meta.pg,
-            input=meta._input,
+            input=meta.input,
             splits=meta.splits,
             input_splits=meta.input_splits,
             output_splits=sizes.by_tensor if varies else sizes.by_tensor[:-1],
@@ -242,11 +218,12 @@ class _Received(IdsAwaitable):
             of_lengths, of_ids = segments  # weights are as many as ids
             self.segments = [of_lengths, *[of_ids] * (len(meta.input_tensors) - 1)]
 
-    def _wait_impl(self) -> KeyedJaggedTensor:
+    @override
+    def receive(self) -> KeyedJaggedTensor:
         in_order = self.segments[0] is not None  # TorchRec would copy them once more
         kjt = self.assemble(self.exchange.take(self._place), self._num_ids, in_order=in_order)
-        kjt._lengths = kjt.lengths().to(self.sent.lengths().dtype)  # sent as int32, perhaps
-        kjt._values = kjt.values().to(self.sent.values().dtype)
+        set_lengths(kjt, kjt.lengths().to(self.sent.lengths().dtype))  # sent as int32, perhaps
+        set_values(kjt, kjt.values().to(self.sent.values().dtype))
         return kjt
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, islice, zip_longest
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -12,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from torchrec.distributed.embedding_sharding import KJTSplitsAllToAllMeta
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from ..distributed import Entry, PackedExchange, check_none_batches, gather_objects
@@ -22,6 +22,44 @@ from ..tables import num_ids
 if TYPE_CHECKING:
     from .flight import SparseFlight
     from .module_flight import ModuleFlight
+
+
+@dataclass(slots=True)
+class Described:
+    """What an all-to-all of the ids of one part would send. Source: `KJTSplitsAllToAllMeta`, TorchRec 1.8."""
+
+    pg: dist.ProcessGroup
+    input: KeyedJaggedTensor
+    splits: list[int]  # number of features that go to each rank
+    splits_tensors: list[list[int]]  # what the exchange of sizes sends to each rank: by tensor, and batch sizes
+    input_splits: list[list[int]]  # elements of each tensor that go to each rank
+    input_tensors: list[Tensor]  # lengths, ids, ...
+    labels: list[str]  # names of these tensors
+    keys: list[str]  # features of this rank
+    device: torch.device
+    stagger: int  # TorchRec's order of ranks
+    order: list[int] | None  # in which the input's features are sent; None: in the input's own
+    num_ids: list[int]  # of each of the input's features, if it has an order
+
+    @property
+    def pieces(self) -> list[list[int]]:
+        """Lengths, then ids of each of the input's features; empty without an order."""
+        return [] if self.order is None else [[self.input.stride()] * len(self.num_ids), self.num_ids]
+
+    @property
+    def places(self) -> list[list[int]] | None:
+        """By rank, the numbers of the input's features that go there."""
+        features = iter(self.order or ())
+        return None if self.order is None else [[*islice(features, num)] for num in self.splits]
+
+    def entries(self, sizes: PartSizes, segments: Sequence[Any]) -> list[Entry]:
+        """Return lengths, ids and weights as entries of an all-to-all; `sizes` and `segments` are of what arrives."""
+        entries = []
+        for number, tensor in enumerate(self.input_tensors):
+            sent, received = self.input_splits[number], sizes.by_tensor[number]
+            pieces = self.pieces[number] if self.pieces else None
+            entries.append(Entry(tensor, sent, received, segments[number], pieces, self.places))
+        return entries
 
 
 class PartForm(NamedTuple):
@@ -43,18 +81,18 @@ Form: TypeAlias = tuple[PartForm, ...]  # of the input of one module: a `PartFor
 def form_of(request: Any) -> Form:
     """Return the form of a module's input from the result of its `input_dist` under `splits_only`."""
     return tuple(
-        PartForm(len(meta.splits_tensors), tuple(meta.splits), not meta._input.variable_stride_per_key())
+        PartForm(len(meta.splits_tensors), tuple(meta.splits), not meta.input.variable_stride_per_key())
         for meta in _metas_of(request)
     )
 
 
-def _metas_of(request: Any) -> list[KJTSplitsAllToAllMeta]:
-    return [one for one in request.awaitables if isinstance(one, KJTSplitsAllToAllMeta)]
+def _metas_of(request: Any) -> list[Described]:
+    return [one for one in request.awaitables if isinstance(one, Described)]
 
 
 def is_counted_on_device(kjt: KeyedJaggedTensor) -> bool:
     """Whether only the device knows the number of ids of each feature: it has bucketized them (row-wise tables)."""
-    return is_device(kjt.device()) and kjt._length_per_key is None and not kjt.variable_stride_per_key()
+    return is_device(kjt.device()) and kjt.length_per_key_or_none() is None and not kjt.variable_stride_per_key()
 
 
 def is_device(device: torch.device) -> bool:
@@ -67,10 +105,10 @@ class _Counted(NamedTuple):
 
     column: int  # first column of the part
     part: PartForm
-    meta: KJTSplitsAllToAllMeta  # what this rank sends of the part
+    meta: Described  # what this rank sends of the part
 
     def add_to(self, rows: Tensor) -> None:
-        kjt, splits = self.meta._input, self.part.splits
+        kjt, splits = self.meta.input, self.part.splits
         lengths = kjt.lengths().view(len(kjt.keys()), kjt.stride()).sum(1)
         even = len(set(splits)) == 1
         by_rank = lengths.view(len(splits), -1) if even else pad_sequence(lengths.split(splits), batch_first=True)
@@ -168,7 +206,7 @@ class InputSizes:
         types = self._types[name] = types_in(metas[0].labels, metas[0].input_tensors) if metas else ""
         self._columns.append([module_flight.num_found + _MOST_FOUND * crc32(types.encode())] * num_ranks)
         for part, meta in zip(form, metas, strict=True):
-            is_counted = is_counted_on_device(meta._input)
+            is_counted = is_counted_on_device(meta.input)
             if is_counted:
                 self._counted.append(_Counted(len(self._columns), part, meta))
             self._columns += meta.splits_tensors
@@ -177,7 +215,7 @@ class InputSizes:
             if is_counted:
                 counts = [0] * sum(part.splits)
             else:
-                counts, order = num_ids(meta._input), getattr(meta, "order", None)
+                counts, order = num_ids(meta.input), meta.order
                 counts = counts if order is None else [counts[feature] for feature in order]
             ends = [*accumulate(part.splits)]  # of the features of each rank
             by_rank = [counts[end - num : end] for num, end in zip(part.splits, ends, strict=True)]

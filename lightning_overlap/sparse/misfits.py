@@ -24,7 +24,7 @@ def misfit(kjt: KeyedJaggedTensor) -> str | None:
 
     What only a device knows is not read. Not seen: lengths below zero, and lengths whose sum fits by chance.
     """
-    if kjt._length_per_key is None:
+    if kjt.length_per_key_or_none() is None:
         if (wrong := wrong_lengths(kjt)) is not None:
             return wrong
         if kjt.device().type != "cpu":

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Container, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import IntEnum, auto
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,16 +14,27 @@ from torchrec.distributed.embedding_types import KJTList
 from torchrec.distributed.types import Awaitable, LazyAwaitable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from ..dense import saving_is_hooked
+from ..compat.torch import saving_is_hooked
+from ..compat.torchrec import (
+    assembled,
+    compute_parts,
+    output_dists_of,
+    set_values,
+    shallow_copy,
+    start_output_dist,
+    wait_for,
+)
 from ..runtime import NOTHING, Made
 from ..schedules import Stage, WeightOwner
 from ..tables import (
     SentInput,
+    by_config,
     caching_tbes,
     num_writes,
     owners_of_parts,
     rates_of,
     spec_of,
+    tables_of,
     tbes,
     without_graph,
 )
@@ -31,7 +43,6 @@ from .embeddings import EarlyEmbeddings
 from .grad_modes import own_graph
 from .input_dist import splits_only
 from .released_ids import release
-from .replacing import replaced, wait_for
 from .update_rates import counting, take_back, updates_at_present_rate
 
 if TYPE_CHECKING:
@@ -119,14 +130,12 @@ class ModuleFlight:
     def describe_input(self) -> None:
         """Describe the all-to-alls of the input, for `InputExchange.send_sizes`."""
         pipeline, kjt = self.pipeline, self.kjt
-        # TorchRec may keep the object that it is given and replace its weights. `copy.copy` takes 10 microseconds.
-        sent: KeyedJaggedTensor = object.__new__(type(kjt))
-        vars(sent).update(vars(kjt))
+        sent = shallow_copy(kjt)  # TorchRec may keep the object that it is given and replace its weights
         if self.outside is not None:  # an error if the step calls the module with these ids, and does not map them
-            sent._values = torch.zeros_like(kjt.values())
+            set_values(sent, torch.zeros_like(kjt.values()))
         self.context = self.module.create_context()
-        with splits_only(self.module, sent, pipeline.group, narrow=pipeline.options.multi_node):
-            self.splits_awaitable = self.module.input_dist(self.context, sent)
+        with splits_only(self.module, sent, pipeline.group, narrow=pipeline.options.multi_node) as input_dist:
+            self.splits_awaitable = input_dist(self.context, sent)
         self.sent = SentInput(kjt)
 
     def expect_own_ids(self) -> None:
@@ -200,28 +209,29 @@ class ModuleFlight:
 
     def _look_up_parts(self, parts: list[int]) -> None:
         """Run the kernels of some parts and start their output dists; after the last part assemble the output."""
-        module, started = self.module, self.output_dist_awaitables
-        lookups = [lookup if part in parts else _NO_LOOKUP for part, lookup in enumerate(module._lookups)]
-        with replaced(module, "_lookups", lookups):
-            embeddings = module.compute(self.context, self.dist_input)
+        module, context, started = self.module, self.context, self.output_dist_awaitables
+        embeddings = compute_parts(module, context, self.dist_input, parts)
         for part in parts:
-            started[part] = module._output_dists[part](embeddings[part], self.context.sharding_contexts[part])
-        if len(started) == len(lookups):
-            in_order = [started[part] for part in range(len(lookups))]
-            with replaced(module, "_output_dists", [lambda output, context: output] * len(lookups)):
-                self.embeddings = module.output_dist(self.context, in_order)
+            started[part] = start_output_dist(module, context, part, embeddings[part])
+        if len(started) == len(embeddings):
+            in_order = [started[part] for part in range(len(started))]
+            self.embeddings = by_config(module, context, assembled(module, context, in_order))
             started.clear()
 
-    def _deferring_update(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def _deferring_update(self) -> Iterator[None]:
         """Within this context output dists interrupt the graph of fused tables' embeddings, for `deferred`."""
-        owners = owners_of_parts(self.module)
-        if WeightOwner.FUSED_BACKWARD not in owners:
-            return NOTHING
-        dists = [
-            self.deferred.deferring(dist, part) if owner is WeightOwner.FUSED_BACKWARD else dist
-            for part, (dist, owner) in enumerate(zip(self.module._output_dists, owners, strict=True))
+        dists, owners = output_dists_of(tables_of(self.module)), owners_of_parts(self.module)
+        hooks = [
+            dist.register_forward_hook(partial(self.deferred.open_gaps, part))
+            for part, (dist, owner) in enumerate(zip(dists, owners, strict=True))
+            if owner is WeightOwner.FUSED_BACKWARD
         ]
-        return replaced(self.module, "_output_dists", dists)
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def look_up_when_called(self) -> Any:
         """Look up ids that were sent early, at the module's call (managed collision: the lookup itself writes)."""
@@ -324,16 +334,3 @@ def autocast_of(module: Any, kjt: KeyedJaggedTensor) -> tuple[bool, torch.dtype]
         return None
     device = kjt.device().type
     return torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-
-
-class _NoLookup:
-    """Replaces the lookup of a part that is not run now, and its embeddings."""
-
-    def __call__(self, features: KeyedJaggedTensor) -> _NoLookup:
-        return self
-
-    def view(self, *shape: int) -> _NoLookup:
-        return self
-
-
-_NO_LOOKUP = _NoLookup()

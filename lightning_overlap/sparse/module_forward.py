@@ -11,8 +11,7 @@ import torch
 from torchrec.distributed.types import LazyAwaitable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from ..compat.torch import current_backward
-from ..dense import saving_is_hooked
+from ..compat.torch import current_backward, saving_is_hooked
 from ..runtime import NOTHING, Path
 from ..schedules import Stage
 from ..tables import (

@@ -7,6 +7,7 @@ from typing import Any
 import torch.distributed as dist
 from torchrec.distributed.types import ShardedModule
 
+from ..compat.fbgemm import locks_rows
 from ..distributed import Mismatches
 from ..runtime import FetchedBatch, Flight, Streams, TableAccess, Telemetry
 from ..schedules import StreamName
@@ -134,7 +135,7 @@ def _hold_leaves(modules: Iterable[Any], streams: Streams) -> list[Any]:
         fused = [leaf for kernel in tbes(module) for leaf in kernel.parameters()]
         # Else a backward on the lookup stream would end by waiting for all dense work that is queued, and a backward of
         # the loss for the update of the tables. Kernels that prefetch wait for the stream of their own leaf instead.
-        idle = [leaf for kernel in tbes(module) if not kernel.prefetch_pipeline for leaf in kernel.parameters()]
+        idle = [leaf for kernel in tbes(module) if not locks_rows(kernel) for leaf in kernel.parameters()]
         nodes += streams.hold_leaves(idle, StreamName.IDLE)
         # The optimizer reads gradients of its own weights on the compute stream.
         known = {id(leaf) for leaf in fused}

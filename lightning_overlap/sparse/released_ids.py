@@ -5,6 +5,8 @@ from typing import Any, NoReturn
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from ..compat.torchrec import parts_of, set_values, set_weights
+
 
 class FreedTensor:
     """Replaces the values or weights of a KeyedJaggedTensor: it has their device and type, and no numbers."""
@@ -36,7 +38,7 @@ class FreedTensor:
 
 def release(kjt: KeyedJaggedTensor) -> None:
     """Let go of a KeyedJaggedTensor's values and weights, which an all-to-all under way may still hold."""
-    for name in ("_values", "_weights"):
-        tensor = getattr(kjt, name)
+    values, _, weights = parts_of(kjt)
+    for tensor, replace in ((values, set_values), (weights, set_weights)):
         if isinstance(tensor, Tensor):
-            setattr(kjt, name, FreedTensor(tensor))
+            replace(kjt, FreedTensor(tensor))  # type: ignore[arg-type]

@@ -7,16 +7,17 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
-from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from ..compat.fbgemm import FusedKernel, lookup_counts, uncount
+from ..compat.torchrec import lookups_of, set_weights
 from ..runtime import NOTHING, Streams
 from ..tables import SetRates, tables_of, tbes_within
-from .replacing import other_forwards
+from .other_forwards import other_forwards
 
-Kernels: TypeAlias = list[SplitTableBatchedEmbeddingBagsCodegen]
+Kernels: TypeAlias = list[FusedKernel]
 
 
 def kernel_rates(kernels: Kernels) -> list[float]:
@@ -28,11 +29,6 @@ def set_kernel_rates(kernels: Kernels, rates: list[float]) -> None:
     """Give each kernel its learning rate."""
     for tbe, rate in zip(kernels, rates, strict=True):
         tbe.set_learning_rate(rate)
-
-
-def lookup_counts(kernels: Kernels) -> list[int]:
-    """Return the iteration count of each kernel, from its copy on the host, without a sync."""
-    return [int(tbe.iter_cpu) for tbe in kernels]
 
 
 def lookups_since(kernels: Kernels, counts: list[int]) -> list[int]:
@@ -56,7 +52,7 @@ def take_back(kernels: Kernels, num_lookups: list[int], streams: Streams) -> Non
     """
     if any(num_lookups):
         with streams.on_lookup():
-            _uncount(kernels, num_lookups)
+            uncount(kernels, num_lookups)
 
 
 def updates_at_present_rate(module: Any, set_rates: SetRates | None) -> AbstractContextManager[None]:
@@ -65,7 +61,7 @@ def updates_at_present_rate(module: Any, set_rates: SetRates | None) -> Abstract
         return NOTHING
     set_rates()
     # Every part with a TBE, also of the dense optimizer, which owns a part if one of its tables has a dense kernel.
-    parts = [(lookup, tbes_within([lookup])) for lookup in tables_of(module)._lookups]
+    parts = [(lookup, tbes_within([lookup])) for lookup in lookups_of(tables_of(module))]
     return other_forwards([(part, _FusedLookup(part.forward, tbes, set_rates)) for part, tbes in parts if tbes])
 
 
@@ -94,20 +90,11 @@ class _FusedLookup:
     def run_again(self, features: KeyedJaggedTensor, counts: list[int]) -> GradientEdge:
         """Look up again with the iteration counts of the first lookup, then restore the present counts."""
         ahead = lookups_since(self.kernels, counts)  # this lookup, and lookups of later batches
-        _uncount(self.kernels, ahead)
+        uncount(self.kernels, ahead)
         _, edge = self.run(features)
         repeated = lookups_since(self.kernels, counts)
-        _uncount(self.kernels, [a - b for a, b in zip(repeated, ahead, strict=True)])
+        uncount(self.kernels, [a - b for a, b in zip(repeated, ahead, strict=True)])
         return edge
-
-
-def _uncount(kernels: Kernels, num_lookups: list[int]) -> None:
-    """Subtract lookups from the iteration count of each kernel, on the current stream."""
-    with torch.no_grad():
-        for tbe, num in zip(kernels, num_lookups, strict=True):
-            if num:
-                tbe.iter.sub_(num)
-                tbe.iter_cpu.sub_(num)
 
 
 class _AtPresentRate(torch.autograd.Function):
@@ -128,7 +115,8 @@ class _AtPresentRate(torch.autograd.Function):
         weights, ctx.weights = features.weights_or_none(), None
         if weights is not None and weights.requires_grad:  # the graph of feature processors begins here
             features = copy.copy(features)
-            features._weights = ctx.weights = weights.detach().requires_grad_()
+            ctx.weights = weights.detach().requires_grad_()
+            set_weights(features, ctx.weights)
         ctx.lookup, ctx.features = lookup, features
         ctx.counts, ctx.rates = lookup_counts(lookup.kernels), kernel_rates(lookup.kernels)
         embeddings, ctx.edge = lookup.run(features)

@@ -3,7 +3,7 @@
 from .batch_sizes import no_samples, refuse_other_batch_sizes
 from .combined_optimizer import combined_optimizer, optimizer_name, rate_setter
 from .id_ranges import IdRanges, OutOfRangeIds, num_ids, take_row_0_for_ids_outside
-from .names import table_by_name, takes_weights, without_graph
+from .names import by_config, table_by_name, takes_weights, without_graph
 from .optimizer_checks import (
     FusedOptimizer,
     check_dense_optimizers,
@@ -40,6 +40,7 @@ from .sharded_module import (
 from .sharding import (
     ShardedStateNames,
     Sharding,
+    ShardingOptions,
     check_sharding,
     check_sharding_types,
     make_plan,

@@ -9,6 +9,7 @@ from torch.utils.hooks import RemovableHandle
 from torchrec.distributed.sharding.rw_sharding import RwPooledEmbeddingDist
 from torchrec.distributed.types import ShardingType
 
+from ..compat.torchrec import output_dists_of
 from ..text import some
 from .supported_modules import spec_of, tables_of
 
@@ -25,7 +26,7 @@ def refuse_other_batch_sizes(name: str, module: Any) -> list[RemovableHandle]:
     kinds = (ShardingType.ROW_WISE.value, ShardingType.TABLE_ROW_WISE.value)
     by_rows = some(table for table, one in tables.module_sharding_plan.items() if one.sharding_type in kinds)
     hook = partial(_watch_sizes, f"the row-wise tables {by_rows} of {name!r}")
-    dists = [one for one in tables._output_dists if isinstance(one, RwPooledEmbeddingDist)]
+    dists = [one for one in output_dists_of(tables) if isinstance(one, RwPooledEmbeddingDist)]
     return [one.register_forward_hook(hook) for one in dists]
 
 

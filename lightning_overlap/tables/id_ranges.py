@@ -11,10 +11,11 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     SplitTableBatchedEmbeddingBagsCodegen,
 )
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from ..compat.fbgemm import rows_of, runs_on_cpu
+from ..compat.torchrec import kernels_in, lookups_of
 from ..schedules import WeightOwner
 from .supported_modules import configs_of, spec_of, tables_of
 
@@ -24,7 +25,7 @@ OutOfRangeIds: TypeAlias = Literal["error", "warning", "fbgemm"]
 
 def num_ids(kjt: KeyedJaggedTensor) -> list[int]:
     """Return `length_per_key()`, which computes the strides of all features even if it knows its result."""
-    return kjt._length_per_key or kjt.length_per_key()  # type: ignore[no-any-return]
+    return kjt.length_per_key_or_none() or kjt.length_per_key()  # type: ignore[no-any-return]
 
 
 class IdRanges:
@@ -88,17 +89,15 @@ def take_row_0_for_ids_outside(module: Any) -> list[RemovableHandle]:
     kind, handles = spec_of(module), list[RemovableHandle]()
     if kind is None or kind.owner is WeightOwner.LOOKUP:  # managed collisions accept any ids
         return handles
-    for wrapped in tables_of(module)._lookups:
-        lookup = wrapped.module if isinstance(wrapped, DistributedDataParallel) else wrapped
-        for group, part in zip(lookup.grouped_configs, lookup._emb_modules, strict=True):
-            kernel = part.emb_module
-            if not getattr(kernel, "use_cpu", False):
+    for lookup in lookups_of(tables_of(module)):
+        for tables, kernel in kernels_in(lookup):
+            if not runs_on_cpu(kernel):
                 continue
             if isinstance(kernel, SplitTableBatchedEmbeddingBagsCodegen):
                 bound: Callable[..., Tensor | None] = _without_minus_one
             elif isinstance(kernel, DenseTableBatchedEmbeddingBagsCodegen):
-                tables = zip(kernel.embedding_specs, group.embedding_tables, strict=True)
-                bound = _Bounded([num_rows for (num_rows, _), table in tables for _ in table.feature_names])
+                rows = zip(rows_of(kernel), tables, strict=True)
+                bound = _Bounded([num_rows for num_rows, table in rows for _ in table.feature_names])
             else:
                 continue
             handles.append(kernel.register_forward_pre_hook(_with_ids(bound), with_kwargs=True))

@@ -21,6 +21,7 @@ from torchrec.modules.mc_embedding_modules import (
 )
 from torchrec.types import DataType
 
+from ..compat.torchrec import has_index_dedup
 from ..text import some
 from .supported_modules import (
     DATA_PARALLEL,
@@ -67,7 +68,7 @@ def check_kernels_of_sharded(model: nn.Module, device: torch.device) -> None:
     modules = table_modules(model).items() if device.type == "cpu" else ()
     for name, module in modules:
         _refuse_types({f"{name}.{config.name}": config.data_type for config in configs_of(module)})
-        if isinstance(module, ShardedEmbeddingCollection) and module._use_index_dedup:
+        if isinstance(module, ShardedEmbeddingCollection) and has_index_dedup(module):
             _refuse_dedup([f"{name}.{config.name}" for config in configs_of(module)])
 
 

@@ -9,21 +9,27 @@ sum of the weights where other kernels divide by the number of ids, and leaves o
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import register_pytree_node, tree_map_only
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
-from torchrec.distributed.types import ShardingType
+from torchrec.distributed.types import Awaitable, LazyAwaitable, ShardingType
 from torchrec.modules.embedding_configs import PoolingType
 from torchrec.modules.embedding_modules import get_embedding_names_by_table
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from typing_extensions import override
 
+from ..compat.torch import register_pytree_node, tree_map_only
+from ..compat.torchrec import (
+    divide_no_means,
+    input_dist_unordered,
+    is_weighted,
+    set_inverse_indices,
+    without_weights,
+)
 from ..text import some
 from .supported_modules import configs_of, hands_out_rows, sharded_modules, spec_of, table_modules, tables_of
 
@@ -36,7 +42,7 @@ class ConfigOrderKeyedTensor(KeyedTensor):  # type: ignore[misc]
 
     def __init__(self, in_plan_order: KeyedTensor, keys: list[str]) -> None:
         lengths = dict(zip(in_plan_order.keys(), in_plan_order.length_per_key(), strict=True))
-        # The base class's methods use `_values` only for its device and memory, not for its order.
+        # The base class's methods use its own values only for their device and memory, not for their order.
         super().__init__(keys, [*map(lengths.__getitem__, keys)], in_plan_order.values(), in_plan_order.key_dim())
         self._in_plan_order = in_plan_order
         self._in_order: Tensor | None = None
@@ -45,7 +51,8 @@ class ConfigOrderKeyedTensor(KeyedTensor):  # type: ignore[misc]
     def values(self) -> Tensor:
         if self._in_order is None:
             # The caller may first read the values under no_grad, and train on them afterwards.
-            with torch.inference_mode(self._values.is_inference()), torch.set_grad_enabled(self._values.requires_grad):
+            values = self._in_plan_order.values()
+            with torch.inference_mode(values.is_inference()), torch.set_grad_enabled(values.requires_grad):
                 self._in_order = torch.cat([*self.to_dict().values()], dim=self.key_dim())
         return self._in_order
 
@@ -110,12 +117,21 @@ class OutputInOrder:
         self._means = means
 
     def __call__(self, ctx: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return the awaitable of the method, with what is still to be done to the embeddings when they arrive."""
-        awaitable = self._method(ctx, *args, **kwargs)
+        """Return the awaitable of the method, finished."""
+        return self.finish(ctx, self._method(ctx, *args, **kwargs))
+
+    def finish(self, ctx: Any, awaitable: LazyAwaitable[Any]) -> LazyAwaitable[Any]:
+        """Return an awaitable of embeddings, with what is still to be done to them when they arrive."""
         if self._means is not None:
             awaitable.callbacks.append(partial(self._means.divide, ctx.divisor))
         awaitable.callbacks.append(partial(_put_in_order, self._names))
         return awaitable
+
+
+def by_config(module: Any, ctx: Any, awaitable: LazyAwaitable[Any]) -> LazyAwaitable[Any]:
+    """Finish an awaitable as the `output_dist` of a sharded collection does: divided, in the order of the configs."""
+    in_order: OutputInOrder = module.output_dist
+    return in_order.finish(ctx, awaitable)
 
 
 def _put_in_order(names: list[str], columns: Any) -> Any:
@@ -148,15 +164,22 @@ class InputByName:
         self._known_features: list[str] | None = None  # of the first input, in its order
         self._known_inverse: list[str] | None = None  # the same of its `inverse_indices`
 
-    def __call__(self, ctx: Any, features: Any) -> Any:
+    def __call__(self, ctx: Any, features: Any) -> Awaitable[Any]:
         """Return the awaitable of the method; raise a TypeError or ValueError for an input that does not fit."""
+        return self._input_dist(ctx, self._fitted(ctx, features))
+
+    def unordered(self, ctx: Any, features: Any) -> Awaitable[Any]:
+        """Return the same, except that features are not put in the order of their ranks (`features_order`)."""
+        return input_dist_unordered(self._module, ctx, self._fitted(ctx, features))
+
+    def _fitted(self, ctx: Any, features: Any) -> Any:
         if isinstance(features, KeyedJaggedTensor):
             features = self._checked(features)
             if features.keys() != self._known_features:
                 features = self._as_known(features)
             if self._means is not None:
                 ctx.divisor = self._means.divisors(features)
-        return self._input_dist(ctx, features)
+        return features
 
     def _checked(self, kjt: KeyedJaggedTensor) -> KeyedJaggedTensor:
         """Return an input with weights if the module needs them, else a copy without: TorchRec would use them."""
@@ -175,8 +198,7 @@ class InputByName:
                 f"{some(kjt.keys())}). Pass weights=, one for each id, or make the collection with is_weighted=False."
             )
         if weights.dim() == 1:  # else rows that TorchRec writes
-            kjt = copy.copy(kjt)
-            kjt._weights = kjt._jt_dict = None
+            kjt = without_weights(kjt)
         return kjt
 
     def _as_known(self, kjt: KeyedJaggedTensor) -> KeyedJaggedTensor:
@@ -199,7 +221,7 @@ class InputByName:
             ordered: KeyedJaggedTensor = kjt.permute([places.get(key, 0) for key in self._known_features])
         if inverse is not None and self._known_inverse is not None:
             rows = [inverse[0].index(key) for key in self._known_inverse]
-            ordered._inverse_indices = (self._known_inverse, inverse[1][rows])
+            set_inverse_indices(ordered, self._known_inverse, inverse[1][rows])
         return ordered
 
 
@@ -208,7 +230,7 @@ def takes_weights(module: Any) -> bool:
     if spec_of(module) is None:
         return True
     tables = tables_of(module)
-    return isinstance(tables, ShardedEmbeddingBagCollection) and bool(tables._is_weighted)
+    return isinstance(tables, ShardedEmbeddingBagCollection) and is_weighted(tables)
 
 
 def divide_means_by_name(model: nn.Module) -> None:
@@ -217,7 +239,7 @@ def divide_means_by_name(model: nn.Module) -> None:
         if not hasattr(module, "summed_means"):
             means = _features_of_means(module)
             module.summed_means = SummedMeans(means) if means else None
-            module._has_mean_pooling_callback = False
+            divide_no_means(module)
 
 
 def _features_of_means(module: Any) -> dict[str, str]:

@@ -18,6 +18,9 @@ from torchrec.distributed.types import ShardingPlan
 from torchrec.optim.fused import EmptyFusedOptimizer, FusedOptimizer
 from typing_extensions import override
 
+from ..compat.fbgemm import SharingKernel
+from ..compat.torch import call_after_backward, mark_in_backward
+from ..compat.torchrec import group_of, kernels_in, lookups_of, replace_kernel
 from ..text import check_known, some
 from .supported_modules import DATA_PARALLEL, table_modules
 from .table import KERNEL_EPS, Rule, Table, kind_of
@@ -185,7 +188,7 @@ class ReplicaOptimizer(FusedOptimizer):  # type: ignore[misc]
             part.addcmul_(of_part, factor.unsqueeze(1), value=-1.0)
 
 
-class ReplicaKernel(DenseTableBatchedEmbeddingBagsCodegen):  # type: ignore[misc]
+class ReplicaKernel(SharingKernel):
     """A dense kernel that updates its tables in the backward, identically on all ranks.
 
     Every call uses a new leaf, so that two calls in a step make two updates, like a fused kernel. An update waits for
@@ -202,8 +205,7 @@ class ReplicaKernel(DenseTableBatchedEmbeddingBagsCodegen):  # type: ignore[misc
         optimizers: Sequence[ReplicaOptimizer],
         group: dist.ProcessGroup,
     ) -> None:
-        nn.Module.__init__(self)
-        self.__dict__.update(vars(dense))  # not by the constructor, which would draw weights a second time
+        super().__init__(dense)
         self.optimizers, self.group = optimizers, group
         # Passes the scheduler's rates to the optimizers before an update; None without a scheduler.
         self.set_rates: Callable[[], None] | None = None
@@ -215,14 +217,11 @@ class ReplicaKernel(DenseTableBatchedEmbeddingBagsCodegen):  # type: ignore[misc
                 "replicated tables got a KeyedJaggedTensor whose batch size varies by feature, which TorchRec does not "
                 "support where a module has data-parallel and other tables. Train with replicate_tables=False."
             )
-        if torch.is_grad_enabled():
-            leaf = self.weights.data.requires_grad_()
-            leaf.register_post_accumulate_grad_hook(self._sum_gradient)
-            self.__dict__["weights"] = leaf  # hides the module's parameter
-        try:
+        if not torch.is_grad_enabled():
             return super().forward(*args, **kwargs)  # type: ignore[no-any-return]
-        finally:
-            self.__dict__.pop("weights", None)
+        leaf = self.weights.data.requires_grad_()
+        leaf.register_post_accumulate_grad_hook(self._sum_gradient)
+        return self.look_up_in(leaf, *args, **kwargs)
 
     def _sum_gradient(self, leaf: Tensor) -> None:
         """Start to sum the gradient of one call over the ranks, with TorchRec's scale for sharded tables."""
@@ -231,7 +230,7 @@ class ReplicaKernel(DenseTableBatchedEmbeddingBagsCodegen):  # type: ignore[misc
         if get_gradient_division():
             gradient.div_(self.group.size())
         work = dist.all_reduce(gradient, group=self.group, async_op=True)
-        torch.autograd.Variable._execution_engine.queue_callback(partial(self._update, gradient, work))
+        call_after_backward(partial(self._update, gradient, work))
 
     @torch.no_grad()
     def _update(self, gradient: Tensor, work: Any) -> None:
@@ -250,17 +249,18 @@ def make_replicas(model: nn.Module, modules: Iterable[str], trained: Mapping[str
     for name in modules:
         module: Any = model.get_submodule(name)
         weights = {key.split(".")[-2]: (key, weight) for key, weight in module.named_parameters()}
-        for number, lookup in enumerate(module._lookups):
+        lookups, ranks = lookups_of(module), group_of(module)
+        for number, lookup in enumerate(lookups):
             if not isinstance(lookup, DistributedDataParallel):
                 continue
-            module._lookups[number] = lookup.module  # without DDP, which also sums gradients
-            for group, part in zip(lookup.module.grouped_configs, lookup.module._emb_modules, strict=True):
-                dense, tables = part.emb_module, group.embedding_tables
+            assert ranks is not None
+            lookups[number] = lookup.module  # without DDP, which also sums gradients
+            for at, (tables, dense) in enumerate(kernels_in(lookup)):
                 assert isinstance(dense, DenseTableBatchedEmbeddingBagsCodegen)
                 optimizers = list(
                     _optimizers([(trained[name][one.name], one.embedding_dim, *weights[one.name]) for one in tables])
                 )
-                part._emb_module = ReplicaKernel(dense, optimizers, module._env.process_group)
+                replace_kernel(lookup.module, at, ReplicaKernel(dense, optimizers, ranks))
                 module.fused_optimizer.optimizers.extend(("", optimizer) for optimizer in optimizers)
 
 
@@ -272,10 +272,10 @@ def _optimizers(tables: list[tuple[Rule, int, str, nn.Parameter]]) -> Iterator[R
         yield ReplicaOptimizer(rule, weights, start)
         for weight in weights.values():
             start += weight.numel()
-            vars(weight)["_in_backward_optimizers"] = [EmptyFusedOptimizer()]  # for `in_backward_optimizer_filter`
+            mark_in_backward(weight, [EmptyFusedOptimizer()])
 
 
 def replica_kernels(module: Any) -> list[ReplicaKernel]:
     """Return the kernels of the replicas within a module."""
-    lookups = [lookup for own in table_modules(module).values() for lookup in own._lookups]
+    lookups = [lookup for own in table_modules(module).values() for lookup in lookups_of(own)]
     return [part for lookup in lookups for part in lookup.modules() if isinstance(part, ReplicaKernel)]

@@ -1,6 +1,5 @@
 """Shard the tables of a model in place: the user's argument, the plan, and checks before training starts."""
 
-import itertools
 import os
 import warnings
 from collections.abc import Collection, Iterator, Mapping
@@ -11,7 +10,6 @@ from typing import Any, Literal, TypeAlias
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.optim.apply_optimizer_in_backward import param_to_acc_grad_map, param_to_optim_hook_handle_map
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.fbgemm_qcomm_codec import QCommsConfig
 from torchrec.distributed.model_parallel import DistributedModelParallel
@@ -21,6 +19,8 @@ from torchrec.modules.itep_embedding_modules import ITEPEmbeddingBagCollection, 
 from torchrec.modules.mc_modules import ManagedCollisionModule
 from typing_extensions import override
 
+from ..compat.torch import forget_in_backward, own_arguments_in_backward
+from ..compat.torchrec import forget_whole_weights, lookups_of
 from ..text import check_known, some
 from .kernel_checks import check_kernels, check_kernels_of_sharded
 from .left_behind import leave_shards_behind
@@ -45,50 +45,39 @@ Sharding: TypeAlias = ShardingName | Mapping[str, ShardingName] | ShardingPlanne
 """A type for all tables, a type by table name (TorchRec's planner decides about others), a planner, a plan, or None."""
 
 
-def shard_tables(
-    model: nn.Module,
-    *,
-    sharding: Sharding,
-    fused_optimizer: FusedOptimizer | None,
-    group: dist.ProcessGroup,
-    device: torch.device,
-    local_world_size: int,
-    quantized_comms: QCommsConfig | None,
-    replicate_tables: ReplicateTables,
-    batch_size: int | None,
-    in_two_parts: bool = False,
-) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardingOptions:
+    """How a strategy shards tables; the first four as in its arguments."""
+
+    sharding: Sharding
+    fused_optimizer: FusedOptimizer | None
+    quantized_comms: QCommsConfig | None
+    replicate_tables: ReplicateTables
+    group: dist.ProcessGroup
+    device: torch.device
+    local_world_size: int  # ranks on this host
+    batch_size: int | None  # samples per batch and rank, None if unknown
+    in_two_parts: bool  # whether `divide_in_two` divides a plan that is not the user's, if sent numbers share no scale
+
+
+def shard_tables(model: nn.Module, options: ShardingOptions) -> None:
     """Replace every TorchRec collection of a model by its sharded form, in place; all ranks of the group call this.
 
     Weights keep their values; tables on `meta` are allocated as shards only. Collections that the user has sharded stay
     as they are. A ValueError says, on every rank and before any table is sharded, what cannot be done as asked.
     This draws random numbers, more on some ranks than on others: the caller restores the generators.
-
-    `batch_size` is samples per batch and rank, None if unknown. `in_two_parts` calls `divide_in_two` for a plan that is
-    not the user's, unless numbers that are sent together share a scale (`sends_groups`).
     """
-    tables, fused = find_tables(model), check_fused_optimizer(fused_optimizer)
-    _check_sharded_modules(model, sharding, fused, quantized_comms)
-    check_kernels_of_sharded(model, device)
+    tables, fused = find_tables(model), check_fused_optimizer(options.fused_optimizer)
+    _check_sharded_modules(model, options.sharding, fused, options.quantized_comms)
+    check_kernels_of_sharded(model, options.device)
     if tables:
         _refuse_pruning_and_shared_weights(model, tables)
-        planned = _plan(
-            model,
-            tables,
-            sharding=sharding,
-            fused=fused,
-            group=group,
-            device=device,
-            local_world_size=local_world_size,
-            quantized_comms=quantized_comms,
-            replicate_tables=replicate_tables,
-            batch_size=batch_size,
-            in_two_parts=in_two_parts,
-        )
-        _apply_optimizers(planned, fused, device)
+        planned = _plan(model, tables, fused, options)
+        _apply_optimizers(planned, fused, options.device)
         trained = planned.rules()  # TorchRec renames the arguments that they are read from
-        _shard(model, planned, group, device, local_world_size, quantized_comms)
-        _annotate(model, planned, trained, quantized_comms, {"sharding": sharding, "fused_optimizer": fused})
+        _shard(model, planned, options)
+        asked_for = {"sharding": options.sharding, "fused_optimizer": fused}
+        _annotate(model, planned, trained, options.quantized_comms, asked_for)
         watch_tables(model)  # optimizers of replicas have the weights that it makes
         make_replicas(model, {table.module for table in planned.replicas}, trained)
     _watch(model)  # modules that the user has sharded, too
@@ -122,34 +111,31 @@ class _Planned:
 
 
 def _plan(
-    model: nn.Module,
-    tables: list[Table],
-    *,
-    sharding: Sharding,
-    fused: tuple[Any, dict[str, Any]] | None,
-    group: dist.ProcessGroup,
-    device: torch.device,
-    local_world_size: int,
-    quantized_comms: QCommsConfig | None,
-    replicate_tables: ReplicateTables,
-    batch_size: int | None,
-    in_two_parts: bool,
+    model: nn.Module, tables: list[Table], fused: tuple[Any, dict[str, Any]] | None, options: ShardingOptions
 ) -> _Planned:
-    """Plan how tables are sharded, with the arguments of `shard_tables`; raise a ValueError for what cannot be done."""
-    named, num_ranks = _named_types(sharding, tables), group.size()
-    if replicate_tables is None and isinstance(sharding, KeptPlan):
-        replicate_tables = sharding.replicated
+    """Plan how tables are sharded; raise a ValueError for what cannot be done."""
+    named, num_ranks = _named_types(options.sharding, tables), options.group.size()
+    replicate_tables = options.replicate_tables
+    if replicate_tables is None and isinstance(options.sharding, KeptPlan):
+        replicate_tables = options.sharding.replicated
     to_replicate = tables_to_replicate(
-        replicate_tables, tables, named, batch_size=batch_size, fused=fused, world_size=num_ranks
+        replicate_tables, tables, named, batch_size=options.batch_size, fused=fused, world_size=num_ranks
     )
-    whole = to_replicate if num_ranks > 1 else ()
-    plan = make_plan(model, sharding, group, device, local_world_size, quantized_comms, whole)
-    check_kernels(model, tables, plan, device)
-    divides = in_two_parts and named is not None and not sends_groups(quantized_comms)
+    plan = make_plan(
+        model,
+        options.sharding,
+        options.group,
+        options.device,
+        options.local_world_size,
+        options.quantized_comms,
+        to_replicate if num_ranks > 1 else (),
+    )
+    check_kernels(model, tables, plan, options.device)
+    divides = options.in_two_parts and named is not None and not sends_groups(options.quantized_comms)
     second = divide_in_two(plan, model) if divides else {}
     replicas = replicas_in(plan, tables, to_replicate, num_ranks)
     dense = [table for table in tables if (how := table.planned(plan)) and how.compute_kernel == DENSE]
-    _refuse_sequences_as_bags(dense, replicas, device)
+    _refuse_sequences_as_bags(dense, replicas, options.device)
     return _Planned(tables, plan, replicas, [table for table in dense if table not in replicas], second)
 
 
@@ -157,22 +143,15 @@ def _apply_optimizers(planned: _Planned, fused: tuple[Any, dict[str, Any]] | Non
     """Apply the fused optimizer to tables without one, and warn of tables that the dense optimizer has to train."""
     for table in planned.tables:  # TorchRec writes its kind of optimizer into the arguments, which tables may share
         if table.fused_optimizer is not None:
-            vars(table.parameter)["_optimizer_kwargs"] = list(map(dict, vars(table.parameter)["_optimizer_kwargs"]))
+            own_arguments_in_backward(table.parameter)
     apply_fused_optimizer(planned.in_backward, fused, device)
     if dist.get_rank() == 0:
         warn_of_dense_tables(planned.dense)
 
 
-def _shard(
-    model: nn.Module,
-    planned: _Planned,
-    group: dist.ProcessGroup,
-    device: torch.device,
-    local_world_size: int,
-    quantized_comms: QCommsConfig | None,
-) -> None:
+def _shard(model: nn.Module, planned: _Planned, options: ShardingOptions) -> None:
     """Replace the collections of a model by their sharded form, under all of their names, with the same weights."""
-    tables = planned.tables
+    tables, group, device = planned.tables, options.group, options.device
     # Further names of collections, each with the first: sharding replaces a module under the first only.
     first = {id(model.get_submodule(table.module)): table.module for table in tables}
     every = model.named_modules(remove_duplicate=False)
@@ -181,8 +160,9 @@ def _shard(
     before = dict(model.named_parameters())
     if any(table.parameter.is_meta for table in tables):
         seed_shards(group.rank())
-    with _local_world_size(local_world_size):
-        env, sharders = ShardingEnv.from_process_group(group), training_sharders(codecs_of(quantized_comms, device))
+    with _local_world_size(options.local_world_size):
+        sharders = training_sharders(codecs_of(options.quantized_comms, device))
+        env = ShardingEnv.from_process_group(group)
         DistributedModelParallel(model, env, device, planned.plan, sharders, init_data_parallel=False)
     for alias, name in aliases.items():
         parent, _, attribute = alias.rpartition(".")
@@ -191,7 +171,7 @@ def _shard(
         raise ValueError(f"the ShardingPlan leaves out {some(left_out)}: give every table of the model a place in it.")
     for name, weights in initial.items():
         model.get_submodule(name).load_state_dict(weights, strict=False)
-    lookups = [lookup for module in table_modules(model).values() for lookup in module._lookups]
+    lookups = [lookup for module in table_modules(model).values() for lookup in lookups_of(module)]
     for lookup in lookups:  # data-parallel tables start as those of rank 0, as the dense part does
         for weight in lookup.parameters() if isinstance(lookup, DistributedDataParallel) else ():
             dist.broadcast(weight.data, group_src=0, group=group)
@@ -244,14 +224,9 @@ def _initial_weights(model: nn.Module, tables: list[Table]) -> dict[str, dict[st
 def _let_go(model: nn.Module, tables: list[Table]) -> None:
     """Let nothing hold the whole weights of tables that are sharded now; only what the user made may."""
     for module in table_modules(model).values():
-        infos = getattr(module, "sharding_type_to_sharding_infos", {}).values()
-        for info in itertools.chain.from_iterable(infos):
-            info.param = info.param.detach().to("meta")  # TorchRec asks for shapes and strides, if it shards anew
-    for table in tables:  # torch's maps of in-backward optimizers never forget a weight
-        for hook in param_to_optim_hook_handle_map.pop(table.parameter, ()):
-            hook.remove()
-        param_to_acc_grad_map.pop(table.parameter, None)
-        vars(table.parameter).pop("_in_backward_optimizers", None)
+        forget_whole_weights(module)
+    for table in tables:
+        forget_in_backward(table.parameter)
 
 
 def _check_sharded_modules(
@@ -300,7 +275,7 @@ def make_plan(
     quantized_comms: QCommsConfig | None,
     whole: Collection[str] = (),
 ) -> ShardingPlan:
-    """Return the plan that `shard_tables`, with the same arguments, shards a model by; all ranks of the group call it.
+    """Return the plan that `shard_tables`, with the same options, shards a model by; all ranks of the group call it.
 
     Tables in `whole` become data-parallel, unless the plan or planner is the user's. Raise a ValueError as there.
     """

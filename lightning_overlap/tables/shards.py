@@ -9,11 +9,11 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     SplitTableBatchedEmbeddingBagsCodegen,
 )
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
+from ..compat.torchrec import group_of, kernels_in, lookups_of
 from ..text import some
 from .combined_optimizer import optimizer_name
 from .replicas import ReplicaKernel
@@ -76,15 +76,15 @@ def kernel_shards(model: nn.Module) -> list[KernelShards]:
     for name, module in table_modules(model).items():
         plan = module.module_sharding_plan
         paths = {path.split(".")[-2]: path for path, _ in module.named_parameters(name)}
-        for wrapped in module._lookups:
-            lookup = wrapped.module if isinstance(wrapped, DistributedDataParallel) else wrapped
-            for group, part in zip(lookup.grouped_configs, lookup._emb_modules, strict=True):
-                tables = group.embedding_tables
-                shards = _shards(name, paths, part.emb_module, tables)
+        group = group_of(module)
+        has_other_ranks = group is not None and group.size() > 1
+        for lookup in lookups_of(module):
+            for tables, kernel in kernels_in(lookup):
+                shards = _shards(name, paths, kernel, tables)
                 features = [number for number, table in enumerate(tables) for _ in table.feature_names]
                 is_replicated = plan[tables[0].name].sharding_type == DATA_PARALLEL
-                receives_ids = module._env.world_size > 1 and not is_replicated
-                found.append(KernelShards(part.emb_module, shards, features, is_replicated, receives_ids))
+                receives_ids = has_other_ranks and not is_replicated
+                found.append(KernelShards(kernel, shards, features, is_replicated, receives_ids))
     return found
 
 

@@ -15,6 +15,7 @@ from torchrec.distributed.mc_embedding import ShardedManagedCollisionEmbeddingCo
 from torchrec.distributed.mc_embeddingbag import ShardedManagedCollisionEmbeddingBagCollection
 from torchrec.distributed.types import ShardedModule, ShardingType
 
+from ..compat import torchrec
 from ..schedules import WeightOwner
 from ..text import some
 
@@ -25,19 +26,22 @@ TABLE_TYPES = (ShardedEmbeddingBagCollection, ShardedEmbeddingCollection)  # oth
 class ModuleSpec:
     """A kind of sharded modules."""
 
-    tables: str | None = None  # the attribute with the sharded collection of the tables; None: the module itself
-    input_dists: str | None = None  # the attribute with the module of the input dists; None: the module itself
+    tables: Callable[[Any], Any] | None = None  # returns the sharded collection of the tables; None: the module itself
+    exchange: Callable[[Any], Any] | None = None  # returns what has the input dists; None: the module itself
     owner: WeightOwner | None = None  # the last writer of the looked-up weights; None: by each table's compute kernel
-    feature_processors: str | None = None  # the attribute with the modules that run before the lookup, if any
+    feature_processors: Callable[[Any], nn.Module] | None = None  # returns what runs before the lookup, if anything
 
 
-_MANAGED_COLLISION = ModuleSpec("_embedding_module", "_managed_collision_collection", WeightOwner.LOOKUP)
+_MANAGED_COLLISION = ModuleSpec(torchrec.tables_within, torchrec.collisions_within, WeightOwner.LOOKUP)
 SUPPORTED_MODULES: Mapping[type, ModuleSpec] = {
     ShardedEmbeddingBagCollection: ModuleSpec(),
     ShardedEmbeddingCollection: ModuleSpec(),
     # The dense optimizer owns the position weights; the tables are written by it or earlier, by the backward.
     ShardedFeatureProcessedEmbeddingBagCollection: ModuleSpec(
-        "_embedding_bag_collection", "_embedding_bag_collection", WeightOwner.DENSE_OPTIMIZER, "_feature_processors"
+        torchrec.bags_within,
+        torchrec.bags_within,
+        WeightOwner.DENSE_OPTIMIZER,
+        torchrec.feature_processors_of,
     ),
     # The lookup assigns rows to new ids and counts ids.
     ShardedManagedCollisionEmbeddingBagCollection: _MANAGED_COLLISION,
@@ -58,13 +62,13 @@ def tables_of(module: Any) -> Any:
     """Return the sharded collection with the tables of a module of a known kind: the module, or a submodule."""
     kind = spec_of(module)
     assert kind is not None, f"{type(module).__name__} is of no known kind"
-    return getattr(module, kind.tables) if kind.tables else module
+    return kind.tables(module) if kind.tables else module
 
 
 def configs_of(tables: Any) -> list[Any]:
     """Return the configs of the tables of a sharded collection."""
     is_pooled = isinstance(tables, ShardedEmbeddingBagCollection)
-    return list(tables._embedding_bag_configs if is_pooled else tables._embedding_configs)
+    return torchrec.configs_of_bags(tables) if is_pooled else torchrec.configs_of_sequences(tables)
 
 
 def holds_sequences(module: Any) -> bool:
@@ -76,7 +80,7 @@ def input_dists_of(module: Any) -> list[Any]:
     """Return the input dists of a module of a known kind, one for each sharding."""
     kind = spec_of(module)
     assert kind is not None
-    return list((getattr(module, kind.input_dists) if kind.input_dists else module)._input_dists)
+    return torchrec.input_dists_of(kind.exchange(module) if kind.exchange else module)
 
 
 def sharded_modules(model: nn.Module) -> dict[str, ShardedModule[Any, Any, Any, Any]]:
@@ -139,7 +143,7 @@ def tables_in_backward(module: ShardedModule[Any, Any, Any, Any]) -> list[str]:
 def sharding_types_of(tables: Any) -> list[str]:
     """Return the sharding type of each of a sharded collection's lookups and output dists."""
     is_pooled = isinstance(tables, ShardedEmbeddingBagCollection)
-    return list(tables._sharding_types if is_pooled else tables._sharding_type_to_sharding)
+    return torchrec.shardings_of_bags(tables) if is_pooled else torchrec.shardings_of_sequences(tables)
 
 
 def ids_fit_32_bits(module: Any) -> bool:
@@ -161,11 +165,9 @@ def why_never_early(module: Any, group: dist.ProcessGroup | None = None, *, pref
     cached = _why_cached(tables_of(module), prefetches and kind.owner is not WeightOwner.LOOKUP)
     if cached is not None:
         return cached
-    processors = kind.feature_processors and getattr(module, kind.feature_processors)
-    if processors and list(processors.buffers()):
+    if kind.feature_processors and list(kind.feature_processors(module).buffers()):
         return "its feature processors have buffers, which an early lookup might change too early"
-    env = tables_of(module)._env
-    own = getattr(env, "sharding_pg", env.process_group)
+    own = torchrec.group_of(tables_of(module))
     if own is None:
         return None
     ranks = dist.get_process_group_ranks(own)

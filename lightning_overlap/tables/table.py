@@ -3,27 +3,25 @@
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 from torch import nn
-from torch.distributed.optim import apply_optimizer_in_backward as in_backward
 from torchrec.distributed.embedding_types import BaseQuantEmbeddingSharder
 from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import ModuleSharder, ParameterSharding, QuantizedCommCodecs, ShardingPlan
 from torchrec.distributed.utils import optimizer_type_to_emb_opt_type
 from torchrec.modules.embedding_modules import EmbeddingCollection
 
+from ..compat.torch import AppliedOptimizer, applied_in_backward, apply_in_backward, note_in_backward
 from .supported_modules import outermost, sharded_modules
 
 KERNEL_ARGUMENTS = inspect.signature(SplitTableBatchedEmbeddingBagsCodegen.__init__).parameters
 KERNEL_RATE, KERNEL_EPS = (float(KERNEL_ARGUMENTS[name].default) for name in ("learning_rate", "eps"))
 
 NAME_BEFORE = "name_before_sharding"  # attribute of a parameter that sharding has replaced: its name in the model
-
-AppliedOptimizer: TypeAlias = tuple[type[torch.optim.Optimizer], Mapping[str, Any]]  # class and arguments
 
 
 def kind_of(optimizer_class: type[torch.optim.Optimizer]) -> EmbOptimType | None:
@@ -65,8 +63,7 @@ class Table:
     @property
     def fused_optimizer(self) -> AppliedOptimizer | None:
         """The optimizer applied in backward, or None; the first of several, which TorchRec rejects."""
-        classes, kwargs = (getattr(self.parameter, f"_optimizer_{what}", ()) for what in ("classes", "kwargs"))
-        return next(zip(classes, kwargs, strict=True), None)
+        return applied_in_backward(self.parameter)
 
     @property
     def rule(self) -> Rule:
@@ -85,13 +82,12 @@ class Table:
     def apply_fused_optimizer(self, optimizer_class: type[torch.optim.Optimizer], kwargs: Mapping[str, Any]) -> None:
         """Let TorchRec apply an optimizer in backward, if none is set; torch's function would also make its state."""
         if self.fused_optimizer is None:
-            applied = {"_optimizer_classes": [optimizer_class], "_optimizer_kwargs": [dict(kwargs)]}
-            vars(self.parameter).update(applied, _in_backward_optimizers=[])
+            note_in_backward(self.parameter, (optimizer_class, kwargs))
 
     def update_in_backward(self, optimizer_class: type[torch.optim.Optimizer], kwargs: Mapping[str, Any]) -> None:
         """Let torch make the optimizer and apply it in the backward of the unsharded table, if none is set."""
         if self.fused_optimizer is None:
-            in_backward._apply_optimizer_in_backward(optimizer_class, [self.parameter], dict(kwargs))
+            apply_in_backward(self.parameter, (optimizer_class, kwargs))
 
 
 def training_sharders(codecs: Mapping[str, QuantizedCommCodecs] | None = None) -> list[ModuleSharder[nn.Module]]:

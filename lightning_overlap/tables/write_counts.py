@@ -3,25 +3,26 @@
 import weakref
 from collections.abc import Iterable
 from functools import partial
-from operator import attrgetter
 from typing import Any, NoReturn, Self
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 from torchrec.distributed.composable.table_batched_embedding_slice import TableBatchedEmbeddingSlice
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
+from ..compat.fbgemm import memory_of
+from ..compat.torch import call_after_backward, current_backward, tree_leaves
+from ..compat.torch import num_writes as num_writes_of
+from ..compat.torchrec import parts_of, same_slice, set_lengths, set_values, set_weights
 from ..schedules import WeightOwner
 from .replicas import replica_kernels
 from .sharded_module import read_once, tbes
 from .supported_modules import sharded_modules, table_modules
 from .table import NAME_BEFORE
 
-_PARTS = ("_values", "_lengths", "_weights")
-_COUNT = attrgetter("_version")  # of writes
-_COUNTED_AT = "_counted_at"  # attribute of an input: write count of its lengths when its ids were counted
+_LENGTHS = 1  # their place in `parts_of`
+_COUNTED_AT = "counted_at"  # attribute of an input: write count of its lengths when its ids were counted
 
 
 class SentInput:
@@ -31,34 +32,34 @@ class SentInput:
 
     def __init__(self, kjt: KeyedJaggedTensor) -> None:
         kjt.lengths()  # computes them from the offsets, if needed
-        parts = [(name, getattr(kjt, name)) for name in _PARTS]
-        self._parts = [(name, weakref.ref(part), _version(part)) for name, part in parts if isinstance(part, Tensor)]
+        parts = enumerate(parts_of(kjt))
+        self._parts = [(place, weakref.ref(part), _version(part)) for place, part in parts if isinstance(part, Tensor)]
 
     def forget_ids(self) -> None:
         """Only compare lengths from now on, since the memory of values and weights is freed."""
-        self._parts = [part for part in self._parts if part[0] == "_lengths"]
+        self._parts = [part for part in self._parts if part[0] == _LENGTHS]
 
     def is_unchanged(self, kjt: KeyedJaggedTensor) -> bool:
         """Return whether an input still has the sent tensors, unchanged."""
-        for name, part, version in self._parts:
-            now = getattr(kjt, name)
+        parts = parts_of(kjt)
+        for place, part, version in self._parts:
+            now = parts[place]
             if now is not part() or _version(now) != version:
                 return False
         return True
 
 
 def _version(tensor: Any) -> int:
-    return -1 if tensor.is_inference() else int(tensor._version)
+    return -1 if tensor.is_inference() else num_writes_of(tensor)
 
 
 def count_writes(kjts: Iterable[KeyedJaggedTensor]) -> None:
     """Replace inference tensors in inputs, which do not count writes, by copies."""
     for kjt in kjts:
-        for name in _PARTS:
-            part = getattr(kjt, name)
+        for part, replace in zip(parts_of(kjt), (set_values, set_lengths, set_weights), strict=True):
             if isinstance(part, Tensor) and part.is_inference():
                 with torch.inference_mode(False):
-                    setattr(kjt, name, part.clone())
+                    replace(kjt, part.clone())
 
 
 def watch_lengths(kjts: Iterable[KeyedJaggedTensor]) -> None:
@@ -106,8 +107,7 @@ class WatchedTable(_KeptAsMade, TableBatchedEmbeddingSlice):  # type: ignore[mis
     @classmethod
     def like(cls, weight: TableBatchedEmbeddingSlice, *, frozen: bool) -> Self:
         """Return a weight with the memory of another one; the kernel's weight needs a gradient, frozen or not."""
-        memory = weight._original_tensor.detach() if frozen else weight._original_tensor
-        return cls(memory, weight._start_offset, weight._end_offset, weight._num_embeddings, weight._embedding_dim)
+        return same_slice(cls, weight, needs_gradient=not frozen)
 
 
 class TableElsewhere(_KeptAsMade, nn.Parameter):
@@ -174,9 +174,8 @@ def refuse_gradients(model: nn.Module) -> None:
 
 @read_once
 def _fused_weights(module: Any) -> list[Tensor]:
-    weights = [weight for tbe in tbes(module) for weight in (tbe.weights_host, tbe.weights_dev, tbe.weights_uvm)]
-    weights += [kernel.weights for kernel in replica_kernels(module)]
-    return [weight for weight in weights if weight.numel()]
+    weights = [weight for tbe in tbes(module) for weight in memory_of(tbe)]
+    return weights + [kernel.weights for kernel in replica_kernels(module) if kernel.weights.numel()]
 
 
 @read_once
@@ -197,9 +196,9 @@ def _refuse_gradients(module: Any) -> list[Any]:
         lost = [name for name, grad in tables.items() if (trained is None or name in trained) and grad.any()]
         weight.grad = None
         if lost:
-            backward = torch._C._current_graph_task_id()
+            backward = current_backward()
             if backward not in _lost_gradients:  # other kernels' gradients may follow in this backward
-                torch.autograd.Variable._execution_engine.queue_callback(partial(_raise_lost_gradients, backward))
+                call_after_backward(partial(_raise_lost_gradients, backward))
             _lost_gradients.setdefault(backward, []).extend(lost)
             return
         for handle in handles:  # zero gradients mark parameters as used for DistributedDataParallel: check only once
@@ -227,7 +226,7 @@ def _raise_lost_gradients(backward: int) -> None:
 
 def num_fused_writes(module: Any) -> tuple[int, ...]:
     """Return the write count of each weight of a module's fused tables, without updates by the fused backward."""
-    return tuple(map(_COUNT, _fused_weights(module)))
+    return tuple(map(num_writes_of, _fused_weights(module)))
 
 
 def count_backwards(module: Any, answer: Any) -> None:
@@ -236,16 +235,15 @@ def count_backwards(module: Any, answer: Any) -> None:
     def count() -> None:
         _num_backwards(module)[0] += 1
 
-    queue = torch.autograd.Variable._execution_engine.queue_callback
     for tensor in answer_tensors(answer):
-        tensor.register_hook(lambda _: queue(count))
+        tensor.register_hook(lambda _: call_after_backward(count))
 
 
 def answer_tensors(answer: Any) -> list[Tensor]:
     """Return the tensors of a module's answer that the gradient of each of its parts passes, if it needs one."""
-    # Gradients of single columns do not reach the `values()` of a ConfigOrderKeyedTensor.
+    # Gradients of single columns do not reach a ConfigOrderKeyedTensor's own `values()`.
     parts = tree_leaves(answer, is_leaf=lambda part: isinstance(part, KeyedTensor))
-    tensors = (part._values if isinstance(part, KeyedTensor) else part for part in parts)
+    tensors = (KeyedTensor.values(part) if isinstance(part, KeyedTensor) else part for part in parts)
     return [tensor for tensor in tensors if isinstance(tensor, Tensor) and tensor.requires_grad]
 
 
@@ -259,4 +257,4 @@ def num_writes(module: Any, owner: WeightOwner) -> tuple[int, ...]:
     if owner is WeightOwner.LOOKUP:
         return ()
     dense = dense_weights(module) if owner is WeightOwner.DENSE_OPTIMIZER else ()
-    return (*_num_backwards(module), *map(_COUNT, _fused_weights(module)), *map(_COUNT, dense))
+    return (*_num_backwards(module), *map(num_writes_of, _fused_weights(module)), *map(num_writes_of, dense))

@@ -12,17 +12,22 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
+from ..compat.torch import (
+    TorchDispatchMode,
+    address_of,
+    arguments_of,
+    call_after_backward,
+    current_backward,
+    current_node,
+    next_sequence_number,
+    sequence_number,
+    tree_leaves,
+)
 from ..runtime import Made, Streams, tensors_in
 from ..schedules import StreamName
 from .race_detector import Clock, Races
-
-_sequence_number: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
-_current_backward: Callable[[], int] = torch._C._current_graph_task_id  # -1 outside of a backward
-
 
 _ADD = torch.ops.aten.add.Tensor
 _STREAM_OF_LEAF, _HOOKED_BY = "lightning_overlap: stream", "lightning_overlap: hooked by"  # in a node's metadata
@@ -88,7 +93,7 @@ class CheckedStreams(Streams):
         """Make a stream current, also within an autograd node of another stream."""
         self._note()
         before = self._current, self._within
-        self._current, self._within = self[name], torch._C._current_autograd_node()
+        self._current, self._within = self[name], current_node()
         try:
             yield
         finally:
@@ -163,14 +168,14 @@ class CheckedStreams(Streams):
 
     def stream_of_operator(self) -> tuple[StreamName, bool]:
         """Return the stream of the operator that just ran, and whether autograd chose the stream."""
-        node: Any = torch._C._current_autograd_node()
+        node: Any = current_node()
         if node is None or node is self._within:
             return self._current, False
         return self._stream_of_node(node), True
 
     def _stream_of_node(self, node: Any) -> StreamName:
-        number = node._sequence_nr()
-        if number >= _sequence_number():
+        number = sequence_number(node)
+        if number >= next_sequence_number():
             return self._stream_of_leaf(node)
         at = bisect.bisect_right(self._since, number, key=lambda entry: entry[0]) - 1
         return self._since[at][1]
@@ -200,7 +205,7 @@ class CheckedStreams(Streams):
         stream, _ = self.stream_of_operator()
         if stream is not self._since[-1][1]:
             self._since.append((self._num_noted, stream))
-        self._num_noted = _sequence_number()
+        self._num_noted = next_sequence_number()
         return stream
 
     @override
@@ -212,13 +217,13 @@ class CheckedStreams(Streams):
 
     def _reach_leaf(self, gradients: Any) -> None:
         self._note_nodes()
-        stream = self._stream_of_leaf(torch._C._current_autograd_node())
+        stream = self._stream_of_leaf(current_node())
         self._backwards[-1].joins.append(stream)
         self._acquire_gradients(stream, map(self._name, self._on_device(gradients)))
 
     def _follow_backwards(self) -> None:
         """Begin and end backwards, as autograd has since the last call."""
-        number, node = _current_backward(), torch._C._current_autograd_node()
+        number, node = current_backward(), current_node()
         while self._backwards and (number < self._backwards[-1].number or node is None):
             self._end_backward(self._backwards[-1])
         if node is None or number < self._num_backwards:
@@ -231,7 +236,7 @@ class CheckedStreams(Streams):
             caller = self._current if self._within in outer.after else caller
         running = _Backward(number, caller, self._races.event(caller))
         self._backwards.append(running)
-        torch.autograd.Variable._execution_engine.queue_callback(partial(self._end_backward, running))
+        call_after_backward(partial(self._end_backward, running))
 
     def _end_backward(self, ended: _Backward) -> None:
         if ended in self._backwards:
@@ -250,7 +255,7 @@ class CheckedStreams(Streams):
         stream, in_backward = self.stream_of_operator()
         reads: list[str] = []
         writes: list[str] = []
-        for argument, value in zip(func._schema.arguments, args, strict=False):
+        for argument, value in zip(arguments_of(func), args, strict=False):
             is_written = argument.alias_info is not None and argument.alias_info.is_write
             (writes if is_written else reads).extend(map(self._name, self._on_device(value)))
         used = {*reads, *writes}
@@ -265,7 +270,7 @@ class CheckedStreams(Streams):
         by = f"{func} after the {self.doing}"
         self._races.do(by, stream, reads=reads, writes=writes, makes=[name for name in made if name not in used])
         if self._backwards:
-            node: Any = torch._C._current_autograd_node()
+            node: Any = current_node()
             own = self._stream_of_node(node)
             self._backwards[-1].after[node] = own, self._races.event(own)
             for name in made:
@@ -290,14 +295,14 @@ class CheckedStreams(Streams):
             if (terms := self._sums.pop(name, None)) is not None:
                 self._acquire_gradients(stream, terms)
                 self._races.do(f"the sum of gradients after the {self.doing}", stream, reads=terms, makes=[name])
-                self._makers[name] = {node} if (node := torch._C._current_autograd_node()) else set()
+                self._makers[name] = {node} if (node := current_node()) else set()
 
     def _on_device(self, value: Any) -> list[Tensor]:
         """Return the tensors that would be on the device: scalars only if they are watched, or made of such tensors."""
         return [one for one in tensors_of(value) if one.numel() > 1 or self._known(one) is not None]
 
     def _known(self, tensor: Tensor) -> str | None:
-        held, name = self._names.get(tensor.untyped_storage()._cdata, (None, ""))
+        held, name = self._names.get(address_of(tensor.untyped_storage()), (None, ""))
         return None if held is None or held.expired() else name
 
     def _name(self, tensor: Tensor, label: str = "a tensor", *, anew: bool = False) -> str:
@@ -308,7 +313,7 @@ class CheckedStreams(Streams):
             self._num_named += 1
             name = f"{label} {tuple(tensor.shape)} (number {self._num_named})"
             self._held[name] = StorageWeakRef(storage)
-            self._names[storage._cdata] = self._held[name], name
+            self._names[address_of(storage)] = self._held[name], name
         return name
 
 
@@ -327,6 +332,6 @@ class Operators(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        named = [argument.name for argument in func._schema.arguments]
+        named = [argument.name for argument in arguments_of(func)]
         self._ran(func, [*args, *(kwargs.get(name) for name in named[len(args) :])], result)
         return result

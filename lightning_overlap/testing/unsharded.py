@@ -357,6 +357,6 @@ def _why_not_comparable(module: Any, unsharded: nn.Module | None) -> str | None:
         return f"a {type(module).__name__} is of no known kind"
     if WeightOwner.LOOKUP in tables.owners_of(module):
         return "each shard assigns rows to the ids that it has seen"
-    if kind.feature_processors and list(getattr(module, kind.feature_processors).buffers()):
+    if kind.feature_processors and list(kind.feature_processors(module).buffers()):
         return "its feature processors have buffers, which differ by rank"
     return None

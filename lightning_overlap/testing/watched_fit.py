@@ -24,6 +24,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from ..checkpoint import local_parts
+from ..compat.fbgemm import count_on_device
 from ..plugin import OverlapEmbeddingStrategy
 from ..profiling import HostSync, record_host_syncs
 from ..schedules import Stage, WeightOwner
@@ -138,15 +139,14 @@ class Watched(Callback):
             with trainer.strategy.saving():
                 last = _table_digests(pl_module)
             self.changed_tables = {name: digest != self._first_tables[name] for name, digest in last.items()}
-        if (fit := trainer.strategy._fit) is not None:
-            self.without_gradient = dict(fit.sparse.gradients.without_gradient())
+        self.without_gradient = trainer.strategy.without_gradient()
 
 
 def fit(setting: Setting, pipeline: Any, watched: Watched, *, races: bool = False) -> None:
     """Train a new module and watch; with `races` (one rank only) simulated streams raise a RaceError for a race."""
     module = make_seeded(setting)
     strategy = _WatchedStrategy(watched, races, pipeline=pipeline, **setting.strategy_options)
-    watched.depth = strategy._schedules.depth
+    watched.depth = strategy.depth
     first = [] if strategy.checked is None else [_FollowsMemory(strategy.checked, watched.open)]
     users = setting.trainer_options.get("callbacks", ())
     trainer = make_trainer(setting, strategy, [*first, *users, watched, *watched.also])
@@ -236,9 +236,8 @@ class _FollowsMemory(Callback):
         for name, module in sharded_modules(pl_module).items():
             weights |= {f"a table of {name} {at}": weight for at, weight in enumerate(fused_weights(module))}
             leaves += kernel_parameters(module)
-            counters |= {
-                f"the iteration count of kernel {at} of {name}": tbe.iter for at, tbe in enumerate(tbes(module))
-            }
+            counts = map(count_on_device, tbes(module))
+            counters |= {f"the iteration count of kernel {at} of {name}": count for at, count in enumerate(counts)}
         self._open.enter_context(self._streams.watching(weights, counters, leaves))
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -258,6 +257,14 @@ class _WatchedStrategy(OverlapEmbeddingStrategy):
         super().__init__(observer=self._observed, **kwargs)
         self._watched = watched
         self.streams = self.checked = CheckedStreams(self._lookup_stream) if races else None
+
+    @property
+    def depth(self) -> int:
+        return self._schedules.depth
+
+    def without_gradient(self) -> dict[str, str]:
+        sparse = None if self._fit is None else self._fit.sparse
+        return {} if sparse is None else dict(sparse.gradients.without_gradient())
 
     def _observed(self, kind: str, stage: Stage, batch: int) -> None:
         watched = self._watched

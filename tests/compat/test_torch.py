@@ -1,18 +1,33 @@
 """What PyTorch's private names have to mean."""
 
+import gc
+import pickletools
+import weakref
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharded_tensor import init_from_local_shards
 from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata, TensorProperties
 from torch.distributed._shard.sharded_tensor.shard import Shard
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from lightning_overlap.compat import torch as compat
+from lightning_overlap.profiling.host_syncs import record_host_syncs
 
 from ..support.ranks import Ranks
 from .meanings import Meanings
@@ -68,7 +83,202 @@ def test_modes_that_watch() -> None:
         assert not compat.modes_watch()
 
 
+@meanings.of("torch.autograd._get_sequence_nr", "torch.autograd.graph.Node._sequence_nr")
+@meanings.of("torch._C._current_autograd_node")
+def test_nodes_are_numbered_as_they_are_made() -> None:
+    """A leaf's node has the largest number, so that it runs first; a hook sees the node that runs."""
+    weight = torch.ones(1, requires_grad=True)
+    first = compat.next_sequence_number()
+    double = weight * 2
+    triple = double * 3
+    assert [compat.sequence_number(one.grad_fn) for one in (double, triple)] == [first, first + 1]
+    assert compat.next_sequence_number() == first + 2
+    leaf: Any = get_gradient_edge(weight).node
+    assert compat.sequence_number(leaf) > first + 2
+    seen: list[Any] = []
+    for one in (double, triple):
+        one.grad_fn.register_prehook(lambda _: seen.append(compat.current_node()))
+    triple.sum().backward()
+    assert seen == [triple.grad_fn, double.grad_fn]
+    assert compat.current_node() is None
+
+
+@meanings.of("torch._C._autograd._top_saved_tensors_default_hooks", "torch.autograd.forward_ad._current_level")
+def test_checkpoints_and_forward_mode_are_seen() -> None:
+    seen: list[bool] = []
+
+    def forward(given: Tensor) -> Tensor:
+        seen.append(compat.saving_is_hooked())
+        return given.sin()
+
+    given = torch.ones(2, requires_grad=True)
+    for reentrant in (False, True):
+        checkpoint(forward, given, use_reentrant=reentrant)
+    assert seen == [True, False]
+    with forward_ad.dual_level():
+        assert compat.in_forward_ad()
+    assert not compat.saving_is_hooked()
+    assert not compat.in_forward_ad()
+
+
+@meanings.of("torch._C._autograd._profiler_enabled")
+def test_a_profiler_is_seen() -> None:
+    assert not compat.is_profiled()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        assert compat.is_profiled()
+    assert not compat.is_profiled()
+
+
+@meanings.of("torch.ops.aten._local_scalar_dense", "torch.ops.aten._to_copy", "torch.ops.aten._unique2")
+@meanings.of("torch.OpOverload._schema", "torch.UntypedStorage._cdata")
+def test_operators_tell_what_they_do() -> None:
+    ran: list[Any] = []
+
+    class Watch(compat.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            ran.append(func)
+            return func(*args, **(kwargs or {}))
+
+    def ran_in(call: Callable[[], Any]) -> list[Any]:
+        ran.clear()
+        with Watch():  # type: ignore[no-untyped-call]
+            call()
+        return list(ran)
+
+    tensor = torch.tensor([2.0, 1.0, 2.0])
+    assert ran_in(lambda: tensor.to(torch.float64)) == [compat.COPY]
+    for call in (tensor[0].item, tensor.unique):
+        assert {one.overloadpacket.__name__ for one in ran_in(call)} & compat.SYNCING_OPERATORS
+    written = {}
+    for call in (lambda: tensor.add_(tensor.clone()), lambda: tensor.add(tensor)):
+        func = ran_in(call)[-1]
+        arguments = compat.arguments_of(func)
+        written[func] = [one.name for one in arguments if one.alias_info is not None and one.alias_info.is_write]
+    assert list(written.values()) == [["self"], []]
+    other = tensor.clone()
+    addresses = [compat.address_of(one.untyped_storage()) for one in (tensor, tensor[1:], other)]
+    assert addresses[0] == addresses[1] != addresses[2]
+
+
+@meanings.of("torch.optim.optimizer._get_value")
+def test_an_optimizer_reads_its_count_of_steps_there() -> None:
+    weight = nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.Adam([weight], foreach=False)
+    weight.grad = torch.ones(1)
+    with record_host_syncs() as found:
+        optimizer.step()
+    places = {(frame.filename, frame.name) for sync in found for frame in sync.stack}
+    file, name = compat.READER_OF_STEPS
+    assert any(place.endswith(file) and function == name for place, function in places)
+
+
+HOOKS: dict[str, Callable[[nn.Module], Any]] = {
+    "forward": lambda module: module.register_forward_hook(lambda *_: None),
+    "forward_pre": lambda module: module.register_forward_pre_hook(lambda *_: None),
+    "full_backward": lambda module: module.register_full_backward_hook(lambda *_: None),
+    "full_backward_pre": lambda module: module.register_full_backward_pre_hook(lambda *_: None),
+}
+
+
+@meanings.of(*(f"torch.nn.Module.{name}" for name in ("_forward_hooks", "_forward_pre_hooks")))
+@meanings.of(*(f"torch.nn.Module.{name}" for name in ("_backward_hooks", "_backward_pre_hooks")))
+def test_hooks_are_seen_until_they_are_removed() -> None:
+    module = nn.Linear(1, 1)
+    seen = {}
+    for name, register in HOOKS.items():
+        with register(module):
+            seen[name] = compat.num_forward_hooks(module), compat.changes_output(module)
+            seen[name] += (compat.has_backward_hooks(module),)
+    assert seen == {
+        "forward": (1, True, False),
+        "forward_pre": (1, False, False),
+        "full_backward": (0, False, True),
+        "full_backward_pre": (0, False, True),
+    }
+    assert (compat.num_forward_hooks(module), compat.has_backward_hooks(module)) == (0, False)
+
+
+@meanings.of("torch._dynamo.OptimizedModule", "torch.nn.Module._compiled_call_impl", "torch.nn.Module._modules")
+def test_modules_tell_their_children_and_who_compiles_them() -> None:
+    ran: list[str] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        def run(*args: Any) -> Any:
+            ran.append("compiled code")
+            return graph.forward(*args)
+
+        return run
+
+    class Doubles(nn.Module):
+        def forward(self, given: Tensor) -> Tensor:
+            return given * 2
+
+    plain, called = Doubles(), Doubles()
+    called.compile(backend=backend)
+    for module in (plain, called, torch.compile(plain, backend=backend)):
+        ran.clear()
+        module(torch.ones(1))
+        assert compat.is_compiled(module) == bool(ran)
+    module = nn.Sequential(nn.Linear(1, 1))
+    compat.children_of(module)["0"] = lambda given: given + 1
+    assert module(torch.ones(1)).item() == 2
+
+
+@meanings.of(*(f"torch.nn.Parameter.{name}" for name in compat.PRIVATE_NAMES["torch.nn.Parameter"]))
 @meanings.of(
+    *(
+        f"torch.distributed.optim.apply_optimizer_in_backward.{name}"
+        for name in compat.PRIVATE_NAMES["torch.distributed.optim.apply_optimizer_in_backward"]
+    )
+)
+def test_optimizers_in_the_backward() -> None:
+    """torch steps them; TorchRec's filter knows a parameter that has one; nothing holds one that is forgotten."""
+    applied = torch.optim.SGD, {"lr": 0.5}
+    weight, noted, marked = (nn.Parameter(torch.ones(1)) for _ in range(3))
+    assert compat.applied_in_backward(weight) is None
+    compat.apply_in_backward(weight, applied)
+    assert compat.applied_in_backward(weight) == applied
+    weight.sum().backward()
+    assert (weight.item(), weight.grad) == (0.5, None)
+
+    compat.note_in_backward(noted, applied)
+    assert compat.applied_in_backward(noted) == applied
+    noted.sum().backward()
+    assert noted.item() == 1  # no optimizer was made
+    shared = compat.applied_in_backward(noted)
+    compat.own_arguments_in_backward(noted)
+    own = compat.applied_in_backward(noted)
+    assert shared is not None
+    assert own == shared
+    assert own[1] is not shared[1]
+
+    compat.mark_in_backward(marked, [object()])
+    named = [("weight", weight), ("marked", marked), ("plain", nn.Parameter(torch.ones(1)))]
+    assert [name for name, _ in in_backward_optimizer_filter(iter(named))] == ["plain"]
+
+    gone = weakref.ref(weight)
+    compat.forget_in_backward(weight)
+    weight.grad = None
+    weight.sum().backward()
+    assert weight.item() == 0.5  # no hook is left
+    assert [name for name, _ in in_backward_optimizer_filter(iter(named[:1]))] == ["weight"]
+    del weight, named
+    gc.collect()
+    assert gone() is None
+
+
+@meanings.of("torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING", "torch.serialization._get_layout")
+def test_a_folder_names_nothing_else_that_is_private(tmp_path: Path) -> None:
+    save({"a": torch.ones(3)}, storage_writer=FileSystemWriter(tmp_path), no_dist=True)
+    operators = pickletools.genops((tmp_path / ".metadata").read_bytes())
+    words = [given for _, given, _ in operators if isinstance(given, str)]
+    private = {word for word in words if word.startswith("_") and word.isidentifier()}
+    assert private - {compat.StoragePlace.__name__} == {name for _, name in compat.NAMES_IN_METADATA}
+
+
+@meanings.of(
+    *(f"torch.distributed.ProcessGroup.{name}" for name in compat.PRIVATE_NAMES["torch.distributed.ProcessGroup"]),
+    "DistributedDataParallel._comm_hooks",
     "torch.distributed.distributed_c10d._get_default_store",
     "DistributedDataParallel._set_params_and_buffers_to_ignore_for_model",
     "ShardedTensor._init_from_local_shards_and_global_metadata",
@@ -84,6 +294,9 @@ def of_ranks() -> list[str]:
     module = nn.ModuleDict({"trained": nn.Linear(2, 1, bias=False), "left": nn.Linear(2, 1, bias=False)})
     compat.ignore_in_ddp(module, ["left.weight"])
     wrapped = nn.parallel.DistributedDataParallel(module)
+    assert not compat.has_comm_hook(wrapped)
+    wrapped.register_comm_hook(None, default_hooks.allreduce_hook)
+    assert compat.has_comm_hook(wrapped)
     assert [name for name, _ in wrapped.module.named_parameters()] == ["trained.weight", "left.weight"]
     assert {"left.weight"} == set(wrapped.parameters_to_ignore)
     places = [ShardMetadata([2 * owner, 0], [2, 3], f"rank:{owner}/cpu") for owner in range(2)]
@@ -93,7 +306,29 @@ def of_ranks() -> list[str]:
         assert made.size() == torch.Size([4, 3])
         assert [shard.tensor.sum().item() for shard in made.local_shards()] == [6.0]
     store.wait([f"compat/{other}"])
+    over_gloo(rank)
     return sorted(store.get(f"compat/{one}").decode() for one in (rank, other))
+
+
+def over_gloo(rank: int) -> None:
+    """Do collectives of a group over gloo by torch's public functions; a tensor without shards here is on the host."""
+
+    def create(store: Any, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
+        return compat.OverGloo(dist.ProcessGroupGloo(store, rank, size, timeout=timeout), rank, size)
+
+    if "over_gloo" not in dist.Backend.backend_list:
+        dist.Backend.register_backend("over_gloo", create, devices=["cpu"])
+    group = dist.new_group(backend="over_gloo")
+    mine = torch.full((2,), float(rank + 1))
+    gathered, scattered = torch.empty(4), torch.empty(2)
+    dist.all_reduce(summed := mine.clone(), group=group)
+    dist.all_gather_into_tensor(gathered, mine, group=group)
+    dist.reduce_scatter_tensor(scattered, torch.arange(4.0), group=group)
+    assert (summed.tolist(), gathered.tolist()) == ([3.0, 3.0], [1.0, 1.0, 2.0, 2.0])
+    assert scattered.tolist() == [[0.0, 2.0], [4.0, 6.0]][rank]
+    shards = [Shard(mine, ShardMetadata([0], [2], "rank:0/cpu"))] if rank == 0 else []
+    assert init_from_local_shards(shards, 2, process_group=group).device.type == "cpu"
+    dist.destroy_process_group(group)
 
 
 def test_each_listed_name_has_a_test() -> None:

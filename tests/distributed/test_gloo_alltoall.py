@@ -44,7 +44,7 @@ def of_gloo_and_ours(shape: tuple[int, ...], dtype: torch.dtype, splits: list[li
 
 
 def _watched(group: Any) -> Any:
-    return mock.patch.object(group, "_gloo", mock.Mock(wraps=group._gloo))
+    return mock.patch.object(group, "gloo", mock.Mock(wraps=group.gloo))
 
 
 def order_of_posts() -> list[str]:
@@ -93,7 +93,7 @@ def waits_in_vain() -> str:
     group = _group()
     if dist.get_rank() != 0:
         return ""
-    work = group._gloo.recv([torch.empty(3)], 1, 999_999)
+    work = group.gloo.recv([torch.empty(3)], 1, 999_999)
     exchange = Exchange([work], (torch.empty(1), torch.empty(1)))
     texts = []
     for _ in range(2):

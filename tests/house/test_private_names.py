@@ -1,66 +1,189 @@
-"""Private names of TorchRec, Lightning and PyTorch: each is listed where it is used, and is still there."""
+"""Private names of other libraries occur in `compat/` alone, where each is listed, and is still there."""
 
 import ast
 import importlib
 import inspect
+import pkgutil
 import sys
 import textwrap
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
 import pytest
 
-from lightning_overlap.compat import lightning, torch, torchrec
-from lightning_overlap.tables import sharded_module
+import lightning_overlap
+from lightning_overlap.compat import fbgemm, lightning, torch, torchrec
 
-from .test_folders import PRIVATE, SOURCES, TORCHREC_FOLDERS, folder_of, is_private, name_of
+from .test_folders import PACKAGE, PRIVATE, SOURCES, folder_of, is_private, name_of
 
-TORCHREC_PRIVATE = {name for names in sharded_module.PRIVATE_NAMES.values() for name in names}
-LIGHTNING_PRIVATE = {name for names in lightning.PRIVATE_NAMES.values() for name in names}
-IN_COMPAT = {  # file -> private names that it may use
-    f"{PRIVATE}/{library.__name__.rpartition('.')[2]}.py": {
-        name for names in library.PRIVATE_NAMES.values() for name in names
-    }
-    for library in (lightning, torch, torchrec)
+LISTS = {library.__name__.rpartition(".")[2]: library.PRIVATE_NAMES for library in (fbgemm, lightning, torch, torchrec)}
+LISTED = {library: {name for names in lists.values() for name in names} for library, lists in LISTS.items()}
+EVERY = set().union(*LISTED.values())
+PUBLIC = {  # in the standard library, in spite of their underscore
+    *("_asdict", "_fields", "_replace"),  # of named tuples
+    "_exit",  # of `os`
 }
-STANDARD_LIBRARY = {"_asdict", "_fields", "_replace", "_exit"}  # documented, though they start with an underscore
-TORCH_PRIVATE = {  # PyTorch's own; TorchRec and Lightning use them too
-    *("_C", "_Options", "_apply", "_apply_optimizer_in_backward", "_autograd", "_backward_hooks"),
-    *("_backward_pre_hooks", "_cdata", "_comm_hooks", "_compiled_call_impl", "_current_autograd_node"),
-    *("_current_graph_task_id", "_current_level", "_devices", "_dynamo", "_execution_engine", "_forward_hooks"),
-    *("_forward_pre_hooks", "_get_backend", "_get_sequence_nr"),
-    *("_profiler_enabled", "_register_backend", "_schema", "_sequence_nr", "_set_default_backend"),
-    *("_timeout", "_to_copy"),
-}
+WORDS = {"_target_", "_partial_", "_convert_"}  # keys of Hydra's configs; no names of Python objects
+OURS = "lightning_overlap"
 
 
 def defined_names(tree: ast.AST) -> set[str]:
-    """Return the names that a file defines: functions, classes, variables, fields, attributes it sets."""
+    """Return the names that a file or class defines: functions, classes, variables, fields, attributes it sets."""
     names = set()
     for node in ast.walk(tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             names.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             names.add(node.id)
-        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and is_own(node.value):
             names.add(node.attr)
     return names
 
 
-TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in SOURCES}
-OURS = {name for path, tree in TREES.items() if folder_of(path) != PRIVATE for name in defined_names(tree)}
+def is_own(node: ast.AST) -> bool:
+    """Whether an expression is an object of the class that it stands in."""
+    return ast.unparse(node) in ("self", "cls", "super()")
 
 
-def test_private_names_of_others_are_listed() -> None:
-    """A private attribute that this package does not define belongs to another one: it has to be in a list."""
+def names_of_others(tree: ast.AST) -> Iterator[str]:
+    """Yield the private names in a file that are not its own: attributes, strings, keywords. `self` is left out."""
+    known = (defined_names(tree) - EVERY) | PUBLIC | WORDS
+    endings = set()  # a string that ends another one is no name: `name + "_ms"`, `f"{name}_ms"`, `endswith("_ms")`
+    for node in ast.walk(tree):
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+            endings.add(id(node.right))
+        elif isinstance(node, ast.JoinedStr):
+            endings |= {id(value) for value in node.values[1:]}
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") in ("endswith", "removesuffix"):
+            endings |= set(map(id, node.args))
+    for node in ast.walk(tree):
+        found = ""
+        if isinstance(node, ast.Attribute) and not is_own(node.value):
+            found = node.attr
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in endings:
+            found = node.value if node.value.isidentifier() else ""
+        elif isinstance(node, ast.keyword):
+            found = node.arg or ""
+        if is_private(found) and found not in known:
+            yield found
+
+
+OUTSIDE = {path: ast.parse(path.read_text(encoding="utf-8")) for path in SOURCES if folder_of(path) != PRIVATE}
+DEFINED = set().union(*map(defined_names, OUTSIDE.values()))
+
+
+def internals_in(tree: ast.AST, libraries: tuple[str, ...] = ("fbgemm", "torch", "torchrec")) -> Iterator[str]:
+    """Yield listed names without an underscore that a file reads from other objects, and that nobody here defines."""
+    names = {name for library in libraries for name in LISTED[library] if not is_private(name)} - DEFINED
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr in names and not is_own(node.value):
+            yield node.attr
+
+
+def test_private_names_of_others_occur_in_compat_only() -> None:
+    found = {name_of(path): sorted({*names_of_others(tree), *internals_in(tree)}) for path, tree in OUTSIDE.items()}
+    assert not {file: names for file, names in found.items() if names}, "give them a plain name in compat/"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "kjt._values",
+        "def f(kjt): kjt._lengths = 0",
+        "self.module._lookups",
+        "getattr(kjt, '_weights', None)",
+        "setattr(module, '_lookups', [])",
+        "vars(parameter)['_optimizer_kwargs']",
+        "vars(parameter).pop('_anything', None)",
+        "for name in ('_indices', '_offsets'): getattr(kernel, name)",
+        "getattr(parameter, f'_optimizer_{what}')",
+        "Meta(_input=kjt)",
+        "class Ours:\n    def f(self, kjt):\n        self._values = kjt._values",
+        "kernel.lxu_cache_locations",
+        "request.dummy_tensor",
+    ],
+)
+def test_a_private_name_is_seen(source: str) -> None:
+    assert [*names_of_others(ast.parse(source)), *internals_in(ast.parse(source))]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "self._values",
+        "class Ours:\n    _held = 0\n    def equals(self, other): return self._held == other._held",
+        "position._replace(step=1)",
+        "{'_target_': path}",
+        "names = [name + '_ms' for name in names] + [f'{name}_ms']",
+    ],
+)
+def test_names_of_our_own_are_left_alone(source: str) -> None:
+    assert not [*names_of_others(ast.parse(source)), *internals_in(ast.parse(source))]
+
+
+def test_a_file_in_compat_uses_the_names_in_its_list() -> None:
     unlisted = {}
-    for path, tree in TREES.items():
-        used = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and is_private(node.attr)}
-        used -= OURS | TORCH_PRIVATE | STANDARD_LIBRARY
-        used -= TORCHREC_PRIVATE if folder_of(path) in TORCHREC_FOLDERS else set()
-        used -= IN_COMPAT[name_of(path)] | defined_names(tree) if name_of(path) in IN_COMPAT else set()
-        unlisted[name_of(path)] = used
-    assert not {name: used for name, used in unlisted.items() if used}, "give them a name in compat/, or list them"
+    for path in SOURCES:
+        if folder_of(path) == PRIVATE and (library := path.relative_to(PACKAGE).with_suffix("").parts[1]) in LISTED:
+            tree = ast.parse(path.read_text(encoding="utf-8"))
+            used = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and is_private(node.attr)}
+            unlisted[name_of(path)] = used - LISTED[library] - defined_names(tree) - {"_C", "_autograd", "_dynamo"}
+    assert set(LISTED) == {file.split("/")[1].removesuffix(".py") for file in unlisted}
+    assert not {file: names for file, names in unlisted.items() if names}, "list them, each with a test of its meaning"
+
+
+# -- classes of this package that derive from others' -----------------------------------------------------------------
+
+
+def modules() -> Iterator[Any]:
+    for info in pkgutil.walk_packages(lightning_overlap.__path__, f"{OURS}."):
+        if not info.name.startswith(f"{OURS}.conf"):
+            yield importlib.import_module(info.name)
+
+
+DERIVED = {
+    cls
+    for module in modules()
+    for cls in vars(module).values()
+    if isinstance(cls, type) and cls.__module__ == module.__name__
+    if not all(base.__module__.split(".")[0] in {OURS, *sys.stdlib_module_names} for base in cls.__mro__)
+}
+
+
+@cache
+def tree_of(cls: type) -> ast.AST:
+    try:
+        return ast.parse(textwrap.dedent(inspect.getsource(cls)))
+    except (OSError, TypeError):  # a class that is made without a source, as torch's in C++
+        return ast.Module([], [])
+
+
+@cache
+def private_names_of(base: type) -> frozenset[str]:
+    return frozenset(filter(is_private, {*vars(base), *defined_names(tree_of(base))}))
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("cls", sorted(DERIVED, key=str), ids=lambda cls: cls.__name__)
+def test_what_our_classes_share_with_others_is_listed(cls: type) -> None:
+    """A private name of a class above ours is used in `compat/` alone; in `compat/` it is in the list."""
+    bases = [base for base in cls.__mro__ if base.__module__.split(".")[0] not in {OURS, *sys.stdlib_module_names}]
+    theirs = frozenset[str]().union(*map(private_names_of, bases))
+    tree = tree_of(cls)
+    used = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and is_own(node.value)}
+    _, folder, library, *_ = [*cls.__module__.split("."), ""]
+    listed = LISTED[library] if folder == PRIVATE else set()
+    assert not (used | defined_names(tree)) & theirs - listed - PUBLIC, "compat/ has to stand between"
+
+
+# -- what is listed is there ------------------------------------------------------------------------------------------
+
+PACKAGES = {"torchrec": "torchrec", "lightning": "lightning.pytorch"}
+OTHER_NAMES = {  # of owners in the lists
+    "SparseFeaturesDist": ("TwSparseFeaturesDist", "RwSparseFeaturesDist"),  # several classes, one per sharding
+    "Strategy": ("ParallelStrategy",),  # sets what strategies of several ranks have
+}
 
 
 def _has(owner: object, name: str) -> bool:
@@ -68,26 +191,10 @@ def _has(owner: object, name: str) -> bool:
     if hasattr(owner, name) or name in getattr(owner, "__dataclass_fields__", ()):
         return True
     return inspect.isclass(owner) and any(
-        isinstance(node, ast.Attribute) and node.attr == name and isinstance(node.ctx, ast.Store)
+        name in defined_names(tree_of(base))
         for base in owner.__mro__
         if base.__module__.split(".")[0] in ("torchrec", "lightning", "torchmetrics")
-        for node in ast.walk(tree_of(base))
     )
-
-
-@cache
-def tree_of(cls: type) -> ast.Module:
-    return ast.parse(textwrap.dedent(inspect.getsource(cls)))
-
-
-LISTED = {
-    "torchrec": {**sharded_module.PRIVATE_NAMES, **torchrec.PRIVATE_NAMES},
-    "lightning.pytorch": lightning.PRIVATE_NAMES,
-}
-OTHER_NAMES = {  # of owners in the lists
-    "SparseFeaturesDist": ("TwSparseFeaturesDist", "RwSparseFeaturesDist"),  # several classes, one per sharding
-    "Strategy": ("ParallelStrategy",),  # sets what strategies of several ranks have
-}
 
 
 def _owners(package: str, owner: str) -> list[Any]:
@@ -100,32 +207,11 @@ def _owners(package: str, owner: str) -> list[Any]:
 
 @pytest.mark.smoke
 @pytest.mark.parametrize(
-    ("package", "owner", "name"),
-    [(package, owner, name) for package, lists in LISTED.items() for owner, names in lists.items() for name in names],
+    ("library", "owner", "name"),
+    [(one, owner, name) for one in PACKAGES for owner, names in LISTS[one].items() for name in names],
 )
-def test_a_private_name_is_still_there(package: str, owner: str, name: str) -> None:
-    owners = _owners(package, owner)
+def test_a_private_name_is_still_there(library: str, owner: str, name: str) -> None:
+    owners = _owners(PACKAGES[library], owner)
     assert owners
     for found in owners:
-        assert _has(found, name), f"{found} has no {name} any more; PRIVATE_NAMES of tables/ or compat/ lists it"
-
-
-OVERRIDING = {
-    cls
-    for name, module in list(sys.modules.items())
-    for cls in vars(module).values()
-    if name.startswith(("lightning_overlap.plugin.", "lightning_overlap.compat."))
-    if isinstance(cls, type) and cls.__module__ == name
-    if any(base.__module__.startswith("lightning.") for base in cls.__mro__)
-}
-
-
-@pytest.mark.smoke
-@pytest.mark.parametrize("cls", sorted(OVERRIDING, key=str), ids=lambda cls: cls.__name__)
-def test_what_our_classes_share_with_lightnings_is_listed(cls: type) -> None:
-    """A private name that is ours in a subclass and Lightning's above it is either listed, or there by mistake."""
-    bases = [base for base in cls.__mro__ if base.__module__.split(".")[0] == "lightning"]
-    theirs = {name for base in bases for name in defined_names(tree_of(base)) if is_private(name)}
-    assert theirs
-    listed = LIGHTNING_PRIVATE if cls.__module__ == lightning.__name__ else set()
-    assert not defined_names(tree_of(cls)) & theirs - listed
+        assert _has(found, name), f"{found} has no {name} any more; PRIVATE_NAMES of compat/{library} lists it"

@@ -57,7 +57,7 @@ def test_the_host_reads_nothing_but_the_sizes(two_ranks: Ranks) -> None:
 def test_what_a_device_adds_where_ranks_have_other_numbers_of_features() -> None:
     """For each rank the numbers of ids and of weights, and the lengths of its features; other sizes stay."""
     kjt = KeyedJaggedTensor(["a", "b", "c", "d"], torch.arange(15), lengths=torch.tensor([0, 1, 2, 1, 4, 1, 0, 6]))
-    meta: Any = SimpleNamespace(_input=kjt, input_splits=[[7, 7], [0, 0], [0, 0]])
+    meta: Any = SimpleNamespace(input=kjt, input_splits=[[7, 7], [0, 0], [0, 0]])
     one = _Counted(0, PartForm(4, (1, 3), with_lengths=True), meta)
     rows = torch.tensor([[7] * 4 + [0] * 3] * 2)
     one.add_to(rows)

@@ -10,7 +10,7 @@ from lightning.pytorch import Callback
 from torch import nn
 from torchrec.distributed import dist_data
 
-from lightning_overlap.compat import torchrec
+from lightning_overlap.compat.torchrec import ids
 from lightning_overlap.sparse import SparseOptions
 from lightning_overlap.sparse.deferred_update import DeferredUpdate, _Backward, _Gap
 from lightning_overlap.sparse.flight import SparseFlight
@@ -104,7 +104,7 @@ def count_recats() -> list[int]:
             made.append(args)
         return own(*args, **kwargs)
 
-    with mock.patch.object(dist_data, "_get_recat", counted), mock.patch.object(torchrec, "_get_recat", counted):
+    with mock.patch.object(dist_data, "_get_recat", counted), mock.patch.object(ids, "_get_recat", counted):
         model = Model(TABLE_WISE)
         make_trainer(make_strategy(model), callbacks=[Counts()]).fit(model, datamodule=Batches(TABLE_WISE, 6))
     return counts

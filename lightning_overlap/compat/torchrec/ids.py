@@ -82,6 +82,13 @@ class IdsAwaitable(KJTAllToAllTensorsAwaitable):  # type: ignore[misc]
         """Whether ranks are in an order of TorchRec's own."""
         return bool(self._stagger != 1)
 
+    def receive(self) -> KeyedJaggedTensor:
+        """Return the received ids, on several ranks, for a subclass to define; called by `wait`."""
+        return super()._wait_impl()
+
+    def _wait_impl(self) -> KeyedJaggedTensor:
+        return self.receive()
+
     def assemble(self, tensors: Sequence[Tensor], num_ids: list[int] | None, *, in_order: bool) -> KeyedJaggedTensor:
         """Return the received ids, on several ranks.
 
