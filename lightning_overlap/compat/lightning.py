@@ -1,25 +1,33 @@
 """Lightning's private names. The loops here have public methods where Lightning's loops call private ones."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
+import torch
 from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, ModelPruning
 from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
 from lightning.pytorch.loops.fetchers import _DataFetcher, _DataLoaderIterDataFetcher, _PrefetchDataFetcher
 from lightning.pytorch.loops.fit_loop import _FitLoop
+from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
 from lightning.pytorch.loops.prediction_loop import _PredictionLoop
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
 from lightning.pytorch.trainer import call
+from lightning.pytorch.trainer.connectors.logger_connector.result import (
+    _Metadata,
+    _ResultCollection,
+    _ResultMetric,
+    _Sync,
+)
 from lightning.pytorch.trainer.states import RunningStage
-from torch import nn
+from torch import Tensor, nn
 from typing_extensions import override
 
 _OF_BOTH = ["_build_kwargs", "_build_step_args_from_hook_kwargs", "_data_fetcher", "_verify_dataloader_idx_requirement"]
@@ -27,17 +35,18 @@ PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
     "lightning.pytorch.trainer.call": ("_call_strategy_hook",),
     "_CheckpointConnector": ("resume_start",),
     "_DataLoaderIterDataFetcher": ("_batch", "_batch_idx", "_dataloader_idx", "_start_profiler", "_stop_profiler"),
-    "_EvaluationLoop": (*_OF_BOTH, "_evaluation_step", "_is_sequential"),
+    "_EvaluationLoop": (*_OF_BOTH, "_evaluation_step", "_is_sequential", "_on_evaluation_end"),
     "_FitLoop": (
         *("_combined_loader", "_data_fetcher", "_load_combined_loader_states", "_results", "_should_reload_train_dl"),
         "setup_data",
     ),
+    "_LoggerConnector": ("_callback_metrics", "_first_loop_iter"),
     "_MultiProcessingLauncher": ("_collect_rank_zero_results", "_start_method", "_strategy", "_wrapping_function"),
     "_PredictionLoop": (*_OF_BOTH, "_predict_step", "_return_predictions", "_store_data_for_prediction_writer"),
     "_SignalConnector": ("_sigterm_notifier_fn", "_slurm_sigusr_handler_fn"),
     "_TrainingEpochLoop": (
         *("_batches_that_stepped", "_broadcast_sigterm_tensor", "_build_kwargs", "_results", "_should_accumulate"),
-        *("_is_training_done", "_should_check_val_fx", "advance", "on_advance_end"),
+        *("_is_training_done", "_num_ready_batches_reached", "_should_check_val_fx", "advance", "on_advance_end"),
     ),
     "CombinedLoader": ("_state_dicts",),
     "DDPStrategy": (
@@ -48,7 +57,7 @@ PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
     "ModelCheckpoint": ("_link_checkpoint",),
     "ModelPruning": ("_parameters_to_prune",),
     "Strategy": ("_layer_sync",),
-    "Trainer": ("_checkpoint_connector", "_signal_connector", "_teardown"),
+    "Trainer": ("_checkpoint_connector", "_logger_connector", "_signal_connector", "_teardown"),
 }
 """By the module or class that has them. A name that this file imports is not listed: the import itself fails."""
 
@@ -60,6 +69,7 @@ def owners(trainer: Trainer) -> dict[str, object]:
         "_CheckpointConnector": trainer._checkpoint_connector,
         "_EvaluationLoop": trainer.validate_loop,
         "_FitLoop": trainer.fit_loop,
+        "_LoggerConnector": trainer._logger_connector,
         "_PredictionLoop": trainer.predict_loop,
         "_SignalConnector": trainer._signal_connector,
         "_TrainingEpochLoop": trainer.fit_loop.epoch_loop,
@@ -130,6 +140,9 @@ class StagedFetcher(_DataLoaderIterDataFetcher):
 # -- loops -----------------------------------------------------------------------------------------------------------
 
 
+Loop = _Loop
+
+
 class AutomaticOptimization(_AutomaticOptimization):
     """Lightning's loop around the optimizer's step of one batch; `run` is called for each batch."""
 
@@ -176,6 +189,20 @@ class FitLoop(_FitLoop):
 
 class EpochLoop(_TrainingEpochLoop):
     """Lightning's loop over the batches of an epoch."""
+
+    @property
+    def num_stepped(self) -> int:
+        """Batches, or accumulations of several, whose step loggers count (`logged_step`)."""
+        return self._batches_that_stepped
+
+    @num_stepped.setter
+    def num_stepped(self, number: int) -> None:
+        self._batches_that_stepped = number
+
+    @property
+    def epoch_is_over(self) -> bool:
+        """Whether the latest batch was the last one of its epoch, so that schedulers of epochs make a step."""
+        return self._num_ready_batches_reached()
 
     @property
     def ends(self) -> bool:
@@ -268,6 +295,14 @@ class EvaluationLoop(_Evaluates, _EvaluationLoop):
         super()._evaluation_step(*args)
         self.after_step()
 
+    def before_end_hooks(self) -> None:
+        """Called when all that is left are the hooks `on_validation_end` or `on_test_end`."""
+
+    @override
+    def _on_evaluation_end(self, *args: Any, **kwargs: Any) -> None:
+        self.before_end_hooks()
+        super()._on_evaluation_end(*args, **kwargs)
+
 
 class PredictionLoop(_Evaluates, _PredictionLoop):
     """Lightning's loop of predictions. Prediction writers get those of staged batches too."""
@@ -294,6 +329,101 @@ class PredictionLoop(_Evaluates, _PredictionLoop):
         finally:
             self._return_predictions = returned
         self.after_step()
+
+
+def set_restarting(loop: Loop, restarting: bool) -> None:
+    """Tell a loop and its inner loops whether they continue from a checkpoint (`restarting`).
+
+    The fit loop's own setter lets a fit with `max_steps` always continue.
+    """
+    Loop.restarting.fset(loop, restarting)  # type: ignore[attr-defined]
+
+
+# -- metrics: what `self.log` has collected ----------------------------------------------------------------------------
+
+
+def callback_metrics(trainer: Trainer) -> dict[str, Tensor]:
+    """Return `trainer.callback_metrics` on the CPU; all ranks call this, unless an error is handled."""
+    metrics = trainer._logger_connector._callback_metrics if trainer.interrupted else trainer.callback_metrics
+    return {name: value.detach().cpu() for name, value in metrics.items()}
+
+
+def restore_callback_metrics(trainer: Trainer, metrics: Mapping[str, Tensor]) -> None:
+    """Let callbacks and ReduceLROnPlateau see these metrics until they are logged again."""
+    device = trainer.strategy.root_device
+    trainer._logger_connector._callback_metrics.update({name: value.to(device) for name, value in metrics.items()})
+
+
+_PLAIN = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx")
+
+
+def _options(meta: _Metadata) -> dict[str, Any]:
+    """Return how a value was logged, as plain values."""
+    options: dict[str, Any] = {name: getattr(meta, name) for name in _PLAIN}
+    return {**options, "reduce_fx": meta.reduce_fx.__name__, "sync_dist": meta.sync.should}
+
+
+def epoch_results(loop: _TrainingEpochLoop) -> list[dict[str, Any]]:
+    """Return the sums of what training steps have logged in this epoch, on the CPU: plain values and tensors.
+
+    Left out are torchmetrics' objects, which have their own state, and values logged with `sync_dist_group`,
+    `rank_zero_only` or a reduction that is not torch's.
+    """
+    return [
+        {**_options(meta), "value": one.value.cpu(), "num": getattr(one, "cumulated_batch_size", torch.zeros(())).cpu()}
+        for one in loop._results.values()
+        if one.is_tensor and not one.has_reset and (meta := one.meta).on_epoch
+        if getattr(torch, meta.reduce_fx.__name__, None) is meta.reduce_fx
+        if meta.sync.group is None and not meta.sync.rank_zero_only and meta.dataloader_idx is None
+    ]
+
+
+class _ResumedResults(_ResultCollection):
+    """Results of an epoch that began in another run."""
+
+    def __init__(self) -> None:
+        super().__init__(training=True)
+        self.earlier: dict[str, dict[str, Any]] = {}  # what that run has logged and this one not yet
+
+    @override
+    def log(self, fx: str, name: str, *args: Any, **kwargs: Any) -> None:
+        key = f"{fx}.{name}"
+        earlier = self.earlier.pop(key, None)
+        before = None if earlier is None else self.pop(key)  # the user may log it differently now
+        super().log(fx, name, *args, **kwargs)
+        new = self[key]
+        if before is None or not new.is_tensor or _options(new.meta) != _options(before.meta):
+            return
+        if new.meta.is_mean_reduction:
+            new.cumulated_batch_size = before.cumulated_batch_size + new.cumulated_batch_size
+        joins = new.meta.reduce_fx if new.meta.is_max_reduction or new.meta.is_min_reduction else torch.add
+        new.value = joins(before.value, new.value)
+
+    @override
+    def reset(self, metrics: bool | None = None, fx: str | None = None) -> None:
+        super().reset(metrics, fx)
+        self.earlier = {}
+
+
+def restore_epoch_results(trainer: Trainer, saved: Iterable[Mapping[str, Any]]) -> None:
+    """Let the epoch that the fit is in go on from what `epoch_results` has returned: called before its next batch."""
+    results = _ResumedResults()
+    for one in saved:
+        options = {name: one[name] for name in _PLAIN}
+        meta = _Metadata(**options, reduce_fx=getattr(torch, one["reduce_fx"]))
+        meta.sync = _Sync(_should=one["sync_dist"], fn=trainer.strategy.reduce)
+        metric = _ResultMetric(meta, is_tensor=True)
+        meta.on_step = False  # an update would exchange the value of a step
+        metric.update(one["value"], 0)
+        meta.on_step = one["on_step"]
+        metric.value = one["value"]
+        if meta.is_mean_reduction:
+            metric.cumulated_batch_size = one["num"]
+        key = f"{meta.fx}.{meta.name}"
+        results[key] = metric.to(trainer.strategy.root_device)
+        results.earlier[key] = dict(one)
+    trainer.fit_loop.epoch_loop._results = results
+    trainer._logger_connector._first_loop_iter = False  # in an epoch's first batch Lightning resets the results
 
 
 # -- the trainer and its parts ---------------------------------------------------------------------------------------

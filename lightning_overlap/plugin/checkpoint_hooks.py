@@ -16,6 +16,7 @@ from ..checkpoint import FULL, SHARDED, FolderSaver
 from ..distributed import gather_objects
 from ..tables import hands_out_rows, has_tables
 from . import checkpoint_links, found_checkpoints
+from .loops import METRICS
 from .run import HasRun
 
 # Entries of a checkpoint.
@@ -93,10 +94,12 @@ class SavesShards(HasRun):
         module = self._module
         whole = self.world_size == 1 and not self.async_checkpoint and not hands_out_rows(module)
         saved_format = self.checkpoint_format or (FULL if whole else SHARDED)
-        # Rank 0 alone writes the state that is not sharded, so it gets the loader states of all ranks.
-        states = gather_objects(_fit_loop(checkpoint).get(_LOADER), self.checkpoint_group)
-        if any(states):
-            checkpoint[_LOADERS] = states
+        # Rank 0 alone writes the state that is not sharded, so it gets the loader states and metrics of all ranks.
+        fit_loop = _fit_loop(checkpoint)
+        gathered = gather_objects((fit_loop.get(_LOADER), fit_loop.pop(METRICS, None)), self.checkpoint_group)
+        for name, states in zip((_LOADERS, METRICS), zip(*gathered, strict=True), strict=False):
+            if any(states):
+                checkpoint[name] = list(states)
         if hands_out_rows(module):
             if saved_format == FULL:
                 raise ValueError(
@@ -185,6 +188,10 @@ class SavesShards(HasRun):
         states = checkpoint.pop(_LOADERS, [])
         if len(states) == self.world_size:  # else all ranks take the states of rank 0
             _fit_loop(checkpoint)[_LOADER] = states[self.global_rank] or []
+        if metrics := checkpoint.pop(METRICS, None):
+            # Other ranks' sums of an epoch cannot be divided anew. A metric that all ranks share is in each of them.
+            same = len(metrics) == self.world_size
+            _fit_loop(checkpoint)[METRICS] = metrics[self.global_rank] if same else {**metrics[0], "epoch": []}
         return checkpoint  # type: ignore[no-any-return]
 
     @override

@@ -226,6 +226,107 @@ def test_a_loop_advances_batch_by_batch(undo: ExitStack) -> None:
     assert seen == [one for idx in range(4) for one in (("advance", idx), ("end", idx, idx == 3))]
 
 
+@meanings.of("_TrainingEpochLoop._num_ready_batches_reached")
+def test_the_last_batch_of_an_epoch_is_known(undo: ExitStack) -> None:
+    seen: list[bool] = []
+
+    class Looks(Model):
+        def on_train_batch_end(self, *_: Any) -> None:
+            seen.append(self.trainer.fit_loop.epoch_loop.epoch_is_over)
+
+    trainer = make_trainer(max_epochs=1, limit_val_batches=0, limit_train_batches=3)
+    stand_in(trainer.fit_loop, "epoch_loop", lightning.EpochLoop, undo)
+    trainer.fit(Looks())
+    assert seen == [False, False, True]
+
+
+def test_loops_are_told_whether_they_continue() -> None:
+    """With `max_steps` the fit loop's own setter says that every fit continues."""
+    trainer = make_trainer(max_steps=3)
+    epoch_loop = trainer.fit_loop.epoch_loop
+    trainer.fit_loop.restarting = False
+    assert trainer.fit_loop.restarting
+    for restarting in (False, True):
+        lightning.set_restarting(trainer.fit_loop, restarting)
+        assert [loop.restarting for loop in (trainer.fit_loop, epoch_loop, epoch_loop.val_loop)] == [restarting] * 3
+
+
+@meanings.of("_EvaluationLoop._on_evaluation_end")
+def test_the_end_of_a_validation(undo: ExitStack) -> None:
+    """All that is left are the hooks of its end, callbacks' first."""
+    seen: list[Any] = []
+
+    class Ends(lightning.EvaluationLoop):
+        def before_end_hooks(self) -> None:
+            seen.append(self.trainer.callback_metrics["x"].item())
+
+    class Logs(Model):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("x", float(batch_idx))
+
+        def on_validation_epoch_end(self) -> None:
+            seen.append("epoch end")
+
+    class Looks(Callback):
+        def on_validation_end(self, *_: Any) -> None:
+            seen.append("end")
+
+    trainer = make_trainer(max_epochs=1, callbacks=[Looks()])
+    stand_in(trainer.fit_loop.epoch_loop, "val_loop", Ends, undo)
+    trainer.fit(Logs())
+    assert seen == ["epoch end", 1.5, "end"]
+
+
+@meanings.of("Trainer._logger_connector", "_LoggerConnector._callback_metrics", "_LoggerConnector._first_loop_iter")
+@pytest.mark.parametrize("changed", [False, True])
+def test_metrics_of_an_epoch_in_two_runs(undo: ExitStack, changed: bool) -> None:
+    """The second run has the epoch's last two batches, and the metrics of the whole one; not of what it logs anew."""
+    at_end: list[dict[str, float]] = []
+    saved: list[Any] = []
+
+    class Logs(Model):
+        first, num = 0, 4
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            value = batch[0, 0] / 7
+            self.log("mean", value, on_step=True, on_epoch=True, batch_size=1 + int(batch[0, 0]) // 32)
+            self.log("max", -value, on_epoch=True, on_step=False, reduce_fx="max", prog_bar=changed and self.first > 0)
+            self.log("sum", value, on_epoch=True, on_step=False, reduce_fx=torch.sum, batch_size=1)
+            return super().training_step(batch, batch_idx)
+
+        def train_dataloader(self) -> Any:
+            return DataLoader(super().train_dataloader().dataset[self.first : self.num], batch_size=None)
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if self.first == 0 and batch_idx == 1:
+                trainer = self.trainer
+                saved.extend(
+                    (lightning.callback_metrics(trainer), lightning.epoch_results(trainer.fit_loop.epoch_loop))
+                )
+
+        def on_train_epoch_end(self) -> None:
+            at_end.append({name: value.item() for name, value in self.trainer.callback_metrics.items()})
+
+    class GoesOn(lightning.EpochLoop):
+        def on_run_start(self, fetcher: Any) -> None:
+            super().on_run_start(fetcher)
+            before, results = saved
+            lightning.restore_callback_metrics(self.trainer, before)
+            lightning.restore_epoch_results(self.trainer, results)
+            at_end.append({name: value.item() for name, value in self.trainer.callback_metrics.items()})
+
+    options: dict[str, Any] = {"max_epochs": 1, "limit_val_batches": 0}
+    make_trainer(**options).fit(Logs())
+    trainer, rest = make_trainer(**options), Logs()
+    rest.first = 2
+    stand_in(trainer.fit_loop, "epoch_loop", GoesOn, undo)
+    trainer.fit(rest)
+    whole, before, resumed = at_end
+    assert before["mean_step"] == pytest.approx(32 / 7)
+    assert whole.keys() == resumed.keys()
+    assert {name for name in whole if whole[name] != resumed[name]} == ({"max"} if changed else set())
+
+
 @meanings.of("_TrainingEpochLoop._broadcast_sigterm_tensor")
 def test_ranks_share_a_sigterm_before_each_batch(undo: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []

@@ -1,7 +1,6 @@
 """The loop override keeps Lightning's meaning of everything: hook by hook the same as with DDPStrategy."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -47,17 +46,6 @@ def test_batches_are_transferred_once_in_order_and_none_too_many(two_ranks: Rank
     for config, nums in {**sized, "unsized": [9, 9]}.items():
         for _, transfers in two_ranks.run_once(traces.trace, pipeline, *CONFIGS[config]):
             assert transfers == [index for num in nums for index in range(num)], config
-
-
-@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
-@pytest.mark.parametrize("val_check_interval", [4, 1.0], ids=["mid_epoch", "after_the_last_batch"])
-def test_an_interrupted_validation_goes_on_as_with_ddp(
-    two_ranks: Ranks, val_check_interval: float, tmp_path: Path
-) -> None:
-    """After an epoch's last batch there is nothing left to look at, but a validation left to run."""
-    expected = two_ranks.run(traces.trace_resumed, None, str(tmp_path / "ddp"), val_check_interval)
-    for pipeline in ("base", "fused_sparse_dist"):
-        assert two_ranks.run(traces.trace_resumed, pipeline, str(tmp_path / pipeline), val_check_interval) == expected
 
 
 def test_a_users_loop_is_not_changed(get_ranks: Callable[..., Ranks]) -> None:

@@ -1,12 +1,10 @@
 """A module that writes down what Lightning tells it, to compare strategies hook by hook. Run by ranks."""
 
-import contextlib
 import warnings
 from collections.abc import Iterator
 from typing import Any
 
 from lightning.pytorch import Callback, LightningDataModule, Trainer
-from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.strategies import DDPStrategy
@@ -31,10 +29,6 @@ class _Unsized(IterableDataset):
 
 NONES = {"none_batches": (0, 4), "last_are_none": (4, 7, 8), "unsized_with_none": (0, 3, 4, 8)}
 WORKERS: dict[str, Any] = {"num_workers": 1, "persistent_workers": True, "multiprocessing_context": "fork"}
-
-
-class Interrupted(Exception):
-    """Raised in the middle of a validation."""
 
 
 class Data(LightningDataModule):
@@ -95,8 +89,6 @@ class Traced(Model):
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         self._write("validation_step", batch, batch_idx)
-        if self.stop == "validation" and batch_idx == 1:
-            raise Interrupted
         self(batch)
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
@@ -105,23 +97,15 @@ class Traced(Model):
 
 
 def trace(pipeline: str | None, loader: str, stop: str | None, kwargs: dict[str, Any]) -> tuple[list[Any], list[int]]:
-    model = _fit(pipeline, loader, stop, None, **{"num_sanity_val_steps": 1, **kwargs})
+    model = _fit(pipeline, loader, stop, **{"num_sanity_val_steps": 1, **kwargs})
     return model.trace, [index for index in model.transfers if index < 1000]
 
 
-def trace_resumed(pipeline: str | None, folder: str, val_check_interval: float) -> list[Any]:
-    kwargs: dict[str, Any] = {"enable_checkpointing": True, "callbacks": [OnExceptionCheckpoint(folder)]}
-    kwargs |= {"num_sanity_val_steps": 0, "val_check_interval": val_check_interval}
-    with contextlib.suppress(Interrupted):
-        _fit(pipeline, "sized", "validation", None, **kwargs)
-    return _fit(pipeline, "sized", None, f"{folder}/on_exception.ckpt", **kwargs).trace
-
-
-def _fit(pipeline: str | None, loader: str, stop: str | None, resume: str | None, **kwargs: Any) -> Traced:
+def _fit(pipeline: str | None, loader: str, stop: str | None, **kwargs: Any) -> Traced:
     model = Traced(fused_optimizer=pipeline is not None, stop=stop)
     strategy = OverlapEmbeddingStrategy(pipeline, sharding="table_wise") if pipeline else DDPStrategy()
     trainer = make_trainer(strategy, **{"max_epochs": 2, **kwargs})
-    trainer.fit(model, datamodule=Data(loader), ckpt_path=resume)
+    trainer.fit(model, datamodule=Data(loader))
     return model
 
 

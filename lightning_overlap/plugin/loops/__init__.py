@@ -3,3 +3,4 @@
 from . import evaluation_loops, fit_loop, preemption, sigterm
 from .batch_stream import BatchStream
 from .fetcher import LookaheadFetcher, StagedBatch, StepArguments
+from .resume import METRICS

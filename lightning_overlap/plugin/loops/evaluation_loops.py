@@ -1,7 +1,6 @@
 """Lightning's evaluation loops with a lookahead: `validate`, `test`, `predict`, and validation inside a fit."""
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -57,8 +56,7 @@ class _LookaheadMixin:
             found.note_result(walker.batches.save_agreed)
         self._save_if_due()
         if walker is not None and walker.batches.stop_agreed and not walker.is_last:
-            with self._to_be_repeated():
-                sigterm.leave(self.trainer)
+            sigterm.leave(self.trainer)
 
     def _save_if_due(self) -> None:
         """Save and requeue after a preemption signal; in a fit so that a resumed fit repeats the whole validation."""
@@ -69,29 +67,16 @@ class _LookaheadMixin:
             return
         ends_or_accumulates = self.trainer.should_stop or accumulates(self.trainer)
         if self.trainer.state.fn != TrainerFn.FITTING or not ends_or_accumulates:
-            with self._to_be_repeated():
-                found.requeue()
-
-    @contextmanager
-    def _to_be_repeated(self) -> Iterator[None]:
-        """Within this context a checkpoint of a fit says that its validation broke off at its first batch."""
-        # Lightning would go on in the middle, without the metrics of the first part, or skip the rest.
-        if self.trainer.state.fn != TrainerFn.FITTING or self.trainer.sanity_checking:
-            yield
-            return
-        progress = self.batch_progress
-        before, total = progress.state_dict(), progress.total
-        total.ready = total.started = total.completed + 1
-        total.processed = total.completed
-        progress.reset_on_run()
-        try:
-            yield
-        finally:
-            progress.load_state_dict(before)
+            found.requeue()
 
 
 class _EvaluationLoopMixin(_LookaheadMixin, EvaluationLoop):
     """A validation or a test with a lookahead."""
+
+    def before_end_hooks(self) -> None:
+        resume = getattr(self.trainer.fit_loop, "resume", None)
+        if resume is not None:
+            resume.validation_ends()
 
 
 class _PredictionLoopMixin(_LookaheadMixin, PredictionLoop):

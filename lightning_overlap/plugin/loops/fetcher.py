@@ -47,6 +47,7 @@ class LookaheadFetcher(StagedFetcher):
         self._num_none_left: int | None = None  # None batches that end the epoch; None until its last batch is known
         self._has_ended = False  # whether the walker has ended the epoch
         self.trained_states: Any = self.stream.states  # of the loaders after the batch being trained; may be empty
+        self.states_before: Any = self.stream.states  # of the loaders before that batch
 
     @override
     def __iter__(self) -> LookaheadFetcher:
@@ -68,7 +69,7 @@ class LookaheadFetcher(StagedFetcher):
     def __next__(self) -> StagedBatch:  # type: ignore[override]
         self.peek()
         assert self.walker is not None
-        self._peeked = False
+        self._peeked, self.states_before = False, self.trained_states
         current = self.walker.batches.current
         if self.batch is not None and current is not None:
             self.trained_states = current.loader_states

@@ -5,6 +5,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from lightning.pytorch import Trainer
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils import data
 from typing_extensions import override
 
@@ -21,6 +22,7 @@ from . import preemption, sigterm
 from .batch_stream import BatchStream
 from .epoch import allows_empty_loaders, without_batches
 from .fetcher import LookaheadFetcher, NoneFetcher, StepArguments
+from .resume import Rest, Resume
 from .stand_in import stand_in
 
 _STOPS = "lightning_overlap_stops"  # entry of a preempted fit's checkpoint: it was told to stop early
@@ -37,6 +39,7 @@ class _AutomaticOptimizationMixin(AutomaticOptimization):
 
 class _FitLoopMixin(FitLoop):
     epoch_loop: EpochLoop
+    resume: Resume
 
     @override
     def setup_data(self) -> None:
@@ -86,11 +89,18 @@ class _FitLoopMixin(FitLoop):
         ended = self.epoch_loop.batch_progress.is_last_batch and epochs.processed < epochs.started
         for loader in self.loaders:
             tell_sampler_epoch(loader, epochs.processed + ended)
-        super().load_loader_states()
+        if not self.resume.begins_data:  # else the states are those of an earlier epoch's end
+            super().load_loader_states()
+
+    @override
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super().load_state_dict(*args, **kwargs)
+        self.resume.roll_back()
 
     @override
     def on_load_checkpoint(self, state_dict: dict[str, Any]) -> None:
         super().on_load_checkpoint(state_dict)
+        self.resume.take(state_dict)
         self.trainer.should_stop |= state_dict.get(_STOPS, False)
         # configure_optimizers may have asked for the number of steps. The loaders that were made for that have neither
         # their own states of the checkpoint nor the data module's.
@@ -101,12 +111,41 @@ class _FitLoopMixin(FitLoop):
         state_dict = super().on_save_checkpoint()
         fetcher = self.fetcher
         if "combined_loader" in state_dict and isinstance(fetcher, LookaheadFetcher):
-            state_dict["combined_loader"] = fetcher.trained_states or None
+            batches: Any = self.epoch_loop.batch_progress.current
+            under_way = batches.ready > batches.processed  # a resumed fit begins this batch anew
+            state_dict["combined_loader"] = (fetcher.states_before if under_way else fetcher.trained_states) or None
         found = preemption.of(self.trainer)
         if found is not None and found.saving and self.trainer.should_stop:
             # Lightning begins every fit with False: a requeued job would train on after an early stop.
             state_dict[_STOPS] = True
+        self.resume.save(state_dict)
         return state_dict
+
+    @property
+    @override
+    def done(self) -> bool:
+        # An epoch that a checkpoint was saved in has an end to come, also after the last step of the fit.
+        return not (self.resume.enters_epoch and self.max_batches != 0) and super().done
+
+    @override
+    def reset(self) -> None:
+        self.resume.begin()
+        super().reset()
+
+    @override
+    def on_run_start(self) -> None:
+        if self.resume.owes_plateau:
+            self.resume.owes_plateau = False
+            # It is a step of the epoch that is over: Lightning has not counted that epoch yet when it does the step.
+            self.epoch_progress.current.completed -= 1
+            self.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
+            self.epoch_progress.current.completed += 1
+        super().on_run_start()
+
+    @override
+    def advance(self) -> None:
+        self.resume.enters_epoch = False
+        super().advance()
 
     @override
     def on_advance_end(self) -> None:
@@ -123,26 +162,37 @@ class _FitLoopMixin(FitLoop):
 
 
 class _EpochLoopMixin(EpochLoop):
+    @property
+    def _resume(self) -> Resume:
+        return self.trainer.fit_loop.resume  # type: ignore[no-any-return]
+
     @override
     def reset(self) -> None:
-        # By the loader's length Lightning's loop knows that a checkpoint is of an epoch's last batch. Some have none.
-        begins_anew = self.restarted_on_train_batch_end and self.batch_progress.is_last_batch
-        fit_loop = self.trainer.fit_loop
-        in_epoch = fit_loop.restarted_mid_epoch or fit_loop.restarted_on_epoch_end
-        is_between = self.batch_progress.is_last_batch or self.batch_progress.total.ready == 0
-        starts_anew = self.restarted_on_last and is_between and not in_epoch
-        if starts_anew and self.restarting:  # type: ignore[has-type]
-            # Saved before an epoch, in a fit without `max_epochs`: Lightning would skip the epoch that begins.
-            self.restarting = False
+        # Lightning counts what is left to do of a batch, which is done here, and forgets which batches were None.
+        progress: Any = self.batch_progress.current
+        continues, num_stepped, num_started = self.restarting, self.num_stepped, progress.started
         super().reset()
-        if begins_anew and self.batch_progress.current.ready > 0:
-            self.batch_progress.reset_on_run()
-            self.scheduler_progress.reset_on_run()
-            self.automatic_optimization.optim_progress.reset_on_run()
-            self.val_loop.batch_progress.total.reset()
+        if continues:
+            self.num_stepped, progress.started = num_stepped, num_started
+
+    @override
+    def on_run_start(self, data_fetcher: DataFetcher) -> None:
+        super().on_run_start(data_fetcher)
+        self._resume.begin_epoch()
+
+    @property
+    @override
+    def done(self) -> bool:
+        return self._resume.rest is Rest.NOTHING and super().done
 
     @override
     def advance(self, data_fetcher: DataFetcher) -> None:
+        resume = self._resume
+        if resume.rest is Rest.UNKNOWN:
+            # As Lightning guesses: a checkpoint after a batch that a validation follows is one of the validation's end.
+            resume.rest = Rest.UPDATE if self.validates_after(data_fetcher) else Rest.NOTHING
+        if resume.rest is not Rest.NOTHING:
+            return  # the batch is trained, what is left of it follows
         if isinstance(data_fetcher, LookaheadFetcher):
             data_fetcher = self._look_at_next(data_fetcher)
         else:
@@ -151,16 +201,27 @@ class _EpochLoopMixin(EpochLoop):
 
     @override
     def on_advance_end(self, data_fetcher: DataFetcher) -> None:
-        found = preemption.of(self.trainer)
-        if found is None:
-            super().on_advance_end(data_fetcher)
-            return
-        if isinstance(data_fetcher, LookaheadFetcher) and data_fetcher.walker is not None:
+        resume, found = self._resume, preemption.of(self.trainer)
+        if isinstance(data_fetcher, LookaheadFetcher) and data_fetcher.walker is not None and found is not None:
             found.note_result(data_fetcher.walker.batches.save_agreed)
         with preemption.before_lightning_leaves(self.trainer):
-            super().on_advance_end(data_fetcher)
-        if found.due and self._is_between_steps(found):
+            try:
+                super().on_advance_end(data_fetcher)
+            except SIGTERMException:
+                if not self.trainer.validating:  # else Lightning raises it at the end
+                    resume.batch_is_over()
+                raise
+        resume.batch_is_over()
+        if found is not None and found.due and self._is_between_steps(found):
             found.requeue()
+
+    @override
+    def update_lr_schedulers(self, interval: str, update_plateau_schedulers: bool) -> None:
+        if update_plateau_schedulers and not self._resume.knows_metrics:
+            return
+        super().update_lr_schedulers(interval, update_plateau_schedulers)
+        if update_plateau_schedulers and interval == "epoch":
+            self._resume.num_plateau = self.batch_progress.total.ready
 
     def _is_between_steps(self, found: preemption.Preemption) -> bool:
         """Whether a fit that resumes here goes on exactly as this one does: with the next step of the epoch."""
@@ -177,9 +238,7 @@ class _EpochLoopMixin(EpochLoop):
         except StopIteration:
             if fetcher.walker.batches.num_batches == 0 and self.batch_progress.current.ready == 0:
                 self._name_ranks_without_batches(fetcher.stream)
-            if not self.restarting:
-                raise
-            return fetcher  # resumed in the validation after an epoch's last batch, which the loop still has to run
+            raise
         if fetcher.walker.batches.stop_agreed:
             sigterm.leave(self.trainer)
         return NoneFetcher(fetcher) if batch is None else fetcher
@@ -198,11 +257,15 @@ class _EpochLoopMixin(EpochLoop):
 
     @override
     def validates_after(self, fetcher: DataFetcher) -> bool:
+        if self._resume.rest is Rest.UPDATE:
+            return False
         # With a fetcher of the class for `dataloader_iter` Lightning's loop validates on every last batch.
         decision = super().validates_after(fetcher.inner if isinstance(fetcher, LookaheadFetcher) else fetcher)
         if self.trainer.val_check_batch is None:
             # With a time interval each rank decides by its own clock, and a rank that validates alone waits forever.
             decision = self.trainer.strategy.broadcast(decision)
+        if decision:
+            self._resume.validations = self.val_loop.batch_progress.total.state_dict()
         if (found := preemption.of(self.trainer)) is not None:
             found.validates = decision
         return decision
@@ -237,6 +300,9 @@ def _leave_if_agreed(trainer: Trainer) -> None:
 def install(trainer: Trainer, undo: ExitStack) -> None:
     """Let the trainer's fit loop look ahead until `undo` is closed."""
     stand_in(trainer, "fit_loop", _FitLoopMixin, undo)
+    loop: Any = trainer.fit_loop
+    loop.resume = Resume(trainer, num_over=loop.epoch_loop.batch_progress.total.ready)
+    undo.callback(vars(loop).pop, "resume")
     undo.callback(_forget_broken_loader, trainer.fit_loop)
     stand_in(trainer.fit_loop, "epoch_loop", _EpochLoopMixin, undo)
     stand_in(trainer.fit_loop.epoch_loop, "automatic_optimization", _AutomaticOptimizationMixin, undo)

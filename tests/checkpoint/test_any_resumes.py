@@ -1,0 +1,80 @@
+"""Any number of resumes, at any places, equal no resume: batches, losses, hooks, counters, metrics, rates, weights."""
+
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from lightning_overlap import MODES
+
+from ..support.ranks import Ranks
+from . import any_resumes
+from .any_resumes import LOADERS, PLACES, SCHEDULERS, Drawn, Stop
+
+EXACT = [name for name, mode in MODES.items() if mode.staleness == 0]
+stops = st.builds(Stop, st.sampled_from(PLACES), st.integers(1, 7), st.booleans())
+
+
+@st.composite
+def draws(draw: Callable[..., Any]) -> Drawn:
+    num = draw(st.integers(1, 5))
+    limit = draw(st.none() | st.integers(1, num))
+    every = draw(st.sampled_from([1, 1, 2, None]))
+    most = num if limit is None else limit
+    intervals = [1.0, *range(1, most + 1)] if every else [1, 2, 3, most + 1]
+    return Drawn(
+        stops=tuple(draw(st.lists(stops, min_size=1, max_size=4))),
+        pipeline=draw(st.sampled_from(EXACT)),
+        loader=draw(st.sampled_from(LOADERS)),
+        num_batches=num,
+        epochs=draw(st.integers(1, 3)),
+        max_steps=draw(st.just(-1) | st.integers(1, 12)),
+        limit=limit,
+        accumulate=draw(st.sampled_from([1, 1, 1, 2])),
+        val_interval=draw(st.sampled_from(intervals)),
+        val_every_n_epochs=every,
+        scheduler=draw(st.sampled_from(SCHEDULERS)),
+        format=draw(st.sampled_from(["full", "sharded"])),
+    )
+
+
+def differences(ranks: Ranks, drawn: Drawn) -> list[list[str]]:
+    with tempfile.TemporaryDirectory() as folder:
+        return ranks.run(any_resumes.compare, drawn, folder)
+
+
+def test_any_resumes_equal_none(get_ranks: Callable[..., Ranks]) -> None:
+    @settings(max_examples=20)
+    @given(drawn=draws())
+    @example(drawn=Drawn((Stop("batch_end", 4), Stop("batch_end", 3))))  # twice across an epoch's end
+    @example(drawn=Drawn((Stop("batch_end", 6),), max_steps=6, val_interval=2))  # in the last step, which is validated
+    @example(drawn=Drawn((Stop("batch_start", 3, by_error=True),), num_batches=3, limit=2))  # in an epoch's first batch
+    @example(drawn=Drawn((Stop("epoch_end", 2), Stop("epoch_end", 1)), scheduler="plateau_of_validation"))
+    @example(drawn=Drawn((Stop("batch_end", 3),), none=1))
+    def holds(drawn: Drawn) -> None:
+        assert differences(get_ranks(1), drawn) == [[]]
+
+    holds()
+
+
+def test_any_resumes_equal_none_on_two_ranks(get_ranks: Callable[..., Ranks]) -> None:
+    @settings(max_examples=4)
+    @given(drawn=draws())
+    def holds(drawn: Drawn) -> None:
+        assert differences(get_ranks(2), drawn) == [[], []]
+
+    holds()
+
+
+@pytest.mark.parametrize("max_steps", [-1, 10])
+@pytest.mark.parametrize("place", ["batch_end", "val_end", "epoch_end"])
+def test_a_checkpoint_that_says_nothing_of_its_place(
+    get_ranks: Callable[..., Ranks], place: str, max_steps: int
+) -> None:
+    """As one of another strategy: batches and weights are as without the stop, after a guess that is Lightning's."""
+    for nth in (1, 2, 4):
+        drawn = Drawn((Stop(place, nth),), val_interval=2, max_steps=max_steps, foreign=True)
+        assert differences(get_ranks(1), drawn) == [[]]
