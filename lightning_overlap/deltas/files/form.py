@@ -2,8 +2,10 @@
 
 import io
 import json
+import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
@@ -19,6 +21,9 @@ except ImportError as err:
     raise ImportError(
         f"embedding deltas need pyarrow, which cannot be imported ({err}): pip install 'lightning_overlap[deltas]'"
     ) from err
+
+from .arrow_stream import read_stream
+
 try:
     from isal.isal_zlib import crc32  # as zlib's, but faster
 except ImportError:
@@ -42,6 +47,7 @@ _COLUMNS = pa.schema(
         *((name, pa.large_binary()) for name in ("rows", "values")),
     ]
 )
+_DESCRIPTION = [name for name in _COLUMNS.names if name not in ("rows", "values")]
 
 
 class FileError(ValueError):
@@ -188,52 +194,107 @@ class _Written(list[memoryview]):
 
 
 def decode(data: bytes, name: str = "file") -> CutFile:
-    """Return the content of a file; a FileError names it if it is damaged, of another schema, or no file of a cut."""
-    header, batches = _read(data, name, rows=True)
+    """Return the content of a file; a FileError names it if it is damaged, of another schema, or no file of a cut.
+
+    Holds at most a copy of the file, whatever its bytes are.
+    """
+    header, batches = _read(data, name)
     found = CutFile(header, [], [])
-    for batch in batches:
-        entry = batch.to_pylist()[0] if batch.num_rows else {}
-        dtype = getattr(torch, str(entry.get("dtype")), None)
-        if not isinstance(dtype, torch.dtype):
-            raise FileError(f"{name}: an entry has the dtype {entry.get('dtype')!r}, which this torch lacks.")
-        values = _tensor(batch.column("values")[0].as_buffer(), dtype)
-        if entry["kind"] == "dense":
-            found.dense.append(Dense(entry["name"], values.reshape(entry["shape"])))
-            continue
-        numbers = _tensor(batch.column("rows")[0].as_buffer(), torch.int64)
-        shape, values = tuple(entry["shape"]), values.reshape(len(numbers), entry["num_columns"])
-        found.rows.append(Rows(entry["name"], entry["field"], shape, entry["first_column"], numbers, values))
+    with _as_file_error(name):
+        for batch in batches:
+            _take(batch.select(_DESCRIPTION).to_pylist()[0], batch, found)
     return found
 
 
 def read_header(data: bytes, name: str = "file") -> Header:
     """Return the header of a file; arguments and errors as for `decode`."""
-    return _read(data, name, rows=False)[0]
+    return _read(data, name)[0]
 
 
-def _read(data: bytes, name: str, *, rows: bool) -> tuple[Header, list[Any]]:
-    # The checksum first: Arrow does not check its input, and a wrong length can crash the process.
+def _read(data: bytes, name: str) -> tuple[Header, Iterator[pa.RecordBatch]]:
     trailer = _TRAILER.fullmatch(data[-TRAILER_SIZE:])
     content = memoryview(data)[:-TRAILER_SIZE]
     if trailer is None or crc32(content) != int(trailer[1], 16):
         raise FileError(
             f"{name} is damaged, or no file of embedding deltas: its checksum is {'wrong' if trailer else 'missing'}."
         )
-    try:
-        with pa.ipc.open_stream(pa.py_buffer(content)) as reader:
-            written = json.loads((reader.schema.metadata or {})[_HEADER])
-            if written.get("schema") == SCHEMA:
-                kept = {key: value for key, value in written.items() if key in Header.__dataclass_fields__}
-                for cut in ("after", "found"):
-                    kept[cut] = None if kept.get(cut) is None else tuple(kept[cut])
-                kept["tables"] = {table: (int(shape[0]), int(shape[1])) for table, shape in kept["tables"].items()}
-                return Header(**kept), list(reader) if rows else []
-    except (pa.ArrowException, OSError, KeyError, TypeError, ValueError) as err:
-        raise FileError(f"{name} is not a file of embedding deltas: {type(err).__name__}: {err}") from err
+    with _as_file_error(name):
+        metadata, batches = read_stream(content, _COLUMNS)
+        written = json.loads(metadata[_HEADER])
+        schema = written.get("schema")
+        if schema == SCHEMA:
+            return _header(written), batches
     raise FileError(
-        f"{name} is of schema {written.get('schema')!r}, this version reads schema {SCHEMA}: read it with the version "
+        f"{name} is of schema {schema!r}, this version reads schema {SCHEMA}: read it with the version "
         "of lightning_overlap that wrote it."
     )
+
+
+@contextmanager
+def _as_file_error(name: str) -> Iterator[None]:
+    """Raise a FileError for any other error: a right checksum does not say who wrote the file."""
+    try:
+        yield
+    except Exception as err:
+        raise FileError(f"{name} is not a file of embedding deltas: {type(err).__name__}: {err}") from err
+
+
+def _header(written: dict[str, Any]) -> Header:
+    kept = {key: value for key, value in written.items() if key in Header.__dataclass_fields__}
+    for cut in ("after", "found"):
+        kept[cut] = None if kept.get(cut) is None else _integers(kept[cut], 2)
+    kept["tables"] = {table: _integers(shape, 2) for table, shape in kept["tables"].items()}
+    header = Header(**kept)
+    for key, kind in (("run", str), ("fit", str), ("is_void", bool)):
+        if not isinstance(getattr(header, key), kind):
+            raise TypeError(f"its {key} is {getattr(header, key)!r}")
+    if isinstance(header.time, bool) or not isinstance(header.time, int | float) or not math.isfinite(header.time):
+        raise TypeError(f"its time is {header.time!r}")
+    numbers = (
+        "schema",
+        "generation",
+        "step",
+        "rank",
+        "world_size",
+        "chunk",
+        "num_chunks",
+        "num_pending",
+        "global_step",
+    )
+    _integers([getattr(header, key) for key in numbers], len(numbers))
+    return header
+
+
+def _integers(values: Any, count: int) -> tuple[int, ...]:
+    """Return numbers from 0 on, of which there have to be `count`, as a tuple."""
+    numbers = tuple(values)
+    if len(numbers) != count or not all(type(number) is int and 0 <= number < 1 << 63 for number in numbers):
+        raise ValueError(f"it has {values!r} where {count} integers from 0 on have to be")
+    return numbers
+
+
+def _take(entry: dict[str, Any], batch: pa.RecordBatch, found: CutFile) -> None:
+    """Add the content of a batch to a file's."""
+    dtype = getattr(torch, entry["dtype"], None)
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"an entry has the dtype {entry['dtype']!r}, which this torch lacks")
+    values = _tensor(batch.column("values")[0].as_buffer(), dtype)
+    shape = _integers(entry["shape"], len(entry["shape"]))
+    if entry["kind"] == "dense":
+        found.dense.append(Dense(entry["name"], values.reshape(shape)))
+        return
+    first_column, num_columns = _integers([entry["first_column"], entry["num_columns"]], 2)
+    num_rows, num_all_columns = _integers(shape, 2)
+    rows = _tensor(batch.column("rows")[0].as_buffer(), torch.int64)
+    if not are_distinct(rows):
+        raise ValueError(f"{entry['name']} has a row twice")
+    values = values.reshape(len(rows), num_columns)
+    found.rows.append(Rows(entry["name"], entry["field"], (num_rows, num_all_columns), first_column, rows, values))
+
+
+def are_distinct(rows: Tensor) -> bool:
+    """Return whether no row number, `(N,)` int64, is there twice."""
+    return bool((rows[1:] > rows[:-1]).all()) or len(torch.unique(rows)) == len(rows)
 
 
 def _entry(rows: Tensor, values: Tensor, kind: str, name: str, field: str, shape: Any, *columns: int) -> pa.RecordBatch:

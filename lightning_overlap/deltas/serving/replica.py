@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..files import TRAILER_SIZE, WEIGHT, Chain, CutError, CutFile, FileError, FileName, Head, Move, as_words, file_of
 from ..sinks import DeltaSink, resolve_sink, write_whole
-from .served_tables import ServedTables, check_whole
+from .served_tables import CoveredRows, ServedTables
 
 _log = logging.getLogger(__name__)
 _FORMAT = "embedding_deltas.replica"
@@ -288,19 +288,20 @@ class Replica(AbstractContextManager["Replica"]):
         self._tables.check_header(header)
         kept: dict[FileName, CutFile] = {}
         checksums: dict[FileName, bytes] = {}
-        covered, size = Counter[str](), 0
+        covered, size = CoveredRows(), 0
         for head, name in move.files:
             file, data = self._read(head, name)
             self._tables.check(file, str(name), begins=move.is_base)
             if file.header.is_base:
                 for entry in file.rows:
-                    covered[entry.table] += entry.values.numel() * (entry.field == WEIGHT)
+                    if entry.field == WEIGHT:
+                        covered.add(entry)
             checksums[name] = data[-TRAILER_SIZE:]
             size += len(data)
             if size <= self._kept_bytes:
                 kept[name] = file
         if move.is_base:
-            check_whole(header, covered)
+            covered.check(header)
         with self._lock.writing():
             try:
                 if move.is_base:

@@ -1,10 +1,10 @@
 """The tables of a replica: check files against them, and write rows."""
 
 import re
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -140,6 +140,8 @@ class ServedTables:
                 f"{tuple(entry.values.shape)} from column {entry.first_column} on, of a tensor {entry.shape}."
             )
         have, advice = self.tensors.get(entry.table), "use tables of the same shape and dtype"
+        if have is None and not begins:
+            raise TablesError(f"{name} has rows of {entry.table}, of which this replica has had no base.")
         if not is_weight:
             have = None if begins else self.optimizer_state.get(entry.table, {}).get(entry.field)
             advice = "a change of shape or dtype needs a base first"
@@ -147,14 +149,50 @@ class ServedTables:
             _check_alike(what, entry.shape, entry.values.dtype, name, have, advice)
 
 
-def check_whole(header: Header, num_found: Counter[str]) -> None:
-    """Raise a TablesError unless the bases of all ranks have, by table, as many values as the tables of the header."""
-    for table, shape in header.tables.items():
-        if num_found[table] != prod(shape):
-            raise TablesError(
-                f"the bases of generation {header.generation}, step {header.step} have {num_found[table]} values of "
-                f"{table}, which needs {prod(shape)}. Do all files come from one training?"
-            )
+class Runs(NamedTuple):
+    """Runs of consecutive rows that bases have of some columns of a table."""
+
+    columns: range
+    firsts: Tensor  # `(num_runs,)`, int64
+    ends: Tensor  # `(num_runs,)`, int64; each is past the last row of its run
+
+
+class CoveredRows:
+    """Which rows the bases of a cut have; holds the ends of runs of rows, and no table of the header's size."""
+
+    def __init__(self) -> None:
+        self._runs: defaultdict[str, list[Runs]] = defaultdict(list)
+
+    def add(self, entry: Rows) -> None:
+        """Note the rows of a weight; they are distinct."""
+        rows = entry.rows
+        if not len(rows):
+            return
+        if not (rows[1:] > rows[:-1]).all():
+            rows = rows.sort().values
+        breaks = (rows.diff() != 1).nonzero().squeeze(1)
+        firsts, ends = torch.cat([rows[:1], rows[breaks + 1]]), torch.cat([rows[breaks], rows[-1:]]) + 1
+        columns = range(entry.first_column, entry.first_column + entry.values.shape[1])
+        self._runs[entry.table].append(Runs(columns, firsts, ends))
+
+    def check(self, header: Header) -> None:
+        """Raise a TablesError unless every row of every table of the header is there once, in all columns."""
+        of_bases = f"the bases of generation {header.generation}, step {header.step}"
+        for table, shape in header.tables.items():
+            runs = self._runs[table]
+            num_found = sum(int((one.ends - one.firsts).sum()) * len(one.columns) for one in runs)
+            if num_found != prod(shape):
+                raise TablesError(
+                    f"{of_bases} have {num_found} values of {table}, which needs {prod(shape)}. Do all files come from "
+                    "one training?"
+                )
+            # As many values as there are to be: if none is there twice, none is missing.
+            for column in {one.columns.start for one in runs}:
+                there = [one for one in runs if column in one.columns]
+                firsts, order = torch.cat([one.firsts for one in there]).sort()
+                ends = torch.cat([one.ends for one in there])[order]
+                if (firsts[1:] < ends[:-1]).any():
+                    raise TablesError(f"{of_bases} have some rows of {table} twice, and so lack others.")
 
 
 def _write_rows(table: Tensor, entry: Rows) -> None:
