@@ -127,20 +127,29 @@ def by_parts(of: Sharded, order: Sequence[int], together: int) -> None:
     """Look up parts in some order, some together; compare with TorchRec's own `compute_and_output_dist`."""
     expected, module = shard(of), shard(of)
     kjt = ids_for(of)
+    looked_up: list[int] = []
+    for part, lookup in enumerate(torchrec.lookups_of(module)):
+        lookup.register_forward_hook(lambda *_, part=part: looked_up.append(part))
     for _ in range(2):
         theirs = step(expected.compute_and_output_dist(*received(expected, kjt)).wait())
         context, dist_input = received(module, kjt)
         before = dict(vars(module))
         parts = [part for part in order if part < len(torchrec.lookups_of(module))]
         started: dict[int, Any] = {}
-        for some in [parts[at : at + together] for at in range(0, len(parts), together)]:
+        for some in together_in(parts, together):
             embeddings = torchrec.compute_parts(module, context, dist_input, some)
             for part in some:
                 started[part] = torchrec.start_output_dist(module, context, part, embeddings[part])
         ours = step(torchrec.assembled(module, context, [started[part] for part in sorted(parts)]).wait())
         assert vars(module) == before  # nothing of the module was replaced
+        assert looked_up == [part for some in together_in(parts, together) for part in sorted(some)]  # each once
+        looked_up.clear()
         assert ours == theirs
         assert weights_of(module) == weights_of(expected)
+
+
+def together_in(parts: Sequence[int], num: int) -> list[Sequence[int]]:
+    return [parts[at : at + num] for at in range(0, len(parts), num)]
 
 
 def tables_and_kernels(of: Sharded) -> None:
