@@ -29,7 +29,7 @@ PYTEST := $(BIN)/python -m pytest
 THREADS := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive
 
 .DELETE_ON_ERROR:
-.PHONY: help install redis-server train test check quick gpu fuzz mutants lint docs smoke smoke-older smoke-newer smoke-torch-2.14 check-lock wheel clean
+.PHONY: help install redis-server train test check quick gpu fuzz chaos mutants lint docs smoke smoke-older smoke-newer smoke-torch-2.14 check-lock wheel clean
 
 help:
 	@echo "make train   install once, then train the example experiment"
@@ -39,6 +39,7 @@ help:
 	@echo "make lint    ruff and mypy alone"
 	@echo "make docs    build the site into site/, strictly"
 	@echo "make fuzz    random fits against a loop by hand: NUM=200 of them, or SEED=17 again"
+	@echo "make chaos   trainings that meet faults and are restarted by torchrun's agent: NUM=300 of them, FIRST=17 the first"
 	@echo "make mutants break the package in each way of tests/laws/breaks.py, and see that a test fails: 10 minutes"
 	@echo "make smoke   a short test with the oldest and the newest Lightning and TorchRec, each in a .venv of its own"
 	@echo "make smoke-torch-2.14   the same with torch 2.14, where the index has a CPU build of it"
@@ -77,6 +78,9 @@ gpu:
 fuzz: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.laws.fuzz $(if $(SEED),--seed $(SEED),--num $(or $(NUM),200)) \
 		--first $(or $(FIRST),0) --without "$(WITHOUT)"
+
+chaos: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.cluster.chaos --num $(or $(NUM),30) --first $(or $(FIRST),0)
 
 mutants: $(INSTALLED)
 	$(BIN)/python -m tests.laws.mutants --only "$(ONLY)"
