@@ -2,12 +2,17 @@
 
 import inspect
 import re
+import subprocess
+from pathlib import Path
 
 import pytest
+from torch import nn
 from torchrec.distributed.train_pipeline import train_pipelines
+from torchrec.modules.activation import SwishLayerNorm
 
 from lightning_overlap import MODES
 from lightning_overlap.apps import build, config_checks
+from lightning_overlap.data import SyntheticDataModule
 
 from .test_conf import composed, names
 
@@ -23,6 +28,61 @@ def test_each_bench_can_run(bench: str) -> None:
     assert config_checks.arms(config)[0] == "base"
     if bench != "sparse_nn":  # has tables of 40 GB
         build.check(config)
+
+
+# A model of TorchRec's own benchmark, and by what this package's bench divides it: tables of 256 columns, to which one of
+# 512 and one of 2048 are added; pooling; dense features; dense layers; over layers.
+PUBLISHED = {
+    "sparse_data_dist_base": (90 + 80, 30, 100, (128,) * 4, (1024,) * 6),
+    "base_pipeline_light": (20 + 20, 10, 10, (8,), (16,) * 6),
+}
+DIVIDED_BY = {  # the tables; their columns and the pooling; the batch size; the layers. Rows: always by 10
+    "sparse_data_dist_base": (2, 16, 32, 8),
+    "base_pipeline_light": (1, 8, 16, 1),
+}
+
+
+@pytest.mark.parametrize("bench", PUBLISHED)
+def test_a_bench_of_torchrec_has_the_published_sizes_over_the_stated_factors(bench: str) -> None:
+    num_tables, pooling, num_dense, dense_layers, over_layers = PUBLISHED[bench]
+    tables_by, columns_by, batch_by, layers_by = DIVIDED_BY[bench]
+    config = bench_config(f"bench={bench}")
+    data = build.build_data(config)
+    assert isinstance(data, SyntheticDataModule)
+    model = build.build_model(config, data)
+    dims = [columns // columns_by for columns in (*[256] * (num_tables // tables_by), 512, 2048)]
+    rows = [100_000 // 10] * (len(dims) - 1) + [1_000_000 // 10]
+    found = [(table.num_embeddings, table.embedding_dim) for table in model.ebc.embedding_bag_configs()]
+    assert found == list(zip(rows, dims, strict=True))
+    assert data.model.pooling == pooling / columns_by
+    assert (data.num_dense, data.batch_size) == (num_dense, 16_384 // batch_by)
+    layers = [width // layers_by for width in (*dense_layers, *over_layers)]
+    assert [layer.out_features for layer in model.modules() if isinstance(layer, nn.Linear)] == [*layers, 1]
+    assert sum(isinstance(layer, SwishLayerNorm) for layer in model.modules()) == len(over_layers)
+
+
+def test_the_bench_for_a_gpu_has_40_gb_of_tables() -> None:
+    config = bench_config("bench=sparse_nn", "trainer=cpu")
+    model = build.build_model(config, build.build_data(config))
+    assert sum(weight.numel() for weight in model.ebc.parameters()) * 4 == 200 * 100_000 * 512 * 4
+
+
+TWO_HOSTS = Path(__file__).resolve().parents[2] / "benchmarks" / "two_hosts.sh"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables", "message"),
+    [
+        ((), {}, "error: which modes?"),
+        (("--fast",), {}, "error: unknown option '--fast'"),
+        (("base",), {"RATE": "fast"}, "error: RATE is like 50mbit or 1gbit, or unlimited, got 'fast'"),
+    ],
+)
+def test_two_hosts_says_what_it_wants(arguments: tuple[str, ...], variables: dict[str, str], message: str) -> None:
+    command, environment = [str(TWO_HOSTS), *arguments], {"PATH": "/usr/bin:/bin", **variables}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=30)
+    assert done.returncode == 2
+    assert message in done.stderr
 
 
 def test_every_name_has_an_arm_and_every_arm_a_name() -> None:
@@ -50,6 +110,11 @@ def test_arms(arms: str, expected: list[str]) -> None:
     config = bench_config(f"arms=[{arms}]")
     assert config_checks.arms(config) == ["base", *expected]
     build.check(config)
+
+
+def test_another_stream_makes_other_names() -> None:
+    config = bench_config("arms=[semi_sync/*]", "stream=dedicated")
+    assert config_checks.arms(config) == ["base", "semi_sync/current", "semi_sync/data_dist"]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,13 +10,18 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_overlap import MODES
 from lightning_overlap.apps import bench_report
 from lightning_overlap.apps.bench_report import ArmTurns, Turn, bound_ms, evaluate, table
-from lightning_overlap.apps.step_timers import to_keep
+from lightning_overlap.apps.bench_worker import _Bench
+from lightning_overlap.apps.step_timers import by_name, to_keep
+from lightning_overlap.profiling.spans import Category, Span
+
+MIB = 2**20
 
 
-def turn(*step_ms: float, **more: Any) -> Turn:
-    return Turn(list(step_ms), b"ab", 0.5, {"resident": 100 * 2**20}, **more)
+def turn(*step_ms: float, losses: bytes = b"ab", memory_mib: int = 100, **more: Any) -> Turn:
+    return Turn(list(step_ms), losses, 0.5, {"resident": memory_mib * MIB}, **more)
 
 
 def base() -> ArmTurns:
@@ -99,3 +105,55 @@ def test_the_table_and_the_file_have_each_arm(tmp_path: Path) -> None:
     assert (content["ranks"], content["bound_ms"]) == (2, 60.0)
     assert [arm["failure"] for arm in content["arms"]] == [None, "RuntimeError: no such stream"]
     assert content["arms"][0]["collectives"] == {"embeddings": [60, 50]}
+
+
+def test_a_precision_has_a_reference_of_its_own() -> None:
+    other = [[turn(80, losses=b"xb")] * 2] * 2
+    arms = [base(), *(ArmTurns(name, 0, other) for name in ("base+fp16", "mode+fp16", "mode+int8"))]
+    found = evaluate(arms, batch_size=None)
+    assert [result["same_as_base"] for result in found] == [True, True, True, False]
+    lines = table(found).splitlines()
+    assert [line.split("  ")[-1].strip() for line in lines[-2:]] == ["yes (base+fp16)", "no (int8)"]
+
+
+def test_memory_is_the_90th_percentile_over_rounds_of_the_largest_rank() -> None:
+    rounds = [[turn(100, memory_mib=mib), turn(100, memory_mib=50)] for mib in range(100, 111)]
+    assert evaluate([ArmTurns("base", 0, rounds)], batch_size=None)[0]["peak_memory"] == {"resident": 109 * MIB}
+
+
+def test_rounds_that_disagree_give_no_verdict() -> None:
+    [result] = evaluate([base()], None)
+    calm = {**result, "name": "calm", "of_base": 0.8, "of_base_range": (0.75, 0.85)}
+    wild = {**result, "name": "wild", "of_base": 0.8, "of_base_range": (0.7, 1.1)}
+    [line] = bench_report.notes([], [calm, wild])
+    assert line.startswith("wild: the rounds disagree, from 0.70 to 1.10 of base: no verdict.")
+
+
+def test_each_collective_is_hidden_or_exposed_in_the_step_that_issued_it() -> None:
+    spans = [
+        Span(5, 25, Category.COMMUNICATION, "collectives", "embeddings"),
+        Span(12, 25, Category.WAIT, "host", "embeddings"),
+        Span(15, 40, Category.COMMUNICATION, "collectives", "embeddings"),
+        Span(30, 40, Category.WAIT, "host", "embeddings"),
+        Span(21, 29, Category.WAIT, "side", "ids"),  # of another lane
+    ]
+    assert by_name(spans, [(0, 10), (10, 20), (20, 45)], "host") == {"embeddings": (20, 10)}
+    seen = {"embeddings": (40.0, 39.5), "sizes": (40.0, 3.0), "all_reduce": (1.0, 0.0)}
+    arm = ArmTurns("base", 0, [[turn(100, collectives=seen), turn(100, collectives={"embeddings": (40.0, 41.0)})]])
+    said = bench_report.collectives_table(evaluate([arm], None))
+    assert said is not None
+    head, _, row = said.splitlines()
+    assert head.split() == ["waited", "for", "sizes", "embeddings"]  # an all-reduce only where it is exposed
+    assert row.split() == ["base", "hidden", "exposed", "41.0", "ms"]  # of the rank that waits longest
+    assert bench_report.collectives_table(evaluate([ArmTurns("base", 0, [[turn(100)]])], None)) is None
+
+
+def test_without_matplotlib_a_benchmark_ends_without_a_picture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    bench = object.__new__(_Bench)
+    bench.folder, bench.ours = tmp_path, {"base": (MODES["base"], "data_dist")}
+    bench.spans = {"base": [Span(0, 1, Category.DENSE, "host", "forward")]}
+    bench.draw()
+    assert "pip install 'lightning_overlap[plot]'" in capsys.readouterr().out

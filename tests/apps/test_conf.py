@@ -110,6 +110,12 @@ def test_comms_reach_the_strategy(name: str) -> None:
     assert "_".join(dict.fromkeys(sent)) == name
 
 
+def test_a_loss_scale_is_an_option_of_comms() -> None:
+    comms = strategy_of("comms=fp16", "comms.backward_loss_scale=1024").quantized_comms
+    assert comms is not None
+    assert (comms.forward_loss_scale, comms.backward_loss_scale) == (None, 1024)
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [

@@ -1,13 +1,15 @@
 """When ranks that know how many batches they have poll each other."""
 
 import itertools
+import re
 from types import SimpleNamespace
 from unittest import mock
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_overlap.distributed import MAX_INTERVAL, PollInterval, consensus
+from lightning_overlap.distributed import MAX_INTERVAL, PollInterval, check_none_batches, consensus
 from lightning_overlap.distributed.consensus import POLL_EVERY_S
 
 SECONDS = st.floats(1e-4, 2.0)  # that a batch takes
@@ -40,3 +42,18 @@ def test_all_ranks_poll_about_the_same_batches_and_about_the_last(num_batches: i
         assert interval <= min(MAX_INTERVAL, 2 * before)
         assert interval <= max(1, int(POLL_EVERY_S / max(per_batch_s)) + 1)  # a stop is heard of in time
         before = max(before, interval)
+
+
+@given(st.lists(st.integers(-1, 4), min_size=1, max_size=5))
+def test_ranks_whose_latest_none_batches_differ_are_named(latest: list[int]) -> None:
+    """One that has the latest of all, and one that lacks it."""
+    if len(set(latest)) == 1:
+        check_none_batches(dict(enumerate(latest)))
+        return
+    with pytest.raises(RuntimeError, match="the ranks have different None batches") as caught:
+        check_none_batches(dict(enumerate(latest)))
+    found = re.search(r"so far is batch (\d) on rank (\d), (none|batch (\d)) on rank (\d)\.", str(caught.value))
+    assert found is not None
+    number, rank, _, theirs, other = found.groups()
+    assert int(number) == latest[int(rank)] == max(latest)
+    assert int(theirs or -1) == latest[int(other)] < int(number)

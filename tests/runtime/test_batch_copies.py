@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torchrec import KeyedJaggedTensor
 
 from lightning_overlap.runtime.streams import BatchCopies, Streams
 from lightning_overlap.schedules.stages import StreamName
@@ -54,3 +55,8 @@ def test_memory_of_the_compute_stream_is_written_behind_it_by_the_copy_stream() 
     assert log.lines == EXPECTED * 2
     assert (copied.shape, copied.stride(), copied.dtype) == (host.shape, host.stride(), host.dtype)
     assert changed.dtype is torch.float64
+    log.lines.clear()
+    kjt = KeyedJaggedTensor(["f"], torch.arange(3), lengths=torch.tensor([1, 2]), weights=torch.rand(3))
+    with log, BatchCopies(log, "meta"):
+        kjt.to(torch.device("meta"), non_blocking=True)
+    assert [line for line in log.lines if "memcpy" in line] == EXPECTED[1:] * 3

@@ -28,5 +28,6 @@ def test_each_stage_of_each_batch_once_and_in_order(schedule: Schedule, ready: b
             if not ready and batch == 0:
                 wanted = [stage for stage in wanted if stage not in SPARSE_STAGES]
             assert run.stages[batch] == wanted, str(run)
+            assert run.served_early(batch) == {lookup is not None and (ready or batch > 0)}
         assert run.max_in_flight <= schedule.evaluation.depth
         assert not any(run.updates.values())

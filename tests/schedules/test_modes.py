@@ -1,12 +1,13 @@
 """What is derived from each mode's table; and the words for an unknown name."""
 
 import re
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 
+from lightning_overlap.schedules import mode as of_modes
 from lightning_overlap.schedules.mode import Mode, resolve_stream
-from lightning_overlap.schedules.modes import MODES, STREAMS
+from lightning_overlap.schedules.modes import MODES, STREAMS, ModeName, StreamPolicy
 from lightning_overlap.schedules.schedule import Schedule, Step
 from lightning_overlap.schedules.stages import Stage, StreamName
 
@@ -61,3 +62,12 @@ def test_a_stream_policy_goes_by_its_name() -> None:
         resolve_stream("dedicate")
     with pytest.raises(TypeError, match=r"stream must be a name \(current, .*\), got None"):
         resolve_stream(None)  # type: ignore[arg-type]
+
+
+def test_editors_know_all_names_and_nobody_changes_the_modes() -> None:
+    """An editor takes the class of a mode from its decorator: with `Any` it would know no option."""
+    assert set(get_args(ModeName)) == {*MODES, "auto"}
+    assert set(get_args(StreamPolicy)) == set(STREAMS)
+    assert get_type_hints(of_modes._names_unknown_options)["return"] == type[of_modes._T]
+    with pytest.raises(TypeError):
+        MODES["mine"] = MODES["base"]  # type: ignore[index]
