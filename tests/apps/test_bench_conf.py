@@ -30,7 +30,7 @@ def test_each_bench_can_run(bench: str) -> None:
         build.check(config)
 
 
-# A model of TorchRec's own benchmark, and by what this package's bench divides it: tables of 256 columns, to which one of
+# A model of TorchRec's own benchmark: tables of 256 columns, to which one of
 # 512 and one of 2048 are added; pooling; dense features; dense layers; over layers.
 PUBLISHED = {
     "sparse_data_dist_base": (90 + 80, 30, 100, (128,) * 4, (1024,) * 6),

@@ -73,13 +73,16 @@ class Stream(_Source, IterableDataset):
 
 
 def make_loader(kind: str, *source: Any) -> Any:
-    """ "own-sized", "own-unsized", or torchdata's: "sized-0", "unsized-2", ..."""
+    """ "own-sized", "own-unsized", or torchdata's: "sized-0", "shuffled-0", "unsized-2", ..."""
     name, how = kind.rsplit("-", 1)
     if name == "own":
         return (StatefulSized if how == "sized" else Stateful)(*source)
     data = (Stream if name == "unsized" else Rows)(*source)
     context = "fork" if int(how) else None  # quick; the ranks themselves are spawned
-    return StatefulDataLoader(data, batch_size=None, num_workers=int(how), multiprocessing_context=context)
+    shuffle: dict[str, Any] = {}
+    if name == "shuffled":
+        shuffle = {"shuffle": True, "generator": torch.Generator().manual_seed(source[-1])}
+    return StatefulDataLoader(data, batch_size=None, num_workers=int(how), multiprocessing_context=context, **shuffle)
 
 
 class StatefulBatches(LightningDataModule):

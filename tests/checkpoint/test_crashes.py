@@ -118,9 +118,15 @@ class Left:
 
 
 def fit_and_crash(
-    folder: str, how: str, save_last: Any, *, exchanges: bool = True, num_resumed: int
+    folder: str,
+    how: str,
+    save_last: Any,
+    *,
+    exchanges: bool = True,
+    before: tuple[str, Any] | None = None,
+    num_resumed: int = 0,
 ) -> tuple[list[Left], list[str], dict[str, bool]]:
-    """Fit, and look at what a crash at any instant of it would leave.
+    """Fit, in the folder of a fit `before` perhaps, and look at what a crash at any instant of it would leave.
 
     Returns what is left; the names at the end; whether the fits, after `num_resumed` crashes of different kinds, that
     went on from "last" did so at its step.
@@ -135,8 +141,11 @@ def fit_and_crash(
 
     no_exchange = mock.patch.object(atomic, "exchange", return_value=False)
     with warnings.catch_warnings(action="ignore"), no_exchange if not exchanges else warnings.catch_warnings():
+        if before is not None:
+            _fit(place, *before)
+        num_steps = NUM_STEPS * (1 if before is None else 2)
         with before_each_change(copy):
-            _fit(place, how, save_last)
+            _fit(place, how, save_last, num_steps=num_steps, resume=before is not None)
         copy()
         sums: dict[int, set[float]] = {}
         known: dict[str, int] = {}
@@ -261,18 +270,18 @@ def _step_of(path: Path, sums: dict[int, set[float]], known: dict[str, int]) -> 
 NUM_INSTANTS = {"sharded": 50, "async": 50, "full": 15}
 
 
-def check(left: list[Left]) -> None:
+def check(left: list[Left], first: int = 0) -> None:
     """Every `*.ckpt` is whole, the newest is the last saved, and "last" is that, or for an instant the one before."""
-    before = 0, 0
+    before = first, first
     for state in left:
         assert state.newest == state.whole, state
-        assert state.last in {state.whole, max(0, state.whole - 1)}, state
+        assert state.last in {state.whole, max(first, state.whole - 1)}, state
         assert (state.last, state.newest) >= before, state
         assert state.last or not state.whole, state
         before = state.last, state.newest
     assert before == (left[-1].whole,) * 2
     behind = [state for state in left if state.last != state.whole]
-    assert len(behind) <= 2 * left[-1].whole, behind
+    assert len(behind) <= 2 * (left[-1].whole - first), behind
 
 
 @pytest.mark.parametrize("save_last", [True, "link"], ids=["last", "link"])
@@ -296,6 +305,26 @@ def test_a_file_system_that_cannot_swap_names(get_ranks: Any, how: str, save_las
     assert names == ["last.ckpt", f"step={NUM_STEPS}.ckpt"]
     assert any("last.old.ckpt" in state.names for state in left) == (save_last is True)
     assert all(began.values())
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "exchanges"),
+    [
+        (("full", True), ("sharded", True), True),
+        (("sharded", True), ("full", "link"), False),
+        (("async", "link"), ("sharded", True), False),
+        (("full", "link"), ("async", "link"), True),
+    ],
+    ids=["file-folder", "folder-link", "link-folder", "link-link"],
+)
+def test_another_format_in_the_same_folder(
+    get_ranks: Any, first: tuple[str, Any], second: tuple[str, Any], exchanges: bool, tmp_path: Path
+) -> None:
+    """A file takes the place of a folder, or a folder of a link: also then a crash leaves the newest checkpoint."""
+    [(left, names, _)] = get_ranks(1).run(fit_and_crash, str(tmp_path), *second, before=first, exchanges=exchanges)
+    check(left, NUM_STEPS)
+    assert {"last.ckpt", f"step={2 * NUM_STEPS}.ckpt"} <= set(names)
+    assert not [name for name in names if not name.endswith(".ckpt") or name.count(".") > 1]
 
 
 @pytest.mark.slow

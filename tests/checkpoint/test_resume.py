@@ -64,6 +64,11 @@ def test_torchdata(ranks: Ranks, kind: str, tmp_path: Path) -> None:
     assert_same(ranks, "fused_sparse_dist", kind, (3, EPOCH - 1, EPOCH, EPOCH + 2), str(tmp_path))
 
 
+def test_a_shuffled_epoch_goes_on_in_its_order(two_ranks: Ranks, tmp_path: Path) -> None:
+    """The order of the epoch after it is drawn anew: torchdata does not restore the generator itself."""
+    assert_same(two_ranks, "fused_sparse_dist", "shuffled-0", (3, EPOCH - 1), str(tmp_path), epochs=1)
+
+
 @pytest.mark.parametrize("kind", ["sized-2", "unsized-2"])
 def test_torchdata_with_workers(get_ranks: Any, kind: str, tmp_path: Path) -> None:
     assert_same(get_ranks(1), "fused_sparse_dist", kind, (3, EPOCH), str(tmp_path))

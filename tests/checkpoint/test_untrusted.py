@@ -13,8 +13,10 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from lightning_overlap import OverlapEmbeddingStrategy
+from lightning_overlap.checkpoint.safe_metadata import SafeReader
 
 from ..support.cases import TABLE_WISE, Batches, Case
 from ..support.fits import make_trainer
@@ -126,3 +128,14 @@ def test_what_is_trusted_is_loaded(get_ranks: Any, tmp_path: Path) -> None:
         for said, _ in run(trust=False):
             assert HAS_OBJECTS in said
             assert "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1" in said
+
+
+def test_what_a_newer_torch_adds_to_the_list_is_left_out(tmp_path: Path) -> None:
+    save({"a": torch.arange(3)}, checkpoint_id=tmp_path, no_dist=True)
+    with _list_of(tmp_path) as metadata:
+        for place in metadata.storage_data.values():
+            vars(place)["newer"] = 1
+        vars(metadata)["newer"] = 2
+    read = SafeReader(tmp_path).read_metadata()
+    assert read.state_dict_metadata == metadata.state_dict_metadata
+    assert [place.relative_path for place in read.storage_data.values()] == ["__0_0.distcp"]

@@ -169,6 +169,23 @@ def test_a_listing_that_missed_a_part_is_made_again(setup: Setup, monkeypatch: p
     assert not listings
 
 
+def test_a_replica_that_catches_up_lists_its_sink_twice_and_reads_each_file_once(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It lists at first, and where that listing has no more. A sink may be an object store, which bills for both."""
+    listings, read = list[int](), list[str]()
+    names, own_read = setup.sink.names, setup.sink.read
+    monkeypatch.setattr(setup.sink, "names", lambda: listings.append(setup.training.step) or names())
+    monkeypatch.setattr(setup.sink, "read", lambda name: read.append(name) or own_read(name))
+    setup.cut(*[()] * 6)
+    setup.assert_at(1, 6)
+    assert len(listings) == 2
+    assert sorted(set(read)) == sorted(setup.sink.files)
+    read.clear()
+    assert [setup.replica.update() for _ in range(3)] == [0, 0, 0]
+    assert read == [], "what was applied is not read again"
+
+
 @pytest.mark.parametrize("step", [2, 4], ids=["after_a_listing", "later"])
 def test_parts_that_are_pruned_while_they_are_read(setup: Setup, monkeypatch: pytest.MonkeyPatch, step: int) -> None:
     setup.follow()

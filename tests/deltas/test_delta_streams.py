@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_overlap import MODES, EmbeddingDeltas
-from lightning_overlap.deltas.recording.copies import DeviceCopy, _gather_rows
+from lightning_overlap.deltas.recording.copies import ALIGNED_TO, LARGER, DeviceCopy, KeptMemory, _gather_rows
 from lightning_overlap.schedules import StreamName
 from lightning_overlap.testing import CheckedStreams, RaceError
 from lightning_overlap.updated_rows import DeviceMarks, HostMarks
@@ -119,3 +119,51 @@ def test_rows_of_several_tables_are_gathered_at_once(shapes: list[tuple[int, int
         table = max(number for number, first in enumerate(marks.first_rows[:-1]) if first <= row)
         own = parts[table][row - marks.first_rows[table]]
         assert torch.equal(found[position, : own.numel()], own)
+
+
+def test_marks_without_cuts_take_bounded_memory() -> None:
+    """Ids of one rank are copied, and their offsets: also of bags that are mostly empty."""
+    marks = HostMarks([50], [0])
+    for step in range(40):
+        offsets = torch.zeros(31, dtype=torch.int64)
+        offsets[-1] = 1
+        marks.add(torch.tensor([step]), offsets, None)
+        assert sum(lookup[1].numel() for lookup in marks._lookups) + sum(map(len, marks._rows[0])) <= 2 * 50
+    assert marks.most == 40
+    assert marks.take()[0].tolist() == list(range(40))
+    assert (marks.most, marks.rows()[0].tolist()) == (0, [])
+
+
+SIZES = st.lists(
+    st.tuples(
+        st.tuples(st.integers(1, 300), st.integers(1, 8)),
+        st.sampled_from([torch.float32, torch.float16, torch.float64, torch.int8]),
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+@given(st.lists(st.tuples(SIZES, st.integers(0, 2)), max_size=8))
+def test_lent_memory_is_nobody_elses_until_it_is_given_back(
+    requests: list[tuple[list[tuple[tuple[int, int], torch.dtype]], int]],
+) -> None:
+    """It fits what is asked for; one piece is kept, the last that was given back."""
+    kept, lent, at_rest, number = KeptMemory(), list[tuple[dict[int, torch.Tensor], torch.Tensor]](), [], 0
+    for wanted, num_given_back in requests:
+        tensors, memory = kept.lend(wanted)
+        assert [(tuple(tensor.shape), tensor.dtype) for tensor in tensors] == wanted
+        num_bytes = sum(-(-tensor.nbytes // ALIGNED_TO) * ALIGNED_TO for tensor in tensors)
+        assert num_bytes <= memory.numel() <= LARGER * num_bytes
+        if at_rest and num_bytes <= at_rest[-1].numel() <= LARGER * num_bytes:
+            assert memory is at_rest[-1]
+        lent.append(({number + place: tensor for place, tensor in enumerate(tensors)}, memory))
+        for content, tensor in lent[-1][0].items():
+            tensor.fill_(content)
+        number += len(tensors)
+        for of_loan, _ in lent:
+            assert all(bool((tensor == content).all()) for content, tensor in of_loan.items())
+        at_rest = [lent.pop()[1] for _ in range(min(num_given_back, len(lent)))]
+        for memory in at_rest:
+            kept.give_back(memory)
+        assert len(kept._at_rest) == min(1, len(at_rest))

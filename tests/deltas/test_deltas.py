@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 from torch.utils.data import DataLoader
 
@@ -22,7 +22,7 @@ from lightning_overlap.deltas.recording.copies import KeptMemory, copy_on_host
 from lightning_overlap.tuning import Auto
 from lightning_overlap.updated_rows import MarkedRows, UpdateWatch
 
-from ..support.cases import Batches, Case, TableSpec, make_batch
+from ..support.cases import Batches, Case, Model, TableSpec, make_batch
 from ..support.fits import QUIET, make_trainer
 from ..support.pairs import in_turn
 from ..support.ranks import RankError, Ranks
@@ -138,6 +138,14 @@ def test_a_sink_reads_values_that_nobody_writes(two_ranks: Ranks, tmp_path: Path
     assert len({name.step for name in parse_names(path.name for path in tmp_path.iterdir())}) > 3
 
 
+class WithLBFGS(Model):
+    """Its optimizer runs the closure several times a step, which updates the tables as often."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        [group] = super().configure_optimizers().param_groups
+        return torch.optim.LBFGS(group["params"], max_iter=3)
+
+
 COPIED = {"replicate_tables": ["t3"], "fused_optimizer": (torch.optim.SGD, {"lr": 2.0})}
 WITH_STATE = {"replicate_tables": ["t3"], "fused_optimizer": (torch.optim.Adagrad, {"lr": 1.0})}
 OPTIONS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
@@ -146,6 +154,7 @@ OPTIONS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "replicated_and_accumulated": ("fused_sparse_dist", COPIED, {"accumulate_grad_batches": 2}),
     "replicated_and_late": ("async_lookup", {"staleness": 3, **COPIED}, {}),
     "replicated_with_states": ("semi_sync_deferred", WITH_STATE, {"deltas": {"optimizer_state": True}}),
+    "several_backwards_in_a_step": ("fused_sparse_dist", {}, {"model": WithLBFGS}),
 }
 
 
@@ -190,10 +199,18 @@ def test_rows_marked_at_their_lookup_are_missed(two_ranks: Ranks, tmp_path: Path
     assert len(wrong(tmp_path, of_ranks)) > 5
 
 
-@pytest.mark.parametrize("hook", ["on_train_batch_start", "on_train_batch_end"])
-def test_tables_that_the_user_writes_are_sent_whole(two_ranks: Ranks, tmp_path: Path, hook: str) -> None:
+def halve_by_numpy(trainer: Trainer, module: LightningModule) -> None:
+    """Write where no tensor counts it: `tables_changed` alone tells."""
+    for name, weight in module.named_parameters():
+        if "embedding" in name:
+            weight.detach().numpy()[:] *= 0.5
+    trainer.strategy.tables_changed()
+
+
+@pytest.mark.parametrize(("hook", "write"), [("on_train_batch_start", halve_by_numpy), ("on_train_batch_end", halve)])
+def test_tables_that_the_user_writes_are_sent_whole(two_ranks: Ranks, tmp_path: Path, hook: str, write: Any) -> None:
     """Between two steps a copy may be under way: rows of it may be of before and after the write."""
-    kwargs = {"callbacks": (At(hook, range(0, 20, 3), halve),), "num_steps": 20}
+    kwargs = {"callbacks": (At(hook, range(0, 20, 3), write),), "num_steps": 20}
     send(two_ranks, tmp_path, ALL, "fused_sparse_dist", **kwargs)
     assert len(apply_in_order(tmp_path)) >= 4
 
@@ -301,6 +318,14 @@ def test_past_the_allowed_lag_training_warns_or_stops_as_told(
 def test_arguments_are_checked(tmp_path: Path, kwargs: dict[str, Any], match: str) -> None:
     with pytest.raises(ValueError, match=match):
         EmbeddingDeltas(**{"sink": Files(str(tmp_path)), **kwargs})
+
+
+def test_two_sinks_need_names(tmp_path: Path) -> None:
+    senders = [EmbeddingDeltas(Files(str(tmp_path))), EmbeddingDeltas(Files(str(tmp_path)), name="b")]
+    Trainer(accelerator="cpu", callbacks=senders, **QUIET)
+    senders[1] = EmbeddingDeltas(Files(str(tmp_path)))
+    with pytest.raises(RuntimeError, match=r"(?s)more than one stateful callback of type `EmbeddingDeltas`.*state_key"):
+        Trainer(accelerator="cpu", callbacks=senders, **QUIET)
 
 
 def test_another_strategy_is_refused(tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 """A replica: what it writes into, who may read when, how it follows, and what it refuses; the format of files."""
 
 import dataclasses
+import io
+import math
 import re
 import threading
 import time
@@ -11,7 +13,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -26,6 +28,7 @@ from lightning_overlap.deltas import (
     TablesError,
     decode,
     encode,
+    encode_pieces,
 )
 
 from .histories import SHAPES, TOP, A, B, MemorySink, Model, Training, assert_equal, begun, empty_tables, updated, write
@@ -323,27 +326,77 @@ def test_a_part_under_another_name_is_refused(training: Training) -> None:
 
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.bool, torch.float64)
+SHAPES_OF_DENSE: tuple[tuple[int, ...], ...] = ((0,), (), (2, 3), (1, 5, 1))
+WORDS = st.text("abc.\u00e4", max_size=9)
 
 
 def bytes_of(tensor: torch.Tensor) -> bytes:
     return bytes(tensor.reshape(-1).view(torch.uint8).tolist())
 
 
-def test_a_chunk_is_what_arrow_reads() -> None:
-    numbers, values = torch.arange(7) * 5, torch.arange(35).reshape(7, 5)
-    rows = [Rows("ä.b", "state", (100, 9), 4, numbers, values.to(dtype)) for dtype in DTYPES]
-    rows.append(Rows("", "weight", (100, 9), 0, numbers[:0], values[:0].float()))
-    dense = [Dense("d", torch.arange(size).reshape(shape)) for size, shape in ((0, (0,)), (1, ()), (5, (1, 5, 1)))]
-    expected = [
+@st.composite
+def _rows(draw: st.DrawFn) -> Rows:
+    num_rows, width = draw(st.integers(0, 7)), draw(st.integers(1, 5))
+    values = torch.arange(num_rows * width).reshape(num_rows, width).to(draw(st.sampled_from(DTYPES)))
+    return Rows(draw(WORDS), draw(WORDS), (100, 9), draw(st.integers(0, 4)), torch.arange(num_rows) * 5, values)
+
+
+@st.composite
+def _dense(draw: st.DrawFn) -> Dense:
+    shape = draw(st.sampled_from(SHAPES_OF_DENSE))
+    return Dense(draw(WORDS), torch.arange(math.prod(shape)).reshape(shape).to(draw(st.sampled_from(DTYPES))))
+
+
+@settings(max_examples=50)
+@given(st.lists(_rows(), max_size=3), st.lists(_dense(), max_size=2))
+def test_a_file_is_what_arrow_would_have_written(rows: list[Rows], dense: list[Dense]) -> None:
+    """Of the tensors given, by Arrow's own writer, read by Arrow's own reader; and it is read back."""
+    header = Training(MemorySink()).header()
+    found = encode(header, rows, dense)
+    reader = pa.ipc.open_stream(found)
+    entries = [
         ("rows", one.table, one.field, one.values, one.shape, one.first_column, one.values.shape[1], one.rows)
         for one in rows
     ] + [("dense", one.name, "weight", one.value, one.value.shape, 0, 0, torch.empty(0)) for one in dense]
-    found = encode(Training(MemorySink()).header(), rows, dense)
-    for batch, (*names, of_values, shape, first, width, of_rows) in zip(
-        pa.ipc.open_stream(found), expected, strict=True
-    ):
+    stream = io.BytesIO()
+    with pa.ipc.new_stream(stream, reader.schema) as writer:
+        for kind, name, field, values, shape, first, width, numbers in entries:
+            row = (kind, name, field, str(values.dtype)[6:], shape, first, width, bytes_of(numbers), bytes_of(values))
+            arrays = [pa.array([value], column.type) for value, column in zip(row, reader.schema, strict=True)]
+            writer.write_batch(pa.RecordBatch.from_arrays(arrays, schema=reader.schema))
+    batches = list(reader)
+    for batch in batches:
         batch.validate(full=True)
-        of_both = [bytes_of(of_rows), bytes_of(of_values)]
-        [entry] = batch.to_pylist()
-        assert [*entry.values()] == [*names, str(of_values.dtype)[6:], list(shape), first, width, *of_both]
+    assert batches == list(pa.ipc.open_stream(stream.getvalue()))
+    assert len(found) == len(stream.getvalue()) + 14
     assert found[-14:] == b"CRC32:%08x" % zlib.crc32(found[:-14])
+    back = decode(found)
+    assert back.header == header
+    for mine, theirs in zip([*back.rows, *back.dense], [*rows, *dense], strict=True):
+        for field in dataclasses.fields(theirs):
+            read, given_value = getattr(mine, field.name), getattr(theirs, field.name)
+            assert torch.equal(read, given_value) if isinstance(read, Tensor) else read == given_value, field.name
+
+
+def test_values_are_not_copied() -> None:
+    values, header = torch.zeros(400, 3), Training(MemorySink()).header()
+    pieces = encode_pieces(header, [Rows("table", "weight", (400, 3), 0, torch.arange(400), values)])
+    before = b"".join(pieces)
+    values[1, 1] = 7
+    assert sum(one != other for one, other in zip(before, b"".join(pieces), strict=True)) == 2
+
+
+def test_states_of_another_shape_are_refused_until_a_base_brings_them(training: Training) -> None:
+    replica = Replica(empty_tables(), training.sink, optimizer_state=True)
+    write(training, (Rows(A, "momentum1", (7, 1), 0, torch.tensor([3]), torch.ones(1, 1)),))
+    replica.update()
+    training.whole = (training.generation, training.step)
+    wide = Rows(A, "momentum1", (7, 4), 0, torch.tensor([3]), torch.ones(1, 4))
+    name = write(training, (wide,))
+    with pytest.raises(TablesError, match=r"\(momentum1\) is \(7, 4\) of torch.float32 in .*, and \(7, 1\) of"):
+        replica.update()
+    training.sink.remove([name])
+    base = [Rows(one, "weight", size, 0, torch.arange(size[0]), torch.ones(size)) for one, size in SHAPES.items()]
+    write(training, (*base, wide), after=None)
+    replica.update()
+    assert replica.optimizer_state[A]["momentum1"].shape == (7, 4)

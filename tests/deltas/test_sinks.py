@@ -15,13 +15,23 @@ from redis import Redis
 from redis.backoff import ConstantBackoff
 from redis.retry import Retry
 
-from lightning_overlap.deltas import DeltaSink, FileName, FolderSink, RedisSink, SinkError, check_sink, resolve_sink
+from lightning_overlap.deltas import (
+    DeltaSink,
+    FileName,
+    FolderSink,
+    RedisSink,
+    Replica,
+    SinkError,
+    check_sink,
+    prune,
+    resolve_sink,
+)
 from lightning_overlap.deltas.files import form
 from lightning_overlap.deltas.recording.writer import CutWriter
 from lightning_overlap.deltas.sinks import redis_sink
 
 from ..support.ranks import free_port
-from .histories import MemorySink
+from .histories import MemorySink, assert_equal, begun, empty_tables, updated
 
 NAMES = [str(FileName(1, step, rank, 2, 0, 1)) for step in (2, 10) for rank in (0, 1)]
 
@@ -80,6 +90,27 @@ def test_a_sink_is_copied_before_and_after_its_first_use(sink: DeltaSink) -> Non
         assert sorted(copied.names()) == NAMES[:2]
         copied.close()
         assert copied.read(NAMES[1]) == b"1"
+
+
+def test_a_replica_follows_through_every_sink(sink: Any) -> None:
+    training = begun(sink)
+    replica = updated(tables := empty_tables(), sink)
+    for number in range(3):
+        training.cut(bases=[number % 2], steps=2)
+        assert replica.update() == 1
+        assert_equal(tables, training.tables)
+    assert Replica(None, sink).wait(timeout=5).step == training.step
+    training.cut(bases=[0, 1], steps=1)
+    assert len(prune(sink)) > 5
+    replica.update()
+    assert_equal(tables, training.tables)
+
+
+def test_a_key_of_another_kind_is_told(redis_url: str) -> None:
+    with Redis.from_url(redis_url) as client:
+        client.set("taken", "x")
+    with pytest.raises(SinkError, match=r"cannot write to the stream 'taken' .*WRONGTYPE"):
+        check_sink(RedisSink(redis_url, key="taken"))
 
 
 def test_a_folder_that_cannot_be_written_or_opened_is_told(tmp_path: Path) -> None:
