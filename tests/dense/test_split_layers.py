@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
@@ -157,6 +158,39 @@ def test_both_halves_are_the_whole_backward(
     also: Callable[[Dense, Tensor, Tensor], Tensor] | None, context: dict[str, Any], split: list[str]
 ) -> None:
     assert_exact(lambda: Dense(also), *split, **context)
+
+
+class Changes(nn.Module):
+    """Uses its layer otherwise from the second step on."""
+
+    def __init__(self, later: Callable[[Changes, Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.later, self.num_calls = later, 0
+        self.hyper, self.layer, self.out = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def forward(self, dense: Tensor, rows: Tensor) -> Tensor:
+        self.num_calls += 1
+        found = self.layer(rows) if self.num_calls == 1 else self.later(self, rows)
+        return self.out(found + self.hyper(rows)).square().mean()  # type: ignore[no-any-return]
+
+
+def in_forward_mode(model: Changes, rows: Tensor) -> Tensor:
+    with forward_ad.dual_level():
+        found = forward_ad.unpack_dual(model.layer(forward_ad.make_dual(rows, torch.ones_like(rows))))
+        return found.primal + found.tangent  # type: ignore[no-any-return]
+
+
+def with_generated_weights(model: Changes, rows: Tensor) -> Tensor:
+    weights = {"weight": model.layer.weight + model.hyper(rows)[:4], "bias": model.layer.bias}
+    return torch.func.functional_call(model.layer, weights, (rows,))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("later", [in_forward_mode, with_generated_weights])
+def test_a_step_that_uses_a_layer_otherwise_has_the_whole_backwards_gradients(
+    later: Callable[[Changes, Tensor], Tensor],
+) -> None:
+    assert_exact(lambda: Changes(later), "hyper", "layer", "out")
 
 
 class Convolved(nn.Module):

@@ -1,27 +1,16 @@
 """`Mismatches` on threads in the place of ranks, and a store in memory."""
 
-import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from unittest import mock
 
 import pytest
-import torch.distributed as dist
 
-from lightning_overlap.distributed import Mismatches, mismatches
+from lightning_overlap.distributed import Mismatches
 from lightning_overlap.distributed.failures import FAILED
 
+from .threads import two_ranks_of
 
-@pytest.fixture
-def ranks() -> Iterator[list[Mismatches]]:
-    store = dist.HashStore()
-    with mock.patch.object(mismatches, "LOOK_EVERY_S", 0.05):
-        made = [Mismatches(store, "run", rank, 2, timeout_s=5) for rank in range(2)]
-        yield made
-        for one in made:
-            one.end()
-    assert not [thread for thread in threading.enumerate() if thread.name == "early_lookup_mismatches"]
+ranks = two_ranks_of(Mismatches)
 
 
 def test_all_ranks_leave_the_same_call_however_late_one_is(ranks: list[Mismatches]) -> None:

@@ -52,6 +52,7 @@ def packed_and_apart(exchanges: list[list[Shape]]) -> list[tuple[list[Tensor], l
             apart.append(torch.cat([second, of_other[1], first, of_other[0]]))
         some = len(entries) // 2  # the modules of one exchange wait by turns
         last, first = packed.take(slice(some, None)), packed.take(slice(some))
+        assert all(one.untyped_storage().nbytes() == one.nbytes for one in (*first, *last)), "ids keep no sizes alive"
         results.append(([*first, *last], apart))
         assert packed.take(slice(None)) == []  # handed over, not kept
     return results

@@ -1,23 +1,15 @@
 """`SharedCalls` on threads in the place of ranks, and a store in memory."""
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from unittest import mock
 
 import pytest
 import torch.distributed as dist
 
-from lightning_overlap.distributed import SharedCalls, mismatches
+from lightning_overlap.distributed import SharedCalls
 
+from .threads import two_ranks_of
 
-@pytest.fixture
-def ranks() -> Iterator[list[SharedCalls]]:
-    store = dist.HashStore()
-    with mock.patch.object(mismatches, "LOOK_EVERY_S", 0.05):
-        made = [SharedCalls(store, "run", rank, 2, timeout_s=5) for rank in range(2)]
-        yield made
-        for one in made:
-            one.end()
+ranks = two_ranks_of(SharedCalls)
 
 
 def test_ranks_meet_in_every_call_of_every_stage(ranks: list[SharedCalls]) -> None:

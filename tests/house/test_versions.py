@@ -4,6 +4,7 @@ import importlib
 import re
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +17,7 @@ from packaging.version import Version
 from lightning_overlap import OverlapEmbeddingStrategy, versions
 from lightning_overlap.compat import lightning
 
-from .test_package import PROJECT, ROOT
+from .test_package import PROJECT, ROOT, read_pins
 
 
 def test_the_same_versions_are_supported_everywhere() -> None:
@@ -36,6 +37,23 @@ def test_each_pair_is_an_extra_for_a_cpu_and_one_for_cuda() -> None:
             assert found == {name: SpecifierSet(text) for name, text in expected.items()}
         assert Version(f"{pair.torch}.1") in torch
         assert versions.BUILT_FOR[pair.fbgemm] == pair.torch
+
+
+def test_fbgemm_says_the_same_of_the_torch_that_it_is_built_for() -> None:
+    fbgemm = pytest.importorskip("fbgemm_gpu")
+    theirs = dict(re.findall(r'"(1\.\d+)": "(2\.\d+)"', Path(fbgemm.__file__).read_text(encoding="utf-8")))
+    known = {name: torch for name, torch in theirs.items() if name in versions.BUILT_FOR}
+    assert known
+    assert known.items() <= versions.BUILT_FOR.items()
+
+
+@pytest.mark.parametrize("package", versions.SUPPORTED)
+def test_smoke_takes_the_oldest_and_the_newest(package: str) -> None:
+    supported = Requirement(package + versions.SUPPORTED[package]).specifier
+    older, newer, usual = (Version(read_pins(lock)[package]) for lock in ("older.lock", "newer.lock", "cpu.lock"))
+    assert older == next(Version(each.version) for each in supported if each.operator == ">=")
+    assert newer in supported
+    assert older <= usual <= newer
 
 
 def test_the_table_of_pairs_is_generated() -> None:

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable
 
 import pytest
+import torch
 
 from lightning_overlap import MODES
 
@@ -37,3 +38,16 @@ def test_a_mode_equals_the_plain_loop(
     ranks, case = get_ranks(2, num_nodes=num_hosts), CASES[name]
     expected = on_ranks(ranks, case, MODES[pipeline].staleness)
     assert differences(ranks.run(fit, case, pipeline), expected) == [[], []]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_precision_shows(two_ranks: Ranks, name: str) -> None:
+    """Guards the test above."""
+    rounded, full = (on_ranks(two_ranks, case) for case in (CASES[name], dataclasses.replace(CASES[name], comms=None)))
+    assert all(not torch.equal(mine.losses, theirs.losses) for mine, theirs in zip(rounded, full, strict=True))
+
+
+def test_one_rank_sends_nothing(get_ranks: Callable[..., Ranks]) -> None:
+    ranks, case = get_ranks(1), CASES[TABLE_WISE.name]
+    expected = on_ranks(ranks, dataclasses.replace(case, comms=None))
+    assert differences(ranks.run(fit, case, "fused_sparse_dist"), expected) == [[]]

@@ -48,6 +48,7 @@ FOUND = {
     "weights_changed_in_place": _with(change="weights", weighted=True),
     "another_layout_on_another_rank": _with(layout="either"),
     "another_layout_from_the_first_batch_on": _with(layout="by_rank"),
+    "everything_differs_by_rank": _with(layout="either", sizes="by_rank", empty=True, late_rank=1, num_hosts=2),
     "checkpoint_around_the_lookup": _with(again="checkpoint"),
     "values_in_a_reentrant_checkpoint": _with("values", again="checkpoint_reentrant"),
     "dropout": _with(dropout=0.3, epochs=2, shuffled=True),

@@ -48,10 +48,19 @@ def test_the_answer_of_sequences_is_a_dict_to_its_caller(two_ranks: Ranks, pipel
     assert [problem for problem, _ in found] == ["", ""]
 
 
-def test_a_gradient_of_rounding_alone_is_left_out(two_ranks: Ranks) -> None:
+@pytest.mark.parametrize("pipeline", ["fused_sparse_dist", "semi_sync"])
+def test_replicas_compute_what_they_do_unsharded(get_ranks: Callable[..., Ranks], pipeline: str) -> None:
+    assert get_ranks(3).run(unsharded.check_replicas, pipeline) == [""] * 3
+
+
+def test_a_gradient_of_rounding_alone_is_left_out_and_a_small_one_is_not(two_ranks: Ranks) -> None:
     for problem, said in two_ranks.run(unsharded.check, "bags", "whole", "fused_sparse_dist", unsharded.Rounds):
         assert problem == ""
         assert "left out: whether training changes shift (its gradient is zero, except for rounding)" in said
+    args = ("bags", "whole", "fused_sparse_dist", unsharded.TrainsUnsharded)
+    for problem, said in two_ranks.run(unsharded.check, *args):
+        assert problem == "shift: changed by training unsharded, not sharded"
+        assert "left out" not in said
 
 
 @pytest.mark.parametrize("name", LEFT_OUT)

@@ -145,6 +145,15 @@ class OneModule(LightningModule):
         return torch.optim.SGD(own_parameters(self), 0.5)
 
 
+def check_replicas(pipeline: str) -> str:
+    """Return what breaks law 10 where all tables but one are replicated."""
+    kind = KINDS["bags"]
+    with process_group("cpu"):
+        options = {"sharding": {"t0": "table_wise"}, "replicate_tables": 1000}
+        setting = Setting(lambda: OneModule(kind), make_batches(kind, 6), strategy_options=options)
+        return compare_with_unsharded(setting, pipeline, MODES[pipeline].staleness)[0]
+
+
 def make_batches(kind: Kind, num: int) -> list[dict[str, Any]]:
     rank = dist.get_rank()
     return [{"ids": kind.ids(torch.Generator().manual_seed(7919 * rank + index))} for index in range(num)]
@@ -217,9 +226,19 @@ class Rounds(OneModule):
         super().__init__(kind)
         self.shift = nn.Parameter(torch.ones(()))
 
+    @property
+    def gradient(self) -> float:
+        return torch.finfo(self.shift.dtype).eps
+
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
-        rounding = torch.finfo(self.shift.dtype).eps if isinstance(self.trainer.strategy, SingleDeviceStrategy) else 0.0
-        return self(batch) + self.shift * rounding
+        gradient = self.gradient if isinstance(self.trainer.strategy, SingleDeviceStrategy) else 0.0
+        return self(batch) + self.shift * gradient
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.Adam(own_parameters(self), 0.5)
+
+
+class TrainsUnsharded(Rounds):
+    """Its gradient is small, but none of rounding."""
+
+    gradient = 1e-6  # type: ignore[assignment]

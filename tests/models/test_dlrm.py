@@ -111,6 +111,22 @@ def test_the_binned_auc_is_the_share_of_pairs_in_order(samples, batch_size):
     assert metric.compute().item() == pytest.approx(expected, abs=1e-6)
 
 
+def test_the_binned_auc_resolves_rare_clicks_and_torchmetrics_knows_what_is_better():
+    torch.manual_seed(0)
+    logits = torch.randn(5000) - 6  # probabilities around 0.002
+    labels = (torch.rand(5000) < torch.sigmoid(logits + 3)).float()
+    metric = BinnedAUC()
+    metric.update(logits, labels)
+    assert metric.compute().item() == pytest.approx(pairwise_auc(logits.tolist(), labels.int().tolist()), abs=1e-4)
+    assert [metric.higher_is_better for metric in (BinnedAUC, NormalizedEntropy)] == [True, False]
+
+
+def test_a_layer_to_the_embedding_dim_is_added_only_where_it_is_missing():
+    for layers, widths in (((8, 4), [8, 4]), ((8,), [8, 4])):
+        assert [m.out_features for m in model_of(bottom_layers=layers).bottom if hasattr(m, "out_features")] == widths
+    assert model_of(bottom_layers=(), top_layers=())(batch_of()).shape == (16,)
+
+
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.tuples(st.floats(-10, 10), st.integers(0, 1)), min_size=2, max_size=30))
 def test_normalized_entropy_is_log_loss_over_entropy_over_any_batches(samples):

@@ -32,7 +32,7 @@ from lightning_overlap.distributed.failures import FAILED
 from lightning_overlap.plugin.first_words import LOGGER
 
 from ..support import cases
-from ..support.cases import MIXED, TABLE_WISE, Batches, Model, make_plan
+from ..support.cases import MIXED, TABLE_WISE, Batches, Case, Model, make_plan
 from ..support.fits import make_trainer
 from ..support.modules import plan_of, whole_dense
 from ..support.reference import Result, collect
@@ -270,10 +270,10 @@ def other_options() -> list[list[str]]:
     return said
 
 
-def warnings_of(trainer_kwargs: dict[str, Any]) -> list[str]:
+def warnings_of(trainer_kwargs: dict[str, Any], case: Case = TABLE_WISE) -> list[str]:
     """Return what a fit warns of, ours only."""
     with warnings.catch_warnings(record=True, action="always") as caught:
-        fit_model(Model(TABLE_WISE), trainer_kwargs=trainer_kwargs, sharding="table_wise")
+        fit_model(Model(case), trainer_kwargs=trainer_kwargs, sharding="table_wise")
     return [str(w.message) for w in caught if "fused" in str(w.message) or "in backward" in str(w.message)]
 
 
@@ -371,7 +371,7 @@ def logged(*names: str) -> Iterator[list[str]]:
         yield seen
 
 
-def first_words(combined: bool) -> list[str]:
+def first_words(combined: bool, **options: Any) -> list[str]:
     """Return what a fit with `MIXED` tables logs and warns of, of the known texts and our own."""
     model = Scheduled(MIXED)
     model.combined, sharding = combined, {table.name: table.sharding for table in MIXED.tables}
@@ -379,7 +379,7 @@ def first_words(combined: bool) -> list[str]:
         logged(LOGGER, "torchrec.distributed.planner.types", "torch.fx", "") as seen,
         warnings.catch_warnings(record=True, action="always") as caught,
     ):
-        fit_model(model, sharding=sharding)
+        fit_model(model, sharding=sharding, **options)
     return [*seen, *(str(w.message) for w in caught)]
 
 

@@ -179,8 +179,10 @@ FITS: dict[str, tuple[str, dict[str, Any], bool, dict[str, Any], str]] = {
     "one_rank": ("", {"bucket_cap_mb": 0.001}, False, {}, f"{WHOLE}one rank on a CPU waits for nobody"),
     # DistributedDataParallel's buckets are those of a whole backward: the sums of three ranks round alike.
     "three_ranks": ("", {"bucket_cap_mb": 0.001}, False, {}, SPLIT),
+    # Their order comes from the first backward that sends gradients, which therefore runs whole.
+    "three_ranks_accumulated": ("", {"bucket_cap_mb": 0.002}, False, {"accumulate_grad_batches": 2}, SPLIT),
 }
-NUM_RANKS = {"one_rank": 1, "three_ranks": 3}
+NUM_RANKS = {"one_rank": 1, "three_ranks": 3, "three_ranks_accumulated": 3}
 
 
 @pytest.mark.parametrize("name", FITS)

@@ -1,20 +1,26 @@
 """What the strategy sets up, and what it refuses before training starts, on every rank."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
 from lightning.pytorch import Trainer
 from omegaconf import OmegaConf
+from torchrec.distributed.types import ShardingType
+from torchrec.optim import RowWiseAdagrad
 from torchrec.streamable import Pipelineable
 
-from lightning_overlap import MODES, Mode, OverlapEmbeddingStrategy
+from lightning_overlap import MODES, Mode, OverlapEmbeddingStrategy, Schedule
 from lightning_overlap.plugin.first_words import of_mode
+from lightning_overlap.schedules import ModeName, StreamPolicy
 from lightning_overlap.tables import check_fused_optimizer
+from lightning_overlap.tables.sharding import ShardingName
+from lightning_overlap.tuning import Auto
 
 from ..support.cases import TABLE_WISE
 from ..support.fits import fit
@@ -144,6 +150,13 @@ def test_data_parallel_tables_are_the_same_on_all_ranks(two_ranks: Ranks) -> Non
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+def test_editors_know_all_names() -> None:
+    assert set(get_args(ShardingName)) == {kind.value for kind in ShardingType}
+    hints = get_type_hints(OverlapEmbeddingStrategy.__init__)
+    assert hints["pipeline"] == ModeName | str | Mode | Schedule | Auto
+    assert hints["stream"] == StreamPolicy
+
+
 def test_registry_name() -> None:
     strategy = Trainer(accelerator="cpu", devices=2, strategy="overlap_embedding", logger=False).strategy
     assert isinstance(strategy, OverlapEmbeddingStrategy)
@@ -230,6 +243,18 @@ def test_said_once(two_ranks: Ranks, kwargs: dict[str, Any], word: str) -> None:
     [said], of_the_other = two_ranks.run(strategies.warnings_of, kwargs)
     assert word in said
     assert of_the_other == []
+
+
+def test_nothing_is_said_of_clipping_where_the_kernels_clip(two_ranks: Ranks) -> None:
+    optimizer = RowWiseAdagrad, {"lr": 1.0, "gradient_clipping": True, "max_gradient": 0.1}
+    case = dataclasses.replace(TABLE_WISE, optimizer=optimizer)
+    assert two_ranks.run(strategies.warnings_of, {"gradient_clip_val": 1.0}, case) == [[], []]
+
+
+def test_libraries_speak_where_they_are_asked_to(two_ranks: Ranks) -> None:
+    seen, _ = two_ranks.run(strategies.first_words, True, calm_libraries=False)
+    assert any("The topology was constructed directly" in text for text in seen)
+    assert any("HeuristicalStorageReservation" in text for text in seen)
 
 
 @pytest.mark.parametrize("combined", [False, True])

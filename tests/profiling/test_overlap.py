@@ -1,7 +1,7 @@
 """The accounting of timelines: by hand beside a drawing, and against a count of every millisecond."""
 
+import itertools
 from dataclasses import replace
-from itertools import groupby
 
 import pytest
 from hypothesis import given
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from lightning_overlap.profiling.overlap import COVERED_BY, BusyTime, break_down, mean, overlapped_by
 from lightning_overlap.profiling.report import blocks, headline, summarize, tables
-from lightning_overlap.profiling.spans import HOST_LANE, Category, Span
+from lightning_overlap.profiling.spans import HOST_LANE, Category, Span, exclusive, rows_of
 from lightning_overlap.profiling.steps import find_steps, steady_window, window_of
 from lightning_overlap.schedules.modes import MODES
 from lightning_overlap.schedules.stages import Stage
@@ -33,7 +33,7 @@ def drawn(**lanes: str) -> list[Span]:
     spans = []
     for lane, line in lanes.items():
         end = 0
-        for letter, run in groupby(line):
+        for letter, run in itertools.groupby(line):
             start, end = end, end + len(list(run))
             if letter != " ":
                 kind, stage, batch = LETTERS[letter]
@@ -143,6 +143,34 @@ def test_the_sweep_equals_a_count_of_every_millisecond(spans: list[Span], start:
         per_kind = [sum(any(k is kind and s is stage for k, _, s in now) for now in at) for kind in counted]
         assert times.busy_ms == sum(per_kind)
         assert 0 <= times.hidden_ms <= times.busy_ms == times.hidden_ms + times.exposed_ms
+
+
+@given(spans_of_any_kind, st.integers(0, END), st.integers(1, 8))
+def test_each_moment_of_a_lane_is_one_spans(spans: list[Span], start: int, long: int) -> None:
+    alone = [span for span in spans if span.kind is not Category.COMMUNICATION]
+    cut = exclusive(alone, (start, start + long))
+    assert all(start <= span.start_ms < span.end_ms <= start + long for span in cut)
+    for lane, moment in itertools.product({span.lane for span in alone}, range(-1, END + 8)):
+        there = [one for one in alone if one.lane == lane and one.start_ms <= moment < one.end_ms]
+        owners = [one for one in cut if one.lane == lane and one.start_ms <= moment < one.end_ms]
+        assert len(owners) == (start <= moment < start + long and bool(there))
+
+
+@given(spans_of_any_kind, st.booleans())
+def test_rows_hold_every_span_and_none_overlaps(spans: list[Span], nested: bool) -> None:
+    rows = rows_of(spans, nested=nested)
+    assert sorted(id(span) for row in rows for span in row) == sorted(map(id, spans))
+    for one, other in (pair for row in rows for pair in itertools.combinations(row, 2)):
+        inside = one.start_ms <= other.start_ms and other.end_ms <= one.end_ms
+        assert one.end_ms <= other.start_ms or (nested and inside)
+
+
+def test_beside_a_gpu_the_hosts_share_of_a_stage_is_no_busy_time() -> None:
+    host = Span(0, 5, Category.HOST, HOST_LANE, "launches", Stage.INPUT_DATA_DIST)
+    sent = Span(1, 3, Category.COMMUNICATION, "stream 9", "all_to_all", Stage.INPUT_DATA_DIST)
+    assert summarize([host, sent]).stages == {Stage.INPUT_DATA_DIST: BusyTime(2, 0)}
+    on_cpu = [replace(span, lane=lane) for span, lane in ((host, HOST_LANE), (sent, "gloo"))]
+    assert summarize(on_cpu).stages == {Stage.INPUT_DATA_DIST: BusyTime(7, 0)}  # there the host does it
 
 
 def _lanes(now: set[tuple[Category, str, Stage | None]]) -> set[tuple[Category, str]]:

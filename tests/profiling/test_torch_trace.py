@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile, record_function
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
@@ -21,6 +23,7 @@ from lightning_overlap.profiling.spans import HOST_LANE, Category, Span
 from lightning_overlap.profiling.torch_trace import read_trace
 from lightning_overlap.profiling.trace_file import TraceError, load, write_trace
 from lightning_overlap.schedules.stages import TRAINING_STAGES, Stage
+from lightning_overlap.sparse import EarlyEmbeddings
 
 from ..support.ranks import Ranks
 
@@ -150,6 +153,8 @@ def test_an_optimizer_step_around_a_forward_is_lightnings_closure(tmp_path: Path
         ("## all2all_data:kjt splits ##", Stage.INPUT_SPLITS_DIST, None),
         ("## ReduceScatter_bwd ##", Stage.BACKWARD, None),
         ("## FusedKJTListSplitsAwaitable wait() ##", Stage.INPUT_SPLITS_DIST, None),
+        # TorchRec names the range of an awaitable's wait after its class.
+        (f"## {EarlyEmbeddings.__name__} wait() ##", Stage.EMBEDDING_LOOKUP, None),
         *((f"## {stage} 41 ##", stage, 41) for stage in Stage),
         ("my forward pass", None, None),  # a user's own
     ],
@@ -204,6 +209,36 @@ def test_a_published_trace(name: str, rank: int, hidden_percent: float, worst_ms
     assert 100 * told.categories[Category.COMMUNICATION].hidden_fraction == pytest.approx(hidden_percent, abs=0.05)
     assert told.blocks[0].total_ms == pytest.approx(worst_ms, abs=0.05)
     assert where in told.blocks[0].detail
+
+
+ANY_SPAN = st.builds(
+    lambda start, long, *rest: Span(start, start + long, *rest),
+    st.floats(-1e9, 1e9, allow_nan=False),
+    st.floats(0, 1e6),
+    st.sampled_from(Category),
+    st.sampled_from([HOST_LANE, "stream 7", "gloo"]),
+    st.text(max_size=8),
+    st.none() | st.sampled_from(Stage),
+    st.none() | st.integers(0, 2**40),
+    st.text(max_size=8),
+    st.integers(0, 2**40),
+    st.integers(0, 2**40),
+)
+
+
+@given(
+    st.dictionaries(st.integers(0, 99), st.lists(ANY_SPAN, min_size=1, max_size=6), min_size=1, max_size=3),
+    st.sampled_from(["json", "json.gz"]),
+)
+def test_any_timeline_that_is_written_is_read_back(
+    tmp_path_factory: pytest.TempPathFactory, ranks: dict[int, list[Span]], suffix: str
+) -> None:
+    path = tmp_path_factory.getbasetemp() / f"any.{suffix}"
+    write_trace(path, ranks)
+    back = read_trace(path)
+    assert {rank: sorted(map(repr, spans)) for rank, spans in back.items()} == {
+        rank: sorted(map(repr, spans)) for rank, spans in ranks.items()
+    }
 
 
 @pytest.mark.parametrize("suffix", ["json", "json.gz"])

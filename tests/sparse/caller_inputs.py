@@ -123,6 +123,9 @@ def types_differ_later(case: Case, index: int, rank: int) -> Batch:
     return types_differ(case, index, rank if index >= 4 else 0)
 
 
+types_differ_later_replicated = types_differ_later
+
+
 def types_change(case: Case, index: int, rank: int) -> Batch:
     return types_differ(case, index, int(index >= 4))  # on all ranks
 

@@ -9,14 +9,15 @@ from torch.utils.checkpoint import checkpoint
 from torchrec import KeyedJaggedTensor
 
 from ..support import cases
-from ..support.cases import ROWWISE_ADAGRAD, TABLE_WISE, TWO_COLLECTIONS, Batch, Case, Model, TableSpec
+from ..support.cases import ROWWISE_ADAGRAD, TABLE_WISE, TWO_COLLECTIONS, Batch, ByHand, Case, Model, TableSpec
 from . import caller_inputs, update_rates, variants
 from .caller_inputs import kjt_of
-from .variants import MadeInHook, Manual, by_name
+from .variants import MadeInHook, Manual, TwoClosures, by_name, no_embeddings
 
 NUM_STEPS = 8
 SERVED = NUM_STEPS - 1  # all but the first batch, which shows what feeds what
 ONE_TABLE = Case("one_table", (TableSpec("t0", ("f0",)),))  # on one of two ranks: the other cannot see who writes it
+COPIES = Case("copies", tuple(TableSpec(f"d{at}", (f"f{at}",), "data_parallel") for at in range(3)))
 BY_ROWS = Case("by_rows", tuple(TableSpec(f"t{at}", (f"f{at}",), "row_wise") for at in range(3)))
 
 
@@ -78,6 +79,29 @@ class ReentrantLookup(Model):
 
         found = checkpoint(look_up, torch.zeros((), requires_grad=True), use_reentrant=True)
         return dict(zip(keys, found, strict=True))
+
+
+class SecondPhase(ByHand, Model):
+    """Calls its second collection once the backward and the step of the first one are over."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        losses = []
+        for phase in ("ebc", "second"):
+            embeddings = {
+                name: self.embeddings(name, batch) if name == phase else no_embeddings(self.case, name, batch)
+                for name in self.case.collections
+            }
+            loss = self.dense(batch, embeddings)
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+            losses.append(loss.detach())
+        self.losses.append(torch.stack(losses).sum())
+
+
+class RecomputesInEveryClosure(ReentrantLookup, TwoClosures):
+    """Each backward of an optimizer's closures looks up again."""
 
 
 class PenalizesAll(Model):
@@ -185,10 +209,11 @@ CASES = {  # where it is not `TABLE_WISE`
     **dict.fromkeys(("scales_in_place", "checkpointed_step", "checkpointed_lookup"), ROWWISE_ADAGRAD),
     **dict.fromkeys(("reentrant_lookup", "two_backwards"), ROWWISE_ADAGRAD),
     **dict.fromkeys(("weighs_in_place", "trains_weights", "no_weights"), cases.WEIGHTED),
-    **dict.fromkeys(("clamps_one_of_two", "not_always_called"), TWO_COLLECTIONS),
+    **dict.fromkeys(("clamps_one_of_two", "not_always_called", "second_phase"), TWO_COLLECTIONS),
     **dict.fromkeys(("takes_parts", "makes_an_empty_part"), TWO_COLLECTIONS),
     **dict.fromkeys(("mixed", "manual", "scheduled", "unscheduled"), cases.MIXED),
     "keyword": cases.SEQUENCE,
+    "types_differ_later_replicated": COPIES,
     "clamps_before_the_step": ONE_TABLE,
     "too_large_by_rows": BY_ROWS,
     "too_few_ids_by_rows": BY_ROWS,
@@ -198,7 +223,7 @@ _CLASSES = {
     **dict.fromkeys(("plain", "mixed", "types_change", "types_differ", "types_differ_later"), Model),
     **dict.fromkeys(("too_large", "too_large_by_rows", "negative", "row_0", "floating", "no_weights"), Model),
     **dict.fromkeys(("too_few_ids", "too_few_ids_by_rows", "too_few_lengths", "one_length_less"), Model),
-    "too_few_weights": Model,
+    **dict.fromkeys(("too_few_weights", "types_differ_later_replicated"), Model),
     **by_name(vars(caller_inputs)),
     **by_name(vars(variants)),
     **by_name(vars(update_rates)),

@@ -106,6 +106,17 @@ def test_tables_that_nobody_writes_stay_early(two_ranks: Ranks) -> None:
     assert outcome.early == NUM_STEPS - 5
 
 
+def test_a_collection_that_is_called_after_the_first_backward_is_looked_up_early(two_ranks: Ranks) -> None:
+    outcome, _ = same_as_in(two_ranks, "second_phase", "fused_sparse_dist", "base")
+    assert outcome.messages == []
+    assert outcome.early == 2 * SERVED
+
+
+def test_each_backward_of_several_closures_looks_up_again(two_ranks: Ranks) -> None:
+    for pipeline in ("sparse_dist", "fused_sparse_dist"):
+        same_as_in(two_ranks, "recomputes_in_every_closure", pipeline, "base")
+
+
 def test_a_rate_that_is_set_by_hand_is_that_of_its_batch(two_ranks: Ranks) -> None:
     [message] = _same_as_by_hand(two_ranks, "rates_by_hand", "fused_sparse_dist").messages
     assert "only combined_optimizer can move" in message
@@ -158,9 +169,9 @@ def test_another_type_in_an_own_forward_is_an_error_before_anything_is_sent(get_
 
 
 @pytest.mark.parametrize("pipeline", ["base", "fused_sparse_dist"])
-@pytest.mark.parametrize("model", ["types_change", "two_types_in_a_step"])
+@pytest.mark.parametrize("model", ["types_change", "two_types_in_a_step", "types_differ_later_replicated"])
 def test_other_types_of_all_ranks_train_on(two_ranks: Ranks, model: str, pipeline: str) -> None:
-    """A rank that comes late to its second call is not taken for another."""
+    """A rank that comes late to its second call is not taken for another; nothing is sent of inputs of replicas."""
     _same_as_by_hand(two_ranks, model, pipeline)
 
 

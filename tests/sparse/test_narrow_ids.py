@@ -61,6 +61,11 @@ def test_an_id_of_no_row_stays_one() -> None:
     largest, least = 2**31 - 1, -(2**31)
     assert narrow.tolist() == [0, -1, 7, largest, largest, largest, least]
     assert (lengths.dtype, narrow.dtype, weights.dtype) == (torch.int32, torch.int32, torch.float32)
+    floats, lengths = torch.tensor([1.5, 2.5]), torch.tensor([1, 1], dtype=torch.int32)
+    sent = input_dist._narrowed(KeyedJaggedTensor(["f"], floats, lengths=lengths))
+    assert [one.data_ptr() for one in sent] == [lengths.data_ptr(), floats.data_ptr()], (
+        "what is narrow, or no id, stays"
+    )
 
 
 @pytest.mark.parametrize(

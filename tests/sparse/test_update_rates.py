@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -70,3 +71,11 @@ def test_early_lookups_change_nothing(two_ranks: Ranks, model: str, kwargs: dict
     """However the module trains, it equals `base`, which the first test ties to a plain loop."""
     for pipeline in ("fused_sparse_dist", other):
         same_as_in(two_ranks, model, pipeline, "base", **kwargs)
+
+
+def test_a_fused_table_beside_one_of_a_dense_kernel(two_ranks: Ranks) -> None:
+    """Such a part belongs to the dense optimizer altogether; its fused table still goes by its own step's rate."""
+    expected = two_ranks.run(update_rates.fit_beside_a_dense_kernel, "base")
+    for pipeline in EARLY:
+        actual = two_ranks.run(update_rates.fit_beside_a_dense_kernel, pipeline)
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(actual, expected, strict=True)), pipeline

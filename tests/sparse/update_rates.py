@@ -8,8 +8,9 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBat
 from torch import Tensor
 from torch.optim import lr_scheduler
 
-from lightning_overlap import combined_optimizer
+from lightning_overlap import OverlapEmbeddingStrategy, combined_optimizer
 
+from ..checkpoint.checkpoints import build_plan, planned
 from ..support import cases
 from ..support.cases import MIXED, ROWWISE_ADAGRAD, TABLE_WISE, Batch, ByHand, Case, Model, TableSpec
 from ..support.fits import make_strategy, make_trainer
@@ -78,6 +79,15 @@ def fit(
     trainer = make_trainer(strategy, device_type, **kwargs)
     trainer.fit(model, datamodule=cases.Batches(case, NUM_STEPS))
     return collect(model, trainer.optimizers[0], model.losses)
+
+
+def fit_beside_a_dense_kernel(pipeline: str) -> Tensor:
+    """Train fused tables of the same sharding as one of a dense kernel; return the losses."""
+    case = planned(TABLE_WISE, "dense 0 0")
+    model = Scheduled(case)
+    strategy = OverlapEmbeddingStrategy(pipeline=pipeline, sharding=build_plan(case, model, "dense 0 0"))
+    make_trainer(strategy).fit(model, datamodule=cases.Batches(case, NUM_STEPS))
+    return torch.stack(model.losses)
 
 
 class SchedulesByHand(ByHand, Scheduled):

@@ -3,18 +3,21 @@
 import dataclasses
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.distributed.optim import _apply_optimizer_in_backward
 from torchrec.optim import RowWiseAdagrad
 
-from lightning_overlap import OverlapEmbeddingStrategy
+from lightning_overlap import OverlapEmbeddingStrategy, combined_optimizer
+from lightning_overlap.plugin.first_words import LOGGER
 from lightning_overlap.tables import sharded_modules
 
 from ..laws.accumulated import Data
+from ..plugin.strategies import logged
 from ..sparse.callers import PenalizesAll, TwoBackwards
 from ..sparse.update_rates import Scheduled, factor
-from ..support.cases import NUM_STEPS, Batch, Batches, Case, MakesInput, Model, TableSpec
+from ..support.cases import NUM_STEPS, Batch, Batches, Case, MakesInput, Model, TableSpec, dense_optimizer
 from ..support.fits import make_trainer, mode_and_options
 from ..support.reference import Delayed, Result, collect, train, train_delayed
 from .supported_modules import Batches as KindBatches
@@ -59,6 +62,19 @@ class Frozen(Model):
         return super().training_step(batch, batch_idx)
 
 
+class PenalizesAllAndFails(PenalizesAll):
+    """Has another error at the end of its backward, before that of the penalty."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        queue = torch.autograd.Variable._execution_engine.queue_callback
+        loss.register_hook(lambda _: queue(self._fail))
+        return loss
+
+    def _fail(self) -> None:
+        raise RuntimeError("another error")
+
+
 class Writes(Model):
     """Writes a small table after its first two steps: after the second one the next batch has been looked up."""
 
@@ -69,7 +85,7 @@ class Writes(Model):
                     weight.mul_(0.5)
 
 
-MODELS = (Model, Scheduled, PenalizesAll, TwoBackwards, TwoCalls, Frozen, Writes, MakesInput)
+MODELS = (Model, Scheduled, PenalizesAll, PenalizesAllAndFails, TwoBackwards, TwoCalls, Frozen, Writes, MakesInput)
 
 
 def strategy_of(case: Case, pipeline: str, replicated: Any = SMALL, **options: Any) -> OverlapEmbeddingStrategy:
@@ -135,6 +151,25 @@ def replicated_in(
         return str(err)
     plans = [module.module_sharding_plan for module in sharded_modules(model).values()]
     return sorted(name for plan in plans for name, one in plan.items() if one.sharding_type == "data_parallel")
+
+
+def errors_of_penalties(case: Case) -> list[str]:
+    """Return the errors of two fits, one after the other."""
+    found = []
+    for name in ("PenalizesAllAndFails", "PenalizesAll"):
+        with pytest.raises(RuntimeError) as caught:
+            fit(case, "fused_sparse_dist", name)
+        found.append(str(caught.value))
+    return found
+
+
+def words_and_groups(case: Case) -> tuple[str, list[tuple[str, float]]]:
+    """Return what the log says as a fit begins, and the fused groups of a combined optimizer."""
+    model = Model(case)
+    with logged(LOGGER) as words:
+        make_trainer(strategy_of(case, "base")).fit(model, datamodule=Batches(case, 2))
+    groups = combined_optimizer(model, dense_optimizer(model)).fused_groups
+    return "\n".join(words), [(group["name"], group["lr"]) for group in groups]
 
 
 def fit_variable_batches() -> None:

@@ -17,10 +17,11 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from lightning_overlap import OverlapEmbeddingStrategy, combined_optimizer
+from lightning_overlap.tables import tbes
 from lightning_overlap.tables.combined_optimizer import DenseAndFused
 
 from ..checkpoint.resumes import StatefulBatches
-from ..sparse.update_rates import TWO_RATES, Scheduled, factor
+from ..sparse.update_rates import TWO_RATES, Scheduled, Unscheduled, collect_tables, factor
 from ..support.cases import ROWWISE_ADAGRAD, TABLE_WISE, Batches, dense_optimizer
 from ..support.fits import make_strategy, make_trainer
 from ..support.ranks import Ranks
@@ -104,6 +105,36 @@ def schedule_with(name: str, dense: str) -> tuple[list[float], list[float]]:
     return seen, expected
 
 
+class ZeroAtFirst(Scheduled):
+    """Its schedule sets rates, whatever they began with."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = combined_optimizer(self, dense_optimizer(self))
+        scheduler = lr_scheduler.OneCycleLR(optimizer, [0.2, 2.0], total_steps=10)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+def frozen_beside_zero() -> tuple[bool, bool]:
+    """Whether a table with a rate of zero, and a frozen one, have moved after a schedule raised the rate."""
+    model = ZeroAtFirst(ROWWISE_ADAGRAD, fused_optimizer=False)
+    model.ebc.embedding_bags["t1"].weight.requires_grad_(False)
+    before = {name: bag.weight.detach().clone() for name, bag in model.ebc.embedding_bags.items()}
+    strategy = OverlapEmbeddingStrategy(sharding="table_wise", fused_optimizer=(torch.optim.SGD, {"lr": 0.0}))
+    make_trainer(strategy).fit(model, datamodule=Batches(ROWWISE_ADAGRAD, 4))
+    moved = {name.split()[0]: not torch.equal(t, before[name.split()[0]]) for name, t in collect_tables(model).items()}
+    return moved["t0"], moved["t1"]
+
+
+def rate_without_one_given() -> tuple[list[float], list[float]]:
+    """Return the fused rates of a table whose optimizer was given none: of the group, and of the kernels."""
+    model = Unscheduled(TABLE_WISE, fused_optimizer=False)
+    strategy = OverlapEmbeddingStrategy(sharding="table_wise", fused_optimizer=(torch.optim.SGD, {}))
+    trainer = make_trainer(strategy)
+    trainer.fit(model, datamodule=Batches(TABLE_WISE, 2))
+    kernels = [kernel.get_learning_rate() for kernel in tbes(model.ebc)]
+    return [group["lr"] for group in trainer.optimizers[0].fused_groups], kernels
+
+
 def refused(what: str) -> str:
     class Refused(Scheduled):
         def configure_optimizers(self) -> Any:
@@ -182,6 +213,16 @@ def test_schedulers(get_ranks: Callable[..., Ranks], name: str, dense: str) -> N
     [(seen, expected)] = get_ranks(1).run(schedule_with, name, dense)
     assert seen == expected
     assert len(set(seen)) > 1
+
+
+def test_a_frozen_table_stays_beside_one_whose_rate_rises_from_zero(get_ranks: Callable[..., Ranks]) -> None:
+    assert get_ranks(1).run(frozen_beside_zero) == [(True, False)]
+
+
+def test_a_rate_that_was_not_given_is_the_kernels(get_ranks: Callable[..., Ranks]) -> None:
+    [(groups, kernels)] = get_ranks(1).run(rate_without_one_given)
+    assert groups == pytest.approx([0.01])
+    assert kernels == pytest.approx([0.01])
 
 
 def test_a_run_without_tables_is_named_as_the_reason() -> None:

@@ -1,6 +1,7 @@
 """The plan that TorchRec's planner makes: the same in every process, by names of types, kept and given back."""
 
 import copy
+import dataclasses
 import io
 import random
 from collections.abc import Callable
@@ -125,8 +126,17 @@ def test_there_is_no_plan_before_a_fit() -> None:
         plans.plan_of(Model(TABLE_WISE))
 
 
-def test_row_wise_is_made_by_name_on_a_cpu(two_ranks: Ranks) -> None:
-    assert [kinds_in(plan) for _, plan in two_ranks.run(fit_by_name, TABLE_WISE, "row_wise")] == [{"row_wise"}] * 2
+ROWS = dataclasses.replace(
+    TABLE_WISE,
+    name="rows",
+    tables=tuple(dataclasses.replace(table, sharding="row_wise") for table in TABLE_WISE.tables),
+)
+
+
+def test_row_wise_by_name_trains_as_the_plain_loop_on_a_cpu(two_ranks: Ranks) -> None:
+    fits = two_ranks.run(fit_by_name, ROWS, "row_wise")
+    assert [kinds_in(plan) for _, plan in fits] == [{"row_wise"}] * 2
+    assert reference.differences([result for result, _ in fits], reference.on_ranks(two_ranks, ROWS)) == [[], []]
 
 
 def fit_managed_bags() -> None:

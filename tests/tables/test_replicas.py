@@ -186,6 +186,29 @@ def test_a_kernel_has_the_state_of_the_dense_one_and_makes_no_weights() -> None:
         assert torch.equal(kernel(*lookup), dense(*lookup))
 
 
+def test_one_rank_replicates_nothing_by_itself(get_ranks: Callable[..., Ranks]) -> None:
+    run = get_ranks(1).run
+    assert run(replicas.replicated_in, SGD, ["s1"], 1000) == [[]]
+    assert run(replicas.replicated_in, SGD, ["s1"], 1000, sharding={"s1": "data_parallel"}) == [["s1"]]
+
+
+def test_the_log_and_a_combined_optimizer_name_the_rates_of_replicas(two_ranks: Ranks) -> None:
+    lines = [
+        "  ebc: t0, t1: table_wise, trained by SGD in the backward, lr 2",
+        "  ebc: s0, s1: replicated, trained by SGD in the backward, lr 2",
+        "  ebc: s2: replicated, trained by SGD in the backward, lr 0.7",
+    ]
+    for text, groups in two_ranks.run(replicas.words_and_groups, case_of("sgd")):
+        assert groups == [("fused_0.7", 0.7), ("fused_2.0", 2.0)]
+        assert [line for line in lines if line not in text and text] == []
+
+
+def test_a_penalty_is_refused_after_a_backward_with_another_error(get_ranks: Callable[..., Ranks]) -> None:
+    other, message = get_ranks(1).run(replicas.errors_of_penalties, case_of("sgd"))[0]
+    assert other == "another error"
+    assert "the loss uses the weight of" in message
+
+
 def test_batch_sizes_that_vary_are_refused(get_ranks: Callable[..., Ranks]) -> None:
     with pytest.raises(RankError, match="replicate_tables=False"):
         get_ranks(2).run(replicas.fit_variable_batches)

@@ -147,6 +147,23 @@ def test_a_module_in_its_own_forward_is_named_with_the_reason() -> None:
     assert report.early == {"ebc": 0.0}
 
 
+class FollowsItsValidation(Model):
+    """What the last validation has answered is part of each loss."""
+
+    validated = torch.zeros(())
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.validated = self(batch).detach()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) * (1 + self.validated)
+
+
+def test_a_validation_of_the_reference_sees_all_updates() -> None:
+    options = {"limit_val_batches": 1, "val_check_interval": 2}
+    assert check(TABLE_WISE, "semi_sync", FollowsItsValidation, trainer_options=options).holds
+
+
 def test_a_module_that_trains_otherwise_each_time() -> None:
     with pytest.raises(AssertionError, match="law 2: every run alike: at step 0: the loss is"):
         check(TABLE_WISE, "fused_sparse_dist", NeverTwiceAlike)

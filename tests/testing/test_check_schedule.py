@@ -1,5 +1,7 @@
 """`check_laws`: holds for schedules that keep the laws, and names the law that one breaks."""
 
+from typing import NoReturn
+
 import pytest
 
 from lightning_overlap import Schedule
@@ -38,3 +40,14 @@ STALE = (
 def test_a_schedule_that_breaks_a_law(schedule: Schedule, message: str) -> None:
     with pytest.raises(AssertionError, match=f"(?s){message}.*  BROKEN  "):
         check_laws(schedule)
+
+
+class BreaksEvaluation(Schedule):
+    @property
+    def evaluation(self) -> NoReturn:
+        raise RuntimeError("this schedule evaluates nothing")
+
+
+def test_the_schedule_of_an_evaluation_is_checked() -> None:
+    with pytest.raises(RuntimeError, match="evaluates nothing"):
+        check_laws(BreaksEvaluation("mine", FUSED_SPARSE_DIST.steps))

@@ -275,6 +275,77 @@ def _waits_but_for_hooks(self: CheckedStreams, name: StreamName, event: Any, own
         own(self, name, event)
 
 
+class WritesInBackward(torch.autograd.Function):
+    """Writes its weight as a fused table is written, which gets no gradient; and reads it on a stream, if told so."""
+
+    reads_on: Any = None
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.weight = weight
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:
+        if WritesInBackward.reads_on is not None:
+            with WritesInBackward.reads_on.on(StreamName.PREFETCH):
+                ctx.weight + 1
+        ctx.weight.sub_(grads[0])
+        return None, None
+
+
+def test_a_result_is_read_on_another_stream_after_a_wait() -> None:
+    streams = CheckedStreams()
+    with streams.watching({}, {}, []):
+        with streams.on(StreamName.LOOKUP):
+            made = torch.ones(4) * 2
+        part = made[:2].view(1, 2)  # a view reads nothing, and shares the memory
+        for read in (made, part):
+            with pytest.raises(
+                RaceError, match=r"no event orders aten\.add\.Tensor.*a race for aten.mul.Tensor \(4,\)"
+            ):
+                read + 1
+        streams.wait(StreamName.COMPUTE, streams.record(StreamName.LOOKUP))
+        made + part.sum()
+
+
+def test_backward_runs_where_the_forward_ran_and_nobody_waits_for_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams, weight, x = CheckedStreams(), torch.ones(4), torch.ones(4, requires_grad=True)
+    with streams.watching({"table": weight, "x": x.detach()}, {}, []):
+        streams.wait(StreamName.LOOKUP, streams.record(StreamName.COMPUTE))
+        with streams.on(StreamName.LOOKUP):
+            rows = WritesInBackward.apply(x, weight)
+        streams.wait(StreamName.COMPUTE, streams.record(StreamName.LOOKUP))
+        streams.record_stream(rows, StreamName.COMPUTE)
+        (rows * 2).sum().backward()
+        with pytest.raises(RaceError, match=r"after aten.sub_.Tensor .*writes on lookup\): a race for table"):
+            weight + 1
+        streams.wait(StreamName.COMPUTE, streams.record(StreamName.LOOKUP))
+        weight + 1
+        monkeypatch.setattr(WritesInBackward, "reads_on", streams)  # a stream that a node takes waits for nothing
+        with pytest.raises(RaceError, match=r"aten.add.Tensor .*\(reads on prefetch\)"):
+            WritesInBackward.apply(x, weight).sum().backward()
+
+
+class UsesAStreamOfItsOwn(Model):
+    def dense(self, batch: Any, embeddings: Any) -> Tensor:
+        streams: Any = self.trainer.strategy.streams
+        streams.wait(StreamName.PREFETCH, streams.record(StreamName.COMPUTE))
+        if batch.inputs["sparse"][1] == 0:  # looked up on the compute stream, where it was called
+            streams.record_stream([found.values() for found in embeddings.values()], StreamName.PREFETCH)
+        with streams.on(StreamName.PREFETCH):
+            scaled = {
+                name: {key: 2 * value for key, value in found.to_dict().items()} for name, found in embeddings.items()
+            }
+        streams.wait(StreamName.COMPUTE, streams.record(StreamName.PREFETCH))
+        streams.record_stream(scaled, StreamName.COMPUTE)
+        return super().dense(batch, scaled)
+
+
+def test_embeddings_are_there_on_whatever_stream_asks_for_them() -> None:
+    train(TABLE_WISE, "fused_sparse_dist", module=UsesAStreamOfItsOwn)
+
+
 class ReadsOnAStreamOfItsOwn(ReadsTables):
     """Reads its tables on another stream, which waits for nothing: the last backward may be writing them."""
 

@@ -1,10 +1,16 @@
 """Which arm is chosen, from the blocks of all ranks."""
 
+import copy
+import time
 from collections.abc import Sequence
+from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 
-from lightning_overlap.tuning import Arm
+from lightning_overlap.runtime import Streams
+from lightning_overlap.tuning import Arm, Auto, Tuner, tuner
 from lightning_overlap.tuning.arms import Block, choose, modes_on, streams_of, table, times_of
 
 FUSED, AFTER, SPARSE, BASE = ARMS = modes_on("data_dist", splits=False)
@@ -68,3 +74,23 @@ def test_nothing_to_choose_from() -> None:
     assert found == {FUSED: [], AFTER: []}
     assert [row.split()[2:5] for row in table(found, None).splitlines()[2:]] == [["-", "-", "0"]] * 2
     assert choose(found, 0.05) is None
+
+
+@pytest.mark.parametrize(("num_steps", "has_chosen"), [(5, False), (60, True)])
+def test_after_a_fit_no_time_stamps_are_held(num_steps: int, has_chosen: bool) -> None:
+    """On CUDA they are events, which cannot be copied; a trainer can be copied after a fit."""
+
+    class Mark(float):
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            raise TypeError("a time stamp is copied")
+
+    clock = mock.Mock(zero=Mark(), mark=lambda: Mark(time.perf_counter() * 1e3), ms=float)
+    tuned = Tuner(Auto(warm_up=1, settle=1, block=2, rounds=2), "data_dist")
+    with mock.patch.object(tuner, "timestamps_of", return_value=clock):
+        tuned.begin(torch.device("cpu"), Streams(), lambda value: [value], lambda text: None)
+        tuned.timed(mock.Mock())
+        for _ in range(num_steps):
+            tuned.step()
+        tuned.stop()
+    assert tuned.has_chosen is has_chosen
+    copy.deepcopy(tuned)
