@@ -70,6 +70,13 @@ def test_dense_weights_without_a_gradient_train_as_in_the_plain_loop(
     assert reference.differences(actual, reference.on_ranks(two_ranks, UNUSED, mode.staleness)) == [[], []]
 
 
+def test_the_delayed_loop_without_a_delay_is_the_plain_loop(two_ranks: Ranks) -> None:
+    """Guards the reference of stale modes."""
+    for case in CASES:
+        delayed = two_ranks.run(reference.train_delayed, case, reference.Delayed(0))
+        assert reference.differences(delayed, reference.on_ranks(two_ranks, case)) == [[], []], case.name
+
+
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_the_model_shows_one_stale_lookup(ranks: Ranks, case: Case) -> None:
     """Guards the tests above, with the lookup of the fused mode moved above the backward."""

@@ -56,6 +56,7 @@ def train(
     callbacks: tuple[Callback, ...] = (),
     path: str | None = None,
     stateful: bool = False,
+    nones: tuple[int, ...] = (),
     **kwargs: Any,
 ) -> Fit:
     """Train; `ms` is what a batch takes in each mode, by rank."""
@@ -79,7 +80,7 @@ def train(
 
     clock, count = Clock(), tuned.step
 
-    seen, data = Seen(), Data(case, num_steps, stateful=stateful)
+    seen, data = Seen(), Data(case, num_steps, stateful=stateful, nones=nones)
     trainer = make_trainer(strategy, callbacks=[seen, *callbacks], num_sanity_val_steps=0, **kwargs)
     records: list[str] = []
     with (

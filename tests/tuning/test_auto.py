@@ -13,7 +13,7 @@ from ..laws.accumulated import ALL_KINDS
 from ..support.cases import MIXED, ROWWISE_ADAGRAD, SEQUENCE, TABLE_WISE, Case
 from ..support.ranks import Ranks
 from ..support.reference import Result, train
-from ..support.windows import train_windows, windows_of
+from ..support.windows import Window, train_windows, windows_of
 from . import autos
 from .autos import NUM_STEPS
 
@@ -86,6 +86,17 @@ def test_evaluations_and_ends_of_epochs_void_blocks_and_change_nothing(ranks: Ra
     _check(ranks, fits, expected, _chosen(ranks, splits=False)[:30])
     counted = [line.split()[4] for line in fits[0].log.splitlines()[4:]]
     assert counted == ["2", "0", "2", "0"]
+
+
+def test_batches_that_are_none_are_skipped_and_count_in_no_block(two_ranks: Ranks) -> None:
+    nones, num_steps = (3, 20), NUM_STEPS + 2
+    fits = two_ranks.run(autos.train, ALL_KINDS, MS, num_steps=num_steps, nones=nones)
+    windows = [Window((index,), 1) for index in range(num_steps) if index not in nones]
+    expected = two_ranks.run_once(train_windows, ALL_KINDS, windows)
+    for fit, theirs in zip(fits, expected, strict=True):
+        assert fit.result.differences(theirs) == []
+        assert fit.modes == fits[0].modes
+        assert fit.state["mode"] == "sparse_dist"
 
 
 def test_all_ranks_choose_alike_though_they_measure_different_times(two_ranks: Ranks) -> None:
