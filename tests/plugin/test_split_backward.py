@@ -1,5 +1,6 @@
 """`split_backward` under Lightning: every fit equals `base` bit for bit, split or whole, and says which."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -60,6 +61,9 @@ class Deep(Model):
         self.top = (Checkpointed if kind == "checkpointed" else nn.Sequential)(
             first, nn.BatchNorm1d(12), nn.ReLU(), middle, nn.GELU(), last
         )
+        if kind == "norms":  # the gradients of their weights are not split, and come between those that are
+            parts = [nn.Linear(width, width), nn.Tanh(), nn.LayerNorm(width)]
+            self.top = nn.Sequential(*copy.deepcopy(parts), *copy.deepcopy(parts), *parts, nn.Linear(width, 1))
         if kind == "sparse":
             self.shift = nn.Embedding(4, width, sparse=True)
         if kind == "compiled":
@@ -160,6 +164,7 @@ def fit_of_ranks_that_differ(pipelines: tuple[str, str], hooked: int | None) -> 
 
 
 SPLIT = "split backward: weight gradients of bottom, top.0, top.3, top.5 come after the backward"
+SPLIT_NORMS = "split backward: weight gradients of bottom, top.0, top.3, top.6, top.9 come after the backward"
 WHOLE = "the backward runs whole: "
 FITS: dict[str, tuple[str, dict[str, Any], bool, dict[str, Any], str]] = {
     "split": ("", {}, False, {}, SPLIT),
@@ -180,7 +185,7 @@ FITS: dict[str, tuple[str, dict[str, Any], bool, dict[str, Any], str]] = {
     # DistributedDataParallel's buckets are those of a whole backward: the sums of three ranks round alike.
     "three_ranks": ("", {"bucket_cap_mb": 0.001}, False, {}, SPLIT),
     # Their order comes from the first backward that sends gradients, which therefore runs whole.
-    "three_ranks_accumulated": ("", {"bucket_cap_mb": 0.002}, False, {"accumulate_grad_batches": 2}, SPLIT),
+    "three_ranks_accumulated": ("norms", {"bucket_cap_mb": 0.002}, False, {"accumulate_grad_batches": 2}, SPLIT_NORMS),
 }
 NUM_RANKS = {"one_rank": 1, "three_ranks": 3, "three_ranks_accumulated": 3}
 

@@ -4,7 +4,7 @@ import itertools
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lightning_overlap.profiling.overlap import COVERED_BY, BusyTime, break_down, mean, overlapped_by
@@ -118,7 +118,16 @@ def test_bytes_count_in_the_step_that_sent_them() -> None:
     assert {stage: (one.sent, one.saved) for stage, one in found.items()} == {Stage.INPUT_DATA_DIST: (55, 165)}
 
 
+HOST_WAITS_BESIDE_A_GPU = [
+    Span(0, 2, Category.DENSE, HOST_LANE, "forward"),
+    Span(2, 4, Category.WAIT, HOST_LANE, "ids"),
+    Span(2, 4, Category.COMMUNICATION, "gloo", "ids"),
+    Span(2, 4, Category.DENSE, "stream 7", "gemm"),
+]
+
+
 @given(spans_of_any_kind, st.integers(0, END), st.integers(1, 8))
+@example(HOST_WAITS_BESIDE_A_GPU, 0, 4)
 def test_the_sweep_equals_a_count_of_every_millisecond(spans: list[Span], start: int, long: int) -> None:
     end = start + long
     at = [busy_at(spans, moment) for moment in range(start, end)]

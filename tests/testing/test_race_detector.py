@@ -51,35 +51,42 @@ def test_memory_of_another_stream_has_to_be_handed_over() -> None:
         races.do("forward", COMPUTE, reads=["batch"])
 
 
-NAMES = list(StreamName)
-EVENTS = st.lists(
-    st.tuples(st.sampled_from(["read", "write", "wait"]), st.sampled_from(NAMES), st.integers(0, 3)), max_size=30
-)
-WAITS = [("wait", SIDE, NAMES.index(COMPUTE)), ("wait", THIRD, NAMES.index(SIDE))]
+NAMES = (COMPUTE, SIDE, THIRD)
+KINDS = ("read", "write", "record", "wait", "join")  # `join`: record an event on another stream, and wait for it
+EVENTS = st.lists(st.tuples(st.sampled_from(KINDS), st.sampled_from(NAMES), st.integers(0, 5)), max_size=40)
+JOINS = [("join", SIDE, NAMES.index(COMPUTE)), ("join", THIRD, NAMES.index(SIDE))]
 
 
 @settings(max_examples=300)
 @given(EVENTS)
 @example([("read", COMPUTE, 0), ("read", SIDE, 0)])
-@example([("write", COMPUTE, 0), *WAITS, ("read", THIRD, 0)])
+@example([("write", COMPUTE, 0), *JOINS, ("read", THIRD, 0)])
+@example([("write", COMPUTE, 0), ("join", SIDE, 0), ("join", SIDE, NAMES.index(THIRD)), ("read", SIDE, 0)])
+@example([("record", COMPUTE, 0), ("write", COMPUTE, 0), ("wait", SIDE, 0), ("read", SIDE, 0)])
 def test_equals_a_search_of_the_graph(steps: list[tuple[str, StreamName, int]]) -> None:
-    """Against happens-before as paths in a graph of all work: edges within a stream, and by waits."""
-    races, done = Races(), list[str]()
+    """Against happens-before as paths in a graph of all work: edges within a stream, and by waits for events."""
+    races, done, events = Races(), list[tuple[str, str]](), list[tuple[Any, set[int]]]()
     after: dict[StreamName, set[int]] = {name: set() for name in NAMES}  # all work that a stream is ordered after
     for kind, stream, number in steps:
-        if kind == "wait":
-            races.wait(stream, races.event(NAMES[number]))
-            after[stream] |= after[NAMES[number]]
+        if kind in ("record", "join"):
+            recorded = stream if kind == "record" else NAMES[number % 3]
+            events.append((races.event(recorded), set(after[recorded])))
+        if kind == "join" or (kind == "wait" and events):
+            event, before = events[-1 if kind == "join" else number % len(events)]
+            races.wait(stream, event)
+            after[stream] |= before
+        if kind not in ("read", "write"):
             continue
-        conflicts = {at for at, other in enumerate(done) if "write" in (kind, other)}
-        uses: Any = {f"{kind}s": ["x"]}
+        resource = "xyz"[number % 3]
+        conflicts = {at for at, (other, of) in enumerate(done) if of == resource and "write" in (kind, other)}
+        uses: Any = {f"{kind}s": [resource]}
         if not conflicts <= after[stream]:
             with pytest.raises(RaceError):
                 races.do(str(len(done)), stream, **uses)
             return
         races.do(str(len(done)), stream, **uses)
         after[stream] |= {len(done)}
-        done.append(kind)
+        done.append((kind, resource))
 
 
 # -- the walker -----------------------------------------------------------------------------------------------

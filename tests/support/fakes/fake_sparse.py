@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from lightning_overlap.runtime import FetchedBatch, Flight, Observer
-from lightning_overlap.schedules import EARLY_OWNERS, SPARSE_STAGES, Stage, StreamName, WeightOwner
+from lightning_overlap.schedules import EARLY_OWNERS, Stage, StreamName, WeightOwner
 
 from .recording import Mark, RecordingStreams, memory_of
 
@@ -302,8 +302,11 @@ class FakeFlight(Flight):
         self.sparse.pending -= {(Stage.BACKWARD, self.index, name) for name in self.sparse.modules}
 
     def drain(self) -> None:
-        self.sparse.pending -= {(stage, self.index, name) for name in self.modules for stage in SPARSE_STAGES}
+        """Complete exchanges alone: lookups are `drop`'s."""
+        exchanges = (Stage.INPUT_SPLITS_DIST, Stage.INPUT_DATA_DIST)
+        self.sparse.pending -= {(stage, self.index, name) for name in self.modules for stage in exchanges}
 
     def drop(self) -> None:
-        self.drain()
-        self.modules.clear()
+        for name in [name for name, state in self.modules.items() if state.seen]:
+            self.sparse.pending.discard((Stage.EMBEDDING_LOOKUP, self.index, name))
+            del self.modules[name]
