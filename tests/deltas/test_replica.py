@@ -331,7 +331,7 @@ WORDS = st.text("abc.\u00e4", max_size=9)
 
 
 def bytes_of(tensor: torch.Tensor) -> bytes:
-    return bytes(tensor.reshape(-1).view(torch.uint8).tolist())
+    return bytes(tensor.contiguous().reshape(-1).view(torch.uint8).tolist())
 
 
 @st.composite
