@@ -68,8 +68,18 @@ class Ranks:
     def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = 90, **kwargs: Any) -> list[Any]:
         """Call a module-level function on every rank; return the results by rank.
 
-        Raises a RankError if a rank raised, died, or gave no answer in time. The processes are then gone.
+        Raises a RankError if a rank raised, died, or gave no answer in time. The processes are then gone, as after any
+        other error, such as a test's timeout: the answers that are still to come would be the next call's.
         """
+        try:
+            return self._run(function, args, kwargs, timeout_s)
+        except BaseException:
+            self.close()  # the process group may be in any state
+            raise
+
+    def _run(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], timeout_s: float
+    ) -> list[Any]:
         for pipe in self._pipes:
             _send(pipe, (function, args, kwargs))
         deadline = datetime.datetime.now() + datetime.timedelta(seconds=timeout_s)
@@ -79,20 +89,13 @@ class Ranks:
             left_s = (deadline - datetime.datetime.now()).total_seconds()
             ready = multiprocessing.connection.wait(waiting.values(), timeout=max(0.0, left_s))
             if not ready:
-                self.close()
                 raise RankError(f"ranks {sorted(waiting)} gave no answer within {timeout_s} s")
             for rank in [rank for rank, pipe in waiting.items() if pipe in ready]:
                 try:
                     answers[rank] = waiting.pop(rank).recv()
                 except (EOFError, ConnectionResetError):
-                    self.close()
                     raise RankError(f"rank {rank} died") from None
-                except BaseException:  # an answer that cannot be read here: the others' would be the next call's
-                    self.close()
-                    raise
-        failures = [f"rank {rank}:\n{answer}" for rank, (ok, answer) in answers.items() if not ok]
-        if failures:
-            self.close()  # its process group may be in any state
+        if failures := [f"rank {rank}:\n{answer}" for rank, (ok, answer) in answers.items() if not ok]:
             raise RankError("\n".join(failures))
         return [answers[rank][1] for rank in range(self.world_size)]
 
