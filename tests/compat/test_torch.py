@@ -333,3 +333,21 @@ def over_gloo(rank: int) -> None:
 
 def test_each_listed_name_has_a_test() -> None:
     assert meanings.without_test(compat.PRIVATE_NAMES) == set()
+
+
+def test_newer_names_go_to_a_gloo_that_has_them() -> None:
+    class Gloo:  # of a later torch
+        def all_gather_single(self, *args: Any) -> Any:
+            return "all_gather_single", args
+
+        def _reduce_scatter_base(self, *args: Any) -> Any:
+            return "_reduce_scatter_base", args
+
+    class Group:
+        gloo = Gloo()
+
+    compat._hand_on(Group, Gloo)
+    group: Any = Group()
+    assert group.all_gather_single(1, 2) == ("all_gather_single", (1, 2))
+    assert group.reduce_scatter_single(3) == ("_reduce_scatter_base", (3,))
+    assert not hasattr(group, "broadcast"), "this gloo lacks it: the base class answers"

@@ -164,21 +164,3 @@ def test_everyone_who_waits_hears_of_a_failure() -> None:
         text, _ = ranks.run(waits_in_vain)
     assert text.startswith("['RuntimeError', 'RuntimeError']") or text.startswith("['DistBackendError'")
     assert text.endswith("True")
-
-
-def test_newer_names_go_to_a_gloo_that_has_them() -> None:
-    class Gloo:  # of a later torch
-        def all_gather_single(self, *args: Any) -> Any:
-            return "all_gather_single", args
-
-        def _reduce_scatter_base(self, *args: Any) -> Any:
-            return "_reduce_scatter_base", args
-
-    class Group:
-        _gloo = Gloo()
-
-    gloo_alltoall._hand_on(Group, Gloo)
-    group: Any = Group()
-    assert group.all_gather_single(1, 2) == ("all_gather_single", (1, 2))
-    assert group.reduce_scatter_single(3) == ("_reduce_scatter_base", (3,))
-    assert not hasattr(group, "broadcast"), "this gloo lacks it: the base class answers"
