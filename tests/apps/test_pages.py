@@ -31,11 +31,16 @@ from .pages import run_python as run_python_of
 from .test_conf import composed
 
 OWN_PROJECT = ROOT / "examples" / "own_project"
+CLUSTER = {  # shown whole on the page; tests/cluster runs them
+    path.read_text(encoding="utf-8"): path.name
+    for path in (ROOT / "examples" / "cluster").iterdir()
+    if path.suffix in (".sh", ".sbatch", ".yaml")
+}
 RUN_ELSEWHERE = {"README.md", "docs/quickstart.md"}  # by test_readme.py
 BLOCKS = [block for page in PAGES for block in blocks(page)]
 WITH_PYTHON = sorted({block.page for block in BLOCKS if block.language == "python"} - RUN_ELSEWHERE)
 IN_SHELL = [block for block in BLOCKS if block.language == "bash" and not block.why_not_run]
-SCRIPTS = [block for block in IN_SHELL if block.text.startswith("#!")]
+SCRIPTS = [block for block in IN_SHELL if block.text.startswith("#!") and block.text not in CLUSTER]
 
 
 def test_every_block_says_what_it_is() -> None:
@@ -46,7 +51,15 @@ def test_every_block_says_what_it_is() -> None:
     }
 
 
-@pytest.mark.parametrize("block", [block for block in BLOCKS if block.language == "yaml"], ids=lambda block: block.page)
+def test_the_page_shows_the_scripts_of_clusters_as_they_are() -> None:
+    shown = [CLUSTER[block.text] for block in BLOCKS if block.page == "docs/clusters.md" and block.text in CLUSTER]
+    assert sorted(shown) == sorted(CLUSTER.values())
+
+
+CONFIGS = [block for block in BLOCKS if block.language == "yaml" and block.text not in CLUSTER]
+
+
+@pytest.mark.parametrize("block", CONFIGS, ids=lambda block: block.page)
 def test_a_config_is_that_of_the_example(block: Block) -> None:
     first, _, text = block.text.partition("\n")
     assert (OWN_PROJECT / first.removeprefix("# ")).read_text(encoding="utf-8") == text
@@ -161,7 +174,7 @@ def _name(block: Block) -> str:
     return f"{block.page}: {block.text.splitlines()[0][:40]}"
 
 
-@pytest.mark.parametrize("block", [block for block in IN_SHELL if block not in SCRIPTS], ids=_name)
+@pytest.mark.parametrize("block", [block for block in IN_SHELL if not block.text.startswith("#!")], ids=_name)
 def test_shell_lines_are_understood(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(OWN_PROJECT)

@@ -1,0 +1,12 @@
+#!/bin/bash
+# On one host, for all: HOSTS=host0:8,host1:8 examples/cluster/mpi.sh --folder=/shared/run1
+# Open MPI starts a process for each rank, and ends all if one fails. Then this starts them again, ten times at most.
+
+export MASTER_ADDR="${HOSTS%%[:,]*}" MASTER_PORT=29500
+for _ in {0..10}; do
+    mpirun --host "$HOSTS" --map-by ppr:8:node -x MASTER_ADDR -x MASTER_PORT -x PATH bash -c '
+        export WORLD_SIZE=$OMPI_COMM_WORLD_SIZE LOCAL_WORLD_SIZE=$OMPI_COMM_WORLD_LOCAL_SIZE
+        export NODE_RANK=$((OMPI_COMM_WORLD_RANK / LOCAL_WORLD_SIZE)) LOCAL_RANK=$OMPI_COMM_WORLD_LOCAL_RANK
+        exec python examples/cluster/train.py "$@"' rank "$@" && exit
+done
+exit 1

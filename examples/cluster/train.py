@@ -1,0 +1,78 @@
+"""A rank of a training that ends and starts again: it saves every few steps, and each start resumes from the newest.
+
+The launchers beside this file start it. Alone it trains on one process: python examples/cluster/train.py
+"""
+
+import argparse
+import os
+import signal
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from lightning_overlap import OverlapEmbeddingStrategy
+from lightning_overlap.data import SyntheticDataModule
+from lightning_overlap.models import DLRM
+
+
+def hosts_and_ranks() -> dict[str, int]:
+    """Return the number of hosts and of ranks on each, as the launcher says; hosts come and go."""
+    if "LOCAL_WORLD_SIZE" in os.environ:  # torchrun, also on Kubernetes; mpi.sh
+        ranks_per_host = int(os.environ["LOCAL_WORLD_SIZE"])
+        return {"num_nodes": int(os.environ["WORLD_SIZE"]) // ranks_per_host, "devices": ranks_per_host}
+    if "SLURM_NTASKS_PER_NODE" in os.environ:  # a task for each rank
+        return {"num_nodes": int(os.environ["SLURM_NNODES"]), "devices": int(os.environ["SLURM_NTASKS_PER_NODE"])}
+    return {"num_nodes": 1, "devices": 1}
+
+
+def newest_checkpoint(folder: Path) -> str:
+    """Return the path of Slurm's last preemption if nothing was saved after it, otherwise "last".
+
+    The first start finds no "last": Lightning says so, and trains from the beginning.
+    """
+    preempted = max(folder.glob("hpc_ckpt_*.ckpt"), key=saved_at, default=None)
+    if preempted is None or any(saved_at(last) > saved_at(preempted) for last in folder.glob("last*.ckpt")):
+        return "last"
+    return str(preempted)
+
+
+def saved_at(checkpoint: Path) -> float:
+    return checkpoint.stat().st_mtime
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--folder", type=Path, default=Path("run"), help="of the checkpoints; all hosts share it")
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--save-every", type=int, default=100, help="steps that a crash costs, at most")
+    arguments = parser.parse_args()
+
+    seed_everything(0)
+    # Your data module. Its loaders are stateful: a resumed epoch goes on after the last trained batch.
+    data = SyntheticDataModule(rows_per_table=1000, batch_size=128, num_batches=arguments.steps, num_val_batches=0)
+    model = DLRM(data.table_sizes, data.num_dense, table_learning_rate=0.05)
+    # How long an exchange waits for a host without power. A rank that dies is noticed at once.
+    strategy = OverlapEmbeddingStrategy(timeout=timedelta(minutes=5))
+    saves = ModelCheckpoint(
+        arguments.folder, "{step}", every_n_train_steps=arguments.save_every, save_last="link", save_top_k=1
+    )
+    trainer = Trainer(
+        accelerator="cpu",  # "cuda" with one GPU per process
+        **hosts_and_ranks(),
+        strategy=strategy,
+        max_epochs=1,
+        callbacks=[saves],
+        default_root_dir=arguments.folder,  # Slurm's preemption saves here
+        logger=False,
+        enable_progress_bar=False,
+    )
+    try:
+        trainer.fit(model, datamodule=data, ckpt_path=newest_checkpoint(arguments.folder))
+    except SIGTERMException:  # its own exit code is 0, which a launcher takes for the end of the work
+        sys.exit(128 + signal.SIGTERM)
+    if trainer.is_global_zero and "train_loss" in trainer.callback_metrics:  # no step if it was complete before
+        print(f"step {trainer.global_step}: loss {trainer.callback_metrics['train_loss']:.9f}")
