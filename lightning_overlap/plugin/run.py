@@ -20,6 +20,7 @@ from ..sparse import SparsePipeline
 from ..tables import KeptPlan, plan_of, sharded_modules
 from ..tuning import Tuner
 from .learning_rates import LearningRates
+from .nonfinite import NonfiniteLosses
 
 
 class Fit:
@@ -125,10 +126,13 @@ class HasRun(Strategy):
         self._consensus: Consensus | None = None
         self.streams: Streams | None = None  # of the stages; None before the tables are sharded
         self._shared_calls: SharedCalls | None = None  # of users' reads of tables; None on one rank
+        self._losses: NonfiniteLosses | None = None  # of the last fit, with the option `nonfinite`
         self._num_stages_done = 0  # of training: forwards, backwards and optimizer steps
 
     def stop_run(self) -> None:
         """Drop the work in flight of the run that goes on, if any, and undo its changes."""
+        if self._losses is not None:
+            self._losses.end()
         if self._run is not None:
             self._run.stop()
             self._run = None
@@ -179,6 +183,11 @@ class HasRun(Strategy):
     def num_in_flight(self) -> int:
         """Batches fetched whose step is not over, or whose update of the tables is still to come."""
         return 0 if self._walker is None else self._walker.num_in_flight
+
+    @property
+    def num_nonfinite(self) -> int:
+        """With `nonfinite="skip"`: backwards of the last fit that trained nothing, as their loss was not finite."""
+        return 0 if self._losses is None else self._losses.num_found
 
     def num_pending_updates(self) -> int:
         """Return the number of batches that have ended their step and not yet updated the tables."""

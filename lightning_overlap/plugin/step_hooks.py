@@ -109,9 +109,13 @@ class WalksSteps(HasRun):
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
         super().pre_backward(closure_loss)
+        if self._losses is not None:
+            self._losses.compare(closure_loss)
         self._after(Stage.DENSE_FORWARD)
         if (walker := self._walker) is not None:
             walker.begin_backward(closure_loss, is_only=self._automatic)
+        if self._losses is not None:
+            self._losses.begin_backward()
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
@@ -122,6 +126,8 @@ class WalksSteps(HasRun):
             self._after(Stage.BACKWARD)
         elif (walker := self._walker) is not None:
             walker.wait_for_lookups()  # the rest of training_step may read the tables
+        if self._losses is not None:
+            self._losses.end_backward()
 
     @override
     def optimizer_step(

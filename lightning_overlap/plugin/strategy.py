@@ -42,6 +42,7 @@ from ..versions import check_names
 from . import checkpoint_links, first_words, found_checkpoints, unsupported
 from .learning_rates import LearningRates
 from .loops import BatchStream, LookaheadFetcher, StepArguments, evaluation_loops, fit_loop, preemption, sigterm
+from .nonfinite import Nonfinite, NonfiniteLosses, check_nonfinite
 from .processes import StartsProcesses
 from .run import Evaluation, Fit, Run
 from .split_backward import check_all_ranks, split_layers, why_whole
@@ -101,6 +102,9 @@ class OverlapEmbeddingStrategy(ReadsTables, WalksSteps, StartsProcesses):
             More take memory: blocks that two streams have used are free only once the device is past both uses.
         out_of_range_ids: On a CPU, what to do about an id that its table has no row for: "error", "warning" (once, then
             as FBGEMM does) or "fbgemm" (no check). On CUDA the kernels' `bounds_check_mode` alone decides.
+        nonfinite: What to do about a loss that is not finite on some rank: "skip" (its backward trains nothing: tables,
+            dense weights and optimizer states of all ranks stay as they are), "error" (a RuntimeError on all ranks,
+            with the same state) or None (it trains). Before each backward the ranks then exchange a flag.
         observer: Called with ("issue" | "wait", stage, batch) for every issued stage and every wait for a result.
         checkpoint_format: `sharded` (a folder, every rank writes its shards), `full` (one file, gathered on the host
             of rank 0, which the unsharded module can load), or None: sharded above one rank or with
@@ -131,6 +135,7 @@ class OverlapEmbeddingStrategy(ReadsTables, WalksSteps, StartsProcesses):
         copy_in_place: bool = False,
         max_queued_steps: int | None = 2,
         out_of_range_ids: OutOfRangeIds = "error",
+        nonfinite: Nonfinite = None,
         observer: Observer | None = None,
         checkpoint_format: str | None = None,
         async_checkpoint: bool = False,
@@ -149,6 +154,7 @@ class OverlapEmbeddingStrategy(ReadsTables, WalksSteps, StartsProcesses):
         comms = tables.resolve_quantized_comms(quantized_comms)
         _check_queued_steps(max_queued_steps)
         check_known("choice", out_of_range_ids, get_args(OutOfRangeIds), "out_of_range_ids: ")
+        check_nonfinite(nonfinite)
         checkpoints.check_format(checkpoint_format, async_checkpoint)
         if not (observer is None or callable(observer)):
             raise TypeError(f"observer is called with (kind, stage, batch), got {observer!r}.")
@@ -164,6 +170,7 @@ class OverlapEmbeddingStrategy(ReadsTables, WalksSteps, StartsProcesses):
         self.quantized_comms = comms
         self._release_features, self._copy_in_place = release_features, copy_in_place
         self._max_queued_steps, self._out_of_range_ids = max_queued_steps, out_of_range_ids
+        self.nonfinite = nonfinite
         self.checkpoint_format, self.async_checkpoint = checkpoint_format, async_checkpoint
         self._observer, self._calm_libraries = observer, calm_libraries
         self._warned: set[tuple[str, str | None]] = set()
@@ -196,6 +203,9 @@ class OverlapEmbeddingStrategy(ReadsTables, WalksSteps, StartsProcesses):
         if tables.has_tables(self.model):
             self._begin_run(trainer, self.model, fits)
         super().setup(trainer)
+        if fits and self.nonfinite is not None:
+            consensus = None if self._run is None else self._consensus
+            self._losses = NonfiniteLosses(self.nonfinite, trainer, self.root_device, consensus)
         if self._run is None:
             return
         sends_embeddings = tables.has_model_parallel_tables(self._module)
@@ -240,10 +250,13 @@ class OverlapEmbeddingStrategy(ReadsTables, WalksSteps, StartsProcesses):
         unsupported.refuse_clipping(run.trainer, module, run.undo)
         if is_first:
             unsupported.warn_of_ignored_options(run.trainer, module)
+            if self.nonfinite == "skip":
+                tables.warn_of_moves_on_zeros(module)
         rates = LearningRates(run.trainer, self.gather) if self.world_size > 1 else None
         set_rates = tables.rate_setter(self.optimizers)
         for kernel in tables.replica_kernels(module):
             kernel.set_rates = set_rates
+            kernel.pass_on = None if self._losses is None else self._losses.guard.pass_on
         sparse = self._make_pipeline(schedule, "training_step")
         fit = run.fit = Fit(sparse, rates, self._tuner)
         run.undo.callback(sparse.detach)
@@ -345,6 +358,7 @@ class OverlapEmbeddingStrategy(ReadsTables, WalksSteps, StartsProcesses):
             multi_node=self.world_size > self.num_processes,
             any_rank=self.any_rank,
             out_of_range_ids=self._out_of_range_ids,
+            guard=self._losses.guard if trains and self._losses is not None else None,
             timeout_s=self.timeout_s,
             # With manual optimization there may be several backwards, and it is not known which tables each writes.
             fills_waits=trains and module.automatic_optimization,

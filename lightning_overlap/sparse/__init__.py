@@ -5,6 +5,7 @@ A *part* of a module is one sharding of its tables: one entry of TorchRec's `_in
 
 from .batch_inputs import count_anew, keyed_jagged_tensors, note_lengths
 from .embeddings import EarlyEmbeddings
+from .loss_guard import LossGuard
 from .options import SparseOptions
 from .pipeline import SparsePipeline
 from .stale_embeddings import StaleCounts, StaleRows

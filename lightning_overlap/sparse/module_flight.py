@@ -192,7 +192,7 @@ class ModuleFlight:
             set_rates = self.deferred.with_rates(set_rates, tbes(self.module))
         with (
             counting(tbes(self.module), self.num_lookups),
-            updates_at_present_rate(self.module, set_rates),
+            updates_at_present_rate(self.module, set_rates, mends_weights=self.pipeline.mends_weights(self.module)),
             self._deferring_update() if defers_update else NOTHING,
         ):
             if len(parts) == len(owners_of_parts(self.module)):
@@ -270,8 +270,7 @@ class ModuleFlight:
             with pipeline.streams.on_lookup(), own_graph() if pipeline.options.trains else NOTHING:
                 received = wait_for(self.embeddings)
             self.received = pipeline.streams.made(received, on=pipeline.streams.lookup)
-            pipeline.gradients.watch(self.name, received)
-            pipeline.step.order_backward(received, in_step=True)
+            pipeline.answered(self.name, received, in_step=True)
         with pipeline.telemetry.merge(self.batch if is_first else None):
             pipeline.streams.give_to_caller(self.received)
         # Tensors made in inference mode train nothing.

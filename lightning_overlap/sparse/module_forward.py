@@ -34,7 +34,7 @@ from .input_sizes import check_types
 from .misfits import misfit
 from .module_flight import ModuleFlight, Progress, autocast_of
 from .reasons import ADVICE, CALL, CHANGED_IN_PLACE, OTHER_AUTOCAST, WITH_GRADIENTS, WRITTEN_IN_STEP
-from .update_rates import counting, take_back
+from .update_rates import counting, take_back, updates_at_present_rate
 
 if TYPE_CHECKING:
     from .flight import SparseFlight
@@ -238,7 +238,8 @@ class ModuleForward:
         own_mode = outside_inference_mode(grad=False) if torch.is_inference_mode_enabled() else NOTHING
         num_lookups: list[int] = []
         if trains:
-            with streams.on_lookup(), timed, own_mode:
+            mends = self._pipeline.mends_weights(self.module)
+            with streams.on_lookup(), timed, own_mode, updates_at_present_rate(self.module, None, mends_weights=mends):
                 found = look_up()
         else:
             kernels = tbes(self.module)
@@ -256,12 +257,11 @@ class ModuleForward:
         is_counted = torch.is_grad_enabled() and not in_step
 
         def hand_over(received: Any) -> Any:
-            self._pipeline.step.order_backward(received, in_step=in_step)
+            self._pipeline.answered(self.name, received, in_step=in_step)
             with self._pipeline.telemetry.merge(batch):
                 streams.give_to_caller(streams.made(received, on=streams.lookup))
             if is_counted:
                 count_backwards(self.module, received)
-            self._pipeline.gradients.watch(self.name, received)
             return received
 
         def receive() -> Any:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from ..distributed import Store
 from ..tables import OutOfRangeIds, SetRates
+from .loss_guard import LossGuard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +24,7 @@ class SparseOptions:
     fills_waits: bool = True  # whether steps may run inside a backward, while it waits for other ranks
     prefetches: bool = False  # whether the schedule has a `PREFETCH` step: tables in a UVM cache can be looked up early
     out_of_range_ids: OutOfRangeIds = "error"  # what to do about ids that are no row of their table; on a CPU only
+    guard: LossGuard | None = None  # what happens to gradients of a loss that is not finite; None: they train
     timeout_s: float = 1800  # how long a rank waits for a late rank, in seconds
 
     def __post_init__(self) -> None:

@@ -11,7 +11,7 @@ from ..compat.fbgemm import locks_rows
 from ..distributed import Mismatches
 from ..runtime import FetchedBatch, Flight, Streams, TableAccess, Telemetry
 from ..schedules import StreamName
-from ..tables import forget_prefetched, kernel_parameters, tbes
+from ..tables import caching_tbes, forget_prefetched, kernel_parameters, spec_of, takes_weights, tbes
 from .alike_calls import AlikeCalls
 from .backward_fill import BackwardFill
 from .discovery import Discovery
@@ -82,6 +82,19 @@ class SparsePipeline:
         self.step.abandon()
         if self.exchange is not None:
             self.exchange.waiting.clear()
+
+    def answered(self, name: str, answer: Any, *, in_step: bool) -> None:
+        """Register what has to see the gradients of a module's answer, which the caller is about to get."""
+        self.step.order_backward(answer, in_step=in_step)
+        self.gradients.watch(name, answer)
+        if self.options.guard is not None:
+            self.options.guard.watch(answer)  # after `order_backward`, which holds the gradient that this one reads
+
+    def mends_weights(self, module: Any) -> bool:
+        """Whether the backward of a module leaves out weights of ids that are not finite."""
+        # A backward may repeat its lookup. By then a cache may hold other rows.
+        has_weights = self.options.guard is not None and spec_of(module) is not None and takes_weights(module)
+        return has_weights and not caching_tbes(module)
 
     def update_before_forward(self, name: str) -> None:
         """Make the deferred updates of the module `name`, the oldest first, before its own forward."""

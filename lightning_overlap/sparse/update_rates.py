@@ -1,4 +1,4 @@
-"""Learning rates of the fused kernels: a backward updates at the present rate, not at the rate of its lookup."""
+"""Backwards of fused kernels that may repeat their lookup: to update at the present rate, or by finite weights."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -15,6 +15,7 @@ from ..compat.fbgemm import FusedKernel, lookup_counts, uncount
 from ..compat.torchrec import lookups_of, set_weights
 from ..runtime import NOTHING, Streams
 from ..tables import SetRates, tables_of, tbes_within
+from .loss_guard import with_finite_weights
 from .other_forwards import other_forwards
 
 Kernels: TypeAlias = list[FusedKernel]
@@ -55,14 +56,26 @@ def take_back(kernels: Kernels, num_lookups: list[int], streams: Streams) -> Non
             uncount(kernels, num_lookups)
 
 
-def updates_at_present_rate(module: Any, set_rates: SetRates | None) -> AbstractContextManager[None]:
-    """Within this context fused tables return embeddings whose backward takes the learning rate of its own time."""
-    if set_rates is None or not torch.is_grad_enabled():
+def updates_at_present_rate(
+    module: Any, set_rates: SetRates | None, *, mends_weights: bool = False
+) -> AbstractContextManager[None]:
+    """Within this context fused tables return embeddings whose backward takes the learning rate of its own time.
+
+    `set_rates` None: that of the lookup. With `mends_weights` it takes 0 for each weight of an id that is not finite.
+    """
+    if (set_rates is None and not mends_weights) or not torch.is_grad_enabled():
         return NOTHING
+    set_rates = set_rates or _leave_rates
     set_rates()
     # Every part with a TBE, also of the dense optimizer, which owns a part if one of its tables has a dense kernel.
     parts = [(lookup, tbes_within([lookup])) for lookup in lookups_of(tables_of(module))]
-    return other_forwards([(part, _FusedLookup(part.forward, tbes, set_rates)) for part, tbes in parts if tbes])
+    return other_forwards(
+        [(part, _FusedLookup(part.forward, tbes, set_rates, mends_weights)) for part, tbes in parts if tbes]
+    )
+
+
+def _leave_rates() -> None:
+    """Take the place of `set_rates` without a scheduler."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +85,7 @@ class _FusedLookup:
     forward: Callable[[KeyedJaggedTensor], Tensor]
     kernels: Kernels
     set_rates: SetRates
+    mends_weights: bool
 
     def __call__(self, features: KeyedJaggedTensor) -> Tensor:
         # There is no backward without an input that requires a gradient, as weights of feature processors do.
@@ -127,8 +141,11 @@ class _AtPresentRate(torch.autograd.Function):
         lookup: _FusedLookup = ctx.lookup
         edge, ctx.edge = ctx.edge, None  # a second backward (retain_graph=True) finds this graph used up
         lookup.set_rates()
-        if edge is None or kernel_rates(lookup.kernels) != ctx.rates:
-            edge = lookup.run_again(ctx.features, ctx.counts)
+        features = with_finite_weights(ctx.features) if lookup.mends_weights else ctx.features
+        if features is not ctx.features and ctx.weights is not None:
+            ctx.weights = features.weights()
+        if edge is None or features is not ctx.features or kernel_rates(lookup.kernels) != ctx.rates:
+            edge = lookup.run_again(features, ctx.counts)
         torch.autograd.backward(edge, grad)
         if ctx.weights is None:
             return None, None, None

@@ -11,6 +11,7 @@ from .optimizer_checks import (
     fused_only_tables,
     keep_dense,
     refuse_dense_owner,
+    warn_of_moves_on_zeros,
 )
 from .plans import KeptPlan, plan_of
 from .quantized_comms import (

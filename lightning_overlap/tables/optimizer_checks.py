@@ -17,7 +17,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from ..text import some, unknown_name_message
 from .combined_optimizer import DenseAndFused
 from .supported_modules import DATA_PARALLEL, holds_sequences, sharded_modules, table_modules
-from .table import KERNEL_ARGUMENTS, NAME_BEFORE, Table, kind_of
+from .table import KERNEL_ARGUMENTS, NAME_BEFORE, ONLY_BY_GRADIENTS, Rule, Table, kind_of
 
 FusedOptimizer: TypeAlias = (
     tuple[type[torch.optim.Optimizer], Mapping[str, Any]] | functools.partial[Any] | Sequence[Any] | Mapping[str, Any]
@@ -25,7 +25,7 @@ FusedOptimizer: TypeAlias = (
 """`(class, kwargs)` or `functools.partial(class, **kwargs)`; from a config file also `["path.of.class", kwargs]`,
 `{"class_path": ..., "init_args": kwargs}` or `{"_target_": ..., **kwargs}`."""
 
-CPU_FUSED_OPTIMIZERS = (EmbOptimType.EXACT_SGD, EmbOptimType.EXACT_ADAGRAD, EmbOptimType.EXACT_ROWWISE_ADAGRAD)
+CPU_FUSED_OPTIMIZERS = ONLY_BY_GRADIENTS
 """What FBGEMM 1.8 fuses on a CPU (`split_table_batched_embeddings_ops_training`); the others run on CUDA only."""
 _UNUSED = {EmbOptimType.EXACT_SGD: ("momentum", "weight_decay"), EmbOptimType.EXACT_ADAGRAD: ("weight_decay",)}
 """Arguments that FBGEMM 1.8 takes for every optimizer and that the kernels of these do not read (`lookup_sgd.py`)."""
@@ -368,3 +368,20 @@ def warn_of_dense_tables(dense: list[Table]) -> None:
             "these tables; the optimizer of configure_optimizers has to.",
             stacklevel=2,
         )
+
+
+def warn_of_moves_on_zeros(model: nn.Module) -> None:
+    """Warn of tables that a batch whose gradients were made zeros changes nevertheless."""
+    rules = [(name, rule) for one in sharded_modules(model).values() for name, rule in _rules(one).items()]
+    if moved := [f"{name} ({rule.name})" for name, rule in rules if rule.moves_on_zeros]:
+        warnings.warn(
+            f"nonfinite='skip': the fused optimizers of {some(moved)} change rows and state on a gradient of zeros, "
+            "too, as moments and weight decay do. A loss that is not finite leaves their tables finite, but does not "
+            "leave them as they were. SGD, Adagrad and RowWiseAdagrad without weight decay do.",
+            UserWarning,
+            stacklevel=2,
+        )
+
+
+def _rules(module: nn.Module) -> dict[str, Rule]:
+    return getattr(module, "trained_in_backward", None) or {}

@@ -23,13 +23,10 @@ from ..compat.torch import call_after_backward, mark_in_backward
 from ..compat.torchrec import group_of, kernels_in, lookups_of, replace_kernel
 from ..text import check_known, some
 from .supported_modules import DATA_PARALLEL, table_modules
-from .table import KERNEL_EPS, Rule, Table, kind_of
+from .table import KERNEL_EPS, ONLY_BY_GRADIENTS, Rule, Table, kind_of
 
 ReplicateTables: TypeAlias = bool | int | Sequence[str] | None
 """A number n for tables with fewer than n rows (False or 0: none), table names, or None: n is a rank's batch size."""
-
-_KINDS = (EmbOptimType.EXACT_SGD, EmbOptimType.EXACT_ADAGRAD, EmbOptimType.EXACT_ROWWISE_ADAGRAD)
-"""Optimizers that do not change rows without a gradient, so that a dense update equals a sparse update."""
 
 
 def check_replicate_tables(replicate: ReplicateTables) -> None:
@@ -123,7 +120,7 @@ def _why_not(table: Table, fused: tuple[type, Mapping[str, Any]] | None) -> str 
         return "it has no fused optimizer; set for example fused_optimizer=(torch.optim.SGD, {'lr': 0.1})"
     optimizer_class, kwargs = optimizer
     update = kind_of(optimizer_class)
-    if update not in _KINDS:
+    if update not in ONLY_BY_GRADIENTS:  # else a dense update equals a sparse one
         return f"{optimizer_class.__name__} changes rows without a gradient; SGD, Adagrad and RowWiseAdagrad do not"
     known = ("lr", "learning_rate", "eps", "optimizer")
     other = sorted(name for name, value in kwargs.items() if name not in known and value)
@@ -209,6 +206,8 @@ class ReplicaKernel(SharingKernel):
         self.optimizers, self.group = optimizers, group
         # Passes the scheduler's rates to the optimizers before an update; None without a scheduler.
         self.set_rates: Callable[[], None] | None = None
+        # What a gradient becomes before it is sent; None: it stays.
+        self.pass_on: Callable[[Tensor | None], Tensor | None] | None = None
 
     @override
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -226,6 +225,8 @@ class ReplicaKernel(SharingKernel):
     def _sum_gradient(self, leaf: Tensor) -> None:
         """Start to sum the gradient of one call over the ranks, with TorchRec's scale for sharded tables."""
         gradient, leaf.grad = leaf.grad, None
+        if self.pass_on is not None:
+            gradient = self.pass_on(gradient)
         assert gradient is not None
         if get_gradient_division():
             gradient.div_(self.group.size())

@@ -24,6 +24,10 @@ KERNEL_RATE, KERNEL_EPS = (float(KERNEL_ARGUMENTS[name].default) for name in ("l
 NAME_BEFORE = "name_before_sharding"  # attribute of a parameter that sharding has replaced: its name in the model
 
 
+ONLY_BY_GRADIENTS = (EmbOptimType.EXACT_SGD, EmbOptimType.EXACT_ADAGRAD, EmbOptimType.EXACT_ROWWISE_ADAGRAD)
+"""Optimizers that, without weight decay and momentum, change nothing where the gradient is zero."""
+
+
 def kind_of(optimizer_class: type[torch.optim.Optimizer]) -> EmbOptimType | None:
     """Return FBGEMM's kind of an optimizer; None if FBGEMM cannot fuse it."""
     try:
@@ -40,6 +44,7 @@ class Rule(NamedTuple):
     rate: float  # the initial learning rate
     eps: float  # the number that the update adds to the square root of the state
     clips: bool  # whether the kernel clips gradients
+    moves_on_zeros: bool = False  # whether an update changes rows or state of ids whose gradient is zero
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +77,9 @@ class Table:
         optimizer_class, kwargs = self.fused_optimizer
         rate = kwargs.get("lr", kwargs.get("learning_rate", KERNEL_RATE))
         eps, clips = float(kwargs.get("eps", KERNEL_EPS)), bool(kwargs.get("gradient_clipping"))
-        return Rule(optimizer_class.__name__, kind_of(optimizer_class), float(rate), eps, clips)
+        kind = kind_of(optimizer_class)
+        moves = kind not in ONLY_BY_GRADIENTS or bool(kwargs.get("weight_decay") or kwargs.get("momentum"))
+        return Rule(optimizer_class.__name__, kind, float(rate), eps, clips, moves)
 
     def planned(self, plan: ShardingPlan) -> ParameterSharding | None:
         """Return the table's sharding in a plan, or None."""

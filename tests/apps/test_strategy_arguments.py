@@ -148,6 +148,7 @@ FORMS: dict[str, list[Form]] = {
     "copy_in_place": [Form(True, "true"), Form(False, "false")],
     "max_queued_steps": [Form(3, "3"), Form(1, "1"), Form(None, "null")],
     "out_of_range_ids": [Form(name, name) for name in ("error", "warning", "fbgemm")],
+    "nonfinite": [Form("skip", "skip"), Form("error", "error"), Form(None, "null")],
     "observer": [
         Form(None, "null"),
         Form(observe, f"{__name__}.observe", f"{{_target_: hydra.utils.get_method, path: {__name__}.observe}}"),

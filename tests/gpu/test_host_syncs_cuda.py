@@ -29,10 +29,10 @@ class _Watch(Callback):
             torch.cuda.set_sync_debug_mode("default")
 
 
-def syncs_of_steps(pipeline: str, stream: str) -> list[str]:
+def syncs_of_steps(pipeline: str, stream: str, nonfinite: Any = None) -> list[str]:
     model = Model(TABLE_WISE)
     plan = make_plan(TABLE_WISE, model, dist.get_world_size(), "cuda")
-    strategy = OverlapEmbeddingStrategy(pipeline=pipeline, stream=stream, sharding=plan)
+    strategy = OverlapEmbeddingStrategy(pipeline=pipeline, stream=stream, sharding=plan, nonfinite=nonfinite)
     with warnings.catch_warnings(record=True, action="always") as caught:
         make_trainer(strategy, "cuda", callbacks=[_Watch()]).fit(model, datamodule=Batches(TABLE_WISE, FIRST + NUM + 4))
     return [f"{w.filename}:{w.lineno}" for w in caught if re.search("synchronizing CUDA operation", str(w.message))]
@@ -46,3 +46,9 @@ def test_ours_is_the_read_of_sizes(gpus: Ranks, pipeline: str, stream: str) -> N
         ours = [file for file in files if "/lightning_overlap/" in file]
         assert len(ours) == (syncs_per_step := int(gpus.world_size > 1)) * NUM, (syncs_per_step, files)
         assert all("/input_sizes.py:" in file for file in ours)
+
+
+def test_the_flag_of_a_loss_is_read_without_an_operator_that_waits(gpus: Ranks) -> None:
+    """It is copied to the host in the background; after the backward was issued the host waits for an event."""
+    plain, guarded = (gpus.run(syncs_of_steps, "fused_sparse_dist", "data_dist", choice) for choice in (None, "skip"))
+    assert guarded == plain

@@ -9,8 +9,10 @@ from lightning.pytorch import Callback
 
 from lightning_overlap import MODES, STREAMS, Schedule, Stage, StreamName
 
+from ..laws import nonfinite
+from ..laws.nonfinite import Bad
 from ..support import reference
-from ..support.cases import CASES, NUM_STEPS, SEQUENCE, TABLE_WISE, Case, TableSpec
+from ..support.cases import CASES, NUM_STEPS, SEQUENCE, TABLE_WISE, WEIGHTED, Case, TableSpec
 from ..support.fits import fit
 from ..support.ranks import Ranks
 
@@ -109,3 +111,19 @@ def test_one_stale_lookup_shows(gpus: Ranks, stream: str) -> None:
     steps.insert([step.stage for step in steps].index(Stage.BACKWARD), lookup)
     for differences in _differences(gpus, TABLE_WISE, Schedule("mutated", tuple(steps)), stream):
         assert any(text.startswith("losses from step") for text in differences)
+
+
+def _deterministic_nonfinite(pipeline: str, case: Case, bad: Bad, leaves_out: bool) -> reference.Result:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    return nonfinite.fit(case, pipeline, bad, leaves_out=leaves_out, device_type="cuda")[0]
+
+
+@pytest.mark.parametrize(("case", "kind"), [(TABLE_WISE, "nan"), (SEQUENCE, "input"), (WEIGHTED, "weights")])
+@pytest.mark.parametrize("pipeline", ["fused_sparse_dist", "split_backward"])
+def test_a_loss_that_is_not_finite_trains_nothing(gpus: Ranks, case: Case, kind: str, pipeline: str) -> None:
+    """Law 14: equal to the same fit on data without these batches."""
+    bad = Bad(frozenset({0, 3, 4, 8}), gpus.world_size - 1, kind)
+    with_them, without = (gpus.run(_deterministic_nonfinite, pipeline, case, bad, left_out) for left_out in (0, 1))
+    kept = [step for step in range(NUM_STEPS) if step not in bad.batches]
+    for mine, theirs in zip(with_them, without, strict=True):
+        assert dataclasses.replace(mine, losses=mine.losses[kept]).differences(theirs) == []

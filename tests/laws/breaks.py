@@ -21,6 +21,7 @@ from lightning_overlap.distributed.packed_alltoall import PackedExchange
 from lightning_overlap.plugin import strategy
 from lightning_overlap.plugin.learning_rates import LearningRates
 from lightning_overlap.plugin.loops import fit_loop, preemption, resume
+from lightning_overlap.plugin.nonfinite import NonfiniteLosses
 from lightning_overlap.runtime.batch_memory import BatchMemory
 from lightning_overlap.runtime.batches import Batches
 from lightning_overlap.runtime.deferred_updates import DeferredUpdates
@@ -29,10 +30,11 @@ from lightning_overlap.runtime.table_writes import TableWrites
 from lightning_overlap.runtime.walker import Walker
 from lightning_overlap.schedules import modes
 from lightning_overlap.schedules.stages import Stage, WeightOwner
-from lightning_overlap.sparse import module_flight, module_forward
+from lightning_overlap.sparse import module_flight, module_forward, update_rates
 from lightning_overlap.sparse.deferred_update import DeferredUpdate
 from lightning_overlap.sparse.gradient_watch import GradientWatch
 from lightning_overlap.sparse.input_sizes import InputSizes
+from lightning_overlap.sparse.loss_guard import LossGuard
 from lightning_overlap.sparse.module_flight import ModuleFlight
 from lightning_overlap.sparse.module_forward import ModuleForward
 from lightning_overlap.sparse.pipeline import SparsePipeline
@@ -76,7 +78,7 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
     "sparse/test_update_rates.py::test_the_update_of_a_batch_takes_the_rate_of_its_step[table_wise-semi_sync-2]",
 )
 def _rate_of_the_lookup(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(module_flight, "updates_at_present_rate", lambda module, set_rates: contextlib.nullcontext())
+    patch.setattr(module_flight, "updates_at_present_rate", lambda *args, **kwargs: contextlib.nullcontext())
 
 
 @breaks(
@@ -513,6 +515,47 @@ def _any_cut(patch: pytest.MonkeyPatch) -> None:
             return following(self, at)
 
     patch.setattr(Chain, "_following", following_any)
+
+
+# Law 14: a loss that is not finite trains nothing.
+
+
+@breaks(
+    14,
+    "gradients of a loss that is not finite are sent to the tables",
+    "laws/test_nonfinite.py::test_an_error_leaves_all_as_it_was[fused_sparse_dist-False]",
+)
+def _gradients_are_sent(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(LossGuard, "watch", _nothing)
+
+
+@breaks(
+    14,
+    "zeros are multiplied by weights of ids that are not finite",
+    "laws/test_nonfinite.py::test_a_batch_whose_loss_is_not_finite_is_left_out",
+)
+def _zero_times_nan(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(update_rates, "with_finite_weights", lambda features: features)
+
+
+@breaks(
+    14,
+    "a rank looks at its own loss alone",
+    "laws/test_nonfinite.py::test_a_module_without_tables",
+)
+def _own_loss_alone(patch: pytest.MonkeyPatch) -> None:
+    compare = NonfiniteLosses.compare
+
+    def compare_nothing(self: NonfiniteLosses, loss: torch.Tensor) -> None:
+        compare(self, loss)
+        own = (~torch.isfinite(loss.detach())).any()
+        if self._work is not None:
+            self._work.wait()
+        assert self._flags is not None
+        self._flags.fill_(0)
+        self._flags[torch.distributed.get_rank()] = own
+
+    patch.setattr(NonfiniteLosses, "compare", compare_nothing)
 
 
 # Law 15: what was saved together loads together.

@@ -43,6 +43,7 @@ class Case:
     empty_feature: str | None = None  # has no ids in every third batch
     optimizer: tuple[type[torch.optim.Optimizer], Mapping[str, Any]] = (torch.optim.SGD, {"lr": 2.0})
     comms: tuple[str, str] | None = None  # precision that embeddings and gradients are sent in, by TorchRec's codecs
+    dense: tuple[type[torch.optim.Optimizer], Mapping[str, Any]] = (torch.optim.SGD, {"lr": 0.2, "momentum": 0.5})
     unused: bool = False  # the model has dense weights that no loss depends on
 
     @property
@@ -180,9 +181,10 @@ class ByHand:
         self.automatic_optimization = False
 
 
-def dense_optimizer(module: nn.Module) -> torch.optim.Optimizer:
-    """Everything that is not updated in backward: momentum, so that there is state to compare."""
-    return torch.optim.SGD([p for _, p in in_backward_optimizer_filter(module.named_parameters())], 0.2, momentum=0.5)
+def dense_optimizer(module: Any) -> torch.optim.Optimizer:
+    """Everything that is not updated in backward; by default with momentum, so that there is state to compare."""
+    cls, kwargs = getattr(getattr(module, "case", None), "dense", Case.dense)
+    return cls([p for _, p in in_backward_optimizer_filter(module.named_parameters())], **kwargs)
 
 
 def make_plan(case: Case, module: Model, world_size: int, device_type: str = "cpu") -> ShardingPlan:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
@@ -97,8 +97,11 @@ def train_delayed(
     device_type: str = "cpu",
     after_step: AfterStep | None = None,
     factor: Factor = unchanged,
+    untrained: Collection[int] = (),
 ) -> Result:
     """The same with delayed updates: tables of the fused backward are looked up `seen(N)` updates into training.
+
+    Batches in `untrained` have a forward and no backward: their update changes nothing.
 
     Data-parallel tables, in collections of their own, are looked up after the dense optimizer's step.
     """
@@ -126,6 +129,8 @@ def train_delayed(
             own = {name: module.embeddings(name, batches[index]) for name in late}
             loss = dmp(batches[index], embeddings.pop(index) | own)
         losses.append(loss.detach())
+        if index in untrained:
+            continue
         loss.backward()
         set_rates(optimizer, factor(index))
         optimizer.step()

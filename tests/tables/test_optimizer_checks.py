@@ -4,11 +4,15 @@ import pytest
 import torch
 from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
-from torchrec.optim import RowWiseAdagrad, apply_optimizer_in_backward
+from torchrec.optim import LAMB, RowWiseAdagrad, apply_optimizer_in_backward
 
 from lightning_overlap import combined_optimizer
-from lightning_overlap.tables import find_tables
-from lightning_overlap.tables.optimizer_checks import apply_fused_optimizer, refuse_dense_owner
+from lightning_overlap.tables import find_tables, optimizer_checks
+from lightning_overlap.tables.optimizer_checks import (
+    apply_fused_optimizer,
+    refuse_dense_owner,
+    warn_of_moves_on_zeros,
+)
 
 
 @pytest.mark.parametrize("name", ["AdamW", "SGD"])
@@ -43,3 +47,29 @@ def test_an_unknown_keyword_of_a_table_is_named() -> None:
     apply_optimizer_in_backward(RowWiseAdagrad, model.ebc.parameters(), {"lrr": 1})
     with pytest.raises(ValueError, match=r"table ebc.t0: RowWiseAdagrad does not take 'lrr': .* Did you mean 'lr'"):
         apply_fused_optimizer(find_tables(model), None, torch.device("cpu"))
+
+
+def test_tables_that_move_on_zeros_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU FBGEMM fuses none of their optimizers."""
+    optimizers = {
+        "adam": (torch.optim.Adam, {"lr": 0.1}),
+        "lamb": (LAMB, {"lr": 0.1}),
+        "decayed": (RowWiseAdagrad, {"lr": 0.1, "weight_decay": 0.01, "weight_decay_mode": "l2"}),
+        "sgd": (torch.optim.SGD, {"lr": 0.1}),
+        "adagrad": (torch.optim.Adagrad, {"lr": 0.1}),
+        "rowwise": (RowWiseAdagrad, {"lr": 0.1, "weight_decay": 0.0}),
+    }
+    model = nn.Module()
+    configs = [
+        EmbeddingBagConfig(name=name, embedding_dim=4, num_embeddings=8, feature_names=[name]) for name in optimizers
+    ]
+    model.ebc = EmbeddingBagCollection(tables=configs)
+    for name, optimizer in optimizers.items():
+        apply_optimizer_in_backward(optimizer[0], model.ebc.embedding_bags[name].parameters(), optimizer[1])
+    rules = {table.name: table.rule for table in find_tables(model)}
+    model.ebc.trained_in_backward = rules
+    monkeypatch.setattr(optimizer_checks, "sharded_modules", lambda model: {"ebc": model.ebc})
+    with pytest.warns(UserWarning, match=r"of adam \(Adam\), lamb \(LAMB\), decayed \(RowWiseAdagrad\) change rows"):
+        warn_of_moves_on_zeros(model)
+    model.ebc.trained_in_backward = {name: rules[name] for name in ("sgd", "adagrad", "rowwise")}
+    warn_of_moves_on_zeros(model)  # a warning would be an error
