@@ -16,8 +16,6 @@ from .consensus import together as together
 from .consensus import warn_on_rank_zero as warn_on_rank_zero
 from .failures import PEER_LOST as PEER_LOST
 from .failures import FirstCause as FirstCause
-from .failures import Store as Store
-from .failures import default_store as default_store
 from .failures import is_printed_last as is_printed_last
 from .failures import print_last as print_last
 from .failures import remember_sockets as remember_sockets
@@ -28,6 +26,10 @@ from .mismatches import Point as Point
 from .packed_alltoall import Entry as Entry
 from .packed_alltoall import PackedExchange as PackedExchange
 from .shared_calls import SharedCalls as SharedCalls
+from .stores import ANSWER_S as ANSWER_S
+from .stores import NoAnswerError as NoAnswerError
+from .stores import Store as Store
+from .stores import default_store as default_store
 from .wrapped_work import Issue as Issue
 from .wrapped_work import WrappedWork as WrappedWork
 from .wrapped_work import wrap_collectives as wrap_collectives

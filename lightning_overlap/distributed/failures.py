@@ -18,13 +18,10 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # as public as `dist.Store`
-from torch.distributed import Store as Store  # type: ignore[attr-defined]
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from ..compat import torch
+from .stores import NO_ANSWER, Store, open_sockets, port_of
 
-FAILED = "lightning_overlap/failures"  # in the store: how often a rank of this job has failed
 LEAVE_S = 3.0  # seconds that the first failing rank and the others wait for each other to print
 
 _MARK = "lightning_overlap_cause"
@@ -34,6 +31,7 @@ _PLACE = re.compile(r"rank \d+ (was|had failed) |Another rank did not answer")
 """Notes that other ranks need not print: the first failing rank prints the same."""
 PEER_LOST = (
     "Another rank has failed, for which",
+    NO_ANSWER,
     "Connection closed by peer",
     "Connection reset by peer",
     "Broken pipe",
@@ -42,11 +40,6 @@ PEER_LOST = (
 )
 _num_runs = itertools.count()
 _sockets: dict[int, str] = {}  # descriptor -> its socket at that time, since descriptors are reused
-
-
-def default_store() -> Store | None:
-    """Return the store of the default process group."""
-    return torch.default_store() if dist.is_initialized() else None
 
 
 class Word(NamedTuple):
@@ -186,9 +179,9 @@ def _torchrun_prints(error: BaseException) -> bool:
 @contextlib.contextmanager
 def remember_sockets() -> Iterator[None]:
     """Remember the connections that are opened within this context, which makes process groups; Linux only."""
-    before = _open_sockets()
+    before = open_sockets()
     yield
-    _sockets.update({number: name for number, name in _open_sockets().items() if before.get(number) != name})
+    _sockets.update({number: name for number, name in open_sockets().items() if before.get(number) != name})
 
 
 def end_connections(except_store: Store) -> bool:
@@ -196,11 +189,9 @@ def end_connections(except_store: Store) -> bool:
     # Other ranks wait in a collective, and gloo lets them go only when a connection closes. In torch 2.13
     # `destroy_process_group` and `abort` close those of a gloo group only once nothing refers to the group, but the
     # error's traceback, the trainer and the sharded modules do. Nor does torch tell which sockets a group has.
-    while isinstance(except_store, PrefixStore):
-        except_store = except_store.underlying_store
-    except_port = except_store.port if isinstance(except_store, TCPStore) else None  # a file has none
+    except_port = port_of(except_store)
     ended = False
-    for number in [number for number, name in _open_sockets().items() if _sockets.get(number) == name]:
+    for number in [number for number, name in open_sockets().items() if _sockets.get(number) == name]:
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as one:
             if one.family in (socket.AF_INET, socket.AF_INET6):
                 ports = one.getsockname()[1], one.getpeername()[1]  # raises for a listening socket
@@ -209,14 +200,3 @@ def end_connections(except_store: Store) -> bool:
                     ended = True
     _sockets.clear()
     return ended
-
-
-def _open_sockets() -> dict[int, str]:
-    found = {}
-    with contextlib.suppress(OSError):
-        for number in os.listdir("/proc/self/fd"):
-            with contextlib.suppress(OSError):
-                name = os.readlink(f"/proc/self/fd/{number}")
-                if name.startswith("socket:"):
-                    found[int(number)] = name
-    return found

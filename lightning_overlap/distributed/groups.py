@@ -14,7 +14,8 @@ import torch.distributed as dist
 
 from . import gloo_alltoall
 from .consensus import Consensus
-from .failures import FAILED, default_store, remember_sockets
+from .failures import remember_sockets
+from .stores import ANSWER_S, FAILED, default_store
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,7 @@ def join(timeout: timedelta, *, multi_node: bool = False) -> Groups:
     After a run that failed on any rank, all ranks make new groups. Between hosts gloo uses both directions of a link at
     once. Within a host its own all-to-all is faster: its threads make the system calls, not the training thread.
     """
-    world, store = dist.group.WORLD, default_store()
+    world, store = dist.group.WORLD, default_store(timeout.total_seconds())
     assert world is not None
     assert store is not None
     if dist.get_world_size() == 1:
@@ -65,7 +66,7 @@ def join(timeout: timedelta, *, multi_node: bool = False) -> Groups:
 def forget() -> None:
     """Let the next run make new groups on all ranks: these may have collectives that other ranks never join."""
     atexit.unregister(_destroy)  # it would wait for these collectives
-    store = default_store()
+    store = default_store(ANSWER_S)
     if store is not None:
         with contextlib.suppress(Exception):  # the store ends with its host rank
             store.add(FAILED, 1)

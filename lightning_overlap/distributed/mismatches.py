@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 
-from .failures import FAILED, Store
+from .stores import ANSWER_S, FAILED, NoAnswerError, Store
 
 LOOK_EVERY_S = 1.0
 ANNOUNCE_AFTER_S = 0.05  # ranks that do the same come within this time, mostly
@@ -54,25 +54,29 @@ class Mismatches:
         self.num_failed = store.add(FAILED, 0) if num_failed is None else num_failed
         self._passed: dict[Point, int] = {}
         self._agreed: dict[Point, list[str]] = {}  # by point: the last keys in the store
+        self._look_at_ended = 0.0  # when to look again for ranks that have ended
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
 
     def end(self) -> None:
         """End the thread that looks for waiting ranks; leave them a report, unless this rank has failed."""
         thread, self._thread = self._thread, None
-        if thread is None:
-            return
-        self._ended.set()
-        thread.join()
-        if sys.exception() is None:  # a call of the store over a dead link would have no end
+        if thread is not None:
+            self._ended.set()
+            thread.join(ANSWER_S)  # it may wait for the store
+        if self._passed and sys.exception() is None:
             with contextlib.suppress(Exception):
-                self._store.set(f"{self._key}/gone/{self._rank}", json.dumps([*self._passed.items()]))
-                self._store.add(f"{self._key}/gone", 1)
+                # One `set`, which waits for no answer: the rank that keeps the store may be the first to end.
+                self._store.set(self.ended_key(self._rank), json.dumps([*self._passed.items()]))
 
-    def passed(self, point: Point, step: int) -> None:
+    def ended_key(self, rank: int) -> str:
+        """Return the key under which a rank leaves its report."""
+        return f"{self._key}/ended/{rank}"
+
+    def passed(self, point: Point, step: int, *, starts_thread: bool = True) -> None:
         """Note that this rank does the usual thing at a point and does not wait; the first note starts a thread."""
         self._passed[point] = step
-        if self._thread is None:
+        if self._thread is None and starts_thread:
             self._ended.clear()
             self._thread = threading.Thread(target=self._look, name="early_lookup_mismatches", daemon=True)
             self._thread.start()
@@ -124,9 +128,10 @@ class Mismatches:
         rank = self._store.compare_set(f"{self._name(mine)}/passed", "", "")
         if rank:
             return mine._replace(rank=int(rank), what=None)
-        if self._store.add(f"{self._key}/gone", 0):
+        if (now := time.monotonic()) >= self._look_at_ended:
+            self._look_at_ended = now + LOOK_EVERY_S
             for other in set(range(self._num_ranks)) - {self._rank}:
-                passed = json.loads(self._store.compare_set(f"{self._key}/gone/{other}", "", "") or b"[]")
+                passed = json.loads(self._store.compare_set(self.ended_key(other), "", "") or b"[]")
                 if any(tuple(point) == mine.point and step >= mine.step for point, step in passed):
                     return mine._replace(rank=other, what=None)
         return None
@@ -149,9 +154,10 @@ class Mismatches:
     def _look(self) -> None:
         with contextlib.suppress(Exception):  # the store ends with its host rank
             while not self._ended.wait(LOOK_EVERY_S):
-                for one in self._waiting():
-                    if self._passed.get(one.point, -1) >= one.step:
-                        self._store.compare_set(f"{self._name(one)}/passed", "", str(self._rank))
+                with contextlib.suppress(NoAnswerError):  # it may answer later
+                    for one in self._waiting():
+                        if self._passed.get(one.point, -1) >= one.step:
+                            self._store.compare_set(f"{self._name(one)}/passed", "", str(self._rank))
 
 
 def _read(waiting: bytes) -> list[Deed]:

@@ -2,15 +2,15 @@
 
 import atexit
 import contextlib
-import threading
+import sys
 import weakref
 
 import torch.distributed as dist
 
-from .failures import Store
 from .mismatches import Mismatches, Point
+from .stores import DeadlineStore, Store
 
-LEAVE_S = 3.0  # how long an ending process tries to tell the others that it has ended
+LEAVE_S = 3.0  # how long a process that keeps the store waits at its end for ranks that have not ended yet
 
 
 class SharedCalls:
@@ -54,8 +54,15 @@ class SharedCalls:
     def end(self) -> None:
         """Tell ranks that still wait, or will wait, that this rank makes no more calls."""
         _open.discard(self)
-        self.begin_stage()
+        self._mismatches.passed(self._point, self._stage, starts_thread=False)  # an ending process may start none
+        self._stage, self._num_calls = self._stage + 1, 0
         self._mismatches.end()
+
+    def wait_for_others(self, timeout_s: float) -> None:
+        """If this process keeps the store, wait until the others have ended too: they may still read from it."""
+        if isinstance(self._store, DeadlineStore):
+            keys = [self._mismatches.ended_key(rank) for rank in range(self._num_ranks)]
+            self._store.wait_here(keys, timeout_s)
 
     def end_and_follow(self, key: str) -> "SharedCalls":
         """End, and return an object for what comes after it, without asking the store: its rank may have ended."""
@@ -72,12 +79,8 @@ _open: weakref.WeakSet[SharedCalls] = weakref.WeakSet()
 
 
 def _end_all() -> None:
-    def end() -> None:
-        for calls in list(_open):
-            with contextlib.suppress(Exception):
-                calls.end()
-
-    # A call of the store over a dead link would have no end.
-    thread = threading.Thread(target=end, name="end_shared_calls", daemon=True)
-    thread.start()
-    thread.join(LEAVE_S)
+    for calls in list(_open):
+        with contextlib.suppress(Exception):
+            calls.end()
+            if not hasattr(sys, "last_value"):  # else ranks that lose this one need not know how
+                calls.wait_for_others(LEAVE_S)

@@ -10,7 +10,16 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from ..compat.lightning import tear_down
-from ..distributed import Consensus, FirstCause, default_store, groups, print_last, remember_sockets, timed_out
+from ..distributed import (
+    ANSWER_S,
+    Consensus,
+    FirstCause,
+    default_store,
+    groups,
+    print_last,
+    remember_sockets,
+    timed_out,
+)
 from ..text import some
 from .checkpoint_hooks import SavesShards
 
@@ -39,7 +48,7 @@ class FailsTogether(SavesShards):
                 )
                 raise
         # All ranks come here, so their messages begin anew with each run.
-        store = default_store()
+        store = default_store(ANSWER_S)
         self._first_cause = None if store is None else FirstCause(store, self.global_rank)
         self._all_failed = False
 

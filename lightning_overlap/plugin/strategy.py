@@ -350,7 +350,7 @@ class OverlapEmbeddingStrategy(ReadsTables, WalksSteps, StartsProcesses):
             method=method,
             trains=trains,
             rank=self.global_rank,
-            store=default_store(),
+            store=default_store(self.timeout_s),
             set_rates=tables.rate_setter(self.optimizers) if trains else None,
             warned=self._warned,
             prefetches=schedule.step_of(Stage.PREFETCH) is not None,

@@ -8,7 +8,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from ..checkpoint import FoundTable, TableReader, find_table
-from ..distributed import SharedCalls
+from ..distributed import SharedCalls, default_store
 from .failure_hooks import FailsTogether
 
 _ADVICE = (
@@ -120,12 +120,12 @@ class ReadsTables(FailsTogether):
 
     def compare_reads(self) -> None:
         """Begin to compare the reads of all ranks in this run; ranks that still wait since the last one learn of it."""
-        cause, before = self._first_cause, self._shared_calls
-        if cause is not None and self.world_size > 1:
+        cause, before, store = self._first_cause, self._shared_calls, default_store(self.timeout_s)
+        if cause is not None and store is not None and self.world_size > 1:
             if before is not None:
                 before.end()
             key = f"{cause.key}/reads in the run"
-            self._shared_calls = SharedCalls(cause.store, key, self.global_rank, self.world_size, self.timeout_s)
+            self._shared_calls = SharedCalls(store, key, self.global_rank, self.world_size, self.timeout_s)
 
     def compare_later_reads(self) -> None:
         """Begin to compare the reads after this run; ranks that still wait in the run learn of it."""

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from lightning_overlap.distributed import Mismatches
-from lightning_overlap.distributed.failures import FAILED
+from lightning_overlap.distributed.stores import FAILED
 
 from .threads import two_ranks_of
 

@@ -4,6 +4,7 @@ import contextlib
 import os
 import re
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +20,7 @@ from ..support.pairs import HELD, in_turn
 from ..support.ranks import Ranks
 from ..support.reference import on_ranks
 from . import faults
-from .fault_runs import TIMEOUT_S, run_all, start_script
+from .fault_runs import TIMEOUT_S, run_all, run_on_two_hosts, start_script
 from .faults import NUM_BATCHES, Fault
 
 BATCHES = {"first": 0, "second": 1, "middle": NUM_BATCHES // 2, "last": NUM_BATCHES - 1}
@@ -123,11 +124,29 @@ def test_a_rank_that_fails_and_stays_is_waited_for_no_longer_than_the_timeout(tm
 
 
 @pytest.mark.slow
+def test_a_rank_ends_though_the_store_does_not_answer(tmp_path: Path) -> None:
+    """It has waited for the timeout, and then not for the store: the link is down for good, or rank 0 is stopped."""
+    try:
+        first, lost = run_on_two_hosts(tmp_path)
+    except (OSError, subprocess.CalledProcessError):  # not root on Linux with iproute2
+        [[_, lost]] = run_all(tmp_path, {"place": "training_step", "signum": signal.SIGSTOP, "ranks": [0]})
+        ends = [lost]
+    else:
+        ends = [first, lost]
+    for end in ends:
+        assert end.code == 1, end
+        assert f"Another rank did not answer within {TIMEOUT_S} s" in _end(end.log)
+    assert "rank 1 was " in _end(lost.log)
+
+
+@pytest.mark.slow
 def test_a_killed_rank_ends_the_others_and_the_last_checkpoint_resumes(tmp_path: Path) -> None:
     last = "step=4.ckpt"
     killed = {"place": "training_step", "signum": signal.SIGKILL}
-    runs = [{}, killed, {"resume": str(tmp_path / "1" / last)}]
+    runs = [{"callback": "lingers"}, killed, {"resume": str(tmp_path / "1" / last)}]
     whole, ends, resumed = run_all(tmp_path, *runs)
+    for end in whole:  # the rank that keeps the store has ended long before the other one: nobody is told of it
+        assert not re.search("TCPStore|Broken pipe|Connection|Error", end.log), end.log
     assert [[end.code for end in run] for run in (whole, ends, resumed)] == [[0, 0], [1, -signal.SIGKILL], [0, 0]]
     assert PEER_GONE.search(_end(ends[0].log))
     for rank in range(2):

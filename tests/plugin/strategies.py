@@ -28,7 +28,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from lightning_overlap import OverlapEmbeddingStrategy, combined_optimizer
 from lightning_overlap.distributed import default_store, groups
-from lightning_overlap.distributed.failures import FAILED
+from lightning_overlap.distributed.stores import FAILED
 from lightning_overlap.plugin.first_words import LOGGER
 
 from ..support import cases
@@ -386,7 +386,7 @@ def first_words(combined: bool, **options: Any) -> list[str]:
 def refused_while_rank_0_is_late() -> str:
     """After a good fit, one that all ranks refuse; rank 0 joins the groups once the other has failed, if that does."""
     fit_model(sharding="table_wise")
-    join, store = groups.join, default_store()
+    join, store = groups.join, default_store(60)
     assert store is not None
     before = store.add(FAILED, 0)
 
