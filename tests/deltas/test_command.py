@@ -4,11 +4,16 @@ import json
 import os
 import re
 import signal
+import socket
+import struct
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +21,7 @@ import pytest
 import torch
 
 from lightning_overlap.deltas import FolderSink, Replica, ReplicaServer
+from lightning_overlap.deltas.serving import http_server
 from lightning_overlap.deltas.serving.command import main
 
 from .histories import SHAPES, TOP, A, B, Training, assert_equal, begun, empty_tables
@@ -105,8 +111,87 @@ def test_rows_are_looked_up_and_wrong_requests_are_answered(training: Training) 
             status, said = ask(f"{url}/lookup", question)
             assert (status, said[: len(expected)]) == (400, expected)
         status, said = ask(f"{url}/lookup", b"{}", **{"Content-Length": "-1"})
-        assert (status, said[:45]) == (400, "a request must have 0 to 67108864 bytes, got ")
+        assert (status, said) == (400, "a request must have 0 to 4194304 bytes, got -1: request fewer ids.")
+        status, said = ask(f"{url}/lookup", b" " * (5 << 20))
+        assert (status, said) == (400, "a request must have 0 to 4194304 bytes, got 5242880: request fewer ids.")
+        status, said = ask(f"{url}/lookup", b"[" * 200_000)
+        assert (status, said) == (400, "the request is nested too deeply")
+        status, said = ask(f"{url}/lookup", {"table": A, "ids": [0] * 10_001})
+        assert (status, said) == (400, "a request must have at most 10000 ids, got 10001")
         assert ask(f"{url}/rows") == (404, "GET /step or POST /lookup, not GET /rows")
+
+
+@pytest.fixture
+def server(training: Training) -> Iterator[ReplicaServer]:
+    replica = Replica(empty_tables(), training.sink)
+    replica.update()
+    with ReplicaServer(replica) as server:
+        yield server
+
+
+def _connected(server: ReplicaServer, sent: bytes = b"") -> socket.socket:
+    client = socket.create_connection((server.host, server.port), timeout=20)
+    client.sendall(sent)
+    return client
+
+
+POST = b"POST /lookup HTTP/1.1\r\nContent-Length: 100\r\n\r\n"
+
+
+def test_200_clients_at_once_are_answered(server: ReplicaServer) -> None:
+    clients = [_connected(server) for _ in range(200)]  # all are connected before one asks
+    for client in clients:
+        client.sendall(b"GET /step HTTP/1.0\r\n\r\n")
+    for client in clients:
+        with client, client.makefile("rb") as answer:
+            assert answer.read().startswith(b"HTTP/1.0 200 ")
+
+
+def test_a_client_that_disconnects_early_leaves_no_traceback(
+    server: ReplicaServer, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    for sent in (b"", b"GET /st", POST, POST + b"{", b"GET /step HTTP/1.0\r\n\r\n"):
+        client = _connected(server, sent)
+        # The server's next write, or read, fails: the connection is reset.
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        client.close()
+    url = f"http://127.0.0.1:{server.port}"
+    assert ask(f"{url}/step")[0] == 200
+    until = time.monotonic() + 20
+    while server._open:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    assert capfd.readouterr().err == ""
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize("trickles", [False, True])
+def test_clients_that_stay_keep_no_others_out(
+    server: ReplicaServer, trickles: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that sends nothing is idle, one that sends a byte now and then is not: its connection ends all the same."""
+    monkeypatch.setattr(http_server, "CONNECTED_S", 0.5 if trickles else 60)
+    monkeypatch.setattr(http_server._Handler, "timeout", http_server._Handler.timeout * (6 if trickles else 0.05))
+    server._free = threading.Semaphore(2)
+    staying = [_connected(server, b"GET /step HTTP") for _ in range(4)]
+    ended = threading.Event()
+
+    def trickle() -> None:
+        while trickles and not ended.wait(0.05):
+            for client in staying:
+                with suppress(OSError):
+                    client.send(b"x")
+
+    sender = threading.Thread(target=trickle)
+    sender.start()
+    try:
+        status, _ = ask(f"http://127.0.0.1:{server.port}/step")
+    finally:
+        ended.set()
+        sender.join()
+        for client in staying:
+            client.close()
+    assert status == 200
 
 
 @pytest.mark.slow

@@ -1,18 +1,29 @@
 """A small HTTP server for a replica: `GET /step`, `POST /lookup`."""
 
 import json
+import logging
+import socket
+import sys
 import threading
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from ...text import check_known
 from .replica import Replica, ReplicaError
 
-_MOST_BYTES = 64 << 20
+MOST_BYTES = 4 << 20  # of a request
+MOST_THREADS = 64
+IDLE_S = 10.0  # how long a client may send or take nothing
+CONNECTED_S = 60.0  # how long a connection may stay open
+
+_log = logging.getLogger(__name__)
 
 
 class ReplicaServer(ThreadingHTTPServer):
@@ -22,26 +33,80 @@ class ReplicaServer(ThreadingHTTPServer):
     "ids": [...]}` and returns `{"generation": ..., "step": ..., "rows": [[...], ...]}`. A wrong request gets status
     400, a replica without tables or with an error 503, both with `{"error": ...}`. Port 0 chooses a free `port`; an
     OSError says that the port is not available. `replica.follow()` keeps the tables up to date.
+
+    A request may have `most_ids` ids and 4 MiB. 64 threads answer; further clients wait. A connection is closed
+    after a request, after 10 s in which its client sends or takes nothing, and after a minute.
     """
 
-    def __init__(self, replica: Replica, host: str = "127.0.0.1", port: int = 0) -> None:
+    request_queue_size = 1024  # connections that wait while all threads are busy
+    daemon_threads = True
+
+    def __init__(self, replica: Replica, host: str = "127.0.0.1", port: int = 0, *, most_ids: int = 10_000) -> None:
+        if not isinstance(most_ids, int) or isinstance(most_ids, bool) or most_ids < 1:
+            raise ValueError(f"most_ids is the largest number of ids of a request, at least 1, got {most_ids!r}.")
         super().__init__((host, port), _Handler)
-        self.replica, self.host, self.port = replica, host, self.server_port
+        self.replica, self.host, self.port, self.most_ids = replica, host, self.server_port, most_ids
+        self._free = threading.Semaphore(MOST_THREADS)
+        self._open: dict[socket.socket, float] = {}  # connections that are answered -> when they began
+        self._closes = False
         self._thread = threading.Thread(target=self.serve_forever, args=(0.1,), name="replica server", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """Stop listening."""
+        self._closes = True
         self.shutdown()
         self._thread.join()
         self.server_close()
 
+    @override
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    @override
+    def process_request(self, request: Any, client_address: Any) -> None:
+        while not self._free.acquire(timeout=0.1):
+            self.service_actions()
+            if self._closes:
+                self.shutdown_request(request)
+                return
+        self._open[request] = time.monotonic()
+        try:
+            super().process_request(request, client_address)
+        except BaseException:  # no thread could be started
+            self._end(request)
+            raise
+
+    @override
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._end(request)
+
+    def _end(self, request: Any) -> None:
+        if self._open.pop(request, None) is not None:
+            self._free.release()
+
+    @override
+    def service_actions(self) -> None:
+        """Close connections that have been open for too long; called about ten times a second."""
+        now = time.monotonic()
+        for request, began in list(self._open.items()):
+            if now - began > CONNECTED_S:
+                with suppress(OSError):
+                    request.shutdown(socket.SHUT_RDWR)
+
+    @override
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Log an error, unless the client has disconnected."""
+        if not isinstance(sys.exception(), OSError):
+            _log.exception("a request of %s failed", client_address)
 
 
 class _Handler(BaseHTTPRequestHandler):
     server: ReplicaServer
+    timeout = IDLE_S
 
     def do_GET(self) -> None:
         self._respond("/step", self._step)
@@ -67,6 +132,12 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(data)
 
+    def _discard(self, size: int) -> None:
+        """Read a request of up to 64 MiB that is not used: closed before that, its client would get no answer."""
+        left = min(size, 64 << 20)
+        while left > 0 and (read := len(self.rfile.read(min(left, 1 << 16)))):
+            left -= read
+
     def _step(self) -> dict[str, Any]:
         replica = self.server.replica
         lag = replica.lag
@@ -76,17 +147,23 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _rows(self) -> dict[str, Any]:
         size = int(self.headers.get("Content-Length", 0))
-        if not 0 <= size <= _MOST_BYTES:
-            raise ValueError(f"a request must have 0 to {_MOST_BYTES} bytes, got {size}: request fewer ids.")
-        query: Any = json.loads(self.rfile.read(size) or b"null")
+        if not 0 <= size <= MOST_BYTES:
+            self._discard(size)
+            raise ValueError(f"a request must have 0 to {MOST_BYTES} bytes, got {size}: request fewer ids.")
+        try:
+            query: Any = json.loads(self.rfile.read(size) or b"null")
+        except RecursionError:
+            raise ValueError("the request is nested too deeply") from None
         table, ids = (query.get("table"), query.get("ids")) if isinstance(query, dict) else (None, None)
         if not isinstance(table, str) or not isinstance(ids, list) or not all(type(each) is int for each in ids):
             raise ValueError('a request must be {"table": name, "ids": [integers]}')
+        if len(ids) > self.server.most_ids:
+            raise ValueError(f"a request must have at most {self.server.most_ids} ids, got {len(ids)}")
         with self.server.replica.reading() as position:
             tables = {name: tensor for name, tensor in self.server.replica.state_dict().items() if tensor.dim() == 2}
             check_known("table", table, tables)
             rows = tables[table].detach()
             if wrong := [each for each in ids if not 0 <= each < len(rows)]:
                 raise ValueError(f"{table} has rows 0 to {len(rows) - 1}, got {wrong[0]}")
-            found = rows[torch.tensor(ids, dtype=torch.int64, device=rows.device)].cpu().tolist()
-            return {"generation": position.generation, "step": position.step, "rows": found}
+            found = rows[torch.tensor(ids, dtype=torch.int64, device=rows.device)].cpu()
+        return {"generation": position.generation, "step": position.step, "rows": found.tolist()}
